@@ -1,0 +1,602 @@
+"""Pretrains a GPT with Megatron-Core, by any pipeline schedule.
+
+    torchrun --nproc-per-node 4 examples/gpt/pretrain_gpt.py --pipeline-model-parallel-size 4 \
+        --num-layers 8 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \
+        --micro-batch-size 2 --global-batch-size 16 --train-iters 50 --pipeline-schedule zb-v
+
+Everything is Megatron's own: model, DistributedDataParallel, optimizer, dataset, checkpoints. Ours
+are three things: `megatron_zbpp.enable`, the layout of the layers, and weights that are drawn by
+layer and not by rank, so that runs with different schedules start equal. Without a GPU it runs on
+CPU and gloo. `--pipeline-schedule megatron` is Megatron's untouched 1F1B: the reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from prepare_data import VOCABULARY, prepare, tokenizer
+
+import megatron_zbpp
+from megatron_zbpp import cpu
+
+DEVICE = cpu.device()  # before megatron.core is imported
+
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.distributed import DistributedDataParallel as DDP
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.mcore import layout
+from megatron_zbpp.mcore.observe import observe
+from megatron_zbpp.mcore.plugin import Plugin
+
+# What a checkpoint must agree on with the model that it is loaded into.
+SHAPE = (
+    'num_layers',
+    'hidden_size',
+    'num_attention_heads',
+    'seq_length',
+    'position_embedding_type',
+    'untie_embeddings_and_output_weights',
+)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; ends the program with status 2 and a reason where it makes no sense."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add('--num-layers', type=int, default=8)
+    add('--hidden-size', type=int, default=128)
+    add('--num-attention-heads', type=int, default=4)
+    add('--seq-length', type=int, default=128)
+    add('--position-embedding-type', choices=['learned_absolute', 'rope'], default='rope')
+    add('--untie-embeddings-and-output-weights', action='store_true')
+    add('--bf16', action='store_true')
+    add('--pipeline-model-parallel-size', type=int, default=1, metavar='P')
+    add('--tensor-model-parallel-size', type=int, default=1, metavar='T')
+    add('--pipeline-schedule', default='zb-v', help="a schedule's name, or `megatron` for its own")
+    add(
+        '--account-for-embedding-in-pipeline-split', action='store_true', help='a layer fewer there'
+    )
+    add('--account-for-loss-in-pipeline-split', action='store_true', help='a layer fewer there')
+    add('--micro-batch-size', type=int, default=2)
+    add('--global-batch-size', type=int, default=16)
+    add('--train-iters', type=int, default=50)
+    add('--lr', type=float, default=1e-3)
+    add('--min-lr', type=float, default=1e-4)
+    add('--lr-warmup-iters', type=int, default=2)
+    add('--lr-decay-style', choices=['constant', 'linear', 'cosine'], default='cosine')
+    add('--weight-decay', type=float, default=0.01)
+    add('--clip-grad', type=float, default=1.0, help='0: no clipping')
+    add('--use-distributed-optimizer', action='store_true')
+    add('--overlap-grad-reduce', action='store_true')
+    add('--seed', type=int, default=1234)
+    add('--data-path', type=Path, metavar='PREFIX', help='of .bin and .idx; default: real text')
+    add('--split', default='969,30,1', help='of the data into training, validation and test')
+    add('--save', type=Path, metavar='FOLDER')
+    add('--save-interval', type=int, help='default: at the end')
+    add('--load', type=Path, metavar='FOLDER')
+    add('--exit-interval', type=int, help='end after an iteration that this divides')
+    add('--eval-interval', type=int, default=1000)
+    add('--eval-iters', type=int, default=0)
+    add('--log-interval', type=int, default=1)
+    add('--metrics-file', type=Path, help='a JSON line per iteration; the parameters at the end')
+    add('--timeline-file', type=Path, help='the last iteration as measured, as JSON')
+    args = parser.parse_args(argv)
+    try:
+        check_args(args, int(os.environ.get('WORLD_SIZE', 1)))
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def check_args(args: argparse.Namespace, world_size: int) -> None:
+    """Derives data-parallel size, number of microbatches and placement.
+
+    Raises:
+        ValueError: a value that cannot work, with the cure.
+    """
+    p, t = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    if p < 1 or t < 1 or world_size % (p * t):
+        raise ValueError(
+            f'{world_size} processes cannot be divided into pipelines of {p} x {t} ranks: change '
+            '--pipeline-model-parallel-size, --tensor-model-parallel-size or --nproc-per-node'
+        )
+    args.data_parallel_size = world_size // (p * t)
+    step = args.micro_batch_size * args.data_parallel_size
+    if args.global_batch_size < 1 or step < 1 or args.global_batch_size % step:
+        raise ValueError(
+            f'--global-batch-size {args.global_batch_size} is not a positive multiple of {step} '
+            '(--micro-batch-size times data-parallel size): no whole number of microbatches'
+        )
+    args.num_microbatches = args.global_batch_size // step
+    if args.hidden_size % args.num_attention_heads:
+        raise ValueError(
+            f'--hidden-size {args.hidden_size} is not divisible by --num-attention-heads '
+            f'{args.num_attention_heads}'
+        )
+    if args.pipeline_schedule == 'megatron':
+        args.placement = Placement.loop(p)
+    else:
+        args.placement = Plugin(args.pipeline_schedule).placement(p)
+    args.layers = layout.layers_per_stage(
+        args.num_layers,
+        args.placement,
+        embedding=args.account_for_embedding_in_pipeline_split,
+        loss=args.account_for_loss_in_pipeline_split,
+    )
+
+
+def initialize(args: argparse.Namespace) -> None:
+    """Process groups and random seeds."""
+    if not dist.is_initialized():
+        dist.init_process_group('nccl' if DEVICE.type == 'cuda' else 'gloo')
+        if DEVICE.type == 'cuda':
+            torch.cuda.set_device(DEVICE)
+    chunks = args.placement.num_chunks
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        get_embedding_ranks=partial(layout.embedding_ranks, args.placement),
+    )
+    torch.manual_seed(args.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
+
+
+def build_model(args: argparse.Namespace) -> list[DDP]:
+    """This rank's chunks of the model, wrapped, with weights drawn by layer."""
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    pipelined = args.pipeline_model_parallel_size > 1
+    config = TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        hidden_dropout=0.0,  # masks would follow the ranks' random states, not the layers
+        attention_dropout=0.0,
+        bf16=args.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        pipeline_model_parallel_layout=layout.StageLayout(args.placement, args.layers)
+        if pipelined
+        else None,
+        deallocate_pipeline_outputs=True,
+        gradient_accumulation_fusion=False,
+        finalize_model_grads_func=finalize_model_grads,
+    )
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    stages = args.placement.stages(rank)
+    chunks = [
+        GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            vocab_size=-(-VOCABULARY // 128) * 128,
+            max_sequence_length=args.seq_length,
+            pre_process=stage == 0,
+            post_process=stage == args.placement.num_stages - 1,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            vp_stage=chunk if len(stages) > 1 else None,
+        )
+        for chunk, stage in enumerate(stages)
+    ]
+    for chunk in chunks:
+        draw_weights(chunk, args.seed)
+    layout.tie_embeddings(chunks)
+    wrapped = [Float16Module(config, chunk) if args.bf16 else chunk for chunk in chunks]
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+    )
+    models = [DDP(config, ddp_config, chunk.to(DEVICE)) for chunk in wrapped]
+    config.no_sync_func = [model.no_sync for model in models]
+    if len(models) == 1:
+        config.no_sync_func = config.no_sync_func[0]
+    return models
+
+
+def by_layer(chunk: GPTModel) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
+    """(layer, name, parameter): the layer is its number in the whole model, from 1, or a name."""
+    for name, parameter in chunk.named_parameters():
+        place, _, rest = name.partition('.')
+        if name.startswith('decoder.layers.'):
+            index, _, rest = name.removeprefix('decoder.layers.').partition('.')
+            place = str(chunk.decoder.layers[int(index)].layer_number)
+        yield place, rest, parameter
+
+
+def draw_weights(chunk: GPTModel, seed: int) -> None:
+    """Megatron's initial distributions, each parameter from a seed made of its layer and name."""
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    for layer, name, parameter in by_layer(chunk):
+        if parameter.dim() < 2:
+            continue  # biases and norms are constants
+        if layer == 'output_layer' and chunk.share_embeddings_and_output_weights:
+            layer, name = 'embedding', 'word_embeddings.weight'  # its copy
+        shard = tp_rank if getattr(parameter, 'tensor_model_parallel', False) else 0
+        digest = hashlib.sha256(f'{seed} {layer} {name} {shard}'.encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], 'little') >> 1)
+        residual = name.endswith(('linear_proj.weight', 'linear_fc2.weight'))
+        config = chunk.config
+        (config.output_layer_init_method if residual else config.init_method)(parameter.data)
+
+
+def build_optimizer(args: argparse.Namespace, models: list[DDP]) -> tuple[Any, Any]:
+    """Megatron's optimizer and its parameter scheduler."""
+    config = OptimizerConfig(
+        optimizer='adam',
+        lr=args.lr,
+        min_lr=args.min_lr,
+        weight_decay=args.weight_decay,
+        clip_grad=args.clip_grad,
+        bf16=args.bf16,
+        params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+    )
+    optimizer = get_megatron_optimizer(config, models)
+    models[0].config.grad_scale_func = optimizer.scale_loss
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=args.lr_warmup_iters,
+        lr_decay_steps=max(args.train_iters, args.lr_warmup_iters + 1),
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=args.train_iters,
+        wd_incr_style='constant',
+    )
+    return optimizer, scheduler
+
+
+def build_datasets(args: argparse.Namespace) -> tuple[GPTDataset, GPTDataset | None]:
+    """Training and validation data."""
+    if args.data_path is None:
+        args.data_path = Path('runs/data/text')
+        if dist.get_rank() == 0:
+            prepare(args.data_path)
+        dist.barrier()
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=([str(args.data_path)], None),
+        split=args.split,
+        tokenizer=tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    evaluations = args.train_iters // args.eval_interval + 1
+    sizes = [args.train_iters, args.eval_iters * evaluations, 0]
+    sizes = [iterations * args.global_batch_size for iterations in sizes]
+    train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    return train, valid
+
+
+def batches(
+    args: argparse.Namespace, dataset: GPTDataset, iteration: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """This data-parallel rank's microbatches, from the start of `iteration` on."""
+    rank, size = parallel_state.get_data_parallel_rank(), args.micro_batch_size
+    start = iteration * args.global_batch_size + rank * size
+    while True:
+        samples = [dataset[index % len(dataset)] for index in range(start, start + size)]
+        keys = ('tokens', 'labels', 'loss_mask', 'position_ids')
+        yield {key: torch.stack([s[key] for s in samples]).to(DEVICE) for key in keys}
+        start += size * args.data_parallel_size
+
+
+def iterators(
+    args: argparse.Namespace, dataset: GPTDataset, iteration: int
+) -> list[Iterator[dict[str, torch.Tensor]] | None]:
+    """One iterator for each chunk; only the first and the last stage of the model read data."""
+    stages = args.placement.stages(parallel_state.get_pipeline_model_parallel_rank())
+    ends = (0, args.placement.num_stages - 1)
+    return [batches(args, dataset, iteration) if stage in ends else None for stage in stages]
+
+
+def loss_func(
+    loss_mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the losses, number of tokens, and both for the log."""
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(losses.view(-1).float() * mask)
+    num_tokens = mask.sum().detach().int()
+    return loss, num_tokens, {'lm loss': torch.stack([loss.detach(), num_tokens.float()])}
+
+
+def forward_step(data_iterator: Iterator | None, model: DDP) -> tuple[torch.Tensor, partial]:
+    """Megatron calls this for each microbatch on each chunk."""
+    batch = next(data_iterator) if data_iterator is not None else {}
+    output = model(batch.get('tokens'), batch.get('position_ids'), None, labels=batch.get('labels'))
+    return output, partial(loss_func, batch.get('loss_mask'))
+
+
+def run_batch(
+    args: argparse.Namespace, models: list[DDP], data: list[Iterator | None], **options: Any
+) -> float | None:
+    """One global batch; its mean loss, on the last pipeline rank."""
+    many = len(models) > 1
+    results = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=data if many else data[0],
+        model=models if many else models[0],
+        num_microbatches=args.num_microbatches,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        **options,
+    )
+    if not results:
+        return None
+    total = torch.stack([result['lm loss'] for result in results]).sum(0)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return (total[0] / total[1]).item()
+
+
+def evaluate(
+    args: argparse.Namespace, models: list[DDP], data: list[Iterator | None], iteration: int
+) -> None:
+    """Mean loss over --eval-iters batches of validation data, printed by the last rank."""
+    for model in models:
+        model.eval()
+    with torch.no_grad():
+        losses = [run_batch(args, models, data, forward_only=True) for _ in range(args.eval_iters)]
+    for model in models:
+        model.train()
+    if losses[0] is not None and is_reporter():
+        loss = sum(losses) / len(losses)
+        print(f' validation loss at iteration {iteration} | lm loss value: {loss:.6E}', flush=True)
+        write_metrics(args, {'iteration': iteration, 'validation_loss': loss.hex()})
+
+
+def checkpoint_state(models: list[DDP], optimizer: Any, scheduler: Any, loading: bool) -> dict:
+    """What is saved: sharded by global layer number, so that any placement can load it."""
+    model_states = {f'model{i}': m.sharded_state_dict() for i, m in enumerate(models)}
+    metadata = {'distrib_optim_sharding_type': 'fully_reshardable'}
+    return {
+        **model_states,
+        'optimizer': optimizer.sharded_state_dict(model_states, loading, metadata=metadata),
+        'opt_param_scheduler': scheduler.state_dict(),
+    }
+
+
+def save_checkpoint(
+    args: argparse.Namespace, models: list[DDP], optimizer: Any, scheduler: Any, iteration: int
+) -> None:
+    """Megatron's distributed checkpoint; the tracker file names it once it is whole."""
+    folder = args.save / f'iter_{iteration:07d}'
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    state = checkpoint_state(models, optimizer, scheduler, loading=False)
+    state |= {'iteration': iteration, 'shape': {key: getattr(args, key) for key in SHAPE}}
+    dist_checkpointing.save(state, str(folder))
+    if dist.get_rank() == 0:
+        (args.save / 'latest_checkpointed_iteration.txt').write_text(str(iteration))
+        print(f' saved checkpoint at iteration {iteration} to {args.save}', flush=True)
+    dist.barrier()
+
+
+def checkpoint_to_load(args: argparse.Namespace) -> Path | None:
+    """The latest checkpoint in --load, once it is known to be of this model.
+
+    Raises:
+        ValueError: none is there, or it is of another model; names the flags.
+    """
+    if args.load is None:
+        return None
+    tracker = args.load / 'latest_checkpointed_iteration.txt'
+    if not tracker.exists():
+        raise ValueError(f'no checkpoint in --load {args.load}: {tracker.name} is not there')
+    folder = args.load / f'iter_{int(tracker.read_text()):07d}'
+    shape = dist_checkpointing.load_common_state_dict(str(folder))['shape']
+    other = [
+        f'--{key.replace("_", "-")} was {shape[key]} and is {getattr(args, key)}'
+        for key in SHAPE
+        if shape[key] != getattr(args, key)
+    ]
+    if other:
+        raise ValueError(f'{folder} is a checkpoint of another model: ' + ', '.join(other))
+    return folder
+
+
+def load_checkpoint(folder: Path, models: list[DDP], optimizer: Any, scheduler: Any) -> int:
+    """Loads in place; returns the iteration after which it was saved."""
+    state = checkpoint_state(models, optimizer, scheduler, loading=True)
+    state = dist_checkpointing.load(state, str(folder))
+    for i, model in enumerate(models):
+        model.load_state_dict(state[f'model{i}'])
+    optimizer.load_state_dict(state['optimizer'])
+    scheduler.load_state_dict(state['opt_param_scheduler'])
+    return state['iteration']
+
+
+def is_reporter() -> bool:
+    """The last process: it has the loss, and Megatron logs there."""
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def write_metrics(args: argparse.Namespace, line: dict) -> None:
+    """Appends to --metrics-file, where there is one."""
+    if args.metrics_file is not None:
+        with args.metrics_file.open('a') as file:
+            file.write(json.dumps(line) + '\n')
+
+
+def log_iteration(
+    args: argparse.Namespace,
+    iteration: int,
+    seconds: float,
+    lr: float,
+    loss: float,
+    grad_norm: float | None,
+    skipped: int,
+) -> None:
+    """Megatron's log line, and the exact values for --metrics-file."""
+    grad_norm = 0.0 if grad_norm is None else float(grad_norm)
+    write_metrics(
+        args,
+        {
+            'iteration': iteration,
+            'loss': loss.hex(),
+            'grad_norm': grad_norm.hex(),
+            'seconds': seconds,
+        },
+    )
+    if iteration % args.log_interval:
+        return
+    parts = (
+        f' [{time.strftime("%Y-%m-%d %H:%M:%S")}] iteration {iteration:8d}/{args.train_iters:8d}',
+        f'consumed samples: {iteration * args.global_batch_size:12d}',
+        f'elapsed time per iteration (ms): {seconds * 1e3:.1f}',
+        f'learning rate: {lr:.6E}',
+        f'global batch size: {args.global_batch_size:5d}',
+        f'lm loss: {loss:.6E}',
+        f'grad norm: {grad_norm:.3f}',
+        f'number of skipped iterations: {skipped:3d}',
+        f'number of nan iterations: {int(loss != loss):3d}',
+    )
+    print(' | '.join(parts) + ' |', flush=True)
+
+
+def sha256(tensors: list[torch.Tensor]) -> str:
+    """Of the bytes of all `tensors`."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def fingerprint(models: list[DDP], optimizer: Any) -> dict[str, dict[str, str]]:
+    """Hashes of parameters and optimizer state by layer, whatever rank holds it: a collective.
+
+    The optimizer's are left out where it keeps shards that no single parameter owns.
+    """
+    states: dict[torch.Tensor, dict] = {}
+    for part in getattr(optimizer, 'chained_optimizers', [optimizer]):
+        states.update(part.optimizer.state)
+    own: dict[str, dict[str, dict[tuple, str]]] = {'parameters_sha256': {}, 'optimizer_sha256': {}}
+    for model in models:
+        chunk = model.module.module if isinstance(model.module, Float16Module) else model.module
+        for layer, name, parameter in by_layer(chunk):
+            key = (name, parallel_state.get_tensor_model_parallel_rank())
+            own['parameters_sha256'].setdefault(layer, {})[key] = sha256([parameter.data])
+            main = getattr(parameter, 'main_param', parameter)
+            state = (
+                [main, *(states[main][k] for k in sorted(states[main]))] if main in states else []
+            )
+            if state:
+                own['optimizer_sha256'].setdefault(layer, {})[key] = sha256(
+                    [s if s.dim() else s.reshape(1) for s in map(torch.as_tensor, state)]
+                )
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    merged: dict[str, dict[str, str]] = {}
+    for kind in own:
+        layers: dict[str, dict] = {}
+        for one in gathered:
+            for layer, hashes in one[kind].items():
+                layers.setdefault(layer, {}).update(hashes)
+        merged[kind] = {
+            layer: hashlib.sha256(str(sorted(hashes.items())).encode()).hexdigest()
+            for layer, hashes in sorted(layers.items())
+        }
+    return merged
+
+
+def train(args: argparse.Namespace) -> None:
+    """The training loop, from process groups to the last line of metrics."""
+    initialize(args)
+    folder = checkpoint_to_load(args)
+    models = build_model(args)
+    optimizer, scheduler = build_optimizer(args, models)
+    iteration = load_checkpoint(folder, models, optimizer, scheduler) if folder else 0
+    train_data, valid_data = build_datasets(args)
+    data = iterators(args, train_data, iteration)
+    validation = iterators(args, valid_data, 0) if args.eval_iters else []
+    skipped = 0
+    with ExitStack() as stack:
+        if args.pipeline_schedule == 'megatron':
+            pp_group = parallel_state.get_pipeline_model_parallel_group()
+            meter: Any = stack.enter_context(observe(DEVICE, pp_group))
+        else:
+            meter = stack.enter_context(megatron_zbpp.enable(args.pipeline_schedule))
+        while iteration < args.train_iters:
+            start = time.perf_counter()
+            for model in models:
+                model.zero_grad_buffer()
+            optimizer.zero_grad()
+            loss = run_batch(args, models, data)
+            succeeded, grad_norm, _ = optimizer.step()
+            if succeeded:
+                scheduler.step(increment=1)
+            skipped += not succeeded
+            iteration += 1
+            if loss is not None and is_reporter():
+                seconds = time.perf_counter() - start
+                lr = optimizer.param_groups[0]['lr']
+                log_iteration(args, iteration, seconds, lr, loss, grad_norm, skipped)
+            if args.eval_iters and iteration % args.eval_interval == 0:
+                evaluate(args, models, validation, iteration)
+            leaving = args.exit_interval and iteration % args.exit_interval == 0
+            last = leaving or iteration == args.train_iters
+            if args.save and (last or (args.save_interval and iteration % args.save_interval == 0)):
+                save_checkpoint(args, models, optimizer, scheduler, iteration)
+            if leaving:
+                break
+        if args.timeline_file is not None:
+            write_timeline(args, meter)
+    hashes = fingerprint(models, optimizer)
+    if is_reporter():
+        write_metrics(args, hashes)
+
+
+def write_timeline(args: argparse.Namespace, meter: Any) -> None:
+    """The latest iteration of this pipeline, as the executor or the observer saw it."""
+    measurement = meter.measured()
+    if is_reporter():
+        args.timeline_file.write_text(measurement.to_json())
+
+
+def main() -> None:
+    args = parse_args()
+    try:
+        train(args)
+    except ValueError as error:  # what is wrong is known on every rank
+        sys.exit(f'{Path(__file__).name}: error: {error}')
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,267 @@
+"""Megatron-Core on CPU and gloo: whatever asks for "cuda" gets the CPU.
+
+Nothing of Megatron is edited. `install()` must run before megatron.core is imported. It is for
+development, tests and trying things out: the arithmetic is the real one, the speed is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.overrides import TorchFunctionMode
+from torch.utils._triton import has_triton_package
+
+
+def _cpu(device: object) -> object:
+    """The CPU for any spelling of a CUDA device; everything else as it is."""
+    if type(device) is int:  # torch.cuda.current_device()
+        return 'cpu'
+    if isinstance(device, str) and device.startswith('cuda'):
+        return 'cpu'
+    if isinstance(device, torch.device) and device.type == 'cuda':
+        return torch.device('cpu')
+    return device
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Every torch call with device=<cuda>, and Tensor.to(<cuda>): some 100 places upstream."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if kwargs and kwargs.get('device') is not None:
+            kwargs['device'] = _cpu(kwargs['device'])
+        if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is not int:
+            args = (args[0], _cpu(args[1]), *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+class Stream:
+    """Work on the CPU is done when the call returns, so there is nothing to order."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def query(self) -> bool:
+        return True
+
+    def wait_stream(self, stream: Stream) -> None:
+        pass
+
+    def wait_event(self, event: Event) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Event:
+    """An event on such a stream has always happened."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def record(self, stream: Stream | None = None) -> None:
+        pass
+
+    def wait(self, stream: Stream | None = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+def _tensor_type(self, *args, _original=torch.Tensor.type, **kwargs):
+    name = _original(self, *args, **kwargs)
+    if not isinstance(name, str):  # type(dtype) converts
+        return name
+    return 'torch.cuda.' + name.rpartition('.')[2]
+
+
+_STREAM = Stream()
+_PROPERTIES = types.SimpleNamespace(
+    name='cpu', major=9, minor=0, total_memory=16 << 30, multi_processor_count=1
+)
+
+# name in torch.cuda: replacement
+_CUDA: dict[str, object] = {
+    # megatron.training asserts it; the optimizers choose by it
+    'is_available': lambda: True,
+    'device_count': lambda: 1,
+    'current_device': lambda: 0,
+    'set_device': lambda device: None,
+    # the "CUDA generator" of CudaRNGStatesTracker is the CPU's: the ops it is to steer run there
+    'default_generators': (torch.default_generator,),
+    '_lazy_init': lambda: None,
+    # else seeds are only queued for a CUDA that never starts: nothing fails, nothing is seeded
+    '_lazy_call': lambda function, **kwargs: function(),
+    # timers, p2p_communication, train loop
+    'synchronize': lambda *args: None,
+    # DDP wrapping, MoE dispatch, combined 1F1B
+    'Stream': Stream,
+    'Event': Event,
+    'current_stream': lambda *args: _STREAM,
+    'stream': lambda stream: contextlib.nullcontext(),
+    # architecture checks
+    'get_device_properties': lambda *args: _PROPERTIES,
+    'nvtx': mock.MagicMock(),
+}
+
+_TENSOR: dict[str, object] = {
+    'cuda': lambda self, *args, **kwargs: self,
+    # maybe_move_tensor_to_cpu (MoE) turns its splits into lists only if is_cuda
+    'is_cuda': property(lambda self: True),
+    'record_stream': lambda self, stream: None,
+    # gradient clipping checks for 'torch.cuda.FloatTensor' and its like
+    'type': _tensor_type,
+}
+
+
+def _aliased_isend(tensor: torch.Tensor, *args, _original=distributed_c10d.isend, **kwargs):
+    """Sends an alias, which keeps the memory.
+
+    Megatron's interleaved schedule frees what it sends (`deallocate_output_tensor`) before the send
+    is waited for. CUDA's allocator keeps such memory for the stream that reads it; gloo's send
+    would read freed memory (0.16 and 0.17). The executor of this package needs no alias.
+    """
+    return _original(tensor.detach(), *args, **kwargs)
+
+
+def _over_gloo(original: Callable) -> Callable:
+    """'nccl' is what --distributed-backend defaults to, and what BridgeCommunicator names."""
+
+    @functools.wraps(original)
+    def call(*args, **kwargs):
+        args = ['gloo' if a == 'nccl' else a for a in args]
+        return original(*args, **{k: 'gloo' if v == 'nccl' else v for k, v in kwargs.items()})
+
+    return call
+
+
+def installed() -> bool:
+    """Whether this process runs Megatron-Core on the CPU."""
+    return isinstance(torch.Tensor.is_cuda, property)
+
+
+def device() -> torch.device:
+    """Where to train: this process's GPU, or the CPU, made ready, where there is none."""
+    if not installed() and torch.cuda.is_available():
+        return torch.device('cuda', int(os.environ.get('LOCAL_RANK', 0)))
+    install()
+    return torch.device('cpu')
+
+
+def install(alias_sends: bool = True) -> None:
+    """Makes this process run Megatron-Core on CPU and gloo; again does nothing more.
+
+    Args:
+        alias_sends: also protect Megatron's own interleaved schedule: see `_aliased_isend`.
+
+    Raises:
+        RuntimeError: megatron.core was imported first, and may have asked for CUDA already.
+    """
+    if installed():
+        return
+    if 'megatron.core' in sys.modules:
+        raise RuntimeError(
+            'megatron_zbpp.cpu.install() comes too late: call it before megatron.core is imported'
+        )
+    # torch.compile (megatron.core.jit) would look for libcuda through triton
+    os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')
+    # wanted with tensor parallelism
+    os.environ.setdefault('CUDA_DEVICE_MAX_CONNECTIONS', '1')
+    if alias_sends:
+        dist.isend = distributed_c10d.isend = _aliased_isend
+    dist.init_process_group = _over_gloo(dist.init_process_group)
+    dist.new_group = distributed_c10d.new_group = _over_gloo(dist.new_group)
+    for name, value in _CUDA.items():
+        setattr(torch.cuda, name, value)
+        if name in vars(torch.cuda.random):  # its own 'from . import'
+            setattr(torch.cuda.random, name, value)
+    for name, value in _TENSOR.items():
+        setattr(torch.Tensor, name, value)
+    # DataLoader(pin_memory=True) asks this one
+    torch.accelerator.is_available = lambda: False
+    CudaMeansCpu().__enter__()
+    _stand_in_for_missing_packages()
+    _patch_on_import(
+        {
+            'megatron.core.transformer.moe.moe_utils': _patch_moe,
+            'megatron.core.datasets.utils': _patch_dataset_helpers,
+            'megatron.legacy.fused_kernels': _patch_fused_kernels,
+        }
+    )
+
+
+def _stand_in_for_missing_packages() -> None:
+    # megatron.training 0.18, 0.19 on Python 3.11: from typing import override
+    if not hasattr(typing, 'override'):
+        from typing_extensions import override
+
+        typing.override = override
+    # megatron.core 0.18, 0.19 and megatron.training 0.16 import triton for kernels that the CPU
+    # never runs; torch keeps the answer it gives here and goes on without triton
+    if not has_triton_package():
+        triton = mock.MagicMock(__version__='3.7.1', __spec__=None)
+        sys.modules.update({'triton': triton, 'triton.language': triton.language})
+
+
+def _patch_moe(module: types.ModuleType) -> None:
+    # 0.16: without Transformer Engine the name is looked up and not there
+    vars(module).setdefault('te_general_gemm', None)
+
+
+def _patch_dataset_helpers(module: types.ModuleType) -> None:
+    # 'make' for helpers_cpp: the wheel has the built file and no Makefile, so that 'make' fails
+    # there and ends the program
+    if importlib.util.find_spec('megatron.core.datasets.helpers_cpp'):
+        module.compile_helpers = lambda: None
+
+
+def _patch_fused_kernels(module: types.ModuleType) -> None:
+    # 0.16 asks nvcc for its version; it builds nothing
+    module.load = lambda args: None
+
+
+class _PatchingFinder:
+    """Runs a function on a module right after its import."""
+
+    def __init__(self, patches: dict[str, Callable[[types.ModuleType], None]]) -> None:
+        self._patches = patches
+
+    def find_spec(self, name, path=None, target=None):
+        patch = self._patches.pop(name, None)
+        if patch is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            execute(module)
+            patch(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _patch_on_import(patches: dict[str, Callable[[types.ModuleType], None]]) -> None:
+    sys.meta_path.insert(0, _PatchingFinder(patches))

@@ -1,0 +1,162 @@
+"""Schedules from and to files: our JSON, and the CSV of torch.distributed.pipelining.
+
+The CSV has a row for each rank and a cell for each pass, `{stage}{kind}{microbatch}`; an empty cell
+is a bubble. It comes in two dialects:
+
+    ours    torch since 2.6 (`new`)    before (`old`)
+    F       F                          F
+    B       I                          B
+    W       W                          W
+    BW      B                          BW
+
+>>> from megatron_zbpp.ir import Placement
+>>> text = '0F0,,0I0,0W0\\n1F0,1B0'
+>>> schedule = from_torch_csv(text)
+>>> schedule.passes[1], schedule.placement == Placement.loop(2)
+((Pass(kind='F', stage=1, microbatch=0), Pass(kind='BW', stage=1, microbatch=0)), True)
+>>> to_torch_csv(schedule, 'old')
+'0F0,0B0,0W0\\n1F0,1BW0\\n'
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, W
+
+_KINDS = {
+    'new': {'F': F, 'I': B, 'W': W, 'B': BW},
+    'old': {'F': F, 'B': B, 'W': W, 'BW': BW},
+}
+DIALECTS = tuple(_KINDS)
+
+_ACTION = re.compile(r'(\d+)(F|I|BW|B|W)(\d+)')
+# What torch adds when it lowers a schedule, in its format compute_comms.
+_LOWERED = re.compile(r'\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*')
+_OVERLAP = re.compile(r'\((.*)\)OVERLAP_F_B')
+
+_Action = tuple[int, str, int]  # stage, kind in the file's dialect, microbatch
+
+
+def load(path: str | Path) -> Schedule:
+    """The schedule in a file: ours or `zbpp plan`'s JSON, or torch's CSV, told by its contents.
+
+    It is read, not checked: see `planning.check`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds no schedule; the message names the place.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding='utf-8-sig')
+        if not text.lstrip().startswith('{'):
+            return from_torch_csv(text, path.stem)
+        return from_json(text)
+    except ValueError as error:
+        raise ValueError(f'{path}: {error}') from error
+
+
+def from_json(text: str) -> Schedule:
+    """The schedule in our JSON, or in the `schedule` of a plan's."""
+    data = json.loads(text)
+    if isinstance(data, dict) and isinstance(data.get('schedule'), dict):
+        return Schedule.from_json(json.dumps(data['schedule']))
+    return Schedule.from_json(text)
+
+
+def to_torch_csv(schedule: Schedule, dialect: str = 'new') -> str:
+    """What torch's `_PipelineScheduleRuntime._load_csv` reads (its format compute_only)."""
+    names = {ours: theirs for theirs, ours in _kinds(dialect).items()}
+    return ''.join(
+        ','.join(f'{stage}{names[kind]}{microbatch}' for kind, stage, microbatch in order) + '\n'
+        for order in schedule.passes
+    )
+
+
+def from_torch_csv(text: str, name: str = 'torch-csv', dialect: str | None = None) -> Schedule:
+    """The schedule in torch's CSV. Rows say which rank holds which stage.
+
+    Sends, receives and other lowered actions (format compute_comms) are dropped with a warning:
+    our own lowering makes them anew. An `OVERLAP_F_B` becomes its passes, one after the other.
+
+    Args:
+        text: of the file.
+        name: for the schedule; the format has none.
+        dialect: `new` or `old`; by default told by the kinds that occur.
+
+    Raises:
+        ValueError: a cell is not an action, a row has none, or stages are not one rank's each.
+    """
+    rows = [list(_actions(row, rank)) for rank, row in enumerate(text.splitlines())]
+    while rows and not rows[-1]:
+        rows.pop()
+    kept = [[action for action in row if action is not None] for row in rows]
+    dropped = sum(map(len, rows)) - sum(map(len, kept))
+    if dropped:
+        warnings.warn(f'{name}: dropped {dropped} sends, receives and the like', stacklevel=2)
+    if not any(kept):
+        raise ValueError('not a schedule: neither our JSON nor a CSV with passes such as 0F0')
+    kinds = _kinds(dialect or _dialect({kind for row in kept for _, kind, _ in row}))
+    passes = [[Pass(kinds[kind], stage, mb) for stage, kind, mb in row] for row in kept]
+    microbatches = 1 + max(p.microbatch for row in passes for p in row)
+    return Schedule.of(name, _placement(passes), microbatches, passes)
+
+
+def _kinds(dialect: str) -> dict[str, str]:
+    if dialect not in _KINDS:
+        raise ValueError(f'dialect {dialect!r} is not known: choose one of {", ".join(DIALECTS)}')
+    return _KINDS[dialect]
+
+
+def _actions(row: str, rank: int) -> Iterator[_Action | None]:
+    """What the cells of a row say; None for what torch's lowering added."""
+    for column, cell in enumerate(map(str.strip, row.split(','))):
+        overlap = _OVERLAP.fullmatch(cell)
+        for text in map(str.strip, overlap[1].split(';')) if overlap else [cell]:
+            if _LOWERED.fullmatch(text):
+                yield None
+            elif match := _ACTION.fullmatch(text):
+                yield int(match[1]), match[2], int(match[3])
+            elif text:
+                raise ValueError(
+                    f'row {rank}, column {column}: {text[:40]!r} is not an action of '
+                    'torch.distributed.pipelining, such as 3F1, 3I1, 3W1 or 3B1'
+                )
+
+
+def _dialect(kinds: set[str]) -> str:
+    """The dialect in which `kinds` make sense: in the new one there is no W without I."""
+    if {'I', 'BW'} <= kinds:
+        raise ValueError(
+            "'I' and 'BW' in one file: I is torch's since 2.6, BW from before; use one"
+        )
+    return 'old' if 'BW' in kinds or ('W' in kinds and 'I' not in kinds) else 'new'
+
+
+def _placement(passes: list[list[Pass]]) -> Placement:
+    """Which row holds which stage, by its common name if it has one."""
+    rank_of: dict[int, int] = {}
+    for rank, row in enumerate(passes):
+        if not row:
+            raise ValueError(f'row {rank} has no passes: give each rank a row with at least one')
+        for p in row:
+            if rank_of.setdefault(p.stage, rank) != rank:
+                raise ValueError(
+                    f'row {rank} has {p}, but row {rank_of[p.stage]} has passes of stage {p.stage} '
+                    'too: give each stage to one rank'
+                )
+    if max(rank_of) + 1 != len(rank_of):
+        gap = next(stage for stage in range(len(rank_of)) if stage not in rank_of)
+        raise ValueError(f'stage {gap} has no passes, but stage {max(rank_of)} has: fill the gap')
+    ranks = tuple(rank for _, rank in sorted(rank_of.items()))
+    shape = len(passes), len(ranks) // len(passes)
+    for known in (Placement.loop(*shape), Placement.wave(*shape)):
+        for placement in (known, known.reversed()):
+            if placement.ranks == ranks:
+                return placement
+    return Placement(ranks)

@@ -1,0 +1,61 @@
+"""When each pass ran: simulated or measured, the same type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_zbpp.ir import Schedule
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule with the start and end of each of its passes.
+
+    Attributes:
+        schedule: what ran.
+        spans: per rank, (start, end) of each pass, parallel to `schedule.passes`; one clock.
+    """
+
+    schedule: Schedule
+    spans: tuple[tuple[tuple[float, float], ...], ...]
+
+    @cached_property
+    def makespan(self) -> float:
+        """First start to last end, over all ranks."""
+        ran = [spans for spans in self.spans if spans]
+        if not ran:
+            return 0.0
+        return max(spans[-1][1] for spans in ran) - min(spans[0][0] for spans in ran)
+
+    def window(self, rank: int) -> float:
+        """First start to last end of `rank`."""
+        spans = self.spans[rank]
+        return spans[-1][1] - spans[0][0] if spans else 0.0
+
+    @cached_property
+    def windows(self) -> tuple[float, ...]:
+        return tuple(map(self.window, range(len(self.spans))))
+
+    def busy(self, rank: int) -> float:
+        """Time that `rank` spent in its passes."""
+        return sum(end - start for start, end in self.spans[rank])
+
+    @cached_property
+    def _work(self) -> float:
+        """Work of the busiest rank: m*S of the papers."""
+        return max(map(self.busy, range(len(self.spans))))
+
+    @property
+    def bubble_makespan(self) -> float:
+        """Share of the makespan in which even the busiest rank idles."""
+        return _idle(self.makespan, self._work)
+
+    @property
+    def bubble_window(self) -> float:
+        """(W - m*S) / W of the longest window W: "bubble rate" (arXiv 2401.10241, section 5)."""
+        return _idle(max(self.windows), self._work)
+
+
+def _idle(span: float, work: float) -> float:
+    return (span - work) / span if span else 0.0

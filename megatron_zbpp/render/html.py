@@ -1,0 +1,197 @@
+"""Timelines as a page of one file that needs no network: hover, zoom, pan, compare."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+
+from megatron_zbpp.ir import KINDS, B, Pass, predecessors
+from megatron_zbpp.planning.costs import Costs
+from megatron_zbpp.planning.memory import live, peak
+from megatron_zbpp.planning.timeline import Timeline
+from megatron_zbpp.render.colours import IDLE, MEANINGS, colour, ink, legend
+from megatron_zbpp.render.scene import Bar, bars, number
+from megatron_zbpp.render.svg import BAR, BAR_AND_MEMORY, FLOOR, TOP, shapes
+
+_GUTTER = 64  # as in page.html
+_ROWS = ((16, 50), (32, 36), (64, 24))  # up to so many ranks, a row has so many pixels
+_NOTHING = (-1, -1)
+
+
+def html(
+    timelines: Mapping[str, Timeline],
+    costs: Mapping[str, Costs] | None = None,
+    title: str = 'Pipeline timeline',
+    unit: str = '',
+) -> str:
+    """A page of all `timelines`; those with equal orders explain each other when hovered.
+
+    Args:
+        timelines: by name, such as `simulated` and `measured`. Two stand side by side at first.
+        costs: by the same names; where given, memory curves are drawn.
+        title: of the page.
+        unit: of the times, for the axis: `s`.
+    """
+    costs = costs or {}
+    horizon = max(line.makespan for line in timelines.values()) or 1.0
+    panels = [
+        _panel(index, name, line, costs.get(name), horizon)
+        for index, (name, line) in enumerate(timelines.items())
+    ]
+    data = {
+        'horizon': horizon,
+        'unit': unit,
+        'meanings': MEANINGS,
+        'panels': _data(timelines, costs),
+    }
+    parts = {
+        'title': escape(title),
+        'subtitle': escape(_subtitle(timelines)),
+        'summary': _summary(timelines, costs),
+        'legend': ''.join(_legend(timelines)),
+        'panels': ''.join(panels),
+        'data': json.dumps(data, separators=(',', ':')).replace('<', '\\u003c'),
+    }
+    page = files('megatron_zbpp.render').joinpath('page.html').read_text(encoding='utf-8')
+    return re.sub('@(' + '|'.join(parts) + ')@', lambda match: parts[match[1]], page)
+
+
+def waits(timeline: Timeline) -> list[list[tuple[int, int]]]:
+    """For each pass before which its rank idled, (rank, index) of the pass that it waited for.
+
+    That is what it needs from another rank and came last; (-1, -1) for all other passes.
+    """
+    rows = bars(timeline)
+    where = {bar.ran: (rank, i) for rank, row in enumerate(rows) for i, bar in enumerate(row)}
+    slack = 1e-9 * timeline.makespan
+
+    def cause(rank: int, bar: Bar, free: float) -> tuple[int, int]:
+        if bar.start <= free + slack:
+            return _NOTHING
+        needed = [where[p] for p in _needed(bar.ran, timeline, where) if where[p][0] != rank]
+        return max(needed, key=lambda at: rows[at[0]][at[1]].end, default=_NOTHING)
+
+    return [
+        [
+            cause(rank, bar, free)
+            for bar, free in zip(row, [0.0, *(bar.end for bar in row)], strict=False)
+        ]
+        for rank, row in enumerate(rows)
+    ]
+
+
+def _needed(p: Pass, timeline: Timeline, where: Mapping[Pass, tuple[int, int]]) -> Sequence[Pass]:
+    """What `p` needs of what ran."""
+    split = Pass(B, p.stage + 1, p.microbatch) in where
+    return [q for q in predecessors(p, timeline.schedule.num_stages, split) if q in where]
+
+
+def _data(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> list[dict]:
+    """What the page's script knows of each panel."""
+    orders = [line.schedule.passes for line in timelines.values()]
+    return [
+        {
+            'name': name,
+            'same': orders.index(line.schedule.passes),
+            'row': _row_height(line),
+            'bar': BAR_AND_MEMORY if name in costs else BAR,
+            'chunks': line.schedule.placement.chunks,
+            'inks': _inks(line.schedule.placement.num_chunks),
+            'rows': list(_rows(line, costs.get(name))),
+        }
+        for name, line in timelines.items()
+    ]
+
+
+def _rows(timeline: Timeline, costs: Costs | None) -> Iterator[dict]:
+    held = live(timeline.schedule, costs) if costs else [None] * timeline.schedule.num_ranks
+    for row, caused, amounts in zip(bars(timeline), waits(timeline), held, strict=True):
+        yield {
+            'kinds': [bar.ran.kind for bar in row],
+            'stages': [bar.ran.stage for bar in row],
+            'microbatches': [bar.ran.microbatch for bar in row],
+            'starts': [float(f'{bar.start:.9g}') for bar in row],
+            'ends': [float(f'{bar.end:.9g}') for bar in row],
+            'waits': caused,
+            'live': amounts,
+        }
+
+
+def _inks(num_chunks: int) -> dict[str, list[str]]:
+    return {
+        kind: [ink(colour(kind, chunk, num_chunks)) for chunk in range(num_chunks)]
+        for kind in KINDS
+    }
+
+
+def _row_height(timeline: Timeline) -> int:
+    ranks = timeline.schedule.num_ranks
+    return next((height for most, height in _ROWS if ranks <= most), 14)
+
+
+def _panel(index: int, name: str, timeline: Timeline, costs: Costs | None, horizon: float) -> str:
+    """The frame of one timeline; the page's script sets widths and draws labels and axis."""
+    ranks, row = timeline.schedule.num_ranks, _row_height(timeline)
+    middle = TOP + (BAR_AND_MEMORY if costs else BAR) / 2
+    texts = [
+        f'<text class="quiet" text-anchor="end" x="{_GUTTER - 10}" '
+        f'y="{(rank + middle) * row + 4:.5g}">rank {rank}</text>'
+        for rank in range(ranks)
+    ]
+    if costs:
+        texts += [
+            f'<text class="quiet peak" y="{(rank + FLOOR) * row - 2:.5g}">max {number(most)}</text>'
+            for rank, most in enumerate(peak(timeline.schedule, costs))
+        ]
+    facts = f'makespan {number(timeline.makespan)}, bubble {timeline.bubble_makespan:.1%}'
+    return (
+        f'<section><h2>{escape(name)}</h2><div class="facts">{facts}</div>'
+        f'<svg class="view" id="panel-{index}" height="{ranks * row + 26}" role="img" '
+        f'aria-label="timeline {escape(name)}">{"".join(texts)}'
+        f'<svg class="stretch" x="{_GUTTER}" y="0" height="{ranks * row}" '
+        f'preserveAspectRatio="none"><rect width="{horizon:.9g}" height="{ranks}" '
+        f'fill="transparent"/>{shapes(timeline, costs, horizon)}</svg>'
+        '<g class="axis"></g><g class="labels"></g><g class="marks"></g></svg></section>'
+    )
+
+
+def _subtitle(timelines: Mapping[str, Timeline]) -> str:
+    shapes = {
+        f'{s.num_ranks} ranks, {s.num_stages} stages ({s.placement.name}), '
+        f'{s.num_microbatches} microbatches'
+        for s in (line.schedule for line in timelines.values())
+    }
+    return shapes.pop() if len(shapes) == 1 else f'{len(timelines)} timelines'
+
+
+def _summary(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> str:
+    """A table with a line for each timeline."""
+    rows = []
+    for name, line in timelines.items():
+        cells = [
+            number(line.makespan),
+            number(max(line.windows)),
+            f'{line.bubble_makespan:.2%}',
+            f'{line.bubble_window:.2%}',
+            number(max(peak(line.schedule, costs[name]))) if name in costs else 'unknown',
+        ]
+        rows.append(f'<tr><td>{escape(name)}</td>{"".join(f"<td>{c}</td>" for c in cells)}</tr>')
+    heads = (
+        'makespan',
+        'longest window',
+        'bubble of makespan',
+        'bubble of window',
+        'peak activations',
+    )
+    head = ''.join(f'<th>{text}</th>' for text in heads)
+    return f'<table class="summary"><tr><th></th>{head}</tr>{"".join(rows)}</table>'
+
+
+def _legend(timelines: Mapping[str, Timeline]) -> Iterator[str]:
+    for text, fill in legend(line.schedule for line in timelines.values()):
+        shade = 'var(--idle)' if fill == IDLE else fill
+        yield f'<li><i style="background:{shade}"></i>{escape(text)}</li>'
+    yield '<li><i style="background:var(--memory);opacity:.5"></i>activations held</li>'

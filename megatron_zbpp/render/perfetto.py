@@ -1,0 +1,99 @@
+"""Timelines as a trace for ui.perfetto.dev or chrome://tracing.
+
+Each rank is a process: its passes, a counter of live activations, and an arrow from every pass to
+the pass on another rank that takes what it made. Format: Google's "Trace Event Format".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import count
+
+from megatron_zbpp.ir import B, Pass, predecessors
+from megatron_zbpp.planning.costs import Costs
+from megatron_zbpp.planning.timeline import Timeline
+from megatron_zbpp.render.colours import MEANINGS
+from megatron_zbpp.render.scene import Bar, bars, held
+
+_MICROSECONDS = 1e6  # the format's unit; a timeline's is taken to be the second
+_INSIDE = 1e-3  # of a pass: an arrow starts so long before its end, to be bound to it
+
+
+def perfetto(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs] | None = None) -> str:
+    """The trace as JSON; a unit of time becomes a second.
+
+    Args:
+        timelines: by name; each one's ranks are processes of their own.
+        costs: by the same names; where given, live activations are counted.
+    """
+    events: list[dict] = []
+    arrows, first = count(1), 0
+    for name, timeline in timelines.items():
+        prefix = f'{name} ' if len(timelines) > 1 else ''
+        rows = bars(timeline)
+        events += _processes(rows, prefix, first)
+        events += _passes(rows, timeline, first)
+        events += _arrows(rows, timeline, first, arrows)
+        if costs and name in costs:
+            events += _counters(timeline, costs[name], first)
+        first += len(rows)
+    return json.dumps({'traceEvents': events, 'displayTimeUnit': 'ms'}, separators=(',', ':'))
+
+
+def _processes(rows: list[list[Bar]], prefix: str, first: int) -> Iterator[dict]:
+    for rank in range(len(rows)):
+        pid = first + rank
+        for key, value in (
+            ('process_name', {'name': f'{prefix}rank {rank}'}),
+            ('process_sort_index', {'sort_index': pid}),
+            ('thread_name', {'name': 'passes'}),
+        ):
+            yield {'ph': 'M', 'pid': pid, 'tid': 0, 'name': key, 'args': value}
+
+
+def _passes(rows: list[list[Bar]], timeline: Timeline, first: int) -> Iterator[dict]:
+    chunks = timeline.schedule.placement.chunks
+    for rank, row in enumerate(rows):
+        for (kind, stage, microbatch), start, end, _ in row:
+            yield {
+                'ph': 'X',
+                'pid': first + rank,
+                'tid': 0,
+                'name': f'{stage}{kind}{microbatch}',
+                'cat': MEANINGS[kind],
+                'ts': start * _MICROSECONDS,
+                'dur': (end - start) * _MICROSECONDS,
+                'args': {'stage': stage, 'chunk': chunks[stage], 'microbatch': microbatch},
+            }
+
+
+def _arrows(
+    rows: list[list[Bar]], timeline: Timeline, first: int, ids: Iterator[int]
+) -> Iterator[dict]:
+    """A start and a finish event for each message between ranks."""
+    stages = timeline.schedule.num_stages
+    where = {bar.ran: (rank, bar) for rank, row in enumerate(rows) for bar in row}
+    for taker, (rank, bar) in where.items():
+        split = Pass(B, taker.stage + 1, taker.microbatch) in where
+        for maker in predecessors(taker, stages, split):
+            if maker not in where or where[maker][0] == rank:
+                continue
+            peer, sent = where[maker]
+            key = {'cat': 'message', 'name': f'{maker} to {taker}', 'id': next(ids), 'tid': 0}
+            leaves = sent.end - _INSIDE * (sent.end - sent.start)
+            yield {'ph': 's', 'pid': first + peer, 'ts': leaves * _MICROSECONDS, **key}
+            arrives = bar.start * _MICROSECONDS
+            yield {'ph': 'f', 'bp': 'e', 'pid': first + rank, 'ts': arrives, **key}
+
+
+def _counters(timeline: Timeline, costs: Costs, first: int) -> Iterator[dict]:
+    for rank, curve in enumerate(held(timeline, costs)):
+        for time, amount in [(0.0, 0.0), *curve]:
+            yield {
+                'ph': 'C',
+                'pid': first + rank,
+                'name': 'live activations',
+                'ts': time * _MICROSECONDS,
+                'args': {'held': amount},
+            }

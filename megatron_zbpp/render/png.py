@@ -1,0 +1,117 @@
+"""Pictures through matplotlib (an extra): timelines and loss curves."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_zbpp.ir import KINDS, Schedule
+from megatron_zbpp.planning.timeline import Timeline
+from megatron_zbpp.render.colours import IDLE, colour, ink, legend
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_BAR = 0.86  # height of a pass; a rank's row is 1
+_DIGIT = 0.075  # inches that a digit of a label takes
+_MOST_LABELS = 4000  # more would take matplotlib minutes and nobody can read them
+
+
+def timeline_png(
+    timelines: Mapping[str, Timeline], path: str | Path, unit: str = '', width: float = 14.0
+) -> None:
+    """Draws timelines below each other on one time axis: ranks as rows, passes as bars.
+
+    Args:
+        timelines: by the name that heads each.
+        path: where to write; the suffix `.png` or another that matplotlib knows.
+        unit: of the times, for the axis: `s`.
+        width: inches.
+
+    Raises:
+        ImportError: matplotlib is not installed; the message tells how.
+    """
+    heights = [0.9 + 0.3 * line.schedule.num_ranks for line in timelines.values()]
+    figure = _figure(width, min(sum(heights) + 0.6, 100.0))
+    rows = figure.subplots(
+        len(heights), 1, sharex=True, squeeze=False, gridspec_kw={'height_ratios': heights}
+    )
+    longest = max(line.makespan for line in timelines.values()) or 1.0
+    for axes, (name, timeline) in zip(rows[:, 0], timelines.items(), strict=True):
+        _draw(axes, timeline, digit=_DIGIT * longest / width)
+        axes.set_title(f'{name}   bubble {timeline.bubble_makespan:.1%}', loc='left', fontsize=11)
+        axes.set_xlim(0, longest)
+    rows[-1, 0].set_xlabel(f'time ({unit})' if unit else 'time')
+    _legend(figure, [line.schedule for line in timelines.values()])
+    figure.savefig(path, dpi=130)
+
+
+def loss_png(curves: Mapping[str, Sequence[float]], path: str | Path) -> None:
+    """Draws loss against iteration, one curve each; curves that coincide stay visible.
+
+    Args:
+        curves: losses of iterations 1, 2, ... by name.
+        path: where to write.
+
+    Raises:
+        ImportError: matplotlib is not installed; the message tells how.
+    """
+    figure = _figure(8.0, 4.5)
+    axes = figure.subplots()
+    hues = [colour(kind) for kind in KINDS]
+    for i, (name, losses) in enumerate(curves.items()):
+        thickness = 1.5 + 2.5 * (len(curves) - 1 - i)  # later and thinner on top of earlier
+        iterations = range(1, len(losses) + 1)
+        axes.plot(iterations, losses, label=name, color=hues[i % len(hues)], lw=thickness)
+    axes.set_xlabel('iteration')
+    axes.set_ylabel('loss')
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=130)
+
+
+def _figure(width: float, height: float) -> Figure:
+    """An empty figure that draws without a display."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('pictures need matplotlib: pip install megatron_zbpp[plot]') from error
+    return Figure((width, height), layout='constrained')
+
+
+def _draw(axes: Axes, timeline: Timeline, digit: float) -> None:
+    """Puts the passes of `timeline` on `axes`; `digit` is the time as wide as a digit."""
+    schedule = timeline.schedule
+    chunks, num_chunks = schedule.placement.chunks, schedule.placement.num_chunks
+    origin = min((spans[0][0] for spans in timeline.spans if spans), default=0.0)
+    labels = sum(map(len, schedule.passes)) <= _MOST_LABELS
+    for rank, (order, spans) in enumerate(zip(schedule.passes, timeline.spans, strict=True)):
+        bars: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for p, (start, end) in zip(order, spans, strict=True):
+            fill = colour(p.kind, chunks[p.stage], num_chunks)
+            bars[fill].append((start - origin, end - start))
+            text = str(p.microbatch)
+            if labels and digit * len(text) < end - start:
+                axes.text(
+                    (start + end) / 2 - origin, rank, text,
+                    color=ink(fill), ha='center', va='center', fontsize=8, clip_on=True,
+                )  # fmt: skip
+        for fill, extents in bars.items():
+            axes.broken_barh(
+                extents, (rank - _BAR / 2, _BAR), facecolors=fill, edgecolors='white', lw=0.3
+            )
+    axes.set_ylim(len(schedule.passes) - 0.5, -0.5)
+    axes.set_yticks(range(len(schedule.passes)))
+    axes.set_ylabel('rank')
+    axes.set_facecolor(IDLE)
+    axes.spines[['top', 'right', 'left']].set_visible(False)
+
+
+def _legend(figure: Figure, schedules: Sequence[Schedule]) -> None:
+    from matplotlib.patches import Patch
+
+    patches = [Patch(facecolor=fill, label=text) for text, fill in legend(schedules)]
+    figure.legend(handles=patches, loc='outside upper center', ncols=5, frameon=False, fontsize=9)

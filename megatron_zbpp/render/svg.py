@@ -1,0 +1,137 @@
+"""Timelines as one SVG picture: ranks as rows, passes as bars, memory curves below the bars.
+
+All bars of one colour are one path, so that a picture of 100,000 passes still opens.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from html import escape
+
+from megatron_zbpp.planning.costs import Costs
+from megatron_zbpp.planning.memory import peak
+from megatron_zbpp.planning.timeline import Timeline
+from megatron_zbpp.render.colours import IDLE, ink, legend
+from megatron_zbpp.render.scene import bars, held, number, ticks
+
+# Within a rank's row of height 1: where its bars start, how high they are, where memory ends.
+TOP, BAR, BAR_AND_MEMORY, FLOOR = 0.06, 0.88, 0.5, 0.97
+
+_GUTTER, _MARGIN, _ROW, _MEMORY_ROW, _LETTER = 64, 70, 26, 46, 7
+_STYLE = (
+    'text{font:12px system-ui,"DejaVu Sans",sans-serif;fill:#1c2330}.soft{fill:#5d6879}'
+    '.name{font-size:15px;font-weight:600}.label{font-size:11px;text-anchor:middle}'
+    '.right{text-anchor:end}.passes path{stroke:#fff;stroke-width:1px}'
+    '.memory{fill:#6b5b95;fill-opacity:.35;stroke:#6b5b95;stroke-width:1px}'
+    'path{vector-effect:non-scaling-stroke}'
+)
+
+
+def svg(
+    timelines: Mapping[str, Timeline],
+    costs: Mapping[str, Costs] | None = None,
+    unit: str = '',
+    width: int = 1400,
+) -> str:
+    """One picture of all `timelines`, below each other on one time axis.
+
+    Args:
+        timelines: by the name that heads each.
+        costs: by the same names; where given, memory curves are drawn.
+        unit: of the times, for the axis.
+        width: pixels.
+    """
+    horizon = max(line.makespan for line in timelines.values()) or 1.0
+    parts, y = [_legend(timelines)], 52
+    for name, timeline in timelines.items():
+        cost = (costs or {}).get(name)
+        row = _MEMORY_ROW if cost else _ROW
+        title = f'{escape(name)}: bubble {timeline.bubble_makespan:.1%}'
+        parts.append(f'<text class="name" x="{_GUTTER}" y="{y}">{title}</text>')
+        panel = _panel(timeline, cost, horizon, width, row)
+        parts.append(f'<g transform="translate(0 {y + 10})">{panel}</g>')
+        y += 10 + row * timeline.schedule.num_ranks + 30
+    parts.append(_axis(horizon, width, y - 28, unit))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" '
+        f'viewBox="0 0 {width} {y}"><style>{_STYLE}</style>'
+        f'<rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def shapes(timeline: Timeline, costs: Costs | None, horizon: float) -> str:
+    """The background, bars and memory curves in the coordinates (time, rank)."""
+    height = BAR_AND_MEMORY if costs else BAR
+    paths: dict[str, list[str]] = defaultdict(list)
+    for rank, row in enumerate(bars(timeline)):
+        for bar in row:
+            time = bar.end - bar.start
+            paths[bar.fill].append(
+                f'M{bar.start:.7g} {rank + TOP:.7g}h{time:.7g}v{height}h{-time:.7g}z'
+            )
+    ranks = range(timeline.schedule.num_ranks)
+    idle = ''.join(f'M0 {rank + TOP:.7g}h{horizon:.7g}v{height}h{-horizon:.7g}z' for rank in ranks)
+    passes = ''.join(f'<path fill="{fill}" d="{"".join(d)}"/>' for fill, d in paths.items())
+    memory = f'<path class="memory" d="{"".join(_curves(timeline, costs))}"/>' if costs else ''
+    return f'<path class="idle" fill="{IDLE}" d="{idle}"/><g class="passes">{passes}</g>{memory}'
+
+
+def _curves(timeline: Timeline, costs: Costs) -> Iterator[str]:
+    """Outlines of the memory curves, all to one scale."""
+    curves = held(timeline, costs)
+    peak = max((amount for curve in curves for _, amount in curve), default=0.0) or 1.0
+    room = FLOOR - TOP - BAR_AND_MEMORY - 0.04
+    for rank, curve in enumerate(curves):
+        if curve:
+            steps = (f'H{t:.7g}V{rank + FLOOR - room * amount / peak:.7g}' for t, amount in curve)
+            yield f'M{curve[0][0]:.7g} {rank + FLOOR:.7g}{"".join(steps)}V{rank + FLOOR:.7g}z'
+
+
+def _panel(timeline: Timeline, costs: Costs | None, horizon: float, width: int, row: int) -> str:
+    """The rows of one timeline, from y = 0 on."""
+    scale = (width - _GUTTER - _MARGIN) / horizon
+    height = BAR_AND_MEMORY if costs else BAR
+    texts = []
+    for rank, line in enumerate(bars(timeline)):
+        y = (rank + TOP + height / 2) * row + 4
+        texts.append(f'<text class="soft right" x="{_GUTTER - 8}" y="{y:.5g}">rank {rank}</text>')
+        for bar in line:
+            label = str(bar.ran.microbatch)
+            if (bar.end - bar.start) * scale > _LETTER * len(label) + 3:
+                x = _GUTTER + (bar.start + bar.end) / 2 * scale
+                texts.append(
+                    f'<text class="label" x="{x:.6g}" y="{y:.5g}" '
+                    f'style="fill:{ink(bar.fill)}">{label}</text>'
+                )
+    if costs:
+        texts += _peaks(timeline, costs, width, row)
+    return (
+        f'<g transform="translate({_GUTTER} 0) scale({scale:.9g} {row})">'
+        f'{shapes(timeline, costs, horizon)}</g>{"".join(texts)}'
+    )
+
+
+def _peaks(timeline: Timeline, costs: Costs, width: int, row: int) -> Iterator[str]:
+    for rank, most in enumerate(peak(timeline.schedule, costs)):
+        x, y = width - _MARGIN + 8, (rank + FLOOR) * row - 3
+        yield f'<text class="soft" x="{x}" y="{y:.5g}">max {number(most)}</text>'
+
+
+def _axis(horizon: float, width: int, y: int, unit: str) -> str:
+    scale = (width - _GUTTER - _MARGIN) / horizon
+    texts = [
+        f'<text class="soft label" x="{_GUTTER + t * scale:.6g}" y="{y + 16}">{number(t)}</text>'
+        for t in ticks(horizon, width // 90)
+    ]
+    x = width - _MARGIN + 8
+    return ''.join(texts) + f'<text class="soft" x="{x}" y="{y + 16}">{escape(unit)}</text>'
+
+
+def _legend(timelines: Mapping[str, Timeline]) -> str:
+    parts, x = [], _GUTTER
+    for text, fill in legend(line.schedule for line in timelines.values()):
+        parts.append(f'<rect x="{x}" y="12" width="20" height="12" rx="2" fill="{fill}"/>')
+        parts.append(f'<text x="{x + 26}" y="22">{escape(text)}</text>')
+        x += 26 + _LETTER * len(text) + 14
+    return ''.join(parts)

@@ -1,0 +1,71 @@
+"""Timelines as text for terminals: a line for each rank, a letter's width for each bit of time."""
+
+from __future__ import annotations
+
+import sys
+from statistics import median_low
+
+from megatron_zbpp.planning.timeline import Timeline
+from megatron_zbpp.render.colours import ink
+from megatron_zbpp.render.scene import Bar, bars
+
+_LEAST = 2  # characters of a typical pass, below which a picture is cut instead
+_IDLE = '·'
+
+
+def timeline_text(timeline: Timeline, width: int = 100, colours: bool = False) -> str:
+    """Draws each rank's passes to scale: `3F1`, or less of that where there is less room.
+
+    The whole timeline if passes stay legible in `width`, otherwise its first part and `…`.
+
+    Args:
+        timeline: simulated or measured.
+        width: most characters in a line; 0 for as many as it takes.
+        colours: with ANSI colours, as in the other pictures.
+    """
+    rows = bars(timeline)
+    label = len(f'rank {len(rows) - 1}') + 2
+    columns = max(1, width - label - 1) if width else sys.maxsize
+    scale = _scale(rows, timeline.makespan, columns)
+    return '\n'.join(
+        (f'rank {rank}'.ljust(label) + _line(row, scale, columns, colours)).rstrip()
+        for rank, row in enumerate(rows)
+    )
+
+
+def _scale(rows: list[list[Bar]], makespan: float, columns: int) -> float:
+    """Characters per unit of time: a whole number of them for a typical pass."""
+    typical = median_low([bar.end - bar.start for row in rows for bar in row] or [0.0])
+    if not typical:
+        return 0.0
+    enough = 1 + max(len(str(bar.ran)) for row in rows for bar in row)
+    characters = min(int(columns * typical / makespan), enough)
+    return (characters if characters >= _LEAST else enough) / typical
+
+
+def _line(row: list[Bar], scale: float, columns: int, colours: bool) -> str:
+    """A rank's bars in `columns` characters, and `…` for what did not fit."""
+    parts, at = [], 0
+    for bar in row:
+        first, last = round(bar.start * scale), round(bar.end * scale)
+        if first >= columns:
+            break
+        cell = _label(bar, last - first).ljust(last - first)[: columns - first]
+        parts += [_IDLE * (first - at), _paint(cell, bar.fill) if colours else cell]
+        at = min(last, columns)
+    cut = bool(row) and round(row[-1].end * scale) > columns
+    return ''.join(parts).rstrip() + ('…' if cut else '')
+
+
+def _label(bar: Bar, room: int) -> str:
+    """What fits in `room` with a space behind it, or else the letter of the kind."""
+    kind, _, microbatch = bar.ran
+    names = (str(bar.ran), f'{kind}{microbatch}', kind[0])
+    return next((name for name in names if len(name) < room), kind[0])[:room]
+
+
+def _paint(cell: str, fill: str) -> str:
+    def code(colour: str) -> str:
+        return ';'.join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))
+
+    return f'\x1b[48;2;{code(fill)};38;2;{code(ink(fill))}m{cell}\x1b[0m' if cell else ''

@@ -1,0 +1,76 @@
+"""ZB-H1 and ZB-H2: the handcrafted zero-bubble schedules, one stage a rank."""
+
+from __future__ import annotations
+
+from ..ir import B, F, Pass, Placement, Schedule
+from .family import Family
+from .orders import defer_weights, one_forward_one_backward
+
+
+def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
+    """ZB-H1: 1F1B whose weight gradients wait, so that every rank's last Bs come earlier.
+
+    Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.3.1. Rank s lets s
+    Bs go ahead of their Ws: as many activations as 1F1B holds on rank 0 and does not hold here.
+
+    - Bubble: (p-1)(F+B-W): a third of 1F1B's where F=B=W.
+    - Peak memory: p activations on every rank, before counting what B frees (rank s, 1-based i=s+1:
+      (p-i+1) activations and (i-1) of what W alone needs).
+    - When: instead of 1F1B, always: same memory on the worst rank, same communication. `zb-v` has
+      half its makespan bubble, for twice the communication.
+    """
+    return _handcrafted('zb-h1', num_ranks, num_microbatches, laps=1)
+
+
+def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
+    """ZB-H2: enough forwards up front to fill the whole warm-up, so that no rank ever waits.
+
+    Qi et al., arXiv 2401.10241, section 2.3.2.
+
+    - Bubble: (p-1)(F+B-2W) within each rank's window: 0 where F=B=W and m >= 2p-1. Windows are
+      skewed: rank s starts s F later. Makespan, which counts where all ranks meet before the
+      optimizer step, is ZB-H1's.
+    - Peak memory: 2p-1 activations.
+    - When: only with the optimizer barrier removed (post-validation) and memory to spare. With the
+      barrier it buys nothing over `zb-h1`; `zb-v` reaches the same in half the memory.
+    """
+    return _handcrafted('zb-h2', num_ranks, num_microbatches, laps=2)
+
+
+def _handcrafted(name: str, num_ranks: int, num_microbatches: int, laps: int) -> Schedule:
+    """Warm-up and deferral of ZB-H1 (`laps` 1) or of ZB-H2 (`laps` 2) on every rank."""
+    m = num_microbatches
+    orders = (
+        defer_weights(
+            one_forward_one_backward(
+                [Pass(F, rank, i) for i in range(m)],
+                [Pass(B, rank, i) for i in range(m)],
+                warmup=laps * (num_ranks - 1 - rank),
+            ),
+            defer=laps * rank,
+        )
+        for rank in range(num_ranks)
+    )
+    return Schedule.of(name, Placement.loop(num_ranks), m, orders)
+
+
+FAMILIES = (
+    Family(
+        name='zb-h1',
+        generate=zb_h1,
+        summary='1F1B with deferred weight gradients, in the memory of 1F1B',
+        bubble='(p-1)(F+B-W)',
+        memory='p',
+        source='Zero Bubble, arXiv 2401.10241, section 2.3.1',
+        aliases=('zero-bubble', 'zbb', 'h1'),
+    ),
+    Family(
+        name='zb-h2',
+        generate=zb_h2,
+        summary='no bubble in any window, for twice the memory; needs post-validation',
+        bubble='(p-1)(F+B-2W)',
+        memory='2p-1',
+        source='Zero Bubble, arXiv 2401.10241, section 2.3.2',
+        aliases=('h2',),
+    ),
+)

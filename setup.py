@@ -1,0 +1,36 @@
+"""Packaging of megatron_zbpp: pipeline schedules for unmodified Megatron-Core."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+# What the tests and the pictures need; exact, so that a red test is our doing and not a release's.
+DEVELOPMENT = ['pytest==9.2.0', 'pytest-timeout==2.4.0', 'hypothesis==6.170.15', 'ruff==0.17.5']
+PLANNING = ['ortools>=9.10,<10']
+
+setup(
+    name='megatron_zbpp',
+    version='0.1.0',
+    description='Zero-bubble pipeline schedules for unmodified Megatron-Core',
+    long_description=(HERE / 'README.md').read_text(),
+    long_description_content_type='text/markdown',
+    license='Apache-2.0',
+    packages=find_packages(include=['megatron_zbpp', 'megatron_zbpp.*']),
+    python_requires='>=3.10',
+    install_requires=[
+        'torch>=2.6,<3',
+        'numpy>=1.26,<3',
+        'tqdm>=4.66,<5',
+        # 0.17 and later need Python 3.12
+        "megatron-core>=0.16,<0.17; python_version<'3.12'",
+        "megatron-core>=0.17,<0.20; python_version>='3.12'",
+    ],
+    extras_require={
+        'plot': ['matplotlib>=3.8,<4'],
+        'exact': PLANNING,
+        'te': ['transformer-engine[pytorch]>=2.8,<3'],
+        'dev': DEVELOPMENT + PLANNING + ['matplotlib>=3.8,<4'],
+    },
+)

@@ -1,0 +1,91 @@
+"""A headless Chromium, driven over its DevTools pipe: no driver, no package."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+NAMES = ('chromium', 'chromium-browser', 'google-chrome', 'chrome')
+_FLAGS = (
+    '--headless=new', '--remote-debugging-pipe', '--no-sandbox', '--disable-gpu', '--no-first-run',
+    '--disable-dev-shm-usage', '--disable-background-networking', '--window-size=1400,900',
+)  # fmt: skip
+
+
+def find() -> str | None:
+    """The path of a Chromium, if one is installed."""
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+class Page:
+    """One page; what its console said and what it asked the network for is in `events`."""
+
+    def __init__(self, profile: Path) -> None:
+        from_us, self._write = os.pipe()
+        self._read, to_us = os.pipe()
+        # Chromium reads commands from descriptor 3 and answers on 4.
+        command = f'exec "$0" "$@" 3<&{from_us} 4>&{to_us}'
+        self._process = subprocess.Popen(
+            ['bash', '-c', command, find(), *_FLAGS, f'--user-data-dir={profile}', 'about:blank'],
+            pass_fds=(from_us, to_us),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(from_us)
+        os.close(to_us)
+        self.events: list[dict] = []
+        self._buffer, self._ids, self._session = b'', 0, None
+        target = next(t for t in self.call('Target.getTargets')['targetInfos'] if t['type'] == 'page')
+        attached = self.call('Target.attachToTarget', targetId=target['targetId'], flatten=True)
+        self._session = attached['sessionId']
+        for domain in ('Page', 'Runtime', 'Log', 'Network'):
+            self.call(f'{domain}.enable')
+
+    def call(self, method: str, **params) -> dict:
+        """The result of one DevTools command."""
+        self._ids += 1
+        message = {'id': self._ids, 'method': method, 'params': params}
+        if self._session:
+            message['sessionId'] = self._session
+        os.write(self._write, json.dumps(message).encode() + b'\0')
+        while True:
+            answer = self._receive()
+            if answer.get('id') == self._ids:
+                assert 'error' not in answer, answer
+                return answer['result']
+            self.events.append(answer)
+
+    def open(self, path: Path) -> None:
+        """Loads a file and waits until it has."""
+        self.call('Page.navigate', url=path.as_uri())
+        while self.evaluate('document.readyState') != 'complete':
+            time.sleep(0.05)
+
+    def evaluate(self, expression: str):
+        """The value of a JavaScript expression."""
+        result = self.call('Runtime.evaluate', expression=expression, returnByValue=True)
+        assert 'exceptionDetails' not in result, result
+        return result['result'].get('value')
+
+    def mouse(self, kind: str, x: float, y: float, **params) -> None:
+        self.call('Input.dispatchMouseEvent', type=kind, x=x, y=y, **params)
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(timeout=20)
+        os.close(self._write)
+        os.close(self._read)
+
+    def _receive(self) -> dict:
+        while b'\0' not in self._buffer:
+            assert select.select([self._read], [], [], 60)[0], 'chromium did not answer in 60 s'
+            chunk = os.read(self._read, 1 << 16)
+            assert chunk, 'chromium ended'
+            self._buffer += chunk
+        message, self._buffer = self._buffer.split(b'\0', 1)
+        return json.loads(message)
