@@ -57,6 +57,8 @@ def load(path: str | Path) -> Schedule:
         if not text.lstrip().startswith('{'):
             return from_torch_csv(text, path.stem)
         return from_json(text)
+    except RecursionError as error:
+        raise ValueError(f'{path}: not a schedule: brackets are nested too deep') from error
     except ValueError as error:
         raise ValueError(f'{path}: {error}') from error
 
@@ -101,7 +103,11 @@ def from_torch_csv(text: str, name: str = 'torch-csv', dialect: str | None = Non
         warnings.warn(f'{name}: dropped {dropped} sends, receives and the like', stacklevel=2)
     if not any(kept):
         raise ValueError('not a schedule: neither our JSON nor a CSV with passes such as 0F0')
-    kinds = _kinds(dialect or _dialect({kind for row in kept for _, kind, _ in row}))
+    found = {kind for row in kept for _, kind, _ in row}
+    dialect = dialect or _dialect(found)
+    kinds = _kinds(dialect)
+    if found - set(kinds):
+        raise ValueError(f'kinds {sorted(found - set(kinds))} are not of the dialect {dialect!r}')
     passes = [[Pass(kinds[kind], stage, mb) for stage, kind, mb in row] for row in kept]
     microbatches = 1 + max(p.microbatch for row in passes for p in row)
     return Schedule.of(name, _placement(passes), microbatches, passes)

@@ -65,7 +65,8 @@ class Placement:
     name: str = 'custom'
 
     def __post_init__(self) -> None:
-        if not self.ranks or set(self.ranks) != set(range(max(self.ranks) + 1)):
+        held = set(self.ranks)
+        if not held or min(held) != 0 or max(held) != len(held) - 1:
             raise ValueError(
                 f'placement {self.ranks} is not valid: give each rank 0..p-1 at least one stage'
             )

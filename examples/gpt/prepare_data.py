@@ -19,6 +19,7 @@ import torch
 from tqdm import tqdm
 
 END_OF_DOCUMENT, PADDING, VOCABULARY = 256, 257, 258
+DOCUMENT = 1 << 13  # characters at most: even a single file can be split for validation
 
 
 def tokenizer():
@@ -49,7 +50,7 @@ def prepare(output: Path, inputs: list[Path] | None = None, max_bytes: int = 8_0
     Args:
         output: prefix of the two files.
         inputs: files and folders; the standard library's sources where None.
-        max_bytes: stop after so many, so that preparing takes seconds.
+        max_bytes: stop after the file that reaches it, so that preparing takes seconds.
 
     Returns:
         `output`, for --data-path.
@@ -79,13 +80,12 @@ def prepare(output: Path, inputs: list[Path] | None = None, max_bytes: int = 8_0
     total = 0
     with tqdm(total=max_bytes, unit='B', unit_scale=True, desc='prepare', file=sys.stderr) as bar:
         for path in text_files(inputs):
-            tokens = encode(path.read_text(encoding='utf-8', errors='replace'))
-            tokens = tokens[: max_bytes - total]
-            if not tokens:
-                continue
-            builder.add_document(torch.tensor([*tokens, END_OF_DOCUMENT]), [len(tokens) + 1])
-            total += len(tokens)
-            bar.update(len(tokens))
+            text = path.read_text(encoding='utf-8', errors='replace')
+            for start in range(0, len(text), DOCUMENT):
+                tokens = encode(text[start : start + DOCUMENT])
+                builder.add_document(torch.tensor([*tokens, END_OF_DOCUMENT]), [len(tokens) + 1])
+                total += len(tokens)
+                bar.update(len(tokens))
             if total >= max_bytes:
                 break
     if not total:

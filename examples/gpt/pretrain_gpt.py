@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,11 @@ from megatron_zbpp import cpu
 
 DEVICE = cpu.device()  # before megatron.core is imported
 
+import report
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.distributed import DistributedDataParallel as DDP
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -45,6 +47,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import layout
@@ -81,7 +84,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         '--account-for-embedding-in-pipeline-split', action='store_true', help='a layer fewer there'
     )
-    add('--account-for-loss-in-pipeline-split', action='store_true', help='a layer fewer there')
+    add('--account-for-loss-in-pipeline-split', action='store_true', help='a layer less there')
     add('--micro-batch-size', type=int, default=2)
     add('--global-batch-size', type=int, default=16)
     add('--train-iters', type=int, default=50)
@@ -95,7 +98,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add('--overlap-grad-reduce', action='store_true')
     add('--seed', type=int, default=1234)
     add('--data-path', type=Path, metavar='PREFIX', help='of .bin and .idx; default: real text')
-    add('--split', default='969,30,1', help='of the data into training, validation and test')
+    add('--split', default='97,3,0', help='of the data into training, validation and test')
     add('--save', type=Path, metavar='FOLDER')
     add('--save-interval', type=int, help='default: at the end')
     add('--load', type=Path, metavar='FOLDER')
@@ -205,8 +208,7 @@ def build_model(args: argparse.Namespace) -> list[DDP]:
         )
         for chunk, stage in enumerate(stages)
     ]
-    for chunk in chunks:
-        draw_weights(chunk, args.seed)
+    draw_weights(chunks, args.seed)
     layout.tie_embeddings(chunks)
     wrapped = [Float16Module(config, chunk) if args.bf16 else chunk for chunk in chunks]
     ddp_config = DistributedDataParallelConfig(
@@ -221,29 +223,31 @@ def build_model(args: argparse.Namespace) -> list[DDP]:
     return models
 
 
-def by_layer(chunk: GPTModel) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
+def by_layer(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
     """(layer, name, parameter): the layer is its number in the whole model, from 1, or a name."""
-    for name, parameter in chunk.named_parameters():
-        place, _, rest = name.partition('.')
-        if name.startswith('decoder.layers.'):
-            index, _, rest = name.removeprefix('decoder.layers.').partition('.')
-            place = str(chunk.decoder.layers[int(index)].layer_number)
-        yield place, rest, parameter
+    for chunk in chunks:
+        model = get_attr_wrapped_model(chunk, 'pre_process', return_model_obj=True)
+        for name, parameter in model.named_parameters():
+            place, _, rest = name.partition('.')
+            if name.startswith('decoder.layers.'):
+                index, _, rest = name.removeprefix('decoder.layers.').partition('.')
+                place = str(model.decoder.layers[int(index)].layer_number)
+            yield place, rest, parameter
 
 
-def draw_weights(chunk: GPTModel, seed: int) -> None:
+def draw_weights(chunks: list[GPTModel], seed: int) -> None:
     """Megatron's initial distributions, each parameter from a seed made of its layer and name."""
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    for layer, name, parameter in by_layer(chunk):
+    config, tied = chunks[0].config, chunks[0].share_embeddings_and_output_weights
+    for layer, name, parameter in by_layer(chunks):
         if parameter.dim() < 2:
             continue  # biases and norms are constants
-        if layer == 'output_layer' and chunk.share_embeddings_and_output_weights:
+        if layer == 'output_layer' and tied:
             layer, name = 'embedding', 'word_embeddings.weight'  # its copy
-        shard = tp_rank if getattr(parameter, 'tensor_model_parallel', False) else 0
+        sharded = getattr(parameter, 'tensor_model_parallel', False)
+        shard = parallel_state.get_tensor_model_parallel_rank() if sharded else 0
         digest = hashlib.sha256(f'{seed} {layer} {name} {shard}'.encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], 'little') >> 1)
         residual = name.endswith(('linear_proj.weight', 'linear_fc2.weight'))
-        config = chunk.config
         (config.output_layer_init_method if residual else config.init_method)(parameter.data)
 
 
@@ -277,6 +281,24 @@ def build_optimizer(args: argparse.Namespace, models: list[DDP]) -> tuple[Any, A
     return optimizer, scheduler
 
 
+def check_data(args: argparse.Namespace) -> None:
+    """Raises where Megatron would search an empty part of the data for ever.
+
+    Raises:
+        ValueError: no data at --data-path, or too little for --split.
+    """
+    if not IndexedDataset.exists(str(args.data_path)):
+        raise ValueError(f'no {args.data_path}.bin and .idx: see prepare_data.py for --data-path')
+    documents = len(IndexedDataset(str(args.data_path)))
+    shares = [float(share) for share in args.split.split(',')]
+    bounds = [round(documents * sum(shares[:i]) / sum(shares)) for i in range(len(shares) + 1)]
+    if any(share and a == b for share, (a, b) in zip(shares, pairwise(bounds), strict=True)):
+        raise ValueError(
+            f'{args.data_path} has {documents} documents: too few for each part of --split '
+            f'{args.split}; add text, or give the validation part more'
+        )
+
+
 def build_datasets(args: argparse.Namespace) -> tuple[GPTDataset, GPTDataset | None]:
     """Training and validation data."""
     if args.data_path is None:
@@ -284,6 +306,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[GPTDataset, GPTDataset | N
         if dist.get_rank() == 0:
             prepare(args.data_path)
         dist.barrier()
+    check_data(args)
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -372,10 +395,12 @@ def evaluate(
         losses = [run_batch(args, models, data, forward_only=True) for _ in range(args.eval_iters)]
     for model in models:
         model.train()
-    if losses[0] is not None and is_reporter():
+    if losses[0] is not None and report.is_reporter():
         loss = sum(losses) / len(losses)
         print(f' validation loss at iteration {iteration} | lm loss value: {loss:.6E}', flush=True)
-        write_metrics(args, {'iteration': iteration, 'validation_loss': loss.hex()})
+        report.write_line(
+            args.metrics_file, {'iteration': iteration, 'validation_loss': loss.hex()}
+        )
 
 
 def checkpoint_state(models: list[DDP], optimizer: Any, scheduler: Any, loading: bool) -> dict:
@@ -440,99 +465,6 @@ def load_checkpoint(folder: Path, models: list[DDP], optimizer: Any, scheduler: 
     return state['iteration']
 
 
-def is_reporter() -> bool:
-    """The last process: it has the loss, and Megatron logs there."""
-    return dist.get_rank() == dist.get_world_size() - 1
-
-
-def write_metrics(args: argparse.Namespace, line: dict) -> None:
-    """Appends to --metrics-file, where there is one."""
-    if args.metrics_file is not None:
-        with args.metrics_file.open('a') as file:
-            file.write(json.dumps(line) + '\n')
-
-
-def log_iteration(
-    args: argparse.Namespace,
-    iteration: int,
-    seconds: float,
-    lr: float,
-    loss: float,
-    grad_norm: float | None,
-    skipped: int,
-) -> None:
-    """Megatron's log line, and the exact values for --metrics-file."""
-    grad_norm = 0.0 if grad_norm is None else float(grad_norm)
-    write_metrics(
-        args,
-        {
-            'iteration': iteration,
-            'loss': loss.hex(),
-            'grad_norm': grad_norm.hex(),
-            'seconds': seconds,
-        },
-    )
-    if iteration % args.log_interval:
-        return
-    parts = (
-        f' [{time.strftime("%Y-%m-%d %H:%M:%S")}] iteration {iteration:8d}/{args.train_iters:8d}',
-        f'consumed samples: {iteration * args.global_batch_size:12d}',
-        f'elapsed time per iteration (ms): {seconds * 1e3:.1f}',
-        f'learning rate: {lr:.6E}',
-        f'global batch size: {args.global_batch_size:5d}',
-        f'lm loss: {loss:.6E}',
-        f'grad norm: {grad_norm:.3f}',
-        f'number of skipped iterations: {skipped:3d}',
-        f'number of nan iterations: {int(loss != loss):3d}',
-    )
-    print(' | '.join(parts) + ' |', flush=True)
-
-
-def sha256(tensors: list[torch.Tensor]) -> str:
-    """Of the bytes of all `tensors`."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def fingerprint(models: list[DDP], optimizer: Any) -> dict[str, dict[str, str]]:
-    """Hashes of parameters and optimizer state by layer, whatever rank holds it: a collective.
-
-    The optimizer's are left out where it keeps shards that no single parameter owns.
-    """
-    states: dict[torch.Tensor, dict] = {}
-    for part in getattr(optimizer, 'chained_optimizers', [optimizer]):
-        states.update(part.optimizer.state)
-    own: dict[str, dict[str, dict[tuple, str]]] = {'parameters_sha256': {}, 'optimizer_sha256': {}}
-    for model in models:
-        chunk = model.module.module if isinstance(model.module, Float16Module) else model.module
-        for layer, name, parameter in by_layer(chunk):
-            key = (name, parallel_state.get_tensor_model_parallel_rank())
-            own['parameters_sha256'].setdefault(layer, {})[key] = sha256([parameter.data])
-            main = getattr(parameter, 'main_param', parameter)
-            state = (
-                [main, *(states[main][k] for k in sorted(states[main]))] if main in states else []
-            )
-            if state:
-                own['optimizer_sha256'].setdefault(layer, {})[key] = sha256(
-                    [s if s.dim() else s.reshape(1) for s in map(torch.as_tensor, state)]
-                )
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    merged: dict[str, dict[str, str]] = {}
-    for kind in own:
-        layers: dict[str, dict] = {}
-        for one in gathered:
-            for layer, hashes in one[kind].items():
-                layers.setdefault(layer, {}).update(hashes)
-        merged[kind] = {
-            layer: hashlib.sha256(str(sorted(hashes.items())).encode()).hexdigest()
-            for layer, hashes in sorted(layers.items())
-        }
-    return merged
-
-
 def train(args: argparse.Namespace) -> None:
     """The training loop, from process groups to the last line of metrics."""
     initialize(args)
@@ -543,7 +475,7 @@ def train(args: argparse.Namespace) -> None:
     train_data, valid_data = build_datasets(args)
     data = iterators(args, train_data, iteration)
     validation = iterators(args, valid_data, 0) if args.eval_iters else []
-    skipped = 0
+    skipped, measured = 0, []
     with ExitStack() as stack:
         if args.pipeline_schedule == 'megatron':
             pp_group = parallel_state.get_pipeline_model_parallel_group()
@@ -561,10 +493,11 @@ def train(args: argparse.Namespace) -> None:
                 scheduler.step(increment=1)
             skipped += not succeeded
             iteration += 1
-            if loss is not None and is_reporter():
+            measured.append(meter.latest)
+            if loss is not None:
                 seconds = time.perf_counter() - start
                 lr = optimizer.param_groups[0]['lr']
-                log_iteration(args, iteration, seconds, lr, loss, grad_norm, skipped)
+                report.log(args, iteration, seconds, lr, loss, grad_norm, skipped)
             if args.eval_iters and iteration % args.eval_interval == 0:
                 evaluate(args, models, validation, iteration)
             leaving = args.exit_interval and iteration % args.exit_interval == 0
@@ -573,18 +506,10 @@ def train(args: argparse.Namespace) -> None:
                 save_checkpoint(args, models, optimizer, scheduler, iteration)
             if leaving:
                 break
-        if args.timeline_file is not None:
-            write_timeline(args, meter)
-    hashes = fingerprint(models, optimizer)
-    if is_reporter():
-        write_metrics(args, hashes)
-
-
-def write_timeline(args: argparse.Namespace, meter: Any) -> None:
-    """The latest iteration of this pipeline, as the executor or the observer saw it."""
-    measurement = meter.measured()
-    if is_reporter():
-        args.timeline_file.write_text(measurement.to_json())
+    hashes = report.fingerprint(by_layer(models), optimizer)
+    report.write_line(args.metrics_file, hashes)
+    if args.timeline_file is not None:
+        report.write_median(args.timeline_file, measured)
 
 
 def main() -> None:

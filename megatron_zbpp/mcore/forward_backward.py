@@ -4,41 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore.stages import Call, ModelStage
-from megatron_zbpp.runtime.clock import Clock, clock_for
+from megatron_zbpp.runtime.clock import clock_for
 from megatron_zbpp.runtime.comm import Message
-from megatron_zbpp.runtime.executor import Executor, Record
-from megatron_zbpp.runtime.measure import Measurement, gather
+from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.measure import Iteration
 
 if TYPE_CHECKING:
     from megatron_zbpp.mcore.plugin import Plugin
 
 # What Megatron's two pipelined functions read from a collection of process groups.
 _GROUPS = ('tp', 'cp', 'embd', 'pos_embd', 'pp', 'dp_cp')
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """What a rank remembers of its latest call."""
-
-    pp_group: dist.ProcessGroup
-    placement: Placement
-    record: Record
-    clock: Clock
-
-    def gather(self, name: str) -> Measurement:
-        """The iteration of all ranks of the pipeline: a collective."""
-        return gather(name, self.placement, self.record, self.clock, self.pp_group)
 
 
 def forward_backward(plugin: Plugin, original: Callable, **arguments: Any) -> list[Any]:
@@ -82,6 +66,7 @@ def _run(
     refuse_unsupported(config, adjust_tensor_shapes_fn)
     lowered = plugin.lowered(groups.pp.size(), num_microbatches, forward_only)
     call = Call(
+        plugin.store,
         forward_step_func,
         num_microbatches,
         groups.cp.size(),
@@ -110,7 +95,7 @@ def _run(
     )
     with _timed(config), _without_grad_sync(config):
         record = executor.run()
-    plugin.latest = Iteration(groups.pp, lowered.placement, record, clock)
+    plugin.latest = Iteration(plugin.name, lowered.placement, groups.pp, record, clock)
     if config.finalize_model_grads_func is not None and not forward_only:
         config.finalize_model_grads_func(
             models,

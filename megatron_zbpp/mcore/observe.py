@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron_zbpp.ir import BW, F, Pass, Placement
 from megatron_zbpp.runtime.clock import clock_for
 from megatron_zbpp.runtime.executor import Record
-from megatron_zbpp.runtime.measure import Measurement, gather
+from megatron_zbpp.runtime.measure import Iteration
 
 
 class Observer:
@@ -32,10 +32,11 @@ class Observer:
         self._live = 0
         self._backwards = 0
 
-    def measured(self) -> Measurement:
-        """The latest iteration of this pipeline: a collective of its ranks."""
+    @property
+    def latest(self) -> Iteration:
+        """The latest iteration of this rank."""
         placement = Placement.loop(dist.get_world_size(self._pp_group))
-        return gather("Megatron's 1F1B", placement, self._record, self._clock, self._pp_group)
+        return Iteration("Megatron's 1F1B", placement, self._pp_group, self._record, self._clock)
 
     def forward(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
         """Megatron's `forward_step`, timed."""

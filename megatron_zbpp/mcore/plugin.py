@@ -15,13 +15,13 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import layers
 
 from megatron_zbpp.ir import Placement, Schedule
-from megatron_zbpp.mcore.forward_backward import Iteration, forward_backward
+from megatron_zbpp.mcore.forward_backward import forward_backward
 from megatron_zbpp.mcore.layout import for_megatron, tied_copies
 from megatron_zbpp.mcore.linear import deferring_linear
 from megatron_zbpp.planning.check import check
 from megatron_zbpp.planning.lower import Program, lower
 from megatron_zbpp.runtime.comm import Channels
-from megatron_zbpp.runtime.measure import Measurement
+from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.runtime.store import WeightGradStore
 from megatron_zbpp.schedules import build, find
 
@@ -94,10 +94,6 @@ class Plugin:
             steps = [(a, b) for a, b in itertools.pairwise(ranks) if a != b]
             self._channels[key] = Channels(pp_group, {*steps, *((b, a) for a, b in steps)})
         return self._channels[key]
-
-    def measured(self) -> Measurement:
-        """The latest iteration of this pipeline: a collective of its ranks."""
-        return self.latest.gather(self.name)
 
     def install(self) -> None:
         """Puts everything in place and asserts that Megatron now finds it."""

@@ -10,7 +10,9 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
+from megatron_zbpp.mcore import te
 from megatron_zbpp.mcore.versions import takes
+from megatron_zbpp.runtime.store import WeightGradStore
 
 
 @dataclass
@@ -18,6 +20,7 @@ class Call:
     """One call of a forward_backward function: its arguments, and what its forwards return.
 
     Attributes:
+        store: of the weight gradients.
         forward_step_func: the user's.
         num_microbatches: m.
         cp_size: of the context-parallel group.
@@ -26,6 +29,7 @@ class Call:
         num_tokens: sum over microbatches of what the loss function counted.
     """
 
+    store: WeightGradStore
     forward_step_func: Callable
     num_microbatches: int
     cp_size: int
@@ -65,6 +69,7 @@ class ModelStage:
         self._vp_stage = vp_stage
         self._is_last = is_last
         self._config = get_model_config(model)
+        self._delaying = te.delaying_modules(model)
 
     def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         call = self._call
@@ -94,7 +99,10 @@ class ModelStage:
         arguments = [received, output, gradient]
         if takes(schedules.backward_step, 'model_type'):  # until 0.16
             arguments.append(schedules.get_model_type(self._model))
-        return schedules.backward_step(*arguments, self._config)
+        gradient = schedules.backward_step(*arguments, self._config)
+        if self._call.store.deferring:
+            te.defer_queued(self._delaying, self._call.store)
+        return gradient
 
     def release(self, output: torch.Tensor) -> None:
         schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import fsum
 
 from megatron_zbpp.ir import Schedule
 
@@ -39,7 +40,7 @@ class Timeline:
 
     def busy(self, rank: int) -> float:
         """Time that `rank` spent in its passes."""
-        return sum(end - start for start, end in self.spans[rank])
+        return fsum(end - start for start, end in self.spans[rank])
 
     @cached_property
     def _work(self) -> float:

@@ -1,6 +1,7 @@
 """Colours of passes: told apart by every kind of colour vision, the chunk by its shade.
 
-The hues are Okabe and Ito's (jfly.uni-koeln.de/color): blue, vermilion and bluish green.
+Blue, orange, green and purple, also unlike in lightness: any two of them are more than 20 apart in
+CIE Lab for people who lack the red, the green or the blue cones (tests/unit/test_render.py).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterable
 
 from megatron_zbpp.ir import BW, KINDS, B, F, Schedule, W
 
-HUES = {F: '#0072b2', B: '#d55e00', W: '#009e73', BW: '#b3477d'}
+HUES = {F: '#1f4fd8', B: '#f28e1c', W: '#35b48f', BW: '#70166f'}
 MEANINGS = {
     F: 'forward',
     B: 'gradient of the input',
@@ -36,7 +37,7 @@ def legend(schedules: Iterable[Schedule]) -> list[tuple[str, str]]:
         if chunks:
             entries.append((f'{kind}: {MEANINGS[kind]}', colour(kind)))
         if chunks > 1:
-            entries.append((f'{kind} of chunk {chunks - 1}', colour(kind, 1, 2)))
+            entries.append((f'{kind} of the last chunk', colour(kind, 1, 2)))
     return [*entries, ('idle', IDLE)]
 
 

@@ -27,7 +27,7 @@ def timeline_png(
 
     Args:
         timelines: by the name that heads each.
-        path: where to write; the suffix `.png` or another that matplotlib knows.
+        path: where to write.
         unit: of the times, for the axis: `s`.
         width: inches.
 
@@ -46,7 +46,7 @@ def timeline_png(
         axes.set_xlim(0, longest)
     rows[-1, 0].set_xlabel(f'time ({unit})' if unit else 'time')
     _legend(figure, [line.schedule for line in timelines.values()])
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, format='png')
 
 
 def loss_png(curves: Mapping[str, Sequence[float]], path: str | Path) -> None:
@@ -70,7 +70,7 @@ def loss_png(curves: Mapping[str, Sequence[float]], path: str | Path) -> None:
     axes.set_ylabel('loss')
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, format='png')
 
 
 def _figure(width: float, height: float) -> Figure:

@@ -44,16 +44,20 @@ def held(timeline: Timeline, costs: Costs) -> list[list[tuple[float, float]]]:
 
     An F takes its memory when it starts; the others release theirs when they end.
     """
+    slack = 1e-9 * timeline.makespan
     amounts = live(timeline.schedule, costs)
-    return [_steps(row, after) for row, after in zip(bars(timeline), amounts, strict=True)]
+    return [_steps(row, after, slack) for row, after in zip(bars(timeline), amounts, strict=True)]
 
 
-def _steps(row: list[Bar], after: tuple[float, ...]) -> list[tuple[float, float]]:
-    """A later step at the same time replaces the earlier: what is released and taken at once."""
-    steps: dict[float, float] = {}
+def _steps(row: list[Bar], after: tuple[float, ...], slack: float) -> list[tuple[float, float]]:
+    """A step within `slack` of the one before replaces it: memory released and taken at once."""
+    steps: list[tuple[float, float]] = []
     for bar, amount in zip(row, after, strict=True):
-        steps[bar.start if bar.ran.kind == F else bar.end] = amount
-    return list(steps.items())
+        time = bar.start if bar.ran.kind == F else bar.end
+        if steps and time - steps[-1][0] <= slack:
+            time = steps.pop()[0]
+        steps.append((time, amount))
+    return steps
 
 
 def ticks(span: float, most: int) -> list[float]:

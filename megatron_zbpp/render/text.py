@@ -20,7 +20,7 @@ def timeline_text(timeline: Timeline, width: int = 100, colours: bool = False) -
 
     Args:
         timeline: simulated or measured.
-        width: most characters in a line; 0 for as many as it takes.
+        width: most characters in a line; 0 never cuts.
         colours: with ANSI colours, as in the other pictures.
     """
     rows = bars(timeline)
@@ -54,7 +54,7 @@ def _line(row: list[Bar], scale: float, columns: int, colours: bool) -> str:
         parts += [_IDLE * (first - at), _paint(cell, bar.fill) if colours else cell]
         at = min(last, columns)
     cut = bool(row) and round(row[-1].end * scale) > columns
-    return ''.join(parts).rstrip() + ('…' if cut else '')
+    return ''.join(parts) + ('…' if cut else '')
 
 
 def _label(bar: Bar, room: int) -> str:

@@ -1,7 +1,8 @@
 """The interpreter: walks one rank's program.
 
-It knows passes, messages and the weight-gradient store. What a stage computes it is told by a
-`Stage`; where its neighbours are, by `Channels`. Nothing here knows Megatron.
+It knows passes, messages and the weight-gradient store. In a schedule with W passes, BW is B and W
+at once; in one without, backward is autograd's own and nothing is deferred. What a stage computes
+it is told by a `Stage`; where its neighbours are, by `Channels`. Nothing here knows Megatron.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Executor:
         self._store = store
         self._clock = clock
         passes = [i for i in program if isinstance(i, Pass)]
-        self._split = {(p.stage, p.microbatch) for p in passes if p.kind == W}
+        self._defers = any(p.kind == W for p in passes)
         self._trains = any(p.kind != F for p in passes)
         last = {p.stage: p for p in passes if p.kind in (W, BW)}
         self._completes = set(last.values())
@@ -137,7 +138,7 @@ class Executor:
         stage = self._stages[p.stage]
         if received is not None and self._trains:
             received.requires_grad_()
-        with self._store.scope(key if key in self._split else None):
+        with self._store.scope(key if self._defers else None):
             output = stage.forward(p.microbatch, received)
         made = output.detach()  # keeps the data alive for whoever gets it
         if self._trains:
@@ -148,10 +149,14 @@ class Executor:
     def _backward(self, p: Pass, gradient: torch.Tensor | None) -> torch.Tensor | None:
         key = (p.stage, p.microbatch)
         received, output = self._saved.pop(key)
-        if p.kind == B:
-            self._store.open(key)
-        with self._store.scope(key if p.kind == B else None):
+        if not self._defers:
             return self._stages[p.stage].backward(received, output, gradient)
+        self._store.open(key)
+        with self._store.scope(key):
+            made = self._stages[p.stage].backward(received, output, gradient)
+        if p.kind == BW:
+            self._store.run(key)
+        return made
 
     def _weights(self, p: Pass, _: None) -> None:
         self._store.run((p.stage, p.microbatch))

@@ -44,24 +44,33 @@ class Measurement:
         return cls(Timeline(schedule, spans), tuple(data['peak_activations']))
 
 
-def gather(
-    name: str, placement: Placement, record: Record, clock: Clock, pp_group: dist.ProcessGroup
-) -> Measurement:
-    """The measurement of all ranks of `pp_group`, on each of them: a collective.
+@dataclass(frozen=True)
+class Iteration:
+    """What one rank remembers of one iteration.
 
-    Args:
+    Attributes:
         name: of the schedule that ran.
         placement: its placement.
-        record: of this rank.
-        clock: that took its marks; the ranks' clocks must agree, as on one machine.
         pp_group: the pipeline.
+        record: this rank's passes.
+        clock: that took the record's marks.
     """
-    spans = tuple((clock.seconds(start), clock.seconds(end)) for start, end in record.marks)
-    peak = max(record.live, default=0) / len(placement.stages(dist.get_rank(pp_group)))
-    own = (tuple(record.passes), spans, peak)
-    gathered: list[tuple] = [()] * dist.get_world_size(pp_group)
-    dist.all_gather_object(gathered, own, group=pp_group)
-    passes, all_spans, peaks = zip(*gathered, strict=True)
-    num_microbatches = 1 + max(p.microbatch for order in passes for p in order)
-    schedule = Schedule.of(name, placement, num_microbatches, passes)
-    return Measurement(Timeline(schedule, all_spans), peaks)
+
+    name: str
+    placement: Placement
+    pp_group: dist.ProcessGroup
+    record: Record
+    clock: Clock
+
+    def gather(self) -> Measurement:
+        """The same iteration of all ranks: a collective; for clocks that agree, as on one host."""
+        marks, live = self.record.marks, self.record.live
+        spans = tuple((self.clock.seconds(start), self.clock.seconds(end)) for start, end in marks)
+        peak = max(live, default=0) / len(self.placement.stages(dist.get_rank(self.pp_group)))
+        gathered: list[tuple] = [()] * dist.get_world_size(self.pp_group)
+        own = (tuple(self.record.passes), spans, peak)
+        dist.all_gather_object(gathered, own, group=self.pp_group)
+        passes, all_spans, peaks = zip(*gathered, strict=True)
+        num_microbatches = 1 + max(p.microbatch for order in passes for p in order)
+        schedule = Schedule.of(self.name, self.placement, num_microbatches, passes)
+        return Measurement(Timeline(schedule, all_spans), peaks)

@@ -12,19 +12,45 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
-from ..ir import Schedule
-from . import one_f_one_b, zb_h, zb_v
-from .family import Family
+from megatron_zbpp.ir import Schedule
+from megatron_zbpp.schedules import (
+    breadth_first,
+    dualpipe_v,
+    gis,
+    gpipe,
+    hanayo,
+    interleaved,
+    one_f_one_b,
+    v_1f1b,
+    v_controlled,
+    zb_auto,
+    zb_h,
+    zb_interleaved,
+    zb_v,
+    zeropp,
+)
+from megatron_zbpp.schedules.family import Family
 
 if TYPE_CHECKING:
-    from ..planning.costs import Costs
+    from megatron_zbpp.planning.costs import Costs
 
 __all__ = ['FAMILIES', 'Family', 'build', 'find', 'names']
 
 FAMILIES: tuple[Family, ...] = (
+    gpipe.FAMILY,
     one_f_one_b.FAMILY,
+    interleaved.FAMILY,
+    breadth_first.FAMILY,
     *zb_h.FAMILIES,
+    *zb_auto.FAMILIES,
     zb_v.FAMILY,
+    *v_controlled.FAMILIES,
+    v_1f1b.FAMILY,
+    zb_interleaved.FAMILY,
+    *gis.FAMILIES,
+    hanayo.FAMILY,
+    dualpipe_v.FAMILY,
+    zeropp.FAMILY,
 )
 
 
@@ -87,11 +113,10 @@ def build(
         )
     if num_microbatches < 1:
         raise ValueError(f'num_microbatches is {num_microbatches}: give at least 1')
-    options = {
-        'num_chunks': _checked_chunks(family, num_chunks),
-        'costs': _checked_costs(family, costs, num_ranks, num_chunks),
-        'memory_limit': _checked_limit(family, memory_limit),
-    }
+    chunks = _checked_chunks(family, num_chunks)
+    _require_costs(family, costs, num_ranks * chunks)
+    _require_no_limit(family, memory_limit)
+    options = {'num_chunks': chunks, 'costs': costs, 'memory_limit': memory_limit}
     taken = {key: value for key, value in options.items() if key in family.options}
     return family.generate(num_ranks, num_microbatches, **taken)
 
@@ -110,25 +135,20 @@ def _checked_chunks(family: Family, num_chunks: int | None) -> int:
     return num_chunks
 
 
-def _checked_costs(
-    family: Family, costs: Costs | None, num_ranks: int, num_chunks: int | None
-) -> Costs | None:
-    """The costs, once they are known to be of as many stages as the schedule."""
-    num_stages = num_ranks * (num_chunks or family.default_chunks)
+def _require_costs(family: Family, costs: Costs | None, num_stages: int) -> None:
+    """Raises ValueError unless costs, if given, are of as many stages as the schedule."""
     if costs is not None and len(costs.forward) != num_stages:
         raise ValueError(
-            f'costs are of {len(costs.forward)} stages, but {family.name} on {num_ranks} ranks has '
-            f'{num_stages}: give one time per stage, in model order'
+            f'costs are of {len(costs.forward)} stages, but this {family.name} has {num_stages}: '
+            'give one entry per stage, in model order'
         )
-    return costs
 
 
-def _checked_limit(family: Family, memory_limit: float | None) -> float | None:
-    """The memory limit, once it is known to be one that the family keeps."""
+def _require_no_limit(family: Family, memory_limit: float | None) -> None:
+    """Raises ValueError for a memory limit that the family would not heed."""
     if memory_limit is not None and 'memory_limit' not in family.options:
         takers = ', '.join(f.name for f in FAMILIES if 'memory_limit' in f.options)
         raise ValueError(
             f'{family.name} has one peak memory and takes no memory_limit (given {memory_limit}): '
             f'leave it out, or use one that does: {takers}'
         )
-    return memory_limit

@@ -1,102 +1,90 @@
-"""List scheduling: each rank, whenever it is free, picks what to run next.
-
-For the families whose order is no closed form. It keeps a clock of its own, because what is ready
-depends on when inputs arrive: by the times of `costs`, or by equal ones.
-"""
+"""List scheduling: a rank that is free starts the first pass in its lanes that is ready."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
 
-from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, W
+from megatron_zbpp.ir import F, Pass, Placement, W
+from megatron_zbpp.schedules.draft import Draft
 
-if TYPE_CHECKING:
-    pass
-
-_ROUNDING = 1e-9  # relative: three thirds of an activation are one
+Lane = Iterable[Pass]
 
 
-@dataclass(frozen=True)
-class EqualCosts:
-    """Stands in for `Costs` where there are none: each F, B and W takes time 1, no communication.
+def dispatch(
+    placement: Placement,
+    num_microbatches: int,
+    lanes: Sequence[Sequence[Lane]],
+    memory_limit: float = math.inf,
+) -> Draft:
+    """Runs the lanes against the clock, each F, B and W of a stage taking the same time.
 
-    A full rank holds one activation a microbatch, all of it until W.
+    A lane is a queue: only its first pass may start. A rank takes from the first of its lanes whose
+    first pass has its inputs and, if it is a forward, fits the memory; else the oldest W whose B is
+    done; else it waits. So one lane is a fixed order with Ws in its gaps, and a lane for each stage
+    and kind is an order of preference. In the latter a forward leaves room for one activation of
+    each later chunk of its rank, without which two ranks could each wait for the other's memory.
+
+    Args:
+        placement: which rank holds which stage.
+        num_microbatches: m.
+        lanes: per rank, its lanes of F, B and BW, the most preferred first. Ws come by themselves.
+        memory_limit: most that a rank may hold, in activations of one microbatch on a full rank.
+
+    Raises:
+        ValueError: the lanes cannot be run to their end within the memory limit.
     """
-
-    placement: Placement
-    edge: float = 0.0
-
-    def time(self, kind: str, stage: int) -> float:
-        return 2.0 if kind == BW else 1.0
-
-    @property
-    def activation(self) -> tuple[float, ...]:
-        return tuple(1 / len(self.placement.stages(rank)) for rank in self.placement.ranks)
-
-    retained = activation
-
-
-Lanes = Sequence[Iterable[Pass]]
-
-
-def dispatch(name, placement, num_microbatches, lanes, costs=None, memory_limit=math.inf, patience=0.0, reserve=True):
-    costs = costs or EqualCosts(placement)
-    p, S, ranks = placement.num_ranks, placement.num_stages, placement.ranks
-    if isinstance(memory_limit,(int,float)): memory_limit=[memory_limit]*p
-    limits=[x*(1+_ROUNDING) for x in memory_limit]
-    act=costs.activation; ret=costs.retained
-    room=[0.0]*S
-    for s in range(S):
-        room[s]=sum(act[x] for x in placement.stages(ranks[s]) if x>=s) if reserve else act[s]
-    queues=[[deque(l) for l in ls] for ls in lanes]
-    left=sum(len(q) for ls in queues for q in ls)+sum(1 for ls in queues for q in ls for x in q if x.kind==B)
-    arrival={Pass(F,0,i):0.0 for i in range(num_microbatches)}
-    pending=[deque() for _ in range(p)]   # (time, W)
-    free=[0.0]*p; held=[0.0]*p; orders=[[] for _ in range(p)]
-    bkind={}
-    for ls in queues:
-        for q in ls:
-            for x in q:
-                if x.kind!=F: bkind[x.stage,x.microbatch]=x.kind
-    wakes=[(0.0,r) for r in range(p)]
+    draft = Draft(placement, num_microbatches)
+    queues = [[*map(deque, of_rank), draft.pending[rank]] for rank, of_rank in enumerate(lanes)]
+    needs = _needs(draft, lanes)
+    wakes = [(0.0, rank) for rank in range(placement.num_ranks)]
     while wakes:
-        now,r=heappop(wakes)
-        if free[r]>now: continue
-        pick=None; soon=math.inf
-        for q in queues[r]:
-            if q:
-                x=q[0]
-                t=arrival.get(x,math.inf)
-                if x.kind==F and held[r]+room[x.stage]>limits[r]: continue
-                if t<=now: pick=x; q.popleft(); break
-                soon=min(soon,t)
-        if pick is None and pending[r]:
-            t,x=pending[r][0]
-            if t<=now and not soon<now+patience*costs.time(W,x.stage):
-                pick=x; pending[r].popleft()
-        if pick is None: continue
-        k,s,i=pick
-        end=now+costs.time(k,s)
-        free[r]=end; orders[r].append(pick); left-=1
-        heappush(wakes,(end,r))
-        if k==F:
-            held[r]+=act[s]
-            nxt=Pass(F,s+1,i) if s<S-1 else Pass(bkind[s,i],s,i)
-        elif k==W: held[r]-=ret[s]; nxt=None
-        else:
-            nxt=Pass(bkind[s-1,i],s-1,i) if s else None
-            if k==B: pending[r].append((end,pick._replace(kind=W))); held[r]-=act[s]-ret[s]
-            else: held[r]-=act[s]
-        if nxt is not None:
-            r2=ranks[nxt.stage]
-            t=end+(costs.edge if r2!=r else 0.0)
-            arrival[nxt]=t
-            if r2!=r: heappush(wakes,(t,r2))
-    if left:
-        raise ValueError('stuck')
-    return Schedule.of(name,placement,num_microbatches,orders)
+        now, rank = heappop(wakes)
+        if draft.clock[rank] > now:
+            continue  # busy: it wakes again at the end of its pass
+        p = _next(draft, queues[rank], now, needs, memory_limit)
+        if p is not None:
+            end = draft.put(p, not_before=now)
+            heappush(wakes, (end, rank))
+            for neighbour in _receivers(placement, p):
+                heappush(wakes, (end + draft.costs.edge, neighbour))
+    if any(queue for of_rank in queues for queue in of_rank):
+        raise ValueError(f'memory_limit {memory_limit} is too small: no rank can go on; raise it')
+    return draft
+
+
+def _needs(draft: Draft, lanes: Sequence[Sequence[Lane]]) -> list[float]:
+    """Per stage, the room that its forward must find: its own, and with several lanes more."""
+    placement, activation = draft.placement, draft.costs.activation
+    return [
+        sum(activation[other] for other in placement.stages(rank) if other >= stage)
+        if len(lanes[rank]) > 1
+        else activation[stage]
+        for stage, rank in enumerate(placement.ranks)
+    ]
+
+
+def _next(
+    draft: Draft, queues: Sequence[deque[Pass]], now: float, needs: list[float], limit: float
+) -> Pass | None:
+    """What the rank of `queues` starts now; taken from its lane. The last queue is of its Ws."""
+    *lanes, pending = queues
+    for lane in lanes:
+        if not lane or draft.arrival(lane[0]) > now:
+            continue
+        if lane[0].kind != F or draft.has_room(lane[0].stage, needs[lane[0].stage], limit):
+            return lane.popleft()
+    return pending[0] if pending else None
+
+
+def _receivers(placement: Placement, p: Pass) -> list[int]:
+    """Other ranks that may have waited for `p`."""
+    if p.kind == W:
+        return []
+    stage = p.stage + 1 if p.kind == F else p.stage - 1
+    if not 0 <= stage < placement.num_stages:
+        return []
+    rank = placement.ranks[stage]
+    return [] if rank == placement.ranks[p.stage] else [rank]

@@ -86,10 +86,10 @@ class Draft:
         end, rank = self._sent.get(key, (math.inf, -1))
         return end if rank == self.placement.ranks[stage] else end + self.costs.edge
 
-    def fits(self, p: Pass, limit: float) -> bool:
-        """Whether its rank may run forward `p` now and hold no more than `limit`."""
-        rank = self.placement.ranks[p.stage]
-        return self.held[rank] + self.costs.activation[p.stage] <= limit * (1 + _ROUNDING)
+    def has_room(self, stage: int, amount: float, limit: float) -> bool:
+        """Whether the rank of `stage` may hold `amount` more and stay within `limit`."""
+        held = self.held[self.placement.ranks[stage]]
+        return held + amount <= limit * (1 + _ROUNDING)
 
     def put(self, p: Pass, not_before: float = 0.0) -> float:
         """Appends `p` to its rank's order, as early as it may start; returns its end."""

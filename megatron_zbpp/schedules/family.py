@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..ir import Schedule
+from megatron_zbpp.ir import Schedule
 
 ONE = range(1, 2)
 TWO = range(2, 3)

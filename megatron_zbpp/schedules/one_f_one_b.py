@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..ir import BW, F, Pass, Placement, Schedule
-from .family import Family
-from .orders import one_forward_one_backward
+from megatron_zbpp.ir import BW, F, Pass, Placement, Schedule
+from megatron_zbpp.schedules.family import Family
+from megatron_zbpp.schedules.orders import one_forward_one_backward
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -14,9 +14,10 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     DAPPLE's early backward (Fan et al., arXiv 2007.01045). Megatron's own schedule without chunks.
 
     - Bubble: (p-1)(F+B+W).
-    - Peak memory: p activations on rank 0, p-s on rank s; min(p, m) where m is smaller.
+    - Peak memory: p activations on rank 0, p-s on rank s; at most m.
     - When: as the reference. `zb-h1` has a third of its bubble (F=B=W) in the same memory. It is
-      still the choice where the backward cannot be split, or where p is small and m large.
+      still the choice where the backward cannot be split, or where m is so large that (p-1)/m is
+      small.
     """
     m = num_microbatches
     orders = (
@@ -33,9 +34,9 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 FAMILY = Family(
     name='1f1b',
     generate=one_f_one_b,
-    summary='one forward, one backward by turns',
+    summary='one forward and one backward by turns: the reference',
     bubble='(p-1)(F+B+W)',
     memory='p',
     source='PipeDream-2BW, arXiv 2006.09503, section 3.2; DAPPLE, arXiv 2007.01045',
-    aliases=('PipeDream-Flush', 'DAPPLE', 'Schedule1F1B', '1F1B-non-interleaved'),
+    aliases=('PipeDream-Flush', 'DAPPLE', 'Schedule1F1B', 'without-interleaving'),
 )

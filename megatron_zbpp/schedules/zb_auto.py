@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_zbpp.ir import B, F, Pass, Placement, Schedule
+from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, W
 from megatron_zbpp.schedules.draft import Draft
 from megatron_zbpp.schedules.family import Family
 
@@ -13,135 +13,235 @@ if TYPE_CHECKING:
     from megatron_zbpp.planning.costs import Costs
 
 
-class _Knobs(NamedTuple):
-    """What the paper's heuristic leaves open and tries both ways.
+def zb_1p(
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+) -> Schedule:
+    """ZB-1p: the scheduler's best order for the given times in the memory of 1F1B.
+
+    Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1. It works in rounds
+    of one F and one B a rank, puts Ws where a rank would wait, and tries each of three choices both
+    ways; the best is the shortest window, then the shortest makespan.
+
+    - Bubble: with ZB-H1's memory ZB-H1's bubble, (p-1)(F+B-W) where F=B=W; with other times, or
+      with the memory that B gives back, less. The rates of the paper's table 5 to four decimals.
+    - Peak memory: `memory_limit`; by default p activations of each rank's own stage.
+    - When: on a loop placement with one stage a rank, for measured times. A limit below p makes it
+      collapse (p=8, m=16: worse than 1F1B at 7): use `v-half` there.
+
+    Raises:
+        ValueError: `memory_limit` does not hold one activation.
+    """
+    return _best('zb-1p', num_ranks, num_microbatches, costs, memory_limit, num_ranks)
+
+
+def zb_2p(
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+) -> Schedule:
+    """ZB-2p: the same scheduler with twice the memory, enough for nearly no bubble in any window.
+
+    Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1.
+
+    - Bubble: about 0 in each rank's window where m >= 3p or so. The rates of the paper's table 5 to
+      four decimals. The makespan is hardly shorter than ZB-1p's, as ranks start one after another.
+    - Peak memory: `memory_limit`; by default 2p activations of each rank's own stage.
+    - When: with the optimizer barrier removed (post-validation) and memory to spare. With the
+      barrier it buys next to nothing over `zb-1p`, and `zb-v` is better in half the memory.
+
+    Raises:
+        ValueError: `memory_limit` does not hold one activation.
+    """
+    return _best('zb-2p', num_ranks, num_microbatches, costs, memory_limit, 2 * num_ranks)
+
+
+class _Choices(NamedTuple):
+    """What the paper leaves open and tries both ways.
 
     Attributes:
-        delay_first_b: in the warm-up, one more F though the first B then waits for it.
-        fill_gaps: a W wherever a rank would wait, even if it delays what comes next.
-        skip_f: no F where the rank below is two behind and its B would have to wait.
+        delay_b: one more F in the warm-up though the first B then has to wait for it.
+        fill_all: a W in every gap, also in one that would not make the rank the most idle.
+        skip_f: no F where the rank below is two behind and B would have to wait for it.
     """
 
-    delay_first_b: bool
-    fill_gaps: bool
+    delay_b: bool
+    fill_all: bool
     skip_f: bool
 
 
-def zb_1p(p, m, costs=None, memory_limit=None):
-    return _best('zb-1p', p, m, costs, memory_limit, p)
-
-
-def zb_2p(p, m, costs=None, memory_limit=None):
-    return _best('zb-2p', p, m, costs, memory_limit, 2 * p)
-
-
-def _best(name, p, m, costs, memory_limit, activations):
+def _best(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs | None,
+    memory_limit: float | None,
+    activations: int,
+) -> Schedule:
+    """The best draft over all choices."""
     drafts = []
-    for knobs in product((False, True), repeat=3):
-        draft = Draft(Placement.loop(p), m, costs)
-        limits = [memory_limit or activations * a for a in draft.costs.activation]
-        _heuristic(draft, limits, _Knobs(*knobs))
+    for choices in product((False, True), repeat=3):
+        draft = Draft(Placement.loop(num_ranks), num_microbatches, costs)
+        _Scheduler(draft, memory_limit, activations, _Choices(*choices)).run()
         drafts.append(draft)
-    return min(drafts, key=lambda d: (d.window, d.makespan)).schedule(name)
+    return min(drafts, key=lambda draft: (draft.window, draft.makespan)).schedule(name)
 
 
-def _heuristic(draft: Draft, limits: list[float], knobs: _Knobs) -> None:
-    p, m = draft.placement.num_ranks, draft.num_microbatches
-    forwards = _warm_up(draft, limits, knobs)
-    for b in range(1, m):
-        chosen = _ranks_to_forward(draft, forwards, limits, knobs)
-        for rank in range(p):
-            if chosen[rank]:
-                f = Pass(F, rank, forwards[rank])
-                _free(draft, f, limits[rank])
-                _fill(draft, f, knobs)
-                draft.put(f)
-                forwards[rank] += 1
-        for rank in reversed(range(p)):
-            x = Pass(B, rank, b)
-            if rank == 0 and forwards[0] == m:
-                while draft.pending[0]:
-                    draft.put(draft.pending[0][0])
-            _fill(draft, x, knobs)
-            draft.put(x)
-    for pending in draft.pending:
+class _Scheduler:
+    """Fills a draft of a loop placement, where rank and stage are the same number."""
+
+    def __init__(
+        self, draft: Draft, memory_limit: float | None, activations: int, choices: _Choices
+    ) -> None:
+        self.draft = draft
+        self.costs = draft.costs
+        self.choices = choices
+        self.p = draft.placement.num_ranks
+        self.m = draft.num_microbatches
+        self.limits = [
+            activations * activation if memory_limit is None else memory_limit
+            for activation in self.costs.activation
+        ]
+        self.forwards = [0] * self.p  # per rank, F passes put
+
+    def run(self) -> None:
+        """Warm-up, a round for each further B, and the Ws that are left."""
+        self._warm_up()
+        for microbatch in range(1, self.m):
+            chosen = self._who_forwards()
+            for rank in range(self.p):
+                if chosen[rank]:
+                    self._forward(rank)
+            for rank in reversed(range(self.p)):
+                self._backward(rank, microbatch)
+        for rank in range(self.p):
+            self._flush(rank)
+
+    def _warm_up(self) -> None:
+        """F of microbatch 0, as many more as come before the first B, and B of microbatch 0."""
+        for rank in range(self.p):
+            self._forward(rank)
+        counts = self._warm_up_counts()
+        for rank in range(self.p):
+            while self.forwards[rank] < counts[rank]:
+                self._forward(rank)
+        for rank in reversed(range(self.p)):
+            self.draft.put(Pass(B, rank, 0))
+
+    def _warm_up_counts(self) -> list[int]:
+        """Forwards per rank before its first B: what fits its memory and the wait for that B."""
+        counts = [1] * self.p
+        first_b = self.draft.clock[-1]  # when the gradient for the last rank's first B is there
+        for rank in reversed(range(self.p)):
+            now, time = self.draft.clock[rank], self.costs.time(F, rank)
+            more = 0.0
+            while counts[rank] < self.m and self._has_room(rank, more):
+                if not (now < first_b if self.choices.delay_b else now + time <= first_b):
+                    break
+                now += time
+                more += self.costs.activation[rank]
+                counts[rank] += 1
+            first_b = max(now, first_b) + self.costs.time(B, rank) + self.costs.edge
+        for rank in range(1, self.p):  # a rank stays ahead of the one below, while it has more
+            ahead = counts[rank - 1] if counts[rank - 1] == self.m else counts[rank - 1] - 1
+            counts[rank] = max(1, min(counts[rank], ahead))
+        return counts
+
+    def _who_forwards(self) -> list[bool]:
+        """Which ranks run an F in this round: those with one left, and only if all below do."""
+        chosen = [count < self.m for count in self.forwards]
+        for rank in reversed(range(self.p - 1)):
+            below = self.forwards[rank + 1]
+            if self.choices.skip_f and self.forwards[rank] >= below + 2:
+                chosen[rank] = chosen[rank] and self._is_worth(rank)
+            chosen[rank] = chosen[rank] and (chosen[rank + 1] or below == self.m)
+        return chosen
+
+    def _is_worth(self, rank: int) -> bool:
+        """Whether an F now lets `rank` start its next B when that can be there, or is needed."""
+        now, below = self.draft.clock[rank], rank + 1
+        next_b = self.draft.clock[below] + self.costs.edge
+        next_b += self.costs.time(F, below) + self.costs.time(B, below)
+        if now >= next_b:
+            return False
+        weights = 0  # that must run to make room for the F
+        while not self._has_room(rank, -weights * self.costs.retained[rank]):
+            weights += 1
+        end = now + weights * self.costs.time(W, rank) + self.costs.time(F, rank)
+        return end <= next_b or not self._may_idle(rank, next_b - now)
+
+    def _forward(self, rank: int) -> None:
+        """Puts the next F of `rank`, after the Ws that make room for it and fill its wait."""
+        pending = self.draft.pending[rank]
+        while not self._has_room(rank):
+            if not pending:
+                raise ValueError(
+                    f'memory_limit {self.limits[rank]} is too small for rank {rank}: give at least '
+                    f'the {self.costs.activation[rank]} of one activation'
+                )
+            self.draft.put(pending[0])
+        p = Pass(F, rank, self.forwards[rank])
+        self._fill(p)
+        self.draft.put(p)
+        self.forwards[rank] += 1
+
+    def _backward(self, rank: int, microbatch: int) -> None:
+        """Puts a B of `rank`, after Ws that fill its wait; nobody waits for those of rank 0."""
+        if rank == 0 and self.forwards[0] == self.m:
+            self._flush(0)
+        p = Pass(B, rank, microbatch)
+        self._fill(p)
+        self.draft.put(p)
+
+    def _fill(self, p: Pass) -> None:
+        """Puts Ws while the rank would wait for the input of `p`; a longer one only if need be."""
+        rank = p.stage
+        pending = self.draft.pending[rank]
         while pending:
-            draft.put(pending[0])
+            wait = self.draft.arrival(p) - self.draft.clock[rank]
+            if wait <= 0:
+                return
+            too_long = self.costs.time(W, rank) > wait
+            if too_long and not self.choices.fill_all and self._may_idle(rank, wait):
+                return
+            self.draft.put(pending[0])
+
+    def _flush(self, rank: int) -> None:
+        pending = self.draft.pending[rank]
+        while pending:
+            self.draft.put(pending[0])
+
+    def _may_idle(self, rank: int, time: float) -> bool:
+        """Whether `rank` may lose so much time and not be the rank that lost most."""
+        return self.draft.idle[rank] + time <= max(self.draft.idle)
+
+    def _has_room(self, rank: int, more: float = 0.0) -> bool:
+        """Whether `rank` may hold another activation, with `more` activations held than now."""
+        amount = self.costs.activation[rank] + more
+        return self.draft.has_room(rank, amount, self.limits[rank])
 
 
-def _warm_up(draft, limits, knobs):
-    p, m = draft.placement.num_ranks, draft.num_microbatches
-    costs = draft.costs
-    for rank in range(p):
-        draft.put(Pass(F, rank, 0))
-    counts = [1] * p
-    arrival = draft.clock[-1] + costs.time(B, p - 1) + costs.edge
-    for rank in reversed(range(p - 1)):
-        now = draft.clock[rank]
-        f = costs.time(F, rank)
-        while counts[rank] < m and (counts[rank] + 1) * costs.activation[rank] <= limits[rank] * (1 + 1e-9):
-            if (now if knobs.delay_first_b else now + f) > arrival or (knobs.delay_first_b and now == arrival):
-                break
-            counts[rank] += 1
-            now += f
-        arrival = max(now, arrival) + costs.time(B, rank) + costs.edge
-    for rank in range(1, p):
-        counts[rank] = max(1, min(counts[rank], counts[rank - 1] - (counts[rank - 1] < m)))
-    for rank in range(p):
-        for i in range(1, counts[rank]):
-            draft.put(Pass(F, rank, i))
-    for rank in reversed(range(p)):
-        draft.put(Pass(B, rank, 0))
-    return counts
-
-
-def _free(draft, f, limit):
-    rank = f.stage
-    while not draft.fits(f, limit):
-        if not draft.pending[rank]:
-            raise ValueError(f'memory_limit {limit} is too small for rank {rank}')
-        draft.put(draft.pending[rank][0])
-
-
-def _fill(draft, p, knobs):
-    rank = p.stage
-    pending = draft.pending[rank]
-    while pending:
-        gap = draft.arrival(p) - draft.clock[rank]
-        if gap <= 0:
-            return
-        w = draft.costs.time('W', rank)
-        if w > gap and not knobs.fill_gaps and draft.idle[rank] + gap <= max(draft.idle):
-            return
-        draft.put(pending[0])
-
-
-def _ranks_to_forward(draft, forwards, limits, knobs):
-    p, m = draft.placement.num_ranks, draft.num_microbatches
-    costs = draft.costs
-    chosen = [n < m for n in forwards]
-    if knobs.skip_f:
-        for rank in range(p - 1):
-            if chosen[rank] and forwards[rank] >= forwards[rank + 1] + 2:
-                chosen[rank] = _worth(draft, rank, limits)
-    for rank in reversed(range(p - 1)):
-        # only as far as all below go along, unless they are done
-        if forwards[rank + 1] < m:
-            chosen[rank] = chosen[rank] and chosen[rank + 1]
-    return chosen
-
-
-def _worth(draft, rank, limits):
-    costs = draft.costs
-    now = draft.clock[rank]
-    arrival = draft.clock[rank + 1] + costs.time(F, rank + 1) + costs.time(B, rank + 1) + costs.edge
-    if now >= arrival:
-        return False
-    over = draft.held[rank] + costs.activation[rank] - limits[rank] * (1 + 1e-9)
-    ws = 0
-    while over > 0:
-        over -= costs.retained[rank]
-        ws += 1
-    if now + costs.time(F, rank) + ws * costs.time('W', rank) <= arrival:
-        return True
-    return not (arrival - now <= max(draft.idle) - draft.idle[rank])
+FAMILIES = (
+    Family(
+        name='zb-1p',
+        generate=zb_1p,
+        summary='automatic order for measured times, in the memory of 1F1B',
+        bubble='(p-1)(F+B-W)',
+        memory='p, or the limit',
+        source='Zero Bubble, arXiv 2401.10241, section 3.1',
+        aliases=('zero-bubble-heuristic',),
+        options=('costs', 'memory_limit'),
+    ),
+    Family(
+        name='zb-2p',
+        generate=zb_2p,
+        summary='automatic order for measured times, in twice that memory; needs post-validation',
+        bubble='about 0',
+        memory='2p, or the limit',
+        source='Zero Bubble, arXiv 2401.10241, section 3.1',
+        options=('costs', 'memory_limit'),
+    ),
+)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..ir import B, F, Pass, Placement, Schedule
-from .family import Family
-from .orders import defer_weights, one_forward_one_backward
+from megatron_zbpp.ir import B, F, Pass, Placement, Schedule
+from megatron_zbpp.schedules.family import Family
+from megatron_zbpp.schedules.orders import defer_weights, one_forward_one_backward
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -14,10 +14,10 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     Bs go ahead of their Ws: as many activations as 1F1B holds on rank 0 and does not hold here.
 
     - Bubble: (p-1)(F+B-W): a third of 1F1B's where F=B=W.
-    - Peak memory: p activations on every rank, before counting what B frees (rank s, 1-based i=s+1:
-      (p-i+1) activations and (i-1) of what W alone needs).
+    - Peak memory: p activations on every rank, of which rank s holds s for W only: what B gives
+      back of those is gone.
     - When: instead of 1F1B, always: same memory on the worst rank, same communication. `zb-v` has
-      half its makespan bubble, for twice the communication.
+      half its makespan bubble where F=B=W, for twice the communication.
     """
     return _handcrafted('zb-h1', num_ranks, num_microbatches, laps=1)
 

@@ -40,7 +40,9 @@ class Page:
         os.close(to_us)
         self.events: list[dict] = []
         self._buffer, self._ids, self._session = b'', 0, None
-        target = next(t for t in self.call('Target.getTargets')['targetInfos'] if t['type'] == 'page')
+        target = next(
+            t for t in self.call('Target.getTargets')['targetInfos'] if t['type'] == 'page'
+        )
         attached = self.call('Target.attachToTarget', targetId=target['targetId'], flatten=True)
         self._session = attached['sessionId']
         for domain in ('Page', 'Runtime', 'Log', 'Network'):

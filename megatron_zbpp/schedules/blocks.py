@@ -1,0 +1,135 @@
+"""Building blocks: one microbatch's passes at fixed slots, repeated, then moved up into free slots.
+
+The framework of Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362. A slot
+is the time of one F, B or W of a stage; a BW takes two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+
+from megatron_zbpp.ir import BW, B, F, Pass, Placement, W, predecessors
+
+Slots = dict[Pass, int]
+
+
+def repeat(block: Mapping[tuple[str, int], int], interval: int, num_microbatches: int) -> Slots:
+    """`block`, the slot of each (kind, stage) of microbatch 0, again every `interval` slots."""
+    return {
+        Pass(kind, stage, i): slot + interval * i
+        for i in range(num_microbatches)
+        for (kind, stage), slot in block.items()
+    }
+
+
+def with_weights(slots: Slots, placement: Placement) -> Slots:
+    """`slots` with the W of each B in the first slot after it that its rank has free."""
+    full = dict(slots)
+    rows = _rows(slots, placement)
+    for p, slot in sorted(slots.items(), key=lambda item: item[1]):
+        if p.kind == B:
+            row = rows[placement.ranks[p.stage]]
+            full[p._replace(kind=W)] = row.take_after(slot)
+    return full
+
+
+def without_weights(slots: Slots) -> Slots:
+    """`slots` without its W passes."""
+    return {p: slot for p, slot in slots.items() if p.kind != W}
+
+
+def tighten(
+    slots: Slots, placement: Placement, limit: int, start: int = 0, stop: int | None = None
+) -> Slots:
+    """`slots` with passes moved up to the earliest free slot that they can have, in order of time.
+
+    A forward moves only as far as its rank then holds at most `limit` activations; what gives one
+    back is W or BW, or B where there are no Ws.
+
+    Args:
+        slots: of F and BW, of F and B, or of F, B and W.
+        placement: which rank holds which stage.
+        limit: in activations of one stage.
+        start: passes before this slot stay where they are, ...
+        stop: ... and those from this slot on, if given.
+    """
+    moved = dict(slots)
+    rows = _rows(slots, placement)
+    for p, slot in sorted(slots.items(), key=lambda item: (item[1], item[0].stage)):
+        if start <= slot and (stop is None or slot < stop):
+            earliest = max((moved[q] + _width(q) for q in _before(p, moved, placement)), default=0)
+            row = rows[placement.ranks[p.stage]]
+            moved[p] = row.move_up(p.kind, slot, earliest, limit)
+    return moved
+
+
+def orders(slots: Slots, placement: Placement) -> list[list[Pass]]:
+    """Per rank, its passes in order of their slots."""
+    result: list[list[Pass]] = [[] for _ in range(placement.num_ranks)]
+    for p, _ in sorted(slots.items(), key=lambda item: item[1]):
+        result[placement.ranks[p.stage]].append(p)
+    return result
+
+
+def _width(p: Pass) -> int:
+    return 2 if p.kind == BW else 1
+
+
+def _before(p: Pass, slots: Slots, placement: Placement) -> Iterable[Pass]:
+    """What must end before `p` starts, the same pass of the previous microbatch included."""
+    yield from predecessors(p, placement.num_stages, split=p.kind != BW)
+    if p.microbatch:
+        yield p._replace(microbatch=p.microbatch - 1)
+
+
+class _Row:
+    """Slots of one rank: which are taken, and how many activations are held in each."""
+
+    def __init__(self, slots: Slots, release: str) -> None:
+        length = max(slot + _width(p) for p, slot in slots.items())
+        self.release = release
+        self.taken = bytearray(length)
+        change = [0] * (length + 1)
+        for p, slot in slots.items():
+            self.taken[slot : slot + _width(p)] = b'\1' * _width(p)
+            change[slot] += p.kind == F
+            change[slot + _width(p)] -= p.kind == release
+        self.held = list(accumulate(change))
+
+    def take_after(self, slot: int) -> int:
+        """The first free slot after `slot`, which is now taken."""
+        free = self.taken.find(0, slot + 1)
+        if free < 0:
+            free = len(self.taken)
+            self.taken.append(0)
+        self.taken[free] = 1
+        return free
+
+    def move_up(self, kind: str, slot: int, earliest: int, limit: int) -> int:
+        """Moves the pass at `slot` to the earliest slot that it can have; returns that."""
+        width = 2 if kind == BW else 1
+        self.taken[slot : slot + width] = bytes(width)
+        if kind == F:
+            fits = slot
+            while fits > earliest and self.held[fits - 1] < limit:
+                fits -= 1
+            earliest = fits
+        best = self.taken.find(bytes(width), earliest)  # at the latest `slot`, now free
+        self.taken[best : best + width] = b'\1' * width
+        if kind == F:
+            for at in range(best, slot):
+                self.held[at] += 1
+        elif kind == self.release:
+            for at in range(best + width, slot + width):
+                self.held[at] -= 1
+        return best
+
+
+def _rows(slots: Slots, placement: Placement) -> list[_Row]:
+    kinds = {p.kind for p in slots}
+    release = next(kind for kind in (W, BW, B) if kind in kinds)
+    of_rank: list[Slots] = [{} for _ in range(placement.num_ranks)]
+    for p, slot in slots.items():
+        of_rank[placement.ranks[p.stage]][p] = slot
+    return [_Row(held, release) for held in of_rank]

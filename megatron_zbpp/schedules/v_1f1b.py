@@ -1,0 +1,68 @@
+"""1F1B-V: less memory than 1F1B without splitting the backward, on a V placement."""
+
+from __future__ import annotations
+
+from megatron_zbpp.ir import BW, F, Placement, Schedule
+from megatron_zbpp.schedules.blocks import orders, repeat, tighten
+from megatron_zbpp.schedules.family import TWO, Family
+
+_INTERVAL = 6  # slots from one microbatch to the next: F and BW (two slots) of two chunks
+
+
+def v_1f1b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """1F1B-V: 1F1B on a V placement, its stages' long and short activation lifetimes paired.
+
+    Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, appendix: a building
+    block without the B/W split.
+
+    - Bubble where F=B=W, m >= 2p: (5p-5)/2 for p = 1 mod 3, else at most (5p-7)/2, 2 at p = 2
+      (1F1B: 3p-3).
+    - Peak memory: floor(2p/3)+1 activations, at most m. The claimed 2/3 of 1F1B's is approached as
+      p grows and met nowhere: 3 of 4 at p = 4, 6 of 8 at p = 8, 11 of 16 at p = 16.
+    - When: the backward cannot be split, and memory counts. Else `v-half` has less of both.
+    """
+    p = num_ranks
+    placement = Placement.v(p)
+    slots = repeat(_block(p), _INTERVAL, num_microbatches)
+    slots = tighten(slots, placement, limit=2 * (2 * p // 3 + 1))
+    return Schedule.of('1f1b-v', placement, num_microbatches, orders(slots, placement))
+
+
+def _block(p: int) -> dict[tuple[str, int], int]:
+    """Forwards one slot after another; each backward as early as the interval has room for it.
+
+    Modulo the interval, a rank's two forwards leave room for its two backwards in just one way: the
+    backward of chunk 1 takes whichever place comes first, that of chunk 0 the other one.
+    """
+    block = {(F, stage): stage for stage in range(2 * p)}
+    ready, other = 2 * p, {}
+    for rank in range(p):
+        places = _places(rank, 2 * p - 1 - rank)
+        first, other[rank] = sorted(places, key=lambda place: (place - ready) % _INTERVAL)
+        block[BW, 2 * p - 1 - rank] = ready + (first - ready) % _INTERVAL
+        ready = block[BW, 2 * p - 1 - rank] + 2
+    for rank in reversed(range(p)):
+        block[BW, rank] = ready + (other[rank] - ready) % _INTERVAL
+        ready = block[BW, rank] + 2
+    return block
+
+
+def _places(*forwards: int) -> tuple[int, int]:
+    """Slots, modulo the interval, where the two backwards start that fit around these forwards."""
+    taken = {slot % _INTERVAL for slot in forwards}
+    free = [at for at in range(_INTERVAL) if at not in taken and (at + 1) % _INTERVAL not in taken]
+    return next((a, b) for a in free for b in free if (b - a) % _INTERVAL in (2, 3))
+
+
+FAMILY = Family(
+    name='1f1b-v',
+    generate=v_1f1b,
+    summary='1F1B on a V placement: less memory without the B/W split',
+    bubble='at most (5p-5)/2 (F=B=W=1)',
+    memory='floor(2p/3)+1',
+    source='Controllable Memory, arXiv 2405.15362, appendix',
+    aliases=('v-1f1b',),
+    chunks=TWO,
+    default_chunks=2,
+    min_ranks=2,
+)

@@ -1,0 +1,18 @@
+# Sourced by the other scripts: makes .venv in the checkout with the package and its pinned
+# development versions, or reuses it. PYTHON chooses the interpreter (default: python3).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PYTHON=${PYTHON:-python3}
+VENV=${VENV:-.venv}
+
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
+    echo "$PYTHON is $("$PYTHON" --version 2>&1): megatron_zbpp needs Python 3.10 or later; set PYTHON" >&2
+    exit 1
+}
+wanted=$("$PYTHON" -c 'import hashlib, sys; print(sys.version, hashlib.sha256(open("setup.py", "rb").read()).hexdigest())')
+if [ "$(cat "$VENV/installed" 2>/dev/null)" != "$wanted" ]; then
+    echo "installing megatron_zbpp and what it needs into $VENV ..." >&2
+    "$PYTHON" -m venv "$VENV"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+    echo "$wanted" > "$VENV/installed"
+fi

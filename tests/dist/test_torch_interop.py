@@ -1,0 +1,172 @@
+"""Our schedules run in torch.distributed.pipelining, and its CSVs load and are checked here."""
+
+from __future__ import annotations
+
+import csv
+import io
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from megatron_zbpp import exchange
+from megatron_zbpp.planning.check import ScheduleError, check
+from megatron_zbpp.schedules import build, names
+
+WIDTH, ROWS = 8, 3  # of a tiny stage's layer, and of one microbatch
+PATIENCE = timedelta(seconds=60)
+
+
+def stage_module(stage: int) -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(stage)
+    layer = torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / WIDTH**0.5)
+    return torch.nn.Sequential(layer, torch.nn.Tanh())
+
+
+def batch(num_microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(99)
+    shape = (num_microbatches * ROWS, WIDTH)
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).sum()
+
+
+def gradients(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def run_in_torch(rank: int, ranks: int, folder: Path) -> None:
+    """One rank: torch's runtime on each CSV in `folder`; leaves its stages' gradients there."""
+    torch.set_num_threads(1)
+    store = f'file://{folder}/store'
+    dist.init_process_group(
+        'gloo', init_method=store, rank=rank, world_size=ranks, timeout=PATIENCE
+    )
+    for file in sorted(folder.glob('*.csv')):
+        schedule = exchange.load(file)
+        held = schedule.placement.stages(rank)
+        modules = [stage_module(stage) for stage in held]
+        stages = [
+            PipelineStage(module, stage, schedule.num_stages, torch.device('cpu'))
+            for stage, module in zip(held, modules, strict=True)
+        ]
+        runtime = torch_schedules._PipelineScheduleRuntime(
+            stages, schedule.num_microbatches, loss_fn=loss_of, scale_grads=False
+        )
+        runtime._load_csv(str(file))
+        x, target = batch(schedule.num_microbatches)
+        runtime.step(*([x] if 0 in held else []), target=target)
+        for stage, module in zip(held, modules, strict=True):
+            torch.save(gradients(module), folder / f'{file.stem}.{stage}.pt')
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope='module', params=[2, 4])
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the CSVs of all our schedules for p ranks, and what torch made of them."""
+    ranks = request.param
+    folder = tmp_path_factory.mktemp(f'torch-{ranks}')
+    for name in names():
+        schedule = build(name, ranks, 2 * ranks)
+        (folder / f'{name}.csv').write_text(exchange.to_torch_csv(schedule))
+    mp.spawn(run_in_torch, (ranks, folder), nprocs=ranks)
+    return folder
+
+
+@pytest.mark.parametrize('name', names())
+def test_ours_runs_in_torch(ran: Path, name: str) -> None:
+    schedule = exchange.load(ran / f'{name}.csv')
+    modules = [stage_module(stage) for stage in range(schedule.num_stages)]
+    x, target = batch(schedule.num_microbatches)
+    loss_of(torch.nn.Sequential(*modules)(x), target).backward()
+    for stage, module in enumerate(modules):
+        found = torch.load(ran / f'{name}.{stage}.pt')
+        for gradient, wanted in zip(found, gradients(module), strict=True):
+            torch.testing.assert_close(gradient, wanted)
+
+
+def stand_ins(ranks: int, held: list[int]) -> list[SimpleNamespace]:
+    """What torch's schedules ask of rank 0's stages to write down an order: no process group."""
+    common = {'num_stages': ranks * len(held), 'group_size': ranks, 'group_rank': 0, 'submod': None}
+    return [SimpleNamespace(stage_index=stage, **common) for stage in held]
+
+
+def torch_order(family: type, ranks: int, held: list[int], microbatches: int) -> dict:
+    """The order of torch's own schedule for all ranks; rank 0 holds the stages `held`."""
+    stages = stand_ins(ranks, held)
+    if issubclass(family, torch_schedules.PipelineScheduleSingle):
+        return family(stages[0], microbatches)._get_pipeline_order()
+    return family(stages, microbatches).pipeline_order
+
+
+def dumped(order: dict) -> str:
+    """What torch's `_dump_csv` writes of it."""
+    file = io.StringIO(newline='')
+    csv.writer(file).writerows(order.values())
+    return file.getvalue()
+
+
+OTHERS = [
+    (torch_schedules.ScheduleInterleaved1F1B, 1, 'loop'),
+    (torch_schedules.ScheduleInterleaved1F1B, 2, 'loop'),
+    (torch_schedules.ScheduleInterleavedZeroBubble, 1, 'loop'),
+    (torch_schedules.ScheduleInterleavedZeroBubble, 3, 'loop'),
+    (torch_schedules.ScheduleZBVZeroBubble, 2, 'v'),
+    (torch_schedules.ScheduleDualPipeV, 2, 'v'),
+]
+
+
+@pytest.mark.parametrize(('ranks', 'microbatches'), [(2, 4), (4, 8), (4, 12)])
+@pytest.mark.parametrize(('family', 'chunks', 'placement'), OTHERS)
+def test_theirs_passes_our_checker(
+    family: type, chunks: int, placement: str, ranks: int, microbatches: int
+) -> None:
+    held = [0, 2 * ranks - 1] if placement == 'v' else [ranks * chunk for chunk in range(chunks)]
+    order = torch_order(family, ranks, held, microbatches)
+    schedule = exchange.from_torch_csv(dumped(order))
+    check(schedule)
+    assert schedule.placement.name == placement
+    assert schedule.num_microbatches == microbatches
+    assert exchange.from_torch_csv(exchange.to_torch_csv(schedule)) == schedule
+
+
+def test_gpipe_drops_what_torch_lowered() -> None:
+    order = torch_order(torch_schedules.ScheduleGPipe, 4, [0], 8)
+    with pytest.warns(UserWarning, match='dropped 4 '):
+        check(exchange.from_torch_csv(dumped(order)))
+
+
+def test_breadth_first_loads() -> None:
+    order = torch_order(torch_schedules.ScheduleLoopedBFS, 2, [0, 2], 3)
+    schedule = exchange.from_torch_csv(dumped(order))
+    assert ' '.join(map(str, schedule.passes[0])) == (
+        '0F0 0F1 0F2 2F0 2F1 2F2 2BW2 2BW1 2BW0 0BW2 0BW1 0BW0'
+    )
+
+
+def test_torch_misdraws_1f1b() -> None:
+    """torch draws the last rank's microbatches from 1 on; it does not run that drawing."""
+    order = torch_order(torch_schedules.Schedule1F1B, 4, [0], 8)
+    with pytest.warns(UserWarning, match='dropped'):
+        schedule = exchange.from_torch_csv(dumped(order))
+    with pytest.raises(ScheduleError, match='microbatch 8'):
+        check(schedule)
+
+
+def test_lowered_csv_keeps_its_passes() -> None:
+    """compute_comms, which torch writes by default: what it added is dropped with a note."""
+    theirs = torch_schedules.ScheduleZBVZeroBubble(stand_ins(2, [0, 3]), 6)
+    with pytest.warns(UserWarning, match='sends, receives'):
+        lowered = exchange.from_torch_csv(dumped(theirs.pipeline_order_with_comms))
+    assert lowered == exchange.from_torch_csv(dumped(theirs.pipeline_order))

@@ -1,0 +1,34 @@
+"""What else a training run does, by every schedule."""
+
+from __future__ import annotations
+
+import pytest
+from training import run
+
+COMMON = ['--num-layers', 4, '--pipeline-model-parallel-size', 2, '--clip-grad', 1e9]
+
+
+def test_evaluation(ranks, data, tmp_path):
+    """Validation losses agree, and evaluating leaves training alone."""
+    common = [*COMMON, '--data-path', data, '--global-batch-size', 4, '--train-iters', 4]
+    evaluating = ['--eval-interval', 2, '--eval-iters', 2]
+    reference = run(ranks(2), tmp_path, *common, *evaluating, '--pipeline-schedule', 'megatron')
+    assert len(reference.validation) == 2
+    for schedule in ('1f1b', 'zb-h1', 'zb-v'):
+        trained = run(ranks(2), tmp_path, *common, *evaluating, '--pipeline-schedule', schedule)
+        assert trained.validation == reference.validation, schedule
+        assert trained.losses == reference.losses, schedule
+
+
+@pytest.mark.parametrize(
+    'option',
+    ['--use-distributed-optimizer', '--overlap-grad-reduce', '--tensor-model-parallel-size=2'],
+)
+def test_more_parallelism(ranks, data, tmp_path, option):
+    """Two pipelines side by side, and two ranks to a stage."""
+    common = [*COMMON, '--data-path', data, '--global-batch-size', 8, '--train-iters', 5, option]
+    reference = run(ranks(4), tmp_path, *common, '--pipeline-schedule', 'megatron')
+    for schedule in ('zb-h1', 'zb-v'):
+        trained = run(ranks(4), tmp_path, *common, '--pipeline-schedule', schedule)
+        assert trained.losses == reference.losses, schedule
+        assert trained.parameters == reference.parameters, schedule

@@ -1,0 +1,54 @@
+"""The example's training as a function that a rank of a pool can call many times."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ranks import Ranks
+
+# Small, but every kind of layer is there and the vocabulary layer is the largest.
+MODEL = ['--hidden-size', '32', '--num-attention-heads', '2', '--seq-length', '16']
+MODEL += ['--micro-batch-size', '1']
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run left: exact, so that two can be compared with ==."""
+
+    losses: tuple[str, ...]
+    grad_norms: tuple[str, ...]
+    validation: tuple[str, ...]
+    parameters: dict[str, str]
+    optimizer: dict[str, str]
+
+
+def train(argv: list[str], metrics: Path) -> None:
+    """Runs on each rank: the example's `train`, leaving no Megatron state behind."""
+    import pretrain_gpt
+    from megatron.core import parallel_state
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+
+    try:
+        pretrain_gpt.train(pretrain_gpt.parse_args([*argv, '--metrics-file', str(metrics)]))
+    finally:
+        parallel_state.destroy_model_parallel()
+        destroy_rerun_state_machine()
+
+
+def run(ranks: Ranks, folder: Path, *argv: str | int | Path, log: bool = False) -> Run:
+    """Trains with `argv` on `ranks`; `folder` takes its metrics."""
+    metrics = folder / 'metrics.jsonl'
+    metrics.unlink(missing_ok=True)
+    quiet = [] if log else ['--log-interval', '1000000']
+    ranks.run(train, [*MODEL, *quiet, *map(str, argv)], metrics)
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [line for line in lines if 'loss' in line]
+    return Run(
+        tuple(line['loss'] for line in steps),
+        tuple(line['grad_norm'] for line in steps),
+        tuple(line['validation_loss'] for line in lines if 'validation_loss' in line),
+        lines[-1]['parameters_sha256'],
+        lines[-1]['optimizer_sha256'],
+    )
