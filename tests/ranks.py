@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable
@@ -56,9 +58,13 @@ class Ranks:
         return results
 
     def stop(self) -> None:
-        """Ends the processes."""
+        """Ends the processes and whatever they started."""
+        for connection in self._connections:
+            connection.close()
         for process in self._processes:
-            process.kill()
+            process.join(5)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.join()
         self._processes, self._connections = [], []
 
@@ -78,6 +84,7 @@ class Ranks:
 
 def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
     """Answers calls until the parent is gone."""
+    os.setsid()  # so that saving's helper process can be ended with it
     os.environ |= {
         'RANK': str(rank),
         'LOCAL_RANK': str(rank),

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 _ROUNDING = 1e-9  # relative: three thirds of an activation are one
 
 
+def within(amount: float, limit: float) -> bool:
+    """Whether `amount` is at most `limit`, but for rounding."""
+    return amount <= limit * (1 + _ROUNDING)
+
+
 @dataclass(frozen=True)
 class EqualCosts:
     """Stands in for `Costs` where there are none: F, B and W of a stage take 1 each, messages 0.
@@ -89,7 +94,7 @@ class Draft:
     def has_room(self, stage: int, amount: float, limit: float) -> bool:
         """Whether the rank of `stage` may hold `amount` more and stay within `limit`."""
         held = self.held[self.placement.ranks[stage]]
-        return held + amount <= limit * (1 + _ROUNDING)
+        return within(held + amount, limit)
 
     def put(self, p: Pass, not_before: float = 0.0) -> float:
         """Appends `p` to its rank's order, as early as it may start; returns its end."""

@@ -6,7 +6,7 @@ from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, W
-from megatron_zbpp.schedules.draft import Draft
+from megatron_zbpp.schedules.draft import Draft, within
 from megatron_zbpp.schedules.family import Family
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ def zb_1p(
     of one F and one B a rank, puts Ws where a rank would wait, and tries each of three choices both
     ways; the best is the shortest window, then the shortest makespan.
 
-    - Bubble: with ZB-H1's memory ZB-H1's bubble, (p-1)(F+B-W) where F=B=W; with other times, or
-      with the memory that B gives back, less. The rates of the paper's table 5 to four decimals.
+    - Bubble: (p-1)(F+B-W), ZB-H1's, where F=B=W and in every row of the paper's table 5, whose
+      rates it has to four decimals.
     - Peak memory: `memory_limit`; by default p activations of each rank's own stage.
     - When: on a loop placement with one stage a rank, for measured times. A limit below p makes it
       collapse (p=8, m=16: worse than 1F1B at 7): use `v-half` there.
@@ -47,8 +47,9 @@ def zb_2p(
 
     Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1.
 
-    - Bubble: about 0 in each rank's window where m >= 3p or so. The rates of the paper's table 5 to
-      four decimals. The makespan is hardly shorter than ZB-1p's, as ranks start one after another.
+    - Bubble: 0 in each rank's window where F=B=W and m >= 2p; about 0 for other times and m >= 3p
+      or so, the rates of the paper's table 5 to four decimals. The makespan, as ranks start one
+      after another, is ZB-1p's where F=B=W.
     - Peak memory: `memory_limit`; by default 2p activations of each rank's own stage.
     - When: with the optimizer barrier removed (post-validation) and memory to spare. With the
       barrier it buys next to nothing over `zb-1p`, and `zb-v` is better in half the memory.
@@ -81,13 +82,15 @@ def _best(
     memory_limit: float | None,
     activations: int,
 ) -> Schedule:
-    """The best draft over all choices."""
+    """The draft with the shortest window over all choices, then the shortest makespan."""
     drafts = []
     for choices in product((False, True), repeat=3):
         draft = Draft(Placement.loop(num_ranks), num_microbatches, costs)
         _Scheduler(draft, memory_limit, activations, _Choices(*choices)).run()
         drafts.append(draft)
-    return min(drafts, key=lambda draft: (draft.window, draft.makespan)).schedule(name)
+    shortest = min(draft.window for draft in drafts)
+    best = (draft for draft in drafts if within(draft.window, shortest))
+    return min(best, key=lambda draft: draft.makespan).schedule(name)
 
 
 class _Scheduler:
@@ -139,7 +142,7 @@ class _Scheduler:
             now, time = self.draft.clock[rank], self.costs.time(F, rank)
             more = 0.0
             while counts[rank] < self.m and self._has_room(rank, more):
-                if not (now < first_b if self.choices.delay_b else now + time <= first_b):
+                if not (now < first_b if self.choices.delay_b else within(now + time, first_b)):
                     break
                 now += time
                 more += self.costs.activation[rank]
@@ -168,10 +171,12 @@ class _Scheduler:
         if now >= next_b:
             return False
         weights = 0  # that must run to make room for the F
-        while not self._has_room(rank, -weights * self.costs.retained[rank]):
+        while weights < len(self.draft.pending[rank]) and not self._has_room(
+            rank, -weights * self.costs.retained[rank]
+        ):
             weights += 1
         end = now + weights * self.costs.time(W, rank) + self.costs.time(F, rank)
-        return end <= next_b or not self._may_idle(rank, next_b - now)
+        return within(end, next_b) or not self._may_idle(rank, next_b - now)
 
     def _forward(self, rank: int) -> None:
         """Puts the next F of `rank`, after the Ws that make room for it and fill its wait."""
@@ -216,7 +221,7 @@ class _Scheduler:
 
     def _may_idle(self, rank: int, time: float) -> bool:
         """Whether `rank` may lose so much time and not be the rank that lost most."""
-        return self.draft.idle[rank] + time <= max(self.draft.idle)
+        return within(self.draft.idle[rank] + time, max(self.draft.idle))
 
     def _has_room(self, rank: int, more: float = 0.0) -> bool:
         """Whether `rank` may hold another activation, with `more` activations held than now."""
