@@ -23,6 +23,8 @@ setup(
         'torch>=2.6,<3',
         'numpy>=1.26,<3',
         'tqdm>=4.66,<5',
+        # megatron-core saves checkpoints with it and does not ask for it; without, a save hangs
+        'psutil>=5.9,<8',
         # 0.17 and later need Python 3.12
         "megatron-core>=0.16,<0.17; python_version<'3.12'",
         "megatron-core>=0.17,<0.20; python_version>='3.12'",

@@ -223,10 +223,15 @@ def build_model(args: argparse.Namespace) -> list[DDP]:
     return models
 
 
+def gpt(model: torch.nn.Module) -> GPTModel:
+    """The chunk inside its wrappers."""
+    return get_attr_wrapped_model(model, 'pre_process', return_model_obj=True)
+
+
 def by_layer(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
     """(layer, name, parameter): the layer is its number in the whole model, from 1, or a name."""
     for chunk in chunks:
-        model = get_attr_wrapped_model(chunk, 'pre_process', return_model_obj=True)
+        model = gpt(chunk)
         for name, parameter in model.named_parameters():
             place, _, rest = name.partition('.')
             if name.startswith('decoder.layers.'):
@@ -405,7 +410,7 @@ def evaluate(
 
 def checkpoint_state(models: list[DDP], optimizer: Any, scheduler: Any, loading: bool) -> dict:
     """What is saved: sharded by global layer number, so that any placement can load it."""
-    model_states = {f'model{i}': m.sharded_state_dict() for i, m in enumerate(models)}
+    model_states = {f'model{i}': gpt(m).sharded_state_dict() for i, m in enumerate(models)}
     metadata = {'distrib_optim_sharding_type': 'fully_reshardable'}
     return {
         **model_states,
@@ -459,7 +464,7 @@ def load_checkpoint(folder: Path, models: list[DDP], optimizer: Any, scheduler: 
     state = checkpoint_state(models, optimizer, scheduler, loading=True)
     state = dist_checkpointing.load(state, str(folder))
     for i, model in enumerate(models):
-        model.load_state_dict(state[f'model{i}'])
+        gpt(model).load_state_dict(state[f'model{i}'])
     optimizer.load_state_dict(state['optimizer'])
     scheduler.load_state_dict(state['opt_param_scheduler'])
     return state['iteration']
