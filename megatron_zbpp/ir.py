@@ -106,7 +106,7 @@ class Placement:
 
     @classmethod
     def loop(cls, num_ranks: int, num_chunks: int = 1) -> Placement:
-        """Stage s on rank s mod p: Megatron's own placement (PTD-P, arXiv 2104.04473, section 2.2)."""
+        """Stage s on rank s mod p, as Megatron does (PTD-P, arXiv 2104.04473, section 2.2)."""
         return cls(tuple(range(num_ranks)) * num_chunks, 'loop')
 
     @classmethod

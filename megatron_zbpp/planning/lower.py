@@ -17,7 +17,7 @@ from megatron_zbpp.ir import BW, B, F, Pass, Schedule, W
 
 
 class Send(NamedTuple):
-    """Send what `producer`, which has just ended on this rank, made for pass `consumer` of `peer`."""
+    """Send what `producer`, which has just ended on this rank, made for `consumer` on `peer`."""
 
     producer: Pass
     consumer: Pass

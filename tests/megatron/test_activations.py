@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from training import MODEL
+from training import MODEL, forget_groups
 
 from megatron_zbpp.ir import BW, B, F, W
 from megatron_zbpp.planning.costs import Costs
@@ -65,7 +65,6 @@ def iteration(argv):
     """One iteration on each rank: its passes, activations counted and bytes held after each."""
     import pretrain_gpt
     import torch
-    from megatron.core import parallel_state
 
     import megatron_zbpp
     from megatron_zbpp.mcore import forward_backward
@@ -82,7 +81,7 @@ def iteration(argv):
         with clock, hooks:
             pretrain_gpt.run_batch(args, models, data)
         schedule = plugin.schedule(args.pipeline_model_parallel_size, args.num_microbatches)
-    parallel_state.destroy_model_parallel()
+    forget_groups()
     record = plugin.latest.record
     assert held.count() == (0, 0), 'something outlived the iteration'
     return schedule, record.live, [end for _, end in record.marks]

@@ -27,14 +27,22 @@ class Run:
 def train(argv: list[str], metrics: Path) -> None:
     """Runs on each rank: the example's `train`, leaving no Megatron state behind."""
     import pretrain_gpt
-    from megatron.core import parallel_state
-    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 
     try:
         pretrain_gpt.train(pretrain_gpt.parse_args([*argv, '--metrics-file', str(metrics)]))
     finally:
-        parallel_state.destroy_model_parallel()
-        destroy_rerun_state_machine()
+        forget_groups()
+
+
+def forget_groups() -> None:
+    """Destroys Megatron's process groups: each has threads, and they would add up over the runs."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def run(ranks: Ranks, folder: Path, *argv: str | int | Path, log: bool = False) -> Run:

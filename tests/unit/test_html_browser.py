@@ -204,6 +204,8 @@ def test_thousands_of_passes(browser: chromium.Page, tmp_path: Path) -> None:
         x, y = left + width * (0.3 + 0.01 * step), top + (step + 0.3) / 16 * height
         browser.mouse('mouseMoved', x, y)
         browser.mouse('mouseWheel', x, y, deltaX=0, deltaY=-60)
-    assert browser.evaluate('performance.now() - window.began') < 20_000  # generous: the machine may be busy
+    assert (
+        browser.evaluate('performance.now() - window.began') < 20_000
+    )  # generous: the machine may be busy
     assert tooltip(browser) is not None
     assert troubles(browser) == []

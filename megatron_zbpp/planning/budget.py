@@ -1,0 +1,65 @@
+"""How much the planner may still try: counted in steps, so that a plan can be made again.
+
+A clock would let a busy machine plan otherwise than an idle one. So `seconds` are turned into a
+fixed number of steps, what half of them suffice for on a slow core; only a machine that needs more
+than all of them is stopped by the clock, and then `overran` tells that the plan may not repeat.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+_STEPS_PER_SECOND = 400_000  # one step: about a microsecond of one core of 2024
+_REPORT_EVERY = 0.5  # seconds
+
+
+class Budget:
+    """Steps that may still be taken, of which parts can be lent out.
+
+    Attributes:
+        steps: how many there were.
+        left: how many there are.
+        overran: whether the clock ended it.
+    """
+
+    def __init__(self, seconds: float, report: Callable[[float], None] | None = None) -> None:
+        """
+        Args:
+            seconds: at most; about half of it where nothing else runs.
+            report: called now and then with the share of the steps that is spent.
+        """
+        self.steps = self.left = seconds * _STEPS_PER_SECOND
+        self.overran = False
+        self._parent: Budget | None = None
+        self._report = report
+        self._reported = time.monotonic()
+        self._deadline = self._reported + seconds
+
+    def part(self, share: float) -> Budget:
+        """A share of what is left; spending it spends of this budget too."""
+        part = Budget(0.0)
+        part.steps = part.left = self.left * share
+        part._parent = self
+        return part
+
+    @property
+    def spent(self) -> float:
+        """Share of the steps that is spent, 0 to 1."""
+        return 1 - max(self.left, 0.0) / self.steps if self.steps else 1.0
+
+    def take(self, steps: float) -> bool:
+        """Spends `steps`; False if there were none left."""
+        if self.left <= 0:
+            return False
+        self.left -= steps
+        if self._parent is not None:
+            return self._parent.take(steps)
+        now = time.monotonic()
+        if now > self._deadline:
+            self.left, self.overran = 0.0, True
+            return False
+        if self._report is not None and now > self._reported + _REPORT_EVERY:
+            self._reported = now
+            self._report(self.spent)
+        return True

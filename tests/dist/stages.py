@@ -1,0 +1,75 @@
+"""Small stages without Megatron, and a plain reference for them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+
+WIDTH, ROWS = 6, 3
+
+
+class DeferredLinear(torch.autograd.Function):
+    """y = x w, with the gradient of w left to the store if it defers."""
+
+    @staticmethod
+    def forward(ctx, store, weight, x, alias):
+        ctx.store, ctx.weight = store, weight
+        ctx.save_for_backward(x, alias)
+        return x @ alias
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, alias = ctx.saved_tensors
+        ctx.store.defer([ctx.weight], lambda: [x.t() @ gradient])
+        return None, None, gradient @ alias.t(), None
+
+
+class LinearStage(torch.nn.Module):
+    """tanh(x w) with a bias whose gradient comes with B; the last stage returns a loss."""
+
+    def __init__(self, store, stage, num_stages):
+        super().__init__()
+        generator = torch.Generator().manual_seed(stage)
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator))
+        self.bias = torch.nn.Parameter(torch.randn(WIDTH, generator=generator))
+        self.store, self.first, self.last = store, stage == 0, stage == num_stages - 1
+        self.completed = 0
+        self.losses = []
+
+    def forward(self, microbatch, received):
+        x = torch.full((ROWS, WIDTH), 0.1 * (microbatch + 1)) if self.first else received
+        x = x + self.bias
+        if self.store is not None and self.store.deferring:
+            y = DeferredLinear.apply(self.store, self.weight, x, self.weight.detach())
+        else:
+            y = x @ self.weight
+        if not self.last:
+            return torch.tanh(y)
+        loss = y.square().sum()
+        self.losses.append(loss.item())
+        return loss
+
+    def backward(self, received, output, gradient):
+        torch.autograd.backward(output, gradient)
+        return None if received is None else received.grad
+
+    def release(self, output):
+        pass
+
+    def gradients_complete(self):
+        self.completed += 1
+
+
+def reference(num_stages, num_microbatches, train=True):
+    """Losses and gradients of the whole model on one process, microbatch by microbatch."""
+    stages = [LinearStage(None, stage, num_stages) for stage in range(num_stages)]
+    for microbatch in range(num_microbatches):
+        with nullcontext() if train else torch.no_grad():
+            value = None
+            for stage in stages:
+                value = stage(microbatch, value)
+        if train:
+            value.backward()
+    gradients = [tuple(p.grad for p in stage.parameters()) for stage in stages]
+    return stages[-1].losses, gradients

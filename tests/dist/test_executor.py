@@ -1,0 +1,134 @@
+"""The executor on plain torch stages: schedules that no one chose, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from stages import ROWS, WIDTH, LinearStage, reference
+
+from megatron_zbpp.ir import Pass, Schedule
+from megatron_zbpp.planning.check import check
+from megatron_zbpp.planning.lower import Send, lower
+from megatron_zbpp.runtime.clock import HostClock
+from megatron_zbpp.runtime.comm import Channels, Message
+from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.store import WeightGradStore
+from megatron_zbpp.schedules import build
+
+
+def execute(schedule: Schedule, lead: int, train: bool = True):
+    """Runs `schedule` on each rank: by stage (losses, gradients, times completed), and the rest."""
+    programs = lower(schedule, lead)
+    pairs = {
+        (rank, i.peer) for rank, prog in enumerate(programs) for i in prog if isinstance(i, Send)
+    }
+    rank, store = dist.get_rank(), WeightGradStore()
+    stages = {
+        stage: LinearStage(store, stage, schedule.num_stages)
+        for stage in schedule.placement.stages(rank)
+    }
+    message = Message((ROWS, WIDTH), torch.float32, torch.device('cpu'))
+    channels = Channels(dist.group.WORLD, pairs)
+    executor = Executor(programs[rank], stages, channels, message, store, HostClock())
+    with torch.set_grad_enabled(train):
+        record = executor.run()
+    assert not store.pending and not store.deferring
+    made = {
+        s: (m.losses, tuple(p.grad for p in m.parameters()), m.completed)
+        for s, m in stages.items()
+    }
+    return made, record.passes, record.live
+
+
+def check_run(ranks, schedule, lead=1):
+    check(schedule)
+    results = ranks(schedule.num_ranks).run(execute, schedule, lead)
+    losses, gradients = reference(schedule.num_stages, schedule.num_microbatches)
+    for rank, (made, passes, live) in enumerate(results):
+        assert tuple(passes) == schedule.passes[rank]
+        assert live[-1] == 0
+        for stage, (own, grads, completed) in made.items():
+            assert completed == 1
+            assert stage < schedule.num_stages - 1 or own == losses
+            for gradient, expected in zip(grads, gradients[stage], strict=True):
+                assert torch.equal(gradient, expected), stage
+
+
+@pytest.mark.parametrize('lead', [0, 1, 4])
+@pytest.mark.parametrize('m', [1, 2, 5, 8])
+@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v'])
+@pytest.mark.parametrize('p', [2, 4])
+def test_gradients_to_the_bit(ranks, p, name, m, lead):
+    check_run(ranks, build(name, p, m), lead)
+
+
+@settings(
+    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data())
+def test_any_valid_order(ranks, data):
+    """Shuffled schedules: whatever the checker accepts runs, and gives the same bits."""
+    schedule = build(data.draw(st.sampled_from(['zb-h1', 'zb-v'])), 2, data.draw(st.integers(1, 5)))
+    orders = [list(order) for order in schedule.passes]
+    for _ in range(data.draw(st.integers(0, 12))):
+        order = data.draw(st.sampled_from(orders))
+        at = data.draw(st.integers(0, len(order) - 2))
+        order[at], order[at + 1] = order[at + 1], order[at]
+        try:
+            check(Schedule.of('shuffled', schedule.placement, schedule.num_microbatches, orders))
+        except ValueError:  # not valid: take it back
+            order[at], order[at + 1] = order[at + 1], order[at]
+    if data.draw(st.booleans()):  # fuse what can be: W right behind its B
+        orders = [_fused(order) for order in orders]
+    check_run(
+        ranks, Schedule.of('shuffled', schedule.placement, schedule.num_microbatches, orders)
+    )
+
+
+def _fused(order):
+    """`order` with every B that its own W follows at once as one BW."""
+    fused: list[Pass] = []
+    for p in order:
+        if p.kind == 'W' and fused[-1] == p._replace(kind='B'):
+            fused[-1] = p._replace(kind='BW')
+        else:
+            fused.append(p)
+    return fused
+
+
+@pytest.mark.parametrize('name', ['1f1b', 'zb-v'])
+def test_forward_only(ranks, name):
+    schedule = build(name, 2, 4).forward_only()
+    results = ranks(2).run(execute, schedule, 1, False)
+    losses, _ = reference(schedule.num_stages, 4, train=False)
+    last = schedule.placement.ranks[-1]
+    made, _, live = results[last]
+    assert made[schedule.num_stages - 1][0] == losses
+    assert not any(live), 'evaluation keeps no activations'
+
+
+def fail_in_forward(schedule):
+    """An error in a pass reaches the caller, and leaves nothing in the store."""
+    store = WeightGradStore()
+    program = tuple(p for p in schedule.passes[0])
+
+    class Failing(LinearStage):
+        def backward(self, *args):
+            super().backward(*args)
+            raise RuntimeError('in B')
+
+    stages = {0: Failing(store, 0, 1)}
+    message = Message((ROWS, WIDTH), torch.float32, torch.device('cpu'))
+    channels = Channels(dist.group.WORLD, ())
+    try:
+        Executor(program, stages, channels, message, store, HostClock()).run()
+    except RuntimeError as error:
+        return str(error), store.pending
+    return None
+
+
+def test_error_leaves_nothing_behind(ranks):
+    assert ranks(2).run(fail_in_forward, build('zb-h1', 1, 2)) == [('in B', 0)] * 2

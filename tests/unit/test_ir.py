@@ -1,0 +1,60 @@
+"""The schedule as a value."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_zbpp.ir import KINDS, Pass, Placement, Schedule
+from megatron_zbpp.schedules import build
+
+passes = st.builds(Pass, st.sampled_from(KINDS), st.integers(0, 99), st.integers(0, 999))
+
+
+@given(passes)
+def test_pass_text_and_back(p):
+    assert Pass.parse(str(p)) == p
+
+
+@pytest.mark.parametrize('text', ['', 'F', '3X1', '3F', 'F1', '-1F0', '3F1 4B2'])
+def test_pass_of_another_form(text):
+    with pytest.raises(ValueError, match='is not a pass'):
+        Pass.parse(text)
+
+
+def test_placements():
+    assert Placement.loop(3, 2).ranks == (0, 1, 2, 0, 1, 2)
+    assert Placement.v(3).ranks == (0, 1, 2, 2, 1, 0)
+    assert Placement.wave(2, 4).ranks == (0, 1, 1, 0, 0, 1, 1, 0)
+    vee = Placement.v(3)
+    assert [vee.stages(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert vee.chunks == (0, 0, 0, 1, 1, 1) and vee.num_chunks == 2
+    assert vee.reversed().ranks == (2, 1, 0, 0, 1, 2) and vee.reversed().reversed() == vee
+
+
+@pytest.mark.parametrize('ranks', [(), (1,), (0, 2), (-1, 0)])
+def test_placement_with_an_empty_rank(ranks):
+    with pytest.raises(ValueError, match='is not valid'):
+        Placement(ranks)
+
+
+@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v'])
+def test_json_and_back(name):
+    schedule = build(name, 3, 5)
+    assert Schedule.from_json(schedule.to_json()) == schedule
+
+
+@pytest.mark.parametrize('text', ['{}', '[]', '{"format": "megatron_zbpp.schedule/1"}', 'x'])
+def test_json_of_something_else(text):
+    with pytest.raises(ValueError):
+        Schedule.from_json(text)
+
+
+def test_reversed_and_forward_only():
+    schedule = build('zb-v', 2, 3)
+    assert schedule.reversed().reversed() == schedule
+    assert schedule.reversed().passes == schedule.passes[::-1]
+    forward = schedule.forward_only()
+    assert sum(map(len, forward.passes)) == 4 * 3
+    assert all(p.kind == 'F' for _, p in forward)
