@@ -105,18 +105,30 @@ class Plugin:
         finalize = sys.modules[_FINALIZE]
         self._patch(finalize, _TIED, _summing_tied_copies(getattr(finalize, _TIED)))
 
+        try:
+            self._assert_found()
+        except RuntimeError:
+            self.disable()
+            raise
+
+    def _assert_found(self) -> None:
+        """Each patch took effect: the code that is to find it looks it up by that name.
+
+        Raises:
+            RuntimeError: Megatron's code has moved.
+        """
         users = (
             (schedules.get_forward_backward_func, _PIPELINED),
             (layers.linear_with_grad_accumulation_and_async_allreduce, (_LINEAR,)),
-            (finalize.finalize_model_grads, (_TIED,)),
+            (sys.modules[_FINALIZE].finalize_model_grads, (_TIED,)),
         )
         for user, names in users:
             for name in names:
-                patched = getattr(sys.modules[user.__module__], name)
-                assert name in user.__code__.co_names and user.__globals__[name] is patched, (
-                    f'{user.__module__}.{user.__name__} does not use {name} in this release of '
-                    'Megatron-Core: the patch would have no effect; please report the version'
-                )
+                if name not in user.__code__.co_names or name not in user.__globals__:
+                    raise RuntimeError(
+                        f'{user.__module__}.{user.__name__} does not use {name} in this release '
+                        'of Megatron-Core: the patch would have no effect; please report it'
+                    )
 
     def disable(self) -> None:
         """Takes everything out again; later calls do nothing."""

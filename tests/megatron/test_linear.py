@@ -1,0 +1,144 @@
+"""Megatron's linear layers, split: gradients as from its own backward, to the bit."""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+from unittest import mock
+
+import pytest
+from training import forget_groups
+
+CASES = ['plain', 'bias', 'fused', 'fused-flagged', 'sequence-parallel', 'frozen-bias']
+
+
+def fused_kernels():
+    """What apex's extension does, by the same product that unfused code computes."""
+
+    def accumulate(total_input, grad_output, main_grad):
+        main_grad.add_(grad_output.t().matmul(total_input))
+
+    return types.SimpleNamespace(wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate)
+
+
+def layer_gradients(case, split, dtype_name):
+    """Gradients of three microbatches through a column-parallel and a row-parallel layer."""
+    import torch
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer import TransformerConfig
+
+    import megatron_zbpp
+
+    dtype = getattr(torch, dtype_name)
+    sequence_parallel = case == 'sequence-parallel'
+    size = torch.distributed.get_world_size()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    torch.manual_seed(1)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        params_dtype=dtype,
+        tensor_model_parallel_size=size,
+        sequence_parallel=sequence_parallel,
+    )
+    config.gradient_accumulation_fusion = case.startswith('fused')
+    make = {'config': config, 'init_method': config.init_method, 'bias': 'bias' in case}
+    with mock.patch.object(layers, '_grad_accum_fusion_available', True):
+        column = layers.ColumnParallelLinear(8, 12, gather_output=False, **make)
+        row = layers.RowParallelLinear(12, 8, input_is_parallel=True, skip_bias_add=False, **make)
+    parameters = [*column.parameters(), *row.parameters()]
+    for parameter in parameters:
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        if case == 'fused-flagged':  # as DDP marks them
+            parameter.grad_added_to_main_grad = False
+    if case == 'frozen-bias':
+        column.bias.requires_grad_(False)
+    kernels = mock.patch.object(
+        layers, 'fused_weight_gradient_mlp_cuda', fused_kernels(), create=True
+    )
+    input_gradients = []
+    with kernels, megatron_zbpp.enable('zb-h1') as plugin:
+        store = plugin.store
+        for microbatch in range(3):
+            rows = 4 // size if sequence_parallel else 4
+            x = torch.randn(rows, 2, 8, dtype=dtype, requires_grad=True)
+            with store.scope((0, microbatch) if split else None):
+                loss = (row(torch.tanh(column(x)[0]))[0].float() ** 2).sum()
+            if split:
+                store.open((0, microbatch))
+            with store.scope((0, microbatch) if split else None):
+                loss.backward()
+            input_gradients.append(x.grad)
+        if split:
+            # the row-parallel layer's bias is added outside of the product: its gradient is B's
+            later = parameters[:-1] if 'bias' in case else parameters
+            assert all(p.grad is None for p in later), 'B has touched a parameter'
+            assert not any(p.main_grad.any() for p in later), 'B has touched main_grad'
+            for microbatch in range(3):
+                store.run((0, microbatch))
+    flags = [getattr(p, 'grad_added_to_main_grad', None) for p in parameters]
+    results = [(None if p.grad is None else p.grad.clone(), p.main_grad) for p in parameters]
+    forget_groups()
+    if case == 'fused-flagged':  # the gradients are placeholders, never read
+        results = [(None, main_grad) for _, main_grad in results]
+    return input_gradients, results, flags
+
+
+def compare(case, dtype_name):
+    """On each rank: whether everything is the same, whole and split."""
+    import torch
+
+    whole = layer_gradients(case, False, dtype_name)
+    split = layer_gradients(case, True, dtype_name)
+    same = all(map(torch.equal, whole[0], split[0])) and whole[2] == split[2]
+    for one, other in zip(whole[1], split[1], strict=True):
+        for a, b in zip(one, other, strict=True):
+            same = same and (a is b is None or torch.equal(a, b))
+    computed = sum(bool((g is not None and g.any()) or m.any()) for g, m in whole[1])
+    return same, computed
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('case', CASES)
+def test_gradients_to_the_bit(ranks, case, dtype):
+    for same, computed in ranks(2).run(compare, case, dtype):
+        assert same
+        assert computed == {'bias': 4, 'frozen-bias': 3}.get(case, 2)
+
+
+def left_alive():
+    """What a B leaves: the layer's input and the gradient of its output, nothing else."""
+    import torch
+    from megatron.core.tensor_parallel import layers
+
+    import megatron_zbpp
+
+    group = torch.distributed.new_group(
+        [torch.distributed.get_rank()], use_local_synchronization=True
+    )
+    weight = torch.nn.Parameter(torch.ones(3, 4))
+    with megatron_zbpp.enable('zb-h1') as plugin:
+        with plugin.store.scope((0, 0)):
+            x = torch.ones(2, 4, requires_grad=True) * 2
+            y = layers.linear_with_grad_accumulation_and_async_allreduce(
+                x, weight, None, False, False, False, tp_group=group
+            )
+            node, z = weakref.ref(y.grad_fn), y * 3
+        plugin.store.open((0, 0))
+        with plugin.store.scope((0, 0)):
+            z.sum().backward()
+        kept = weakref.ref(x.untyped_storage())
+        del x, y, z
+        gc.collect()
+        graph_gone, input_kept = node() is None, kept() is not None
+        plugin.store.run((0, 0))
+    torch.distributed.destroy_process_group(group)
+    return graph_gone, input_kept, weight.grad.tolist() == [[12.0] * 4] * 3
+
+
+def test_backward_frees_the_graph(ranks):
+    assert all(all(result) for result in ranks(2).run(left_alive))

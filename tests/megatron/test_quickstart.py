@@ -1,0 +1,64 @@
+"""The README's first command, scaled down."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_quickstart(tmp_path):
+    text = tmp_path / 'own.txt'
+    text.write_text(
+        'All happy families are alike; each unhappy family is unhappy in its own way.\n' * 4000
+    )
+    small = [
+        '--iterations',
+        '3',
+        '--hidden-size',
+        '16',
+        '--seq-length',
+        '16',
+        '--microbatches',
+        '2',
+    ]
+    command = [
+        sys.executable,
+        'scripts/quickstart.py',
+        '--ranks',
+        '2',
+        '--input',
+        str(text),
+        *small,
+    ]
+    done = subprocess.run(
+        [*command, '--output', str(tmp_path / 'out')],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=os.environ | {'PYTHONPATH': ''},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [line for line in done.stdout.splitlines() if line.startswith(('Megatron', 'zb-'))]
+    assert len(rows) == 3
+    assert rows[0].split()[3] == 'reference'
+    assert all('bit for bit' in row for row in rows[1:])
+    losses = {row.split('1F1B')[-1].split('zb-h1')[-1].split('zb-v')[-1].split()[0] for row in rows}
+    assert len(losses) == 1
+    pictures = [line.removeprefix('wrote ') for line in done.stdout.splitlines() if 'wrote' in line]
+    assert len(pictures) == 4
+    for picture in pictures:
+        assert Path(picture).read_bytes().startswith(b'\x89PNG')
+    for schedule in ("Megatron's 1F1B", 'zb-h1', 'zb-v'):
+        assert f'{schedule:16}: 100%' in done.stderr, 'progress is shown to the end'
+
+
+def test_quickstart_refuses_one_rank():
+    command = [sys.executable, 'scripts/quickstart.py', '--ranks', '1']
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert '--ranks 1 is too small' in done.stderr
