@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 from torch.utils._triton import has_triton_package
@@ -42,7 +43,28 @@ class CudaMeansCpu(TorchFunctionMode):
             kwargs['device'] = _cpu(kwargs['device'])
         if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is not int:
             args = (args[0], _cpu(args[1]), *args[2:])
+        if func in (torch.Tensor.backward, torch.autograd.backward):
+            with self:  # torch leaves the mode while it runs `func`: layers' backwards need it
+                return _backward(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _backward(
+    tensors, gradients=None, retain_graph=None, create_graph=False, inputs=None, **renamed
+):
+    """torch.autograd.backward by the engine behind it, which no mode intercepts."""
+    gradients = renamed.get('grad_tensors', renamed.get('gradient', gradients))
+    tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+    gradients = torch.autograd._tensor_or_tensors_to_tuple(gradients, len(tensors))
+    Variable._execution_engine.run_backward(
+        tensors,
+        torch.autograd._make_grads(tensors, gradients, is_grads_batched=False),
+        create_graph if retain_graph is None else retain_graph,
+        create_graph,
+        (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs or ()),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 class Stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ def forget_groups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    gc.collect()  # cycles hold on to them
 
 
 def run(ranks: Ranks, folder: Path, *argv: str | int | Path, log: bool = False) -> Run:
