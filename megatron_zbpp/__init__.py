@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megatron_zbpp.ir import Schedule
     from megatron_zbpp.mcore.plugin import Plugin
 
 __version__ = '0.1.0'
@@ -20,13 +21,14 @@ __all__ = ['__version__', 'enable']
 _enabled: Plugin | None = None
 
 
-def enable(schedule: str = 'zb-h1') -> Plugin:
+def enable(schedule: str | Schedule = 'zb-h1', num_chunks: int | None = None) -> Plugin:
     """Makes Megatron-Core's pipelined forward_backward functions run `schedule`.
 
-    Calling it again with the same schedule changes nothing; with another one it switches.
+    Calling it again with the same arguments changes nothing; with others it switches.
 
     Args:
-        schedule: a name or alias of a schedule; `zbpp list` prints them.
+        schedule: a name or alias of a schedule (`zbpp list` prints them), or a schedule itself.
+        num_chunks: stages a rank, for schedules that leave the choice.
 
     Returns:
         The plugin: `disable()` undoes everything, as does leaving its `with` block.
@@ -37,9 +39,9 @@ def enable(schedule: str = 'zb-h1') -> Plugin:
     global _enabled
     from megatron_zbpp.mcore.plugin import Plugin
 
-    plugin = Plugin(schedule)
+    plugin = Plugin(schedule, num_chunks)
     if _enabled is not None and _enabled.enabled:
-        if _enabled.name == plugin.name:
+        if _enabled.source == plugin.source:
             return _enabled
         _enabled.disable()
     plugin.install()

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from prepare_data import VOCABULARY, prepare, tokenizer
 
 import megatron_zbpp
-from megatron_zbpp import cpu
+from megatron_zbpp import cpu, exchange
 
 DEVICE = cpu.device()  # before megatron.core is imported
 
@@ -81,6 +81,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add('--pipeline-model-parallel-size', type=int, default=1, metavar='P')
     add('--tensor-model-parallel-size', type=int, default=1, metavar='T')
     add('--pipeline-schedule', default='zb-v', help="a schedule's name, or `megatron` for its own")
+    add('--pipeline-schedule-file', type=Path, help='JSON, or CSV as of torch: instead of a name')
+    add('--num-virtual-stages-per-pipeline-rank', type=int, metavar='V', help='where it can vary')
     add(
         '--account-for-embedding-in-pipeline-split', action='store_true', help='a layer fewer there'
     )
@@ -111,7 +113,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     try:
         check_args(args, int(os.environ.get('WORLD_SIZE', 1)))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     return args
 
@@ -141,10 +143,15 @@ def check_args(args: argparse.Namespace, world_size: int) -> None:
             f'--hidden-size {args.hidden_size} is not divisible by --num-attention-heads '
             f'{args.num_attention_heads}'
         )
+    if args.pipeline_schedule_file is not None:
+        args.pipeline_schedule = exchange.load(args.pipeline_schedule_file)
     if args.pipeline_schedule == 'megatron':
         args.placement = Placement.loop(p)
     else:
-        args.placement = Plugin(args.pipeline_schedule).placement(p)
+        virtual = args.num_virtual_stages_per_pipeline_rank
+        plugin = Plugin(args.pipeline_schedule, virtual)
+        args.placement = plugin.placement(p)
+        plugin.lowered(p, args.num_microbatches, False)  # refuses a schedule that cannot run
     args.layers = layout.layers_per_stage(
         args.num_layers,
         args.placement,
@@ -486,7 +493,8 @@ def train(args: argparse.Namespace) -> None:
             pp_group = parallel_state.get_pipeline_model_parallel_group()
             meter: Any = stack.enter_context(observe(DEVICE, pp_group))
         else:
-            meter = stack.enter_context(megatron_zbpp.enable(args.pipeline_schedule))
+            virtual = args.num_virtual_stages_per_pipeline_rank
+            meter = stack.enter_context(megatron_zbpp.enable(args.pipeline_schedule, virtual))
         while iteration < args.train_iters:
             start = time.perf_counter()
             for model in models:

@@ -95,7 +95,8 @@ def _run(
     )
     with _timed(config), _without_grad_sync(config):
         record = executor.run()
-    plugin.latest = Iteration(plugin.name, lowered.placement, groups.pp, record, clock)
+    name = lowered.schedule.name
+    plugin.latest = Iteration(name, lowered.placement, groups.pp, record, clock)
     if config.finalize_model_grads_func is not None and not forward_only:
         config.finalize_model_grads_func(
             models,

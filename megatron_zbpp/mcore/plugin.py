@@ -50,14 +50,17 @@ class Lowered:
 class Plugin:
     """The plugin's state while it is enabled; a context manager that disables it at its end.
 
+    Args:
+        source: a schedule, or the name of a family that makes one for any number of microbatches.
+        num_chunks: stages a rank, for families that leave the choice.
+
     Attributes:
-        name: of the schedule.
         store: the weight gradients that wait for their W.
         latest: the latest iteration of this rank.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = find(name).name
+    def __init__(self, source: str | Schedule, num_chunks: int | None = None) -> None:
+        self.source = source if isinstance(source, Schedule) else (find(source).name, num_chunks)
         self.store = WeightGradStore()
         self.latest: Iteration | None = None
         self._schedules: dict[tuple[int, int, bool], Lowered] = {}
@@ -65,12 +68,29 @@ class Plugin:
         self._undo: list[tuple[Any, str, Any]] = []
 
     def schedule(self, num_ranks: int, num_microbatches: int) -> Schedule:
-        """The schedule for p ranks and m microbatches, in Megatron's ranks."""
-        return for_megatron(build(self.name, num_ranks, num_microbatches))
+        """The schedule for p ranks and m microbatches, in Megatron's ranks.
+
+        Raises:
+            ValueError: the family cannot make one, or the given one is for another p or m.
+        """
+        if isinstance(self.source, Schedule):
+            for what, has, needed in (
+                ('pipeline ranks', self.source.num_ranks, num_ranks),
+                ('microbatches', self.source.num_microbatches, num_microbatches),
+            ):
+                if has != needed:
+                    raise ValueError(
+                        f'schedule {self.source.name} is for {has} {what}, not {needed}: change '
+                        'the parallel or batch sizes, or use a family by its name'
+                    )
+            return for_megatron(self.source)
+        name, num_chunks = self.source
+        return for_megatron(build(name, num_ranks, num_microbatches, num_chunks=num_chunks))
 
     def placement(self, num_ranks: int) -> Placement:
         """Where the stages are, whatever the number of microbatches."""
-        return self.schedule(num_ranks, 1).placement
+        given = isinstance(self.source, Schedule)
+        return self.schedule(num_ranks, self.source.num_microbatches if given else 1).placement
 
     def lowered(self, num_ranks: int, num_microbatches: int, forward_only: bool) -> Lowered:
         """The checked programs, from the cache or made now.
