@@ -6,9 +6,22 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
-# What the tests and the pictures need; exact, so that a red test is our doing and not a release's.
-DEVELOPMENT = ['pytest==9.2.0', 'pytest-timeout==2.4.0', 'hypothesis==6.170.15', 'ruff==0.17.5']
 PLANNING = ['ortools>=9.10,<10']
+PLOTTING = ['matplotlib>=3.8,<4']
+# What the tests run with; exact, so that a red test is our doing and not a release's.
+DEVELOPMENT = [
+    'torch==2.13.0',
+    "megatron-core==0.16.1; python_version<'3.12'",
+    "megatron-core==0.19.2; python_version>='3.12'",
+    'hypothesis==6.170.15',
+    "matplotlib==3.11.2; python_version>='3.11'",
+    'ortools==9.15.6755',
+    'psutil==7.2.2',
+    'pytest==9.2.0',
+    'pytest-timeout==2.4.0',
+    'ruff==0.17.5',
+    'tqdm==4.70.1',
+]
 
 setup(
     name='megatron_zbpp',
@@ -18,6 +31,8 @@ setup(
     long_description_content_type='text/markdown',
     license='Apache-2.0',
     packages=find_packages(include=['megatron_zbpp', 'megatron_zbpp.*']),
+    package_data={'megatron_zbpp': ['render/*.html']},
+    entry_points={'console_scripts': ['zbpp = megatron_zbpp.cli:main']},
     python_requires='>=3.10',
     install_requires=[
         'torch>=2.6,<3',
@@ -30,9 +45,9 @@ setup(
         "megatron-core>=0.17,<0.20; python_version>='3.12'",
     ],
     extras_require={
-        'plot': ['matplotlib>=3.8,<4'],
+        'plot': PLOTTING,
         'exact': PLANNING,
         'te': ['transformer-engine[pytorch]>=2.8,<3'],
-        'dev': DEVELOPMENT + PLANNING + ['matplotlib>=3.8,<4'],
+        'dev': DEVELOPMENT + PLANNING + PLOTTING,
     },
 )
