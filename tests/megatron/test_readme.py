@@ -1,0 +1,61 @@
+"""Every command in the README runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(r'```bash\n(.*?)```', (ROOT / 'README.md').read_text(), re.S)
+COMMANDS = [
+    line.split(' #')[0].strip()
+    for block in BLOCKS
+    for line in block.replace('\\\n', ' ').splitlines()
+    if line.strip()
+]
+# run by continuous integration and by test_quickstart
+SCRIPTS = {'./scripts/quickstart.sh', './scripts/test.sh'}
+
+
+def test_the_scripts_are_there():
+    assert {c for c in COMMANDS if c.startswith('./scripts')} == SCRIPTS
+    assert all(os.access(ROOT / script, os.X_OK) for script in SCRIPTS)
+
+
+def test_training_command(data):
+    (command,) = [c for c in COMMANDS if c.startswith('torchrun')]
+    program, *arguments = shlex.split(command)
+    launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', *arguments]
+    done = subprocess.run(
+        [*launch, '--train-iters', '2', '--data-path', str(data)],
+        cwd=ROOT,
+        env=os.environ | {'OMP_NUM_THREADS': '1'},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r'iteration +2/ +2 \|.*lm loss: [\d.E+-]+ \| grad norm', done.stdout)
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    """The commands of one block use each other's files."""
+    return tmp_path_factory.mktemp('readme')
+
+
+@pytest.mark.parametrize('command', [c for c in COMMANDS if 'zbpp ' in c])
+def test_zbpp_command(command, folder):
+    program, *arguments = shlex.split(command)
+    assert program == '.venv/bin/zbpp'
+    zbpp = Path(sys.executable).with_name('zbpp')
+    done = subprocess.run(
+        [zbpp, *arguments], cwd=folder, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
