@@ -65,6 +65,10 @@ SHAPE = (
 )
 
 
+class InputError(ValueError):
+    """Something the user can set right: every rank says what, and stops."""
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; ends the program with status 2 and a reason where it makes no sense."""
     parser = argparse.ArgumentParser(
@@ -297,15 +301,15 @@ def check_data(args: argparse.Namespace) -> None:
     """Raises where Megatron would search an empty part of the data for ever.
 
     Raises:
-        ValueError: no data at --data-path, or too little for --split.
+        InputError: no data at --data-path, or too little for --split.
     """
     if not IndexedDataset.exists(str(args.data_path)):
-        raise ValueError(f'no {args.data_path}.bin and .idx: see prepare_data.py for --data-path')
+        raise InputError(f'no {args.data_path}.bin and .idx: see prepare_data.py for --data-path')
     documents = len(IndexedDataset(str(args.data_path)))
     shares = [float(share) for share in args.split.split(',')]
     bounds = [round(documents * sum(shares[:i]) / sum(shares)) for i in range(len(shares) + 1)]
     if any(share and a == b for share, (a, b) in zip(shares, pairwise(bounds), strict=True)):
-        raise ValueError(
+        raise InputError(
             f'{args.data_path} has {documents} documents: too few for each part of --split '
             f'{args.split}; add text, or give the validation part more'
         )
@@ -447,13 +451,13 @@ def checkpoint_to_load(args: argparse.Namespace) -> Path | None:
     """The latest checkpoint in --load, once it is known to be of this model.
 
     Raises:
-        ValueError: none is there, or it is of another model; names the flags.
+        InputError: none is there, or it is of another model; names the flags.
     """
     if args.load is None:
         return None
     tracker = args.load / 'latest_checkpointed_iteration.txt'
     if not tracker.exists():
-        raise ValueError(f'no checkpoint in --load {args.load}: {tracker.name} is not there')
+        raise InputError(f'no checkpoint in --load {args.load}: {tracker.name} is not there')
     folder = args.load / f'iter_{int(tracker.read_text()):07d}'
     shape = dist_checkpointing.load_common_state_dict(str(folder))['shape']
     other = [
@@ -462,7 +466,7 @@ def checkpoint_to_load(args: argparse.Namespace) -> Path | None:
         if shape[key] != getattr(args, key)
     ]
     if other:
-        raise ValueError(f'{folder} is a checkpoint of another model: ' + ', '.join(other))
+        raise InputError(f'{folder} is a checkpoint of another model: ' + ', '.join(other))
     return folder
 
 
@@ -529,7 +533,7 @@ def main() -> None:
     args = parse_args()
     try:
         train(args)
-    except ValueError as error:  # what is wrong is known on every rank
+    except InputError as error:
         sys.exit(f'{Path(__file__).name}: error: {error}')
     finally:
         if dist.is_initialized():

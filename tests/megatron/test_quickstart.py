@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def quickstart():
-    """The script as a user calls it; without its set-up where this environment is not of its making."""
+    """The script as a user calls it; without set-up where this environment is not of its making."""
     if (Path(sys.prefix) / 'installed').exists():
         return ['./scripts/quickstart.sh']
     return [sys.executable, 'scripts/quickstart.py']

@@ -30,7 +30,7 @@ def test_the_scripts_are_there():
 
 def test_training_command(data):
     (command,) = [c for c in COMMANDS if c.startswith('torchrun')]
-    program, *arguments = shlex.split(command)
+    _, *arguments = shlex.split(command)
     launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', *arguments]
     done = subprocess.run(
         [*launch, '--train-iters', '2', '--data-path', str(data)],

@@ -1,0 +1,63 @@
+"""Megatron-Core on the CPU: armed in time or not at all, and seeds that reach the generator."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_too_late_is_an_error():
+    code = 'import megatron.core; from megatron_zbpp import cpu; cpu.install()'
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert 'call it before megatron.core is imported' in done.stderr
+
+
+def seeded():
+    """Random numbers after two seeds, from Megatron's model-parallel generator."""
+    import torch
+    from megatron.core import parallel_state, tensor_parallel
+    from training import forget_groups
+
+    from megatron_zbpp import cpu
+
+    cpu.install()  # again: nothing happens
+    parallel_state.initialize_model_parallel()
+    drawn = []
+    for seed in (1, 2, 1):
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            drawn.append(torch.rand(3, device='cuda').tolist())
+    forget_groups()
+    return cpu.installed(), drawn
+
+
+def test_seeds_are_applied(ranks):
+    """A CUDA that never starts would queue them, and nothing would fail."""
+    for installed, (one, two, again) in ranks(2).run(seeded):
+        assert installed and one == again != two
+
+
+def backwards():
+    """Code inside a layer's backward that asks for CUDA gets the CPU, however it is started."""
+    import torch
+
+    class AsksForCuda(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return torch.full((2,), 2.0, device=torch.cuda.current_device()) * gradient
+
+    gradients = []
+    for start in (torch.Tensor.backward, torch.autograd.backward):
+        x = torch.ones(2, requires_grad=True)
+        start(AsksForCuda.apply(x), torch.tensor([1.0, 3.0]))
+        gradients.append(x.grad.tolist())
+    return gradients
+
+
+def test_backward_keeps_to_the_cpu(ranks):
+    assert ranks(2).run(backwards) == [[[2.0, 6.0]] * 2] * 2
