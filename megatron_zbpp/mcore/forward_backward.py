@@ -75,7 +75,6 @@ def _run(
         collect_non_loss_data,
         first_val_step,
     )
-    stages = _stages(call, models, data_iterator, lowered.placement, groups.pp.rank())
     (shape,) = schedules.get_tensor_shapes(
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
@@ -87,7 +86,7 @@ def _run(
     clock = clock_for(call.device)
     executor = Executor(
         lowered.programs[groups.pp.rank()],
-        stages,
+        _stages(call, models, data_iterator, lowered.placement, groups.pp.rank()),
         plugin.channels(groups.pp, lowered.placement),
         Message(shape, config.pipeline_dtype, call.device),
         plugin.store,
@@ -95,8 +94,7 @@ def _run(
     )
     with _timed(config), _without_grad_sync(config):
         record = executor.run()
-    name = lowered.schedule.name
-    plugin.latest = Iteration(name, lowered.placement, groups.pp, record, clock)
+    plugin.latest = Iteration(lowered.schedule, groups.pp, record, clock)
     if config.finalize_model_grads_func is not None and not forward_only:
         config.finalize_model_grads_func(
             models,

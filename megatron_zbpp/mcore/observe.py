@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_zbpp.ir import BW, F, Pass, Placement
+from megatron_zbpp.ir import BW, F, Pass
 from megatron_zbpp.runtime.clock import clock_for
 from megatron_zbpp.runtime.executor import Record
 from megatron_zbpp.runtime.measure import Iteration
+from megatron_zbpp.schedules import build
 
 
 class Observer:
@@ -35,8 +37,11 @@ class Observer:
     @property
     def latest(self) -> Iteration:
         """The latest iteration of this rank."""
-        placement = Placement.loop(dist.get_world_size(self._pp_group))
-        return Iteration("Megatron's 1F1B", placement, self._pp_group, self._record, self._clock)
+        size = dist.get_world_size(self._pp_group)
+        num_microbatches = sum(p.kind == F for p in self._record.passes)
+        schedule = replace(build('1f1b', size, num_microbatches), name="Megatron's 1F1B")
+        assert tuple(self._record.passes) == schedule.passes[self._stage], 'not what Megatron ran'
+        return Iteration(schedule, self._pp_group, self._record, self._clock)
 
     def forward(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
         """Megatron's `forward_step`, timed."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.ir import Schedule
 from megatron_zbpp.planning.timeline import Timeline
 from megatron_zbpp.runtime.clock import Clock
 from megatron_zbpp.runtime.executor import Record
@@ -49,15 +49,13 @@ class Iteration:
     """What one rank remembers of one iteration.
 
     Attributes:
-        name: of the schedule that ran.
-        placement: its placement.
+        schedule: that ran.
         pp_group: the pipeline.
         record: this rank's passes.
         clock: that took the record's marks.
     """
 
-    name: str
-    placement: Placement
+    schedule: Schedule
     pp_group: dist.ProcessGroup
     record: Record
     clock: Clock
@@ -66,11 +64,9 @@ class Iteration:
         """The same iteration of all ranks: a collective; for clocks that agree, as on one host."""
         marks, live = self.record.marks, self.record.live
         spans = tuple((self.clock.seconds(start), self.clock.seconds(end)) for start, end in marks)
-        peak = max(live, default=0) / len(self.placement.stages(dist.get_rank(self.pp_group)))
+        chunks = len(self.schedule.placement.stages(dist.get_rank(self.pp_group)))
         gathered: list[tuple] = [()] * dist.get_world_size(self.pp_group)
-        own = (tuple(self.record.passes), spans, peak)
+        own = (spans, max(live, default=0) / chunks)
         dist.all_gather_object(gathered, own, group=self.pp_group)
-        passes, all_spans, peaks = zip(*gathered, strict=True)
-        num_microbatches = 1 + max(p.microbatch for order in passes for p in order)
-        schedule = Schedule.of(self.name, self.placement, num_microbatches, passes)
-        return Measurement(Timeline(schedule, all_spans), peaks)
+        all_spans, peaks = zip(*gathered, strict=True)
+        return Measurement(Timeline(self.schedule, all_spans), peaks)
