@@ -54,12 +54,7 @@ def _run(
     pg_collection: Any = None,
     force_all_reduce: bool = False,
 ) -> list[Any]:
-    """One global batch of one module.
-
-    Returns:
-        What the loss function returned for each microbatch, in order, on the last pipeline rank;
-        an empty list elsewhere.
-    """
+    """One global batch of one module; returns the loss function's results on the last rank."""
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(list(_GROUPS))
     models = model if isinstance(model, list) else [model]
     config = get_model_config(models[0])
@@ -83,25 +78,23 @@ def _run(
         tp_group=groups.tp,
         cp_group=groups.cp,
     )
+    message = Message(shape, config.pipeline_dtype, call.device)
     clock = clock_for(call.device)
     executor = Executor(
         lowered.programs[groups.pp.rank()],
         _stages(call, models, data_iterator, lowered.placement, groups.pp.rank()),
         plugin.channels(groups.pp, lowered.placement),
-        Message(shape, config.pipeline_dtype, call.device),
+        message,
         plugin.store,
         clock,
     )
     with _timed(config), _without_grad_sync(config):
         record = executor.run()
     plugin.latest = Iteration(lowered.schedule, groups.pp, record, clock)
-    if config.finalize_model_grads_func is not None and not forward_only:
-        config.finalize_model_grads_func(
-            models,
-            call.num_tokens if config.calculate_per_token_loss else None,
-            pg_collection=groups,
-            force_all_reduce=force_all_reduce,
-        )
+    finalize = config.finalize_model_grads_func
+    if finalize is not None and not forward_only:
+        num_tokens = call.num_tokens if config.calculate_per_token_loss else None
+        finalize(models, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
     return call.results
 
 
