@@ -41,7 +41,7 @@ class Folded:
         return self.head + self.body * self.copies + self.tail
 
     def locate(self, position: int) -> tuple[list[int], int, int]:
-        """The part that holds this position of the order, the position in it, and where it starts."""
+        """The part that holds this position, the position in it, and where the part starts."""
         start, repeated = len(self.head), len(self.body) * self.copies
         if position < start:
             return self.head, position, 0
@@ -125,7 +125,7 @@ def _pick(path: list[tuple[int, int]], orders: Orders, rng: Random) -> tuple[int
 
 
 def _move(part: list[int], at: int, rng: Random) -> tuple[int, list[int]] | None:
-    """Moves one pass a few places; where the change begins and what was there, None if it is none."""
+    """Moves one pass a few places; where the change begins and what was there; None if none."""
     distance = 1 + int(rng.expovariate(0.6))
     to = at + distance if rng.random() < 0.5 else at - distance
     if not 0 <= to < len(part):

@@ -51,17 +51,22 @@ def _work_bound(problem: Problem, rank: int) -> float:
 
 
 def _rest(problem: Problem, stage: int) -> float:
-    """From the end of a microbatch's F on `stage` to the latest end of its own, origins taken off."""
+    """From the end of a microbatch's F on `stage` to its latest end, origins taken off."""
     count = problem.placement.num_stages
     done = problem.arrivals[stage] + problem.durations[stage]
-    return max(
-        problem.arrivals[weight] + problem.durations[weight] - problem.origins[problem.ranks[weight]]
-        for weight in range(2 * count, 3 * count)
-    ) - done
+    return (
+        max(
+            problem.arrivals[weight]
+            + problem.durations[weight]
+            - problem.origins[problem.ranks[weight]]
+            for weight in range(2 * count, 3 * count)
+        )
+        - done
+    )
 
 
 def _most(times: list[float], amounts: list[int], m: int, cap: float) -> float:
-    """Most time of passes of which `cap` holds enough: m at most of each kind, a fractional fill."""
+    """Most time of passes of which `cap` holds enough: at most m of each, a fractional fill."""
     if len(set(amounts)) == 1 and amounts[0] and cap < inf:
         cap -= cap % amounts[0]
     total = 0.0
@@ -88,6 +93,8 @@ def _memory_bound(problem: Problem, rank: int) -> float:
         start = problem.arrivals[stage]
         back = problem.arrivals[2 * count + stage]  # W may start where B ends
         kept = -problem.changes[2 * count + stage]
-        total += problem.changes[stage] * (back - start) + kept * problem.durations[2 * count + stage]
+        total += (
+            problem.changes[stage] * (back - start) + kept * problem.durations[2 * count + stage]
+        )
     held_for = total * problem.num_microbatches / cap
     return held_for + problem.firsts[rank] - problem.origins[rank]

@@ -114,9 +114,7 @@ def _scaled(problem: Problem, unit: float) -> Problem:
 class _Model:
     """Start times as variables, and what they must obey."""
 
-    def __init__(
-        self, model: cp_model.CpModel, problem: Problem, least: int, most: int
-    ) -> None:
+    def __init__(self, model: cp_model.CpModel, problem: Problem, least: int, most: int) -> None:
         """
         Args:
             model: an empty one.

@@ -37,7 +37,7 @@ def extend(few: Problem, orders: Orders, many: Problem) -> Solution | None:
 
 
 def _cuts(problem: Problem, orders: Orders, ends: Ends, beat: int) -> list[tuple[int, ...]]:
-    """Per rank, where a repeatable part starts: all ranks at about the same time, for many times."""
+    """Per rank, where a repeatable part starts: all ranks at about one time, for many times."""
     balanced = [
         _balanced(order, len(queues), beat)
         for order, queues in zip(orders, problem.queues, strict=True)

@@ -14,8 +14,8 @@ another). Hence every limit that holds one microbatch of all of a rank's stages 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
 from random import Random
@@ -27,9 +27,7 @@ _TURNS = (0.0, 0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)
 _DELAYS = (0.0, 0.3, 1.0, 1.0, 2.0, 3.0)
 _INTERVALS = (0.9, 1.0, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4)
 _LEADS = (0.0, 0.0, 0.0, 0.3, 0.6, 1.0, 2.0, inf, inf)
-_FIELDS = (
-    'down', 'up', 'turn', 'delay', 'interval', 'lead', 'patience', 'nudges', 'nudges'
-)
+_FIELDS = ('down', 'up', 'turn', 'delay', 'interval', 'lead', 'patience', 'nudges', 'nudges')
 _PATIENCE = (0.0, 0.0, 0.2, 0.3, 0.5, 0.6, 0.8, 1.0)
 
 
@@ -99,7 +97,9 @@ class Pattern:
         return nudged, self.interval * unit
 
 
-def _mutated(value: float | tuple[float, ...], field: str, rng: Random) -> float | tuple[float, ...]:
+def _mutated(
+    value: float | tuple[float, ...], field: str, rng: Random
+) -> float | tuple[float, ...]:
     """Another value for this field of a pattern."""
     if field == 'patience':
         return rng.choice(_PATIENCE)

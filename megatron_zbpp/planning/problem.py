@@ -105,7 +105,11 @@ class Problem:
         """Earliest start of each queue's microbatch 0: the chain of F, then of B, then W."""
         count = self.placement.num_stages
         starts = [0.0] * self.num_queues
-        for queue in (*range(1, count), *reversed(range(count, 2 * count)), *range(2 * count, 3 * count)):
+        for queue in (
+            *range(1, count),
+            *reversed(range(count, 2 * count)),
+            *range(2 * count, 3 * count),
+        ):
             need = self.needs[queue]
             starts[queue] = starts[need] + self.durations[need] + self.edges[queue]
         return tuple(starts)
@@ -193,8 +197,10 @@ def replay(
     Returns:
         None if the orders deadlock, or as soon as their value is known to be above `cap`.
     """
-    ends = [[] for _ in problem.durations] if known is None else _before(
-        problem, orders, known, rank, at
+    ends = (
+        [[] for _ in problem.durations]
+        if known is None
+        else _before(problem, orders, known, rank, at)
     )
     positions, clocks, spare = _resume(problem, ends, cap)
     durations, needs, edges = problem.durations, problem.needs, problem.edges
@@ -242,9 +248,7 @@ def _before(problem: Problem, orders: Orders, known: Ends, rank: int, at: int) -
     ]
 
 
-def _resume(
-    problem: Problem, ends: Ends, cap: float
-) -> tuple[list[int], list[float], list[float]]:
+def _resume(problem: Problem, ends: Ends, cap: float) -> tuple[list[int], list[float], list[float]]:
     """Per rank: position, clock, and how long it may still idle before its value is above `cap`."""
     positions, clocks, spare = [], [], []
     for queues, work, origin in zip(problem.queues, problem.work, problem.origins, strict=True):

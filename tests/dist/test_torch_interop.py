@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from test_executor import check_run
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from megatron_zbpp import exchange
+from megatron_zbpp.ir import Schedule
 from megatron_zbpp.planning.check import ScheduleError, check
 from megatron_zbpp.schedules import build, names
 
@@ -127,18 +129,28 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(('ranks', 'microbatches'), [(2, 4), (4, 8), (4, 12)])
+def their_schedule(
+    family: type, chunks: int, placement: str, ranks: int, microbatches: int
+) -> Schedule:
+    held = [0, 2 * ranks - 1] if placement == 'v' else [ranks * chunk for chunk in range(chunks)]
+    return exchange.from_torch_csv(dumped(torch_order(family, ranks, held, microbatches)))
+
+
+@pytest.mark.parametrize(('num_ranks', 'microbatches'), [(2, 4), (4, 8), (4, 12)])
 @pytest.mark.parametrize(('family', 'chunks', 'placement'), OTHERS)
 def test_theirs_passes_our_checker(
-    family: type, chunks: int, placement: str, ranks: int, microbatches: int
+    family: type, chunks: int, placement: str, num_ranks: int, microbatches: int
 ) -> None:
-    held = [0, 2 * ranks - 1] if placement == 'v' else [ranks * chunk for chunk in range(chunks)]
-    order = torch_order(family, ranks, held, microbatches)
-    schedule = exchange.from_torch_csv(dumped(order))
+    schedule = their_schedule(family, chunks, placement, num_ranks, microbatches)
     check(schedule)
     assert schedule.placement.name == placement
     assert schedule.num_microbatches == microbatches
     assert exchange.from_torch_csv(exchange.to_torch_csv(schedule)) == schedule
+
+
+@pytest.mark.parametrize(('family', 'chunks', 'placement'), OTHERS)
+def test_theirs_runs_here(ranks, family: type, chunks: int, placement: str) -> None:
+    check_run(ranks, their_schedule(family, chunks, placement, 2, 4))
 
 
 def test_gpipe_drops_what_torch_lowered() -> None:
