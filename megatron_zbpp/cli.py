@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_zbpp import commands, exchange
-from megatron_zbpp.commands import Times
+from megatron_zbpp.cases import PLACEMENTS, Times
 from megatron_zbpp.planning.check import ScheduleError
+from megatron_zbpp.planning.problem import OBJECTIVES
 
 _FORMATS = ('json', 'torch-csv', 'html', 'svg', 'png', 'perfetto')
 
@@ -124,6 +125,26 @@ def _parser() -> argparse.ArgumentParser:
     _add_costs(compared)
     compared.add_argument('-o', '--output', metavar='FILE', help='picture: .html, .svg or .png')
 
+    planned = command('plan', commands.plan_schedule, 'search the best schedule for given costs')
+    _add_shape(planned, required=True, chunks=_counts)
+    _add_costs(planned)
+    planned.add_argument(
+        '--placement',
+        type=_placements,
+        default=list(PLACEMENTS),
+        metavar='NAME,...',
+        help='that may be used: loop, v, wave; default all',
+    )
+    planned.add_argument(
+        '--objective',
+        choices=OBJECTIVES,
+        default='makespan',
+        help='window where ranks do not wait for each other between iterations',
+    )
+    planned.add_argument(
+        '--seconds', type=_amount, default=20.0, metavar='N', help='at most; default 20'
+    )
+
     converted = command('convert', commands.convert, 'write a schedule in another format')
     _add_source(converted)
     _add_costs(converted)
@@ -151,12 +172,19 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser, required=False)
 
 
-def _add_shape(parser: argparse.ArgumentParser, required: bool) -> None:
+def _add_shape(
+    parser: argparse.ArgumentParser, required: bool, chunks: Callable[[str], object] | None = None
+) -> None:
     parser.add_argument('--pp', type=_count, metavar='P', required=required, help='ranks')
     parser.add_argument(
         '--microbatches', type=_count, metavar='M', required=required, help='microbatches'
     )
-    parser.add_argument('--vpp', type=_count, metavar='V', help='chunks per rank')
+    if chunks is None:
+        parser.add_argument('--vpp', type=_count, metavar='V', help='chunks per rank')
+    else:
+        parser.add_argument(
+            '--vpp', type=chunks, metavar='V,...', help='chunks per rank; default 1,2'
+        )
 
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:
@@ -190,6 +218,16 @@ def _argument(text: str, ok: bool, cure: str) -> None:
 def _count(text: str) -> int:
     _argument(text, text.isdecimal() and int(text) > 0, 'give a whole number from 1 up')
     return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(',')]
+
+
+def _placements(text: str) -> list[str]:
+    for name in text.split(','):
+        _argument(name, name in PLACEMENTS, f'choose of {", ".join(PLACEMENTS)}')
+    return text.split(',')
 
 
 def _amount(text: str) -> float:

@@ -7,20 +7,18 @@ import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from tqdm import tqdm
 
-from megatron_zbpp import exchange
+from megatron_zbpp import cases, exchange
+from megatron_zbpp.cases import Case
 from megatron_zbpp.grid import grid
-from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.ir import Schedule
 from megatron_zbpp.planning.check import ScheduleError, check
-from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.critical import critical_path
 from megatron_zbpp.planning.memory import peak
-from megatron_zbpp.planning.simulate import simulate
+from megatron_zbpp.planning.plan import plan
 from megatron_zbpp.planning.timeline import Timeline
 from megatron_zbpp.render.html import html
 from megatron_zbpp.render.perfetto import perfetto
@@ -28,33 +26,7 @@ from megatron_zbpp.render.png import timeline_png
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.svg import svg
 from megatron_zbpp.render.text import timeline_text
-from megatron_zbpp.schedules import FAMILIES, build, find, names
-
-_MOST_PASSES = 10_000_000
-
-
-class Times(NamedTuple):
-    """`--times`: of one full rank, or of each stage in model order."""
-
-    forward: float | tuple[float, ...]
-    backward: float | tuple[float, ...]
-    weight: float | tuple[float, ...]
-
-    @property
-    def num_stages(self) -> int | None:
-        """Of how many stages; None if of one full rank."""
-        return len(self.forward) if isinstance(self.forward, tuple) else None
-
-
-class Case(NamedTuple):
-    """A checked schedule, and what its passes cost."""
-
-    schedule: Schedule
-    costs: Costs
-
-    @property
-    def timeline(self) -> Timeline:
-        return simulate(self.schedule, self.costs)
+from megatron_zbpp.schedules import FAMILIES
 
 
 def list_families(args: Namespace) -> None:
@@ -73,10 +45,10 @@ def show(args: Namespace) -> None:
     """A schedule as text: to scale, or with `--order` its orders as they stand, unchecked."""
     width = shutil.get_terminal_size((120, 24)).columns if args.width is None else args.width
     if args.order:
-        schedule = exchange.load(args.file) if args.file else _case(args).schedule
+        schedule = exchange.load(args.file) if args.file else cases.one(args).schedule
         drawing = grid(schedule, width=width or sys.maxsize, height=sys.maxsize)
         return _print_json({'order': drawing.splitlines()}) if args.json else print(drawing)
-    case = _case(args)
+    case = cases.one(args)
     timeline = case.timeline
     if args.json:
         spans = [
@@ -90,7 +62,7 @@ def show(args: Namespace) -> None:
 
 def simulate_case(args: Namespace) -> None:
     """Makespan, window, bubbles, peak memory, critical path of one schedule."""
-    case = _case(args)
+    case = cases.one(args)
     timeline = case.timeline
     path = critical_path(timeline, case.costs)
     if args.json:
@@ -101,8 +73,7 @@ def simulate_case(args: Namespace) -> None:
         return _print_json({**_facts(case, timeline), 'critical_path': steps})
     peaks = peak(case.schedule, case.costs)
     print(_headline(case.schedule))
-    print(f'makespan {number(timeline.makespan)}, bubble {timeline.bubble_makespan:.2%}')
-    print(f'window   {number(max(timeline.windows))}, bubble {timeline.bubble_window:.2%}')
+    _print_summary(_facts(case, timeline))
     waits = [step for step in path if step.waited == 'communication']
     print(f'critical path: {len(path)} passes, {len(waits)} messages, from {path[0].ran}', end=' ')
     print(f'to {path[-1].ran}\n')
@@ -125,12 +96,12 @@ def check_file(args: Namespace) -> None:
 def compare(args: Namespace) -> None:
     """A table, and a picture, of the named schedules or of all that can be built."""
     picture = _suffix(args.output) if args.output else None
-    cases, skipped = _cases(args)
-    ran = ((name, case.timeline) for name, case in cases.items())
+    found, skipped = cases.several(args)
+    ran = ((name, case.timeline) for name, case in found.items())
     timelines = dict(sorted(ran, key=lambda item: item[1].makespan))
     if picture:
-        _draw(args.output, picture, cases, timelines)
-    facts = [_facts(cases[name], timeline) for name, timeline in timelines.items()]
+        _draw(args.output, picture, found, timelines)
+    facts = [_facts(found[name], timeline) for name, timeline in timelines.items()]
     if args.json:
         left_out = [{'name': name, 'reason': reason} for name, reason in skipped.items()]
         return _print_json({'schedules': facts, 'skipped': left_out, 'picture': args.output})
@@ -142,9 +113,45 @@ def compare(args: Namespace) -> None:
         print(f'wrote {args.output}')
 
 
+def plan_schedule(args: Namespace) -> None:
+    """The best schedule that the planner finds, its lower bound, the best named one."""
+    candidates = cases.candidates(args)
+    with tqdm(total=100, desc='planning', unit='%', leave=False, disable=None) as bar:
+        found = plan(
+            candidates,
+            args.microbatches,
+            memory_limit=args.memory_limit,
+            objective=args.objective,
+            seconds=args.seconds,
+            progress=lambda share: bar.update(round(100 * share) - bar.n),
+        )
+    case = Case(found.schedule, found.costs)
+    facts = _facts(case, case.timeline)
+    if args.json:
+        name, value = found.best_named or (None, None)
+        return _print_json(
+            {
+                **facts,
+                'objective': found.objective,
+                'lower_bound': found.lower_bound,
+                'gap': found.gap,
+                'best_named': {'name': name, found.objective: value} if name else None,
+                'schedule': json.loads(found.schedule.to_json()),
+            }
+        )
+    print(_headline(found.schedule))
+    _print_summary(facts)
+    print(f'lower bound of the {found.objective} {number(found.lower_bound)}, gap {found.gap:.2%}')
+    if found.best_named:
+        name, value = found.best_named
+        print(f'best named schedule: {name}, {found.objective} {number(value)}')
+    else:
+        print('no named schedule fits the memory limit')
+
+
 def convert(args: Namespace) -> None:
     """Writes a schedule in another format."""
-    case = _case(args)
+    case = cases.one(args)
     if args.to == 'json':
         _write(args.output, case.schedule.to_json())
     elif args.to == 'torch-csv':
@@ -166,97 +173,6 @@ def refuse(error: ScheduleError, as_json: bool) -> int:
         print(drawing)
     print(f'zbpp: {what}', file=sys.stderr)
     return 2
-
-
-# From arguments to values
-
-
-def _case(args: Namespace, name: str | None = None) -> Case:
-    """The schedule that the arguments ask for (or that of family `name`), checked, with costs."""
-    name = name or args.schedule
-    case = _generated(args, name) if name else _from_file(args)
-    check(case.schedule, memory_limit=args.memory_limit, costs=case.costs)
-    return case
-
-
-def _cases(args: Namespace) -> tuple[dict[str, Case], dict[str, str]]:
-    """The cases to compare, and for each family that has none the reason why.
-
-    Raises:
-        ValueError: nothing is left to compare, or a schedule asked for by name cannot be had.
-    """
-    cases, skipped = {}, {}
-    for name in tqdm(args.schedules or names(), desc='schedules', leave=False, disable=None):
-        try:
-            cases[name] = _case(args, name)
-        except ValueError as error:
-            if args.schedules:
-                raise
-            skipped[name] = str(error).partition('\n')[0]
-    if not cases:
-        raise ValueError(f'no schedule fits: {next(iter(skipped.values()))}')
-    return cases, skipped
-
-
-def _generated(args: Namespace, name: str) -> Case:
-    family, p, m = find(name), args.pp, args.microbatches
-    if p is None or m is None:
-        missing = '--pp' if p is None else '--microbatches'
-        raise ValueError(f'--schedule {name} needs {missing}: give a number from 1 up')
-    chunks = _chunks(args.times, p, args.vpp, family.default_chunks)
-    _require_size(p * m * chunks)
-    costs = _costs(args, Placement.loop(p, chunks))  # a stage's share does not depend on its place
-    limit = args.memory_limit if 'memory_limit' in family.options else None
-    schedule = build(name, p, m, num_chunks=chunks, costs=costs, memory_limit=limit)
-    return Case(schedule, costs)
-
-
-def _from_file(args: Namespace) -> Case:
-    schedule = exchange.load(args.file)
-    held = {
-        '--pp': (args.pp, schedule.num_ranks),
-        '--microbatches': (args.microbatches, schedule.num_microbatches),
-        '--vpp': (args.vpp, schedule.placement.num_chunks),
-    }
-    for flag, (asked, found) in held.items():
-        if asked not in (None, found):
-            raise ValueError(f'{flag} {asked}, but {args.file} has {found}: leave {flag} out')
-    return Case(schedule, _costs(args, schedule.placement))
-
-
-def _chunks(times: Times, p: int, asked: int | None, default: int) -> int:
-    """v: what is asked for, or follows from the times of all stages, or else the default."""
-    stages = times.num_stages
-    if stages is None:
-        return asked or default
-    if stages % p or asked not in (None, stages // p):
-        wanted = f'{p} ranks' + (f' of {asked} chunks' if asked else '')
-        raise ValueError(
-            f'--times has {stages} stages, which do not make {wanted}: give pp * vpp entries each'
-        )
-    return stages // p
-
-
-def _costs(args: Namespace, placement: Placement) -> Costs:
-    stages = args.times.num_stages
-    if stages is None:
-        return Costs.uniform(placement, *args.times, comm=args.comm)
-    if stages != placement.num_stages:
-        raise ValueError(
-            f'--times has {stages} stages and the schedule {placement.num_stages}: '
-            'give one entry per stage, in model order'
-        )
-    forward, backward, weight = args.times
-    shares = Costs.uniform(placement, comm=args.comm)
-    return replace(shares, forward=forward, backward=backward, weight=weight)
-
-
-def _require_size(chunk_microbatches: int) -> None:
-    if 3 * chunk_microbatches > _MOST_PASSES:
-        raise ValueError(
-            f'--pp times --vpp times --microbatches is {chunk_microbatches}: give less than '
-            f'{_MOST_PASSES // 3} in all'
-        )
 
 
 # Printing and writing
@@ -304,6 +220,12 @@ def _headline(schedule: Schedule) -> str:
     )
 
 
+def _print_summary(facts: dict) -> None:
+    print(f'makespan {number(facts["makespan"])}, bubble {facts["bubble_rate_makespan"]:.2%}')
+    print(f'window   {number(facts["window"])}, bubble {facts["bubble_rate_window"]:.2%}')
+    print(f'peak activations {number(max(facts["peak_activations"]))}')
+
+
 def _print_json(value: dict) -> None:
     print(json.dumps(value))
 
@@ -325,12 +247,12 @@ def _suffix(path: str) -> str:
     return suffix
 
 
-def _draw(path: str, to: str, cases: dict[str, Case], timelines: dict[str, Timeline]) -> None:
+def _draw(path: str, to: str, shown: dict[str, Case], timelines: dict[str, Timeline]) -> None:
     """Writes the picture of `timelines` in format `to`."""
     if to == 'png':
         return timeline_png(timelines, path)
     draw: Callable[..., str] = {'html': html, 'svg': svg, 'perfetto': perfetto}[to]
-    _write(path, draw(timelines, {name: case.costs for name, case in cases.items()}))
+    _write(path, draw(timelines, {name: case.costs for name, case in shown.items()}))
 
 
 def _write(path: str, text: str) -> None:

@@ -17,7 +17,8 @@ from megatron_zbpp.planning.memory import peak
 from megatron_zbpp.planning.simulate import simulate
 from megatron_zbpp.schedules import FAMILIES, build, names
 
-ZB_V = ['--schedule', 'zb-v', '--pp', '4', '--microbatches', '8']
+SHAPE = ['--pp', '4', '--microbatches', '8']
+ZB_V = ['--schedule', 'zb-v', *SHAPE]
 
 
 @pytest.fixture
@@ -153,6 +154,39 @@ def test_compare_leaves_out_what_needs_more_memory(zbpp) -> None:
     )
 
 
+def test_plan_beats_the_named_and_reaches_the_bound(zbpp, tmp_path: Path) -> None:
+    case = ['--pp', 4, '--microbatches', 8, '--times', '10,12,8', '--memory-limit', 4]
+    found = zbpp('plan', *case, '--placement', 'v', '--seconds', 20, '--json')
+    assert found['objective'] == 'makespan' and found['gap'] >= 0
+    assert found['lower_bound'] <= found['makespan'] <= found['best_named']['makespan']
+    assert found['makespan'] == 258  # the optimum of this case, which an exact solver proved
+    assert max(found['peak_activations']) <= 4
+
+    file = tmp_path / 'plan.json'
+    file.write_text(json.dumps(found))
+    again = zbpp('simulate', '--file', file, '--times', '10,12,8', '--memory-limit', 4, '--json')
+    keys = ('makespan', 'window', 'bubble_rate_makespan', 'bubble_rate_window', 'peak_activations')
+    assert [again[key] for key in keys] == [found[key] for key in keys]
+
+
+def test_plan_for_people_and_the_window(zbpp) -> None:
+    text = zbpp('plan', *SHAPE, '--objective', 'window', '--seconds', 1)
+    assert text.startswith('auto: 4 ranks')
+    assert 'window   24, bubble 0.00%' in text
+    assert 'lower bound of the window 24, gap 0.00%' in text
+    assert 'best named schedule: ' in text
+
+
+def test_plan_keeps_to_what_is_allowed(zbpp, tmp_path: Path) -> None:
+    case = ['--pp', 2, '--microbatches', 4, '--seconds', 1, '--json']
+    found = zbpp('plan', *case, '--placement', 'loop', '--vpp', 3)
+    assert (found['placement'], found['stages']) == ('loop', 6)
+    found = zbpp('plan', *case, '--placement', 'wave,loop', '--vpp', '4,5')
+    assert found['stages'] in (8, 10)
+    file = times_file(tmp_path, F=[1, 1, 1, 2], B=[1, 1, 1, 3], W=[1, 1, 1, 1.5])
+    assert zbpp('plan', *case, '--times', file)['stages'] == 4
+
+
 # What is written
 
 
@@ -207,9 +241,6 @@ def test_refused_schedule_is_drawn(capsys: pytest.CaptureFixture, tmp_path: Path
     assert '\n'.join(data['grid']).count('[') == 1
 
 
-SHAPE = ['--pp', '4', '--microbatches', '8']
-
-
 @pytest.mark.parametrize(
     ('argv', 'said'),
     [
@@ -240,6 +271,13 @@ SHAPE = ['--pp', '4', '--microbatches', '8']
         (['compare', *SHAPE, '--schedules', '1f1b,zb-w'], ["'zb-w'"]),
         (['compare', *SHAPE, '-o', 'all.pdf'], ['all.pdf', '.html']),
         (['compare', *SHAPE, '--memory-limit', '0.1'], ['no schedule fits', 'limit of 0.1']),
+        (['plan', '--pp', '4'], ['--microbatches']),
+        (['plan', *SHAPE, '--placement', 'loop,w'], ["'w'", 'loop, v, wave']),
+        (['plan', *SHAPE, '--placement', 'v', '--vpp', '3,4'], ['[3, 4]', 'v takes 2']),
+        (['plan', *SHAPE, '--vpp', '2,0'], ["'0'"]),
+        (['plan', *SHAPE, '--objective', 'speed'], ["'speed'", 'window']),
+        (['plan', *SHAPE, '--seconds', '-1'], ["'-1'"]),
+        (['plan', *SHAPE, '--memory-limit', '0.5'], ['limit 0.5', 'at least 1']),
         (['convert', *ZB_V, '--to', 'pdf', '-o', 'x'], ["'pdf'", 'torch-csv']),
         (['convert', *ZB_V, '--to', 'json'], ['-o']),
         (['convert', *ZB_V, '--to', 'json', '-o', 'none/x.json'], ['none/x.json', 'another path']),
@@ -306,7 +344,7 @@ def test_notes_go_to_stderr(capsys: pytest.CaptureFixture, tmp_path: Path) -> No
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture) -> None:
-    for argv in ([], ['simulate'], ['convert']):
+    for argv in ([], ['simulate'], ['plan'], ['convert']):
         with pytest.raises(SystemExit) as stop:
             main([*argv, '--help'])
         assert stop.value.code == 0
