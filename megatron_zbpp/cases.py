@@ -80,7 +80,7 @@ def several(args: Namespace) -> tuple[dict[str, Case], dict[str, str]]:
 def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
     """The placements that `plan` may use, each once, with the costs of their stages."""
     stages = args.times.num_stages
-    allowed = args.vpp or ([1, 2] if stages is None else [stages // args.pp])
+    allowed = args.vpp or ([1, 2, 4] if stages is None else [stages // args.pp])
     placements = {}
     for asked in allowed:
         chunks = _chunks(args.times, args.pp, asked, asked)

@@ -29,6 +29,7 @@ zbpp show --schedule zb-v --pp 4 --microbatches 8      draw it here
 zbpp simulate --schedule zb-1p --pp 8 --microbatches 24 --times 18.5,18.1,9.3 --comm 0.6
 zbpp compare --pp 8 --microbatches 24 --times 1,1.2,0.8 -o compare.html
 zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --memory-limit 8 --json > plan.json
+zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --frontier 3,4,5,6,7,8 --seconds 60
 zbpp check plan.json                                   ours, a plan's or torch's CSV
 zbpp convert --file plan.json --to torch-csv -o plan.csv
 zbpp convert --schedule zb-v --pp 4 --microbatches 8 --to html -o zb-v.html
@@ -144,6 +145,20 @@ def _parser() -> argparse.ArgumentParser:
     planned.add_argument(
         '--seconds', type=_amount, default=20.0, metavar='N', help='at most; default 20'
     )
+    planned.add_argument(
+        '--seed', type=int, default=0, metavar='N', help='another one searches elsewhere; default 0'
+    )
+    planned.add_argument(
+        '--frontier',
+        type=_amounts,
+        metavar='A,...',
+        help='plan under each of these memory limits: less bubble for more memory',
+    )
+    caching = planned.add_mutually_exclusive_group()
+    caching.add_argument(
+        '--cache', metavar='FOLDER', help='of plans; default ~/.cache/megatron_zbpp/plans'
+    )
+    caching.add_argument('--no-cache', action='store_true', help='plan anew and keep nothing')
 
     converted = command('convert', commands.convert, 'write a schedule in another format')
     _add_source(converted)
@@ -183,7 +198,7 @@ def _add_shape(
         parser.add_argument('--vpp', type=_count, metavar='V', help='chunks per rank')
     else:
         parser.add_argument(
-            '--vpp', type=chunks, metavar='V,...', help='chunks per rank; default 1,2'
+            '--vpp', type=chunks, metavar='V,...', help='chunks per rank; default 1,2,4'
         )
 
 
@@ -237,6 +252,10 @@ def _amount(text: str) -> float:
         value = float('nan')
     _argument(text, isfinite(value) and value >= 0, 'give a number from 0 up')
     return value
+
+
+def _amounts(text: str) -> list[float]:
+    return [_amount(part) for part in text.split(',')]
 
 
 def _names(text: str) -> list[str]:

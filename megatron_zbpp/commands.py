@@ -6,7 +6,8 @@ import json
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
@@ -15,10 +16,12 @@ from megatron_zbpp import cases, exchange
 from megatron_zbpp.cases import Case
 from megatron_zbpp.grid import grid
 from megatron_zbpp.ir import Schedule
+from megatron_zbpp.planning.cache import default_folder, planned
 from megatron_zbpp.planning.check import ScheduleError, check
 from megatron_zbpp.planning.critical import critical_path
+from megatron_zbpp.planning.frontier import frontier
 from megatron_zbpp.planning.memory import peak
-from megatron_zbpp.planning.plan import plan
+from megatron_zbpp.planning.plan import Candidate, Plan
 from megatron_zbpp.planning.timeline import Timeline
 from megatron_zbpp.render.html import html
 from megatron_zbpp.render.perfetto import perfetto
@@ -115,30 +118,20 @@ def compare(args: Namespace) -> None:
 
 def plan_schedule(args: Namespace) -> None:
     """The best schedule that the planner finds, its lower bound, the best named one."""
-    candidates = cases.candidates(args)
-    with tqdm(total=100, desc='planning', unit='%', leave=False, disable=None) as bar:
-        found = plan(
-            candidates,
-            args.microbatches,
+    if args.frontier:
+        return _plan_frontier(args)
+    with _planning_bar() as progress:
+        found, cached = planned(
+            *_plan_inputs(args),
             memory_limit=args.memory_limit,
-            objective=args.objective,
             seconds=args.seconds,
-            progress=lambda share: bar.update(round(100 * share) - bar.n),
+            objective=args.objective,
+            seed=args.seed,
+            progress=progress,
         )
-    case = Case(found.schedule, found.costs)
-    facts = _facts(case, case.timeline)
+    facts = _plan_facts(found, cached)
     if args.json:
-        name, value = found.best_named or (None, None)
-        return _print_json(
-            {
-                **facts,
-                'objective': found.objective,
-                'lower_bound': found.lower_bound,
-                'gap': found.gap,
-                'best_named': {'name': name, found.objective: value} if name else None,
-                'schedule': json.loads(found.schedule.to_json()),
-            }
-        )
+        return _print_json(facts)
     print(_headline(found.schedule))
     _print_summary(facts)
     print(f'lower bound of the {found.objective} {number(found.lower_bound)}, gap {found.gap:.2%}')
@@ -147,6 +140,63 @@ def plan_schedule(args: Namespace) -> None:
         print(f'best named schedule: {name}, {found.objective} {number(value)}')
     else:
         print('no named schedule fits the memory limit')
+    if cached:
+        print('planned before with the same inputs; --no-cache plans anew')
+
+
+def _plan_frontier(args: Namespace) -> None:
+    """A plan under each of several memory limits."""
+    if args.memory_limit is not None:
+        raise ValueError('--frontier has the memory limits: leave --memory-limit out')
+    with _planning_bar() as progress:
+        points = frontier(
+            *_plan_inputs(args),
+            args.frontier,
+            seconds=args.seconds,
+            objective=args.objective,
+            seed=args.seed,
+            progress=progress,
+        )
+    if args.json:
+        found = [{'memory_limit': at, **_plan_facts(*point)} for at, *point in points]
+        return _print_json({'frontier': found})
+    heads = ('limit', 'makespan', 'its bubble', 'window', 'its bubble', 'gap', 'best named')
+    _print_table(heads, [_frontier_row(limit, found) for limit, found, _ in points])
+
+
+def _plan_inputs(args: Namespace) -> tuple[Path | None, list[Candidate], int]:
+    """Folder of the cache, placements with costs, m."""
+    folder = None if args.no_cache else Path(args.cache or default_folder())
+    return folder, cases.candidates(args), args.microbatches
+
+
+@contextmanager
+def _planning_bar() -> Iterator[Callable[[float], None]]:
+    """A progress bar on stderr, and the function that moves it."""
+    with tqdm(total=100, desc='planning', unit='%', leave=False, disable=None) as bar:
+        yield lambda share: bar.update(round(100 * share) - bar.n)
+
+
+def _plan_facts(found: Plan, cached: bool) -> dict:
+    case = Case(found.schedule, found.costs)
+    name, value = found.best_named or (None, None)
+    return {
+        **_facts(case, case.timeline),
+        'objective': found.objective,
+        'lower_bound': found.lower_bound,
+        'gap': found.gap,
+        'best_named': {'name': name, found.objective: value} if name else None,
+        'repeats': found.repeats,
+        'cached': cached,
+        'schedule': json.loads(found.schedule.to_json()),
+    }
+
+
+def _frontier_row(limit: float, found: Plan) -> tuple[str, ...]:
+    facts = _facts(case := Case(found.schedule, found.costs), case.timeline)
+    name, value = found.best_named or ('none fits', None)
+    best = name if value is None else f'{name} {number(value)}'
+    return (number(limit), *_row(facts)[1:5], f'{found.gap:.2%}', best)
 
 
 def convert(args: Namespace) -> None:

@@ -1,6 +1,7 @@
 """Lower bounds: what no schedule on a placement can beat, and hence how good a plan is.
 
-For each rank r, from its own passes and the time that others need at least:
+For each queue, all its passes after the first can start. For each rank r, from its own passes and
+the time that others need at least:
 
 - Idle at the start. Until the first B can reach r, at the earliest at b_r, r has only forwards to
   do, and no more of them than its memory holds (App. B of arXiv 2401.10241 has this for the first
@@ -27,7 +28,15 @@ from megatron_zbpp.planning.problem import Problem
 def lower_bound(problem: Problem) -> float:
     """A value that no orders within the limits can be below."""
     ranks = range(problem.placement.num_ranks)
-    return max(max(_work_bound(problem, rank), _memory_bound(problem, rank)) for rank in ranks)
+    queues = max(_queue_bound(problem, queue) for queue in range(problem.num_queues))
+    works = max(_work_bound(problem, rank) for rank in ranks)
+    return max(queues, works, *(_memory_bound(problem, rank) for rank in ranks))
+
+
+def _queue_bound(problem: Problem, queue: int) -> float:
+    """All passes of a queue, from when the first can start."""
+    work = problem.num_microbatches * problem.durations[queue]
+    return problem.arrivals[queue] + work - problem.origins[problem.ranks[queue]]
 
 
 def _work_bound(problem: Problem, rank: int) -> float:

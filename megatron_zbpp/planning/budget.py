@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-_STEPS_PER_SECOND = 400_000  # one step: about a microsecond of one core of 2024
+_STEPS_PER_SECOND = 300_000  # one step: about a microsecond of one core of 2024
+_STEPS_PER_EFFORT = 450_000  # what CP-SAT does in one of its deterministic seconds
 _REPORT_EVERY = 0.5  # seconds
 
 
@@ -42,6 +43,23 @@ class Budget:
         part.steps = part.left = self.left * share
         part._parent = self
         return part
+
+    @property
+    def effort(self) -> float:
+        """What is left, in deterministic seconds of CP-SAT."""
+        return max(self.left, 0.0) / _STEPS_PER_EFFORT
+
+    @property
+    def seconds(self) -> float:
+        """Time to the deadline."""
+        return self._deadline - time.monotonic() if self._parent is None else self._parent.seconds
+
+    def exert(self, effort: float, overran: bool) -> None:
+        """Spends deterministic seconds of CP-SAT, and tells whether the clock ended it."""
+        self.overran = self.overran or overran
+        if self._parent is not None:
+            self._parent.exert(effort, overran)
+        self.left -= effort * _STEPS_PER_EFFORT
 
     @property
     def spent(self) -> float:

@@ -17,6 +17,7 @@ from itertools import combinations
 from math import ceil, floor, gcd, inf
 from typing import TYPE_CHECKING, Any
 
+from megatron_zbpp.planning.bounds import lower_bound
 from megatron_zbpp.planning.problem import EPSILON, Orders, Problem, replay
 
 if TYPE_CHECKING:
@@ -33,11 +34,13 @@ class Answer:
     Attributes:
         orders: the best it knows; None if it found nothing.
         bound: no orders have a value below this.
+        effort: deterministic seconds that it took.
         overran: whether the clock ended it; else it would answer the same again.
     """
 
     orders: Orders | None
     bound: float
+    effort: float
     overran: bool
 
 
@@ -46,13 +49,16 @@ def available() -> bool:
     return find_spec('ortools') is not None
 
 
-def solve(problem: Problem, orders: Orders, bound: float, effort: float, seconds: float) -> Answer:
+def solve(
+    problem: Problem, orders: Orders, bound: float, enough: float, effort: float, seconds: float
+) -> Answer:
     """Looks for better orders, or a proof that there are none.
 
     Args:
         problem: with tens of passes a rank.
         orders: to start from.
         bound: a lower bound that is known.
+        enough: a value above this is of no interest.
         effort: deterministic seconds at most.
         seconds: by the clock at most.
 
@@ -68,21 +74,26 @@ def solve(problem: Problem, orders: Orders, bound: float, effort: float, seconds
     unit, rounded = _unit(problem)
     scaled = _scaled(problem, unit)
     value, ends = replay(scaled, orders)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.max_deterministic_time = effort
-    solver.parameters.max_time_in_seconds = seconds
-    model = _Model(cp_model.CpModel(), scaled, floor(bound / unit), round(value))
-    model.hint(ends)
-    status = solver.solve(model.model)
-    found = None
-    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        found = model.orders(solver)
     # Rounding times down may also move a window's start by as much as its stages and edges.
     doubt = 2 * problem.placement.num_stages if rounded and problem.objective == 'window' else 0
-    proven = unit * (ceil(solver.best_objective_bound - EPSILON) - doubt)
-    overran = status != cp_model.OPTIMAL and solver.wall_time >= seconds
-    return Answer(found, max(bound, proven), overran)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.linearization_level = 0  # linear relaxations cost more than they prove
+    solver.parameters.max_deterministic_time = effort
+    solver.parameters.max_time_in_seconds = max(seconds, 0.0)
+    most = min(round(value), floor(enough / unit + EPSILON) + doubt)
+    least = min(floor(lower_bound(scaled) if rounded else bound / unit), most)
+    model = _Model(cp_model.CpModel(), scaled, least, most)
+    if value <= most:
+        model.hint(ends)
+    status = solver.solve(model.model)
+    found = model.orders(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+    proven = enough
+    if status != cp_model.INFEASIBLE:
+        proven = unit * (ceil(solver.best_objective_bound - EPSILON) - doubt)
+    overran = status in (cp_model.FEASIBLE, cp_model.UNKNOWN) and solver.wall_time >= seconds
+    effort = solver.response_proto.deterministic_time
+    return Answer(found, max(bound, proven), effort, overran)
 
 
 def _unit(problem: Problem) -> tuple[float, bool]:

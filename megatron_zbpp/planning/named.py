@@ -34,19 +34,29 @@ def named(problem: Problem) -> list[Named]:
 
 def _variants(family: Family, problem: Problem) -> Iterator[Schedule]:
     """What the family can do on the problem's placement: as it is, and under the limit."""
+    probe = _built(family, problem, 1)
+    if probe is None or probe.placement.ranks != problem.placement.ranks:
+        return
     limit = min(problem.limits)
-    limits = [None] + [limit] * ('memory_limit' in family.options and limit < inf)
-    for memory_limit in limits:
-        try:
-            schedule = build(
-                family.name,
-                problem.placement.num_ranks,
-                problem.num_microbatches,
-                num_chunks=problem.placement.num_chunks,
-                costs=problem.costs if 'costs' in family.options else None,
-                memory_limit=memory_limit,
-            )
-        except ValueError:
-            continue  # a family that cannot take this number of ranks, chunks or this limit
-        if schedule.placement.ranks == problem.placement.ranks:
+    adapts = 'memory_limit' in family.options and limit < inf
+    for memory_limit in (None, limit) if adapts else (None,):
+        schedule = _built(family, problem, problem.num_microbatches, memory_limit)
+        if schedule is not None:
             yield schedule
+
+
+def _built(
+    family: Family, problem: Problem, num_microbatches: int, memory_limit: float | None = None
+) -> Schedule | None:
+    """None if the family cannot take this number of ranks, chunks or this limit."""
+    try:
+        return build(
+            family.name,
+            problem.placement.num_ranks,
+            num_microbatches,
+            num_chunks=problem.placement.num_chunks,
+            costs=problem.costs if 'costs' in family.options else None,
+            memory_limit=memory_limit,
+        )
+    except ValueError:
+        return None

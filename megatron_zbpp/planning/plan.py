@@ -2,12 +2,12 @@
 
 It starts from every named schedule on the placements that are allowed, so it is never worse than
 the best of them; searches on from there (`search`); and on small problems asks the exact solver,
-where it is installed, for the optimum or a proof.
+where it is installed, for the optimum or a proof. Time goes to the placements that can still win.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_zbpp.ir import Placement, Schedule
@@ -15,11 +15,17 @@ from megatron_zbpp.planning import exact
 from megatron_zbpp.planning.budget import Budget
 from megatron_zbpp.planning.check import check
 from megatron_zbpp.planning.costs import Costs
+from megatron_zbpp.planning.grouped import grouped
 from megatron_zbpp.planning.named import Named, named
-from megatron_zbpp.planning.problem import OBJECTIVES, Problem, same_limits
+from megatron_zbpp.planning.problem import EPSILON, OBJECTIVES, Problem, same_limits
 from megatron_zbpp.planning.search import Search
 
+Candidate = tuple[Placement, Costs]
+
 _EXACT_PASSES = 4 * 8 * 2 * 3  # p, m, chunks, kinds: the exact solver ends in time up to here
+_BRIEF = 0.05  # share of the time that is searched before
+_EXACT = 0.8  # and of what is left then, that it gets
+_ROUNDS = (0.25, 1.0)  # shares of the time that is left when each begins
 
 
 @dataclass(frozen=True)
@@ -51,13 +57,14 @@ class Plan:
 
 
 def plan(
-    candidates: Sequence[tuple[Placement, Costs]],
+    candidates: Sequence[Candidate],
     num_microbatches: int,
     *,
     memory_limit: float | Sequence[float] | None = None,
     objective: str = 'makespan',
     seconds: float = 20.0,
     seed: int = 0,
+    starts: Iterable[Schedule] = (),
     progress: Callable[[float], None] | None = None,
 ) -> Plan:
     """The best schedule found on any of the candidates.
@@ -71,6 +78,7 @@ def plan(
             the longest span of one rank, where they do not.
         seconds: at most; turned into a number of steps, so that plans can be made again.
         seed: another one searches elsewhere.
+        starts: schedules of m microbatches to be at least as good as, where they keep the limit.
         progress: called now and then with the share of the budget that is spent.
 
     Raises:
@@ -82,16 +90,15 @@ def plan(
         raise ValueError(f'objective {objective!r} is unknown: use {" or ".join(OBJECTIVES)}')
     budget = Budget(seconds, progress)
     searches, names = [], []
-    for placement, costs in candidates:
+    for placement, costs in _with_room(candidates, memory_limit):
         limits = same_limits(memory_limit, placement.num_ranks)
-        _require_room(placement, costs, limits)
         problem = Problem(placement, num_microbatches, costs, limits, objective)
         known = named(problem)
         names += known
-        searches.append(Search(problem, [entry.orders for entry in known], seed))
-    for at, search in enumerate(searches):
-        search.improve(budget.part(1 / (len(searches) - at)))
-        _prove(search, seconds)
+        given = [problem.orders(s) for s in starts if s.placement.ranks == placement.ranks]
+        starts_here = [*(entry.orders for entry in known), *grouped(problem), *given]
+        searches.append(Search(problem, starts_here, seed))
+    _search(searches, budget)
     best = min(searches, key=lambda search: search.best.value)
     schedule = best.problem.schedule(best.best.orders, 'auto')
     check(schedule)
@@ -100,19 +107,47 @@ def plan(
         best.problem.costs,
         objective,
         best.best.value,
-        min(search.bound for search in searches),
+        min(best.best.value, *(search.bound for search in searches)),  # which rounding may cross
         _best(names),
         not budget.overran,
     )
 
 
-def _prove(search: Search, seconds: float) -> None:
-    """Asks the exact solver, where the problem is small and the solver is there."""
-    if search.done or search.problem.num_passes > _EXACT_PASSES or not exact.available():
+def _search(searches: list[Search], budget: Budget) -> None:
+    """In a first round all placements alike, then half of what is left to the next best."""
+    for share in _ROUNDS if len(searches) > 1 else (1.0,):
+        part = budget.part(share)
+        ranked = sorted(searches, key=lambda search: (search.best.value, search.bound))
+        for at, search in enumerate(ranked):
+            best = min(search.best.value for search in searches)
+            if search.bound < best - EPSILON:
+                rest = len(ranked) - at
+                _improve(search, part.part(1 / rest if share < 1 else 1 / min(rest, 2)), best)
+
+
+def _improve(search: Search, budget: Budget, best: float) -> None:
+    """Searches; where the problem is small, first briefly and then exactly for less than `best`."""
+    if search.problem.num_passes <= _EXACT_PASSES and exact.available():
+        search.improve(budget.part(_BRIEF))
+        if not search.done:
+            _solve(search, budget.part(_EXACT), best)
+    if search.bound < best - EPSILON:
+        search.improve(budget)
+
+
+def _solve(search: Search, budget: Budget, best: float) -> None:
+    """Asks the exact solver for less than `best`, or a proof that there is none."""
+    if not budget.effort:
         return
     answer = exact.solve(
-        search.problem, search.best.orders, search.bound, effort=seconds / 2, seconds=seconds
+        search.problem,
+        search.best.orders,
+        search.bound,
+        enough=best,
+        effort=budget.effort,
+        seconds=budget.seconds,
     )
+    budget.exert(answer.effort, answer.overran)
     search.bound = answer.bound
     if answer.orders is not None:
         search.add(answer.orders)
@@ -124,12 +159,33 @@ def _best(names: list[Named]) -> tuple[str, float] | None:
     return None if best is None else (best.name, best.value)
 
 
-def _require_room(placement: Placement, costs: Costs, limits: tuple[float, ...]) -> None:
-    """Raises where not even one microbatch fits: its activations on a rank are held together."""
-    for rank, limit in enumerate(limits):
-        least = sum(costs.activation[stage] for stage in placement.stages(rank))
-        if limit < least * (1 - 1e-9):
-            raise ValueError(
-                f'memory limit {limit:g} of rank {rank} is below {least:g}, one microbatch: '
-                f'give at least {least:g}, or place fewer layers there'
-            )
+def _with_room(
+    candidates: Sequence[Candidate], memory_limit: float | Sequence[float] | None
+) -> list[Candidate]:
+    """The candidates on which one microbatch fits: its activations on a rank are held together.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found, missing = [], []
+    for placement, costs in candidates:
+        limits = same_limits(memory_limit, placement.num_ranks)
+        least = _least(placement, costs)
+        short = [rank for rank, limit in enumerate(limits) if limit < least[rank] * (1 - 1e-9)]
+        if short:
+            missing.append((max(least), limits[short[0]], short[0], least[short[0]]))
+        else:
+            found.append((placement, costs))
+    if not found:
+        most, limit, rank, own = min(missing)
+        raise ValueError(
+            f'memory limit {limit:g} of rank {rank} is below {own:g}, one microbatch: give at '
+            f'least {most:g}, the least that any of these placements needs'
+        )
+    return found
+
+
+def _least(placement: Placement, costs: Costs) -> list[float]:
+    """Per rank, the smallest limit under which there is a schedule (see `pattern`)."""
+    ranks = range(placement.num_ranks)
+    return [sum(costs.activation[stage] for stage in placement.stages(rank)) for rank in ranks]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import inf
@@ -44,6 +44,14 @@ class Problem:
     costs: Costs
     limits: tuple[float, ...]
     objective: str = 'makespan'
+
+    @cached_property
+    def shortened(self) -> Problem:
+        """The same with fewer microbatches, to try things on; itself where that saves little."""
+        m = self.num_microbatches
+        few = max(12, self.placement.num_ranks * 5 // 2)
+        few += (m - few) % 2  # so that what repeats may span two microbatches
+        return self if 3 * few > 2 * m else replace(self, num_microbatches=few)
 
     @cached_property
     def num_queues(self) -> int:

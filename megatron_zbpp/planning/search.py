@@ -8,7 +8,6 @@ is known, schedules handed in from outside included, and nothing known is ever l
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from random import Random
 
 from megatron_zbpp.planning.anneal import Solution, anneal, fold, plain
@@ -20,7 +19,7 @@ from megatron_zbpp.planning.problem import EPSILON, Orders, Problem, replay
 
 _POOL = 8  # patterns that are climbed at once
 _KEPT = 6  # solutions to restart from
-_ROUNDS = 4  # annealings in one call of `improve`
+_ROUNDS = 3  # annealings in one call of `improve`
 _RANDOM = 0.3  # share of the first climb that only looks around
 _TEMPERATURES = (0.05, 0.1, 0.1, 0.2)  # in units of the shortest pass
 
@@ -46,7 +45,7 @@ class Search:
         self.solutions: list[Solution] = []
         self._rng = Random(seed)
         self._pool: list[tuple[float, Pattern]] = []
-        self._few = _few(problem)
+        self._few = problem.shortened
         self._unit = min((time for time in problem.durations if time > 0), default=0.0)
         for orders in starts:
             self.add(orders)
@@ -116,11 +115,3 @@ class Search:
         ]
         temperature = rng.choice(_TEMPERATURES) * self._unit
         self._keep(anneal(self.problem, folded, rng, budget, temperature, self.bound + EPSILON))
-
-
-def _few(problem: Problem) -> Problem:
-    """The problem to climb patterns on: with many microbatches, one that has fewer of them."""
-    m = problem.num_microbatches
-    few = max(12, problem.placement.num_ranks * 5 // 2)
-    few += (m - few) % 2  # so that what repeats may span two microbatches
-    return problem if 3 * few > 2 * m else replace(problem, num_microbatches=few)

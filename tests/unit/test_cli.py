@@ -21,6 +21,13 @@ SHAPE = ['--pp', '4', '--microbatches', '8']
 ZB_V = ['--schedule', 'zb-v', *SHAPE]
 
 
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where plans are kept while a test runs."""
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+    return tmp_path / 'cache' / 'megatron_zbpp' / 'plans'
+
+
 @pytest.fixture
 def zbpp(capsys: pytest.CaptureFixture):
     """Runs a command that must succeed; returns what it printed, parsed if that is JSON."""
@@ -177,6 +184,30 @@ def test_plan_for_people_and_the_window(zbpp) -> None:
     assert 'best named schedule: ' in text
 
 
+def test_plans_are_kept_on_disk(zbpp, cache_folder: Path, tmp_path: Path) -> None:
+    case = ['plan', '--pp', 2, '--microbatches', 3, '--seconds', 0.2]
+    first = zbpp(*case, '--json')
+    again = zbpp(*case, '--json')
+    assert (first.pop('cached'), again.pop('cached')) == (False, True)
+    assert again == first and len(list(cache_folder.iterdir())) == 1
+    assert 'planned before' in zbpp(*case)
+    assert zbpp(*case, '--no-cache', '--json')['cached'] is False
+    assert zbpp(*case, '--cache', tmp_path / 'other', '--json')['cached'] is False
+    assert zbpp(*case, '--seed', 1, '--json')['cached'] is False
+    assert len(list(cache_folder.iterdir())) == 2
+
+
+def test_plan_frontier(zbpp) -> None:
+    case = ['plan', '--pp', 4, '--microbatches', 6, '--times', '1,1.2,0.8', '--seconds', 1]
+    points = zbpp(*case, '--frontier', '4,2,3', '--json')['frontier']
+    assert [point['memory_limit'] for point in points] == [2, 3, 4]
+    spans = [point['makespan'] for point in points]
+    assert spans == sorted(spans, reverse=True) and spans[0] > spans[-1]
+    assert all(max(point['peak_activations']) <= point['memory_limit'] for point in points)
+    table = zbpp(*case, '--frontier', '4,2,3').splitlines()
+    assert [line.split()[0] for line in table] == ['limit', '2', '3', '4']
+
+
 def test_plan_keeps_to_what_is_allowed(zbpp, tmp_path: Path) -> None:
     case = ['--pp', 2, '--microbatches', 4, '--seconds', 1, '--json']
     found = zbpp('plan', *case, '--placement', 'loop', '--vpp', 3)
@@ -278,6 +309,11 @@ def test_refused_schedule_is_drawn(capsys: pytest.CaptureFixture, tmp_path: Path
         (['plan', *SHAPE, '--objective', 'speed'], ["'speed'", 'window']),
         (['plan', *SHAPE, '--seconds', '-1'], ["'-1'"]),
         (['plan', *SHAPE, '--memory-limit', '0.5'], ['limit 0.5', 'at least 1']),
+        (['plan', *SHAPE, '--frontier', '0.5,2'], ['limit 0.5', 'at least 1']),
+        (['plan', *SHAPE, '--frontier', '2,x'], ["'x'"]),
+        (['plan', *SHAPE, '--frontier', '2', '--memory-limit', '2'], ['leave --memory-limit out']),
+        (['plan', *SHAPE, '--cache', 'here', '--no-cache'], ['not allowed']),
+        (['plan', *SHAPE, '--seed', 'x'], ["'x'"]),
         (['convert', *ZB_V, '--to', 'pdf', '-o', 'x'], ["'pdf'", 'torch-csv']),
         (['convert', *ZB_V, '--to', 'json'], ['-o']),
         (['convert', *ZB_V, '--to', 'json', '-o', 'none/x.json'], ['none/x.json', 'another path']),
