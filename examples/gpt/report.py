@@ -6,13 +6,14 @@ import argparse
 import hashlib
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zbpp.runtime.measure import Iteration
 
@@ -56,6 +57,20 @@ def log(
         f'number of nan iterations: {int(loss != loss):3d}',
     )
     print(' | '.join(parts) + ' |', flush=True)
+
+
+def by_layer(
+    chunks: Iterable[torch.nn.Module],
+) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
+    """(layer, name, parameter): the layer is its number in the whole model, from 1, or a name."""
+    for chunk in chunks:
+        model = get_attr_wrapped_model(chunk, 'pre_process', return_model_obj=True)
+        for name, parameter in model.named_parameters():
+            place, _, rest = name.partition('.')
+            if name.startswith('decoder.layers.'):
+                index, _, rest = name.removeprefix('decoder.layers.').partition('.')
+                place = str(model.decoder.layers[int(index)].layer_number)
+            yield place, rest, parameter
 
 
 def fingerprint(

@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_zbpp.ir import Placement
+from megatron_zbpp.mcore.settings import settings
 from megatron_zbpp.mcore.stages import Call, ModelStage
 from megatron_zbpp.runtime.clock import clock_for
 from megatron_zbpp.runtime.comm import Message
@@ -59,7 +60,6 @@ def _run(
     models = model if isinstance(model, list) else [model]
     config = get_model_config(models[0])
     refuse_unsupported(config, adjust_tensor_shapes_fn)
-    lowered = plugin.lowered(groups.pp.size(), num_microbatches, forward_only)
     call = Call(
         plugin.store,
         forward_step_func,
@@ -79,6 +79,8 @@ def _run(
         cp_group=groups.cp,
     )
     message = Message(shape, config.pipeline_dtype, call.device)
+    plugin.agree(settings(num_microbatches, len(models), message, forward_only, config), groups.pp)
+    lowered = plugin.lowered(groups.pp.size(), num_microbatches, forward_only)
     clock = clock_for(call.device)
     executor = Executor(
         lowered.programs[groups.pp.rank()],
@@ -88,7 +90,7 @@ def _run(
         plugin.store,
         clock,
     )
-    with _timed(config), _without_grad_sync(config):
+    with _timed(config), plugin.watchdog.passes(executor):
         record = executor.run()
     plugin.latest = Iteration(lowered.schedule, groups.pp, record, clock)
     finalize = config.finalize_model_grads_func
@@ -159,13 +161,3 @@ def _timed(config: Any) -> Iterator[None]:
     config.timers('forward-backward', log_level=1).start(barrier=config.barrier_with_L1_time)
     yield
     config.timers('forward-backward').stop()
-
-
-@contextlib.contextmanager
-def _without_grad_sync(config: Any) -> Iterator[None]:
-    """No reduction from autograd's hooks: the executor knows when a stage is complete."""
-    functions = config.no_sync_func or ()
-    with contextlib.ExitStack() as stack:
-        for no_sync in functions if isinstance(functions, list | tuple) else (functions,):
-            stack.enter_context(no_sync())
-        yield

@@ -2,16 +2,17 @@
 
 Megatron asks `TransformerConfig.pipeline_model_parallel_layout` for layer counts, offsets, layer
 numbers and so the names in sharded checkpoints. Its own layout can express loops only;
-`StageLayout` answers the same questions for any placement. With it no Megatron function changes.
+`StageLayout` answers the same questions for any placement.
 
 A schedule whose placement ends on rank 0 (every V) is run with its ranks reversed, as a Λ: loss and
 embedding are on the last rank, where Megatron's loss logging, evaluation, token counts and output
-casts expect the loss. What remains is the embedding group: see `embedding_ranks`.
+casts expect the loss. What remains is where the first stage is: see `placing`.
 """
 
 from __future__ import annotations
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_attr_wrapped_model
@@ -35,15 +36,6 @@ def for_megatron(schedule: Schedule) -> Schedule:
     )
 
 
-def embedding_ranks(placement: Placement, pp_ranks: list[int]) -> list[int]:
-    """Ranks among `pp_ranks` that hold the embedding or its copy in the output layer.
-
-    For `get_embedding_ranks` of `initialize_model_parallel`, through `functools.partial`. One rank
-    that holds both needs no group: `tie_embeddings` and the plugin keep its two copies equal.
-    """
-    return sorted({pp_ranks[placement.ranks[0]], pp_ranks[placement.ranks[-1]]})
-
-
 def layers_per_stage(
     num_layers: int, placement: Placement, embedding: bool = False, loss: bool = False
 ) -> list[int]:
@@ -56,7 +48,8 @@ def layers_per_stage(
         loss: the same for the output layer and loss.
 
     Returns:
-        One count per stage, summing to `num_layers`; what does not divide goes to inner stages.
+        One count per stage, summing to `num_layers`. What does not divide is spread evenly over the
+        ranks, and an end that has work which does not count as a layer comes last.
 
     Raises:
         ValueError: too few layers for so many stages.
@@ -67,8 +60,14 @@ def layers_per_stage(
     taken[-1] += loss
     base, extra = divmod(num_layers + sum(taken), stages)
     counts = [base - own for own in taken]
-    for stage in sorted(range(stages), key=lambda s: s in (0, stages - 1))[:extra]:
+    loads = [0] * placement.num_ranks  # of what does not divide
+    spared = {0: not embedding, stages - 1: not loss}
+    free = list(range(stages))
+    for _ in range(extra):
+        stage = min(free, key=lambda s: (spared.get(s, False), loads[placement.ranks[s]]))
+        free.remove(stage)
         counts[stage] += 1
+        loads[placement.ranks[stage]] += 1
     if min(count + own for count, own in zip(counts, taken, strict=True)) < 1:
         raise ValueError(
             f'{num_layers} layers cannot be placed on {stages} stages '
@@ -78,23 +77,55 @@ def layers_per_stage(
     return counts
 
 
+def layout_string(layers: list[int]) -> str:
+    """The layout of stages with so many layers each, in the language of Megatron's own flag.
+
+    Args:
+        layers: transformer layers of each stage, in model order.
+
+    Returns:
+        For `--pipeline-model-parallel-layout` or the field of that name in `TransformerConfig`.
+    """
+    return f'E{"|".join("t" * count for count in layers)}L'
+
+
 class StageLayout(PipelineParallelLayerLayout):
-    """A layer layout for any placement, for `TransformerConfig.pipeline_model_parallel_layout`.
+    """Megatron's layer layout for any placement.
+
+    While the plugin is enabled, `TransformerConfig` makes one of a layout in Megatron's own
+    language, whose stages are in model order as ever.
 
     Args:
         placement: which rank holds which stage, all ranks the same number of chunks.
-        layers: transformer layers of each stage, in model order.
+        layout: the layers of each stage, as Megatron's flag or as lists.
+
+    Raises:
+        ValueError: another number of stages than the placement has.
     """
 
-    def __init__(self, placement: Placement, layers: list[int]) -> None:
+    def __init__(self, placement: Placement, layout: str | list) -> None:
+        stages = self.parse_str_to_list(layout) if isinstance(layout, str) else layout
+        if len(stages) != placement.num_stages:
+            raise ValueError(
+                f'pipeline_model_parallel_layout {layout} has {len(stages)} stages, but the '
+                f'schedule places {placement.num_stages} ({placement.num_ranks} ranks of '
+                f'{placement.num_chunks}): give that many, divided by |'
+            )
         self.placement = placement
-        stages = [[LayerType.decoder] * count for count in layers]
-        stages[0] = [LayerType.embedding, *stages[0]]
-        stages[-1] = [*stages[-1], LayerType.loss]
         held = map(placement.stages, range(placement.num_ranks))
         by_chunk = [stages[stage] for chunk in zip(*held, strict=True) for stage in chunk]
         super().__init__(by_chunk, placement.num_ranks)
-        self.flatten_layout = [layer for stage in stages for layer in stage]
+        self.input_data = layout
+        self._stages = [
+            self.layout[rank][chunk]
+            for rank, chunk in zip(placement.ranks, placement.chunks, strict=True)
+        ]
+        self.flatten_layout = [layer for stage in self._stages for layer in stage]
+
+    @property
+    def num_layers(self) -> list[int]:
+        """Transformer layers of each stage, in model order."""
+        return [stage.count(LayerType.decoder) for stage in self._stages]
 
     def get_layer_offset(
         self,
@@ -104,14 +135,9 @@ class StageLayout(PipelineParallelLayerLayout):
     ) -> int:
         """Layers of `layer_type` in all stages before this one, in model order."""
         if pp_rank is None:
-            from megatron.core import parallel_state
-
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         own = self.placement.stages(pp_rank)[vp_stage or 0]
-        return sum(
-            self.layout[self.placement.ranks[stage]][self.placement.chunks[stage]].count(layer_type)
-            for stage in range(own)
-        )
+        return sum(stage.count(layer_type) for stage in self._stages[:own])
 
 
 def tied_copies(model: list[torch.nn.Module]) -> tuple[torch.nn.Parameter, ...]:
@@ -121,18 +147,3 @@ def tied_copies(model: list[torch.nn.Module]) -> tuple[torch.nn.Parameter, ...]:
     if len(ends) < 2 or not all(c.share_embeddings_and_output_weights for c in ends):
         return ()
     return tuple(c.shared_embedding_or_output_weight() for c in ends)
-
-
-def tie_embeddings(model: list[torch.nn.Module]) -> None:
-    """Makes the output layer's weight a copy of the embedding's; before wrapping in DDP.
-
-    Megatron does it by an all-reduce between the first and the last rank; where one rank holds both
-    it does not see the pair.
-    """
-    copies = tied_copies(model)
-    if copies:
-        embedding, output = copies
-        with torch.no_grad():
-            output.copy_(embedding)
-        # as Megatron marks them: own buckets in DDP, counted once in the gradient norm
-        embedding.shared_embedding = output.shared_embedding = True

@@ -5,34 +5,55 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import TransformerConfig
 
+from megatron_zbpp.imports import after_import
 from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.mcore import placing
 from megatron_zbpp.mcore.forward_backward import forward_backward
-from megatron_zbpp.mcore.layout import for_megatron, tied_copies
+from megatron_zbpp.mcore.layout import for_megatron
 from megatron_zbpp.mcore.linear import deferring_linear
 from megatron_zbpp.planning.check import check
 from megatron_zbpp.planning.lower import Program, lower
+from megatron_zbpp.runtime import handshake
 from megatron_zbpp.runtime.comm import Channels
 from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.runtime.store import WeightGradStore
+from megatron_zbpp.runtime.watchdog import Watchdog
 from megatron_zbpp.schedules import build, find
 
-# The package exports a function of this name, which hides its module.
-_FINALIZE = 'megatron.core.distributed.finalize_model_grads'
 _LINEAR = 'LinearWithGradAccumulationAndAsyncCommunication'
 _PIPELINED = (
     'forward_backward_pipelining_with_interleaving',
     'forward_backward_pipelining_without_interleaving',
 )
-_TIED = '_allreduce_word_embedding_grads'
+
+
+def lookups() -> Iterator[tuple[Callable, str]]:
+    """Which function of Megatron's must find which name replaced."""
+    for user, names in (
+        (schedules.get_forward_backward_func, _PIPELINED),
+        (layers.linear_with_grad_accumulation_and_async_allreduce, (_LINEAR,)),
+        (placing.finalize_module().finalize_model_grads, (placing.TIED,)),
+        (TransformerConfig.__post_init__, (placing.LAYOUT,)),
+        (LanguageModule._is_in_embd_group, ('is_pp_first_stage',)),
+    ):
+        for name in names:
+            yield user, name
+
+
+def looks_up(user: Callable, name: str) -> bool:
+    """Whether the function looks the name up in its module when it runs."""
+    return name in user.__code__.co_names and name in user.__globals__
 
 
 @dataclass(frozen=True)
@@ -53,19 +74,62 @@ class Plugin:
     Args:
         source: a schedule, or the name of a family that makes one for any number of microbatches.
         num_chunks: stages a rank, for families that leave the choice.
+        memory_limit: in activations of one microbatch on a full rank, for families that take one.
+        watchdog_timeout: seconds without a step forward after which the process is ended; 0: never.
 
     Attributes:
         store: the weight gradients that wait for their W.
+        watchdog: ends this process if the pipeline no longer moves.
+        flags: of the program, that all ranks must have alike: compared before groups are made.
         latest: the latest iteration of this rank.
     """
 
-    def __init__(self, source: str | Schedule, num_chunks: int | None = None) -> None:
-        self.source = source if isinstance(source, Schedule) else (find(source).name, num_chunks)
+    def __init__(
+        self,
+        source: str | Schedule,
+        num_chunks: int | None = None,
+        memory_limit: float | None = None,
+        watchdog_timeout: float = 0,
+    ) -> None:
+        given = isinstance(source, Schedule)
+        self.source = source if given else (find(source).name, num_chunks, memory_limit)
         self.store = WeightGradStore()
+        self.watchdog = Watchdog(watchdog_timeout)
+        self.flags: Mapping[str, object] = {}
         self.latest: Iteration | None = None
         self._schedules: dict[tuple[int, int, bool], Lowered] = {}
         self._channels: dict[tuple[dist.ProcessGroup, Placement], Channels] = {}
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._placements: dict[int, Placement] = {}
+        self._agreed: set[tuple] = set()
+        self._undo: list[placing.Attribute] = []
+        self._functions: list[placing.Function] = []
+
+    @functools.cached_property
+    def title(self) -> str:
+        """The source in words: equal on two ranks exactly if the source is."""
+        if isinstance(self.source, Schedule):
+            return handshake.words(self.source)
+        name, num_chunks, memory_limit = self.source
+        chunks = f' with {num_chunks} chunks a rank' if num_chunks else ''
+        return name + chunks + (f' within {memory_limit:g}' if memory_limit else '')
+
+    def agree(self, settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
+        """Returns if all ranks of `group` have these settings: a collective where they are new.
+
+        Settings that are new on some ranks only are a stall, for the watchdog.
+
+        Raises:
+            DisagreementError: they have not.
+        """
+        settings = {'schedule': self.title, **settings}
+        if group is dist.group.WORLD:
+            settings |= self.flags
+        key = (group, *settings.items())
+        if key not in self._agreed:
+            with self.watchdog.meeting(f'handshake about {handshake.words(settings)}'):
+                gathered = handshake.gather(settings, group)
+            handshake.compare(gathered)
+            self._agreed.add(key)
 
     def schedule(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """The schedule for p ranks and m microbatches, in Megatron's ranks.
@@ -84,13 +148,23 @@ class Plugin:
                         'the parallel or batch sizes, or use a family by its name'
                     )
             return for_megatron(self.source)
-        name, num_chunks = self.source
-        return for_megatron(build(name, num_ranks, num_microbatches, num_chunks=num_chunks))
+        name, num_chunks, memory_limit = self.source
+        schedule = build(
+            name,
+            num_ranks,
+            num_microbatches,
+            num_chunks=num_chunks,
+            memory_limit=memory_limit,
+        )
+        return for_megatron(schedule)
 
     def placement(self, num_ranks: int) -> Placement:
         """Where the stages are, whatever the number of microbatches."""
-        given = isinstance(self.source, Schedule)
-        return self.schedule(num_ranks, self.source.num_microbatches if given else 1).placement
+        if num_ranks not in self._placements:
+            given = isinstance(self.source, Schedule)
+            schedule = self.schedule(num_ranks, self.source.num_microbatches if given else 1)
+            self._placements[num_ranks] = schedule.placement
+        return self._placements[num_ranks]
 
     def lowered(self, num_ranks: int, num_microbatches: int, forward_only: bool) -> Lowered:
         """The checked programs, from the cache or made now.
@@ -122,9 +196,13 @@ class Plugin:
             ours = functools.partial(forward_backward, self, original)
             self._patch(schedules, name, functools.update_wrapper(ours, original))
         self._patch(layers, _LINEAR, deferring_linear(getattr(layers, _LINEAR), self.store))
-        finalize = sys.modules[_FINALIZE]
-        self._patch(finalize, _TIED, _summing_tied_copies(getattr(finalize, _TIED)))
-
+        for owner, name, replacement in placing.attributes(self.placement):
+            self._patch(owner, name, replacement)
+        self._replace(placing.functions(self.placement, self.agree))
+        for name in placing.TRAINING:
+            self._replace(placing.training_functions(name, self.placement))
+        later = [name for name in placing.TRAINING if name not in sys.modules]
+        self._forget_imports = after_import(dict.fromkeys(later, self._imported))
         try:
             self._assert_found()
         except RuntimeError:
@@ -137,24 +215,35 @@ class Plugin:
         Raises:
             RuntimeError: Megatron's code has moved.
         """
-        users = (
-            (schedules.get_forward_backward_func, _PIPELINED),
-            (layers.linear_with_grad_accumulation_and_async_allreduce, (_LINEAR,)),
-            (sys.modules[_FINALIZE].finalize_model_grads, (_TIED,)),
-        )
-        for user, names in users:
-            for name in names:
-                if name not in user.__code__.co_names or name not in user.__globals__:
-                    raise RuntimeError(
-                        f'{user.__module__}.{user.__name__} does not use {name} in this release '
-                        'of Megatron-Core: the patch would have no effect; please report it'
-                    )
+        for user, name in lookups():
+            if not looks_up(user, name):
+                raise RuntimeError(
+                    f'{user.__module__}.{user.__name__} does not use {name} in this release '
+                    'of Megatron-Core: the patch would have no effect; please report it'
+                )
+
+    def _imported(self, module: ModuleType) -> None:
+        self._replace(placing.training_functions(module.__name__, self.placement))
 
     def disable(self) -> None:
         """Takes everything out again; later calls do nothing."""
+        if not self.enabled:
+            return
+        self.watchdog.stop()
         while self._undo:
             owner, name, original = self._undo.pop()
             setattr(owner, name, original)
+        self._forget_imports()
+        for module, name, original in self._replaced_functions():
+            setattr(module, name, original)
+        self._functions.clear()
+
+    def replaced(self) -> list[placing.Attribute]:
+        """Owner, name and original of all that is replaced now."""
+        return [*self._undo, *self._replaced_functions()]
+
+    def _replaced_functions(self) -> Iterator[placing.Attribute]:
+        return placing.everywhere((ours, original) for original, ours in self._functions)
 
     def __enter__(self) -> Plugin:
         return self
@@ -170,20 +259,9 @@ class Plugin:
         self._undo.append((owner, name, getattr(owner, name)))
         setattr(owner, name, replacement)
 
-
-def _summing_tied_copies(original: Callable) -> Callable:
-    """Megatron's reduction of tied embeddings, and a plain sum where one rank holds both copies."""
-
-    @functools.wraps(original)
-    def reduce(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
-        copies = tied_copies(model)
-        if not copies:
-            original(model, *args, **kwargs)
-            return
-        one, other = (
-            copy.main_grad if hasattr(copy, 'main_grad') else copy.grad for copy in copies
-        )
-        one.add_(other)
-        other.copy_(one)
-
-    return reduce
+    def _replace(self, functions: Iterable[placing.Function]) -> None:
+        pairs = list(functions)
+        self._functions += pairs
+        if pairs:
+            for module, name, replacement in placing.everywhere(pairs):
+                setattr(module, name, replacement)

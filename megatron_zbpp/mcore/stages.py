@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +72,10 @@ class ModelStage:
         self._is_last = is_last
         self._config = get_model_config(model)
         self._delaying = te.delaying_modules(model)
+        no_sync = self._config.no_sync_func  # one for all chunks, or a list of theirs
+        if isinstance(no_sync, list | tuple):
+            no_sync = no_sync[vp_stage or 0]
+        self._no_sync = no_sync or contextlib.nullcontext
 
     def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         call = self._call
@@ -107,7 +113,5 @@ class ModelStage:
     def release(self, output: torch.Tensor) -> None:
         schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
-    def gradients_complete(self) -> None:
-        ddp_config = getattr(self._model, 'ddp_config', None)
-        if ddp_config is not None and ddp_config.overlap_grad_reduce:
-            self._model.start_grad_sync()
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self._no_sync()

@@ -17,6 +17,9 @@ class Clock(Protocol):
     def seconds(self, mark: object) -> float:
         """`mark` in seconds of the host's monotonic clock; may synchronise."""
 
+    def reached(self, mark: object) -> bool:
+        """Whether the device has come to `mark`; never waits."""
+
 
 class HostClock:
     """For devices whose work is done when the call returns: the CPU."""
@@ -26,6 +29,9 @@ class HostClock:
 
     def seconds(self, mark: float) -> float:
         return mark
+
+    def reached(self, mark: float) -> bool:
+        return True
 
 
 class CudaClock:
@@ -45,6 +51,12 @@ class CudaClock:
     def seconds(self, mark: torch.cuda.Event) -> float:
         mark.synchronize()
         return self._origin + self._base.elapsed_time(mark) / 1e3
+
+    def reached(self, mark: torch.cuda.Event) -> bool:
+        try:
+            return mark.query()
+        except RuntimeError:  # a device in error reaches nothing more; the main thread is told
+            return False
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megatron_zbpp.planning.lower import Send
 
 
 @dataclass(frozen=True)
@@ -42,48 +45,85 @@ class Channels:
 
     Args:
         pp_group: the pipeline group; peers are ranks in it.
-        pairs: every (sender, receiver) pair of the placement, the same on all ranks: a collective.
+        pairs: every (sender, receiver) pair of the placement.
+        separate: whether each direction gets a group of its own, which all ranks of all pipelines
+            must make together; default: where the backend is NCCL.
+
+    Attributes:
+        pp_group: the same.
+        rank: this rank in it.
+        ranks: the global rank of each of its ranks.
+        leaving: the send that this rank waits for, while it does.
     """
 
-    def __init__(self, pp_group: dist.ProcessGroup, pairs: Iterable[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        pp_group: dist.ProcessGroup,
+        pairs: Iterable[tuple[int, int]],
+        separate: bool | None = None,
+    ) -> None:
+        self.pp_group = pp_group
         self.rank = dist.get_rank(pp_group)
-        self._ranks = dist.get_process_group_ranks(pp_group)
-        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
-        separate = dist.get_backend(pp_group) == 'nccl'
-        for pair in sorted(pairs):  # one order for all, so that creating them cannot deadlock
-            if self.rank in pair:
-                members = sorted(self._ranks[rank] for rank in pair)
-                self._groups[pair] = (
-                    dist.new_group(members, use_local_synchronization=True)
-                    if separate
-                    else pp_group
-                )
-        self._unfinished: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
+        self.leaving: Send | None = None
+        self.ranks = dist.get_process_group_ranks(pp_group)
+        if separate is None:
+            separate = dist.get_backend(pp_group) == 'nccl'
+        if separate:
+            self._groups = _directions(self.ranks, sorted(pairs))
+        else:
+            self._groups = dict.fromkeys(pairs, pp_group)
+        self._unfinished: dict[int, deque[tuple[dist.Work, torch.Tensor, Send]]]
+        self._unfinished = defaultdict(deque)
 
-    def send(self, tensor: torch.Tensor, peer: int, keep: int) -> None:
+    def send(self, tensor: torch.Tensor, send: Send, keep: int) -> None:
         """Starts sending `tensor`, which is held until it has left.
 
         Args:
             tensor: what to send; its storage must not be written to until the peer has it.
-            peer: rank in the pipeline group.
+            send: its peer, and what for.
             keep: how many sends to this peer may be unfinished. Backends that cannot tell whether a
                 send is done (gloo) hold that many tensors.
         """
         tensor = tensor.detach().contiguous()
-        work = dist.isend(tensor, self._ranks[peer], group=self._groups[self.rank, peer])
+        peer = send.peer
+        work = dist.isend(tensor, self.ranks[peer], group=self._groups[self.rank, peer])
         unfinished = self._unfinished[peer]
-        unfinished.append((work, tensor))
+        unfinished.append((work, tensor, send))
         while unfinished and (len(unfinished) > keep or unfinished[0][0].is_completed()):
-            unfinished.popleft()[0].wait()
+            self._finish_oldest(unfinished)
 
     def post(self, message: Message, peer: int) -> Incoming:
         """Posts the receive of the next message from `peer`."""
         tensor = torch.empty(message.shape, dtype=message.dtype, device=message.device)
-        work = dist.irecv(tensor, self._ranks[peer], group=self._groups[peer, self.rank])
+        work = dist.irecv(tensor, self.ranks[peer], group=self._groups[peer, self.rank])
         return Incoming(tensor, work)
 
     def finish(self) -> None:
         """Waits for every send."""
         for unfinished in self._unfinished.values():
             while unfinished:
-                unfinished.popleft()[0].wait()
+                self._finish_oldest(unfinished)
+
+    def _finish_oldest(self, unfinished: deque[tuple[dist.Work, torch.Tensor, Send]]) -> None:
+        work, _tensor, self.leaving = unfinished.popleft()  # held until it has left
+        work.wait()
+        self.leaving = None  # not after an error: it tells what was waited for
+
+
+def _directions(
+    own: list[int], pairs: list[tuple[int, int]]
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """A group for each pair, made by all ranks of all pipelines in one order.
+
+    Made by their members alone, groups would get a name from how many each member is in already,
+    which differs between the ranks of a pipeline.
+    """
+    pipelines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pipelines, tuple(own))
+    groups = {}
+    for ranks in sorted(set(pipelines)):
+        for pair in pairs:
+            group = dist.new_group(sorted(ranks[rank] for rank in pair))
+            if list(ranks) == own:
+                groups[pair] = group
+    return groups

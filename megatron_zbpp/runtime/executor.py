@@ -8,13 +8,14 @@ it is told by a `Stage`; where its neighbours are, by `Channels`. Nothing here k
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from megatron_zbpp.ir import BW, B, F, Pass, W
-from megatron_zbpp.planning.lower import Program, Receive, Send
+from megatron_zbpp.planning.lower import Hand, Program, Receive, Send
 from megatron_zbpp.runtime.clock import Clock
 from megatron_zbpp.runtime.comm import Channels, Incoming, Message
 from megatron_zbpp.runtime.store import Key, WeightGradStore
@@ -34,8 +35,8 @@ class Stage(Protocol):
     def release(self, output: torch.Tensor) -> None:
         """The data of `output` has been passed on; only its graph is still needed."""
 
-    def gradients_complete(self) -> None:
-        """The last weight gradient of this stage has been accumulated."""
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        """Around what accumulates gradients; `last`: these parameters get no more after it."""
 
 
 @dataclass
@@ -63,6 +64,12 @@ class Executor:
         message: what neighbours exchange.
         store: where layers leave their weight gradients.
         clock: times the passes.
+
+    Attributes:
+        record: what has been done so far. This and the next two are what a watchdog reads, from
+            another thread: plain values, without a lock.
+        current: the pass that runs, or whose input is waited for; the latest one between passes.
+        awaiting: whether its input is waited for.
     """
 
     def __init__(
@@ -74,17 +81,22 @@ class Executor:
         store: WeightGradStore,
         clock: Clock,
     ) -> None:
-        self._program = program
+        self.program = program
+        self.channels = channels
+        self.clock = clock
+        self.record = Record()
+        self.current: Pass | None = None
+        self.awaiting = False
         self._stages = stages
-        self._channels = channels
         self._message = message
         self._store = store
-        self._clock = clock
         passes = [i for i in program if isinstance(i, Pass)]
         self._defers = any(p.kind == W for p in passes)
         self._trains = any(p.kind != F for p in passes)
-        last = {p.stage: p for p in passes if p.kind in (W, BW)}
-        self._completes = set(last.values())
+        # what B accumulates by itself (norms, embeddings) is complete after the last of the first,
+        # what waits for W after the last of the second
+        self._last_backwards = set({p.stage: p for p in passes if p.kind in (B, BW)}.values())
+        self._last_weights = set({p.stage: p for p in passes if p.kind in (W, BW)}.values())
         # A forward's message has arrived when its backward runs: more are never unfinished.
         self._keep = _most_live(passes)
         self._passes = {F: self._forward, B: self._backward, BW: self._backward, W: self._weights}
@@ -93,45 +105,66 @@ class Executor:
         self._saved: dict[Key, tuple[torch.Tensor | None, torch.Tensor]] = {}
 
     def run(self) -> Record:
-        """Every instruction in order; returns when this rank has done its part."""
-        record = Record()
+        """Every instruction in order; returns when this rank has done its part.
+
+        Raises:
+            ValueError: a stage made something else than the message that its neighbour awaits.
+        """
         made: torch.Tensor | None = (
             None  # by the latest pass; lowering puts its use right behind it
         )
         try:
-            for instruction in self._program:
+            for instruction in self.program:
                 if isinstance(instruction, Pass):
-                    made = self._timed(instruction, record)
+                    made = self._timed(instruction)
                 elif isinstance(instruction, Receive):
-                    self._incoming[instruction.consumer] = self._channels.post(
+                    self._incoming[instruction.consumer] = self.channels.post(
                         self._message, instruction.peer
                     )
                 elif isinstance(instruction, Send):
-                    self._channels.send(made, instruction.peer, self._keep)
+                    self._check(made, instruction)
+                    self.channels.send(made, instruction, self._keep)
                 else:
+                    self._check(made, instruction)
                     self._handed[instruction.consumer] = made
-            self._channels.finish()
+            self.channels.finish()
         finally:
             self._store.clear()
-        return record
+        return self.record
 
-    def _timed(self, p: Pass, record: Record) -> torch.Tensor | None:
+    def _check(self, made: torch.Tensor | None, instruction: Send | Hand) -> None:
+        """Before it reaches another stage: what the latest pass made is a message."""
+        message = self._message
+        if made is None or made.shape != message.shape or made.dtype != message.dtype:
+            has = 'nothing' if made is None else f'{tuple(made.shape)} of {made.dtype}'
+            raise ValueError(
+                f'{self.current.words} made {has}, but {instruction.consumer.words} takes '
+                f'{tuple(message.shape)} of {message.dtype}: every stage must keep the shape that '
+                'sequence length, micro batch and hidden size give, and the dtype of the pipeline'
+            )
+
+    def _timed(self, p: Pass) -> torch.Tensor | None:
         """Runs `p` once its input is there, and writes down when it ran and what is held after."""
+        record = self.record
+        self.current = p
         received = self._take(p)
-        start = self._clock.mark()
+        start = self.clock.mark()
         made = self._passes[p.kind](p, received)
-        record.marks.append((start, self._clock.mark()))
+        record.marks.append((start, self.clock.mark()))
         record.passes.append(p)
         record.live.append(len(self._saved) + self._store.pending)
-        if p in self._completes:
-            self._stages[p.stage].gradients_complete()
         return made
 
     def _take(self, p: Pass) -> torch.Tensor | None:
         """What a neighbouring stage made for `p`; None where the model begins or ends."""
         if p in self._handed:
             return self._handed.pop(p)
-        return self._incoming.pop(p).wait() if p in self._incoming else None
+        if p not in self._incoming:
+            return None
+        self.awaiting = True
+        received = self._incoming.pop(p).wait()
+        self.awaiting = False  # not after an error: it tells what was waited for
+        return received
 
     def _forward(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
         key = (p.stage, p.microbatch)
@@ -148,18 +181,22 @@ class Executor:
 
     def _backward(self, p: Pass, gradient: torch.Tensor | None) -> torch.Tensor | None:
         key = (p.stage, p.microbatch)
+        stage = self._stages[p.stage]
         received, output = self._saved.pop(key)
-        if not self._defers:
-            return self._stages[p.stage].backward(received, output, gradient)
-        self._store.open(key)
-        with self._store.scope(key):
-            made = self._stages[p.stage].backward(received, output, gradient)
-        if p.kind == BW:
-            self._store.run(key)
+        if self._defers:
+            self._store.open(key)
+        with (
+            self._store.scope(key if self._defers else None),
+            stage.accumulating(p in self._last_backwards),
+        ):
+            made = stage.backward(received, output, gradient)
+        if self._defers and p.kind == BW:
+            self._weights(p, None)
         return made
 
     def _weights(self, p: Pass, _: None) -> None:
-        self._store.run((p.stage, p.microbatch))
+        with self._stages[p.stage].accumulating(p in self._last_weights):
+            self._store.run((p.stage, p.microbatch))
 
 
 def _most_live(passes: Sequence[Pass]) -> int:

@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from training import MODEL, forget_groups
+from example import MODEL, forget_groups
 
 from megatron_zbpp.ir import BW, B, F, W
 from megatron_zbpp.planning.costs import Costs

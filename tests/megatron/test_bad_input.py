@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from training import MODEL, run
+from example import MODEL, run
 
 EXAMPLE = Path(__file__).parents[2] / 'examples' / 'gpt' / 'pretrain_gpt.py'
 SOUND = {

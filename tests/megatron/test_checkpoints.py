@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from training import run
+from example import run
 
 
 @pytest.mark.parametrize('precision', ['fp32', 'bf16'])

@@ -16,8 +16,8 @@ def test_too_late_is_an_error():
 def seeded():
     """Random numbers after two seeds, from Megatron's model-parallel generator."""
     import torch
+    from example import forget_groups
     from megatron.core import parallel_state, tensor_parallel
-    from training import forget_groups
 
     from megatron_zbpp import cpu
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from training import run
+from example import run
 
 from megatron_zbpp.exchange import to_torch_csv
 from megatron_zbpp.schedules import FAMILIES, build

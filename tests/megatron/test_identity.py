@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from training import run
+from example import run
 
 MICROBATCHES = (1, 2, 3, 4, 7, 8, 16)
 CLIPPING, NO_CLIPPING = 0.5, 1e9  # the norm is computed all the same

@@ -8,7 +8,7 @@ import weakref
 from unittest import mock
 
 import pytest
-from training import forget_groups
+from example import forget_groups
 
 CASES = ['plain', 'bias', 'fused', 'fused-flagged', 'sequence-parallel', 'frozen-bias']
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from training import run
+from example import run
 
 COMMON = ['--num-layers', 4, '--pipeline-model-parallel-size', 2, '--clip-grad', 1e9]
 

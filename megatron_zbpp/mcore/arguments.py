@@ -1,0 +1,311 @@
+"""Our flags in Megatron's own command line.
+
+The flags are the fields of `PipelineScheduleConfig`, their docstrings the help. They are added to
+NVIDIA's parser from inside, and what they ask for is prepared right after parsing, before Megatron
+looks at its arguments: the schedule is built and checked, what does not work with it is refused,
+the layers are laid out for its placement, and the plugin is enabled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import docstring_parser
+
+import megatron_zbpp
+from megatron_zbpp import cpu, exchange
+from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.mcore import layout, refusals
+from megatron_zbpp.mcore.plugin import Plugin
+from megatron_zbpp.runtime import handshake
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineScheduleConfig:
+    """What the user asks for."""
+
+    pipeline_schedule: str | None = None
+    """The pipeline schedule by its name, such as zb-v or zb-h1 (`zbpp list` prints all). Without
+    it, everything is Megatron's own."""
+
+    pipeline_schedule_file: Path | None = None
+    """A schedule to run instead of one by name: JSON as of `zbpp plan`, or CSV as of torch."""
+
+    pipeline_schedule_memory_limit: float | None = None
+    """Most that a rank may hold, in activations of one microbatch on a full rank (1F1B holds as
+    many as there are pipeline ranks); for schedules that take a limit, such as zb-1p."""
+
+    pipeline_watchdog_timeout: float = 300.0
+    """Seconds without progress inside a schedule after which a rank reports what it waits for and
+    ends the job. 0: wait for ever."""
+
+
+# What other forks call it: flag, its argparse options, and what it means here.
+_V_SCHEDULES = {'zb': 'zb-v', 'half': 'v-half', 'min': 'v-min'}
+_ALIASES: dict[str, dict[str, Any]] = {
+    '--enable-zero-bubble': {'action': 'store_true'},
+    '--zero-bubble-v-schedule': {'action': 'store_true'},
+    '--zero-bubble-v-schedule-mem-setup': {'choices': list(_V_SCHEDULES)},
+    '--zero-bubble-max-pending-backward': {'metavar': 'A'},
+    '--enable-1f1b-v': {'action': 'store_true'},
+    '--enable-zbh1-pipeline': {'action': 'store_true'},
+    '--allow-padding-num-layers': {'action': 'store_true'},
+    '--enable-exactly-numeric-match': {'action': 'store_true'},
+}
+_NEEDLESS = {
+    'allow_padding_num_layers': 'layers need not divide among the stages',
+    'enable_exactly_numeric_match': 'all numbers match exactly, always',
+}
+
+
+def install() -> None:
+    """Adds our flags to the command line of `megatron.training`; again does nothing more.
+
+    Raises:
+        RuntimeError: it has no command line where we know it.
+    """
+    from megatron.training import arguments
+
+    original = arguments.add_megatron_arguments
+    if getattr(original, '_with_our_flags', False):
+        return
+    if original.__name__ not in arguments.parse_args.__code__.co_names:
+        raise RuntimeError(
+            'megatron.training.arguments.parse_args does not use add_megatron_arguments in this '
+            'release: our flags would be unknown; call megatron_zbpp.enable() in the script instead'
+        )
+
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = original(parser)
+        _make_printable(parser)
+        add_arguments(parser)
+        parser.parse_known_args = _preparing(parser.parse_known_args)
+        return parser
+
+    add_megatron_arguments._with_our_flags = True
+    arguments.add_megatron_arguments = add_megatron_arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds one group for `PipelineScheduleConfig`, and one for what other forks call it."""
+    group = parser.add_argument_group('pipeline schedule (megatron_zbpp)')
+    types = get_type_hints(PipelineScheduleConfig)
+    helps = {
+        param.arg_name: param.description
+        for param in docstring_parser.parse_from_object(PipelineScheduleConfig).params
+    }
+    for field in fields(PipelineScheduleConfig):
+        kind = next(t for t in (*get_args(types[field.name]), types[field.name]) if t is not None)
+        default = '' if field.default is None else f' Default: {field.default:g}.'
+        group.add_argument(
+            flag(field.name),
+            type=kind,
+            default=field.default,
+            metavar={str: 'NAME', Path: 'FILE', float: 'NUMBER', int: 'N'}[kind],
+            help=' '.join(helps[field.name].split()) + default,
+        )
+    aliases = parser.add_argument_group('pipeline schedule: names of other forks, deprecated')
+    for alias, options in _ALIASES.items():
+        aliases.add_argument(alias, help='says what to use instead', **options)
+
+
+def _make_printable(parser: argparse.ArgumentParser) -> None:
+    """Doubles the percent signs of texts that argparse cannot format: 0.18 and later have one, so
+    that their --help ends in a traceback."""
+    for action in filter(lambda action: action.help, parser._actions):
+        try:
+            parser._get_formatter()._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = action.help.replace('%', '%%')
+
+
+def flag(name: str) -> str:
+    """The flag that sets the argument of that name."""
+    return '--' + name.replace('_', '-')
+
+
+def _preparing(parse: Callable) -> Callable:
+    """`parse`, and then `prepare`; a value that makes no sense ends the program with status 2."""
+
+    @functools.wraps(parse)
+    def parse_known_args(*args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
+        namespace, rest = parse(*args, **kwargs)
+        try:
+            prepare(namespace)
+        except (OSError, ValueError, NotImplementedError) as error:
+            if _rank() == 0:
+                print(f'{Path(sys.argv[0]).name}: error: {error}', file=sys.stderr, flush=True)
+            raise SystemExit(2) from None
+        return namespace, rest
+
+    return parse_known_args
+
+
+def prepare(args: argparse.Namespace) -> Plugin | None:
+    """Does what the flags ask for; None where they ask for nothing.
+
+    Args:
+        args: Megatron's arguments, not validated yet; the layout of layers is written into them.
+
+    Raises:
+        ValueError: a value that cannot work, with the cure.
+        NotImplementedError: a combination that is refused, with the cure.
+    """
+    config = read(args)
+    if config is None:
+        return None
+    if args.pipeline_model_parallel_size == 1:
+        _say('one pipeline rank has no pipeline: --pipeline-schedule changes nothing')
+        return None
+    require_plain(args)
+    reasons = list(refusals.refused(args, on_cpu=cpu.installed()))
+    if reasons:
+        raise NotImplementedError('with --pipeline-schedule, ' + '. '.join(map(str, reasons)))
+    source = source_of(config)
+    plugin = megatron_zbpp.enable(
+        source,
+        num_chunks(args),
+        memory_limit=config.pipeline_schedule_memory_limit,
+        watchdog_timeout=config.pipeline_watchdog_timeout,
+    )
+    plugin.flags = handshake.numbers(vars(args))
+    for num_microbatches in sorted(microbatches(args, int(os.environ.get('WORLD_SIZE', 1)))):
+        plugin.lowered(args.pipeline_model_parallel_size, num_microbatches, forward_only=False)
+    place_layers(args, plugin.placement(args.pipeline_model_parallel_size))
+    return plugin
+
+
+def read(args: argparse.Namespace) -> PipelineScheduleConfig | None:
+    """What the flags ask for, those of other forks translated with a message; None: nothing."""
+    values = {field.name: getattr(args, field.name) for field in fields(PipelineScheduleConfig)}
+    renamed = _renamed(args)
+    for name, value in renamed.items():
+        _say(f'deprecated flags: use {flag(name)} {value}')
+        if values[name] not in (None, value):
+            raise ValueError(
+                f'{flag(name)} {values[name]} and a flag that means {value}: give one of them'
+            )
+        values[name] = value
+    for name, why in _NEEDLESS.items():
+        if getattr(args, name):
+            _say(f'{flag(name)} has no effect: {why}')
+    config = PipelineScheduleConfig(**values)
+    if config.pipeline_schedule is None and config.pipeline_schedule_file is None:
+        return None
+    return config
+
+
+def _renamed(args: argparse.Namespace) -> dict[str, Any]:
+    """Values of our fields that flags of other forks stand for."""
+    limit = args.zero_bubble_max_pending_backward
+    setup = args.zero_bubble_v_schedule_mem_setup
+    values = {}
+    if args.enable_1f1b_v:
+        values['pipeline_schedule'] = '1f1b-v'
+    elif args.enable_zbh1_pipeline:
+        values['pipeline_schedule'] = 'zb-h1'
+    elif args.zero_bubble_v_schedule or setup:
+        values['pipeline_schedule'] = _V_SCHEDULES[setup or 'zb']
+    elif args.enable_zero_bubble:
+        values['pipeline_schedule'] = 'zb-1p'
+        if limit not in (None, 'auto'):
+            values['pipeline_schedule_memory_limit'] = float(limit)
+    return values
+
+
+def source_of(config: PipelineScheduleConfig) -> str | Schedule:
+    """The schedule's name, or the schedule in the file.
+
+    Raises:
+        ValueError: both a name and a file, or a file that makes no sense.
+        OSError: the file cannot be read.
+    """
+    if config.pipeline_schedule_file is None:
+        return config.pipeline_schedule
+    if config.pipeline_schedule is not None:
+        raise ValueError(
+            f'--pipeline-schedule {config.pipeline_schedule} and --pipeline-schedule-file '
+            f'{config.pipeline_schedule_file}: give one of them'
+        )
+    return exchange.load(config.pipeline_schedule_file)
+
+
+def num_chunks(args: argparse.Namespace) -> int | None:
+    """Chunks a rank, as Megatron's own flags give them; None: the schedule's choice."""
+    if args.pipeline_model_parallel_layout is not None:
+        stages = layout.StageLayout.get_num_stages_from_str(args.pipeline_model_parallel_layout)
+        return stages // args.pipeline_model_parallel_size
+    if args.num_layers_per_virtual_pipeline_stage is not None:
+        layers = args.num_layers_per_virtual_pipeline_stage
+        return args.num_layers // args.pipeline_model_parallel_size // layers
+    return args.num_virtual_stages_per_pipeline_rank
+
+
+def place_layers(args: argparse.Namespace, placement: Placement) -> None:
+    """Writes the layout of the layers for `placement` into Megatron's arguments.
+
+    One chunk a rank, in a loop, is what Megatron does by itself.
+    """
+    if placement == Placement.loop(placement.num_ranks):
+        return
+    if args.pipeline_model_parallel_layout is None:
+        layers = layout.layers_per_stage(
+            args.num_layers,
+            placement,
+            embedding=args.account_for_embedding_in_pipeline_split,
+            loss=args.account_for_loss_in_pipeline_split,
+        )
+        args.pipeline_model_parallel_layout = layout.layout_string(layers)
+    args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
+    args.num_layers_per_virtual_pipeline_stage = args.num_virtual_stages_per_pipeline_rank = None
+    args.overlap_p2p_comm = True  # else Megatron refuses two ranks with chunks; ours always overlap
+
+
+def require_plain(args: argparse.Namespace) -> None:
+    """Raises where the layers are not known yet, or are given in a way that no layout can take.
+
+    Raises:
+        ValueError: names the flag.
+    """
+    for name, cure in (
+        ('yaml_cfg', 'give the arguments as flags'),
+        ('use_checkpoint_args', 'give the arguments of the checkpoint as flags'),
+        ('decoder_first_pipeline_num_layers', 'use --pipeline-model-parallel-layout'),
+        ('decoder_last_pipeline_num_layers', 'use --pipeline-model-parallel-layout'),
+    ):
+        if getattr(args, name, None):
+            raise ValueError(f'{flag(name)} does not work with --pipeline-schedule: {cure}')
+    if args.num_layers is None:
+        raise ValueError('--num-layers is missing')
+
+
+def microbatches(args: argparse.Namespace, world_size: int) -> set[int]:
+    """Numbers of microbatches that training begins and ends with."""
+    model = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    step = world_size // model * (args.micro_batch_size or 0)
+    ramp = getattr(args, 'rampup_batch_size', None) or []
+    sizes = {args.global_batch_size or step, *map(int, ramp[:1])}
+    # sizes that do not divide are Megatron's to refuse
+    return {size // step for size in sizes if step and size >= step}
+
+
+def _rank() -> int:
+    return int(os.environ.get('RANK', 0))
+
+
+def _say(message: str) -> None:
+    """Tells the user once, not on every rank."""
+    if _rank() == 0:
+        print(f'megatron_zbpp: {message}', file=sys.stderr, flush=True)

@@ -1,0 +1,224 @@
+"""Where Megatron looks for the first stage, the layers and the embedding.
+
+Megatron takes stage 0 to be on pipeline rank 0. In a Λ it is on the last rank: five of Megatron's
+functions answer otherwise while the plugin is enabled, and everything that asks them (building of
+model and data, precision casts, checkpoints) follows. For other placements they answer as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.pipeline_parallel import utils as stage_utils
+from megatron.core.transformer import transformer_config
+
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.mcore.layout import StageLayout, tied_copies
+
+Placements = Callable[[int], Placement]  # of so many pipeline ranks
+Attribute = tuple[Any, str, Any]  # owner, name, what to put there
+Function = tuple[Callable, Callable]  # what is replaced wherever it was imported, and by what
+Agree = Callable[[Mapping[str, object], dist.ProcessGroup], None]  # on settings, in a group
+LAYOUT = 'PipelineParallelLayerLayout'
+TIED = '_allreduce_word_embedding_grads'
+
+_BATCH = 'get_batch_on_this_tp_rank'
+_LOADERS = 'build_train_valid_test_data_loaders'
+# module of NVIDIA's training loop, or with parts of it: what is replaced there
+TRAINING = {
+    'megatron.training.training': _LOADERS,
+    'megatron.training.utils': _BATCH,  # until 0.17
+    'megatron.core.utils': _BATCH,  # from 0.18
+}
+# While this is not empty, data is built.
+_building: list[bool] = []
+
+
+def functions(placement: Placements, agree: Agree) -> Iterator[Function]:
+    """What answers where the first stage is; ranks `agree` before they make groups."""
+    for original, answering in (
+        (stage_utils.is_pp_first_stage, _is_pp_first_stage),
+        (parallel_state.is_pipeline_first_stage, _is_pipeline_first_stage),
+        (
+            parallel_state.initialize_model_parallel,
+            functools.partial(_with_embedding_ranks, agree),
+        ),
+    ):
+        yield original, answering(original, placement)
+
+
+def attributes(placement: Placements) -> Iterator[Attribute]:
+    """What places the layers and ties the embedding."""
+    yield transformer_config, LAYOUT, _Layouts(getattr(transformer_config, LAYOUT), placement)
+    setup = LanguageModule.setup_embeddings_and_output_layer
+    yield LanguageModule, setup.__name__, _tying(setup, placement)
+    finalize = finalize_module()
+    yield finalize, TIED, _summing_tied_copies(getattr(finalize, TIED))
+
+
+def training_functions(name: str, placement: Placements) -> Iterator[Function]:
+    """What NVIDIA's training loop makes and reads data with, in the module of that name."""
+    original = getattr(sys.modules.get(name), TRAINING[name], None)
+    if original is not None and original.__module__ == name:
+        wrap = {_BATCH: _with_whole_batch, _LOADERS: _with_data_on_rank_0}[original.__name__]
+        yield original, wrap(original, placement)
+
+
+def everywhere(pairs: Iterable[Function]) -> Iterator[Attribute]:
+    """Every place where a function is found: its own module, and those that imported it by name."""
+    wanted = {id(original): (original, replacement) for original, replacement in pairs}
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            for name, value in list(vars(module).items()):
+                original, replacement = wanted.get(id(value), (None, None))
+                if original is not None and original is value:
+                    yield module, name, replacement
+
+
+def finalize_module() -> ModuleType:
+    """The module; the package exports a function of its name, which hides it."""
+    return sys.modules['megatron.core.distributed.finalize_model_grads']
+
+
+def _is_pp_first_stage(original: Callable, placement: Placements) -> Callable:
+    @functools.wraps(original)
+    def is_pp_first_stage(pp_group: dist.ProcessGroup) -> bool:
+        if pp_group.size() == 1:
+            return original(pp_group)
+        return pp_group.rank() == placement(pp_group.size()).ranks[0]
+
+    return is_pp_first_stage
+
+
+def _is_pipeline_first_stage(original: Callable, placement: Placements) -> Callable:
+    @functools.wraps(original)
+    def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+        size = parallel_state.get_pipeline_model_parallel_world_size()
+        if size == 1:
+            return original(ignore_virtual, vp_stage)
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        first = rank == placement(size).ranks[0] or (bool(_building) and rank == 0)
+        return first and (ignore_virtual or not vp_stage)
+
+    return is_pipeline_first_stage
+
+
+def _with_embedding_ranks(agree: Agree, original: Callable, placement: Placements) -> Callable:
+    """One rank that holds embedding and loss needs no group: what is tied is kept equal here."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments.get('get_embedding_ranks') or parallel_state.default_embedding_ranks
+
+        def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
+            if len(pp_ranks) == 1 or placement(len(pp_ranks)).ranks[0] == 0:
+                return given(pp_ranks)
+            return [pp_ranks[-1]]
+
+        plain = (int, str, type(None))
+        sizes = {name: value for name, value in bound.arguments.items() if isinstance(value, plain)}
+        agree(sizes, dist.group.WORLD)  # ranks that want other groups would wait for each other
+        bound.arguments['get_embedding_ranks'] = get_embedding_ranks
+        original(*bound.args, **bound.kwargs)
+
+    return initialize_model_parallel
+
+
+class _Layouts:
+    """Stands for Megatron's class where `TransformerConfig` turns a layout into an object."""
+
+    def __init__(self, original: type, placement: Placements) -> None:
+        self._original = original
+        self._placement = placement
+        self.from_str = functools.lru_cache(self)  # configs are made anew for every batch
+
+    def __call__(self, layout: str | list, pipeline_model_parallel_size: int) -> Any:
+        if pipeline_model_parallel_size == 1:
+            return self._original(layout, pipeline_model_parallel_size)
+        return StageLayout(self._placement(pipeline_model_parallel_size), layout)
+
+
+def _tying(original: Callable, placement: Placements) -> Callable:
+    """Also copies the embedding to the output layer where one rank holds both in two chunks.
+
+    Megatron does it by an all-reduce between first and last rank, and does not see such a pair.
+    """
+    latest: list[weakref.ref] = []  # the latest chunk with an embedding; chunks are built in order
+
+    @functools.wraps(original)
+    def setup_embeddings_and_output_layer(self: LanguageModule) -> None:
+        original(self)
+        if self.pre_process:
+            latest[:] = [weakref.ref(self)]
+        elif self.post_process and self.share_embeddings_and_output_weights:
+            ranks = placement(self.config.pipeline_model_parallel_size).ranks
+            if ranks[0] == ranks[-1]:
+                embedding = latest[0]().shared_embedding_or_output_weight()
+                with torch.no_grad():
+                    self.shared_embedding_or_output_weight().copy_(embedding)
+
+    return setup_embeddings_and_output_layer
+
+
+def _summing_tied_copies(original: Callable) -> Callable:
+    """Megatron's reduction of tied embeddings, and a plain sum where one rank holds both copies."""
+
+    @functools.wraps(original)
+    def reduce(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
+        copies = tied_copies(model)
+        if not copies:
+            original(model, *args, **kwargs)
+            return
+        one, other = (
+            copy.main_grad if hasattr(copy, 'main_grad') else copy.grad for copy in copies
+        )
+        one.add_(other)
+        other.copy_(one)
+
+    return reduce
+
+
+def _with_whole_batch(original: Callable, placement: Placements) -> Callable:
+    """All parts of a batch for every tensor-parallel rank of a pipeline rank with both ends.
+
+    Else the first stage gets no labels, the last no tokens. Stages of multi-token prediction need
+    both, too, so that Megatron's function can be asked for it.
+    """
+
+    @functools.wraps(original)
+    def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
+        size = parallel_state.get_pipeline_model_parallel_world_size()
+        if size > 1:
+            ranks = placement(size).ranks
+            both = parallel_state.get_pipeline_model_parallel_rank() == ranks[0] == ranks[-1]
+            kwargs['mtp_on_this_rank'] = kwargs.get('mtp_on_this_rank', False) or both
+        return original(*args, **kwargs)
+
+    return get_batch_on_this_tp_rank
+
+
+def _with_data_on_rank_0(original: Callable, _: Placements) -> Callable:
+    """Pipeline rank 0 has data as ever: global rank 0 makes the indices, and knows for all ranks
+    whether there is anything to train on."""
+
+    @functools.wraps(original)
+    def build_train_valid_test_data_loaders(*args: Any, **kwargs: Any) -> Any:
+        _building.append(True)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _building.pop()
+
+    return build_train_valid_test_data_loaders

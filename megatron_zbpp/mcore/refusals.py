@@ -1,0 +1,127 @@
+"""What does not work with a schedule of ours, why, and what to do instead: before anything starts.
+
+Megatron's arguments and its `TransformerConfig` share these names, so one table serves the command
+line, `zbpp doctor` and the first call of a program that has no command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A setting that is refused.
+
+    Attributes:
+        setting: its name in Megatron's arguments or config.
+        value: that it has.
+        reason: why it does not work.
+        cure: what to do.
+    """
+
+    setting: str
+    value: object
+    reason: str
+    cure: str
+
+    def __str__(self) -> str:
+        return f'{self.setting}={self.value}: {self.reason}; {self.cure}'
+
+
+# setting: (reason, cure); refused where it is set
+_WITH_A_SCHEDULE = {
+    'variable_seq_lengths': (
+        'messages between stages have one shape',
+        'pad to --seq-length',
+    ),
+    'defer_embedding_wgrad_compute': (
+        'W passes defer that gradient already',
+        'drop --defer-embedding-wgrad-compute',
+    ),
+    'num_microbatches_with_partial_activation_checkpoints': (
+        'a schedule holds the activations of all microbatches alike',
+        'recompute all microbatches alike',
+    ),
+    'overlap_moe_expert_parallel_comm': (
+        'it is a schedule of its own, which runs two microbatches as one',
+        'drop --overlap-moe-expert-parallel-comm',
+    ),
+    'mtp_num_layers': (
+        'layers of multi-token prediction are placed by rules that know loops only',
+        'drop --mtp-num-layers',
+    ),
+    'tp_comm_overlap': (
+        'Transformer Engine cannot delay weight gradients with userbuffers',
+        'drop --tp-comm-overlap',
+    ),
+    'enable_cuda_graph': (
+        'a captured backward computes weight gradients at once',
+        'drop --enable-cuda-graph',
+    ),
+    'external_cuda_graph': (
+        'a captured backward computes weight gradients at once',
+        'drop --external-cuda-graph',
+    ),
+    'use_megatron_fsdp': (
+        'its hooks free weights before W passes run',
+        'use --use-distributed-optimizer',
+    ),
+    'use_torch_fsdp2': (
+        'its hooks free weights before W passes run',
+        'use --use-distributed-optimizer',
+    ),
+    'hybrid_context_parallel': (
+        'its groups differ from microbatch to microbatch',
+        'drop --hybrid-context-parallel',
+    ),
+    'use_legacy_models': (
+        'legacy models have layers of their own, whose weight gradients cannot wait',
+        'drop --use-legacy-models',
+    ),
+}
+_GRAPHS = ('captured graphs compute weight gradients at once', 'give --cuda-graph-impl none')
+_TE_ONLY = 'it needs Transformer Engine, which needs a GPU'
+_ON_CPU = {
+    'fp8': (_TE_ONLY, 'drop --fp8-format'),
+    'fp4': (_TE_ONLY, 'drop --fp4-format'),
+    'use_flash_attn': (_TE_ONLY, 'drop --use-flash-attn'),
+    'moe_permute_fusion': (_TE_ONLY, 'drop --moe-permute-fusion'),
+    'gradient_accumulation_fusion': (
+        "it needs apex's kernel",
+        'give --no-gradient-accumulation-fusion',
+    ),
+    'masked_softmax_fusion': ("it needs Megatron's kernel", 'give --no-masked-softmax-fusion'),
+    'apply_rope_fusion': (_TE_ONLY, 'give --no-rope-fusion'),
+}
+
+
+def settings() -> tuple[str, ...]:
+    """All that may be refused."""
+    named = (*_WITH_A_SCHEDULE, *_ON_CPU)
+    return (*named, 'cuda_graph_impl', 'transformer_impl', 'context_parallel_size')
+
+
+def refused(settings: Any, on_cpu: bool = False) -> Iterator[Refusal]:
+    """Everything in Megatron's arguments or config that is refused.
+
+    Args:
+        settings: an object with the settings as attributes; those it lacks are not set.
+        on_cpu: also what only a GPU can.
+    """
+    for setting, (reason, cure) in (_WITH_A_SCHEDULE | (_ON_CPU if on_cpu else {})).items():
+        value = getattr(settings, setting, None)
+        if value:
+            yield Refusal(setting, value, reason, cure)
+    graphs = getattr(settings, 'cuda_graph_impl', 'none')
+    if graphs not in (None, 'none'):
+        yield Refusal('cuda_graph_impl', graphs, *_GRAPHS)
+    if on_cpu and getattr(settings, 'transformer_impl', 'local') != 'local':
+        cure = 'give --transformer-impl local'
+        yield Refusal('transformer_impl', settings.transformer_impl, _TE_ONLY, cure)
+    if on_cpu and getattr(settings, 'context_parallel_size', 1) > 1:
+        reason = 'attention over a split sequence needs Transformer Engine, which needs a GPU'
+        cure = 'give --context-parallel-size 1'
+        yield Refusal('context_parallel_size', settings.context_parallel_size, reason, cure)

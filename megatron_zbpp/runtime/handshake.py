@@ -1,0 +1,77 @@
+"""Ranks tell each other their settings before they depend on each other's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from megatron_zbpp.ir import Schedule
+
+
+class DisagreementError(ValueError):
+    """Ranks have different settings; the message names each, with its values by global rank."""
+
+
+def words(value: object) -> str:
+    """A setting as text that is equal on two ranks exactly if the setting is."""
+    if isinstance(value, Schedule):
+        return f'{value.name} ({hashlib.sha256(value.to_json().encode()).hexdigest()[:12]})'
+    return str(value)
+
+
+def numbers(flags: Mapping[str, object]) -> dict[str, object]:
+    """Those flags that are numbers or truth values, but for the rank's own: what must be equal."""
+    return {
+        name: value
+        for name, value in flags.items()
+        if isinstance(value, int | float) and name not in ('rank', 'local_rank')
+    }
+
+
+def gather(settings: Mapping[str, object], group: dist.ProcessGroup) -> dict[int, dict[str, str]]:
+    """The settings of each global rank of `group`, as text: a collective."""
+    ranks = dist.get_process_group_ranks(group)
+    gathered: list[dict[str, str]] = [{} for _ in ranks]
+    own = {name: words(value) for name, value in settings.items()}
+    dist.all_gather_object(gathered, own, group=group)
+    return dict(zip(ranks, gathered, strict=True))
+
+
+def compare(settings: Mapping[int, Mapping[str, str]]) -> None:
+    """Returns if all ranks have the same.
+
+    Args:
+        settings: of each rank.
+
+    Raises:
+        DisagreementError: they have not.
+    """
+    names = dict.fromkeys(name for own in settings.values() for name in own)
+    lines = []
+    for name in names:
+        ranks = defaultdict(list)
+        for rank, own in settings.items():
+            ranks[own.get(name, 'unknown')].append(rank)
+        if len(ranks) > 1:
+            values = '; '.join(f'{value} on {_ranks(who)}' for value, who in ranks.items())
+            lines.append(f'\n  {name}: {values}')
+    if lines:
+        raise DisagreementError(
+            'ranks were started with different settings: give all of them the same' + ''.join(lines)
+        )
+
+
+def agree(settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
+    """Returns if all ranks of `group` have the same settings: a collective.
+
+    Raises:
+        DisagreementError: they have not; on all of them.
+    """
+    compare(gather(settings, group))
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f'rank{"s" if len(ranks) > 1 else ""} {", ".join(map(str, ranks))}'

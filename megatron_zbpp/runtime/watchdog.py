@@ -1,0 +1,270 @@
+"""Ends a process whose pipeline no longer moves, and says where it stood.
+
+A thread looks at what the main thread does, several times in each `timeout`. It counts only time
+between the first pass and the end of the schedule on all ranks: saving, evaluating and loading data
+between iterations may take as long as they like. A main thread that sits in a C++ wait cannot be
+interrupted, so the process is ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.position import Tracker
+from megatron_zbpp.runtime.termination import Termination
+
+EXIT_CODE = 124  # as of timeout(1)
+_LOOKS = 8  # in each timeout
+_LAST_WORDS = 5  # seconds to write them
+_NEWS = 1  # seconds in which a loss is heard of that the main thread has noticed
+_FRAMES = 4
+_STDERR = 2  # its descriptor, whatever sys.stderr has become
+
+
+class Activity(Protocol):
+    """What the main thread does and must not take for ever."""
+
+    def ended(self) -> None:
+        """The main thread has done its part."""
+
+    def beat(self) -> Hashable:
+        """Something that changes with each step; None when all is over. Never waits."""
+
+    def lost(self) -> bool:
+        """Whether another rank has died before its end, as far as this one has heard by now."""
+
+    def lines(self) -> list[str]:
+        """Where it stands, for people."""
+
+
+class Meeting:
+    """A collective call of the pipeline's ranks."""
+
+    def __init__(self, what: str) -> None:
+        self._what: str | None = what
+
+    def ended(self) -> None:
+        self._what = None
+
+    def beat(self) -> Hashable:
+        return self._what
+
+    def lost(self) -> bool:
+        return False  # the main thread is told
+
+    def lines(self) -> list[str]:
+        return [f'now: {self._what}', 'waits for: the other ranks of the pipeline to come there']
+
+
+class Passes:
+    """One iteration of `executor`, to its end on all ranks.
+
+    A rank that is done tells the others by a reduction on `group` that nobody waits for: until it
+    ends, a rank that stops in its cool-down would be missed by those that have no more passes.
+    """
+
+    def __init__(self, executor: Executor, group: dist.ProcessGroupGloo) -> None:
+        self._tracker = Tracker(executor)
+        self._group = group
+        self._all_done: dist.Work | None = None
+
+    def ended(self) -> None:
+        self._all_done = self._group.allreduce([torch.zeros(1, device='cpu')])
+
+    def beat(self) -> Hashable:
+        over = self._heard() and not self.lost() and self._tracker.complete
+        return None if over else self._tracker.position()
+
+    def _heard(self) -> bool:
+        return self._all_done is not None and self._all_done.is_completed()
+
+    def lost(self) -> bool:
+        if not self._heard():
+            return False
+        try:
+            self._all_done.wait()  # completed: it does not wait, but raise
+        except RuntimeError:
+            return True
+        return False
+
+    def lines(self) -> list[str]:
+        return self._tracker.lines()
+
+
+class Watchdog:
+    """Watches one process.
+
+    Args:
+        timeout: seconds without a step forward after which the process is ended (an eighth more at
+            most); 0: watches nothing. Choose several times what an iteration takes: a rank that
+            waits for others makes no step meanwhile.
+
+    Raises:
+        ValueError: `timeout` is negative.
+    """
+
+    def __init__(self, timeout: float = 0) -> None:
+        if timeout < 0:
+            raise ValueError(f'watchdog timeout {timeout} is negative: give seconds, or 0 for none')
+        self.timeout = timeout
+        self._activity: Activity | None = None
+        self._failed = False
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._termination: Termination | None = None
+        self._groups: dict[dist.ProcessGroup, dist.ProcessGroupGloo] = {}
+        self._rank = self._watched = 0  # global rank; identity of the thread
+
+    @contextmanager
+    def meeting(self, what: str) -> Iterator[None]:
+        """The main thread is in a collective call of the pipeline's ranks meanwhile."""
+        if not self.timeout:
+            yield
+            return
+        with self._watching(Meeting(what)):
+            yield
+
+    @contextmanager
+    def passes(self, executor: Executor) -> Iterator[None]:
+        """`executor` runs meanwhile. A collective for the first one of its pipeline."""
+        if not self.timeout:
+            yield
+            return
+        pp_group = executor.channels.pp_group
+        if pp_group not in self._groups:
+            with self.meeting('connecting the watchdogs of the pipeline'):
+                self._groups[pp_group] = _host_group(pp_group, 2 * self.timeout)
+        with self._watching(Passes(executor, self._groups[pp_group])):
+            yield
+
+    @contextmanager
+    def _watching(self, activity: Activity) -> Iterator[None]:
+        """After an exception the process has `timeout` seconds to end, or to begin something new.
+
+        No pipeline goes on after one, and leaving it may hang too.
+        """
+        self._activity, self._failed = activity, False
+        self._start()
+        try:
+            yield
+            activity.ended()
+        except BaseException as error:
+            self._failed = True
+            self._report(f'{type(error).__name__}: {error}'.partition('\n')[0])
+            raise
+
+    def stop(self) -> None:
+        """Ends watching, unless something failed: then the process is still to end in time."""
+        atexit.unregister(self.stop)
+        if self._thread is None or self._failed:
+            return
+        if self._lost():
+            self._failed = True
+            self._report('another rank of the pipeline is gone')
+            return
+        self._stopping = True
+        self._termination.wake()
+        self._thread.join()
+        self._termination.remove()
+        self._thread = self._termination = self._activity = None
+
+    def _lost(self) -> bool:
+        """Whether the main thread leaves because a rank died when it had no more passes itself."""
+        deadline = time.monotonic() + _NEWS
+        while self._activity.beat() is not None and time.monotonic() < deadline:
+            if self._activity.lost():
+                return True
+            time.sleep(_NEWS / 100)
+        return False
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._rank, self._watched = dist.get_rank(), threading.get_ident()
+            self._stopping = False
+            self._termination = Termination()
+            self._thread = threading.Thread(target=self._run, name='watchdog', daemon=True)
+            self._thread.start()
+            atexit.register(self.stop)
+
+    def _run(self) -> None:
+        """Time is counted in looks, so that a suspended machine does not look like a stall."""
+        seen, looks = None, 0
+        while not self._stopping:
+            if self._termination.wait(self.timeout / _LOOKS):
+                self._end('SIGTERM', 128 + signal.SIGTERM)
+            activity = self._activity
+            beat = None if activity is None else activity.beat()
+            now = activity, beat, self._failed
+            looks = looks + 1 if beat is not None and now == seen else 0
+            seen = now
+            if looks >= _LOOKS:
+                self._end(f'no step forward for {self.timeout:g} s', EXIT_CODE)
+
+    def _end(self, why: str, code: int) -> None:
+        """Reports and ends the process, even if nobody reads what it writes."""
+        last_words = threading.Thread(target=self._say, args=(why,), daemon=True)
+        last_words.start()
+        last_words.join(_LAST_WORDS)
+        for child in multiprocessing.active_children():  # that saves, or loads data
+            child.kill()
+        os._exit(code)
+
+    def _say(self, why: str) -> None:
+        activity = self._activity
+        if self._failed:
+            _write([f'{self._title}: ended after its failure ({why})'])
+        elif activity is not None and activity.beat() is not None:
+            self._report(why, stack=True)
+        sys.stdout.flush()
+
+    def _report(self, why: str, stack: bool = False) -> None:
+        lines = [*self._activity.lines(), *([_stack(self._watched)] if stack else [])]
+        _write([f'{self._title}: {why}', *lines])
+
+    @property
+    def _title(self) -> str:
+        return f'pipeline watchdog: global rank {self._rank} on {platform.node()}'
+
+
+def _host_group(pp_group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroupGloo:
+    """The same ranks, connected by their hosts: a collective of these ranks alone.
+
+    `new_group` would need every rank of the world, or, with `use_local_synchronization`, ranks that
+    are all in equally many groups (it makes the name from that): those of a pipeline are not.
+    """
+    name = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name, group=pp_group, group_src=0)
+    store = dist.PrefixStore(f'watchdog {name[0]}', distributed_c10d._get_default_store())
+    rank, size = dist.get_rank(pp_group), dist.get_world_size(pp_group)
+    return dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=timeout))
+
+
+def _stack(thread: int) -> str:
+    """The innermost calls of a thread, on one line."""
+    frames = traceback.extract_stack(sys._current_frames()[thread])[-_FRAMES:]
+    calls = (f'{frame.name} ({frame.filename}:{frame.lineno})' for frame in reversed(frames))
+    return f'in: {" < ".join(calls)}'
+
+
+def _write(lines: list[str]) -> None:
+    """One write, so that the blocks of several ranks do not mix."""
+    sys.stderr.flush()
+    os.write(_STDERR, ('\n  '.join(lines) + '\n').encode())

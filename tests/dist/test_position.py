@@ -1,0 +1,115 @@
+"""Where a rank stands while its device is behind its host, and what SIGTERM does to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_zbpp.planning.lower import Send, lower
+from megatron_zbpp.runtime.executor import Record
+from megatron_zbpp.runtime.position import Tracker
+from megatron_zbpp.runtime.termination import Termination
+from megatron_zbpp.schedules import build
+
+
+class DeviceClock:
+    """Marks are numbers in the order of the device's work, which has come to `now`."""
+
+    def __init__(self):
+        self.now = 0
+
+    def reached(self, mark):
+        return mark <= self.now
+
+
+@pytest.fixture
+def ahead():
+    """An executor whose host has issued all passes of rank 1 of 3: marks 2i and 2i + 1 for each."""
+    schedule = build('zb-h1', 3, 4)
+    passes = schedule.passes[1]
+    marks = [(2 * i, 2 * i + 1) for i in range(len(passes))]
+    return SimpleNamespace(
+        program=lower(schedule)[1],
+        channels=SimpleNamespace(ranks=[4, 5, 6], leaving=None),
+        clock=DeviceClock(),
+        record=Record(list(passes), marks, []),
+        current=passes[-1],
+        awaiting=False,
+    )
+
+
+def test_device_waits_for_the_input_of_a_pass(ahead):
+    tracker = Tracker(ahead)
+    ahead.clock.now = 3  # has ended 1F0 and 1F1; the start of 1B0 comes behind its input
+    assert tracker.lines() == [
+        'now: B stage 1 microbatch 0 (1B0)',
+        'waits for: gradient of stage 2 microbatch 0 from pipeline rank 2 (global rank 6)',
+        'last passes: 1F0 1F1',
+    ]
+    assert not tracker.complete
+
+
+def test_device_runs_a_pass(ahead):
+    tracker = Tracker(ahead)
+    ahead.clock.now = 4  # 1B0 has started
+    now, waits, passes = tracker.lines()
+    assert now == 'now: B stage 1 microbatch 0 (1B0)'
+    assert waits == 'waits for: no message'
+    assert passes == 'last passes: 1F0 1F1'
+
+
+def test_device_moves_while_the_host_is_done(ahead):
+    tracker = Tracker(ahead)
+    total = len(ahead.record.passes)
+    for ended in range(total):
+        ahead.clock.now = 2 * ended - 1
+        assert not tracker.complete
+        assert tracker.position()[:2] == (ended, ahead.record.passes[ended])
+    ahead.clock.now = 2 * total - 1
+    assert tracker.complete
+    assert tracker.lines()[0] == f'now: all {total} passes done'
+
+
+def test_wait_for_a_send_to_leave(ahead):
+    send = next(i for i in ahead.program if isinstance(i, Send))
+    del ahead.record.passes[3:], ahead.record.marks[3:]
+    ahead.clock.now = 99
+    ahead.current, ahead.channels.leaving = ahead.record.passes[-1], send
+    now, waits, _ = Tracker(ahead).lines()
+    assert now == 'now: right after B stage 1 microbatch 0 (1B0)'
+    assert waits == (
+        'waits for: pipeline rank 2 (global rank 6) to take what F stage 1 microbatch 0 made '
+        'for F stage 2 microbatch 0'
+    )
+
+
+def test_sigterm_is_read_by_a_thread_and_kills_children():
+    own = signal.getsignal(signal.SIGTERM)
+    assert own is signal.SIG_DFL
+    termination = Termination()
+    try:
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        time.sleep(0.3)  # until it has given its handler back
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+        assert not termination.wait(0.2), "a child's signal is not ours"
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert termination.wait(5)
+        signal.signal(signal.SIGTERM, lambda *_: None)  # a handler of the program's own
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not termination.wait(0.2)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    finally:
+        termination.remove()
+    again = Termination()
+    again.remove()
+    assert signal.getsignal(signal.SIGTERM) is own
+    assert signal.set_wakeup_fd(-1) == -1

@@ -1,0 +1,155 @@
+"""A rank dies, stalls or errs in each phase of its schedule: all others say where they stand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_zbpp.ir import Pass
+from megatron_zbpp.runtime.watchdog import EXIT_CODE, Watchdog
+from megatron_zbpp.schedules import build
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 3.0
+SOUND = {'schedule': 'zb-h1', 'ranks': 3, 'microbatches': 6, 'timeout': TIMEOUT}
+MISHAPS = ['SIGKILL', 'SIGSTOP', 'exception', 'wrong shape', 'stuck']
+
+# phase: the pass of rank 1 in which it happens, and by other rank: what it waits to run, and for
+PHASES = {
+    'warm-up': (
+        '1F1',
+        {
+            0: ('0B0', 'gradient of stage 1 microbatch 0 from pipeline rank 1 (global rank 1)'),
+            2: ('2F1', 'output of stage 1 microbatch 1 from pipeline rank 1 (global rank 1)'),
+        },
+    ),
+    'steady': (
+        '1B2',
+        {
+            0: ('0B2', 'gradient of stage 1 microbatch 2 from pipeline rank 1 (global rank 1)'),
+            2: ('2F4', 'output of stage 1 microbatch 4 from pipeline rank 1 (global rank 1)'),
+        },
+    ),
+    'cool-down': (
+        '1B5',
+        {
+            0: ('0B5', 'gradient of stage 1 microbatch 5 from pipeline rank 1 (global rank 1)'),
+            2: (None, 'the other ranks of the pipeline to end their passes'),
+        },
+    ),
+}
+CASES = {
+    f'{mishap} in {phase}': SOUND | {'mishap': mishap, 'pass': PHASES[phase][0]}
+    for mishap in MISHAPS
+    for phase in PHASES
+}
+CASES |= {
+    'wrong type': SOUND | {'mishap': 'wrong type', 'pass': '1F1'},
+    'far away': SOUND | {'mishap': 'SIGSTOP', 'pass': '0F3', 'ranks': 4, 'schedule': 'zb-v'},
+    'slow pass': SOUND | {'mishap': 'slow', 'pass': '1F1'},
+    'long pause': SOUND | {'mishap': 'slow', 'pass': '1F1', 'pause': 1.5 * TIMEOUT},
+}
+
+
+@pytest.fixture(scope='module')
+def ended(tmp_path_factory):
+    """Exit code, seconds since the mishap and standard error, by case and rank."""
+    done = subprocess.run(
+        [sys.executable, ROOT / 'tests' / 'dist' / 'mishaps.py', tmp_path_factory.mktemp('cases')],
+        input=json.dumps(list(CASES.values())),
+        env=os.environ | {'PYTHONPATH': str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(CASES, json.loads(done.stdout), strict=True))
+
+
+def report(rank):
+    """The lines of the one report of a rank; fails where there is none, or are two."""
+    blocks = rank['said'].split('pipeline watchdog: ')
+    assert len(blocks) == 2, rank
+    title, *lines = blocks[1].splitlines()
+    fields = {}
+    for line in lines:
+        name, _, value = line.strip().partition(': ')
+        fields.setdefault(name, value)
+    return title, fields
+
+
+@pytest.mark.parametrize('phase', PHASES)
+@pytest.mark.parametrize('mishap', MISHAPS)
+def test_others_report_and_exit(ended, mishap, phase):
+    schedule = build('zb-h1', 3, 6)
+    ranks = ended[f'{mishap} in {phase}']
+    silent = mishap in ('SIGSTOP', 'stuck')  # nothing tells the others but time
+    for other, (now, awaited) in PHASES[phase][1].items():
+        rank = ranks[other]
+        title, fields = report(rank)
+        assert title.startswith(f'global rank {other} on ')
+        order = schedule.passes[other]
+        at = len(order) if now is None else order.index(Pass.parse(now))
+        assert fields['now'] == (f'{order[at].words} ({now})' if now else 'all 18 passes done')
+        assert fields['waits for'] == awaited
+        assert fields['last passes'] == ' '.join(map(str, order[:at][-10:]))
+        assert rank['code'] not in (None, 0)
+        assert rank['seconds'] < TIMEOUT + 2
+        assert not silent or rank['seconds'] > TIMEOUT - 0.5
+    if silent:
+        assert EXIT_CODE in {ranks[other]['code'] for other in (0, 2)}
+
+
+@pytest.mark.parametrize('phase', PHASES)
+@pytest.mark.parametrize('mishap', ['exception', 'wrong shape', 'stuck'])
+def test_the_rank_itself_says_where(ended, mishap, phase):
+    rank = ended[f'{mishap} in {phase}'][1]
+    p = Pass.parse(PHASES[phase][0])
+    title, fields = report(rank)
+    assert rank['code'] not in (None, 0)
+    if mishap == 'stuck':
+        assert fields['now'] == f'{p.words} ({p})'
+        assert title.endswith(f'no step forward for {TIMEOUT:g} s')
+        assert fields['in'].startswith('befall (')
+    elif mishap == 'exception':
+        assert fields['now'] == f'{p.words} ({p})'
+        assert title.endswith('RuntimeError: out of luck')
+    else:
+        assert fields['now'] == f'right after {p.words} ({p})'
+        taker = Pass('B', 0, p.microbatch) if p.kind == 'B' else Pass('F', 2, p.microbatch)
+        made = f'{p.words} made (2, 6) of torch.float32, but {taker.words} takes (3, 6)'
+        assert made in title
+
+
+def test_wrong_type_is_refused_before_it_is_sent(ended):
+    title, _ = report(ended['wrong type'][1])
+    assert 'F stage 1 microbatch 1 made (3, 6) of torch.float64' in title
+    assert 'takes (3, 6) of torch.float32' in title
+
+
+def test_far_from_the_stopped_rank(ended):
+    """Three ranks away nobody waits for the stopped one itself."""
+    ranks = ended['far away']
+    assert ranks[0]['code'] is None
+    for other in (1, 2, 3):
+        _, fields = report(ranks[other])
+        assert 'from pipeline rank' in fields['waits for']
+        assert ranks[other]['code'] not in (None, 0)
+        assert TIMEOUT - 0.5 < ranks[other]['seconds'] < TIMEOUT + 2
+
+
+@pytest.mark.parametrize('case', ['slow pass', 'long pause'])
+def test_no_false_alarm(ended, case):
+    """Half of the time in one pass, or longer than the time between two iterations."""
+    assert [rank['code'] for rank in ended[case]] == [0, 0, 0], ended[case]
+    assert not any(rank['said'] for rank in ended[case])
+
+
+def test_negative_timeout_is_refused():
+    with pytest.raises(ValueError, match='-1 is negative'):
+        Watchdog(-1)

@@ -1,0 +1,94 @@
+"""What tests do to NVIDIA's training loop while it runs, and what they look for in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+
+@contextmanager
+def nothing(training: Any) -> Iterator[None]:
+    yield None
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """Puts an infinity into the gradients of one rank in one iteration."""
+
+    iteration: int
+    rank: int
+
+    @contextmanager
+    def __call__(self, training: Any) -> Iterator[None]:
+        import torch
+
+        original, calls = training.finalize_model_grads, []
+
+        def finalize_model_grads(model, *args, **kwargs):
+            calls.append(None)
+            if len(calls) == self.iteration and torch.distributed.get_rank() == self.rank:
+                next(model[0].parameters()).main_grad.view(-1)[0] = float('inf')
+            return original(model, *args, **kwargs)
+
+        with mock.patch.object(training, 'finalize_model_grads', finalize_model_grads):
+            yield
+
+
+@contextmanager
+def evaluations(training: Any) -> Iterator[list[str]]:
+    """The losses of every evaluation."""
+    original, losses = training.evaluate, []
+
+    def evaluate(*args, **kwargs):
+        result = original(*args, **kwargs)
+        losses.extend(loss.item().hex() for loss in result[0].values())
+        return result
+
+    with mock.patch.object(training, 'evaluate', evaluate):
+        yield losses
+
+
+@contextmanager
+def reductions(training: Any) -> Iterator[list[tuple[int, int]]]:
+    """For each reduction of gradients: how many passes had ended when it began, and of how many.
+
+    Without the first iteration, in which Megatron learns which gradients come when.
+    """
+    from megatron.core.distributed import param_and_grad_buffer
+
+    from megatron_zbpp.ir import Pass
+    from megatron_zbpp.runtime.executor import Executor
+
+    groups = param_and_grad_buffer._ParamAndGradBucketGroup
+    run, start_grad_sync = Executor.run, groups.start_grad_sync
+    running, found = [], []
+
+    def noting_run(self):
+        running.append(self)
+        return run(self)
+
+    def noting_start(self, *args, **kwargs):
+        if len(running) > 1:
+            executor = running[-1]
+            passes = sum(isinstance(instruction, Pass) for instruction in executor.program)
+            found.append((len(executor.record.passes), passes))
+        return start_grad_sync(self, *args, **kwargs)
+
+    with (
+        mock.patch.object(Executor, 'run', noting_run),
+        mock.patch.object(groups, 'start_grad_sync', noting_start),
+    ):
+        yield found
+
+
+@contextmanager
+def sequence_parallel(training: Any) -> Iterator[None]:
+    """The final norm, too, takes part in sequence parallelism: see `specs`."""
+    import specs
+    from megatron.core.transformer import transformer_block
+
+    with mock.patch.object(transformer_block, 'LayerNormImpl', specs.SequenceParallelNorm):
+        yield

@@ -1,0 +1,87 @@
+"""A training script as users of megatron.training have it; nothing in it knows of megatron_zbpp."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import is_first_or_last_pipeline_stage
+
+KEYS = ('tokens', 'labels', 'loss_mask', 'attention_mask', 'position_ids')
+PACKED = ('cu_seqlens', 'cu_seqlens_padded', 'max_seqlen', 'local_cp_size')
+
+
+def get_batch(data_iterator, vp_stage):
+    """This rank's part of the next microbatch; nothing where the stage needs none."""
+    args = get_args()
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(KEYS)
+    batch = {}
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    if tp_rank == 0:
+        sample = next(data_iterator)
+        batch = {key: sample[key].cuda() if key in sample else None for key in (*KEYS, *PACKED)}
+    return get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+
+
+def loss_func(loss_mask, losses):
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(losses.view(-1).float() * mask)
+    num_tokens = mask.sum().detach().int()
+    return loss, num_tokens, {'lm loss': torch.stack([loss.detach(), num_tokens.float()])}
+
+
+def forward_step(data_iterator, model):
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, 'vp_stage'))
+    output = model(
+        batch['tokens'], batch['position_ids'], batch['attention_mask'], labels=batch['labels']
+    )
+    return output, partial(loss_func, batch['loss_mask'])
+
+
+def datasets(sizes, vp_stage=None):
+    args = get_args()
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )
+    builder = BlendedMegatronDatasetBuilder(
+        MockGPTDataset, sizes, partial(is_first_or_last_pipeline_stage, vp_stage), config
+    )
+    return builder.build()
+
+
+if __name__ == '__main__':
+    datasets.is_distributed = True
+    args = parse_and_validate_args(args_defaults={'tokenizer_type': 'NullTokenizer'})
+    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)

@@ -1,0 +1,164 @@
+"""Our flags in NVIDIA's training loop: all that people train with, to the bit as without them."""
+
+from __future__ import annotations
+
+import events
+import pytest
+from nvidia import needs_training, run, since
+
+pytestmark = needs_training
+
+PIPELINE = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 8]
+NO_CLIPPING = ['--clip-grad', 1e9]  # the norm is computed all the same; see the README on clipping
+LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --group-query-attention
+    --num-query-groups 2 --disable-bias-linear --untie-embeddings-and-output-weights""".split()
+MOE = """--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2
+    --moe-router-load-balancing-type aux_loss --moe-token-dispatcher-type alltoall""".split()
+TENSOR = ['--tensor-model-parallel-size', 2]
+SEQUENCE = [*TENSOR, '--sequence-parallel', '--spec', 'specs', 'sequence_parallel']
+DISTRIBUTED = ['--use-distributed-optimizer']
+OVERLAP = ['--overlap-grad-reduce']
+FULL = ['--recompute-granularity', 'full', '--recompute-method']
+
+WITHOUT_STATE = ['--no-save-optim', '--no-load-optim', '--finetune']
+
+# name: processes, flags
+CASES = {
+    'gpt3': (2, []),
+    'untied': (2, ['--untie-embeddings-and-output-weights']),
+    'llama': (2, LLAMA),
+    'uneven': (2, ['--num-layers', 6]),
+    'bf16': (2, ['--bf16']),
+    'fp16': (2, ['--fp16', '--initial-loss-scale', 1024]),
+    'per-token-loss': (2, ['--calculate-per-token-loss']),
+    'recompute-uniform': (2, [*FULL, 'uniform', '--recompute-num-layers', 1]),
+    'recompute-block': (2, [*FULL, 'block', '--recompute-num-layers', 1]),
+    'recompute-selective': (2, ['--recompute-granularity', 'selective']),
+    'tensor': (4, TENSOR),
+    'sequence': (4, SEQUENCE),
+    'data': (4, []),
+    'distributed-optimizer': (4, DISTRIBUTED),
+    'overlap-grad-reduce': (4, OVERLAP),
+    'overlap-param-gather': (4, [*DISTRIBUTED, *OVERLAP, '--overlap-param-gather']),
+    'moe': (2, [*MOE, '--disable-bias-linear']),
+    'expert-parallel': (4, [*MOE, '--expert-model-parallel-size', 2]),
+    'llama-moe-bf16': (4, [*LLAMA, *MOE, '--bf16', *DISTRIBUTED, *OVERLAP]),
+}
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_identical_to_megatron(ranks, tmp_path, case):
+    """From a checkpoint that Megatron's own 1F1B saved, every schedule goes on as it does."""
+    size, flags = CASES[case]
+    flags = [*PIPELINE, *NO_CLIPPING, *flags, '--train-iters', 5]
+    event = events.sequence_parallel if case == 'sequence' else events.nothing
+    saving = ['--save', tmp_path, '--save-interval', 2]
+    loading = ['--load', tmp_path, '--ckpt-step', 2]
+    if DISTRIBUTED[0] in flags:  # Megatron cannot load its state into torch's Adam
+        run(ranks(size), *flags, *saving, *WITHOUT_STATE, '--exit-interval', 2)
+        stock = run(ranks(size), *flags, *loading, *WITHOUT_STATE)
+        loading += WITHOUT_STATE
+        start = 0
+    else:
+        stock = run(ranks(size), *flags, *saving, event=event)
+        start = 2
+    assert len(set(stock.losses.values())) == 5
+    for schedule in ('zb-h1', 'zb-v'):
+        ours = run(ranks(size), *flags, *loading, '--pipeline-schedule', schedule, event=event)
+        assert ours.losses == since(start, stock.losses), schedule
+        assert ours.parameters == stock.parameters, schedule
+        if DISTRIBUTED[0] not in flags:  # else shards: another placement cuts elsewhere
+            assert ours.optimizer == stock.optimizer, schedule
+        if schedule == 'zb-h1':  # ZB-V sums the norm in another order
+            assert ours.grad_norms == since(start, stock.grad_norms)
+
+
+def test_clipping(ranks):
+    """ZB-H1 sums the norm as 1F1B does."""
+    flags = [*PIPELINE, '--clip-grad', 0.1, '--train-iters', 4]
+    assert run(ranks(2), *flags, '--pipeline-schedule', 'zb-h1') == run(ranks(2), *flags)
+
+
+@pytest.mark.parametrize('rank', [0, 1])
+def test_overflow_skips_the_step(ranks, tmp_path, rank):
+    """An infinity in fp16: the same iteration is skipped, the loss scale backs off alike."""
+    flags = [*PIPELINE, *NO_CLIPPING, '--fp16', '--initial-loss-scale', 1024, '--hysteresis', 1]
+    flags += ['--train-iters', 5]
+    overflow = events.Overflow(2, rank)
+    saving = ['--save', tmp_path, '--save-interval', 1]
+    stock = run(ranks(2), *flags, *saving, event=events.Overflow(3, rank))
+    assert [values[-1] for values in stock.losses.values()].count('skipped') == 1
+    assert stock.losses[4][-2] == 512
+    for schedule in ('zb-h1', 'zb-v'):
+        loading = ['--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule', schedule]
+        ours = run(ranks(2), *flags, *loading, event=overflow)
+        assert ours.losses == since(1, stock.losses), schedule
+        assert ours.parameters == stock.parameters, schedule
+        assert ours.optimizer == stock.optimizer, schedule
+
+
+def test_checkpoints_interchange(ranks, tmp_path):
+    """Each saves where the one before it stopped; in the end it is one run of Megatron's."""
+    flags = [*PIPELINE, *NO_CLIPPING, '--train-iters', 10, '--bf16']
+    whole = run(ranks(2), *flags)
+    losses, through = {}, ['--save', tmp_path, '--load', tmp_path, '--save-interval', 2]
+    through += ['--exit-interval', 2]
+    chunks = ['--num-virtual-stages-per-pipeline-rank', 2]
+    legs = ([], ['zb-v'], chunks, ['zb-h1'], ['zb-v'])
+    for leg in legs:
+        schedule = leg if leg in ([], chunks) else ['--pipeline-schedule', *leg]
+        latest = run(ranks(2), *flags, *through, *schedule)
+        losses |= latest.losses
+    assert losses == whole.losses
+    assert latest.parameters == whole.parameters
+    assert latest.optimizer == whole.optimizer
+
+
+def test_evaluation(ranks, tmp_path):
+    """With another number of microbatches than training."""
+    flags = [*PIPELINE, *NO_CLIPPING, '--train-iters', 4, '--eval-iters', 2, '--eval-interval', 2]
+    flags += ['--split', '80,10,10', '--eval-global-batch-size', 3]
+    saving = ['--save', tmp_path, '--save-interval', 1]
+    stock = run(ranks(2), *flags, *saving, event=events.evaluations)
+    assert len(stock.reported[-1]) >= 2
+    for schedule in ('zb-h1', 'zb-v'):
+        loading = ['--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule', schedule]
+        ours = run(ranks(2), *flags, *loading, event=events.evaluations)
+        assert ours.reported[-1] == stock.reported[-1], schedule
+        assert ours.parameters == stock.parameters, schedule
+
+
+def test_batch_size_ramp(ranks, tmp_path):
+    """The number of microbatches grows while training."""
+    flags = ['--pipeline-model-parallel-size', 2, *NO_CLIPPING, '--train-iters', 6]
+    flags += ['--step-batch-size-schedule', '0:2 64:4 192:8']  # tokens
+    stock = run(ranks(2), *flags, '--save', tmp_path, '--save-interval', 1)
+    for schedule in ('zb-h1', 'zb-v'):
+        loading = ['--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule', schedule]
+        ours = run(ranks(2), *flags, *loading)
+        assert ours.losses == since(1, stock.losses), schedule
+        assert ours.parameters == stock.parameters, schedule
+
+
+def test_dropout_and_recompute(ranks):
+    """Masks follow the order of forwards on a rank: recomputed they are the same again."""
+    flags = [*PIPELINE, '--train-iters', 4, '--hidden-dropout', 0.1, '--attention-dropout', 0.1]
+    recompute = [*FULL, 'uniform', '--recompute-num-layers', 1]
+    stock = run(ranks(2), *flags, *recompute)
+    assert run(ranks(2), *flags, *recompute, '--pipeline-schedule', 'zb-h1') == stock
+    vee = [*flags, '--pipeline-schedule', 'zb-v']
+    assert run(ranks(2), *vee, *recompute) == run(ranks(2), *vee)
+
+
+def test_reduction_overlaps(ranks):
+    """A bucket's reduction begins within the pass that completes it, others still to come.
+
+    Megatron divides into buckets on the first rank of a pipeline only.
+    """
+    flags = [*PIPELINE, '--train-iters', 3, *OVERLAP, '--ddp-bucket-size', 1000]
+    ours = run(ranks(4), *flags, '--pipeline-schedule', 'zb-v', event=events.reductions)
+    assert max(map(len, ours.reported)) > 8, 'several buckets'
+    for found in ours.reported:
+        ended, passes = zip(*found, strict=True)
+        assert max(ended) < max(passes), 'none waits for the end of the schedule'
+        assert min(ended) < max(passes) - 1, 'some begin while other passes are to come'

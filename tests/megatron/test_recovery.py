@@ -1,0 +1,70 @@
+"""A rank is killed: the others say where they stand; resumed, it is as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from example import MODEL, run
+from test_bad_input import survivors
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 60
+NUM_RANKS = 4
+
+
+def killed(argv, rank, iteration, forwards):
+    """Runs the example under torchrun until `rank` dies: its exit code and standard error."""
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node']
+    script = [str(NUM_RANKS), str(ROOT / 'tests' / 'megatron' / 'doomed.py')]
+    done = subprocess.run(
+        [*command, *script, *map(str, [rank, iteration, forwards, *MODEL, *argv])],
+        env=os.environ
+        | {'OMP_NUM_THREADS': '1', 'PYTHONPATH': f'{ROOT}:{ROOT / "examples" / "gpt"}'},
+        capture_output=True,
+        text=True,
+        timeout=200,  # the reports come at once; the rest is starting on a busy machine
+    )
+    return done.returncode, done.stderr
+
+
+def test_resume_after_a_rank_was_killed(ranks, data, tmp_path):
+    common = ['--data-path', data, '--num-layers', 8, '--pipeline-model-parallel-size', NUM_RANKS]
+    common += ['--global-batch-size', 6, '--train-iters', 7, '--pipeline-schedule', 'zb-v']
+    whole = run(ranks(NUM_RANKS), tmp_path, *common)
+
+    checkpoints, metrics = tmp_path / 'checkpoints', tmp_path / 'broken.jsonl'
+    saving = ['--save', checkpoints, '--save-interval', 2, '--metrics-file', metrics]
+    watchdog = ['--pipeline-watchdog-timeout', TIMEOUT]
+    code, error = killed([*common, *saving, *watchdog], rank=1, iteration=6, forwards=11)
+    assert code != 0
+    assert 'Signal 9 (SIGKILL) received by PID' in error
+    reports = re.findall(
+        r'pipeline watchdog: global rank (\d) .*\n  now: (.*)\n  waits for: (.*)\n'
+        r'  last passes: (.*)\n',
+        error,
+    )
+    assert sorted(int(rank) for rank, *_ in reports) == [0, 2, 3], error
+    for _, now, awaited, passes in reports:
+        assert re.fullmatch(r'[FBW] stage \d microbatch \d \(\d[FBW]\d\)', now), now
+        assert re.fullmatch(
+            r'(output|gradient) of stage \d microbatch \d from pipeline rank (\d) '
+            r'\(global rank \2\)',
+            awaited,
+        ), awaited
+        assert len(passes.split()) == 10
+
+    before = [json.loads(line)['loss'] for line in metrics.read_text().splitlines()]
+    assert len(before) == 5, 'killed in the sixth iteration'
+    assert (checkpoints / 'latest_checkpointed_iteration.txt').read_text() == '4'
+    after = run(ranks(NUM_RANKS), tmp_path, *common, '--load', checkpoints)
+    assert len(after.losses) == 3
+    assert tuple(before) == whole.losses[:5]
+    assert tuple(before[:4]) + after.losses == whole.losses
+    assert after.parameters == whole.parameters
+    assert after.optimizer == whole.optimizer
+    assert not [line for line in survivors() if 'doomed' in line]
