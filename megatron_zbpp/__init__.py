@@ -34,7 +34,8 @@ def enable(
     Calling it again with the same arguments changes nothing; with others it switches.
 
     Args:
-        schedule: a name or alias of a schedule (`zbpp list` prints them), or a schedule itself.
+        schedule: a name or alias of a schedule (`zbpp list` prints them), or a schedule itself; or
+            'auto': measures a few iterations and switches to a schedule that is planned for them.
         num_chunks: stages a rank, for schedules that leave the choice.
         memory_limit: in activations of one microbatch on a full rank, for schedules that take one.
         watchdog_timeout: seconds after which a rank whose pipeline no longer moves reports where it
@@ -52,7 +53,8 @@ def enable(
     plugin = Plugin(schedule, num_chunks, memory_limit, watchdog_timeout or 0)
     if _enabled is not None and _enabled.enabled:
         same_timeout = watchdog_timeout in (None, _enabled.watchdog.timeout)
-        if _enabled.source == plugin.source and same_timeout:
+        same_kind = (_enabled.auto is None) == (plugin.auto is None)
+        if _enabled.source == plugin.source and same_kind and same_timeout:
             return _enabled
         _enabled.disable()
     plugin.install()

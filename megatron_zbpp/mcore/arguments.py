@@ -25,6 +25,7 @@ from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.mcore import layout, refusals
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.runtime import handshake
+from megatron_zbpp.runtime.trace import Tracer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +33,23 @@ class PipelineScheduleConfig:
     """What the user asks for."""
 
     pipeline_schedule: str | None = None
-    """The pipeline schedule by its name, such as zb-v or zb-h1 (`zbpp list` prints all). Without
-    it, everything is Megatron's own."""
+    """The pipeline schedule by its name, such as zb-v or zb-h1 (`zbpp list` prints all); or auto,
+    which measures some iterations, plans a schedule for their times beside the training, and
+    switches to it. Without this flag, everything is Megatron's own."""
 
     pipeline_schedule_file: Path | None = None
     """A schedule to run instead of one by name: JSON as of `zbpp plan`, or CSV as of torch."""
 
     pipeline_schedule_memory_limit: float | None = None
     """Most that a rank may hold, in activations of one microbatch on a full rank (1F1B holds as
-    many as there are pipeline ranks); for schedules that take a limit, such as zb-1p."""
+    many as there are pipeline ranks); for auto, and schedules that take a limit, such as zb-1p."""
+
+    pipeline_schedule_profile_iters: int = 5
+    """How many iterations auto measures before it plans."""
+
+    pipeline_trace_dir: Path | None = None
+    """Folder for pictures of an early iteration as it was measured: a page for a browser, simulated
+    beside measured, and a trace for Perfetto."""
 
     pipeline_watchdog_timeout: float = 300.0
     """Seconds without progress inside a schedule after which a rank reports what it waits for and
@@ -109,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             flag(field.name),
             type=kind,
             default=field.default,
-            metavar={str: 'NAME', Path: 'FILE', float: 'NUMBER', int: 'N'}[kind],
+            metavar={str: 'NAME', Path: 'PATH', float: 'NUMBER', int: 'N'}[kind],
             help=' '.join(helps[field.name].split()) + default,
         )
     aliases = parser.add_argument_group('pipeline schedule: names of other forks, deprecated')
@@ -176,6 +185,10 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         memory_limit=config.pipeline_schedule_memory_limit,
         watchdog_timeout=config.pipeline_watchdog_timeout,
     )
+    if plugin.auto is not None:
+        plugin.auto.profile_iters = config.pipeline_schedule_profile_iters
+    if config.pipeline_trace_dir is not None:
+        plugin.tracer = Tracer(config.pipeline_trace_dir)
     plugin.flags = handshake.numbers(vars(args))
     for num_microbatches in sorted(microbatches(args, int(os.environ.get('WORLD_SIZE', 1)))):
         plugin.lowered(args.pipeline_model_parallel_size, num_microbatches, forward_only=False)

@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_zbpp.ir import Placement
+from megatron_zbpp.mcore import refusals
 from megatron_zbpp.mcore.settings import settings
 from megatron_zbpp.mcore.stages import Call, ModelStage
 from megatron_zbpp.runtime.clock import clock_for
@@ -92,11 +93,15 @@ def _run(
     )
     with _timed(config), plugin.watchdog.passes(executor):
         record = executor.run()
-    plugin.latest = Iteration(lowered.schedule, groups.pp, record, clock)
     finalize = config.finalize_model_grads_func
     if finalize is not None and not forward_only:
         num_tokens = call.num_tokens if config.calculate_per_token_loss else None
         finalize(models, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
+    iteration = Iteration(lowered.schedule, groups.pp, record, clock)
+    if forward_only:
+        plugin.latest = iteration
+    else:
+        plugin.trained(iteration)
     return call.results
 
 
@@ -106,19 +111,10 @@ def refuse_unsupported(config: Any, adjust_tensor_shapes_fn: Callable | None) ->
     Raises:
         NotImplementedError: names the setting.
     """
-    reasons = {
-        'variable_seq_lengths': 'pad to --seq-length',
-        'defer_embedding_wgrad_compute': 'drop it: a W pass defers that gradient already',
-        'num_microbatches_with_partial_activation_checkpoints': 'recompute all microbatches alike',
-        'overlap_moe_expert_parallel_comm': 'drop --overlap-moe-expert-parallel-comm',
-        'mtp_num_layers': 'drop --mtp-num-layers',
-    }
-    for setting, cure in reasons.items():
-        if getattr(config, setting, None):
-            raise NotImplementedError(
-                f'{setting}={getattr(config, setting)} does not work with --pipeline-schedule: '
-                f"{cure}, or use Megatron's own schedule"
-            )
+    for refusal in refusals.refused(config):
+        raise NotImplementedError(
+            f"does not work with --pipeline-schedule: {refusal}, or use Megatron's own schedule"
+        )
     if adjust_tensor_shapes_fn is not None:
         raise NotImplementedError(
             "adjust_tensor_shapes_fn does not work with --pipeline-schedule: use Megatron's own"

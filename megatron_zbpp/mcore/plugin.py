@@ -25,9 +25,11 @@ from megatron_zbpp.mcore.linear import deferring_linear
 from megatron_zbpp.planning.check import check
 from megatron_zbpp.planning.lower import Program, lower
 from megatron_zbpp.runtime import handshake
+from megatron_zbpp.runtime.auto import AutoPlan, start_family
 from megatron_zbpp.runtime.comm import Channels
 from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.runtime.store import WeightGradStore
+from megatron_zbpp.runtime.trace import Tracer
 from megatron_zbpp.runtime.watchdog import Watchdog
 from megatron_zbpp.schedules import build, find
 
@@ -72,7 +74,8 @@ class Plugin:
     """The plugin's state while it is enabled; a context manager that disables it at its end.
 
     Args:
-        source: a schedule, or the name of a family that makes one for any number of microbatches.
+        source: a schedule, or the name of a family that makes one for any number of microbatches;
+            or 'auto', which measures a family and switches to a planned schedule.
         num_chunks: stages a rank, for families that leave the choice.
         memory_limit: in activations of one microbatch on a full rank, for families that take one.
         watchdog_timeout: seconds without a step forward after which the process is ended; 0: never.
@@ -80,6 +83,8 @@ class Plugin:
     Attributes:
         store: the weight gradients that wait for their W.
         watchdog: ends this process if the pipeline no longer moves.
+        auto: plans, where that is asked for.
+        tracer: draws an iteration, where that is asked for.
         flags: of the program, that all ranks must have alike: compared before groups are made.
         latest: the latest iteration of this rank.
     """
@@ -91,8 +96,12 @@ class Plugin:
         memory_limit: float | None = None,
         watchdog_timeout: float = 0,
     ) -> None:
+        self.auto = AutoPlan(memory_limit=memory_limit) if source == 'auto' else None
+        if self.auto is not None:
+            source, memory_limit = start_family(num_chunks), None
         given = isinstance(source, Schedule)
         self.source = source if given else (find(source).name, num_chunks, memory_limit)
+        self.tracer: Tracer | None = None
         self.store = WeightGradStore()
         self.watchdog = Watchdog(watchdog_timeout)
         self.flags: Mapping[str, object] = {}
@@ -100,6 +109,7 @@ class Plugin:
         self._schedules: dict[tuple[int, int, bool], Lowered] = {}
         self._channels: dict[tuple[dist.ProcessGroup, Placement], Channels] = {}
         self._placements: dict[int, Placement] = {}
+        self._planned: dict[tuple[int, int], Schedule] = {}
         self._agreed: set[tuple] = set()
         self._undo: list[placing.Attribute] = []
         self._functions: list[placing.Function] = []
@@ -111,7 +121,8 @@ class Plugin:
             return handshake.words(self.source)
         name, num_chunks, memory_limit = self.source
         chunks = f' with {num_chunks} chunks a rank' if num_chunks else ''
-        return name + chunks + (f' within {memory_limit:g}' if memory_limit else '')
+        limit = f' within {memory_limit:g}' if memory_limit else ''
+        return name + chunks + limit + (' to plan from' if self.auto else '')
 
     def agree(self, settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
         """Returns if all ranks of `group` have these settings: a collective where they are new.
@@ -137,6 +148,8 @@ class Plugin:
         Raises:
             ValueError: the family cannot make one, or the given one is for another p or m.
         """
+        if (num_ranks, num_microbatches) in self._planned:
+            return self._planned[num_ranks, num_microbatches]
         if isinstance(self.source, Schedule):
             for what, has, needed in (
                 ('pipeline ranks', self.source.num_ranks, num_ranks),
@@ -179,6 +192,18 @@ class Plugin:
             check(schedule)
             self._schedules[key] = Lowered(schedule, lower(schedule))
         return self._schedules[key]
+
+    def trained(self, iteration: Iteration) -> None:
+        """Takes note of an iteration of training that has ended."""
+        self.latest = iteration
+        if self.tracer is not None:
+            self.tracer.after(iteration)
+        planned = self.auto.after(iteration) if self.auto is not None else None
+        if planned is not None:
+            shape = planned.num_ranks, planned.num_microbatches
+            self._planned[shape] = planned
+            for forward_only in (False, True):
+                self._schedules.pop((*shape, forward_only), None)
 
     def channels(self, pp_group: dist.ProcessGroup, placement: Placement) -> Channels:
         """The channels of this rank between neighbouring stages; made once for each group."""

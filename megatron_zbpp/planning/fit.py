@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from statistics import median
 
-from megatron_zbpp.ir import BW, B, F, W
+from megatron_zbpp.ir import BW, B, F, Pass, W, predecessors
 from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.timeline import Timeline
 
@@ -36,4 +37,46 @@ def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
         comm,
         activation=uniform.activation,
         retained=uniform.retained,
+    )
+
+
+def latency(timeline: Timeline) -> float:
+    """Time from the end of a pass to the start of what needs it on another rank, as measured.
+
+    The shortest that was seen between two ranks, both ways taken together, so that clocks which
+    differ do not matter; the median over the neighbours.
+    """
+    schedule = timeline.schedule
+    ranks = schedule.placement.ranks
+    spans = {
+        p: span
+        for order, own in zip(schedule.passes, timeline.spans, strict=True)
+        for p, span in zip(order, own, strict=True)
+    }
+    shortest: dict[tuple[int, int], float] = {}
+    for p, (start, _) in spans.items():
+        split = Pass(B, p.stage + 1, p.microbatch) in spans
+        for q in predecessors(p, schedule.num_stages, split):
+            pair = ranks[q.stage], ranks[p.stage]
+            if pair[0] != pair[1]:
+                lag = start - spans[q][1]
+                shortest[pair] = min(lag, shortest.get(pair, lag))
+    both = [(lag + shortest[b, a]) / 2 for (a, b), lag in shortest.items() if a < b]
+    return max(0.0, median(both)) if both else 0.0
+
+
+def middle(found: Sequence[Costs]) -> Costs:
+    """Costs whose times are the medians of several measurements of the same stages."""
+    forward, backward, weight = (
+        tuple(map(median, zip(*(getattr(costs, name) for costs in found), strict=True)))
+        for name in ('forward', 'backward', 'weight')
+    )
+    first = found[0]
+    return Costs(
+        forward,
+        backward,
+        weight,
+        median(costs.comm for costs in found),
+        activation=first.activation,
+        retained=first.retained,
     )

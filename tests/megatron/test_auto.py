@@ -1,0 +1,48 @@
+"""`auto` measures, plans and switches while it trains, and the bits stay Megatron's."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+from nvidia import needs_training, run
+
+pytestmark = needs_training
+
+
+@contextmanager
+def told(training):
+    """What auto says, waiting for the planner: a test is shorter than a plan takes."""
+    from unittest import mock
+
+    from megatron_zbpp.runtime.auto import AutoPlan
+
+    said, poll = [], AutoPlan._poll
+
+    def wait(self, schedule):
+        self._process.wait()
+        self.say = said.append
+        return poll(self, schedule)
+
+    with mock.patch.object(AutoPlan, '_poll', wait):
+        yield said
+
+
+@pytest.mark.parametrize('chunks', [[], ['--num-virtual-stages-per-pipeline-rank', 1]])
+def test_auto(ranks, tmp_path, monkeypatch, chunks):
+    flags = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 6, '--clip-grad', 1e9]
+    flags += ['--train-iters', 14]
+    stock = run(ranks(2), *flags, '--save', tmp_path, '--save-interval', 1)
+    loading = ['--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule', 'auto', *chunks]
+    auto = ['--pipeline-schedule-profile-iters', 3, '--pipeline-trace-dir', tmp_path / 'trace']
+    ours = run(ranks(2), *flags, *loading, *auto, event=told)
+    assert ours.losses == {i: loss for i, loss in stock.losses.items() if i > 1}
+    assert ours.parameters == stock.parameters
+    first, *rest = ours.reported[0]
+    if 'switches' in first:
+        (measured,) = rest
+        assert 'ms with the planned schedule' in measured
+    else:
+        assert 'nothing better' in first and not rest
+    assert (tmp_path / 'trace' / 'pipeline.html').stat().st_size > 1000
+    assert (tmp_path / 'trace' / 'pipeline.perfetto.json').exists()
