@@ -1,4 +1,4 @@
-"""`auto`: measures the schedule that runs, plans a better one beside it, switches between iterations.
+"""`auto`: measures the schedule that runs, plans a better one meanwhile, and switches to it.
 
 All ranks of the job measure; the first one plans, once for all, in a process of its own, while
 training goes on. Every switch is announced by a broadcast, so that all ranks make it together.
@@ -104,7 +104,7 @@ class AutoPlan:
             request = worker.request(
                 placement, middle(self._found), schedule.num_microbatches, limit, self.seconds
             )
-            self._answer = tempfile.TemporaryFile('w+')
+            self._answer = tempfile.TemporaryFile('w+')  # noqa: SIM115
             self._process = subprocess.Popen(
                 worker.COMMAND, stdin=subprocess.PIPE, stdout=self._answer, text=True
             )

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from nvidia import COMMON, SCRIPT, needs_training
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r'```bash\n(.*?)```', (ROOT / 'README.md').read_text(), re.S)
@@ -28,20 +29,38 @@ def test_the_scripts_are_there():
     assert all(os.access(ROOT / script, os.X_OK) for script in SCRIPTS)
 
 
-def test_training_command(data):
-    (command,) = [c for c in COMMANDS if c.startswith('torchrun')]
-    _, *arguments = shlex.split(command)
-    launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', *arguments]
+def torchrun(*arguments):
+    """What `torchrun` with these arguments prints."""
     done = subprocess.run(
-        [*launch, '--train-iters', '2', '--data-path', str(data)],
+        [sys.executable, '-m', 'torch.distributed.run', '--standalone', *arguments],
         cwd=ROOT,
         env=os.environ | {'OMP_NUM_THREADS': '1'},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert re.search(r'iteration +2/ +2 \|.*lm loss: [\d.E+-]+ \| grad norm', done.stdout)
+    return done.stdout
+
+
+def test_training_command(data):
+    (command,) = [c for c in COMMANDS if 'examples/gpt/pretrain_gpt.py' in c]
+    _, *arguments = shlex.split(command)
+    printed = torchrun(*arguments, '--train-iters', '2', '--data-path', str(data))
+    assert re.search(r'iteration +2/ +2 \|.*lm loss: [\d.E+-]+ \| grad norm', printed)
+
+
+@needs_training
+def test_launch_command():
+    """On two ranks of the CPU, with a script and arguments where the README has dots."""
+    (command,) = [c for c in COMMANDS if 'megatron_zbpp.launch' in c]
+    command = command.replace('/path/to/Megatron-LM/pretrain_gpt.py', f'--cpu {SCRIPT}')
+    for there, here in (('--nproc-per-node 8', '--nproc-per-node 2'), ('-size 8', '-size 2')):
+        assert there in command
+        command = command.replace(there, here)
+    filling = [*COMMON, '--train-iters', '2', '--global-batch-size', '4']
+    _, *arguments = shlex.split(command.replace('...', shlex.join(filling)))
+    assert re.search(r'iteration +2/ +2 \|.*lm loss: [\d.E+-]+ \|', torchrun(*arguments))
 
 
 @pytest.fixture(scope='module')
@@ -56,6 +75,11 @@ def test_zbpp_command(command, folder):
     assert program == '.venv/bin/zbpp'
     zbpp = Path(sys.executable).with_name('zbpp')
     done = subprocess.run(
-        [zbpp, *arguments], cwd=folder, capture_output=True, text=True, timeout=100
+        [zbpp, *arguments],
+        cwd=folder,
+        env=os.environ | {'XDG_CACHE_HOME': str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
