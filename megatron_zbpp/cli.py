@@ -30,6 +30,7 @@ zbpp simulate --schedule zb-1p --pp 8 --microbatches 24 --times 18.5,18.1,9.3 --
 zbpp compare --pp 8 --microbatches 24 --times 1,1.2,0.8 -o compare.html
 zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --memory-limit 8 --json > plan.json
 zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --frontier 3,4,5,6,7,8 --seconds 60
+zbpp doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py --pipeline-schedule zb-v ...
 zbpp check plan.json                                   ours, a plan's or torch's CSV
 zbpp convert --file plan.json --to torch-csv -o plan.csv
 zbpp convert --schedule zb-v --pp 4 --microbatches 8 --to html -o zb-v.html
@@ -45,10 +46,11 @@ activations of one microbatch on a full rank.
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`; returns its exit code."""
     args = _parser().parse_args(argv)
+    status = None
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _note
-            args.run(args)
+            status = args.run(args)
             sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -58,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(f'{error.filename}: {error.strerror}: give another path')
     except (ValueError, ImportError) as error:
         return _complain(str(error))
-    return 0
+    return status or 0
 
 
 def _complain(text: str) -> int:
@@ -159,6 +161,10 @@ def _parser() -> argparse.ArgumentParser:
         '--cache', metavar='FOLDER', help='of plans; default ~/.cache/megatron_zbpp/plans'
     )
     caching.add_argument('--no-cache', action='store_true', help='plan anew and keep nothing')
+
+    doctor = command('doctor', commands.doctor, 'what is installed, and what a job would run')
+    doctor.add_argument('--gpus', type=_count, metavar='N', help='of the job; default: as it says')
+    doctor.add_argument('line', nargs='*', metavar='-- LAUNCH LINE', help='of pretrain_gpt.py')
 
     converted = command('convert', commands.convert, 'write a schedule in another format')
     _add_source(converted)

@@ -214,6 +214,15 @@ def convert(args: Namespace) -> None:
     print(f'wrote {args.output}')
 
 
+def doctor(args: Namespace) -> int:
+    """What is installed, whether our patches fit it, and what a launch line would run."""
+    from megatron_zbpp.mcore.doctor import examine, words  # takes torch and Megatron
+
+    report = examine(args.line, args.gpus)
+    _print_json(report.to_dict()) if args.json else print(words(report))
+    return 0 if report.fine else 1
+
+
 def refuse(error: ScheduleError, as_json: bool) -> int:
     """One line on stderr; the drawing, which takes several, on stdout."""
     what, _, drawing = str(error).partition('\n')

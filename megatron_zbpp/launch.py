@@ -49,7 +49,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument('arguments', nargs=argparse.REMAINDER, help="the script's own")
     args = parser.parse_args(argv)
     if not args.script.is_file():
-        parser.error(f'no script {args.script}: give the path of a training script of Megatron-LM')
+        hint = 'give the path of a training script of Megatron-LM'
+        parser.exit(2, f'{parser.prog}: error: no script {args.script}: {hint}\n')
     sys.path.insert(0, str(args.script.resolve().parent))  # its megatron is the one to use
     if args.cpu:
         cpu.install()

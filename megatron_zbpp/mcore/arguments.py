@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -58,19 +59,26 @@ class PipelineScheduleConfig:
 
 # What other forks call it: flag, its argparse options, and what it means here.
 _V_SCHEDULES = {'zb': 'zb-v', 'half': 'v-half', 'min': 'v-min'}
+_LIMIT = '--zero-bubble-max-pending-backward'
 _ALIASES: dict[str, dict[str, Any]] = {
     '--enable-zero-bubble': {'action': 'store_true'},
     '--zero-bubble-v-schedule': {'action': 'store_true'},
     '--zero-bubble-v-schedule-mem-setup': {'choices': list(_V_SCHEDULES)},
-    '--zero-bubble-max-pending-backward': {'metavar': 'A'},
+    _LIMIT: {'metavar': 'A'},
     '--enable-1f1b-v': {'action': 'store_true'},
     '--enable-zbh1-pipeline': {'action': 'store_true'},
     '--allow-padding-num-layers': {'action': 'store_true'},
     '--enable-exactly-numeric-match': {'action': 'store_true'},
+    '--enable-optimizer-post-validation': {'action': 'store_true'},
+    '--zero-bubble-pipeline-timers-start-iter': {'metavar': 'N'},
+    '--zero-bubble-pipeline-timers-end-iter': {'metavar': 'N'},
 }
 _NEEDLESS = {
     'allow_padding_num_layers': 'layers need not divide among the stages',
     'enable_exactly_numeric_match': 'all numbers match exactly, always',
+    'enable_optimizer_post_validation': 'the optimizer step waits for all ranks',
+    'zero_bubble_pipeline_timers_start_iter': 'see --pipeline-schedule-profile-iters',
+    'zero_bubble_pipeline_timers_end_iter': 'see --pipeline-schedule-profile-iters',
 }
 
 
@@ -150,8 +158,11 @@ def _preparing(parse: Callable) -> Callable:
         try:
             prepare(namespace)
         except (OSError, ValueError, NotImplementedError) as error:
-            if _rank() == 0:
-                print(f'{Path(sys.argv[0]).name}: error: {error}', file=sys.stderr, flush=True)
+            if int(os.environ.get('LOCAL_RANK', 0)) == 0:  # a file may be missing on one node only
+                what, *more = str(error).splitlines()
+                hint = ' (`zbpp check` shows the place)' if more else ''
+                name = Path(sys.argv[0]).name
+                print(f'{name}: error: {what}{hint}', file=sys.stderr, flush=True)
             raise SystemExit(2) from None
         return namespace, rest
 
@@ -201,15 +212,17 @@ def read(args: argparse.Namespace) -> PipelineScheduleConfig | None:
     values = {field.name: getattr(args, field.name) for field in fields(PipelineScheduleConfig)}
     renamed = _renamed(args)
     for name, value in renamed.items():
-        _say(f'deprecated flags: use {flag(name)} {value}')
         if values[name] not in (None, value):
             raise ValueError(
                 f'{flag(name)} {values[name]} and a flag that means {value}: give one of them'
             )
-        values[name] = value
+    if renamed:
+        instead = ' '.join(f'{flag(name)} {value}' for name, value in renamed.items())
+        _say(f'deprecated flags: use {instead}')
     for name, why in _NEEDLESS.items():
         if getattr(args, name):
             _say(f'{flag(name)} has no effect: {why}')
+    values |= renamed
     config = PipelineScheduleConfig(**values)
     if config.pipeline_schedule is None and config.pipeline_schedule_file is None:
         return None
@@ -217,21 +230,30 @@ def read(args: argparse.Namespace) -> PipelineScheduleConfig | None:
 
 
 def _renamed(args: argparse.Namespace) -> dict[str, Any]:
-    """Values of our fields that flags of other forks stand for."""
-    limit = args.zero_bubble_max_pending_backward
-    setup = args.zero_bubble_v_schedule_mem_setup
-    values = {}
-    if args.enable_1f1b_v:
-        values['pipeline_schedule'] = '1f1b-v'
-    elif args.enable_zbh1_pipeline:
-        values['pipeline_schedule'] = 'zb-h1'
-    elif args.zero_bubble_v_schedule or setup:
-        values['pipeline_schedule'] = _V_SCHEDULES[setup or 'zb']
-    elif args.enable_zero_bubble:
-        values['pipeline_schedule'] = 'zb-1p'
-        if limit not in (None, 'auto'):
-            values['pipeline_schedule_memory_limit'] = float(limit)
-    return values
+    """Values of our fields that flags of other forks stand for.
+
+    Raises:
+        ValueError: flags that contradict each other, or a limit that is no number.
+    """
+    setup, limit = args.zero_bubble_v_schedule_mem_setup, args.zero_bubble_max_pending_backward
+    meant = {
+        '1f1b-v': args.enable_1f1b_v,
+        'zb-h1': args.enable_zbh1_pipeline,
+        _V_SCHEDULES[setup or 'zb']: args.zero_bubble_v_schedule or setup,
+    }
+    names = [name for name, given in meant.items() if given]
+    if len(names) > 1:
+        raise ValueError(f'flags that mean {" and ".join(names)}: give --pipeline-schedule instead')
+    if names or not args.enable_zero_bubble:
+        if limit is not None:
+            _say(f'{_LIMIT} {limit} has no effect: it is a limit for --enable-zero-bubble alone')
+        return {'pipeline_schedule': names[0]} if names else {}
+    if limit in (None, 'auto'):
+        return {'pipeline_schedule': 'zb-1p'}
+    try:
+        return {'pipeline_schedule': 'zb-1p', 'pipeline_schedule_memory_limit': float(limit)}
+    except ValueError:
+        raise ValueError(f'{_LIMIT} {limit}: give a number, or auto') from None
 
 
 def source_of(config: PipelineScheduleConfig) -> str | Schedule:
@@ -252,30 +274,55 @@ def source_of(config: PipelineScheduleConfig) -> str | Schedule:
 
 
 def num_chunks(args: argparse.Namespace) -> int | None:
-    """Chunks a rank, as Megatron's own flags give them; None: the schedule's choice."""
-    if args.pipeline_model_parallel_layout is not None:
-        stages = layout.StageLayout.get_num_stages_from_str(args.pipeline_model_parallel_layout)
-        return stages // args.pipeline_model_parallel_size
-    if args.num_layers_per_virtual_pipeline_stage is not None:
-        layers = args.num_layers_per_virtual_pipeline_stage
-        return args.num_layers // args.pipeline_model_parallel_size // layers
-    return args.num_virtual_stages_per_pipeline_rank
+    """Chunks a rank, as Megatron's own flags give them; None: the schedule's choice.
+
+    Raises:
+        ValueError: they do not divide.
+    """
+    ranks = args.pipeline_model_parallel_size
+    text = args.pipeline_model_parallel_layout
+    if text is not None:
+        try:
+            stages = layout.StageLayout.get_num_stages_from_str(text)
+        except AssertionError as error:
+            raise ValueError(f'--pipeline-model-parallel-layout {text}: {error}') from None
+        if stages % ranks:
+            raise ValueError(
+                f'--pipeline-model-parallel-layout {text} has {stages} stages, which do not divide '
+                f'among {ranks} pipeline ranks: give each rank as many, divided by |'
+            )
+        return stages // ranks
+    each = args.num_layers_per_virtual_pipeline_stage
+    if each is None:
+        return args.num_virtual_stages_per_pipeline_rank
+    counted = args.num_layers + sum(_ends(args))
+    if counted % (ranks * each):
+        raise ValueError(
+            f'--num-layers-per-virtual-pipeline-stage {each} does not divide {counted} layers '
+            f'among {ranks} pipeline ranks: leave it out, or change --num-layers'
+        )
+    return counted // (ranks * each)
+
+
+def _ends(args: argparse.Namespace) -> tuple[bool, bool]:
+    """Whether embedding and loss count as a layer each."""
+    return args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
 
 
 def place_layers(args: argparse.Namespace, placement: Placement) -> None:
     """Writes the layout of the layers for `placement` into Megatron's arguments.
 
-    One chunk a rank, in a loop, is what Megatron does by itself.
+    One chunk a rank, in a loop, is what Megatron does by itself if all get as many.
+
+    Raises:
+        ValueError: too few layers.
     """
-    if placement == Placement.loop(placement.num_ranks):
+    embedding, loss = _ends(args)
+    uneven = (args.num_layers + embedding + loss) % placement.num_stages
+    if placement == Placement.loop(placement.num_ranks) and not uneven:
         return
     if args.pipeline_model_parallel_layout is None:
-        layers = layout.layers_per_stage(
-            args.num_layers,
-            placement,
-            embedding=args.account_for_embedding_in_pipeline_split,
-            loss=args.account_for_loss_in_pipeline_split,
-        )
+        layers = layout.layers_per_stage(args.num_layers, placement, embedding, loss)
         args.pipeline_model_parallel_layout = layout.layout_string(layers)
     args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
     args.num_layers_per_virtual_pipeline_stage = args.num_virtual_stages_per_pipeline_rank = None
@@ -301,7 +348,7 @@ def require_plain(args: argparse.Namespace) -> None:
 
 
 def microbatches(args: argparse.Namespace, world_size: int) -> set[int]:
-    """Numbers of microbatches that training begins and ends with."""
+    """Numbers of microbatches that training begins and ends with, and those of its steps."""
     model = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size
@@ -309,7 +356,10 @@ def microbatches(args: argparse.Namespace, world_size: int) -> set[int]:
     )
     step = world_size // model * (args.micro_batch_size or 0)
     ramp = getattr(args, 'rampup_batch_size', None) or []
-    sizes = {args.global_batch_size or step, *map(int, ramp[:1])}
+    steps = re.findall(r':\s*(\d+)', getattr(args, 'step_batch_size_schedule', None) or '')
+    sizes = {*map(int, [*steps, *ramp[:1]])}
+    if not steps:
+        sizes.add(args.global_batch_size or step)
     # sizes that do not divide are Megatron's to refuse
     return {size // step for size in sizes if step and size >= step}
 

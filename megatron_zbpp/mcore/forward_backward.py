@@ -12,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore import refusals
+from megatron_zbpp.mcore import refusals, te
 from megatron_zbpp.mcore.settings import settings
 from megatron_zbpp.mcore.stages import Call, ModelStage
 from megatron_zbpp.runtime.clock import clock_for
@@ -34,8 +34,24 @@ def forward_backward(plugin: Plugin, original: Callable, **arguments: Any) -> li
     """
     pg_collection = arguments.get('pg_collection')
     if pg_collection is not None and not isinstance(pg_collection, ProcessGroupCollection):
+        _refuse_delayed(arguments.get('model'))
         return original(**arguments)
     return _run(plugin, **arguments)
+
+
+def _refuse_delayed(model: torch.nn.Module | list[torch.nn.Module] | None) -> None:
+    """Raises for modules whose weight gradients only our W passes would compute.
+
+    Raises:
+        NotImplementedError: the model was built for one of our schedules.
+    """
+    for module in model if isinstance(model, list) else [model]:
+        if module is not None and te.delaying_modules(module):
+            raise NotImplementedError(
+                "several modules in one pipeline run by Megatron's own schedule, which would lose "
+                'the weight gradients that Transformer Engine delays for ours: call '
+                'megatron_zbpp.enable() for models of one module only'
+            )
 
 
 def _run(

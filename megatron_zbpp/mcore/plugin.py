@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -17,11 +19,12 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
 
 from megatron_zbpp.imports import after_import
-from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.ir import Placement, Schedule, W
 from megatron_zbpp.mcore import placing
 from megatron_zbpp.mcore.forward_backward import forward_backward
 from megatron_zbpp.mcore.layout import for_megatron
 from megatron_zbpp.mcore.linear import deferring_linear
+from megatron_zbpp.mcore.te import delay_weight_gradients
 from megatron_zbpp.planning.check import check
 from megatron_zbpp.planning.lower import Program, lower
 from megatron_zbpp.runtime import handshake
@@ -46,7 +49,7 @@ def lookups() -> Iterator[tuple[Callable, str]]:
         (schedules.get_forward_backward_func, _PIPELINED),
         (layers.linear_with_grad_accumulation_and_async_allreduce, (_LINEAR,)),
         (placing.finalize_module().finalize_model_grads, (placing.TIED,)),
-        (TransformerConfig.__post_init__, (placing.LAYOUT,)),
+        (inspect.unwrap(TransformerConfig.__post_init__), (placing.LAYOUT,)),
         (LanguageModule._is_in_embd_group, ('is_pp_first_stage',)),
     ):
         for name in names:
@@ -179,6 +182,12 @@ class Plugin:
             self._placements[num_ranks] = schedule.placement
         return self._placements[num_ranks]
 
+    def splits(self, num_ranks: int) -> bool:
+        """Whether weight gradients wait for W passes."""
+        given = isinstance(self.source, Schedule)
+        m = self.source.num_microbatches if given else 2 * num_ranks
+        return any(p.kind == W for order in self.schedule(num_ranks, m).passes for p in order)
+
     def lowered(self, num_ranks: int, num_microbatches: int, forward_only: bool) -> Lowered:
         """The checked programs, from the cache or made now.
 
@@ -223,6 +232,9 @@ class Plugin:
         self._patch(layers, _LINEAR, deferring_linear(getattr(layers, _LINEAR), self.store))
         for owner, name, replacement in placing.attributes(self.placement):
             self._patch(owner, name, replacement)
+        if find_spec('transformer_engine') is not None:
+            post_init = _delaying(TransformerConfig.__post_init__, self.splits)
+            self._patch(TransformerConfig, '__post_init__', post_init)
         self._replace(placing.functions(self.placement, self.agree))
         for name in placing.TRAINING:
             self._replace(placing.training_functions(name, self.placement))
@@ -290,3 +302,18 @@ class Plugin:
         if pairs:
             for module, name, replacement in placing.everywhere(pairs):
                 setattr(module, name, replacement)
+
+
+def _delaying(original: Callable, splits: Callable[[int], bool]) -> Callable:
+    """`TransformerConfig.__post_init__`, and Transformer Engine's modules leave gradients to W."""
+
+    @functools.wraps(original)
+    def __post_init__(self: TransformerConfig) -> None:
+        split = self.pipeline_model_parallel_size > 1 and splits(self.pipeline_model_parallel_size)
+        if split:
+            self.delay_wgrad_compute = False  # a copy has it, and Megatron would refuse it
+        original(self)
+        if split:
+            delay_weight_gradients(self)
+
+    return __post_init__

@@ -77,6 +77,10 @@ _WITH_A_SCHEDULE = {
         'its groups differ from microbatch to microbatch',
         'drop --hybrid-context-parallel',
     ),
+    'overlap_dispatch_backward_with_experts_wgrad': (
+        "W passes defer the experts' weight gradients already",
+        'drop --overlap-dispatch-backward-with-experts-wgrad',
+    ),
     'use_legacy_models': (
         'legacy models have layers of their own, whose weight gradients cannot wait',
         'drop --use-legacy-models',
@@ -88,6 +92,7 @@ _ON_CPU = {
     'fp8': (_TE_ONLY, 'drop --fp8-format'),
     'fp4': (_TE_ONLY, 'drop --fp4-format'),
     'use_flash_attn': (_TE_ONLY, 'drop --use-flash-attn'),
+    'moe_grouped_gemm': (_TE_ONLY, 'drop --moe-grouped-gemm'),
     'moe_permute_fusion': (_TE_ONLY, 'drop --moe-permute-fusion'),
     'gradient_accumulation_fusion': (
         "it needs apex's kernel",
@@ -96,12 +101,14 @@ _ON_CPU = {
     'masked_softmax_fusion': ("it needs Megatron's kernel", 'give --no-masked-softmax-fusion'),
     'apply_rope_fusion': (_TE_ONLY, 'give --no-rope-fusion'),
 }
+# refused for some of their values
+_BY_VALUE = ('cuda_graph_impl', 'transformer_impl', 'attention_backend', 'context_parallel_size')
 
 
 def settings() -> tuple[str, ...]:
     """All that may be refused."""
     named = (*_WITH_A_SCHEDULE, *_ON_CPU)
-    return (*named, 'cuda_graph_impl', 'transformer_impl', 'context_parallel_size')
+    return (*named, *_BY_VALUE)
 
 
 def refused(settings: Any, on_cpu: bool = False) -> Iterator[Refusal]:
@@ -118,10 +125,21 @@ def refused(settings: Any, on_cpu: bool = False) -> Iterator[Refusal]:
     graphs = getattr(settings, 'cuda_graph_impl', 'none')
     if graphs not in (None, 'none'):
         yield Refusal('cuda_graph_impl', graphs, *_GRAPHS)
-    if on_cpu and getattr(settings, 'transformer_impl', 'local') != 'local':
+    if on_cpu:
+        yield from _by_value_on_cpu(settings)
+
+
+def _by_value_on_cpu(settings: Any) -> Iterator[Refusal]:
+    if getattr(settings, 'transformer_impl', 'local') != 'local':
         cure = 'give --transformer-impl local'
         yield Refusal('transformer_impl', settings.transformer_impl, _TE_ONLY, cure)
-    if on_cpu and getattr(settings, 'context_parallel_size', 1) > 1:
-        reason = 'attention over a split sequence needs Transformer Engine, which needs a GPU'
-        cure = 'give --context-parallel-size 1'
-        yield Refusal('context_parallel_size', settings.context_parallel_size, reason, cure)
+    backend = getattr(settings, 'attention_backend', 'auto')
+    backend = getattr(backend, 'name', backend)  # Megatron has an enum
+    if backend in ('flash', 'fused'):
+        cure = 'give --attention-backend auto'
+        yield Refusal('attention_backend', backend, _TE_ONLY, cure)
+    ranks = getattr(settings, 'context_parallel_size', 1)
+    if ranks > 1 and not getattr(settings, 'spec', None):
+        reason = "Megatron's own attention over a split sequence " + _TE_ONLY.removeprefix('it ')
+        cure = 'give --context-parallel-size 1, or --spec with an attention that can'
+        yield Refusal('context_parallel_size', ranks, reason, cure)

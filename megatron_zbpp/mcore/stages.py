@@ -105,10 +105,8 @@ class ModelStage:
         arguments = [received, output, gradient]
         if takes(schedules.backward_step, 'model_type'):  # until 0.16
             arguments.append(schedules.get_model_type(self._model))
-        gradient = schedules.backward_step(*arguments, self._config)
-        if self._call.store.deferring:
-            te.defer_queued(self._delaying, self._call.store)
-        return gradient
+        with te.queueing(self._delaying, self._call.store):
+            return schedules.backward_step(*arguments, self._config)
 
     def release(self, output: torch.Tensor) -> None:
         schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)

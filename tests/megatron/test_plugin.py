@@ -5,6 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
+import torch
 
 
 def attributes():
@@ -100,3 +101,37 @@ def test_delegation(ranks):
 def test_refusal_names_setting_and_cure(ranks, setting):
     for message in ranks(2).run(refused, setting):
         assert f'{setting}=1: ' in message and 'or use' in message
+
+
+def delayed(schedule):
+    """What configs of a pipeline and of one rank ask of Transformer Engine, and a copy does."""
+    import copy
+    from dataclasses import replace
+
+    from megatron.core.transformer import TransformerConfig
+
+    import megatron_zbpp
+    from megatron_zbpp.mcore import plugin
+
+    def config(size):
+        return TransformerConfig(
+            num_layers=4,
+            hidden_size=8,
+            num_attention_heads=1,
+            pipeline_model_parallel_size=size,
+            pipeline_dtype=torch.float32,
+            tp_comm_overlap=False,
+        )
+
+    with (
+        mock.patch.object(plugin, 'find_spec', lambda name: name),
+        megatron_zbpp.enable(schedule),
+    ):
+        one, two = config(1), config(2)
+        made = (one, two, copy.deepcopy(two), replace(two))
+    return tuple(c.delay_wgrad_compute for c in (*made, config(2)))
+
+
+def test_transformer_engine_delays_where_the_schedule_splits(ranks):
+    assert ranks(2).run(delayed, 'zb-h1') == [(False, True, True, True, False)] * 2
+    assert ranks(2).run(delayed, '1f1b') == [(False,) * 5] * 2

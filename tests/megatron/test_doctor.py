@@ -1,0 +1,223 @@
+"""`zbpp doctor`: installation, patches, launch lines."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from nvidia import CHECKOUT, needs_training
+
+SIZES = [
+    *('--num-layers', '22', '--hidden-size', '64', '--num-attention-heads', '4'),
+    *('--seq-length', '64', '--micro-batch-size', '2', '--pipeline-model-parallel-size', '8'),
+    '--account-for-embedding-in-pipeline-split',
+    '--account-for-loss-in-pipeline-split',
+]
+
+
+def doctor(words, training=False):
+    """Exit code, what it printed, and what it complained of; on each rank."""
+    from megatron_zbpp import cli
+    from megatron_zbpp.mcore import launch_line
+
+    if CHECKOUT and CHECKOUT not in sys.path:
+        sys.path.insert(0, CHECKOUT)
+    found = mock.patch.object(launch_line, '_has_training', lambda: training)
+    alone = mock.patch.dict(os.environ)
+    out, errors = io.StringIO(), io.StringIO()
+    with found, alone, contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        del os.environ['WORLD_SIZE']
+        try:
+            code = cli.main(['doctor', *map(str, words)])
+        except SystemExit as exit:
+            code = exit.code
+    return code, out.getvalue(), errors.getvalue()
+
+
+def report(ranks, *words, training=False):
+    """Exit code, and the report as JSON."""
+    (code, out, errors), _ = ranks(2).run(doctor, ['--json', *words], training)
+    assert not errors, errors
+    return code, json.loads(out)
+
+
+def refusal(ranks, *words):
+    """The one line that is said of bad input."""
+    (code, out, errors), _ = ranks(2).run(doctor, words)
+    assert code == 2 and not out and errors.count('\n') == 1, (code, out, errors)
+    return errors
+
+
+def test_command():
+    """As users call it: a process of its own, without a launcher."""
+    zbpp = Path(sys.executable).with_name('zbpp')
+    words = [*SIZES, '--global-batch-size', '48', '--pipeline-schedule', 'zb-v']
+    done = subprocess.run([zbpp, 'doctor', '--', *words], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    for said in ('megatron-core', 'python', 'all take effect', 'rank 0: stage 7: 2, stage 8: 1'):
+        assert said in done.stdout
+
+
+def test_installation(ranks):
+    import torch
+
+    code, found = report(ranks)
+    assert code == 0 and found['fine'] and found['launch_line'] is None
+    assert found['versions']['torch'].partition('+')[0] == torch.__version__.partition('+')[0]
+    assert set(found['versions']) >= {'python', 'megatron-core', 'transformer-engine', 'apex'}
+    assert found['versions']['device'] == 'CPU' or 'CUDA' in found['versions']['device']
+    targets = {patch['target'] for patch in found['patches']}
+    assert targets >= {
+        'megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_with_interleaving',
+        'megatron.core.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication',
+        'megatron.core.transformer.transformer_config.PipelineParallelLayerLayout',
+        'megatron.core.parallel_state.initialize_model_parallel',
+    }
+    assert all(not patch['problem'] for patch in found['patches'])
+
+
+def moved(what):
+    """The problems found where Megatron's code is not what it was, by target."""
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_zbpp.mcore import doctor, placing
+
+    own = schedules.get_forward_backward_func, TransformerConfig.__post_init__
+    change = {
+        'function': mock.patch.object(schedules, 'get_forward_backward_func', lambda: None),
+        'method': mock.patch.object(TransformerConfig, '__post_init__', lambda self: None),
+        'gone': mock.patch.object(placing, 'TIED', '_no_such_name'),
+        'class': mock.patch.dict(sys.modules, {'megatron_zbpp.mcore.plugin': None}),
+    }
+    with change[what]:
+        problems = {p.target: p.problem for p in doctor.patches() if p.problem}
+    assert own == (schedules.get_forward_backward_func, TransformerConfig.__post_init__)
+    return problems
+
+
+@pytest.mark.parametrize(
+    ('what', 'name', 'number'),
+    [
+        ('function', 'forward_backward_pipelining_with_interleaving', 2),
+        ('method', 'PipelineParallelLayerLayout', 1),
+        ('gone', '_no_such_name', 1),
+        ('class', 'megatron.core', 1),
+    ],
+)
+def test_moved_upstream(ranks, what, name, number):
+    for problems in ranks(2).run(moved, what):
+        assert len(problems) == number
+        assert any(name in target for target in problems), problems
+        assert all('Traceback' not in problem for problem in problems.values())
+
+
+def test_plan(ranks):
+    words = ['--', *SIZES, '--global-batch-size', 48, '--pipeline-schedule', 'zb-v']
+    code, found = report(ranks, '--gpus', 8, *words)
+    line = found['launch_line']
+    assert code == 0 and line['schedule'] == 'zb-v' and line['refused'] == []
+    assert line['parallel'] == {'GPUs': 8, 'tensor': 1, 'context': 1, 'pipeline': 8, 'data': 1}
+    assert line['stages'][0] == [7, 8] and line['stages'][7] == [0, 15]
+    assert line['layers'] == [1, *[2] * 7, *[1] * 7, 0]
+    (iteration,) = line['iterations']
+    assert iteration['microbatches'] == 24
+    # the README's table
+    assert round(iteration['bubble_makespan'], 3) == 0.046 and iteration['bubble_window'] == 0
+    assert iteration['window'] == 72 and max(iteration['peaks']) == 8
+    assert 'megatron.training is not here' in line['notes'][0]
+
+
+@pytest.mark.parametrize(
+    ('words', 'gpus', 'microbatches'),
+    [
+        (['torchrun', '--nproc-per-node', '8', '--nnodes=4', 'pretrain_gpt.py'], 32, [12]),
+        (['--rampup-batch-size', '16', '16', '100'], 8, [8, 48]),
+    ],
+    ids=['torchrun', 'ramp-up'],
+)
+def test_numbers(ranks, words, gpus, microbatches):
+    batch = ['--global-batch-size', 96, '--pipeline-schedule', 'zb-h1']
+    _, found = report(ranks, '--', *words, *SIZES, *batch)
+    line = found['launch_line']
+    assert line['parallel']['GPUs'] == gpus
+    assert [each['microbatches'] for each in line['iterations']] == microbatches
+    assert line['layers'] == [2, 3, 3, 3, 3, 3, 3, 2]
+
+
+def test_layers_need_not_divide(ranks):
+    words = [*SIZES, '--num-layers', 21, '--global-batch-size', 48, '--pipeline-schedule', 'zb-h1']
+    code, found = report(ranks, '--gpus', 8, '--', *words)
+    assert code == 0 and sum(found['launch_line']['layers']) == 21
+
+
+def test_refused(ranks):
+    launch = ['torchrun', '--nproc-per-node', '8', '-m', 'megatron_zbpp.launch', '--cpu', 'gpt.py']
+    given = ['--pipeline-schedule', 'zb-v', '--tp-comm-overlap', '--fp8-format', 'hybrid']
+    code, found = report(ranks, '--', *launch, *SIZES, '--global-batch-size', 48, *given)
+    assert code == 1 and not found['fine']
+    refused = {entry['setting']: entry for entry in found['launch_line']['refused']}
+    assert set(refused) == {'tp_comm_overlap', 'fp8'}
+    assert refused['tp_comm_overlap']['cure'] == 'drop --tp-comm-overlap'
+    assert 'needs a GPU' in refused['fp8']['reason'] and refused['fp8']['value'] == 'hybrid'
+    words = ['--', *SIZES, '--global-batch-size', 48, *given]
+    (code, out, _), _ = ranks(2).run(doctor, words)
+    assert code == 1
+    assert 'refused: tp_comm_overlap=True: Transformer Engine' in out
+    assert 'fp8' not in out, 'for a GPU, as far as the line says'
+
+
+@pytest.mark.parametrize('size', [8, 1])
+def test_nothing_to_do(ranks, size):
+    given = [] if size == 8 else ['--pipeline-schedule', 'zb-v']
+    words = [*SIZES, '--pipeline-model-parallel-size', size, *given]
+    (code, out, _), _ = ranks(2).run(doctor, ['--', *words])
+    assert code == 0 and "schedule: Megatron's own" in out
+    assert ('one pipeline rank has no pipeline' in out) == (size == 1)
+
+
+@pytest.mark.parametrize(
+    ('words', 'said'),
+    [
+        (['--pipeline-schedule', 'zb-x'], 'zb-x'),
+        (['--pipeline-schedule', 'zb-v', '--num-layers', '7'], '7 layers cannot be placed'),
+        (['--pipeline-schedule', 'zb-v', '--num-layers', 'many'], 'invalid int value'),
+        (['--pipeline-schedule', 'zb-v', '--global-batch-size', '3'], '3 does not divide by 2'),
+        (['--pipeline-schedule', 'zb-v', '--micro-batch-size', '0'], '--micro-batch-size'),
+        (['--pipeline-schedule', 'zb-v', '--tensor-model-parallel-size', '3'], '--gpus'),
+        (['--pipeline-schedule-file', 'no-such-file.json'], 'no-such-file.json'),
+    ],
+    ids=['name', 'layers', 'number', 'batch', 'micro', 'gpus', 'file'],
+)
+def test_bad_input(ranks, words, said):
+    assert said in refusal(ranks, '--gpus', 8, '--', *SIZES, '--global-batch-size', 48, *words)
+
+
+def test_gpus_by_torchrun_that_cannot_be_known(ranks):
+    line = ['torchrun', '--nproc-per-node', 'gpu', 'pretrain_gpt.py', *SIZES]
+    assert '--nproc-per-node gpu is no number: give --gpus' in refusal(ranks, '--', *line)
+
+
+@needs_training
+def test_by_megatrons_own_parser(ranks):
+    words = [
+        *SIZES,
+        '--global-batch-size',
+        48,
+        '--pipeline-schedule',
+        'zb-v',
+        '--mtp-num-layers',
+        1,
+    ]
+    code, found = report(ranks, '--', *words, '--mistaken', training=True)
+    line = found['launch_line']
+    assert code == 1 and line['refused'][0]['setting'] == 'mtp_num_layers'
+    assert line['layers'] == [1, *[2] * 7, *[1] * 7, 0]
+    assert line['notes'] == ['no flags of Megatron, unless the script adds them: --mistaken']

@@ -1,0 +1,124 @@
+"""Every command in the README of the GPT example runs; those for a GPU, on the CPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from nvidia import CHECKOUT, SCRIPT, needs_training
+
+import megatron_zbpp
+from megatron_zbpp.launch import CPU_FLAGS
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / 'examples' / 'gpt' / 'README.md').read_text()
+SETTING, *BLOCKS = re.findall(r'```bash\n(.*?)```', README, re.S)
+SNIPPETS = re.findall(r'```python\n(.*?)```', README, re.S)
+CHILDREN = Path(megatron_zbpp.__file__).parent / 'children'
+
+
+def megatron_lm(folder: Path) -> Path:
+    """A folder like a checkout, whose script can be patched."""
+    folder.mkdir()
+    for entry in Path(CHECKOUT).iterdir() if CHECKOUT else ():
+        (folder / entry.name).symlink_to(entry)
+    if not CHECKOUT:
+        (folder / 'megatron' / 'training').mkdir(parents=True)
+        (folder / 'megatron' / 'training' / 'arguments.py').touch()
+    (folder / 'pretrain_gpt.py').unlink(missing_ok=True)
+    (folder / 'pretrain_gpt.py').write_text(SCRIPT.read_text())
+    return folder
+
+
+def on_cpu(block: str) -> str:
+    """The block, with what a machine without a GPU needs."""
+    if torch.cuda.is_available():
+        return block
+    block = re.sub(r'megatron_zbpp\.launch(?! --cpu)', 'megatron_zbpp.launch --cpu', block)
+    flags = ' '.join(CPU_FLAGS)
+    return re.sub(r'(--nproc-per-node \d+ "\$MEGATRON_LM/pretrain_gpt.py")', rf'\1 {flags}', block)
+
+
+def outcome(block: str, folder: Path, data: Path) -> str:
+    """What the commands of the block print, run in a folder with the project's files."""
+    for entry in ('examples', 'patches', 'scripts'):
+        (folder / entry).symlink_to(ROOT / entry)
+    commands = SETTING + on_cpu(block).replace(
+        'examples/gpt/pretrain_gpt.py', f'examples/gpt/pretrain_gpt.py --data-path {data}'
+    )
+    # found before others of the name, and in the processes that torchrun starts
+    done = subprocess.run(
+        ['bash', '-euo', 'pipefail', '-c', commands],
+        cwd=folder,
+        env=os.environ
+        | {
+            'MEGATRON_LM': str(megatron_lm(folder / 'Megatron-LM')),
+            'PATH': f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}',
+            'PYTHONPATH': f'{CHILDREN}{os.pathsep}{ROOT}',
+            'OMP_NUM_THREADS': '1',
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+def trained(said: str) -> bool:
+    return bool(re.search(r'iteration +10/ +10 \|.*lm loss: [\d.E+-]+ \|', said))
+
+
+def test_blocks_are_all_run():
+    assert len(BLOCKS) == 6 and len(SNIPPETS) == 2
+
+
+def test_example(tmp_path, data):
+    (block,) = [block for block in BLOCKS if 'torchrun' in block and 'MEGATRON_LM' not in block]
+    assert trained(outcome(block, tmp_path, data))
+
+
+@needs_training
+@pytest.mark.parametrize(
+    'block', [block for block in BLOCKS if 'megatron_zbpp.launch' in block], ids=[1, 2, 3]
+)
+def test_launched(block, tmp_path, data):
+    assert trained(outcome(block, tmp_path, data))
+
+
+@needs_training
+def test_patched(tmp_path, data):
+    (block,) = [block for block in BLOCKS if 'patches/' in block]
+    said = outcome(block, tmp_path, data)
+    assert trained(said)
+    assert said.index('pretrain_gpt.py: patched') < said.rindex('pretrain_gpt.py: reverted')
+
+
+def test_doctor(tmp_path, data):
+    (block,) = [block for block in BLOCKS if 'zbpp doctor' in block]
+    assert 'zb-v' in outcome(block, tmp_path, data)
+
+
+def both_snippets():
+    """Runs them one after the other; Megatron's function while they are enabled, and the layout."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    names: dict = {}
+    ours = []
+    try:
+        for snippet in SNIPPETS:
+            exec(snippet, names)
+            ours.append(hasattr(get_forward_backward_func(2, 2), 'func'))
+    finally:
+        megatron_zbpp._enabled.disable()
+    return ours, names['pipeline_model_parallel_layout']
+
+
+def test_own_program(ranks):
+    assert ranks(2).run(both_snippets) == [([True, True], 'Ett|tt|tt|ttL')] * 2

@@ -1,0 +1,126 @@
+"""The files for SLURM: linted, and run with a stand-in for srun."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slurm import FILES, FOLDER, ROOT, launch, nodes, options
+
+# parameters in billions, by the file's name; GPUs of the paper, or of GPT-3's batch
+SIZES = {'1.5b': 1.5, '6.2b': 6.2, '14.6b': 14.6, '28.3b': 28.3, '175b': 175}
+GPUS = {'1.5b': 8, '6.2b': 8, '14.6b': 16, '28.3b': 32, '175b': 512}
+GPT2_WORDS = 50257
+each_file = pytest.mark.parametrize('file', FILES, ids=lambda file: file.stem)
+
+
+def number(script: list[str], flag: str) -> int:
+    return int(script[script.index(flag) + 1])
+
+
+def test_all_sizes_are_there():
+    assert {file.stem.removeprefix('gpt-') for file in FILES} == set(SIZES)
+
+
+def test_lint():
+    beside = Path(sys.executable).with_name('shellcheck')
+    shellcheck = beside if beside.exists() else shutil.which('shellcheck')
+    assert shellcheck, "no shellcheck: pip install -e '.[dev]'"
+    done = subprocess.run(
+        [shellcheck, '--external-sources', *FILES, FOLDER / 'pretrain.sh'],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@each_file
+def test_sizes(file, tmp_path):
+    size = file.stem.removeprefix('gpt-')
+    script = launch(file, tmp_path).script
+    layers, hidden = number(script, '--num-layers'), number(script, '--hidden-size')
+    words = GPT2_WORDS + number(script, '--max-position-embeddings')
+    assert (12 * layers * hidden**2 + words * hidden) / 1e9 == pytest.approx(SIZES[size], rel=0.02)
+    assert hidden % number(script, '--num-attention-heads') == 0
+    world = nodes(file) * 8
+    assert world == GPUS[size]
+    tensor = number(script, '--tensor-model-parallel-size')
+    pipeline = number(script, '--pipeline-model-parallel-size')
+    replicas, rest = divmod(world, tensor * pipeline)
+    assert rest == 0 and hidden % tensor == 0
+    microbatches, rest = divmod(
+        number(script, '--global-batch-size'), replicas * number(script, '--micro-batch-size')
+    )
+    assert rest == 0
+    assert microbatches >= 3 * pipeline, 'what the schedule needs to be full'
+    ends = 2 * ('--account-for-loss-in-pipeline-split' in script)
+    assert ends == 2 * ('--account-for-embedding-in-pipeline-split' in script)
+    assert (layers + ends) % pipeline == 0, 'ranks have equal work'
+
+
+@each_file
+def test_srun_starts_torchrun_on_each_node(file, tmp_path):
+    launched = launch(file, tmp_path)
+    assert launched.status == 0, launched.errors
+    assert launched.argv[: launched.argv.index('torchrun')] == [
+        '--ntasks-per-node=1',
+        '--kill-on-bad-exit=1',
+    ]
+    command = launched.torchrun[: -len(launched.script)]
+    assert command == [
+        *('torchrun', '--nnodes', str(nodes(file)), '--nproc-per-node', '8'),
+        *('--rdzv-id', '4711', '--rdzv-backend', 'c10d', '--rdzv-endpoint', 'node-a7:29500'),
+        *('-m', 'megatron_zbpp.launch', '/opt/Megatron-LM/pretrain_gpt.py'),
+    ]
+    assert launched.environment['CUDA_DEVICE_MAX_CONNECTIONS'] == '1'
+    assert options(file)['gpus-per-node'] == '8' and options(file)['ntasks-per-node'] == '1'
+
+
+def test_what_the_user_sets(tmp_path):
+    file = FOLDER / 'gpt-6.2b.sbatch'
+    script = launch(file, tmp_path, '--seed', '7').script
+    assert script[-2:] == ['--seed', '7']
+    assert script[script.index('--data-path') + 1] == '/data/my text/corpus_text_document'
+    assert script[script.index('--vocab-file') + 1] == '/data/my text/gpt2-vocab.json'
+    assert script[script.index('--pipeline-schedule') + 1] == 'zb-v'
+    assert '--sequence-parallel' not in script
+    other = {'DATA': 'mock', 'SCHEDULE': 'zb-h1', 'TENSOR_PARALLEL': '4', 'SLURM_NNODES': '4'}
+    script = launch(file, tmp_path, **other).script
+    assert '--mock-data' in script and '--data-path' not in script
+    assert script[script.index('--pipeline-schedule') + 1] == 'zb-h1'
+    assert '--sequence-parallel' in script
+    assert '--pipeline-schedule' not in launch(file, tmp_path, SCHEDULE='').script
+    argv = launch(file, tmp_path, SLURM_NNODES='64').argv
+    assert number(argv, '--nnodes') == 64
+
+
+@pytest.mark.parametrize(
+    ('name', 'environment', 'status', 'said'),
+    [
+        ('6.2b', {'DATA': ''}, 1, 'DATA: is not set: give the prefix'),
+        ('6.2b', {'MEGATRON_LM': ''}, 1, 'MEGATRON_LM: is not set: give the folder'),
+        (
+            '28.3b',
+            {'SLURM_NNODES': '3'},
+            2,
+            'gpt-28.3b: 24 GPUs do not divide by 32 (tensor x pipeline parallel): give another '
+            'number of --nodes',
+        ),
+        (
+            '6.2b',
+            {'SLURM_NNODES': '2', 'GLOBAL_BATCH': '100'},
+            2,
+            'gpt-6.2b: GLOBAL_BATCH=100 does not divide by 6 (data parallel x micro batch): set '
+            'another GLOBAL_BATCH',
+        ),
+    ],
+    ids=['data', 'checkout', 'nodes', 'batch'],
+)
+def test_refused_before_start(tmp_path, name, environment, status, said):
+    launched = launch(FOLDER / f'gpt-{name}.sbatch', tmp_path, **environment)
+    assert launched.status == status
+    assert said in launched.errors and not launched.argv

@@ -1,0 +1,178 @@
+"""What mcore/te.py takes for granted is what Transformer Engine's own sources say.
+
+Read, not imported: that needs a GPU's libraries. Where the package is not installed, its wheel is
+downloaded, which holds the Python sources and builds nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+# the oldest that setup.py allows, a recent one, and what is here
+VERSIONS = ['2.8.0', '2.20.2']
+if importlib.util.find_spec('transformer_engine') is not None:
+    VERSIONS.append('installed')
+LINEAR = {
+    'Linear': 'linear.py',
+    'LayerNormLinear': 'layernorm_linear.py',
+    'LayerNormMLP': 'layernorm_mlp.py',
+    'GroupedLinear': 'grouped_linear.py',
+}
+each_module = pytest.mark.parametrize('name', LINEAR)
+
+
+@pytest.fixture(scope='session', params=VERSIONS)
+def folder(request, tmp_path_factory) -> Path:
+    """Where TE's modules are, as sources."""
+    inside = Path('transformer_engine', 'pytorch', 'module')
+    if request.param == 'installed':
+        spec = importlib.util.find_spec('transformer_engine')
+        return Path(spec.submodule_search_locations[0]).parent / inside
+    target = tmp_path_factory.mktemp('te')
+    command = [sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', '--retries', '1']
+    wanted = ['--only-binary', ':all:', '--dest', target, f'transformer-engine=={request.param}']
+    done = subprocess.run([*command, *wanted], capture_output=True, text=True, timeout=200)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ['no reason given'])[-1]
+        pytest.skip(f'transformer-engine {request.param} cannot be downloaded: {last}')
+    (wheel,) = target.glob('*.whl')
+    zipfile.ZipFile(wheel).extractall(target)
+    return target / inside
+
+
+def classes(file: Path) -> dict[str, ast.ClassDef]:
+    tree = ast.parse(file.read_text())
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def methods(of: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in of.body if isinstance(node, ast.FunctionDef)}
+
+
+def backward_dw(folder: Path, name: str) -> ast.FunctionDef:
+    """The class's own, or its base's."""
+    base = methods(classes(folder / 'base.py')['TransformerEngineBaseModule'])
+    return (base | methods(classes(folder / LINEAR[name])[name]))['backward_dw']
+
+
+def calls(tree: ast.AST, ending: str) -> list[ast.Call]:
+    """Calls of something whose source ends so."""
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return [call for call in found if ast.unparse(call.func).endswith(ending)]
+
+
+def test_store(folder):
+    store = methods(classes(folder / '_common.py')['WeightGradStore'])
+    assert {'put', 'pop', 'delay_wgrad_compute'} <= set(store)
+    given = [argument.arg for argument in store['__init__'].args.args]
+    assert given == ['self', 'delay_wgrad_compute', 'ub_bulk_wgrad']
+    assert 'self.context = queue.Queue()' in ast.unparse(store['__init__']), 'first in, first out'
+    assert 'self.context.put(' in ast.unparse(store['put'])
+    assert 'self.context.get()' in ast.unparse(store['pop'])
+    assert ast.unparse(store['delay_wgrad_compute']).endswith('return self.enabled')
+
+
+@each_module
+def test_constructor(folder, name):
+    constructor = methods(classes(folder / LINEAR[name])[name])['__init__']
+    arguments = constructor.args
+    assert 'delay_wgrad_compute' in {a.arg for a in (*arguments.args, *arguments.kwonlyargs)}
+    assert 'self.wgrad_store = WeightGradStore(delay_wgrad_compute' in ast.unparse(constructor)
+
+
+@each_module
+def test_parameters(folder, name):
+    """Those whose names do not speak of layer_norm are weights and biases that W computes."""
+    module = classes(folder / LINEAR[name])[name]
+    literal = {
+        call.args[0].value
+        for call in calls(module, 'self.register_parameter')
+        if isinstance(call.args[0], ast.Constant)
+    }
+    norms = {parameter for parameter in literal if 'layer_norm' in parameter}
+    assert bool(norms) == name.startswith('LayerNorm')
+    assert norms <= {'layer_norm_weight', 'layer_norm_bias'}
+    fc = {f'fc{k}_{what}' for k in (1, 2) for what in ('weight', 'bias')}
+    assert literal - norms == (fc if name == 'LayerNormMLP' else literal & {'weight', 'bias'})
+    said = ast.unparse(methods(module)['__init__'])
+    if name == 'GroupedLinear':
+        assert "f'weight{i}'" in said and "f'bias{i}'" in said
+    elif name != 'LayerNormMLP':
+        assert 'self.weight_names' in said and 'self.bias_names' in said
+
+
+@each_module
+def test_one_backward_dw_takes_what_one_backward_queued(folder, name):
+    """LayerNormMLP two, the others one; te.py tells them by `fc2_weight`."""
+    tree = ast.parse((folder / LINEAR[name]).read_text())
+    backwards = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and calls(node, 'wgrad_store.put')
+    ]
+    assert backwards, 'backward puts'
+    entries = 2 if name == 'LayerNormMLP' else 1
+    assert {len(calls(node, 'wgrad_store.put')) for node in backwards} == {entries}
+    run = backward_dw(folder, name)
+    # of the fc1 entry in two branches, with a bias and without
+    assert len(calls(run, 'self.wgrad_store.pop')) == (3 if entries == 2 else 1)
+    assert ("'fc2_weight'" in ast.unparse(tree)) == (entries == 2)
+
+
+@each_module
+def test_backward_dw_leaves_a_bias_gradient_that_is_there(folder, name):
+    """So that one which B has computed under FP8 is not asked for again."""
+    run = backward_dw(folder, name)
+    guarded = [
+        node
+        for node in ast.walk(run)
+        if isinstance(node, ast.If) and 'bias' in (test := ast.unparse(node.test))
+        if '.grad is None' in test
+    ]
+    assert guarded, ast.unparse(run)
+    set_at = [
+        node.lineno
+        for node in ast.walk(run)
+        if isinstance(node, ast.Assign) and 'bias' in ast.unparse(node.targets[0])
+        if ast.unparse(node.targets[0]).endswith('.grad')
+    ]
+    assert set_at
+    assert all(any(g.lineno < line <= g.end_lineno for g in guarded) for line in set_at)
+
+
+@each_module
+def test_fused_gradients_are_marked(folder, name):
+    """B sets the flag of Megatron's DistributedDataParallel, and shows autograd a stand-in."""
+    tree = ast.parse((folder / LINEAR[name]).read_text())
+    marked = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If)
+        if ast.unparse(node.body[0]).endswith('.grad_added_to_main_grad = True')
+    ]
+    assert marked
+    assert all(calls(node, 'get_dummy_wgrad') + calls(node, 'torch.empty') for node in marked)
+    assert 'fuse_wgrad_accumulation' in ast.unparse(backward_dw(folder, name))
+    assert 'zero_out_wgrad' in ast.unparse(tree)
+
+
+@each_module
+def test_hooks_of_ddp_are_known_by_name(folder, name):
+    base = classes(folder / 'base.py')['TransformerEngineBaseModule']
+    assert 'self.wgrad_accumulation_and_reduce_hooks = []' in ast.unparse(methods(base)['__init__'])
+    assert 'hook' in ast.unparse(backward_dw(folder, name))
+
+
+@pytest.mark.parametrize('name', ['Linear', 'LayerNormLinear', 'LayerNormMLP'])
+def test_userbuffers_cannot_be_delayed(folder, name):
+    """Which is why `tp_comm_overlap` is refused."""
+    said = (folder / LINEAR[name]).read_text()
+    assert 'Delayed weight grad computation is not supported' in said
+    assert 'Userbuffers' in said
