@@ -6,10 +6,11 @@ pretrain_gpt.py in it.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ def train(argv: list[str], event: Any) -> tuple[dict, dict, dict, Any]:
     finally:
         training.training_log = original_log
         training.setup_model_and_optimizer = original_setup
+        made.clear()
         forget()
 
 
@@ -111,14 +113,25 @@ def forget() -> None:
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
     from megatron.training import global_vars
 
-    import megatron_zbpp
-
-    if megatron_zbpp._enabled is not None:
-        megatron_zbpp._enabled.disable()
     global_vars.destroy_global_vars()
     destroy_num_microbatches_calculator()
     destroy_rerun_state_machine()
     forget_groups()
+
+
+def known() -> set[str]:
+    """Flags, arguments and config fields of the Megatron that is here: run it on a rank."""
+    if CHECKOUT and CHECKOUT not in sys.path:
+        sys.path.insert(0, CHECKOUT)
+    from megatron.core.transformer import TransformerConfig
+    from megatron.training import arguments
+
+    add = arguments.add_megatron_arguments
+    parser = getattr(add, '__wrapped__', add)(argparse.ArgumentParser(allow_abbrev=False))
+    found = {field.name for field in fields(TransformerConfig)}
+    for action in parser._actions:
+        found |= {action.dest, *action.option_strings}
+    return found
 
 
 def since(iteration: int, values: dict[int, Any]) -> dict[int, Any]:

@@ -10,7 +10,11 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
+from megatron.core.utils import (
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -30,7 +34,7 @@ def get_batch(data_iterator, vp_stage):
     if tp_rank == 0:
         sample = next(data_iterator)
         batch = {key: sample[key].cuda() if key in sample else None for key in (*KEYS, *PACKED)}
-    return get_batch_on_this_tp_rank(
+    batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,
         is_hybrid_cp=False,
@@ -45,6 +49,9 @@ def get_batch(data_iterator, vp_stage):
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    return get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 
@@ -16,6 +18,39 @@ class SequenceParallelNorm(torch.nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel
 
 
+class GatheringAttention(torch.nn.Module):
+    """Causal attention for a sequence that context-parallel ranks share.
+
+    Each gathers the keys and values of all; going back, their gradients are summed and scattered.
+    """
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, **_):
+        super().__init__()
+
+    def forward(self, query, key, value, attention_mask, **_):
+        """All are [sequence of this rank, batch, heads, width]; [sequence, batch, hidden]."""
+        group = parallel_state.get_context_parallel_group()
+        of_ranks = [_positions(len(query), rank, group.size()) for rank in range(group.size())]
+        mask = of_ranks[group.rank()][:, None] >= torch.cat(of_ranks)
+        key, value = (
+            gather_from_sequence_parallel_region(part.contiguous(), group=group)
+            .repeat_interleave(query.size(2) // part.size(2), dim=2)
+            .permute(1, 2, 0, 3)
+            for part in (key, value)
+        )
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3), key, value, attn_mask=mask
+        )
+        return attended.permute(2, 0, 1, 3).flatten(2)
+
+
+def _positions(length: int, rank: int, size: int) -> torch.Tensor:
+    """Of a rank's tokens in the sequence: of 2 size equal parts it has one from each end."""
+    half = length // 2
+    parts = [torch.arange(half) + part * half for part in (rank, 2 * size - 1 - rank)]
+    return torch.cat(parts)
+
+
 def _with_norm() -> ModuleSpec:
     spec = get_gpt_layer_local_spec()
     spec.submodules.input_layernorm = SequenceParallelNorm
@@ -24,3 +59,12 @@ def _with_norm() -> ModuleSpec:
 
 
 sequence_parallel = _with_norm()
+
+
+def _with_attention() -> ModuleSpec:
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = GatheringAttention
+    return spec
+
+
+context = _with_attention()

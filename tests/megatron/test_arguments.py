@@ -1,0 +1,352 @@
+"""Our flags: what they ask for is done, and what cannot work ends in one line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import pytest
+from outcome import of_all, outcome, refusal
+
+# Megatron's own defaults of what our flags look at
+MEGATRONS = {
+    'num_layers': 4,
+    'pipeline_model_parallel_size': 2,
+    'tensor_model_parallel_size': 1,
+    'context_parallel_size': 1,
+    'micro_batch_size': 1,
+    'global_batch_size': 4,
+    'account_for_embedding_in_pipeline_split': False,
+    'account_for_loss_in_pipeline_split': False,
+    'pipeline_model_parallel_layout': None,
+    'num_layers_per_virtual_pipeline_stage': None,
+    'num_virtual_stages_per_pipeline_rank': None,
+}
+PLACED = (
+    'pipeline_model_parallel_layout',
+    'account_for_embedding_in_pipeline_split',
+    'account_for_loss_in_pipeline_split',
+    'num_layers_per_virtual_pipeline_stage',
+    'num_virtual_stages_per_pipeline_rank',
+)
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What the plugin was enabled with, and where the layers are placed."""
+
+    source: object
+    placed: dict[str, object]
+
+
+def parse(flags, changes):
+    """On each rank: our flags behind a parser that stands for Megatron's, on two ranks."""
+    import megatron_zbpp
+    from megatron_zbpp.mcore import arguments
+
+    parser = argparse.ArgumentParser()
+    arguments.add_arguments(parser)
+    parser.set_defaults(**{**MEGATRONS, **changes})
+    parser.parse_known_args = arguments._preparing(parser.parse_known_args)
+    megatron_zbpp._enabled = None
+    with mock.patch.object(sys, 'argv', ['script.py']):
+        found = outcome(parser.parse_args, list(map(str, flags)))
+    plugin = megatron_zbpp._enabled
+    if plugin is not None:
+        plugin.disable()
+    if found.code is not None:
+        return found
+    placed = {name: getattr(found.result, name) for name in PLACED}
+    return replace(found, result=Parsed(plugin and plugin.source, placed))
+
+
+def parsed(ranks, *flags, **changes):
+    return of_all(ranks(2).run(parse, flags, changes))
+
+
+def refused(ranks, *flags, **changes):
+    return refusal(parsed(ranks, *flags, **changes))
+
+
+def test_nothing_asked_nothing_done(ranks):
+    found = parsed(ranks)
+    assert found.result.source is None and not found.said
+    assert found.result.placed == {name: MEGATRONS[name] for name in PLACED}
+
+
+@pytest.mark.parametrize(
+    ('flags', 'source', 'instead'),
+    [
+        (['--enable-zero-bubble'], ('zb-1p', None, None), '--pipeline-schedule zb-1p'),
+        (
+            ['--enable-zero-bubble', '--zero-bubble-max-pending-backward', 4],
+            ('zb-1p', None, 4),
+            '--pipeline-schedule zb-1p --pipeline-schedule-memory-limit 4.0',
+        ),
+        (
+            ['--enable-zero-bubble', '--zero-bubble-max-pending-backward', 'auto'],
+            ('zb-1p', None, None),
+            '--pipeline-schedule zb-1p',
+        ),
+        (['--zero-bubble-v-schedule'], ('zb-v', None, None), '--pipeline-schedule zb-v'),
+        (
+            ['--enable-zero-bubble', '--zero-bubble-v-schedule'],
+            ('zb-v', None, None),
+            '--pipeline-schedule zb-v',
+        ),
+        *(
+            (
+                ['--zero-bubble-v-schedule', '--zero-bubble-v-schedule-mem-setup', setup],
+                (name, None, None),
+                f'--pipeline-schedule {name}',
+            )
+            for setup, name in (('zb', 'zb-v'), ('half', 'v-half'), ('min', 'v-min'))
+        ),
+        (['--enable-1f1b-v'], ('1f1b-v', None, None), '--pipeline-schedule 1f1b-v'),
+        (['--enable-zbh1-pipeline'], ('zb-h1', None, None), '--pipeline-schedule zb-h1'),
+        (
+            ['--enable-zbh1-pipeline', '--pipeline-schedule', 'zb-h1'],
+            ('zb-h1', None, None),
+            '--pipeline-schedule zb-h1',
+        ),
+    ],
+    ids=lambda value: ' '.join(map(str, value)) if isinstance(value, list) else '',
+)
+def test_aliases(ranks, flags, source, instead):
+    found = parsed(ranks, *flags)
+    assert found.result.source == source
+    assert found.said == f'megatron_zbpp: deprecated flags: use {instead}\n'
+
+
+@pytest.mark.parametrize(
+    ('flags', 'said'),
+    [
+        (['--allow-padding-num-layers'], 'layers need not divide among the stages'),
+        (['--enable-exactly-numeric-match'], 'all numbers match exactly, always'),
+        (['--enable-optimizer-post-validation'], 'the optimizer step waits for all ranks'),
+        (['--zero-bubble-pipeline-timers-end-iter', 9], '--pipeline-schedule-profile-iters'),
+        (['--zero-bubble-max-pending-backward', 4], 'a limit for --enable-zero-bubble alone'),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else '',
+)
+def test_needless_aliases(ranks, flags, said):
+    found = parsed(ranks, '--pipeline-schedule', 'zb-v', *flags)
+    assert found.result.source == ('zb-v', None, None)
+    assert found.said.count('\n') == 1
+    assert found.said.startswith(f'megatron_zbpp: {flags[0]} ')
+    assert 'has no effect' in found.said and said in found.said
+
+
+@pytest.mark.parametrize(
+    ('flags', 'said'),
+    [
+        (
+            ['--pipeline-schedule', 'zb-h1', '--zero-bubble-v-schedule'],
+            '--pipeline-schedule zb-h1 and a flag that means zb-v: give one of them',
+        ),
+        (
+            ['--enable-1f1b-v', '--enable-zbh1-pipeline'],
+            'flags that mean 1f1b-v and zb-h1: give --pipeline-schedule instead',
+        ),
+        (
+            '--pipeline-schedule-memory-limit 3 --enable-zero-bubble '
+            '--zero-bubble-max-pending-backward 4'.split(),
+            '--pipeline-schedule-memory-limit 3.0 and a flag that means 4.0',
+        ),
+        (
+            ['--enable-zero-bubble', '--zero-bubble-max-pending-backward', 'most'],
+            '--zero-bubble-max-pending-backward most: give a number, or auto',
+        ),
+    ],
+    ids=['schedules', 'forks', 'limits', 'no-number'],
+)
+def test_conflicting_aliases(ranks, flags, said):
+    assert said in refused(ranks, *flags)
+
+
+def schedule_file(folder, p=2, m=4, drop=0):
+    """ZB-V in a file, without its last passes on rank 0."""
+    from megatron_zbpp.exchange import to_torch_csv
+    from megatron_zbpp.schedules import build
+
+    rows = to_torch_csv(build('zb-v', p, m)).splitlines()
+    if drop:
+        rows[0] = ','.join(rows[0].split(',')[:-drop])
+    path = folder / 'schedule.csv'
+    path.write_text('\n'.join(rows))
+    return path
+
+
+def test_file(ranks, tmp_path):
+    found = parsed(ranks, '--pipeline-schedule-file', schedule_file(tmp_path))
+    assert found.code is None and found.result.source.name == 'schedule'
+    assert found.result.placed['pipeline_model_parallel_layout'] == 'Et|t|t|tL'
+
+
+@pytest.mark.parametrize(
+    ('flags', 'changes', 'said'),
+    [
+        ('--pipeline-schedule zb-w', {}, ("unknown schedule 'zb-w'", "mean 'zb-v'")),
+        (
+            '--pipeline-schedule zb-h1 --pipeline-schedule-memory-limit 2',
+            {},
+            ('zb-h1', 'memory_limit', '2.0', 'zb-1p'),
+        ),
+        (
+            '--pipeline-schedule zb-1p --pipeline-schedule-memory-limit 0.5',
+            {},
+            ('0.5 is too small', 'at least'),
+        ),
+        (
+            '--pipeline-schedule zb-v --pipeline-watchdog-timeout -1',
+            {},
+            ('timeout -1.0 is negative', '0 for none'),
+        ),
+        ('--pipeline-schedule zb-v', {'num_layers': 3}, ('3 layers', '4 stages', '--num-layers')),
+        ('--pipeline-schedule zb-h1', {'num_layers': 1}, ('1 layers', '2 stages', '--num-layers')),
+        ('--pipeline-schedule zb-v', {'num_layers': None}, ('--num-layers is missing',)),
+        (
+            '--pipeline-schedule zb-h1',
+            {'num_virtual_stages_per_pipeline_rank': 2},
+            ('zb-h1', '2 chunks', 'exactly 1'),
+        ),
+        (
+            '--pipeline-schedule zb-v',
+            {'num_layers_per_virtual_pipeline_stage': 3},
+            ('--num-layers-per-virtual-pipeline-stage 3', '4 layers', 'leave it out'),
+        ),
+        (
+            '--pipeline-schedule zb-v',
+            {'pipeline_model_parallel_layout': 'Et|t|ttL'},
+            ('Et|t|ttL has 3 stages', '2 pipeline ranks', 'divided by |'),
+        ),
+        (
+            '--pipeline-schedule zb-v',
+            {'pipeline_model_parallel_layout': 'Et|t|q|tL'},
+            ('--pipeline-model-parallel-layout Et|t|q|tL', 'character: q'),
+        ),
+        ('--pipeline-schedule zb-v', {'yaml_cfg': 'a.yaml'}, ('--yaml-cfg', 'as flags')),
+        (
+            '--pipeline-schedule zb-v',
+            {'use_checkpoint_args': True},
+            ('--use-checkpoint-args', 'as flags'),
+        ),
+        (
+            '--pipeline-schedule zb-v',
+            {'decoder_first_pipeline_num_layers': 1},
+            ('--decoder-first-pipeline-num-layers', '--pipeline-model-parallel-layout'),
+        ),
+        (
+            '--pipeline-schedule zb-v',
+            {'decoder_last_pipeline_num_layers': 1},
+            ('--decoder-last-pipeline-num-layers', '--pipeline-model-parallel-layout'),
+        ),
+    ],
+    ids=lambda value: '-'.join(value) if isinstance(value, dict) else None,
+)
+def test_refused(ranks, flags, changes, said):
+    error = refused(ranks, *flags.split(), **changes)
+    assert all(words in error for words in said), error
+
+
+def test_refused_files(ranks, tmp_path):
+    path = tmp_path / 'schedule.csv'
+    flags = ['--pipeline-schedule-file', path]
+    error = refused(ranks, *flags)
+    assert 'No such file' in error and str(path) in error
+    path.write_text('0F0,oops')
+    error = refused(ranks, *flags)
+    assert f"{path}: row 0, column 1: 'oops' is not an action" in error and 'such as' in error
+    path.write_text('{"schedule": 1}')
+    assert str(path) in refused(ranks, *flags)
+    schedule_file(tmp_path)
+    error = refused(ranks, *flags, '--pipeline-schedule', 'zb-v')
+    assert 'zb-v' in error and str(path) in error and 'give one of them' in error
+    error = refused(ranks, *flags, global_batch_size=6)
+    assert 'for 4 microbatches, not 6: change' in error
+    error = refused(ranks, *flags, rampup_batch_size=['2', '2', '8'])
+    assert 'for 4 microbatches, not 2: change' in error
+    schedule_file(tmp_path, p=3)
+    assert 'for 3 pipeline ranks, not 2: change' in refused(ranks, *flags)
+    schedule_file(tmp_path, drop=1)
+    assert '`zbpp check` shows the place' in refused(ranks, *flags)
+
+
+def test_one_rank_has_no_pipeline(ranks):
+    found = parsed(ranks, '--pipeline-schedule', 'zb-v', pipeline_model_parallel_size=1)
+    assert found.code is None and found.result.source is None
+    assert found.said.count('\n') == 1 and 'changes nothing' in found.said
+
+
+@pytest.mark.parametrize(
+    ('schedule', 'changes', 'expected'),
+    [
+        ('zb-h1', {}, None),
+        ('zb-h1', {'num_layers': 5}, 'Ettt|ttL'),
+        ('zb-v', {}, 'Et|t|t|tL'),
+        ('zb-v', {'num_layers': 6}, 'Et|tt|tt|tL'),
+        (
+            'zb-v',
+            {'num_layers': 6, 'account_for_embedding_in_pipeline_split': True}
+            | {'account_for_loss_in_pipeline_split': True},
+            'Et|tt|tt|tL',
+        ),
+        (
+            'zb-h1',
+            {'num_layers': 6, 'account_for_embedding_in_pipeline_split': True}
+            | {'account_for_loss_in_pipeline_split': True},
+            None,
+        ),
+        ('zb-v', {'pipeline_model_parallel_layout': 'E|tt|t|tL'}, 'E|tt|t|tL'),
+        ('zb-v', {'num_layers_per_virtual_pipeline_stage': 1}, 'Et|t|t|tL'),
+        ('zb-v', {'num_virtual_stages_per_pipeline_rank': 2}, 'Et|t|t|tL'),
+        ('interleaved', {'num_layers': 8}, 'Ett|tt|tt|ttL'),
+        (
+            'interleaved',
+            {'num_layers': 8, 'num_layers_per_virtual_pipeline_stage': 1},
+            'Et|t|t|t|t|t|t|tL',
+        ),
+        (
+            'interleaved',
+            {'num_layers': 7, 'num_layers_per_virtual_pipeline_stage': 1}
+            | {'account_for_loss_in_pipeline_split': True},
+            'Et|t|t|t|t|t|t|L',
+        ),
+    ],
+    ids=str,
+)
+def test_layers_are_placed(ranks, schedule, changes, expected):
+    found = parsed(ranks, '--pipeline-schedule', schedule, **changes)
+    assert found.code is None, found.said
+    assert found.result.placed['pipeline_model_parallel_layout'] == expected
+    if expected is None:  # Megatron's own
+        assert found.result.placed == {
+            **found.result.placed,
+            **{k: v for k, v in changes.items() if k in PLACED},
+        }
+    else:
+        assert not any(value for name, value in found.result.placed.items() if 'layout' not in name)
+
+
+def numbers_of_microbatches(changes):
+    from megatron_zbpp.mcore import arguments
+
+    return arguments.microbatches(argparse.Namespace(**{**MEGATRONS, **changes}), 4)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'expected'),
+    [
+        ({'global_batch_size': 8}, {4}),
+        ({'global_batch_size': None}, {1}),
+        ({'global_batch_size': 16, 'rampup_batch_size': ['4', '4', '100']}, {2, 8}),
+        ({'global_batch_size': None, 'step_batch_size_schedule': '0:4 2B:16'}, {2, 8}),
+    ],
+    ids=str,
+)
+def test_numbers_of_microbatches(ranks, changes, expected):
+    """Each schedule is built before anything starts, so that what it cannot do is said then."""
+    for found in ranks(2).run(numbers_of_microbatches, changes):
+        assert found == expected

@@ -1,0 +1,90 @@
+"""The launcher: its own errors, our flags in the script's --help, and layers as they are asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+from nvidia import SCRIPT, needs_training, run
+
+PIPELINE = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 4, '--train-iters', 3]
+
+
+def launched(*argv):
+    """The launcher as users call it."""
+    return subprocess.run(
+        [sys.executable, '-m', 'megatron_zbpp.launch', *argv],
+        env=os.environ | {'COLUMNS': '10000', 'OMP_NUM_THREADS': '1'},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def test_no_script():
+    done = launched('--cpu', '/nowhere/pretrain_gpt.py', '--pipeline-schedule', 'zb-v')
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        'python -m megatron_zbpp.launch: error: no script /nowhere/pretrain_gpt.py: give the path '
+        'of a training script of Megatron-LM'
+    ]
+
+
+def documented():
+    """Each field of our config, and the text under it."""
+    import docstring_parser
+
+    from megatron_zbpp.mcore.arguments import PipelineScheduleConfig
+
+    params = docstring_parser.parse_from_object(PipelineScheduleConfig).params
+    texts = {param.arg_name: ' '.join(param.description.split()) for param in params}
+    return [(field.name, texts[field.name]) for field in fields(PipelineScheduleConfig)]
+
+
+@needs_training
+def test_help(ranks):
+    """Every field is a flag, and what its docstring says is its help; Megatron's are there, too."""
+    done = launched('--cpu', str(SCRIPT), '--help')
+    assert done.returncode == 0 and 'Traceback' not in done.stderr, done.stderr
+    lines = [' '.join(line.split()) for line in done.stdout.splitlines()]
+    assert any(line.startswith('--num-layers ') for line in lines)
+    expected, _ = ranks(2).run(documented)
+    assert {'pipeline_schedule', 'pipeline_watchdog_timeout'} <= dict(expected).keys()
+    for name, text in expected:
+        at = next(
+            i for i, line in enumerate(lines) if line.startswith(f'--{name} '.replace('_', '-'))
+        )
+        assert text in f'{lines[at]} {lines[at + 1]}', name
+
+
+@needs_training
+def test_one_rank_trains_on(ranks):
+    """Without a pipeline there is nothing to schedule, and nothing changes."""
+    flags = ['--global-batch-size', 2, '--train-iters', 2]
+    assert run(ranks(1), *flags, '--pipeline-schedule', 'zb-v') == run(ranks(1), *flags)
+
+
+@needs_training
+@pytest.mark.parametrize(
+    'flags',
+    [
+        '--num-layers 6',
+        '--num-layers 4 --pipeline-model-parallel-layout E|tt|t|tL',
+        '--num-layers 4 --num-layers-per-virtual-pipeline-stage 1',
+        '--num-layers 6 --account-for-embedding-in-pipeline-split '
+        '--account-for-loss-in-pipeline-split',
+    ],
+    ids=['uneven', 'layout', 'virtual', 'ends'],
+)
+def test_layers_where_they_are_asked(ranks, tmp_path, flags):
+    """Wherever the layers are: from one checkpoint, the same training."""
+    flags = flags.split()
+    common = [*PIPELINE, *flags[:2], '--clip-grad', 1e9]
+    stock = run(ranks(2), *common, '--save', tmp_path, '--save-interval', 1)
+    loading = ['--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule', 'zb-v']
+    ours = run(ranks(2), *common, *flags[2:], *loading)
+    assert ours.losses == {at: stock.losses[at] for at in (2, 3)}
+    assert (ours.parameters, ours.optimizer) == (stock.parameters, stock.optimizer)
