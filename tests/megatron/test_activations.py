@@ -70,11 +70,11 @@ def iteration(argv):
     from megatron_zbpp.mcore import forward_backward
 
     args = pretrain_gpt.parse_args(argv)
-    pretrain_gpt.initialize(args)
-    models = pretrain_gpt.build_model(args)
-    pretrain_gpt.build_optimizer(args, models)
-    data = pretrain_gpt.iterators(args, pretrain_gpt.build_datasets(args)[0], 0)
     with megatron_zbpp.enable(args.pipeline_schedule) as plugin:
+        pretrain_gpt.initialize(args)
+        models = pretrain_gpt.build_model(args)
+        pretrain_gpt.build_optimizer(args, models)
+        data = pretrain_gpt.iterators(args, pretrain_gpt.build_datasets(args)[0], 0)
         held = Bytes(plugin.store, [p for model in models for p in model.parameters()])
         clock = mock.patch.object(forward_backward, 'clock_for', lambda _: SamplingClock(held))
         hooks = torch.autograd.graph.saved_tensors_hooks(held.pack, lambda holder: holder.tensor)
