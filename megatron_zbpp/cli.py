@@ -129,6 +129,28 @@ def _parser() -> argparse.ArgumentParser:
     compared.add_argument('-o', '--output', metavar='FILE', help='picture: .html, .svg or .png')
 
     planned = command('plan', commands.plan_schedule, 'search the best schedule for given costs')
+    _add_planning(planned)
+
+    doctor = command('doctor', commands.doctor, 'what is installed, and what a job would run')
+    doctor.add_argument('--gpus', type=_count, metavar='N', help='of the job; default: as it says')
+    doctor.add_argument('line', nargs='*', metavar='-- LAUNCH LINE', help='of pretrain_gpt.py')
+
+    converted = command('convert', commands.convert, 'write a schedule in another format')
+    _add_source(converted)
+    _add_costs(converted)
+    converted.add_argument('--to', choices=_FORMATS, required=True, help='format to write')
+    converted.add_argument('-o', '--output', metavar='FILE', required=True, help='where to')
+    converted.add_argument(
+        '--dialect',
+        choices=exchange.DIALECTS,
+        default='new',
+        help='of torch-csv: new (since 2.6) has I and B where old has B and BW; default new',
+    )
+    return parser
+
+
+def _add_planning(planned: argparse.ArgumentParser) -> None:
+    """What `plan` takes."""
     _add_shape(planned, required=True, chunks=_counts)
     _add_costs(planned)
     planned.add_argument(
@@ -161,23 +183,6 @@ def _parser() -> argparse.ArgumentParser:
         '--cache', metavar='FOLDER', help='of plans; default ~/.cache/megatron_zbpp/plans'
     )
     caching.add_argument('--no-cache', action='store_true', help='plan anew and keep nothing')
-
-    doctor = command('doctor', commands.doctor, 'what is installed, and what a job would run')
-    doctor.add_argument('--gpus', type=_count, metavar='N', help='of the job; default: as it says')
-    doctor.add_argument('line', nargs='*', metavar='-- LAUNCH LINE', help='of pretrain_gpt.py')
-
-    converted = command('convert', commands.convert, 'write a schedule in another format')
-    _add_source(converted)
-    _add_costs(converted)
-    converted.add_argument('--to', choices=_FORMATS, required=True, help='format to write')
-    converted.add_argument('-o', '--output', metavar='FILE', required=True, help='where to')
-    converted.add_argument(
-        '--dialect',
-        choices=exchange.DIALECTS,
-        default='new',
-        help='of torch-csv: new (since 2.6) has I and B where old has B and BW; default new',
-    )
-    return parser
 
 
 def _epilog(prefix: str) -> str:
