@@ -195,7 +195,8 @@ def test_svg_has_every_pass_and_curve(with_memory: bool) -> None:
 
 def test_svg_escapes_names() -> None:
     timeline, _ = simulated('1f1b')
-    ET.fromstring(svg({'<a & "b">': timeline}))
+    root = ET.fromstring(svg({'<a & "b">': timeline}))
+    assert any((text.text or '').startswith('<a & "b">') for text in root.iter(f'{SVG}text'))
 
 
 # PNG
