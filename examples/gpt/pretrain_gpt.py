@@ -474,22 +474,23 @@ def load_checkpoint(folder: Path, models: list[DDP], optimizer: Any, scheduler: 
     return state['iteration']
 
 
-def measured_schedule(args: argparse.Namespace, stack: ExitStack) -> Any:
-    """Measures Megatron's own schedule, or is the plugin, which measures what it runs."""
+def enable(args: argparse.Namespace, stack: ExitStack) -> Plugin | None:
+    """The plugin, until `stack` ends; None where Megatron's own schedule is to run."""
     if args.pipeline_schedule == 'megatron':
-        pp_group = parallel_state.get_pipeline_model_parallel_group()
-        return stack.enter_context(observe(DEVICE, pp_group))
-    return megatron_zbpp.enable(args.pipeline_schedule, args.num_virtual_stages_per_pipeline_rank)
+        return None
+    plugin = megatron_zbpp.enable(
+        args.pipeline_schedule,
+        args.num_virtual_stages_per_pipeline_rank,
+        watchdog_timeout=args.pipeline_watchdog_timeout,
+    )
+    plugin.flags = handshake.numbers(vars(args))
+    return stack.enter_context(plugin)
 
 
 def train(args: argparse.Namespace) -> None:
     """The training loop, from process groups to the last line of metrics."""
     with ExitStack() as stack:
-        if args.pipeline_schedule != 'megatron':
-            chunks = args.num_virtual_stages_per_pipeline_rank
-            timeout = args.pipeline_watchdog_timeout
-            plugin = megatron_zbpp.enable(args.pipeline_schedule, chunks, watchdog_timeout=timeout)
-            stack.enter_context(plugin).flags = handshake.numbers(vars(args))
+        plugin = enable(args, stack)
         initialize(args)
         folder = checkpoint_to_load(args)
         models = build_model(args)
@@ -499,7 +500,8 @@ def train(args: argparse.Namespace) -> None:
         data = iterators(args, train_data, iteration)
         validation = iterators(args, valid_data, 0) if args.eval_iters else []
         skipped, measured = 0, []
-        meter = measured_schedule(args, stack)
+        pp_group = parallel_state.get_pipeline_model_parallel_group()
+        meter = plugin or stack.enter_context(observe(DEVICE, pp_group))
         while iteration < args.train_iters:
             start = time.perf_counter()
             for model in models:

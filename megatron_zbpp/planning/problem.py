@@ -273,12 +273,6 @@ def _resume(problem: Problem, ends: Ends, cap: float) -> tuple[list[int], list[f
     return positions, clocks, spare
 
 
-def value_of(problem: Problem, schedule: Schedule) -> float:
-    """Objective of a schedule, fused passes split; inf if it deadlocks."""
-    result = replay(problem, problem.orders(schedule))
-    return inf if result is None else result[0]
-
-
 def same_limits(limit: float | Sequence[float] | None, num_ranks: int) -> tuple[float, ...]:
     """One limit a rank.
 
