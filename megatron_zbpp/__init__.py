@@ -28,6 +28,7 @@ def enable(
     *,
     memory_limit: float | None = None,
     watchdog_timeout: float | None = None,
+    post_validation: bool | int = False,
 ) -> Plugin:
     """Makes Megatron-Core's pipelined forward_backward functions run `schedule`.
 
@@ -40,6 +41,8 @@ def enable(
         memory_limit: in activations of one microbatch on a full rank, for schedules that take one.
         watchdog_timeout: seconds after which a rank whose pipeline no longer moves reports where it
             stands and exits; None or 0: never. Choose several times what an iteration takes.
+        post_validation: whether optimizer steps are taken before all ranks have agreed to them, and
+            validated later, once 10 in a row were neither clipped nor skipped; or how many of them.
 
     Returns:
         The plugin: `disable()` undoes everything, as does leaving its `with` block.
@@ -49,12 +52,17 @@ def enable(
     """
     global _enabled
     from megatron_zbpp.mcore.plugin import Plugin
+    from megatron_zbpp.optim.governor import Governor
 
-    plugin = Plugin(schedule, num_chunks, memory_limit, watchdog_timeout or 0)
+    governor = None
+    if post_validation is not False:
+        governor = Governor() if post_validation is True else Governor(post_validation)
+    plugin = Plugin(schedule, num_chunks, memory_limit, watchdog_timeout or 0, governor)
     if _enabled is not None and _enabled.enabled:
         same_timeout = watchdog_timeout in (None, _enabled.watchdog.timeout)
         same_kind = (_enabled.auto is None) == (plugin.auto is None)
-        if _enabled.source == plugin.source and same_kind and same_timeout:
+        same_steps = (_enabled.post_validation is None) == (governor is None)
+        if _enabled.source == plugin.source and same_kind and same_timeout and same_steps:
             return _enabled
         _enabled.disable()
     plugin.install()

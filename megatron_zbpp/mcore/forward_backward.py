@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.measure import Iteration
 
 if TYPE_CHECKING:
-    from megatron_zbpp.mcore.plugin import Plugin
+    from megatron_zbpp.mcore.plugin import Lowered, Plugin
 
 # What Megatron's two pipelined functions read from a collection of process groups.
 _GROUPS = ('tp', 'cp', 'embd', 'pos_embd', 'pp', 'dp_cp')
@@ -36,7 +37,9 @@ def forward_backward(plugin: Plugin, original: Callable, **arguments: Any) -> li
     if pg_collection is not None and not isinstance(pg_collection, ProcessGroupCollection):
         _refuse_delayed(arguments.get('model'))
         return original(**arguments)
-    return _run(plugin, **arguments)
+    call = Arguments(**arguments)
+    batch = plugin.next.take(call) or prepare(plugin, call)[0]
+    return batch.run(plugin)
 
 
 def _refuse_delayed(model: torch.nn.Module | list[torch.nn.Module] | None) -> None:
@@ -54,71 +57,121 @@ def _refuse_delayed(model: torch.nn.Module | list[torch.nn.Module] | None) -> No
             )
 
 
-def _run(
-    plugin: Plugin,
-    *,
-    forward_step_func: Callable,
-    data_iterator: Iterator | list[Iterator | None] | None,
-    model: torch.nn.Module | list[torch.nn.Module],
-    num_microbatches: int,
-    seq_length: int,
-    micro_batch_size: int,
-    decoder_seq_length: int | None = None,
-    forward_only: bool = False,
-    collect_non_loss_data: bool = False,
-    first_val_step: bool | None = None,
-    adjust_tensor_shapes_fn: Callable | None = None,
-    p2p_communicator: Any = None,  # its ring of neighbours would not do
-    pg_collection: Any = None,
-    force_all_reduce: bool = False,
-) -> list[Any]:
-    """One global batch of one module; returns the loss function's results on the last rank."""
-    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(list(_GROUPS))
-    models = model if isinstance(model, list) else [model]
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Of one call of a forward_backward function, as Megatron names them."""
+
+    forward_step_func: Callable
+    data_iterator: Iterator | list[Iterator | None] | None
+    model: torch.nn.Module | list[torch.nn.Module]
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None = None
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    adjust_tensor_shapes_fn: Callable | None = None
+    p2p_communicator: Any = None  # its ring of neighbours would not do
+    pg_collection: Any = None
+    force_all_reduce: bool = False
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The chunks of this rank."""
+        return self.model if isinstance(self.model, list) else [self.model]
+
+    @property
+    def iterators(self) -> list[Iterator | None]:
+        """The data of each chunk."""
+        many = isinstance(self.data_iterator, list)
+        return self.data_iterator if many else [self.data_iterator] * len(self.models)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One global batch of one module, ready to run on this rank."""
+
+    arguments: Arguments
+    groups: ProcessGroupCollection
+    config: Any
+    call: Call
+    lowered: Lowered
+    executor: Executor
+
+    def run(self, plugin: Plugin) -> list[Any]:
+        """What is left of it; returns the loss function's results on the last rank."""
+        with _timed(self.config), plugin.watchdog.passes(self.executor):
+            record = self.executor.run()
+        config, forward_only = self.config, self.arguments.forward_only
+        if config.finalize_model_grads_func is not None and not forward_only:
+            config.finalize_model_grads_func(
+                self.arguments.models,
+                self.call.num_tokens if config.calculate_per_token_loss else None,
+                pg_collection=self.groups,
+                force_all_reduce=self.arguments.force_all_reduce,
+            )
+        iteration = Iteration(self.lowered.schedule, self.groups.pp, record, self.executor.clock)
+        if forward_only:
+            plugin.latest = iteration
+        else:
+            plugin.trained(iteration)
+        return self.call.results
+
+
+def prepare(plugin: Plugin, arguments: Arguments, ranks_ahead: int = 0) -> tuple[Batch, int]:
+    """A batch, and how many of its instructions come ahead.
+
+    Args:
+        plugin: whose schedule it is.
+        arguments: of the call.
+        ranks_ahead: how many ranks of the chain go ahead.
+    """
+    groups = arguments.pg_collection or ProcessGroupCollection.use_mpu_process_groups(list(_GROUPS))
+    models = arguments.models
     config = get_model_config(models[0])
-    refuse_unsupported(config, adjust_tensor_shapes_fn)
+    refuse_unsupported(config, arguments.adjust_tensor_shapes_fn)
     call = Call(
         plugin.store,
-        forward_step_func,
-        num_microbatches,
+        arguments.forward_step_func,
+        arguments.num_microbatches,
         groups.cp.size(),
         next(models[0].parameters()).device,
-        forward_only,
-        collect_non_loss_data,
-        first_val_step,
+        arguments.forward_only,
+        arguments.collect_non_loss_data,
+        arguments.first_val_step,
     )
+    message = _message(arguments, config, groups, call.device)
+    plugin.agree(
+        settings(arguments.num_microbatches, len(models), message, arguments.forward_only, config),
+        groups.pp,
+    )
+    lowered = plugin.lowered(groups.pp.size(), arguments.num_microbatches, arguments.forward_only)
+    rank = groups.pp.rank()
+    program, count = lowered.program(rank, ranks_ahead)
+    executor = Executor(
+        program,
+        _stages(call, arguments, plugin.next.tape, lowered.placement, rank),
+        plugin.channels(groups.pp, lowered.placement),
+        message,
+        plugin.store,
+        clock_for(call.device),
+    )
+    return Batch(arguments, groups, config, call, lowered, executor), count
+
+
+def _message(
+    arguments: Arguments, config: Any, groups: ProcessGroupCollection, device: torch.device
+) -> Message:
     (shape,) = schedules.get_tensor_shapes(
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        decoder_seq_length=decoder_seq_length,
+        seq_length=arguments.seq_length,
+        micro_batch_size=arguments.micro_batch_size,
+        decoder_seq_length=arguments.decoder_seq_length,
         config=config,
         tp_group=groups.tp,
         cp_group=groups.cp,
     )
-    message = Message(shape, config.pipeline_dtype, call.device)
-    plugin.agree(settings(num_microbatches, len(models), message, forward_only, config), groups.pp)
-    lowered = plugin.lowered(groups.pp.size(), num_microbatches, forward_only)
-    clock = clock_for(call.device)
-    executor = Executor(
-        lowered.programs[groups.pp.rank()],
-        _stages(call, models, data_iterator, lowered.placement, groups.pp.rank()),
-        plugin.channels(groups.pp, lowered.placement),
-        message,
-        plugin.store,
-        clock,
-    )
-    with _timed(config), plugin.watchdog.passes(executor):
-        record = executor.run()
-    finalize = config.finalize_model_grads_func
-    if finalize is not None and not forward_only:
-        num_tokens = call.num_tokens if config.calculate_per_token_loss else None
-        finalize(models, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
-    iteration = Iteration(lowered.schedule, groups.pp, record, clock)
-    if forward_only:
-        plugin.latest = iteration
-    else:
-        plugin.trained(iteration)
-    return call.results
+    return Message(shape, config.pipeline_dtype, device)
 
 
 def refuse_unsupported(config: Any, adjust_tensor_shapes_fn: Callable | None) -> None:
@@ -138,25 +191,25 @@ def refuse_unsupported(config: Any, adjust_tensor_shapes_fn: Callable | None) ->
 
 
 def _stages(
-    call: Call, models: list[torch.nn.Module], data_iterator: Any, placement: Placement, rank: int
+    call: Call, arguments: Arguments, tape: Callable, placement: Placement, rank: int
 ) -> dict[int, ModelStage]:
-    """The stages of this rank by number.
+    """The stages of this rank by number; each reads the `tape` of its data.
 
     Raises:
         ValueError: the model was not built for this placement.
     """
     held = placement.stages(rank)
+    models = arguments.models
     if len(models) != len(held):
         raise ValueError(
             f'rank {rank} has {len(models)} model chunks, but the schedule places {len(held)} '
             'there: build the model with the layout of the enabled schedule'
         )
-    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(held)
     return {
         stage: ModelStage(
             call,
             models[chunk],
-            iterators[chunk],
+            tape(arguments.iterators[chunk]),
             chunk if len(held) > 1 else None,
             stage == placement.num_stages - 1,
         )

@@ -20,11 +20,15 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_zbpp.imports import after_import
 from megatron_zbpp.ir import Placement, Schedule, W
-from megatron_zbpp.mcore import placing
+from megatron_zbpp.mcore import placing, stepping
 from megatron_zbpp.mcore.forward_backward import forward_backward
 from megatron_zbpp.mcore.layout import for_megatron
 from megatron_zbpp.mcore.linear import deferring_linear
+from megatron_zbpp.mcore.next_iteration import NextIteration
 from megatron_zbpp.mcore.te import delay_weight_gradients
+from megatron_zbpp.optim.governor import Governor
+from megatron_zbpp.optim.post_validation import PostValidation
+from megatron_zbpp.planning.ahead import chain, passes_ahead, split
 from megatron_zbpp.planning.check import check
 from megatron_zbpp.planning.lower import Program, lower
 from megatron_zbpp.runtime import handshake
@@ -61,16 +65,36 @@ def looks_up(user: Callable, name: str) -> bool:
     return name in user.__code__.co_names and name in user.__globals__
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lowered:
-    """A checked schedule as programs, in Megatron's ranks."""
+    """A checked schedule as programs, in Megatron's ranks.
+
+    Attributes:
+        schedule: as it was checked.
+        programs: of all ranks.
+        ahead: how many of its first passes each rank may run before an iteration begins.
+    """
 
     schedule: Schedule
     programs: tuple[Program, ...]
+    ahead: tuple[int, ...]
 
     @property
     def placement(self) -> Placement:
         return self.schedule.placement
+
+    @functools.lru_cache(64)  # noqa: B019 - as many as ranks; they end with the plugin's schedules
+    def program(self, rank: int, ranks_ahead: int) -> tuple[Program, int]:
+        """The program of a rank, and how many instructions of it come ahead.
+
+        Args:
+            rank: in the pipeline.
+            ranks_ahead: how many ranks of the chain go ahead.
+        """
+        early = chain(self.placement)[:ranks_ahead]
+        passes = {p for r in early for p in self.schedule.passes[r][: self.ahead[r]]}
+        first, rest = split(self.programs[rank], passes)
+        return first + rest, len(first)
 
 
 class Plugin:
@@ -82,10 +106,13 @@ class Plugin:
         num_chunks: stages a rank, for families that leave the choice.
         memory_limit: in activations of one microbatch on a full rank, for families that take one.
         watchdog_timeout: seconds without a step forward after which the process is ended; 0: never.
+        post_validation: when optimizer steps need not wait for all ranks; None: they always do.
 
     Attributes:
         store: the weight gradients that wait for their W.
         watchdog: ends this process if the pipeline no longer moves.
+        post_validation: of the optimizer steps, where that is asked for.
+        next: what of the next iteration has been run already.
         auto: plans, where that is asked for.
         tracer: draws an iteration, where that is asked for.
         flags: of the program, that all ranks must have alike: compared before groups are made.
@@ -98,6 +125,7 @@ class Plugin:
         num_chunks: int | None = None,
         memory_limit: float | None = None,
         watchdog_timeout: float = 0,
+        post_validation: Governor | None = None,
     ) -> None:
         self.auto = AutoPlan(memory_limit=memory_limit) if source == 'auto' else None
         if self.auto is not None:
@@ -107,6 +135,10 @@ class Plugin:
         self.tracer: Tracer | None = None
         self.store = WeightGradStore()
         self.watchdog = Watchdog(watchdog_timeout)
+        self.next = NextIteration(self)
+        self.post_validation = post_validation and PostValidation(
+            post_validation, self.watchdog.meeting
+        )
         self.flags: Mapping[str, object] = {}
         self.latest: Iteration | None = None
         self._schedules: dict[tuple[int, int, bool], Lowered] = {}
@@ -199,7 +231,7 @@ class Plugin:
             schedule = self.schedule(num_ranks, num_microbatches)
             schedule = schedule.forward_only() if forward_only else schedule
             check(schedule)
-            self._schedules[key] = Lowered(schedule, lower(schedule))
+            self._schedules[key] = Lowered(schedule, lower(schedule), passes_ahead(schedule))
         return self._schedules[key]
 
     def trained(self, iteration: Iteration) -> None:
@@ -232,13 +264,17 @@ class Plugin:
         self._patch(layers, _LINEAR, deferring_linear(getattr(layers, _LINEAR), self.store))
         for owner, name, replacement in placing.attributes(self.placement):
             self._patch(owner, name, replacement)
+        if self.post_validation is not None:
+            for owner, name, replacement in stepping.attributes(self):
+                self._patch(owner, name, replacement)
         if find_spec('transformer_engine') is not None:
             post_init = _delaying(TransformerConfig.__post_init__, self.splits)
             self._patch(TransformerConfig, '__post_init__', post_init)
         self._replace(placing.functions(self.placement, self.agree))
-        for name in placing.TRAINING:
-            self._replace(placing.training_functions(name, self.placement))
-        later = [name for name in placing.TRAINING if name not in sys.modules]
+        modules = {*placing.TRAINING, stepping.TRAINING}
+        for name in modules & set(sys.modules):
+            self._imported(sys.modules[name])
+        later = modules - set(sys.modules)
         self._forget_imports = after_import(dict.fromkeys(later, self._imported))
         try:
             self._assert_found()
@@ -260,7 +296,10 @@ class Plugin:
                 )
 
     def _imported(self, module: ModuleType) -> None:
-        self._replace(placing.training_functions(module.__name__, self.placement))
+        if module.__name__ in placing.TRAINING:
+            self._replace(placing.training_functions(module.__name__, self.placement))
+        if module.__name__ == stepping.TRAINING and self.post_validation is not None:
+            self._replace(stepping.training_functions(module, self.post_validation))
 
     def disable(self) -> None:
         """Takes everything out again; later calls do nothing."""

@@ -100,37 +100,58 @@ class Executor:
         # A forward's message has arrived when its backward runs: more are never unfinished.
         self._keep = _most_live(passes)
         self._passes = {F: self._forward, B: self._backward, BW: self._backward, W: self._weights}
+        self._done = 0  # instructions
         self._incoming: dict[Pass, Incoming] = {}
         self._handed: dict[Pass, torch.Tensor] = {}
         self._saved: dict[Key, tuple[torch.Tensor | None, torch.Tensor]] = {}
 
     def run(self) -> Record:
-        """Every instruction in order; returns when this rank has done its part.
+        """Every instruction that is left, in order; returns when this rank has done its part.
 
         Raises:
             ValueError: a stage made something else than the message that its neighbour awaits.
         """
-        made: torch.Tensor | None = (
-            None  # by the latest pass; lowering puts its use right behind it
-        )
         try:
-            for instruction in self.program:
-                if isinstance(instruction, Pass):
-                    made = self._timed(instruction)
-                elif isinstance(instruction, Receive):
-                    self._incoming[instruction.consumer] = self.channels.post(
-                        self._message, instruction.peer
-                    )
-                elif isinstance(instruction, Send):
-                    self._check(made, instruction)
-                    self.channels.send(made, instruction, self._keep)
-                else:
-                    self._check(made, instruction)
-                    self._handed[instruction.consumer] = made
+            self._run(self.program[self._done :])
             self.channels.finish()
         finally:
             self._store.clear()
         return self.record
+
+    def run_ahead(self, count: int) -> None:
+        """The first `count` instructions, which are forwards and what goes with them.
+
+        Raises:
+            ValueError: as `run`.
+        """
+        self._run(self.program[:count])
+        self._done = count
+
+    def drop(self) -> None:
+        """Forgets what has been run ahead, once all that was sent for it has arrived."""
+        for incoming in self._incoming.values():
+            incoming.wait()
+        self._incoming.clear()
+        self._handed.clear()
+        self._saved.clear()
+
+    def _run(self, instructions: Program) -> None:
+        made: torch.Tensor | None = (
+            None  # by the latest pass; lowering puts its use right behind it
+        )
+        for instruction in instructions:
+            if isinstance(instruction, Pass):
+                made = self._timed(instruction)
+            elif isinstance(instruction, Receive):
+                self._incoming[instruction.consumer] = self.channels.post(
+                    self._message, instruction.peer
+                )
+            elif isinstance(instruction, Send):
+                self._check(made, instruction)
+                self.channels.send(made, instruction, self._keep)
+            else:
+                self._check(made, instruction)
+                self._handed[instruction.consumer] = made
 
     def _check(self, made: torch.Tensor | None, instruction: Send | Hand) -> None:
         """Before it reaches another stage: what the latest pass made is a message."""

@@ -109,6 +109,26 @@ class Passes:
         return self._tracker.lines()
 
 
+class Forwards:
+    """What `executor` runs ahead of the others: its own part ends it."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._tracker = Tracker(executor)
+        self._over = False
+
+    def ended(self) -> None:
+        self._over = True
+
+    def beat(self) -> Hashable:
+        return None if self._over else self._tracker.position()
+
+    def lost(self) -> bool:
+        return False  # the main thread is told
+
+    def lines(self) -> list[str]:
+        return self._tracker.lines()
+
+
 class Watchdog:
     """Watches one process.
 
@@ -153,6 +173,15 @@ class Watchdog:
             with self.meeting('connecting the watchdogs of the pipeline'):
                 self._groups[pp_group] = _host_group(pp_group, 2 * self.timeout)
         with self._watching(Passes(executor, self._groups[pp_group])):
+            yield
+
+    @contextmanager
+    def forwards(self, executor: Executor) -> Iterator[None]:
+        """`executor` runs ahead meanwhile."""
+        if not self.timeout:
+            yield
+            return
+        with self._watching(Forwards(executor)):
             yield
 
     @contextmanager

@@ -1,0 +1,77 @@
+"""What forwards leave behind outside of their results: for those that may be dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import moe_utils
+
+
+@dataclass
+class Effects:
+    """Of forwards that run before their iteration begins: they show when it begins, or never.
+
+    Args:
+        models: the chunks of this rank.
+    """
+
+    models: list[torch.nn.Module]
+    _random: tuple = ()
+    _losses: dict[str, Any] = field(default_factory=dict)
+    _buffers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Random states and logged losses are the same behind as before."""
+        states = _random_states()
+        losses = _logged_losses()
+        shown = dict(losses)
+        losses.clear()
+        self._buffers = [(b, b.detach().clone()) for m in self.models for _, b in m.named_buffers()]
+        try:
+            yield
+            self._random = _random_states()
+            self._losses = dict(losses)
+        finally:
+            random._set_all_rng_states(*states)
+            losses.clear()
+            losses.update(shown)
+
+    def show(self) -> None:
+        """Their iteration begins: all is as if they had just run."""
+        random._set_all_rng_states(*self._random)
+        losses = _logged_losses()
+        for name, entry in self._losses.items():
+            if name in losses:
+                _values(losses[name]).add_(_values(entry))  # cleared since: nothing is rounded
+            else:
+                losses[name] = entry
+
+    @torch.no_grad()
+    def drop(self) -> None:
+        """They never ran."""
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+
+
+def _random_states() -> tuple:
+    """Copies: Megatron's tracker gives its own."""
+    host, device, tracked = random._get_all_rng_states()
+    return host, device.clone(), {name: state.clone() for name, state in tracked.items()}
+
+
+def _logged_losses() -> dict[str, Any]:
+    """What routers of experts add their losses to, by name."""
+    metrics: Callable | None = getattr(moe_utils, 'get_moe_metrics_tracker', None)  # from 0.18
+    if metrics is not None:
+        return metrics()._metrics
+    return moe_utils.get_moe_layer_wise_logging_tracker()
+
+
+def _values(entry: Any) -> torch.Tensor:
+    return entry['values'] if isinstance(entry, dict) else entry.values

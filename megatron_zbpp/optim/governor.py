@@ -1,0 +1,41 @@
+"""Whether optimizer steps are taken before all ranks have agreed to them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Governor:
+    """Decides by what became of the latest steps: alike on all ranks, which see the same results.
+
+    Args:
+        clean_steps: so many in a row, neither clipped nor skipped, and steps are taken early.
+        window: of early steps, that is looked back on.
+        tolerated: if more of them had to be taken back, steps wait for all ranks again.
+    """
+
+    clean_steps: int = 10
+    window: int = 20
+    tolerated: int = 4
+    _in_a_row: int = 0
+    _failed: deque[bool] = field(default_factory=deque)
+    engaged: bool = False
+
+    def __post_init__(self) -> None:
+        if self.clean_steps < 0:
+            raise ValueError(f'clean_steps is {self.clean_steps}: give 0 or more')
+        self._failed = deque(maxlen=self.window)
+        self.engaged = self.clean_steps == 0
+
+    def after(self, clean: bool) -> None:
+        """Takes note of a step."""
+        self._in_a_row = self._in_a_row + 1 if clean else 0
+        if not self.engaged:
+            self.engaged = self._in_a_row >= max(self.clean_steps, 1)
+            return
+        self._failed.append(not clean)
+        if sum(self._failed) > self.tolerated:
+            self.engaged = False
+            self._failed.clear()

@@ -1,0 +1,73 @@
+"""What ranks may run of an iteration before they know whether the optimizer step before it stands.
+
+Each rank steps on what it and the ranks before it know (`optim`), and goes ahead with forwards. One
+that must not go ahead stops all behind it, so a pass may run ahead only if nothing it needs comes
+from behind. What was sent ahead is received whatever happens: no message of a dropped forward is
+ever taken for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from megatron_zbpp.ir import F, Pass, Placement, Schedule
+from megatron_zbpp.planning.lower import Instruction, Program, Receive, consumers
+
+
+def chain(placement: Placement) -> tuple[int, ...]:
+    """Ranks in the order in which an iteration begins on them: by the first stage of each."""
+    return tuple(dict.fromkeys(placement.ranks))
+
+
+def passes_ahead(schedule: Schedule) -> tuple[int, ...]:
+    """How many of its first passes each rank may run ahead; none on the last rank of the chain.
+
+    These are forwards whose inputs come from ranks before it in the chain, where they are ahead,
+    too, and whose outputs go to ranks behind it. (Zero Bubble, section 4: the validation comes
+    before the first backward.)
+    """
+    order = chain(schedule.placement)
+    place = {rank: at for at, rank in enumerate(order)}
+    rank_of = schedule.placement.ranks
+    taken = consumers(schedule)
+    ahead: set[Pass] = set()
+    counts = [0] * schedule.num_ranks
+
+    def may(rank: int, p: Pass) -> bool:
+        made = Pass(F, p.stage - 1, p.microbatch)
+        goes = rank_of[taken[p].stage] if p in taken else rank
+        return p.kind == F and (not p.stage or made in ahead) and place[goes] >= place[rank]
+
+    for rank in order[:-1]:
+        for p in schedule.passes[rank]:
+            if not may(rank, p):
+                break
+            ahead.add(p)
+            counts[rank] += 1
+    return tuple(counts)
+
+
+def split(program: Program, ahead: Set[Pass]) -> tuple[Program, Program]:
+    """A rank's program in two: what runs ahead, with all that it receives of it, and the rest.
+
+    Args:
+        program: of one rank.
+        ahead: the passes that run ahead, of all ranks.
+
+    Returns:
+        Two programs, each in the order of the whole one. The messages from one rank to another keep
+        theirs, too: those that are sent ahead are the first.
+    """
+    first: list[Instruction] = []
+    rest: list[Instruction] = []
+    latest: Pass | None = None
+    for instruction in program:
+        if isinstance(instruction, Pass):
+            latest = instruction
+        if isinstance(instruction, Receive):
+            taker = instruction.consumer
+            belongs = taker.kind == F and Pass(F, taker.stage - 1, taker.microbatch) in ahead
+        else:
+            belongs = latest in ahead
+        (first if belongs else rest).append(instruction)
+    return tuple(first), tuple(rest)
