@@ -13,7 +13,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -56,6 +56,14 @@ class PipelineScheduleConfig:
     """Seconds without progress inside a schedule after which a rank reports what it waits for and
     ends the job. 0: wait for ever."""
 
+    enable_optimizer_post_validation: bool = False
+    """Optimizer steps do not wait for all ranks: each rank steps on what it knows, begins the next
+    iteration, and takes the step back if the gradients have to be clipped or overflow. Losses and
+    parameters stay the same to the bit. `zbpp doctor` names what else would make ranks wait."""
+
+    optimizer_post_validation_clean_steps: int = 10
+    """After how many steps in a row that were neither clipped nor skipped this begins."""
+
 
 # What other forks call it: flag, its argparse options, and what it means here.
 _V_SCHEDULES = {'zb': 'zb-v', 'half': 'v-half', 'min': 'v-min'}
@@ -69,14 +77,12 @@ _ALIASES: dict[str, dict[str, Any]] = {
     '--enable-zbh1-pipeline': {'action': 'store_true'},
     '--allow-padding-num-layers': {'action': 'store_true'},
     '--enable-exactly-numeric-match': {'action': 'store_true'},
-    '--enable-optimizer-post-validation': {'action': 'store_true'},
     '--zero-bubble-pipeline-timers-start-iter': {'metavar': 'N'},
     '--zero-bubble-pipeline-timers-end-iter': {'metavar': 'N'},
 }
 _NEEDLESS = {
     'allow_padding_num_layers': 'layers need not divide among the stages',
     'enable_exactly_numeric_match': 'all numbers match exactly, always',
-    'enable_optimizer_post_validation': 'the optimizer step waits for all ranks',
     'zero_bubble_pipeline_timers_start_iter': 'see --pipeline-schedule-profile-iters',
     'zero_bubble_pipeline_timers_end_iter': 'see --pipeline-schedule-profile-iters',
 }
@@ -121,13 +127,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     }
     for field in fields(PipelineScheduleConfig):
         kind = next(t for t in (*get_args(types[field.name]), types[field.name]) if t is not None)
+        text = ' '.join(helps[field.name].split())
+        if kind is bool:
+            group.add_argument(flag(field.name), action='store_true', help=text)
+            continue
         default = '' if field.default is None else f' Default: {field.default:g}.'
         group.add_argument(
             flag(field.name),
             type=kind,
             default=field.default,
             metavar={str: 'NAME', Path: 'PATH', float: 'NUMBER', int: 'N'}[kind],
-            help=' '.join(helps[field.name].split()) + default,
+            help=text + default,
         )
     aliases = parser.add_argument_group('pipeline schedule: names of other forks, deprecated')
     for alias, options in _ALIASES.items():
@@ -195,7 +205,10 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         num_chunks(args),
         memory_limit=config.pipeline_schedule_memory_limit,
         watchdog_timeout=config.pipeline_watchdog_timeout,
+        post_validation=clean_steps(config),
     )
+    if config.enable_optimizer_post_validation:
+        without_reruns(args)
     if plugin.auto is not None:
         plugin.auto.profile_iters = config.pipeline_schedule_profile_iters
     if config.pipeline_trace_dir is not None:
@@ -271,6 +284,34 @@ def source_of(config: PipelineScheduleConfig) -> str | Schedule:
             f'{config.pipeline_schedule_file}: give one of them'
         )
     return exchange.load(config.pipeline_schedule_file)
+
+
+def clean_steps(config: PipelineScheduleConfig) -> int | bool:
+    """What `megatron_zbpp.enable` takes for post-validation.
+
+    Raises:
+        ValueError: a number of steps that makes no sense.
+    """
+    steps = config.optimizer_post_validation_clean_steps
+    if steps < 1:
+        name = flag('optimizer_post_validation_clean_steps')
+        raise ValueError(f'{name} {steps}: give 1 or more')
+    return config.enable_optimizer_post_validation and steps
+
+
+def without_reruns(args: argparse.Namespace, given: Sequence[str] | None = None) -> None:
+    """Ranks need not agree in each iteration on whether it is to be run again, unless that was
+    asked for.
+
+    Args:
+        args: Megatron's arguments.
+        given: the command line; default: this program's.
+    """
+    words = sys.argv if given is None else given
+    asked = any(word.partition('=')[0] == '--rerun-mode' for word in words)
+    if getattr(args, 'rerun_mode', 'disabled') != 'disabled' and not asked:
+        _say(f'--rerun-mode disabled: {args.rerun_mode} would make all ranks wait each iteration')
+        args.rerun_mode = 'disabled'
 
 
 def num_chunks(args: argparse.Namespace) -> int | None:

@@ -43,6 +43,7 @@ class LaunchLine:
         whole: whether Megatron's own parser read it.
         world_size: processes of the job.
         on_cpu: whether it runs on the CPU.
+        words: the script's own flags.
     """
 
     args: argparse.Namespace
@@ -50,6 +51,7 @@ class LaunchLine:
     whole: bool
     world_size: int
     on_cpu: bool
+    words: tuple[str, ...]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -75,7 +77,9 @@ def read(words: Sequence[str], gpus: int | None = None) -> LaunchLine:
     on_cpu = '--cpu' in launcher
     args, unknown = parser.parse_known_args([*(CPU_FLAGS if on_cpu else ()), *flags])
     world_size = gpus or _processes(launcher) or _fewest(args)
-    return LaunchLine(args, tuple(unknown if whole else ()), whole, world_size, on_cpu)
+    return LaunchLine(
+        args, tuple(unknown if whole else ()), whole, world_size, on_cpu, tuple(flags)
+    )
 
 
 def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
 
 from megatron_zbpp.imports import after_import
 from megatron_zbpp.ir import Placement, Schedule, W
-from megatron_zbpp.mcore import placing, stepping
+from megatron_zbpp.mcore import placing, stepping, updates
 from megatron_zbpp.mcore.forward_backward import forward_backward
 from megatron_zbpp.mcore.layout import for_megatron
 from megatron_zbpp.mcore.linear import deferring_linear
@@ -55,6 +56,10 @@ def lookups() -> Iterator[tuple[Callable, str]]:
         (placing.finalize_module().finalize_model_grads, (placing.TIED,)),
         (inspect.unwrap(TransformerConfig.__post_init__), (placing.LAYOUT,)),
         (LanguageModule._is_in_embd_group, ('is_pp_first_stage',)),
+        (inspect.unwrap(MegatronOptimizer.get_grad_norm), (updates.NORM,)),
+        (inspect.unwrap(ChainedOptimizer.get_grad_norm), (updates.NORM,)),
+        (inspect.unwrap(ChainedOptimizer.step), (updates.CLIP,)),
+        (MegatronOptimizer.clip_grad_norm, (updates.NORM, updates.CLIP)),
     ):
         for name in names:
             yield user, name

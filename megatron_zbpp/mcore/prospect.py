@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import arguments, layout, refusals
+from megatron_zbpp.mcore.barriers import barriers
 from megatron_zbpp.mcore.launch_line import LaunchLine
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.planning.costs import Costs
@@ -111,6 +112,9 @@ def prospect_of(line: LaunchLine) -> Prospect:
     )
     placement = plugin.placement(parallel['pipeline'])
     counts = _microbatches(line, parallel['data'])
+    if config.enable_optimizer_post_validation:
+        arguments.without_reruns(line.args, line.words)
+        notes += [f'all ranks wait: {each}' for each in barriers(line.args, placement)]
     return Prospect(
         parallel,
         plugin.title,
