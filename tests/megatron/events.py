@@ -109,3 +109,63 @@ def sequence_parallel(training: Any) -> Iterator[None]:
 
     with mock.patch.object(transformer_block, 'LayerNormImpl', specs.SequenceParallelNorm):
         yield
+
+
+@contextmanager
+def waits(training: Any) -> Iterator[list[str]]:
+    """Collectives of several pipeline ranks that the last iteration waited for, but for its passes.
+
+    Each by where it was called; what runs asynchronously does not count.
+    """
+    import traceback
+
+    import torch.distributed as dist
+
+    found: list[str] = []
+    current: list[str] = []
+    train_step, training_log = training.train_step, training.training_log
+
+    def counting_step(*args, **kwargs):
+        current.clear()
+        return train_step(*args, **kwargs)
+
+    def ending_log(*args, **kwargs):
+        result = training_log(*args, **kwargs)
+        found[:] = current
+        return result
+
+    def counting(name):
+        original = getattr(dist, name)
+
+        def collective(*args, **kwargs):
+            from megatron.core import parallel_state
+
+            if not parallel_state.model_parallel_is_initialized():
+                return original(*args, **kwargs)
+            group = kwargs.get('group') or next(
+                (a for a in args if isinstance(a, dist.ProcessGroup)), dist.group.WORLD
+            )
+            ranks = set(dist.get_process_group_ranks(group))
+            own = set(
+                dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+            )
+            if len(ranks & own) > 1 and not kwargs.get('async_op'):
+                caller = traceback.extract_stack(limit=2)[0]
+                current.append(f'{name} in {caller.name}')
+            return original(*args, **kwargs)
+
+        return mock.patch.object(dist, name, collective)
+
+    names = ('all_reduce', 'barrier', 'broadcast', 'all_gather_into_tensor', 'all_gather_object')
+    with (
+        mock.patch.object(training, 'train_step', counting_step),
+        mock.patch.object(training, 'training_log', ending_log),
+    ):
+        patches = [counting(name) for name in names]
+        for patch in patches:
+            patch.start()
+        try:
+            yield found
+        finally:
+            for patch in patches:
+                patch.stop()

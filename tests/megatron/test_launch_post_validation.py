@@ -1,0 +1,49 @@
+"""The flag of post-validation in NVIDIA's training loop: same numbers, and nobody waits."""
+
+from __future__ import annotations
+
+import events
+import pytest
+from nvidia import needs_training, run
+from test_launch import DISTRIBUTED, MOE, OVERLAP, PIPELINE
+
+pytestmark = needs_training
+
+EARLY = ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 1]
+UNTIED = ['--untie-embeddings-and-output-weights']
+# name: processes, schedule, flags, event
+CASES = {
+    'fp16 that overflows': (
+        2,
+        'zb-v',
+        ['--fp16', '--initial-loss-scale', 1024, '--hysteresis', 1],
+        events.Overflow(4, 0),
+    ),
+    'overlap-param-gather': (
+        4,
+        'zb-h1',
+        ['--bf16', *DISTRIBUTED, *OVERLAP, '--overlap-param-gather', '--eval-interval', 4],
+        events.nothing,
+    ),
+    'moe': (2, 'zb-v', [*MOE, '--disable-bias-linear', '--clip-grad', 3], events.nothing),
+}
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_identical_to_synchronous(ranks, case):
+    size, schedule, flags, event = CASES[case]
+    clipping = [] if '--clip-grad' in flags else ['--clip-grad', 100]
+    argv = [*PIPELINE, '--train-iters', 7, '--pipeline-schedule', schedule, *clipping, *flags]
+    assert run(ranks(size), *argv, *EARLY, event=event) == run(ranks(size), *argv, event=event)
+
+
+@pytest.mark.parametrize('schedule', ['zb-v', 'zb-2p'])
+def test_nobody_waits(ranks, schedule):
+    """In the last iteration, no call that all pipeline ranks must come to; without the flag some."""
+    argv = [*PIPELINE, '--train-iters', 5, '--pipeline-schedule', schedule, '--clip-grad', 100]
+    argv += ['--log-interval', 4, *UNTIED]
+    synchronous = run(ranks(2), *argv, event=events.waits)
+    assert all('all_reduce in get_grad_norm_fp32' in waits for waits in synchronous.reported)
+    early = run(ranks(2), *argv, *EARLY, event=events.waits)
+    assert early.reported == ([], [])
+    assert early.losses == synchronous.losses

@@ -1,0 +1,101 @@
+"""Steps that are validated later leave what synchronous ones leave, to the bit, whatever happens."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from example import MODEL
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from injected import VALUES, Early, Event, train
+
+ITERATIONS = 10
+COMMON = ['--num-layers', '4', '--global-batch-size', '8', '--train-iters', ITERATIONS]
+SETUPS = {
+    'fp32': (2, 'zb-h1', [], ''),
+    'fp32 sgd, V': (2, 'zb-v', [], 'sgd'),
+    'bf16, V': (2, 'zb-v', ['--bf16'], ''),
+    'fp16': (2, 'zb-2p', ['--bf16'], 'fp16'),
+    'fp16, V, distributed optimizer': (
+        4,
+        'zb-v',
+        ['--bf16', '--use-distributed-optimizer'],
+        'fp16',
+    ),
+    'distributed optimizer': (4, 'zb-h1', ['--use-distributed-optimizer'], ''),
+    'experts, V': (2, 'zb-v', ['--untie-embeddings-and-output-weights'], 'experts'),
+    'tensor parallel': (4, 'zb-h1', ['--bf16', '--tensor-model-parallel-size', 2], ''),
+    'replicas': (4, 'zb-v', ['--bf16'], ''),
+    'dropout': (2, 'zb-h1', [], 'dropout'),
+}
+events = st.lists(
+    st.builds(
+        Event,
+        st.integers(1, ITERATIONS),
+        st.integers(0, 1),
+        st.sampled_from(sorted(VALUES)),
+    ),
+    max_size=6,
+)
+
+
+@pytest.fixture(scope='module')
+def compared(ranks, data, tmp_path_factory):
+    """Runs both ways; what post-validation did on each rank, once both are the same."""
+    folder = tmp_path_factory.mktemp('metrics')
+
+    def run(setup, happening, *more):
+        size, schedule, flags, variant = SETUPS[setup]
+        argv = [*MODEL, *COMMON, '--pipeline-schedule', schedule, '--data-path', data, *flags]
+        argv += ['--pipeline-model-parallel-size', 2, '--log-interval', 1000, *more]
+        logged, early = [], []
+        for clean_steps in (0, 1):
+            metrics = folder / f'{clean_steps}.jsonl'
+            metrics.unlink(missing_ok=True)
+            words = list(map(str, argv))
+            early.append(ranks(size).run(train, words, metrics, happening, clean_steps, variant))
+            logged.append([json.loads(line) for line in metrics.read_text().splitlines()])
+        for line in [*logged[0], *logged[1]]:
+            line.pop('seconds', None)
+        assert logged[0] == logged[1]
+        return early[1]
+
+    return run
+
+
+@pytest.mark.parametrize('setup', SETUPS)
+def test_whatever_happens(compared, setup):
+    """Clipping on no, some or all steps; overflow and nonsense on any rank in any step."""
+
+    @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(events, st.sampled_from([0, 2.5, 10]))
+    def both_ways(happening, clip_grad):
+        compared(setup, happening, '--clip-grad', clip_grad)
+
+    both_ways()
+
+
+@pytest.mark.parametrize('setup', ['fp32', 'bf16, V', 'fp16', 'experts, V'])
+def test_prefix_passes_and_whole_fails(compared, setup):
+    """What the last of the chain finds, the first learns from the whole."""
+    size, schedule, *_ = SETUPS[setup]
+    last = 0 if schedule == 'zb-v' else 1  # Megatron's ranks: the first stage of a V is on the last
+    happening = [Event(5, last, 'large'), Event(6, last, 'inf'), Event(8, last, 'nan')]
+    early = compared(setup, happening, '--clip-grad', 10)
+    first = early[1 - last]
+    assert first.taken_back >= 2 and first.tried > first.taken_back
+    assert early[last] == Early(0, 0), 'it knows the whole'
+
+
+def test_what_happens_first_in_the_chain_stops_it(compared):
+    """Nobody steps on a prefix that fails."""
+    happening = [Event(5, 0, 'large'), Event(6, 0, 'inf')]
+    assert compared('fp32', happening, '--clip-grad', 10)[0].taken_back == 0
+
+
+def test_evaluation_and_saving_between(compared, tmp_path):
+    """Forwards that ran ahead do not show; those before an evaluation run again."""
+    more = ['--eval-iters', 2, '--eval-interval', 3, '--save-interval', 4]
+    early = compared('dropout', [], '--clip-grad', 100, *more, '--save', tmp_path / 'saved')
+    assert early[0] == Early(ITERATIONS - 1, 0)
