@@ -95,6 +95,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add('--account-for-loss-in-pipeline-split', action='store_true', help='a layer less there')
     add('--pipeline-watchdog-timeout', type=float, default=300, metavar='SECONDS', help=WATCHDOG)
+    add('--enable-optimizer-post-validation', action='store_true', help='steps do not wait')
+    add('--optimizer-post-validation-clean-steps', type=int, default=10, metavar='N')
     add('--micro-batch-size', type=int, default=2)
     add('--global-batch-size', type=int, default=16)
     add('--train-iters', type=int, default=50)
@@ -482,6 +484,9 @@ def enable(args: argparse.Namespace, stack: ExitStack) -> Plugin | None:
         args.pipeline_schedule,
         args.num_virtual_stages_per_pipeline_rank,
         watchdog_timeout=args.pipeline_watchdog_timeout,
+        post_validation=(
+            args.enable_optimizer_post_validation and args.optimizer_post_validation_clean_steps
+        ),
     )
     plugin.flags = handshake.numbers(vars(args))
     return stack.enter_context(plugin)

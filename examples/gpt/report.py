@@ -41,8 +41,8 @@ def log(
 ) -> None:
     """Megatron's log line, and the exact values for --metrics-file."""
     grad_norm = 0.0 if grad_norm is None else float(grad_norm)
-    exact = {'loss': loss.hex(), 'grad_norm': grad_norm.hex(), 'seconds': seconds}
-    write_line(args.metrics_file, {'iteration': iteration, **exact})
+    exact = {'loss': loss.hex(), 'grad_norm': grad_norm.hex(), 'lr': lr.hex(), 'skipped': skipped}
+    write_line(args.metrics_file, {'iteration': iteration, **exact, 'seconds': seconds})
     if iteration % args.log_interval or not is_reporter():
         return
     parts = (

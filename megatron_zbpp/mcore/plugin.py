@@ -132,7 +132,9 @@ class Plugin:
         watchdog_timeout: float = 0,
         post_validation: Governor | None = None,
     ) -> None:
-        self.auto = AutoPlan(memory_limit=memory_limit) if source == 'auto' else None
+        objective = 'makespan' if post_validation is None else 'window'
+        auto = AutoPlan(memory_limit=memory_limit, objective=objective)
+        self.auto = auto if source == 'auto' else None
         if self.auto is not None:
             source, memory_limit = start_family(num_chunks), None
         given = isinstance(source, Schedule)

@@ -18,7 +18,12 @@ COMMAND = (sys.executable, '-m', 'megatron_zbpp.planning.worker')
 
 
 def request(
-    placement: Placement, costs: Costs, num_microbatches: int, memory_limit: float, seconds: float
+    placement: Placement,
+    costs: Costs,
+    num_microbatches: int,
+    memory_limit: float,
+    seconds: float,
+    objective: str,
 ) -> str:
     """What the worker reads.
 
@@ -28,6 +33,7 @@ def request(
         num_microbatches: m.
         memory_limit: most that a rank may hold, in the unit of `costs.activation`.
         seconds: at most.
+        objective: 'makespan' or 'window'.
     """
     inputs: dict[str, Any] = {
         'ranks': placement.ranks,
@@ -35,6 +41,7 @@ def request(
         'num_microbatches': num_microbatches,
         'memory_limit': memory_limit,
         'seconds': seconds,
+        'objective': objective,
     }
     return json.dumps(inputs)
 
@@ -49,7 +56,7 @@ def main() -> None:
         inputs['num_microbatches'],
         memory_limit=inputs['memory_limit'],
         seconds=inputs['seconds'],
-        objective='makespan',
+        objective=inputs['objective'],
         seed=0,
     )
     print(found.schedule.to_json())

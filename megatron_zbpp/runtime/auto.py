@@ -41,6 +41,8 @@ class AutoPlan:
         memory_limit: in activations of one microbatch on a full rank; None: as many as there are
             pipeline ranks, what 1F1B holds.
         seconds: to plan, at most.
+        objective: what to plan for: 'makespan' where all ranks wait for each other between
+            iterations, 'window' where they do not.
         say: tells the user.
 
     Attributes:
@@ -50,6 +52,7 @@ class AutoPlan:
     profile_iters: int = 5
     memory_limit: float | None = None
     seconds: float = 30.0
+    objective: str = 'makespan'
     say: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True)
     planned: Schedule | None = None
     _num_microbatches: int = 0
@@ -102,7 +105,12 @@ class AutoPlan:
             placement = placement.reversed() if _mirrored(schedule) else placement
             limit = float(schedule.num_ranks) if self.memory_limit is None else self.memory_limit
             request = worker.request(
-                placement, middle(self._found), schedule.num_microbatches, limit, self.seconds
+                placement,
+                middle(self._found),
+                schedule.num_microbatches,
+                limit,
+                self.seconds,
+                self.objective,
             )
             self._answer = tempfile.TemporaryFile('w+')  # noqa: SIM115
             self._process = subprocess.Popen(
@@ -135,13 +143,17 @@ class AutoPlan:
         self._answer.close()
         planned, costs = Schedule.from_json(text), middle(self._found)
         planned = planned.reversed() if _mirrored(schedule) else planned
-        expected, known = simulate(planned, costs).makespan, simulate(schedule, costs).makespan
+        expected, known = (self._simulated(each, costs) for each in (planned, schedule))
         times = f'{known * 1e3:.1f} ms with {schedule.name}, {expected * 1e3:.1f} ms planned'
         if expected >= known:
             self.say(f'auto: nothing better found (simulated: {times}); {schedule.name} stays')
             return _KEEP
         self.say(f'auto: switches to a planned schedule (simulated: {times})')
         return planned.to_json()
+
+    def _simulated(self, schedule: Schedule, costs: Costs) -> float:
+        timeline = simulate(schedule, costs)
+        return max(timeline.windows) if self.objective == 'window' else timeline.makespan
 
     def _compare(self) -> None:
         """Tells what the switch has brought."""

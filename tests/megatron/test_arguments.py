@@ -125,7 +125,6 @@ def test_aliases(ranks, flags, source, instead):
     [
         (['--allow-padding-num-layers'], 'layers need not divide among the stages'),
         (['--enable-exactly-numeric-match'], 'all numbers match exactly, always'),
-        (['--enable-optimizer-post-validation'], 'the optimizer step waits for all ranks'),
         (['--zero-bubble-pipeline-timers-end-iter', 9], '--pipeline-schedule-profile-iters'),
         (['--zero-bubble-max-pending-backward', 4], 'a limit for --enable-zero-bubble alone'),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import events
 import pytest
-from nvidia import needs_training, run
+from nvidia import known, needs_training, run
 from test_launch import DISTRIBUTED, MOE, OVERLAP, PIPELINE
 
 pytestmark = needs_training
@@ -35,6 +35,18 @@ def test_identical_to_synchronous(ranks, case):
     clipping = [] if '--clip-grad' in flags else ['--clip-grad', 100]
     argv = [*PIPELINE, '--train-iters', 7, '--pipeline-schedule', schedule, *clipping, *flags]
     assert run(ranks(size), *argv, *EARLY, event=event) == run(ranks(size), *argv, event=event)
+
+
+def test_batch_that_grows(ranks):
+    """What was run ahead for a smaller batch is dropped."""
+    argv = ['--pipeline-model-parallel-size', 2, '--clip-grad', 100]
+    argv += ['--pipeline-schedule', 'zb-v']
+    if '--step-batch-size-schedule' in ranks(2).run(known)[0]:
+        argv += ['--train-iters', 7, '--step-batch-size-schedule', '0:2 64:4 192:8']  # tokens
+    else:  # until 0.17
+        argv += ['--train-samples', 28, '--lr-warmup-iters', 0, '--global-batch-size', 8]
+        argv += ['--rampup-batch-size', 2, 2, 12]
+    assert run(ranks(2), *argv, *EARLY) == run(ranks(2), *argv)
 
 
 @pytest.mark.parametrize('schedule', ['zb-v', 'zb-2p'])

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import commands
 from example import MODEL, run
 from test_bad_input import survivors
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / 'tests' / 'megatron' / 'doomed.py'
 TIMEOUT = 60
 NUM_RANKS = 4
 
@@ -20,14 +20,10 @@ NUM_RANKS = 4
 def killed(argv, rank, iteration, forwards):
     """Runs the example under torchrun until `rank` dies: its exit code and standard error."""
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node']
-    script = [str(NUM_RANKS), str(ROOT / 'tests' / 'megatron' / 'doomed.py')]
-    done = subprocess.run(
-        [*command, *script, *map(str, [rank, iteration, forwards, *MODEL, *argv])],
-        env=os.environ
-        | {'OMP_NUM_THREADS': '1', 'PYTHONPATH': f'{ROOT}:{ROOT / "examples" / "gpt"}'},
-        capture_output=True,
-        text=True,
-        timeout=200,  # the reports come at once; the rest is starting on a busy machine
+    done = commands.run(
+        [*command, NUM_RANKS, SCRIPT, rank, iteration, forwards, *MODEL, *argv],
+        env={'PYTHONPATH': f'{ROOT}:{ROOT / "examples" / "gpt"}'},
+        timeout=150,  # the reports come at once; the rest is starting on a busy machine
     )
     return done.returncode, done.stderr
 
@@ -67,4 +63,27 @@ def test_resume_after_a_rank_was_killed(ranks, data, tmp_path):
     assert tuple(before[:4]) + after.losses == whole.losses
     assert after.parameters == whole.parameters
     assert after.optimizer == whole.optimizer
-    assert not [line for line in survivors() if 'doomed' in line]
+    assert not survivors(SCRIPT)
+
+
+def test_resume_after_a_rank_was_killed_before_its_step_was_validated(ranks, data, tmp_path):
+    """In a forward of the next iteration that it had begun on trial."""
+    common = ['--data-path', data, '--num-layers', 8, '--pipeline-model-parallel-size', NUM_RANKS]
+    common += ['--global-batch-size', 6, '--train-iters', 6, '--pipeline-schedule', 'zb-v']
+    common += ['--clip-grad', 100]
+    whole = run(ranks(NUM_RANKS), tmp_path, *common)
+
+    early = ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 1]
+    checkpoints, metrics = tmp_path / 'checkpoints', tmp_path / 'broken.jsonl'
+    saving = ['--save', checkpoints, '--save-interval', 2, '--metrics-file', metrics]
+    watchdog = ['--pipeline-watchdog-timeout', TIMEOUT]
+    # of twelve forwards that follow after the fifth iteration begins, the last are of the sixth
+    code, error = killed([*common, *early, *saving, *watchdog], rank=2, iteration=5, forwards=12)
+    assert code != 0
+    assert 'waits for: output of stage 1 microbatch 4 from pipeline rank 2' in error, error
+    before = [json.loads(line)['loss'] for line in metrics.read_text().splitlines()]
+    assert len(before) == 5, 'the last rank had validated the fifth step'
+    after = run(ranks(NUM_RANKS), tmp_path, *common, *early, '--load', checkpoints)
+    assert tuple(before[:4]) + after.losses == whole.losses
+    assert after.parameters == whole.parameters
+    assert after.optimizer == whole.optimizer
