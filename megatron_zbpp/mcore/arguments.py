@@ -207,8 +207,8 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         watchdog_timeout=config.pipeline_watchdog_timeout,
         post_validation=clean_steps(config),
     )
-    if config.enable_optimizer_post_validation:
-        without_reruns(args)
+    if config.enable_optimizer_post_validation and without_reruns(args, sys.argv):
+        _say('--rerun-mode disabled, or all ranks would wait for each other in each iteration')
     if plugin.auto is not None:
         plugin.auto.profile_iters = config.pipeline_schedule_profile_iters
     if config.pipeline_trace_dir is not None:
@@ -299,19 +299,19 @@ def clean_steps(config: PipelineScheduleConfig) -> int | bool:
     return config.enable_optimizer_post_validation and steps
 
 
-def without_reruns(args: argparse.Namespace, given: Sequence[str] | None = None) -> None:
+def without_reruns(args: argparse.Namespace, words: Sequence[str]) -> bool:
     """Ranks need not agree in each iteration on whether it is to be run again, unless that was
-    asked for.
+    asked for: whether anything had to be changed.
 
     Args:
-        args: Megatron's arguments.
-        given: the command line; default: this program's.
+        args: Megatron's arguments; `rerun_mode` is written into them.
+        words: the command line that they come from.
     """
-    words = sys.argv if given is None else given
     asked = any(word.partition('=')[0] == '--rerun-mode' for word in words)
-    if getattr(args, 'rerun_mode', 'disabled') != 'disabled' and not asked:
-        _say(f'--rerun-mode disabled: {args.rerun_mode} would make all ranks wait each iteration')
-        args.rerun_mode = 'disabled'
+    if asked or getattr(args, 'rerun_mode', 'disabled') == 'disabled':
+        return False
+    args.rerun_mode = 'disabled'
+    return True
 
 
 def num_chunks(args: argparse.Namespace) -> int | None:

@@ -1,9 +1,9 @@
 """The parameters after a step that may not stand, made without taking the step.
 
-A few parameters at a time are stepped by the optimizer itself, read, and set back with their state:
-so the true step is taken later from the very state that a synchronous one would have met, whatever
-the optimizer keeps there. It costs one step's time and a buffer of the largest few parameters.
-(The paper undoes the step by arithmetic instead, which is exact for no optimizer.)
+A few parameters at a time, the optimizer steps copies of them and of its state, and the model reads
+what came out: so the true step is taken later from the very state that a synchronous one would have
+met, whatever the optimizer keeps there. It costs one step's time, the copies', and a buffer of a
+few parameters. (The paper undoes the step by arithmetic instead, which is exact for no optimizer.)
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 BUFFER_BYTES = 64 << 20
+_ALIGNMENT = 512  # bytes: of tensors that kernels like best
 
 
 class Stepped(NamedTuple):
@@ -50,24 +51,39 @@ class Trial:
         self.peak_bytes = 0
         self._stepped = stepped
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with torch.no_grad():
-            for part in _parts(optimizer, stepped, buffer_bytes):
-                self._step(optimizer, part)
-
-    def _step(self, optimizer: torch.optim.Optimizer, part: Sequence[Stepped]) -> None:
-        aside = [(s.parameter.detach().clone(), _copy(optimizer, s.parameter)) for s in part]
+        parts = list(_parts(optimizer, stepped, buffer_bytes))
         self.peak_bytes = max(
-            self.peak_bytes, sum(_bytes([value, *state.values()]) for value, state in aside)
+            (sum(_bytes(optimizer, s) for s in part) for part in parts), default=0
         )
+        if parts:
+            buffer = _Buffer(self.peak_bytes, stepped[0].parameter.device)
+            with torch.no_grad():
+                for part in parts:
+                    self._step(optimizer, part, buffer)
+
+    def _step(
+        self, optimizer: torch.optim.Optimizer, part: Sequence[Stepped], buffer: _Buffer
+    ) -> None:
+        states = [optimizer.state.get(s.parameter) for s in part]
+        values = [s.parameter.data for s in part]
+        buffer.clear()
+        for (parameter, read), state in zip(part, states, strict=True):
+            if state is not None:
+                optimizer.state[parameter] = {name: buffer.copy(v) for name, v in state.items()}
+            if read is None:  # the model needs the new one in its place: the old waits on the host
+                self._kept.append((parameter, parameter.detach().to('cpu', copy=True)))
+            else:
+                parameter.data = buffer.copy(parameter.data)
         with _only(optimizer, [s.parameter for s in part]):
             optimizer.step()
-        for (parameter, read), (value, state) in zip(part, aside, strict=True):
-            if read is None:  # the model needs the new one: the old one waits on the host
-                self._kept.append((parameter, value.to('cpu')))
+        for (parameter, read), state, value in zip(part, states, values, strict=True):
+            if state is None:
+                optimizer.state.pop(parameter, None)
             else:
+                optimizer.state[parameter] = state
+            if read is not None:
                 read.copy_(parameter)
-                parameter.copy_(value)
-            _restore(optimizer, parameter, state)
+                parameter.data = value
 
     @property
     def in_place(self) -> list[torch.Tensor]:
@@ -101,7 +117,7 @@ def _parts(
     part: list[Stepped] = []
     filled = 0
     for one in stepped:
-        size = _bytes([one.parameter, *optimizer.state.get(one.parameter, {}).values()])
+        size = _bytes(optimizer, one)
         if part and filled + size > buffer_bytes:
             yield part
             part, filled = [], 0
@@ -126,25 +142,34 @@ def _only(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) 
         optimizer.param_groups = groups
 
 
-def _copy(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
-    state = optimizer.state.get(parameter, {})
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+class _Buffer:
+    """Memory for copies, used over and over."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+        self._used = 0
+
+    def clear(self) -> None:
+        """What was copied is no longer needed."""
+        self._used = 0
+
+    def copy(self, value: Any) -> Any:
+        """A copy of a tensor; what is none, or elsewhere, is small."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.device != self._memory.device:
+            return value.clone()
+        place = self._memory[self._used : self._used + value.nbytes]
+        self._used += _aligned(value.nbytes)
+        return place.view(value.dtype).view(value.shape).copy_(value)
 
 
-def _restore(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, aside: dict[str, Any]
-) -> None:
-    state = optimizer.state.get(parameter, {})
-    for name in list(state):
-        if name not in aside:
-            del state[name]  # made by its first step
-        elif isinstance(state[name], torch.Tensor):
-            state[name].copy_(aside[name])
-        else:
-            state[name] = aside[name]
-    if not aside:
-        optimizer.state.pop(parameter, None)
+def _bytes(optimizer: torch.optim.Optimizer, stepped: Stepped) -> int:
+    """What copies of a parameter and its state take."""
+    parameter, state = stepped.parameter, optimizer.state.get(stepped.parameter, {})
+    tensors = (v for v in (parameter, *state.values()) if isinstance(v, torch.Tensor))
+    return sum(_aligned(v.nbytes) for v in tensors)
 
 
-def _bytes(values: Iterable[Any]) -> int:
-    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -165,6 +165,26 @@ def test_conflicting_aliases(ranks, flags, said):
     assert said in refused(ranks, *flags)
 
 
+@pytest.mark.parametrize('steps', [0, -1])
+def test_post_validation_after_no_steps(ranks, steps):
+    flags = ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', steps]
+    said = refused(ranks, '--pipeline-schedule', 'zb-v', *flags)
+    assert f'--optimizer-post-validation-clean-steps {steps}: give 1 or more' in said
+
+
+def rerun_mode(words):
+    from megatron_zbpp.mcore import arguments
+
+    args = argparse.Namespace(rerun_mode='validate_results')
+    return arguments.without_reruns(args, words), args.rerun_mode
+
+
+def test_reruns_are_left_out_unless_asked_for(ranks):
+    asked = ['--rerun-mode=validate_results']
+    assert ranks(2).run(rerun_mode, []) == [(True, 'disabled')] * 2
+    assert ranks(2).run(rerun_mode, asked) == [(False, 'validate_results')] * 2
+
+
 def schedule_file(folder, p=2, m=4, drop=0):
     """ZB-V in a file, without its last passes on rank 0."""
     from megatron_zbpp.exchange import to_torch_csv

@@ -6,12 +6,12 @@ import contextlib
 import io
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from commands import run
 from nvidia import CHECKOUT, needs_training
 
 SIZES = [
@@ -59,7 +59,7 @@ def test_command():
     """As users call it: a process of its own, without a launcher."""
     zbpp = Path(sys.executable).with_name('zbpp')
     words = [*SIZES, '--global-batch-size', '48', '--pipeline-schedule', 'zb-v']
-    done = subprocess.run([zbpp, 'doctor', '--', *words], capture_output=True, text=True)
+    done = run([zbpp, 'doctor', '--', *words])
     assert done.returncode == 0 and not done.stderr, done.stderr
     for said in ('megatron-core', 'python', 'all take effect', 'rank 0: stage 7: 2, stage 8: 1'):
         assert said in done.stdout
@@ -172,6 +172,20 @@ def test_refused(ranks):
     assert code == 1
     assert 'refused: tp_comm_overlap=True: Transformer Engine' in out
     assert 'fp8' not in out, 'for a GPU, as far as the line says'
+
+
+@needs_training
+@pytest.mark.parametrize(('schedule', 'sums'), [('zb-2p', True), ('zb-v', False)])
+def test_what_still_waits(ranks, schedule, sums):
+    """Steps are validated later: what else makes ranks wait is named, with what to do."""
+    words = [*SIZES, '--global-batch-size', 48, '--pipeline-schedule', schedule]
+    words += ['--enable-optimizer-post-validation', '--calculate-per-token-loss']
+    code, found = report(ranks, '--', *words, training=True)
+    notes = found['launch_line']['notes']
+    assert code == 0
+    assert any('all ranks wait: calculate_per_token_loss: ' in note for note in notes)
+    assert any('first and last rank sum' in note for note in notes) == sums
+    assert not any('rerun_mode' in note for note in notes), 'they are left out'
 
 
 @pytest.mark.parametrize('size', [8, 1])

@@ -51,7 +51,7 @@ def test_batch_that_grows(ranks):
 
 @pytest.mark.parametrize('schedule', ['zb-v', 'zb-2p'])
 def test_nobody_waits(ranks, schedule):
-    """In the last iteration, no call that all pipeline ranks must come to; without the flag some."""
+    """In the last iteration, no call that all pipeline ranks must come to; else there are some."""
     argv = [*PIPELINE, '--train-iters', 5, '--pipeline-schedule', schedule, '--clip-grad', 100]
     argv += ['--log-interval', 4, *UNTIED]
     synchronous = run(ranks(2), *argv, event=events.waits)

@@ -1,4 +1,4 @@
-"""Steps that are validated later leave what synchronous ones leave, to the bit, whatever happens."""
+"""Steps that are validated later leave what synchronous ones leave, to the bit."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_whatever_happens(compared, setup):
 @pytest.mark.parametrize('setup', ['fp32', 'bf16, V', 'fp16', 'experts, V'])
 def test_prefix_passes_and_whole_fails(compared, setup):
     """What the last of the chain finds, the first learns from the whole."""
-    size, schedule, *_ = SETUPS[setup]
+    _, schedule, *_ = SETUPS[setup]
     last = 0 if schedule == 'zb-v' else 1  # Megatron's ranks: the first stage of a V is on the last
     happening = [Event(5, last, 'large'), Event(6, last, 'inf'), Event(8, last, 'nan')]
     early = compared(setup, happening, '--clip-grad', 10)
