@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import timers
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.utils import get_model_config
 
 from megatron_zbpp.mcore import updates
 from megatron_zbpp.optim.post_validation import PostValidation
@@ -99,7 +100,9 @@ class _Steps:
         """Whether post-validation is possible on all ranks, which is said once if not."""
         reasons: list[str | None] = [None] * dist.get_world_size()
         with self._plugin.watchdog.meeting('whether optimizer steps can be validated later'):
-            dist.all_gather_object(reasons, updates.refusal(optimizer))
+            config = get_model_config(self._plugin.next.latest.models[0])
+            reason = updates.refusal(optimizer) or updates.refusal_of_model(config)
+            dist.all_gather_object(reasons, reason)
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         refused = sorted(filter(None, set(reasons)))
         if refused and dist.get_rank() == 0:

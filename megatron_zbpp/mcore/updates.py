@@ -59,6 +59,13 @@ def refusal(optimizer: MegatronOptimizer) -> str | None:
     return None
 
 
+def refusal_of_model(config: Any) -> str | None:
+    """Why forwards of a model with this config cannot be dropped; None: they can."""
+    if getattr(config, 'fp8', None) and getattr(config, 'fp8_recipe', None) == 'delayed':
+        return 'fp8_recipe=delayed: forwards that are dropped would leave their scales'
+    return None
+
+
 def leaves(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """The optimizers of a chain; of one that is none, itself."""
     return list(getattr(optimizer, 'chained_optimizers', [optimizer]))

@@ -1,0 +1,72 @@
+"""Which optimizers step early, and that Megatron's code is what we take it for."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+
+
+def refused(name, value):
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    from megatron_zbpp.mcore import updates
+
+    leaf = FP32Optimizer.__new__(FP32Optimizer)
+    leaf.is_stub_optimizer, leaf.config = name == 'stub', SimpleNamespace(**{name: value})
+    chained = SimpleNamespace(chained_optimizers=[leaf])
+    return updates.refusal(chained), updates.refusal(leaf)
+
+
+@pytest.mark.parametrize(
+    'name', ['use_precision_aware_optimizer', 'optimizer_cpu_offload', 'log_num_zeros_in_grad']
+)
+def test_refused_settings_are_named(ranks, name):
+    for reasons in ranks(2).run(refused, name, True):
+        assert all(reason.startswith(f'{name}: ') for reason in reasons)
+    assert ranks(2).run(refused, name, False) == [(None, None)] * 2
+
+
+def test_a_rank_without_parameters(ranks):
+    assert 'no parameters' in ranks(2).run(refused, 'stub', True)[0][0]
+
+
+def other():
+    from megatron_zbpp.mcore import updates
+
+    return updates.refusal(SimpleNamespace(config=None))
+
+
+def test_other_optimizers_are_named(ranks):
+    assert 'SimpleNamespace is not one of FP32Optimizer' in ranks(2).run(other)[0]
+
+
+def scales(recipe):
+    from megatron_zbpp.mcore import updates
+
+    return updates.refusal_of_model(SimpleNamespace(fp8='hybrid', fp8_recipe=recipe))
+
+
+def test_delayed_scaling(ranks):
+    assert 'delayed' in ranks(2).run(scales, 'delayed')[0]
+    assert ranks(2).run(scales, 'tensorwise')[0] is None
+
+
+def reductions():
+    """What Megatron makes of the results that its reductions share, and what we make of them."""
+    from megatron.core.optimizer import clip_grads
+
+    from megatron_zbpp.mcore import stepping
+
+    return inspect.getsource(clip_grads.clip_grad_by_total_norm_fp32), [
+        stepping._as_float32(value) for value in (0.1, None, 1e9 + 1)
+    ]
+
+
+def test_clipping_and_rounding_are_megatrons(ranks):
+    import torch
+
+    source, rounded = ranks(2).run(reductions)[0]
+    assert 'max_norm / (total_norm + 1.0e-6)' in source and 'clip_coeff < 1.0' in source
+    assert rounded == [torch.tensor(0.1).item(), None, torch.tensor(1e9 + 1).item()]
