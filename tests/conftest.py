@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from ranks import Ranks
+from ranks import Pool, Ranks
 
 
 @pytest.fixture(scope='session')
 def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """`ranks(p)`: a pool of p processes; the same one for every test that asks for p."""
-    pools: dict[int, Ranks] = {}
-    yield lambda size: pools.setdefault(size, Ranks(size))
-    for pool in pools.values():
-        pool.stop()
+    """`ranks(p)`: p processes in a group; the same processes for every test."""
+    pool = Pool()
+    yield lambda size: Ranks(size, pool)
+    pool.stop()

@@ -1,4 +1,4 @@
-"""A pool of processes, one a rank, that stays for many cases: starting them is what costs."""
+"""Processes, one a rank, that stay for all tests: starting them is what costs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import socket
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,43 +20,29 @@ class RankError(AssertionError):
     """A rank raised; the message holds the tracebacks of all that did."""
 
 
-class Ranks:
-    """`size` processes in one gloo group; `run` calls a function on all of them.
+class Pool:
+    """As many processes as the largest group had; a smaller group is made of the first of them.
 
-    Ranks of an unpickled function import its module, so it must be at the top of one.
+    So idle ones are few: each holds memory, and each of its gloo threads wakes 100 times a second.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self) -> None:
         self._processes: list[mp.Process] = []
         self._connections: list[Connection] = []
+        self._joined = 0
         atexit.register(self.stop)
 
-    def run(self, function: Callable, *args: Any, timeout: float = 300) -> list[Any]:
-        """`function(*args)` on every rank; its results by rank.
-
-        Raises:
-            RankError: it raised on some rank, or did not end in `timeout` seconds. The processes
-                are then gone; the next call starts new ones.
-        """
-        if not self._processes:
-            self._start()
-        for connection in self._connections:
-            connection.send((function, args))
-        results, errors = [], []
-        for rank, connection in enumerate(self._connections):
-            if (errors and not connection.poll(5)) or not connection.poll(timeout):
-                errors.append(f'rank {rank}: no answer')
-                continue
-            try:
-                failed, value = connection.recv()
-            except EOFError:
-                failed, value = True, 'died'
-            (errors if failed else results).append(f'rank {rank}: {value}' if failed else value)
-        if errors:
+    def run(self, size: int, function: Callable, args: tuple, timeout: float) -> list[Any]:
+        """`function(*args)` on the ranks of a group of `size`: see `Ranks.run`."""
+        try:
+            self._start(size)
+            if self._joined != size:
+                self._call(size, _join, (size, _free_port()), timeout)
+                self._joined = size
+            return self._call(size, function, args, timeout)
+        except BaseException:  # whatever it is: answers may still be on their way
             self.stop()
-            raise RankError('\n'.join(errors))
-        return results
+            raise
 
     def stop(self) -> None:
         """Ends the processes and whatever they started."""
@@ -66,31 +53,80 @@ class Ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.join()
-        self._processes, self._connections = [], []
+        self._processes, self._connections, self._joined = [], [], 0
 
-    def _start(self) -> None:
-        with socket.socket() as free:
-            free.bind(('127.0.0.1', 0))
-            port = free.getsockname()[1]
+    def _start(self, size: int) -> None:
         context = mp.get_context('spawn')
-        for rank in range(self.size):
+        for rank in range(len(self._processes), size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, port, theirs))
+            process = context.Process(target=_serve, args=(rank, theirs))
             process.start()  # no daemon: saving a checkpoint starts a process of its own
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
 
+    def _call(self, size: int, function: Callable, args: tuple, timeout: float) -> list[Any]:
+        connections = self._connections[:size]
+        for connection in connections:
+            connection.send((function, args))
+        results, errors = [], []
+        for rank, connection in enumerate(connections):
+            if (errors and not connection.poll(5)) or not connection.poll(timeout):
+                errors.append(f'rank {rank}: no answer')
+                continue
+            try:
+                failed, value = connection.recv()
+            except EOFError:
+                failed, value = True, 'died'
+            (errors if failed else results).append(f'rank {rank}: {value}' if failed else value)
+        if errors:
+            raise RankError('\n'.join(errors))
+        return results
 
-def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
+
+@dataclass(frozen=True)
+class Ranks:
+    """A gloo group of `size` processes of `pool`.
+
+    Ranks of an unpickled function import its module, so it must be at the top of one.
+    """
+
+    size: int
+    pool: Pool
+
+    def run(self, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
+        """`function(*args)` on every rank; its results by rank.
+
+        Raises:
+            RankError: it raised on some rank, or did not end in `timeout` seconds. The processes
+                are then gone; the next call starts new ones.
+        """
+        return self.pool.run(self.size, function, args, timeout)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        return free.getsockname()[1]
+
+
+def _join(size: int, port: int) -> None:
+    """Leaves the group that this rank is in, for one of the first `size` ranks."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ |= {'WORLD_SIZE': str(size), 'MASTER_PORT': str(port)}
+    dist.init_process_group('gloo')
+
+
+def _serve(rank: int, connection: Connection) -> None:
     """Answers calls until the parent is gone."""
     os.setsid()  # so that saving's helper process can be ended with it
     os.environ |= {
         'RANK': str(rank),
         'LOCAL_RANK': str(rank),
-        'WORLD_SIZE': str(size),
         'MASTER_ADDR': '127.0.0.1',
-        'MASTER_PORT': str(port),
         'GLOO_SOCKET_IFNAME': 'lo',
     }
     import torch
@@ -98,9 +134,12 @@ def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
     from megatron_zbpp import cpu
 
     torch.set_num_threads(1)
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        from staged import join_gpu
+
+        join_gpu(rank)
+    else:
         cpu.install(alias_sends=False)  # the executor keeps what it sends by itself
-    torch.distributed.init_process_group('gloo')
     while True:
         try:
             function, args = connection.recv()

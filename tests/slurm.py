@@ -11,7 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / 'scripts' / 'slurm'
-FILES = sorted(FOLDER.glob('*.sbatch'))
+FILES = sorted(FOLDER.glob('gpt-*.sbatch'))  # one a model
+BENCHMARK = FOLDER / 'benchmark_gpt.sbatch'
 _SRUN = """#!{python}
 import json, os, sys
 with open(os.environ['KEPT'], 'w') as kept:

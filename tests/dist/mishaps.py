@@ -1,6 +1,6 @@
 """Small pipelines in which something happens to one rank in the middle of its schedule.
 
-    python mishaps.py FOLDER < cases.json > ended.json
+    python mishaps.py FOLDER/cases.json > ended.json
 
 A process of its own, which has torch in memory and no threads: its ranks are forks, quick to make.
 """
@@ -156,9 +156,10 @@ def run_all(cases, indices):
 def main() -> None:
     os.environ['GLOO_SOCKET_IFNAME'] = 'lo'
     torch.set_num_threads(1)
-    cases = json.load(sys.stdin)
+    path = Path(sys.argv[1])
+    cases = json.loads(path.read_text())
     for index, (case, port) in enumerate(zip(cases, ports(len(cases)), strict=True)):
-        case |= {'port': port, 'folder': f'{sys.argv[1]}/{index}'}
+        case |= {'port': port, 'folder': f'{path.parent}/{index}'}
         os.mkdir(case['folder'])
     ended = {}
     for first in range(0, len(cases), AT_ONCE):

@@ -23,6 +23,7 @@ from megatron_zbpp.schedules import build, names
 
 WIDTH, ROWS = 8, 3  # of a tiny stage's layer, and of one microbatch
 PATIENCE = timedelta(seconds=60)
+RANKS = (2, 4)
 
 
 def stage_module(stage: int) -> torch.nn.Module:
@@ -48,19 +49,28 @@ def gradients(module: torch.nn.Module) -> list[torch.Tensor]:
     return [parameter.grad for parameter in module.parameters()]
 
 
-def run_in_torch(rank: int, ranks: int, folder: Path) -> None:
-    """One rank: torch's runtime on each CSV in `folder`; leaves its stages' gradients there."""
+def run_in_torch(rank: int, folder: Path) -> None:
+    """One of the ranks: runs all CSVs, those for two ranks on the first two."""
     torch.set_num_threads(1)
     store = f'file://{folder}/store'
     dist.init_process_group(
-        'gloo', init_method=store, rank=rank, world_size=ranks, timeout=PATIENCE
+        'gloo', init_method=store, rank=rank, world_size=max(RANKS), timeout=PATIENCE
     )
+    for ranks in RANKS:
+        group = dist.new_group(list(range(ranks)))
+        if rank < ranks:
+            run_files(folder / str(ranks), rank, group)
+    dist.destroy_process_group()
+
+
+def run_files(folder: Path, rank: int, group: dist.ProcessGroup) -> None:
+    """torch's runtime on each CSV in `folder`; leaves the gradients of the rank's stages there."""
     for file in sorted(folder.glob('*.csv')):
         schedule = exchange.load(file)
         held = schedule.placement.stages(rank)
         modules = [stage_module(stage) for stage in held]
         stages = [
-            PipelineStage(module, stage, schedule.num_stages, torch.device('cpu'))
+            PipelineStage(module, stage, schedule.num_stages, torch.device('cpu'), group=group)
             for stage, module in zip(held, modules, strict=True)
         ]
         runtime = torch_schedules._PipelineScheduleRuntime(
@@ -71,29 +81,31 @@ def run_in_torch(rank: int, ranks: int, folder: Path) -> None:
         runtime.step(*([x] if 0 in held else []), target=target)
         for stage, module in zip(held, modules, strict=True):
             torch.save(gradients(module), folder / f'{file.stem}.{stage}.pt')
-    dist.destroy_process_group()
 
 
-@pytest.fixture(scope='module', params=[2, 4])
-def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the CSVs of all our schedules for p ranks, and what torch made of them."""
-    ranks = request.param
-    folder = tmp_path_factory.mktemp(f'torch-{ranks}')
-    for name in names():
-        schedule = build(name, ranks, 2 * ranks)
-        (folder / f'{name}.csv').write_text(exchange.to_torch_csv(schedule))
-    mp.spawn(run_in_torch, (ranks, folder), nprocs=ranks)
+@pytest.fixture(scope='module')
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """By number of ranks, a folder with the CSVs of our schedules and what came of them."""
+    folder = tmp_path_factory.mktemp('torch')
+    for ranks in RANKS:
+        (folder / str(ranks)).mkdir()
+        for name in names():
+            text = exchange.to_torch_csv(build(name, ranks, 2 * ranks))
+            (folder / str(ranks) / f'{name}.csv').write_text(text)
+    mp.spawn(run_in_torch, (folder,), nprocs=max(RANKS))
     return folder
 
 
 @pytest.mark.parametrize('name', names())
-def test_ours_runs_in_torch(ran: Path, name: str) -> None:
-    schedule = exchange.load(ran / f'{name}.csv')
+@pytest.mark.parametrize('num_ranks', RANKS)
+def test_ours_runs_in_torch(ran: Path, num_ranks: int, name: str) -> None:
+    folder = ran / str(num_ranks)
+    schedule = exchange.load(folder / f'{name}.csv')
     modules = [stage_module(stage) for stage in range(schedule.num_stages)]
     x, target = batch(schedule.num_microbatches)
     loss_of(torch.nn.Sequential(*modules)(x), target).backward()
     for stage, module in enumerate(modules):
-        found = torch.load(ran / f'{name}.{stage}.pt')
+        found = torch.load(folder / f'{name}.{stage}.pt')
         for gradient, wanted in zip(found, gradients(module), strict=True):
             torch.testing.assert_close(gradient, wanted)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import run
 
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.runtime.watchdog import EXIT_CODE, Watchdog
@@ -59,14 +58,11 @@ CASES |= {
 @pytest.fixture(scope='module')
 def ended(tmp_path_factory):
     """Exit code, seconds since the mishap and standard error, by case and rank."""
-    done = subprocess.run(
-        [sys.executable, ROOT / 'tests' / 'dist' / 'mishaps.py', tmp_path_factory.mktemp('cases')],
-        input=json.dumps(list(CASES.values())),
-        env=os.environ | {'PYTHONPATH': str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    folder = tmp_path_factory.mktemp('cases')
+    cases = folder / 'cases.json'
+    cases.write_text(json.dumps(list(CASES.values())))
+    program = ROOT / 'tests' / 'dist' / 'mishaps.py'
+    done = run([sys.executable, program, cases], env={'PYTHONPATH': str(ROOT)}, timeout=150)
     assert done.returncode == 0, done.stderr
     return dict(zip(CASES, json.loads(done.stdout), strict=True))
 

@@ -39,6 +39,7 @@ def forget_groups() -> None:
     """Destroys Megatron's process groups: each has threads, and they would add up over the runs."""
     import torch.distributed as dist
     from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings import rotary_pos_embedding
 
     import megatron_zbpp
 
@@ -52,7 +53,9 @@ def forget_groups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    rotary_pos_embedding.RotaryEmbedding.forward.cache_clear()  # it keeps modules, those a group
     gc.collect()  # cycles hold on to them
+    gc.freeze()  # what is left stays: the next collection need not look at it
 
 
 def run(ranks: Ranks, folder: Path, *argv: str | int | Path, log: bool = False) -> Run:

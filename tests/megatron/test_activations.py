@@ -76,7 +76,9 @@ def iteration(argv):
         pretrain_gpt.build_optimizer(args, models)
         data = pretrain_gpt.iterators(args, pretrain_gpt.build_datasets(args)[0], 0)
         held = Bytes(plugin.store, [p for model in models for p in model.parameters()])
-        clock = mock.patch.object(forward_backward, 'clock_for', lambda _: SamplingClock(held))
+        clock = mock.patch.object(
+            forward_backward, 'clock_for', lambda *_, **__: SamplingClock(held)
+        )
         hooks = torch.autograd.graph.saved_tensors_hooks(held.pack, lambda holder: holder.tensor)
         with clock, hooks:
             pretrain_gpt.run_batch(args, models, data)

@@ -44,5 +44,7 @@ def test_auto(ranks, tmp_path, monkeypatch, chunks):
         assert 'ms with the planned schedule' in measured
     else:
         assert 'nothing better' in first and not rest
-    assert (tmp_path / 'trace' / 'pipeline.html').stat().st_size > 1000
+    page = (tmp_path / 'trace' / 'pipeline.html').read_text()
+    assert '"name":"planned"' in page and '"name":"measured"' in page
+    assert ('"name":"measured before, zb-' in page) == ('switches' in first)
     assert (tmp_path / 'trace' / 'pipeline.perfetto.json').exists()

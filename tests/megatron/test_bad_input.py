@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import commands
+import psutil
 import pytest
 from example import MODEL, run
+from outcome import outcome
 
 EXAMPLE = Path(__file__).parents[2] / 'examples' / 'gpt' / 'pretrain_gpt.py'
 SOUND = {
@@ -21,32 +22,56 @@ SOUND = {
 }
 
 
+def flags(changes):
+    """Those of a sound run, with `changes`."""
+    options = SOUND | {f'--{key.replace("_", "-")}': value for key, value in changes.items()}
+    return [f'{name}={value}' for name, value in options.items()]
+
+
 def launch(num_ranks, **changes):
     """Runs the example under torchrun; its standard error, exit code, and seconds."""
-    options = SOUND | {f'--{key.replace("_", "-")}': value for key, value in changes.items()}
-    flags = [f'{name}={value}' for name, value in options.items()]
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node']
     start = time.monotonic()
-    done = subprocess.run(
-        [*command, str(num_ranks), str(EXAMPLE), *MODEL, *flags],
-        env=os.environ | {'OMP_NUM_THREADS': '1'},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = commands.run([*command, num_ranks, EXAMPLE, *MODEL, *flags(changes)], timeout=120)
     return done.stderr, done.returncode, time.monotonic() - start
 
 
-def survivors():
-    """Processes that still run the example."""
-    running = subprocess.run(['ps', '-eo', 'args'], capture_output=True, text=True, check=True)
-    return [line for line in running.stdout.splitlines() if str(EXAMPLE) in line]
+def survivors(script=EXAMPLE):
+    """Processes that still run `script`."""
+    running = (process.info['cmdline'] or [] for process in psutil.process_iter(['cmdline']))
+    return [words for words in running if str(script) in words]
+
+
+@pytest.mark.parametrize(
+    ('changes', 'said'),
+    [
+        ({'pipeline_schedule': 'zb-w'}, ("unknown schedule 'zb-w'", 'zb-h1', 'zb-v')),
+        ({'data_path': '/nowhere/text'}, ('no /nowhere/text.bin',)),
+        ({'load': '/nowhere'}, ('no checkpoint in --load /nowhere',)),
+    ],
+    ids=lambda value: '-'.join(value) if isinstance(value, dict) else None,
+)
+def test_refused(changes, said):
+    """Before there are process groups, after, and while others load."""
+    error, code, seconds = launch(2, **changes)
+    assert code != 0
+    for words in said:
+        # each rank has its own line; all tell the same
+        assert error.count(words) >= 2, error
+    assert seconds < 60, 'refused, but slowly'
+    assert not survivors()
+
+
+def parse(argv):
+    """On each rank: how the program ends, and what it says."""
+    import pretrain_gpt
+
+    return outcome(pretrain_gpt.parse_args, argv)
 
 
 @pytest.mark.parametrize(
     ('changes', 'num_ranks', 'said'),
     [
-        ({'pipeline_schedule': 'zb-w'}, 2, ("unknown schedule 'zb-w'", 'zb-h1', 'zb-v')),
         ({'num_layers': 3}, 2, ('3 layers cannot be placed on 4 stages', '--num-layers')),
         ({'pipeline_model_parallel_size': 1}, 1, ('zb-v needs at least 2 ranks, not 1',)),
         ({'global_batch_size': 0}, 2, ('--global-batch-size 0 is not a positive multiple',)),
@@ -56,19 +81,13 @@ def survivors():
             ('3 is not a positive multiple of 2',),
         ),
         ({'pipeline_model_parallel_size': 3}, 2, ('2 processes cannot be divided',)),
-        ({'data_path': '/nowhere/text'}, 2, ('no /nowhere/text.bin',)),
-        ({'load': '/nowhere'}, 2, ('no checkpoint in --load /nowhere',)),
     ],
     ids=lambda value: '-'.join(value) if isinstance(value, dict) else None,
 )
-def test_refused(changes, num_ranks, said):
-    error, code, seconds = launch(num_ranks, **changes)
-    assert code != 0
-    for words in said:
-        # each rank has its own line; all tell the same
-        assert error.count(words) >= num_ranks, error
-    assert seconds < 60, 'refused, but slowly'
-    assert not survivors()
+def test_refused_by_the_parser(ranks, changes, num_ranks, said):
+    for found in ranks(num_ranks).run(parse, [*MODEL, *flags(changes)]):
+        assert found.code == 2
+        assert all(words in found.said for words in said), found
 
 
 def test_checkpoint_of_another_model(ranks, data, tmp_path):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+
+from commands import run
 
 
 def test_too_late_is_an_error():
     code = 'import megatron.core; from megatron_zbpp import cpu; cpu.install()'
-    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=100)
+    done = run([sys.executable, '-c', code])
     assert done.returncode == 1
     assert 'call it before megatron.core is imported' in done.stderr
 

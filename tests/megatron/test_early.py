@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+from commands import run
 from nvidia import CHECKOUT, needs_training
 
 PROGRAM = Path(__file__).with_name('early.py')
@@ -14,9 +14,7 @@ PROGRAM = Path(__file__).with_name('early.py')
 
 @needs_training
 def test_before_the_import():
-    done = subprocess.run(
-        [sys.executable, PROGRAM, CHECKOUT or ''], capture_output=True, text=True, timeout=200
-    )
+    done = run([sys.executable, PROGRAM, CHECKOUT or ''], timeout=100)
     assert done.returncode == 0, done.stderr
     before, enabled, after = map(set, json.loads(done.stdout.splitlines()[-1]))
     schedules = 'megatron.core.pipeline_parallel.schedules'

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+from commands import run
 
 import megatron_zbpp
 
@@ -58,23 +59,19 @@ def help_of(folder: Path) -> str:
     """`--help` of the script, started without our launcher, on the CPU; that of 0.18 and later ends
     in a traceback without our flags."""
     path = [Path(megatron_zbpp.__file__).parent / 'children', ROOT]
-    return subprocess.run(
-        [sys.executable, 'pretrain_gpt.py', '--help'],
-        cwd=folder,
-        env=os.environ | {'PYTHONPATH': os.pathsep.join(map(str, path))},
-        stdout=subprocess.PIPE,
-        text=True,
-    ).stdout
+    command = [sys.executable, 'pretrain_gpt.py', '--help']
+    path = os.pathsep.join(map(str, path))
+    return run(command, cwd=folder, env={'PYTHONPATH': path}, timeout=100).stdout
 
 
 def test_flags_come_and_go(tmp_path):
     folder = checkout(tmp_path / 'Megatron-LM')
     apply = [sys.executable, ROOT / 'patches' / 'apply.py', folder]
     assert '--pipeline-schedule NAME' not in help_of(folder)
-    subprocess.run(apply, check=True)
+    run(apply).check_returncode()
     patched = help_of(folder)
     assert '--pipeline-schedule NAME' in patched and '--num-layers' in patched
-    subprocess.run([*apply, '--revert'], check=True)
+    run([*apply, '--revert']).check_returncode()
     assert '--pipeline-schedule NAME' not in help_of(folder)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
+
+from commands import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,33 +22,9 @@ def test_quickstart(tmp_path):
     text.write_text(
         'All happy families are alike; each unhappy family is unhappy in its own way.\n' * 4000
     )
-    small = [
-        '--iterations',
-        '3',
-        '--hidden-size',
-        '16',
-        '--seq-length',
-        '16',
-        '--microbatches',
-        '2',
-    ]
-    command = [
-        sys.executable,
-        'scripts/quickstart.py',
-        '--ranks',
-        '2',
-        '--input',
-        str(text),
-        *small,
-    ]
-    done = subprocess.run(
-        [*command, '--output', str(tmp_path / 'out')],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=os.environ | {'VENV': sys.prefix},
-    )
+    command = [sys.executable, 'scripts/quickstart.py', '--ranks', '2', '--input', text]
+    command += '--iterations 3 --hidden-size 16 --seq-length 16 --microbatches 2'.split()
+    done = run([*command, '--output', tmp_path / 'out'], cwd=ROOT, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [line for line in done.stdout.splitlines() if line.startswith(('Megatron', 'zb-'))]
     assert len(rows) == 3
@@ -66,6 +42,6 @@ def test_quickstart(tmp_path):
 
 def test_quickstart_refuses_one_rank():
     command = [*quickstart(), '--ranks', '1']
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = run(command, cwd=ROOT, env={'VENV': sys.prefix, 'PYTHON': sys.executable})
     assert done.returncode == 2
     assert '--ranks 1 is too small' in done.stderr

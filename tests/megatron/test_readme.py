@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import run
 from nvidia import COMMON, SCRIPT, needs_training
 
 ROOT = Path(__file__).parents[2]
@@ -31,14 +31,8 @@ def test_the_scripts_are_there():
 
 def torchrun(*arguments):
     """What `torchrun` with these arguments prints."""
-    done = subprocess.run(
-        [sys.executable, '-m', 'torch.distributed.run', '--standalone', *arguments],
-        cwd=ROOT,
-        env=os.environ | {'OMP_NUM_THREADS': '1'},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
+    done = run([*launch, *arguments], cwd=ROOT, timeout=150)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -74,12 +68,5 @@ def test_zbpp_command(command, folder):
     program, *arguments = shlex.split(command)
     assert program == '.venv/bin/zbpp'
     zbpp = Path(sys.executable).with_name('zbpp')
-    done = subprocess.run(
-        [zbpp, *arguments],
-        cwd=folder,
-        env=os.environ | {'XDG_CACHE_HOME': str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = run([zbpp, *arguments], cwd=folder, env={'XDG_CACHE_HOME': str(folder)}, timeout=100)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from slurm import FILES, FOLDER, ROOT, launch, nodes, options
+from slurm import BENCHMARK, FILES, FOLDER, ROOT, launch, nodes, options
+
+from benchmarks import gpt_cli, gpt_jobs
 
 # parameters in billions, by the file's name; GPUs of the paper, or of GPT-3's batch
 SIZES = {'1.5b': 1.5, '6.2b': 6.2, '14.6b': 14.6, '28.3b': 28.3, '175b': 175}
@@ -30,7 +32,7 @@ def test_lint():
     shellcheck = beside if beside.exists() else shutil.which('shellcheck')
     assert shellcheck, "no shellcheck: pip install -e '.[dev]'"
     done = subprocess.run(
-        [shellcheck, '--external-sources', *FILES, FOLDER / 'pretrain.sh'],
+        [shellcheck, '--external-sources', *FILES, BENCHMARK, *FOLDER.glob('*.sh')],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -78,6 +80,34 @@ def test_srun_starts_torchrun_on_each_node(file, tmp_path):
     ]
     assert launched.environment['CUDA_DEVICE_MAX_CONNECTIONS'] == '1'
     assert options(file)['gpus-per-node'] == '8' and options(file)['ntasks-per-node'] == '1'
+
+
+def test_benchmark(tmp_path):
+    launched = launch(BENCHMARK, tmp_path, '--iterations', '5', MODELS='28.3b', SLURM_NNODES='4')
+    assert launched.status == 0, launched.errors
+    script = str(ROOT / 'scripts' / 'benchmark_gpt.py')
+    at = launched.argv.index(script)
+    assert launched.argv[2:at] == [
+        *('torchrun', '--nnodes', '4', '--nproc-per-node', '8', '--rdzv-id', '4711'),
+        *('--rdzv-backend', 'c10d', '--rdzv-endpoint', 'node-a7:29500'),
+    ]
+    jobs = benchmark_jobs(launched.argv[at + 1 :], world=32)
+    assert {(job.model, job.p, job.iterations) for job in jobs} == {('28.3b', 32, 5)}
+    assert {job.m for job in jobs} == {96, 256}, 'as in the paper'
+    assert launched.argv[launched.argv.index('--json') + 1] == 'benchmark_gpt-4x8.json'
+
+
+def benchmark_jobs(argv, world):
+    """What the script makes of its arguments on so many GPUs; all can be had."""
+    args = gpt_cli.parser().parse_args(argv)
+    counts, chosen = args.microbatches.split(','), gpt_jobs.schedules(args.schedules.split(','))
+    nothing = dict.fromkeys(('pipeline', 'tensor', 'chunks', 'micro_batch'))
+    others = {name: getattr(args, name) for name in ('spec', 'warm_up', 'iterations')}
+    models = args.models.split(',')
+    found = gpt_jobs.training_jobs(models, chosen, world, counts=counts, **nothing, **others)
+    jobs = list(found)
+    assert [job.refusal() for job in jobs] == [None] * len(jobs)
+    return jobs
 
 
 def test_what_the_user_sets(tmp_path):

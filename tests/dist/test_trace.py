@@ -1,0 +1,90 @@
+"""Pictures of an iteration: planned beside measured, all ranks in one trace; profiles."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from timed import Pipeline, ShiftedClock
+
+from megatron_zbpp.planning.costs import Costs
+from megatron_zbpp.runtime.trace import Tracer
+from megatron_zbpp.schedules import build
+
+
+def trace(folder, costs):
+    """After how many iterations there were pictures, before and after a switch."""
+    tracer, drawn = Tracer(folder), []
+    clock = ShiftedClock(100.0 * dist.get_rank())
+    for name in ('zb-h1', '1f1b'):
+        pipeline = Pipeline(build(name, dist.get_world_size(), 4), clock)
+        for i in range(7):
+            tracer.after(pipeline.run())
+            dist.barrier()
+            page = folder / 'pipeline.html'
+            if page.exists() and (not drawn or page.read_text() != drawn[-1][1]):
+                drawn.append(
+                    (i + 1, page.read_text(), (folder / 'pipeline.perfetto.json').read_text())
+                )
+            dist.barrier()
+        tracer.switched(costs)
+    return drawn
+
+
+def panels(page):
+    start = page.index('"panels":') + len('"panels":')
+    return json.JSONDecoder().raw_decode(page[start:])[0]
+
+
+@pytest.fixture
+def drawn(ranks, tmp_path):
+    costs = Costs.uniform(build('1f1b', 3, 4).placement, 1.0, 2.0, 0.0)
+    return ranks(3).run(trace, tmp_path / 'new' / 'folder', costs)[0]
+
+
+def test_pictures(drawn):
+    (first, page, perfetto), (second, later, merged) = drawn
+    assert (first, second) == (5, 5)
+    assert [panel['name'] for panel in panels(page)] == ['planned', 'measured']
+    before = panels(later)
+    assert [panel['name'] for panel in before] == ['planned', 'measured', 'measured before, zb-h1']
+    assert before[2]['rows'] == panels(page)[1]['rows']
+    # as it was planned, with the times that it was planned for: F 1, B 2
+    row = before[0]['rows'][2]
+    assert [round(e - s, 6) for s, e in zip(row['starts'], row['ends'], strict=True)] == [
+        {'F': 1, 'BW': 2}[kind] for kind in row['kinds']
+    ]
+    check_trace(json.loads(perfetto)['traceEvents'], ['rank 0', 'rank 1', 'rank 2'])
+    names = [
+        f'{line} rank {r}' for line in ('measured', 'measured before, zb-h1') for r in range(3)
+    ]
+    check_trace(json.loads(merged)['traceEvents'], names)
+
+
+def check_trace(events, processes):
+    named = [e['args']['name'] for e in events if e['name'] == 'process_name']
+    assert named == processes
+    times = [e['ts'] for e in events if e['ph'] == 'X']
+    assert len(times) > 4 * 3 and min(times) == 0
+    assert max(times) < 60e6, 'clocks were not aligned'
+    assert any(e['ph'] == 'C' for e in events)
+    sent = {e['id']: e['ts'] for e in events if e['ph'] == 's'}
+    arrived = {e['id']: e['ts'] for e in events if e['ph'] == 'f'}
+    assert sent.keys() == arrived.keys() and len(sent) >= 4 * 4
+    assert all(arrived[key] >= sent[key] for key in sent)
+
+
+def profile(schedule):
+    pipeline = Pipeline(schedule, ShiftedClock(0.0))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        pipeline.run()
+    return [event.name for event in profiler.events() if event.name.startswith('PP:')]
+
+
+def test_profiles_name_passes(ranks):
+    schedule = build('zb-v', 2, 3)
+    found = ranks(2).run(profile, schedule)
+    for names, order in zip(found, schedule.passes, strict=True):
+        assert names == [f'PP:{p}' for p in order]

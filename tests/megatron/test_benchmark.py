@@ -1,0 +1,134 @@
+"""The benchmarks at their smallest: every runner does the same work, and says what it measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import cli, emulated, overhead
+from benchmarks.entries import known, selected
+from benchmarks.measure import Sample, checksums_agree
+
+ROOT = Path(__file__).parents[2]
+SOME = ['megatron', 'torch:1F1B', 'torch:ZBVZeroBubble', '1f1b', 'zb-h1', 'zb-v', 'auto']
+P, M, TIMES = 2, 4, [2.0, 3.0, 1.0]
+
+
+def run(folder, *flags):
+    """The script as a user calls it: what it printed, and its JSON."""
+    file = folder / 'result.json'
+    command = [sys.executable, 'scripts/benchmark_pipelines.py', '--pp', str(P)]
+    command += ['--microbatches', str(M), '--times-ms', ','.join(map(str, TIMES))]
+    done = subprocess.run(
+        [*command, '--json', str(file), *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {'XDG_CACHE_HOME': str(folder)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, json.loads(file.read_text())
+
+
+def test_side_by_side(tmp_path):
+    picture = tmp_path / 'chart.svg'
+    flags = ['--schedules', ','.join(SOME), '--rounds', '2', '--svg', str(picture)]
+    text, result = run(tmp_path, *flags)
+    rows = {(row['runner'], row['schedule']): row for row in result['rows']}
+    named = [('torch', '1F1B'), ('torch', 'ZBVZeroBubble')]
+    named += [('zbpp', name) for name in ('1f1b', 'zb-h1', 'zb-v', 'auto')]
+    assert list(rows) == [('megatron', '1f1b'), ('megatron', 'interleaved'), *named]
+    (checksum, *others) = {row['checksum'] for row in rows.values()}
+    assert checksum > 0
+    assert not others, 'all did the same work, to the bit'
+    for row in rows.values():
+        assert (row['p'], row['m'], row['times_ms']) == (P, M, TIMES)
+        assert len(row['ms_per_iteration']) == 2
+        ideal = M * sum(TIMES)
+        assert min(row['ms_per_iteration']) >= row['simulated_ms'] >= ideal
+        assert row['bubble'] == pytest.approx(1 - ideal / row['median_ms'])
+        assert row['live_activations'] == row['simulated_live_activations']
+        assert row['overhead_us_per_pass'] > 0
+    assert rows['megatron', '1f1b']['ratio_to_1f1b'] == 1
+    assert rows['zbpp', 'zb-v']['simulated_ms'] < rows['zbpp', '1f1b']['simulated_ms']
+    assert len(text.splitlines()) == len(rows) + 1
+    assert '<svg' in picture.read_text()
+
+
+def test_with_optimizer(tmp_path):
+    flags = ['--schedules', 'zb-v', '--rounds', '1', '--optimizer', '--iterations-per-sample', '3']
+    _, result = run(tmp_path, *flags)
+    stock, ours = result['rows']
+    assert stock['optimizer'] and ours['optimizer']
+    assert ours['checksum'] == pytest.approx(stock['checksum'], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        ('--pp 1', '--pp 1 is too small: give at least 2'),
+        ('--microbatches 0', '--microbatches 0 is too small: give at least 1'),
+        ('--rounds 0', '--rounds 0 is too small'),
+        ('--times-ms 1,2', '--times-ms 1,2: give three numbers'),
+        ('--times-ms 1,0,1', '--times-ms 1,0,1: give numbers above 0'),
+        ('--times-ms 1,nan,1', '--times-ms 1,nan,1: give numbers above 0'),
+        ('--schedules zb-w', "unknown schedule 'zb-w'"),
+        ('--schedules torch:ZBV', 'did you mean torch:ZBVZeroBubble?'),
+        ('--schedules pipedream:1f1b', 'known are megatron, torch, zbpp'),
+        ('--schedules torch:DualPipeV --microbatches 3', 'at least as many microbatches as stages'),
+        ('--schedules megatron:interleaved --microbatches 3', 'takes multiples of 2 microbatches'),
+        ('--schedules torch --optimizer', "--optimizer is Megatron's"),
+        ('--json nowhere/result.json', 'there is no folder nowhere'),
+        ('--png result.jpg', 'let its name end in .png'),
+    ],
+)
+def test_refuses_before_it_starts(capsys, flags, message):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(['--pp', '2', '--microbatches', '4', *flags.split()])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_selection():
+    everything = selected(None)
+    assert everything[0] == ('megatron', '1f1b')
+    assert len(everything) == sum(map(len, known().values()))
+    assert selected(['ZBV', 'torch:dualpipev', 'zb_v']) == [
+        ('megatron', '1f1b'),
+        ('zbpp', 'zb-v'),
+        ('torch', 'DualPipeV'),
+    ]
+
+
+def test_work_that_differs_is_noticed():
+    samples = [Sample(1, 0, 1, checksum) for checksum in (5.0, 5.0, 5.1)]
+    assert checksums_agree(samples[:2])
+    assert not checksums_agree(samples)
+    assert not checksums_agree([Sample(1, 0, 1, 0.0)])
+
+
+def test_a_pass_lasts_as_told():
+    meter = emulated.Meter()
+    start = emulated.time.perf_counter()
+    with meter.lasting(0.01):
+        pass
+    assert emulated.time.perf_counter() - start >= 0.01
+    assert 0 < meter.cpu < 0.01
+
+
+def test_overhead(capsys, tmp_path):
+    file = tmp_path / 'overhead.json'
+    flags = ['--pp', '4', '--microbatches', '8', '--repeats', '3', '--limit-us', '1e6']
+    assert overhead.main([*flags, '--profile', '--json', str(file)]) == 0
+    text = capsys.readouterr().out
+    assert 'W ' in text.splitlines()[-1] or 'run_backward' in text
+    found = json.loads(file.read_text())['us_per_pass']
+    assert list(found) == ['1f1b', 'zb-h1', 'zb-v']
+    assert all(microseconds > 0 for microseconds in found.values())
+    assert overhead.main([*flags, '--limit-us', '0']) == 1

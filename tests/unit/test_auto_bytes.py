@@ -1,0 +1,76 @@
+"""What auto makes of what ranks measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_zbpp.ir import BW, B, F, Placement, W
+from megatron_zbpp.planning.costs import Costs
+from megatron_zbpp.planning.memory import peak
+from megatron_zbpp.runtime.auto import Measured, together
+from megatron_zbpp.runtime.executor import Record
+from megatron_zbpp.runtime.measure import Iteration
+from megatron_zbpp.schedules import build
+
+PLACEMENT = Placement.v(2)
+COSTS = Costs.uniform(PLACEMENT)
+MIB = 2**20
+
+
+class CountingClock:
+    """Marks are the bytes."""
+
+    def allocated(self, mark):
+        return mark
+
+
+def iteration(kinds):
+    """One of rank 0, where each pass of a stage changes what is allocated by so much."""
+    schedule = build('zb-v', 2, 4)
+    record, now = Record(), 1000
+    for p in schedule.passes[0]:
+        after = now + kinds[p.stage][p.kind]
+        record.passes.append(p)
+        record.marks.append((now, after))
+        now = after
+    return Iteration(schedule, None, record, CountingClock())
+
+
+def test_bytes_by_stage():
+    found = iteration({0: {F: 30, B: -10, W: -20, BW: -30}, 3: {F: 8, B: -8, W: 0, BW: -8}}).held()
+    assert found == {0: (30, 20), 3: (8, 0)}
+
+
+def measured(rank, held, spare, live=2.0):
+    return Measured(
+        COSTS, 1.0, {stage: held[stage] for stage in PLACEMENT.stages(rank)}, spare, live
+    )
+
+
+def test_activations_as_measured():
+    """The fullest rank, here the one with both inner stages, counts as full."""
+    held = [(10 * MIB, 5 * MIB), (30 * MIB, 30 * MIB), (10 * MIB, 0), (20 * MIB, 20 * MIB)]
+    found = [measured(rank, held, 400 * MIB) for rank in (0, 1)] * 3
+    costs, limit, full = together(found, PLACEMENT, 4.0)
+    assert full == 40 * MIB and limit == 4
+    assert costs.activation == pytest.approx((0.25, 0.75, 0.25, 0.5))
+    assert costs.retained == pytest.approx((0.125, 0.75, 0, 0.5))
+    assert (costs.forward, costs.backward, costs.weight) == (
+        COSTS.forward,
+        COSTS.backward,
+        COSTS.weight,
+    )
+
+
+def test_no_more_than_fits():
+    """On the rank with the least room."""
+    held = [(10 * MIB, 10 * MIB)] * 4
+    found = [measured(0, held, 100 * MIB), measured(1, held, 10 * MIB)]
+    assert together(found, PLACEMENT, 4.0)[1] == pytest.approx(2 + 0.9 * 10 / 20)
+
+
+@pytest.mark.parametrize('held', [{}, {0: (1.0, 1.0), 3: (1.0, 1.0)}])
+def test_where_nobody_counts(held):
+    costs, limit, full = together([Measured(COSTS, 1.0, held, None, 2.0)], PLACEMENT, 3.0)
+    assert (limit, full) == (3, None)
+    assert max(peak(build('zb-v', 2, 4), costs)) == max(peak(build('zb-v', 2, 4), COSTS))
