@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -75,6 +76,14 @@ def several(args: Namespace) -> tuple[dict[str, Case], dict[str, str]]:
     if not found:
         raise ValueError(f'no schedule fits: {next(iter(skipped.values()))}')
     return found, skipped
+
+
+def named(args: Namespace) -> Iterator[Case]:
+    """Every named schedule that can be had, with the chunks that it comes with."""
+    plain = Namespace(**{**vars(args), 'vpp': None, 'memory_limit': None})
+    for name in names():
+        with contextlib.suppress(ValueError):  # it is not for such p, m or times
+            yield one(plain, name)
 
 
 def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:

@@ -178,6 +178,12 @@ def _add_planning(planned: argparse.ArgumentParser) -> None:
         metavar='A,...',
         help='plan under each of these memory limits: less bubble for more memory',
     )
+    planned.add_argument(
+        '-o',
+        '--output',
+        metavar='FILE',
+        help='picture of --frontier beside the named schedules: .png or .svg',
+    )
     caching = planned.add_mutually_exclusive_group()
     caching.add_argument(
         '--cache', metavar='FOLDER', help='of plans; default ~/.cache/megatron_zbpp/plans'

@@ -120,6 +120,8 @@ def plan_schedule(args: Namespace) -> None:
     """The best schedule that the planner finds, its lower bound, the best named one."""
     if args.frontier:
         return _plan_frontier(args)
+    if args.output:
+        raise ValueError(f'--output {args.output} draws a --frontier: give its memory limits')
     with _planning_bar() as progress:
         found, cached = planned(
             *_plan_inputs(args),
@@ -148,6 +150,8 @@ def _plan_frontier(args: Namespace) -> None:
     """A plan under each of several memory limits."""
     if args.memory_limit is not None:
         raise ValueError('--frontier has the memory limits: leave --memory-limit out')
+    if args.output and not args.output.endswith(('.png', '.svg')):
+        raise ValueError(f'--output {args.output}: let its name end in .png or .svg')
     with _planning_bar() as progress:
         points = frontier(
             *_plan_inputs(args),
@@ -157,11 +161,32 @@ def _plan_frontier(args: Namespace) -> None:
             seed=args.seed,
             progress=progress,
         )
+    if args.output:
+        _draw_frontier(
+            args, [(at, _bubble(args, Case(each.schedule, each.costs))) for at, each, _ in points]
+        )
     if args.json:
         found = [{'memory_limit': at, **_plan_facts(*point)} for at, *point in points]
         return _print_json({'frontier': found})
     heads = ('limit', 'makespan', 'its bubble', 'window', 'its bubble', 'gap', 'best named')
     _print_table(heads, [_frontier_row(limit, found) for limit, found, _ in points])
+
+
+def _draw_frontier(args: Namespace, planned: list[tuple[float, float]]) -> None:
+    """Bubble against memory: of the plans, and of every named schedule that can be had."""
+    from megatron_zbpp.render.png import frontier_png
+
+    named = {}
+    for case in cases.named(args):
+        most = max(peak(case.schedule, case.costs))
+        named[case.schedule.name] = most, _bubble(args, case)
+    title = f'p = {args.pp}, m = {args.microbatches}, simulated'
+    frontier_png(planned, named, args.output, title, f'bubble of the {args.objective}')
+
+
+def _bubble(args: Namespace, case: Case) -> float:
+    timeline = case.timeline
+    return timeline.bubble_window if args.objective == 'window' else timeline.bubble_makespan
 
 
 def _plan_inputs(args: Namespace) -> tuple[Path | None, list[Candidate], int]:

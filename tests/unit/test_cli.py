@@ -197,6 +197,13 @@ def test_plans_are_kept_on_disk(zbpp, cache_folder: Path, tmp_path: Path) -> Non
     assert len(list(cache_folder.iterdir())) == 2
 
 
+def test_frontier_is_drawn(zbpp, tmp_path) -> None:
+    case = ['plan', *SHAPE, '--seconds', 1, '--frontier', '2,4', '-o', tmp_path / 'frontier.svg']
+    zbpp(*case)
+    drawn = (tmp_path / 'frontier.svg').read_text()
+    assert '<svg' in drawn and 'planned' in drawn
+
+
 def test_plan_frontier(zbpp) -> None:
     case = ['plan', '--pp', 4, '--microbatches', 6, '--times', '1,1.2,0.8', '--seconds', 1]
     points = zbpp(*case, '--frontier', '4,2,3', '--json')['frontier']
@@ -312,6 +319,8 @@ def test_refused_schedule_is_drawn(capsys: pytest.CaptureFixture, tmp_path: Path
         (['plan', *SHAPE, '--frontier', '0.5,2'], ['limit 0.5', 'at least 1']),
         (['plan', *SHAPE, '--frontier', '2,x'], ["'x'"]),
         (['plan', *SHAPE, '--frontier', '2', '--memory-limit', '2'], ['leave --memory-limit out']),
+        (['plan', *SHAPE, '-o', 'a.png'], ['a.png', '--frontier']),
+        (['plan', *SHAPE, '--frontier', '2', '-o', 'a.txt'], ['a.txt', '.png or .svg']),
         (['plan', *SHAPE, '--cache', 'here', '--no-cache'], ['not allowed']),
         (['plan', *SHAPE, '--seed', 'x'], ["'x'"]),
         (['convert', *ZB_V, '--to', 'pdf', '-o', 'x'], ["'pdf'", 'torch-csv']),
