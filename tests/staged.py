@@ -1,4 +1,4 @@
-"""Ranks that share GPUs: gloo, which takes messages of the host only, with copies of those of a GPU.
+"""Ranks that share a GPU: over gloo, with their messages copied to the host and back.
 
 NCCL refuses two ranks on one GPU. Our own `Channels` copies by itself; this is for Megatron's
 schedules, the reference.

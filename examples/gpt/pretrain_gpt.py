@@ -518,11 +518,12 @@ def train(args: argparse.Namespace) -> None:
                 scheduler.step(increment=1)
             skipped += not succeeded
             iteration += 1
+            seconds = time.perf_counter() - start
             measured.append(meter.latest)
+            figures = report.figures_due(args, iteration, measured[-1])
             if loss is not None:
-                seconds = time.perf_counter() - start
                 lr = optimizer.param_groups[0]['lr']
-                report.log(args, iteration, seconds, lr, loss, grad_norm, skipped)
+                report.log(args, iteration, seconds, lr, loss, grad_norm, skipped, figures)
             if args.eval_iters and iteration % args.eval_interval == 0:
                 evaluate(args, models, validation, iteration)
             leaving = args.exit_interval and iteration % args.exit_interval == 0

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_zbpp.runtime.measure import Iteration
+from megatron_zbpp.runtime.measure import Figures, Iteration
 
 
 def is_reporter() -> bool:
@@ -30,6 +30,14 @@ def write_line(path: Path | None, line: dict) -> None:
             file.write(json.dumps(line) + '\n')
 
 
+def figures_due(
+    args: argparse.Namespace, iteration: int, latest: Iteration | None
+) -> Figures | None:
+    """Of the pipeline, where a log line is due: a collective of its ranks."""
+    due = iteration % args.log_interval == 0
+    return latest.figures() if due and latest is not None else None
+
+
 def log(
     args: argparse.Namespace,
     iteration: int,
@@ -38,6 +46,7 @@ def log(
     loss: float,
     grad_norm: float | None,
     skipped: int,
+    figures: Figures | None,
 ) -> None:
     """Megatron's log line, and the exact values for --metrics-file."""
     grad_norm = 0.0 if grad_norm is None else float(grad_norm)
@@ -56,7 +65,7 @@ def log(
         f'number of skipped iterations: {skipped:3d}',
         f'number of nan iterations: {int(loss != loss):3d}',
     )
-    print(' | '.join(parts) + ' |', flush=True)
+    print(' | '.join(parts) + f' | {figures or ""}', flush=True)
 
 
 def by_layer(

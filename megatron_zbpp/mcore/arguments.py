@@ -49,8 +49,9 @@ class PipelineScheduleConfig:
     """How many iterations auto measures before it plans."""
 
     pipeline_trace_dir: Path | None = None
-    """Folder for pictures of an early iteration as it was measured: a page for a browser, simulated
-    beside measured, and a trace for Perfetto."""
+    """Folder for pictures of an early iteration, and of one after auto has switched, the clocks of
+    all hosts aligned: a page for a browser, planned beside measured, and one trace of all ranks of
+    the first pipeline for Perfetto."""
 
     pipeline_watchdog_timeout: float = 300.0
     """Seconds without progress inside a schedule after which a rank reports what it waits for and

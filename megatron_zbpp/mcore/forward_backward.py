@@ -14,6 +14,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import refusals, te
+from megatron_zbpp.mcore.ranges import profiled
 from megatron_zbpp.mcore.settings import settings
 from megatron_zbpp.mcore.stages import Call, ModelStage
 from megatron_zbpp.runtime.clock import clock_for
@@ -155,7 +156,8 @@ def prepare(plugin: Plugin, arguments: Arguments, ranks_ahead: int = 0) -> tuple
         plugin.channels(groups.pp, lowered.placement),
         message,
         plugin.store,
-        clock_for(call.device),
+        clock_for(call.device, counting=plugin.auto is not None and plugin.auto.counting),
+        profiled,
     )
     return Batch(arguments, groups, config, call, lowered, executor), count
 

@@ -27,6 +27,7 @@ class Observer:
     """
 
     def __init__(self, device: torch.device, pp_group: dist.ProcessGroup) -> None:
+        self._device = device
         self._clock = clock_for(device)
         self._record = Record()
         self._pp_group = pp_group
@@ -48,6 +49,7 @@ class Observer:
         microbatch = kwargs['current_microbatch']
         if microbatch == 0:
             self._record, self._live, self._backwards = Record(), 0, 0
+            self._clock = clock_for(self._device)
         self._live += 1
         return self._timed(Pass(F, self._stage, microbatch), step, *args, **kwargs)
 

@@ -21,7 +21,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_zbpp.imports import after_import
 from megatron_zbpp.ir import Placement, Schedule, W
-from megatron_zbpp.mcore import placing, stepping, updates
+from megatron_zbpp.mcore import log_line, placing, stepping, updates
 from megatron_zbpp.mcore.forward_backward import forward_backward
 from megatron_zbpp.mcore.layout import for_megatron
 from megatron_zbpp.mcore.linear import deferring_linear
@@ -118,6 +118,7 @@ class Plugin:
         watchdog: ends this process if the pipeline no longer moves.
         post_validation: of the optimizer steps, where that is asked for.
         next: what of the next iteration has been run already.
+        steps: takes those of optimizers.
         auto: plans, where that is asked for.
         tracer: draws an iteration, where that is asked for.
         flags: of the program, that all ranks must have alike: compared before groups are made.
@@ -146,6 +147,7 @@ class Plugin:
         self.post_validation = post_validation and PostValidation(
             post_validation, self.watchdog.meeting
         )
+        self.steps = stepping.Steps(self)
         self.flags: Mapping[str, object] = {}
         self.latest: Iteration | None = None
         self._schedules: dict[tuple[int, int, bool], Lowered] = {}
@@ -252,6 +254,8 @@ class Plugin:
             self._planned[shape] = planned
             for forward_only in (False, True):
                 self._schedules.pop((*shape, forward_only), None)
+            if self.tracer is not None:
+                self.tracer.switched(self.auto.costs)
 
     def channels(self, pp_group: dist.ProcessGroup, placement: Placement) -> Channels:
         """The channels of this rank between neighbouring stages; made once for each group."""
@@ -277,11 +281,12 @@ class Plugin:
         if find_spec('transformer_engine') is not None:
             post_init = _delaying(TransformerConfig.__post_init__, self.splits)
             self._patch(TransformerConfig, '__post_init__', post_init)
-        self._replace(placing.functions(self.placement, self.agree))
-        modules = {*placing.TRAINING, stepping.TRAINING}
-        for name in modules & set(sys.modules):
-            self._imported(sys.modules[name])
-        later = modules - set(sys.modules)
+        modules = {*placing.TRAINING, log_line.TRAINING, stepping.TRAINING}
+        here = modules & set(sys.modules)
+        found = (self._training_functions(sys.modules[name]) for name in here)
+        placed = placing.functions(self.placement, self.agree)
+        self._replace(itertools.chain(placed, *found))  # one search: there are many modules
+        later = modules - here
         self._forget_imports = after_import(dict.fromkeys(later, self._imported))
         try:
             self._assert_found()
@@ -303,10 +308,16 @@ class Plugin:
                 )
 
     def _imported(self, module: ModuleType) -> None:
+        self._replace(self._training_functions(module))
+
+    def _training_functions(self, module: ModuleType) -> Iterator[placing.Function]:
+        """What is replaced of a module of NVIDIA's training loop."""
         if module.__name__ in placing.TRAINING:
-            self._replace(placing.training_functions(module.__name__, self.placement))
+            yield from placing.training_functions(module.__name__, self.placement)
+        if module.__name__ == log_line.TRAINING:
+            yield from log_line.training_functions(module, self)
         if module.__name__ == stepping.TRAINING and self.post_validation is not None:
-            self._replace(stepping.training_functions(module, self.post_validation))
+            yield from stepping.training_functions(module, self.post_validation)
 
     def disable(self) -> None:
         """Takes everything out again; later calls do nothing."""

@@ -27,9 +27,8 @@ TRAINING = 'megatron.training.utils'
 
 def attributes(plugin: Plugin) -> Iterator[tuple[Any, str, Any]]:
     """What steps, and what would wait while the time of an iteration is taken."""
-    steps = _Steps(plugin)
     for owner in updates.STEPPING:
-        yield owner, 'step', steps.stepping(owner.step)
+        yield owner, 'step', plugin.steps.stepping(owner.step)
     yield timers.Timer, 'elapsed', _without_barrier(timers.Timer.elapsed, plugin.post_validation)
 
 
@@ -70,7 +69,7 @@ def _without_barrier(original: Callable, post_validation: PostValidation) -> Cal
     return elapsed
 
 
-class _Steps:
+class Steps:
     """Takes the steps of optimizers, with post-validation where that is possible."""
 
     def __init__(self, plugin: Plugin) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 
-from megatron_zbpp.ir import BW, B, F, Pass, W, predecessors
+from megatron_zbpp.ir import BW, B, F, Pass, Placement, W, predecessors
 from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.timeline import Timeline
 
@@ -40,12 +41,9 @@ def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
     )
 
 
-def latency(timeline: Timeline) -> float:
-    """Time from the end of a pass to the start of what needs it on another rank, as measured.
-
-    The shortest that was seen between two ranks, both ways taken together, so that clocks which
-    differ do not matter; the median over the neighbours.
-    """
+def lags(timeline: Timeline) -> dict[tuple[int, int], float]:
+    """By (rank, other rank): the shortest time from the end of a pass on the first to the start of
+    what needs it on the other. Below 0 only where their clocks differ."""
     schedule = timeline.schedule
     ranks = schedule.placement.ranks
     spans = {
@@ -61,6 +59,16 @@ def latency(timeline: Timeline) -> float:
             if pair[0] != pair[1]:
                 lag = start - spans[q][1]
                 shortest[pair] = min(lag, shortest.get(pair, lag))
+    return shortest
+
+
+def latency(timeline: Timeline) -> float:
+    """Time from the end of a pass to the start of what needs it on another rank, as measured.
+
+    The shortest that was seen between two ranks, both ways taken together, so that clocks which
+    differ do not matter; the median over the neighbours.
+    """
+    shortest = lags(timeline)
     both = [(lag + shortest[b, a]) / 2 for (a, b), lag in shortest.items() if a < b]
     return max(0.0, median(both)) if both else 0.0
 
@@ -79,4 +87,27 @@ def middle(found: Sequence[Costs]) -> Costs:
         median(costs.comm for costs in found),
         activation=first.activation,
         retained=first.retained,
+    )
+
+
+def full_rank(placement: Placement, held: Mapping[int, tuple[float, float]]) -> float | None:
+    """Bytes of an activation of one microbatch on the fullest rank; None if a stage is unknown.
+
+    Args:
+        placement: of the stages.
+        held: by stage: bytes that F leaves, and what of them waits for W.
+    """
+    if set(held) != set(range(placement.num_stages)):
+        return None
+    ranks = range(placement.num_ranks)
+    return max(sum(held[stage][0] for stage in placement.stages(rank)) for rank in ranks) or None
+
+
+def with_bytes(costs: Costs, full: float, held: Mapping[int, tuple[float, float]]) -> Costs:
+    """`costs` with what stages hold as measured, in activations of which one has `full` bytes."""
+    pairs = [held[stage] for stage in range(costs.num_stages)]
+    return replace(
+        costs,
+        activation=tuple(left / full for left, _ in pairs),
+        retained=tuple(waiting / full for _, waiting in pairs),
     )

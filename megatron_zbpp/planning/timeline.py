@@ -50,13 +50,14 @@ class Timeline:
     @property
     def bubble_makespan(self) -> float:
         """Share of the makespan in which even the busiest rank idles."""
-        return _idle(self.makespan, self._work)
+        return idle(self.makespan, self._work)
 
     @property
     def bubble_window(self) -> float:
         """(W - m*S) / W of the longest window W: "bubble rate" (arXiv 2401.10241, section 5)."""
-        return _idle(max(self.windows), self._work)
+        return idle(max(self.windows), self._work)
 
 
-def _idle(span: float, work: float) -> float:
+def idle(span: float, work: float) -> float:
+    """Share of `span` that is not `work`."""
     return (span - work) / span if span else 0.0

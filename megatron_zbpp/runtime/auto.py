@@ -1,7 +1,8 @@
 """`auto`: measures the schedule that runs, plans a better one meanwhile, and switches to it.
 
-All ranks of the job measure; the first one plans, once for all, in a process of its own, while
-training goes on. Every switch is announced by a broadcast, so that all ranks make it together.
+All ranks of the job measure times, and on a GPU bytes; the first one plans, once for all, in a
+process of its own, while training goes on. Every switch is announced by a broadcast, so that all
+ranks make it together.
 """
 
 from __future__ import annotations
@@ -9,27 +10,77 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import IO
 
 import torch.distributed as dist
 
-from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.planning import worker
 from megatron_zbpp.planning.costs import Costs
-from megatron_zbpp.planning.fit import fit, latency, middle
+from megatron_zbpp.planning.fit import fit, full_rank, latency, middle, with_bytes
+from megatron_zbpp.planning.memory import peak
 from megatron_zbpp.planning.simulate import simulate
 from megatron_zbpp.runtime.measure import Iteration
 
 _WARM_UP = 2  # iterations that are slower than others
+_USABLE = 0.9  # of memory that was never needed: fragments, and what other libraries take
 _WAITING, _KEEP = '', 'keep'  # what the planning rank may say instead of a schedule
 
 
 def start_family(num_chunks: int | None) -> str:
     """The named schedule to measure under, which fixes the placement."""
     return {None: 'zb-v', 1: 'zb-h1', 2: 'zb-v'}.get(num_chunks, 'zb-interleaved')
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank knows of an iteration.
+
+    Attributes:
+        costs: of all stages of its pipeline; times only.
+        makespan: of its pipeline, in seconds.
+        held: `Iteration.held`, of its own stages.
+        spare: bytes that it never needed; None where nobody counts them.
+        live: most activations that it held, of one microbatch on a full rank.
+    """
+
+    costs: Costs
+    makespan: float
+    held: Mapping[int, tuple[float, float]]
+    spare: int | None
+    live: float
+
+
+def together(
+    found: Sequence[Measured], placement: Placement, limit: float
+) -> tuple[Costs, float, float | None]:
+    """Costs to plan for; the limit that fits into memory; bytes of an activation on a full rank.
+
+    Args:
+        found: on all ranks, in one or more iterations.
+        placement: of the stages.
+        limit: not to be exceeded, in activations of one microbatch on a full rank.
+
+    Returns:
+        The bytes are None, and the limit is as given, where no rank counts bytes.
+    """
+    costs = middle([each.costs for each in found])
+    by_stage: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for each in found:
+        for stage, pair in each.held.items():
+            by_stage[stage].append(pair)
+    held = {
+        stage: tuple(map(median, zip(*pairs, strict=True))) for stage, pairs in by_stage.items()
+    }
+    full = full_rank(placement, held)
+    if full is None:
+        return costs, limit, None
+    fits = [each.live + _USABLE * each.spare / full for each in found if each.spare is not None]
+    return with_bytes(costs, full, held), min([limit, *fits]), full
 
 
 @dataclass
@@ -39,7 +90,7 @@ class AutoPlan:
     Args:
         profile_iters: how many iterations to measure.
         memory_limit: in activations of one microbatch on a full rank; None: as many as there are
-            pipeline ranks, what 1F1B holds.
+            pipeline ranks, what 1F1B holds. Less where the device has no room for so many.
         seconds: to plan, at most.
         objective: what to plan for: 'makespan' where all ranks wait for each other between
             iterations, 'window' where they do not.
@@ -47,6 +98,7 @@ class AutoPlan:
 
     Attributes:
         planned: the schedule that was switched to.
+        costs: that it was planned for.
     """
 
     profile_iters: int = 5
@@ -55,14 +107,21 @@ class AutoPlan:
     objective: str = 'makespan'
     say: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True)
     planned: Schedule | None = None
+    costs: Costs | None = None
     _num_microbatches: int = 0
     _seen: int = 0
     _spans: list[float] = field(default_factory=list)
-    _found: list[Costs] = field(default_factory=list)
+    _found: list[Measured] = field(default_factory=list)
     _process: subprocess.Popen | None = None
     _answer: IO[str] | None = None
     _before: float = 0.0
+    _predicted: float = 0.0
     _settled: bool = False
+
+    @property
+    def counting(self) -> bool:
+        """Whether bytes are worth counting: nothing has been planned so far."""
+        return not self._settled and self.planned is None
 
     def after(self, iteration: Iteration) -> Schedule | None:
         """What to run from now on, in the ranks of `iteration`; None: the same. A collective.
@@ -89,24 +148,32 @@ class AutoPlan:
     def _measure(self, iteration: Iteration) -> None:
         """Adds what all pipelines measured; starts planning when there is enough of it."""
         timeline = iteration.gather().timeline
-        own = fit(timeline, latency(timeline)), timeline.makespan
-        everywhere: list[tuple[Costs, float]] = [own] * dist.get_world_size()
+        own = Measured(
+            fit(timeline, latency(timeline)),
+            timeline.makespan,
+            iteration.held(),
+            iteration.clock.spare(),
+            iteration.peak(),
+        )
+        everywhere: list[Measured] = [own] * dist.get_world_size()
         dist.all_gather_object(everywhere, own)
-        self._found += [costs for costs, _ in everywhere]
-        self._spans.append(max(span for _, span in everywhere))
+        self._found += everywhere
+        self._spans.append(max(each.makespan for each in everywhere))
         if len(self._spans) == self.profile_iters and self.planned is None:
             self._start(iteration.schedule)
 
     def _start(self, schedule: Schedule) -> None:
         """Starts the planner on the first rank."""
         self._before = median(self._spans)
+        limit = float(schedule.num_ranks) if self.memory_limit is None else self.memory_limit
+        self.costs, limit, full = together(self._found, schedule.placement, limit)
         if dist.get_rank() == 0:
+            self.say(f'auto: {_words(self.costs, full)}; plans within {limit:.3g} activations')
             placement = schedule.placement
             placement = placement.reversed() if _mirrored(schedule) else placement
-            limit = float(schedule.num_ranks) if self.memory_limit is None else self.memory_limit
             request = worker.request(
                 placement,
-                middle(self._found),
+                self.costs,
                 schedule.num_microbatches,
                 limit,
                 self.seconds,
@@ -141,18 +208,23 @@ class AutoPlan:
         self._answer.seek(0)
         text = self._answer.read()
         self._answer.close()
-        planned, costs = Schedule.from_json(text), middle(self._found)
+        planned = Schedule.from_json(text)
         planned = planned.reversed() if _mirrored(schedule) else planned
-        expected, known = (self._simulated(each, costs) for each in (planned, schedule))
+        expected, known = (self._simulated(each) for each in (planned, schedule))
         times = f'{known * 1e3:.1f} ms with {schedule.name}, {expected * 1e3:.1f} ms planned'
         if expected >= known:
             self.say(f'auto: nothing better found (simulated: {times}); {schedule.name} stays')
             return _KEEP
-        self.say(f'auto: switches to a planned schedule (simulated: {times})')
+        self._predicted = 1 - expected / known
+        holds = max(peak(planned, self.costs))
+        self.say(
+            f'auto: switches to a planned schedule, which holds {holds:.3g} activations '
+            f'(simulated: {times}, {self._predicted:+.1%} predicted)'
+        )
         return planned.to_json()
 
-    def _simulated(self, schedule: Schedule, costs: Costs) -> float:
-        timeline = simulate(schedule, costs)
+    def _simulated(self, schedule: Schedule) -> float:
+        timeline = simulate(schedule, self.costs)
         return max(timeline.windows) if self.objective == 'window' else timeline.makespan
 
     def _compare(self) -> None:
@@ -161,9 +233,20 @@ class AutoPlan:
             now = median(self._spans)
             self.say(
                 f'auto: measured {self._before * 1e3:.1f} ms before, {now * 1e3:.1f} ms with the '
-                f'planned schedule ({1 - now / self._before:+.1%} gained)'
+                f'planned schedule ({1 - now / self._before:+.1%} gained, '
+                f'{self._predicted:+.1%} predicted)'
             )
         self._settled = True
+
+
+def _words(costs: Costs, full: float | None) -> str:
+    """What was measured."""
+    kinds = (('F', costs.forward), ('B', costs.backward), ('W', costs.weight))
+    parts = [f'{kind} {min(t) * 1e3:.3g} to {max(t) * 1e3:.3g} ms' for kind, t in kinds]
+    parts.append(f'messages {costs.edge * 1e3:.3g} ms')
+    if full is not None:
+        parts.append(f'an activation of a full rank {full / 2**20:.4g} MiB')
+    return f'measured {", ".join(parts)}'
 
 
 def _mirrored(schedule: Schedule) -> bool:

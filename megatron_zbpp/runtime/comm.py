@@ -2,7 +2,8 @@
 
 Each direction between two ranks is a channel of its own, first in first out. On gloo that holds
 within one group. NCCL orders all messages of a communicator on one stream, so that two ranks that
-send to each other could block each other: there, each direction gets its own communicator.
+send to each other could block each other: there, each direction gets its own communicator. gloo
+takes messages of the host only: those of a GPU are copied, so that ranks that share one can talk.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ class Incoming:
 
     tensor: torch.Tensor
     work: dist.Work
+    device: torch.device | None = None  # where it belongs, if it comes by way of the host
 
     def wait(self) -> torch.Tensor:
         """The tensor, arrived (on CUDA: for whatever the current stream does next)."""
         self.work.wait()
-        return self.tensor
+        return self.tensor if self.device is None else self.tensor.to(self.device)
 
 
 class Channels:
@@ -66,6 +68,7 @@ class Channels:
         self.rank = dist.get_rank(pp_group)
         self.leaving: Send | None = None
         self.ranks = dist.get_process_group_ranks(pp_group)
+        self._on_host = dist.get_backend(pp_group) == 'gloo'
         if separate is None:
             separate = dist.get_backend(pp_group) == 'nccl'
         if separate:
@@ -85,6 +88,8 @@ class Channels:
                 send is done (gloo) hold that many tensors.
         """
         tensor = tensor.detach().contiguous()
+        if self._on_host and tensor.device.type != 'cpu':
+            tensor = tensor.to('cpu')
         peer = send.peer
         work = dist.isend(tensor, self.ranks[peer], group=self._groups[self.rank, peer])
         unfinished = self._unfinished[peer]
@@ -94,9 +99,11 @@ class Channels:
 
     def post(self, message: Message, peer: int) -> Incoming:
         """Posts the receive of the next message from `peer`."""
-        tensor = torch.empty(message.shape, dtype=message.dtype, device=message.device)
+        copied = self._on_host and message.device.type != 'cpu'
+        device = 'cpu' if copied else message.device
+        tensor = torch.empty(message.shape, dtype=message.dtype, device=device)
         work = dist.irecv(tensor, self.ranks[peer], group=self._groups[peer, self.rank])
-        return Incoming(tensor, work)
+        return Incoming(tensor, work, message.device if copied else None)
 
     def finish(self) -> None:
         """Waits for every send."""

@@ -7,7 +7,7 @@ it is told by a `Stage`; where its neighbours are, by `Channels`. Nothing here k
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,6 +18,7 @@ from megatron_zbpp.ir import BW, B, F, Pass, W
 from megatron_zbpp.planning.lower import Hand, Program, Receive, Send
 from megatron_zbpp.runtime.clock import Clock
 from megatron_zbpp.runtime.comm import Channels, Incoming, Message
+from megatron_zbpp.runtime.profiling import profiled
 from megatron_zbpp.runtime.store import Key, WeightGradStore
 
 
@@ -64,6 +65,7 @@ class Executor:
         message: what neighbours exchange.
         store: where layers leave their weight gradients.
         clock: times the passes.
+        named: makes the range around a pass in profiles.
 
     Attributes:
         record: what has been done so far. This and the next two are what a watchdog reads, from
@@ -80,6 +82,7 @@ class Executor:
         message: Message,
         store: WeightGradStore,
         clock: Clock,
+        named: Callable[[Pass], AbstractContextManager] = profiled,
     ) -> None:
         self.program = program
         self.channels = channels
@@ -90,6 +93,7 @@ class Executor:
         self._stages = stages
         self._message = message
         self._store = store
+        self._named = named
         passes = [i for i in program if isinstance(i, Pass)]
         self._defers = any(p.kind == W for p in passes)
         self._trains = any(p.kind != F for p in passes)
@@ -170,7 +174,8 @@ class Executor:
         self.current = p
         received = self._take(p)
         start = self.clock.mark()
-        made = self._passes[p.kind](p, received)
+        with self._named(p):
+            made = self._passes[p.kind](p, received)
         record.marks.append((start, self.clock.mark()))
         record.passes.append(p)
         record.live.append(len(self._saved) + self._store.pending)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import fsum
+from statistics import median
 
 import torch.distributed as dist
 
-from megatron_zbpp.ir import Schedule
-from megatron_zbpp.planning.timeline import Timeline
+from megatron_zbpp.ir import F, Schedule, W
+from megatron_zbpp.planning.timeline import Timeline, idle
+from megatron_zbpp.runtime.alignment import lead_of_neighbour, on_one_clock
 from megatron_zbpp.runtime.clock import Clock
 from megatron_zbpp.runtime.executor import Record
 
@@ -18,7 +23,7 @@ class Measurement:
     """One iteration as it was.
 
     Attributes:
-        timeline: passes with start and end in seconds of the host's clock.
+        timeline: passes with start and end in seconds of the first rank's clock.
         peak_activations: most that each rank held, in activations of one microbatch on a full rank.
     """
 
@@ -45,6 +50,22 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class Figures:
+    """One iteration in two numbers, which need no common clock.
+
+    Attributes:
+        bubble: share of the longest window in which even the busiest rank idles.
+        live: most that any rank held, in activations of one microbatch on a full rank.
+    """
+
+    bubble: float
+    live: float
+
+    def __str__(self) -> str:
+        return f'pipeline bubble: {self.bubble:.1%} | live activations: {self.live:.1f} |'
+
+
+@dataclass(frozen=True)
 class Iteration:
     """What one rank remembers of one iteration.
 
@@ -60,13 +81,50 @@ class Iteration:
     record: Record
     clock: Clock
 
-    def gather(self) -> Measurement:
-        """The same iteration of all ranks: a collective; for clocks that agree, as on one host."""
-        marks, live = self.record.marks, self.record.live
-        spans = tuple((self.clock.seconds(start), self.clock.seconds(end)) for start, end in marks)
+    def spans(self) -> tuple[tuple[float, float], ...]:
+        """Start and end of each pass in seconds of this host's clock; may synchronise."""
+        seconds = self.clock.seconds
+        return tuple((seconds(start), seconds(end)) for start, end in self.record.marks)
+
+    def peak(self) -> float:
+        """Most that this rank held, in activations of one microbatch on a full rank."""
         chunks = len(self.schedule.placement.stages(dist.get_rank(self.pp_group)))
+        return max(self.record.live, default=0) / chunks
+
+    def held(self) -> dict[int, tuple[float, float]]:
+        """By stage of this rank: bytes that an F leaves, and what of them waits for W.
+
+        Medians; nothing where the clock does not count.
+        """
+        taken: dict[tuple[int, str], list[int]] = defaultdict(list)
+        for p, marks in zip(self.record.passes, self.record.marks, strict=True):
+            before, after = map(self.clock.allocated, marks)
+            if before is None or after is None:
+                return {}
+            taken[p.stage, p.kind].append(after - before)
+        found = {}
+        for stage in {stage for stage, _ in taken}:
+            left = max(0.0, median(taken[stage, F]))
+            weights = taken.get((stage, W))
+            found[stage] = left, min(left, max(0.0, -median(weights))) if weights else left
+        return found
+
+    def gather(self) -> Measurement:
+        """The same iteration of all ranks, on one clock: a collective."""
+        lead = lead_of_neighbour(self.clock, self.pp_group)
+        spans, peaks, leads = self._from_all((self.spans(), self.peak(), lead))
+        return Measurement(on_one_clock(Timeline(self.schedule, spans), leads), peaks)
+
+    def figures(self) -> Figures:
+        """What a log line tells of the same iteration on all ranks: a small collective."""
+        spans = self.spans()
+        window = spans[-1][1] - spans[0][0] if spans else 0.0
+        busy = fsum(end - start for start, end in spans)
+        windows, work, peaks = self._from_all((window, busy, self.peak()))
+        return Figures(idle(max(windows), max(work)), max(peaks))
+
+    def _from_all(self, own: tuple) -> Iterator[tuple]:
+        """Each entry of what all ranks have, by rank."""
         gathered: list[tuple] = [()] * dist.get_world_size(self.pp_group)
-        own = (spans, max(live, default=0) / chunks)
         dist.all_gather_object(gathered, own, group=self.pp_group)
-        all_spans, peaks = zip(*gathered, strict=True)
-        return Measurement(Timeline(self.schedule, all_spans), peaks)
+        return zip(*gathered, strict=True)

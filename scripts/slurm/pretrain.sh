@@ -14,8 +14,8 @@ MERGES=${MERGES:-$(dirname "$DATA")/gpt2-merges.txt}
 SCHEDULE=${SCHEDULE-zb-v} # see zbpp list; empty: Megatron's own
 CHECKPOINTS=${CHECKPOINTS:-checkpoints/$SLURM_JOB_NAME}
 ITERATIONS=${ITERATIONS:-100000}
-GPUS_PER_NODE=${GPUS_PER_NODE:-8}
-PORT=${PORT:-29500}
+# shellcheck source=scripts/slurm/launch.sh
+. "${SLURM_SUBMIT_DIR:-.}/scripts/slurm/launch.sh"
 
 world=$((SLURM_NNODES * GPUS_PER_NODE))
 ranks=$((TENSOR_PARALLEL * PIPELINE_PARALLEL))
@@ -77,11 +77,6 @@ reports=(
     --log-throughput
 )
 
-export CUDA_DEVICE_MAX_CONNECTIONS=1 # tensor parallelism wants its messages in order
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-exec srun --ntasks-per-node=1 --kill-on-bad-exit=1 \
-    torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "$GPUS_PER_NODE" \
-    --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:$PORT" \
-    -m megatron_zbpp.launch "$MEGATRON_LM/pretrain_gpt.py" \
+launch -m megatron_zbpp.launch "$MEGATRON_LM/pretrain_gpt.py" \
     "${MODEL[@]}" "${parallel[@]}" "${training[@]}" "${data[@]}" "${tokenizer[@]}" \
     "${reports[@]}" "$@"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from unittest import mock
 
+import example
+import pytest
 from nvidia import needs_training, run
 
 from megatron_zbpp.ir import F, Pass
@@ -54,6 +57,27 @@ def test_log_line(ranks):
         assert f'{ours["pipeline/bubble"]:.1%}' == f'{found[4][1]}%'
         assert 0 <= ours['pipeline/bubble'] < 1
         assert sum('pipeline bubble' in line for line in lines) == len(found)
+
+
+def printed(argv, metrics):
+    """What the example prints on this rank."""
+    with redirect_stdout(StringIO()) as out:
+        example.train(argv, metrics)
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize('schedule', ['zb-v', 'megatron'])
+def test_example(ranks, data, tmp_path, schedule):
+    """Megatron's own schedule as well, which is only observed."""
+    argv = [*example.MODEL, '--num-layers', 4, '--pipeline-model-parallel-size', 2]
+    argv += ['--pipeline-schedule', schedule, '--global-batch-size', 4, '--data-path', data]
+    argv += ['--train-iters', 5, '--log-interval', 2]
+    found = ranks(2).run(printed, list(map(str, argv)), tmp_path / 'metrics.jsonl')[-1]
+    lines = [line for line in found if ' iteration ' in line and 'grad norm' in line]
+    assert len(lines) == 2
+    for line in lines:
+        bubble, live = map(float, FIGURES.search(line).groups())
+        assert 0 < bubble < 100 and live == 2
 
 
 def test_megatrons_ranges():

@@ -1,0 +1,213 @@
+"""A model whose passes take the time that they are told to take: they sleep, on any machine.
+
+Around each sleep there is a tiny real matrix product, so that the gradients tell whether a runner
+has done the work. A sleep takes no CPU: many ranks on few cores run like as many devices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from megatron_zbpp.ir import Placement
+
+SHAPE = (4, 1, 16)  # of a message: sequence, micro batch, hidden
+LAYERS = 2  # of each rank, in one stage or two: so all models are of the same layers
+_SPIN = 2e-4  # seconds before a deadline that are not slept: waking up takes some of them
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one F, B and W of a full rank; a BW takes `backward + weight`."""
+
+    forward: float
+    backward: float
+    weight: float
+
+    @property
+    def total(self) -> float:
+        """What one microbatch takes a rank: m of these are an iteration without bubble."""
+        return self.forward + self.backward + self.weight
+
+    def share(self, parts: int) -> Times:
+        """Of one of so many equal parts of a rank."""
+        return Times(self.forward / parts, self.backward / parts, self.weight / parts)
+
+
+class Store(Protocol):
+    """Where a layer may leave its weight gradient: the runtime's store, or torch's `dw_builder`."""
+
+    @property
+    def deferring(self) -> bool:
+        """Whether the pass that runs now leaves its weight gradients for later."""
+
+    def defer(self, parameters: Sequence[torch.nn.Parameter], compute: Callable) -> None:
+        """Takes what `compute()` will return: one gradient for each of `parameters`."""
+
+
+@dataclass
+class Meter:
+    """What the layers of one rank note down while a runner runs them.
+
+    Attributes:
+        live: layers that are between their F and their W; the input of each is held.
+        peak: most of them at once.
+        cpu: seconds of the thread's CPU time that the emulated passes took themselves.
+    """
+
+    live: int = 0
+    peak: int = 0
+    cpu: float = 0.0
+
+    @contextmanager
+    def lasting(self, seconds: float) -> Iterator[None]:
+        """What is inside takes `seconds` from here, the rest of it asleep."""
+        deadline = time.perf_counter() + seconds
+        used = time.thread_time()
+        yield
+        sleep_until(deadline)
+        self.cpu += time.thread_time() - used
+
+    def hold(self, layers: int) -> None:
+        """So many layers more (or fewer) are held."""
+        self.live += layers
+        self.peak = max(self.peak, self.live)
+
+
+def sleep_until(deadline: float) -> None:
+    """Returns at `deadline`, in seconds of `time.perf_counter`, to some microseconds."""
+    rest = deadline - time.perf_counter() - _SPIN
+    if rest > 0:
+        time.sleep(rest)
+    while time.perf_counter() < deadline:
+        pass
+
+
+class EmulatedLayer(torch.nn.Module):
+    """y = x w. Equal `index`, equal weight, whatever stage it is in.
+
+    Args:
+        index: in the whole model.
+        times: of this layer.
+        store: asked in forward whether W is left for later.
+        meter: of the rank.
+    """
+
+    def __init__(self, index: int, times: Times, store: Store, meter: Meter) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(index)
+        width = SHAPE[-1]
+        self.weight = torch.nn.Parameter(
+            torch.randn(width, width, generator=generator) / width**0.5
+        )
+        self.times, self.store, self.meter = times, store, meter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # autograd must not see the parameter in B: its gradient comes with W
+        deferring = self.store.deferring
+        return _Linear.apply(self, self.weight.detach() if deferring else self.weight, x, deferring)
+
+    def weight_gradient(self, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """W: takes its time, and lets go of the input."""
+        with self.meter.lasting(self.times.weight):
+            found = x.flatten(0, -2).t() @ gradient.flatten(0, -2)
+            self.meter.hold(-1)
+        return found
+
+
+class _Linear(torch.autograd.Function):
+    """F and B of a layer; W too, or left to the store."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: EmulatedLayer, weight: torch.Tensor, x: torch.Tensor, deferring: bool
+    ) -> torch.Tensor:
+        ctx.layer, ctx.deferring = layer, deferring
+        ctx.save_for_backward(x)
+        with layer.meter.lasting(layer.times.forward):
+            layer.meter.hold(+1)
+            return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,), layer = ctx.saved_tensors, ctx.layer
+        with layer.meter.lasting(layer.times.backward):
+            before = gradient @ layer.weight.detach().t()
+        compute = partial(layer.weight_gradient, x, gradient)
+        if not ctx.deferring:
+            return None, compute(), before, None
+        layer.store.defer([layer.weight], lambda: [compute()])
+        return None, None, before, None
+
+
+class EmulatedChunk(torch.nn.Module):
+    """The layers of one stage.
+
+    Args:
+        layers: in order.
+        first, last: whether it is the first or last stage of the model.
+        config: what a runner wants a model to have under that name.
+
+    Attributes:
+        pre_process, post_process: whether it is first, last: Megatron's names.
+    """
+
+    share_embeddings_and_output_weights = False  # asked when gradients are finalized
+
+    def __init__(
+        self, layers: Iterable[EmulatedLayer], first: bool, last: bool, config: Any = None
+    ) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+        self.pre_process, self.post_process = first, last
+        self.config = config
+        self._received: torch.Tensor | None = None
+
+    def set_input_tensor(self, received: list[torch.Tensor | None]) -> None:
+        """What the stage before has made: how Megatron hands it over."""
+        (self._received,) = received
+
+    def forward(self, x: torch.Tensor | None = None) -> torch.Tensor:
+        """`x`, or what was set, through all layers."""
+        x = self._received if x is None else x
+        if self.pre_process:
+            x = x.detach().requires_grad_()  # as behind an embedding: the first B is a B, too
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def stage_layers(
+    stage: int, placement: Placement, times: Times, store: Store, meter: Meter
+) -> list[EmulatedLayer]:
+    """The layers of a stage.
+
+    Args:
+        stage: in model order.
+        placement: of one or two stages a rank.
+        times: of a full rank.
+        store: of the layers.
+        meter: of the rank.
+    """
+    each = LAYERS * placement.num_ranks // placement.num_stages
+    return [
+        EmulatedLayer(index, times.share(LAYERS), store, meter)
+        for index in range(stage * each, (stage + 1) * each)
+    ]
+
+
+def inputs(num_microbatches: int) -> list[torch.Tensor]:
+    """What the first stage gets: the same for every runner."""
+    generator = torch.Generator().manual_seed(1234)
+    return [torch.randn(SHAPE, generator=generator) for _ in range(num_microbatches)]
+
+
+def loss(output: torch.Tensor) -> torch.Tensor:
+    """Of one microbatch; a runner divides by their number."""
+    return output.square().sum()

@@ -1,0 +1,208 @@
+"""Runs all runners side by side: rounds in which each has its turn, so that drift hits all alike.
+
+`measure` starts one process a rank and yields what they measure; `_rank` is what they do.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.multiprocessing as mp
+
+from benchmarks.emulated import LAYERS, Meter, Times, sleep_until
+from benchmarks.entries import AUTO, EARLY, MEGATRON, TORCH, Entry
+from benchmarks.groups import shared_groups
+from benchmarks.realtime import realtime
+
+_LEAD = 0.01  # seconds between agreeing on a start and starting
+# of the ranks' processes: one thread each; without warnings about what only a GPU has
+_ENVIRONMENT = {
+    'OMP_NUM_THREADS': '1',
+    'PYTHONWARNINGS': 'ignore',
+    'TORCH_CPP_LOG_LEVEL': 'ERROR',
+    'GLOO_SOCKET_IFNAME': 'lo',
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure.
+
+    Attributes:
+        entries: the runners.
+        num_ranks, num_microbatches: p and m.
+        times: of a full rank.
+        rounds: samples of each runner, after one that does not count.
+        iterations: that make one sample: its time is that of one, from the end of the first to the
+            end of the last; of a single one, from its start.
+        optimizer: whether each iteration ends with a step of Megatron's optimizer.
+        realtime: whether ranks come before other programs while they are measured.
+    """
+
+    entries: tuple[Entry, ...]
+    num_ranks: int
+    num_microbatches: int
+    times: Times
+    rounds: int
+    iterations: int
+    optimizer: bool
+    realtime: bool = False
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One turn of one runner.
+
+    Attributes:
+        seconds: of one iteration: see `Job.iterations`; of the slowest rank.
+        overhead: CPU seconds of an iteration that the slowest rank's thread spent beside the
+            emulated passes: the runtime's own cost.
+        live: most activations that a rank held, of one microbatch on a full rank.
+        checksum: squares of all gradients, summed over the ranks.
+    """
+
+    seconds: float
+    overhead: float
+    live: float
+    checksum: float
+
+
+class Runner(Protocol):
+    """One schedule of one library on the emulated model, on one rank."""
+
+    meter: Meter
+
+    @property
+    def parameters(self) -> Iterator[Any]:
+        """Of this rank, with their gradients in `main_grad` or `grad`."""
+
+    def ready(self) -> Any:
+        """A context around iterations; what it does is not timed."""
+
+    def iterate(self) -> None:
+        """One iteration."""
+
+
+def measure(job: Job) -> Iterator[tuple[int, Sample | None]]:
+    """(index of the entry, its sample) as they are measured; None for those that do not count.
+
+    Raises:
+        RuntimeError: a rank failed; the message has its traceback.
+    """
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    queue = mp.get_context('spawn').SimpleQueue()
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = free.getsockname()[1]
+    processes = mp.spawn(_rank, (job, port, queue), nprocs=job.num_ranks, join=False)
+    try:
+        ended = False
+        while not ended or not queue.empty():
+            ended = ended or processes.join(0.0 if not queue.empty() else 0.05)
+            while not queue.empty():
+                yield queue.get()
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        raise RuntimeError(str(error)) from None
+    finally:
+        for process in processes.processes:
+            process.terminate()
+
+
+def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
+    """All runners on one rank; rank 0 reports."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_zbpp import cpu
+
+    torch.set_num_threads(1)
+    cpu.install()
+    address = f'tcp://127.0.0.1:{port}'
+    dist.init_process_group('gloo', init_method=address, rank=rank, world_size=job.num_ranks)
+    from megatron.core import parallel_state, tensor_parallel
+
+    with shared_groups():
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=job.num_ranks)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    runners = [_runner(entry, job) for entry in job.entries]
+    gc.freeze()  # what is there stays there: collections need not look at it
+    for number in range(job.rounds + 1):
+        for index, runner in enumerate(runners):
+            try:
+                sample = _sample(runner, job)
+            except Exception as error:
+                raise RuntimeError(f'{job.entries[index].title} failed on rank {rank}') from error
+            if rank == 0:
+                queue.put((index, sample if number else None))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _runner(entry: Entry, job: Job) -> Runner:
+    """What runs `entry`."""
+    if entry.runner == TORCH:
+        from benchmarks.torch_runner import TorchRunner
+
+        return TorchRunner(entry.name, job.num_microbatches, job.times)
+    from benchmarks.runners import MegatronRunner, ZbppRunner
+
+    if entry.runner == MEGATRON:
+        return MegatronRunner(entry.schedule, job.times, job.optimizer)
+    name = entry.name.removesuffix(EARLY)
+    source = entry.schedule if name == AUTO else name
+    return ZbppRunner(entry.schedule, source, job.times, job.optimizer, entry.early)
+
+
+def _sample(runner: Runner, job: Job) -> Sample:
+    """One turn; the same on all ranks."""
+    import torch.distributed as dist
+
+    gc.collect()
+    meter = runner.meter
+    meter.live, meter.peak, meter.cpu = 0, 0, 0.0
+    with runner.ready(), realtime(job.realtime):
+        start = _agreed_start()
+        sleep_until(start)
+        used = time.thread_time()
+        for _ in range(job.iterations):
+            runner.iterate()
+        end, used = time.perf_counter(), time.thread_time() - used
+    own = (end, used - meter.cpu, meter.peak / LAYERS, _squares(runner))
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    ends, overheads, peaks, squares = zip(*gathered, strict=True)
+    seconds = (max(ends) - start) / job.iterations
+    checksum = math.fsum(itertools.chain(*squares))  # whichever rank has which layer
+    return Sample(seconds, max(overheads) / job.iterations, max(peaks), checksum)
+
+
+def _agreed_start() -> float:
+    """A moment soon, in seconds of `time.perf_counter`, which is one clock on a host."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    start = torch.tensor(time.perf_counter() + _LEAD, dtype=torch.float64)
+    dist.broadcast(start, 0)
+    return start.item()
+
+
+def _squares(runner: Runner) -> list[float]:
+    """Of this rank's gradients of the latest iteration, summed for each layer."""
+    gradients = (getattr(p, 'main_grad', p.grad) for p in runner.parameters)
+    return [g.double().square().sum().item() for g in gradients]
+
+
+def checksums_agree(samples: Sequence[Sample]) -> bool:
+    """Whether all did the same work; sums of floats may differ in their last digits."""
+    found = [sample.checksum for sample in samples]
+    return min(found) > 0 and max(found) / min(found) - 1 < 1e-5

@@ -1,0 +1,268 @@
+"""The GPT benchmark at its smallest: the same code as on GPUs, on CPU and gloo."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import commands
+import pytest
+
+from benchmarks import gpt_cli, gpt_models, gpt_predict
+from benchmarks.gpt_jobs import Job, stages
+from benchmarks.gpt_processes import Crew
+from benchmarks.gpt_results import FAILED, PREDICTED, Results, table
+from megatron_zbpp.schedules import build, find
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / 'scripts' / 'benchmark_gpt.py'
+QUICK = ['--models', 'tiny', '--warm-up', '1', '--iterations', '2']
+JOB = Job('tiny', 'zbpp', 'zb-v', 2, 1, 4, 1, 2, 2, 'local', 1, 2)
+STAGE = {
+    **{'model': 'tiny', 'layers': 2, 'micro_batch': 2, 'parameters': 1000},
+    **{'f_seconds': 0.01, 'b_seconds': 0.012, 'w_seconds': 0.008},
+    **{'fused_f_seconds': 0.01, 'fused_bw_seconds': 0.019, 'optimizer_seconds': 0.005},
+    **{'b_bytes': 3e6, 'w_bytes': 1e6, 'message_bytes': 8192},
+    **{'device': 'made up', 'device_bytes': 2e7, 'device_peak_tflops': 1.0},
+}
+
+
+def torchrun(folder, *flags):
+    """The benchmark on two ranks: what it said, and its file."""
+    file = folder / 'result.json'
+    launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2']
+    done = commands.run([*launch, SCRIPT, *QUICK, '--json', file, *flags], timeout=200)
+    return done, json.loads(file.read_text())['rows']
+
+
+def test_sweep_goes_on_and_resumes(tmp_path):
+    """What fails, before or in its processes, is a row; what is there is not measured again."""
+    flags = ['--microbatches', '4', '--schedules']
+    done, rows = torchrun(tmp_path, *flags, 'megatron:interleaved,dualpipe-v', '--virtual-stages=9')
+    by_name = {row['schedule']: row for row in rows}
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert by_name['interleaved']['kind'] == FAILED, '8 layers on 18 stages'
+    assert '8 layers cannot be placed on 18 stages' in by_name['interleaved']['error']
+    check_measured(by_name['dualpipe-v'])
+    assert f'failed: tiny megatron:interleaved p=2 m=4 v=9: {by_name["interleaved"]["error"]}' in (
+        done.stdout
+    )
+    picture = tmp_path / 'chart.svg'
+    done, more = torchrun(tmp_path, *flags, 'dualpipe-v,megatron:1f1b', '--png', picture)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert more[:2] == rows, 'kept as they were'
+    (row,) = more[2:]
+    assert (row['runner'], row['schedule']) == ('megatron', '1f1b')
+    check_measured(row)
+    assert '<svg' in picture.read_text()
+    assert (tmp_path / 'result.logs').is_dir()
+
+
+def check_measured(row):
+    assert row['kind'] == 'measured'
+    assert len(row['seconds']) == 2 and min(row['seconds']) > 0
+    tokens = row['m'] * row['micro_batch'] * gpt_models.find('tiny').sequence
+    speed = row['tokens_per_second_per_gpu']
+    assert speed == pytest.approx(tokens / row['median_seconds'] / 2)
+    assert row['tflops_per_gpu'] == pytest.approx(
+        speed * gpt_models.find('tiny').flops(1) / gpt_models.find('tiny').sequence / 1e12
+    )
+    assert 0 < row['bubble'] < 1 and row['peak_bytes'] > 1e6
+    assert 5 < row['loss'] < 9, 'about log(1000) of random words'
+    assert row['device'] == 'cpu' and row['mfu'] is None
+
+
+def run_doomed(folder):
+    """Two supervisors, whose processes end by a signal and not at all."""
+    os.environ['PYTHONPATH'] = str(Path(__file__).parent)
+    crew = Crew(folder, timeout=60)
+    start = time.monotonic()
+    return crew.run('doomed_worker', JOB, lambda text: None), time.monotonic() - start
+
+
+def test_a_killed_rank_ends_the_others(ranks, tmp_path):
+    for row, seconds in ranks(2).run(run_doomed, tmp_path):
+        assert 'rank 1: ended by signal 9' in row['error'] and '.1.log' in row['error']
+        assert seconds < 30
+
+
+def test_timeout(tmp_path):
+    file = tmp_path / 'stage.json'
+    flags = ['--single-gpu', '--timeout', '0.5', '--json', file]
+    done = commands.run([sys.executable, SCRIPT, *QUICK, *flags], timeout=60)
+    assert done.returncode == 1
+    assert 'tiny stage: rank 0: not done after 0.5 s (--timeout); see' in done.stderr
+    assert [row['kind'] for row in json.loads(file.read_text())['rows']] == [FAILED]
+
+
+def test_single_gpu(tmp_path):
+    file = tmp_path / 'stage.json'
+    flags = ['--single-gpu', '--predict-ranks', '8', '--schedules', '1f1b,zb-v,interleaved']
+    flags += ['--processes', '1', '--peak-tflops', '0.5', '--json', file]
+    done = commands.run([sys.executable, SCRIPT, *QUICK, *flags], timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    stage, *predicted = json.loads(file.read_text())['rows']
+    f, b, w = (stage[f'{name}_seconds'] for name in 'fbw')
+    fused = stage['fused_f_seconds'] + stage['fused_bw_seconds']
+    assert stage['split_over_fused'] == pytest.approx((f + b + w) / fused)
+    assert stage['b_bytes'] > stage['w_bytes'] > 0
+    linear = 2 * 32 * 2 * (4 * 64 + (3 + 1 + 4 + 1) * 64) * 2  # inputs and gradients, bf16
+    assert stage['w_bytes'] == pytest.approx(linear, rel=0.3)
+    assert stage['mfu'] == pytest.approx(stage['tflops_per_gpu'] / 0.5)
+    assert {row['schedule'] for row in predicted} == {'1f1b', 'zb-v', 'interleaved'}
+    assert {row['kind'] for row in predicted} == {PREDICTED}
+    assert 'predicted' in done.stdout and 'held to W' in done.stdout
+    again = commands.run([sys.executable, SCRIPT, *QUICK, *flags], timeout=60)
+    assert again.returncode == 0
+    assert json.loads(file.read_text())['rows'] == [stage, *predicted], 'measured and planned once'
+
+
+def predicted(name, p=4, m=12, **changed):
+    v = stages(find(name), None)
+    (row,) = gpt_predict.predicted(
+        [STAGE | changed], gpt_predict.Pipeline('zbpp', name, p, m, v, 1e9)
+    )
+    return row
+
+
+def test_prediction_by_hand():
+    link = 8192 / 1e9
+    row = predicted('1f1b')
+    makespan = (12 + 3) * (0.01 + 0.019) + 2 * 3 * link + 0.005
+    # the edges that the steady state does not hide
+    assert row['median_seconds'] == pytest.approx(makespan, rel=1e-3)
+    assert row['tokens_per_second_per_gpu'] == pytest.approx(
+        12 * 2 * 32 / row['median_seconds'] / 4
+    )
+    assert row['activation_bytes'] == 4 * 3e6
+    assert row['peak_bytes'] == 1000 * 18 + 4 * 3e6
+    assert row['fits'] and not predicted('1f1b', p=8)['fits']
+    assert predicted('zb-v')['median_seconds'] < row['median_seconds'], 'W fills'
+    more, less = (predicted('zb-2p', w_bytes=size)['activation_bytes'] for size in (3e6, 1e6))
+    assert (more, less) == (8 * 3e6, 7 * 3e6 + 1e6), 'of one, B has run and W has not'
+    impossible = gpt_predict.Pipeline('zbpp', 'zb-v', 4, 0, 2, 1e9)
+    assert gpt_predict.predicted([STAGE], impossible) == []
+
+
+def test_flops_of_the_papers_models():
+    """Against GPT-3's own 6 N D, which leaves attention out."""
+    for name, billions in {'1.5b': 1.5, '6.2b': 6.2, '28.3b': 28.3, '175b': 175}.items():
+        model = gpt_models.find(name)
+        attention = 6 * model.layers * model.hidden * model.sequence**2
+        assert model.flops(1, model.tensor) - attention == pytest.approx(
+            6e9 * billions * model.sequence, rel=0.03
+        )
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec('megatron.training') is None,
+    reason='needs megatron.training: in the wheel from 0.19 on (Python 3.12)',
+)
+def test_flops_are_megatrons(ranks):
+    assert ranks(2).run(megatrons_flops)[0] == [
+        pytest.approx(model.flops(24, model.tensor), rel=1e-12)
+        for model in gpt_models.MODELS.values()
+    ]
+
+
+class Arguments(Namespace):
+    """Of megatron.training: what is not set is off."""
+
+    def __getattr__(self, name):
+        return None
+
+
+def megatrons_flops():
+    from megatron.training.training import num_floating_point_operations
+
+    return [
+        num_floating_point_operations(
+            Arguments(
+                num_layers=model.layers,
+                hidden_size=model.hidden,
+                ffn_hidden_size=4 * model.hidden,
+                num_attention_heads=model.heads,
+                kv_channels=model.hidden // model.heads,
+                seq_length=model.sequence,
+                padded_vocab_size=model.vocabulary(model.tensor),
+            ),
+            24,
+        )
+        for model in gpt_models.MODELS.values()
+    ]
+
+
+def test_results_file(tmp_path):
+    file = tmp_path / 'result.json'
+    results = Results(file)
+    assert not results.has(JOB)
+    results.add(JOB, {'error': 'rank 1: out of memory'})
+    again = Results(file)
+    assert again.has(JOB) and not again.has(JOB, retry_failed=True)
+    figures = {'tokens_per_second_per_gpu': 7.0, 'tflops_per_gpu': 0.25, 'bubble': 0.125}
+    again.add(JOB, figures | {'peak_bytes': 2**30, 'device_peak_tflops': 1.0, 'device': 'x'})
+    (row,) = Results(file).rows
+    assert row['mfu'] == 0.25 and 'error' not in row, 'in place of the failure'
+    assert '25.0%  1.0 GiB   12.5%' in table([row])
+    file.write_text('[1]')
+    with pytest.raises(ValueError, match='is not a result of this benchmark: give another --json'):
+        Results(file)
+
+
+@pytest.mark.parametrize('name', gpt_models.MODELS)
+def test_published_pipelines_can_be_had(name):
+    """Every rank has equal work, and the stage that is measured is one of them."""
+    model = gpt_models.find(name)
+    per_rank, rest = divmod(model.layers + 2 * model.ends, model.pipeline)
+    assert rest == 0
+    if name not in ('tiny', '175b'):
+        assert model.stage_layers == per_rank
+    build('zb-v', model.pipeline, 3 * model.pipeline)
+
+
+@pytest.mark.parametrize(
+    ('flags', 'world', 'message'),
+    [
+        ('--models tiny', '', 'needs torchrun: torchrun --nproc-per-node 8'),
+        ('--models tiny --single-gpu', '2', 'takes one process: start it without torchrun'),
+        ('--models 7b', '2', "unknown model '7b': known are tiny, 1.5b"),
+        ('--models tiny --schedules zb-w', '2', "unknown schedule 'zb-w'"),
+        ('--models tiny --schedules megatron:zb-v', '2', "unknown schedule 'megatron:zb-v'"),
+        ('--models tiny --microbatches 3q', '2', '--microbatches 3q: give numbers such as 24'),
+        ('--models tiny --iterations 0', '2', '--iterations 0 is too small: give 1 or more'),
+        ('--models tiny --tensor-parallel 3', '2', '2 GPUs do not divide by 3'),
+        ('--models tiny --pipeline-parallel 3', '2', '2 GPUs do not divide by 3 (tiny'),
+        ('--models tiny --json nowhere/r.json', '2', 'there is no folder nowhere'),
+        ('--models tiny --png r.jpg', '2', 'let its name end in .png or .svg'),
+        ('--models tiny --single-gpu --predict-ranks 1', '', 'give numbers from 2 up'),
+    ],
+)
+def test_refuses_before_it_starts(capsys, monkeypatch, flags, world, message):
+    monkeypatch.delenv('WORLD_SIZE', raising=False)
+    if world:
+        monkeypatch.setenv('WORLD_SIZE', world)
+    with pytest.raises(SystemExit) as ended:
+        gpt_cli.main(flags.split())
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_gpu_check_without_a_gpu(tmp_path):
+    """It says so at once, and leaves nothing."""
+    script = ROOT / 'scripts' / 'gpu_check.sh'
+    subprocess.run(['bash', '-n', script], check=True)
+    stub = tmp_path / 'nvidia-smi'
+    stub.write_text('#!/bin/sh\necho NVIDIA-SMI has failed >&2\nexit 9\n')
+    stub.chmod(0o755)
+    path = f'{tmp_path}{os.pathsep}{os.environ["PATH"]}'
+    results = {'RESULTS': str(tmp_path / 'results'), 'VENV': str(tmp_path / 'venv')}
+    done = commands.run(['bash', script], timeout=10, env={'PATH': path, **results})
+    assert done.returncode == 3
+    assert 'no NVIDIA GPU here (nvidia-smi lists none): nothing was run' in done.stderr
+    assert list(tmp_path.iterdir()) == [stub]
