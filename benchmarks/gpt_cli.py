@@ -47,6 +47,8 @@ what one GPU can tell: a stage of each model measured; predictions for pipelines
 
     python scripts/benchmark_gpt.py --single-gpu --json stages.json --png stages.png
 
+A predicted pipeline of p stages is as deep a model as p measured stages make: compare TFLOP/s.
+
 Start the same command again to go on where it ended: what is in --json is not measured again.
 A configuration that fails (out of memory) becomes a row with its error; logs are beside --json.
 FLOP count as Megatron's; bubble: share of forward-backward in which the busiest rank idles;

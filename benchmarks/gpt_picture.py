@@ -13,7 +13,8 @@ from benchmarks.gpt_worker import Row
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SHOWN = 8  # curves: the best, and Megatron's own
+_SHOWN = 8  # curves: the best, and those that Megatron has
+_ALWAYS = ('1f1b', 'interleaved')
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -62,16 +63,16 @@ def _bars(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _curves(axes: Axes, rows: Sequence[Row]) -> None:
-    """Against the number of ranks; dashed, as it was not measured."""
+    """TFLOP/s by number of ranks, which also make the model deeper; dashed: it was not measured."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for row in sorted(rows, key=lambda row: row['p']):
-        point = row['p'], row['tokens_per_second_per_gpu']
+        point = row['p'], row['tflops_per_gpu']
         curves.setdefault(title(row), []).append(point)
     best = sorted(curves, key=lambda name: -curves[name][-1][1])
-    kept = [name for name in best if name.startswith(MEGATRON)] + best
+    kept = [name for name in _ALWAYS if name in curves] + best
     for name in list(dict.fromkeys(kept))[:_SHOWN]:
         axes.plot(*zip(*curves[name], strict=True), '--', marker='.', label=name)
     axes.set_xscale('log', base=2)
     axes.set_xlabel('pipeline ranks')
-    axes.set_ylabel('tokens/s/GPU, predicted')
+    axes.set_ylabel('TFLOP/s/GPU, predicted')
     axes.legend(fontsize=7)

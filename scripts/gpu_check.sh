@@ -5,7 +5,8 @@
 #
 #   ./scripts/gpu_check.sh [ARGUMENT_OF_BENCHMARK_GPT ...]
 #
-#   WHEELS   a folder of wheels, to install without a network (PIP_FIND_LINKS does the same)
+#   WHEELS   a folder of wheels, to install without a network (PIP_FIND_LINKS does the same); made by
+#            pip download -d FOLDER '.[plot]' setuptools wheel pytest pytest-timeout hypothesis ortools
 #   PYTHON   the interpreter (default: python3)
 #   VENV     where to install (default: .venv-gpu); it sees the packages of PYTHON, so that a
 #            container's torch, Transformer Engine and apex are used

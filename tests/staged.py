@@ -34,9 +34,15 @@ class Copied:
 def join_gpu(rank: int) -> None:
     """This process's rank gets a GPU, shared where there are fewer, and talks by gloo."""
     local = rank % torch.cuda.device_count()
-    os.environ |= {'LOCAL_RANK': str(local), 'CUBLAS_WORKSPACE_CONFIG': ':4096:8'}
+    os.environ |= {
+        'LOCAL_RANK': str(local),
+        'CUDA_DEVICE_MAX_CONNECTIONS': '1',  # wanted with tensor parallelism
+        # tests compare bits
+        'CUBLAS_WORKSPACE_CONFIG': ':4096:8',
+        'NVTE_ALLOW_NONDETERMINISTIC_ALGO': '0',
+    }
     torch.cuda.set_device(local)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # tests compare bits
+    torch.use_deterministic_algorithms(True, warn_only=True)
     dist.isend = distributed_c10d.isend = _isend
     dist.irecv = distributed_c10d.irecv = _irecv
 

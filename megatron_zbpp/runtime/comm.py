@@ -72,7 +72,7 @@ class Channels:
         if separate is None:
             separate = dist.get_backend(pp_group) == 'nccl'
         if separate:
-            self._groups = _directions(self.ranks, sorted(pairs))
+            self._groups = _directions(self.ranks, sorted(pairs), dist.get_backend(pp_group))
         else:
             self._groups = dict.fromkeys(pairs, pp_group)
         self._unfinished: dict[int, deque[tuple[dist.Work, torch.Tensor, Send]]]
@@ -118,7 +118,7 @@ class Channels:
 
 
 def _directions(
-    own: list[int], pairs: list[tuple[int, int]]
+    own: list[int], pairs: list[tuple[int, int]], backend: str
 ) -> dict[tuple[int, int], dist.ProcessGroup]:
     """A group for each pair, made by all ranks of all pipelines in one order.
 
@@ -130,7 +130,7 @@ def _directions(
     groups = {}
     for ranks in sorted(set(pipelines)):
         for pair in pairs:
-            group = dist.new_group(sorted(ranks[rank] for rank in pair))
+            group = dist.new_group(sorted(ranks[rank] for rank in pair), backend=backend)
             if list(ranks) == own:
                 groups[pair] = group
     return groups
