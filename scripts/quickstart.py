@@ -154,12 +154,11 @@ def table(results: dict[str, Result]) -> str:
 
 def pictures(args: argparse.Namespace, results: dict[str, Result]) -> list[Path]:
     """Loss curves and measured timelines; the files' paths."""
-    written = [args.output / 'loss.png']
-    loss_png({SCHEDULES[name]: result.losses for name, result in results.items()}, written[0])
-    for name, result in results.items():
-        written.append(args.output / f'{name}.timeline.png')
-        timeline_png({f'{SCHEDULES[name]}, measured': result.measurement.timeline}, written[-1])
-    return written
+    curves, lines = args.output / 'loss.png', args.output / 'timelines.png'
+    loss_png({SCHEDULES[name]: result.losses for name, result in results.items()}, curves)
+    measured = {SCHEDULES[name]: result.measurement.timeline for name, result in results.items()}
+    timeline_png({f'{name}, measured': timeline for name, timeline in measured.items()}, lines)
+    return [curves, lines]
 
 
 def main(argv: list[str] | None = None) -> None:

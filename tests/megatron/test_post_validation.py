@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from injected import VALUES, Early, Event, train
 
-ITERATIONS = 10
+ITERATIONS = 8
 COMMON = ['--num-layers', '4', '--global-batch-size', '8', '--train-iters', ITERATIONS]
+# processes, schedule, flags, variant: see `injected`
 SETUPS = {
     'fp32': (2, 'zb-h1', [], ''),
-    'fp32 sgd, V': (2, 'zb-v', [], 'sgd'),
-    'bf16, V': (2, 'zb-v', ['--bf16'], ''),
+    'bf16 sgd, V': (2, 'zb-v', ['--bf16'], 'sgd'),
     'fp16': (2, 'zb-2p', ['--bf16'], 'fp16'),
     'fp16, V, distributed optimizer': (
         4,
@@ -26,7 +26,6 @@ SETUPS = {
     'distributed optimizer': (4, 'zb-h1', ['--use-distributed-optimizer'], ''),
     'experts, V': (2, 'zb-v', ['--untie-embeddings-and-output-weights'], 'experts'),
     'tensor parallel': (4, 'zb-h1', ['--bf16', '--tensor-model-parallel-size', 2], ''),
-    'replicas': (4, 'zb-v', ['--bf16'], ''),
     'dropout': (2, 'zb-h1', [], 'dropout'),
 }
 events = st.lists(
@@ -76,7 +75,7 @@ def test_whatever_happens(compared, setup):
     both_ways()
 
 
-@pytest.mark.parametrize('setup', ['fp32', 'bf16, V', 'fp16', 'experts, V'])
+@pytest.mark.parametrize('setup', ['fp32', 'bf16 sgd, V', 'experts, V'])
 def test_prefix_passes_and_whole_fails(compared, setup):
     """What the last of the chain finds, the first learns from the whole."""
     _, schedule, *_ = SETUPS[setup]

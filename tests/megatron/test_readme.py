@@ -57,6 +57,25 @@ def test_launch_command():
     assert re.search(r'iteration +2/ +2 \|.*lm loss: [\d.E+-]+ \|', torchrun(*arguments))
 
 
+@pytest.mark.parametrize('command', [c for c in COMMANDS if c.startswith('python scripts/')])
+def test_benchmark_command(command, tmp_path):
+    """Each as it is, but smaller, and without pictures in the checkout."""
+    _, script, *arguments = shlex.split(command)
+    small = {
+        'benchmark_step.py': ['--parameters', '0.1'],
+        'benchmark_overhead.py': ['--repeats', '2'],
+        'benchmark_pipelines.py': ['--pp', '2', '--microbatches', '3', '--times-ms', '1,1,1'],
+        'benchmark_gpt.py': ['--models', 'tiny', '--predict-ranks', '8', '--iterations', '2'],
+    }[Path(script).name]
+    if script.endswith('pipelines.py'):
+        small += ['--rounds', '1', '--schedules', 'zb-v']
+        small += ['--schedules', 'zb-v,zb-v+post-validation'] * ('--optimizer' in arguments)
+        arguments.remove('--realtime')  # not everybody may
+    given = [Path(a).name if a.endswith(('.png', '.json')) else a for a in arguments]
+    done = run([sys.executable, ROOT / script, *given, *small], cwd=tmp_path, timeout=150)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
     """The commands of one block use each other's files."""
