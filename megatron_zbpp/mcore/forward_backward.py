@@ -106,12 +106,13 @@ class Batch:
             record = self.executor.run()
         config, forward_only = self.config, self.arguments.forward_only
         if config.finalize_model_grads_func is not None and not forward_only:
-            config.finalize_model_grads_func(
-                self.arguments.models,
-                self.call.num_tokens if config.calculate_per_token_loss else None,
-                pg_collection=self.groups,
-                force_all_reduce=self.arguments.force_all_reduce,
-            )
+            with plugin.watchdog.meeting('reduction of gradients among replicas and tied layers'):
+                config.finalize_model_grads_func(
+                    self.arguments.models,
+                    self.call.num_tokens if config.calculate_per_token_loss else None,
+                    pg_collection=self.groups,
+                    force_all_reduce=self.arguments.force_all_reduce,
+                )
         iteration = Iteration(self.lowered.schedule, self.groups.pp, record, self.executor.clock)
         if forward_only:
             plugin.latest = iteration

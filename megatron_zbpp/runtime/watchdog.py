@@ -188,13 +188,17 @@ class Watchdog:
     def _watching(self, activity: Activity) -> Iterator[None]:
         """After an exception the process has `timeout` seconds to end, or to begin something new.
 
-        No pipeline goes on after one, and leaving it may hang too.
+        No pipeline goes on after one, and leaving it may hang too. What was watched before, and is
+        not over on all ranks, is watched again behind it.
         """
+        before = self._activity
         self._activity, self._failed = activity, False
         self._start()
         try:
             yield
             activity.ended()
+            if before is not None and before.beat() is not None and activity.beat() is None:
+                self._activity = before
         except BaseException as error:
             self._failed = True
             self._report(f'{type(error).__name__}: {error}'.partition('\n')[0])
