@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         'fits')  # fmt: skip
     add('--rounds', type=int, default=5, help='samples of each runner (default: 5)')
     add('--iterations-per-sample', type=int, default=1, metavar='N', help='back to back; the time '
-        'is that of one, from the end of the first on (default: 1)')  # fmt: skip
+        'is that of one, from the end of the second on (default: 1)')  # fmt: skip
     add('--optimizer', action='store_true', help="end each iteration with Megatron's optimizer: "
         'fp32 Adam with clipping, under DistributedDataParallel; without torch')  # fmt: skip
     add('--realtime', action='store_true', help='ranks come before other programs while they are '
@@ -115,10 +115,10 @@ def _job(args: argparse.Namespace) -> tuple[Job, dict[str, str]]:
     with realtime(args.realtime):
         pass  # may it be had?
     early = [name for _, name in chosen if name.endswith(EARLY)]
-    if early and (not args.optimizer or args.iterations_per_sample < 2):
+    if early and (not args.optimizer or args.iterations_per_sample < 3):
         raise ValueError(
             f'{early[0]} is about steps between iterations: give --optimizer and '
-            '--iterations-per-sample 2 or more'
+            '--iterations-per-sample 3 or more'
         )
     if args.optimizer:
         if any(text.startswith(TORCH) for text in texts or ()):

@@ -41,8 +41,9 @@ class Job:
         num_ranks, num_microbatches: p and m.
         times: of a full rank.
         rounds: samples of each runner, after one that does not count.
-        iterations: that make one sample: its time is that of one, from the end of the first to the
-            end of the last; of a single one, from its start.
+        iterations: that make one sample: its time is that of one, from the end of the second to the
+            end of the last (ranks start together, and fall into step in the first two); of a
+            single one, from its start.
         optimizer: whether each iteration ends with a step of Megatron's optimizer.
         realtime: whether ranks come before other programs while they are measured.
     """
@@ -173,16 +174,19 @@ def _sample(runner: Runner, job: Job) -> Sample:
         start = _agreed_start()
         sleep_until(start)
         used = time.thread_time()
+        ends = [start]
         for _ in range(job.iterations):
             runner.iterate()
-        end, used = time.perf_counter(), time.thread_time() - used
-    own = (end, used - meter.cpu, meter.peak / LAYERS, _squares(runner))
+            ends.append(time.perf_counter())
+        used = time.thread_time() - used
+    settled = min(2, job.iterations - 1)
+    seconds = (ends[-1] - ends[settled]) / (job.iterations - settled)
+    own = (seconds, used - meter.cpu, meter.peak / LAYERS, _squares(runner))
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
-    ends, overheads, peaks, squares = zip(*gathered, strict=True)
-    seconds = (max(ends) - start) / job.iterations
+    times, overheads, peaks, squares = zip(*gathered, strict=True)
     checksum = math.fsum(itertools.chain(*squares))  # whichever rank has which layer
-    return Sample(seconds, max(overheads) / job.iterations, max(peaks), checksum)
+    return Sample(max(times), max(overheads) / job.iterations, max(peaks), checksum)
 
 
 def _agreed_start() -> float:

@@ -112,6 +112,12 @@ class NextIteration:
             begun, self._begun = self._begun, None
             self._drop(*begun)
 
+    def close(self) -> None:
+        """There will be no next iteration: lets go of models, data and activations."""
+        self.latest = self._begun = None
+        self._repeats = False
+        self._tapes.clear()
+
     def _drop(self, batch: Batch, effects: Effects) -> None:
         batch.executor.drop()
         effects.drop()

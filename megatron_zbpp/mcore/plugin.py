@@ -324,6 +324,7 @@ class Plugin:
         if not self.enabled:
             return
         self.watchdog.stop()
+        self.next.close()
         while self._undo:
             owner, name, original = self._undo.pop()
             setattr(owner, name, original)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from ranks import Ranks
+from ranks import Ranks, let_go
 
 # Small, but every kind of layer is there and the vocabulary layer is the largest.
 MODEL = ['--hidden-size', '32', '--num-attention-heads', '2', '--seq-length', '16']
@@ -54,8 +53,7 @@ def forget_groups() -> None:
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     rotary_pos_embedding.RotaryEmbedding.forward.cache_clear()  # it keeps modules, those a group
-    gc.collect()  # cycles hold on to them
-    gc.freeze()  # what is left stays: the next collection need not look at it
+    let_go()
 
 
 def run(ranks: Ranks, folder: Path, *argv: str | int | Path, log: bool = False) -> Run:
