@@ -79,12 +79,13 @@ def _named(text: str) -> list[tuple[str, str]]:
     library = library or ZBPP
     if library not in LIBRARIES:
         raise ValueError(f'{text!r}: no library {library!r}: known are {", ".join(LIBRARIES)}')
-    if library == ZBPP and name.removesuffix(EARLY) != AUTO:
-        suffix = EARLY if name.endswith(EARLY) else ''
-        return [(ZBPP, find(name.removesuffix(EARLY)).name + suffix)]
+    suffix = EARLY if library == ZBPP and name.endswith(EARLY) else ''
+    plain = name.removesuffix(suffix)
+    if library == ZBPP and plain.lower() != AUTO:
+        return [(ZBPP, find(plain).name + suffix)]
     by_key = {other.lower(): other for other in known()[library]}
-    if name.lower() in by_key:
-        return [(library, by_key[name.lower()])]
+    if plain.lower() in by_key:
+        return [(library, by_key[plain.lower()] + suffix)]
     near = difflib.get_close_matches(name.lower(), by_key, n=1, cutoff=0.3)
     hint = f' (did you mean {library}:{by_key[near[0]]}?)' if near else ''
     raise ValueError(

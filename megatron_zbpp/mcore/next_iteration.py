@@ -113,10 +113,18 @@ class NextIteration:
             self._drop(*begun)
 
     def close(self) -> None:
-        """There will be no next iteration: lets go of models, data and activations."""
+        """There is no next iteration for now: lets go of models and activations.
+
+        Data that was drawn for it stays here, for when the same iterator is trained with again.
+        """
+        if self._begun is not None:
+            _, effects = self._begun
+            effects.drop()
+            for tape in self._tapes.values():
+                tape.rewind()
+        self._tapes = {i: tape for i, tape in self._tapes.items() if not tape.idle}
         self.latest = self._begun = None
         self._repeats = False
-        self._tapes.clear()
 
     def _drop(self, batch: Batch, effects: Effects) -> None:
         batch.executor.drop()

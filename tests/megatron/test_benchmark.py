@@ -62,11 +62,14 @@ def test_side_by_side(tmp_path):
 
 
 def test_with_optimizer(tmp_path):
-    flags = ['--schedules', 'zb-v', '--rounds', '1', '--optimizer', '--iterations-per-sample', '3']
-    _, result = run(tmp_path, *flags)
-    stock, ours = result['rows']
-    assert stock['optimizer'] and ours['optimizer']
+    """Steps that wait for all ranks, and steps that do not."""
+    flags = ['--schedules', 'zb-v,zb-v+post-validation', '--rounds', '1', '--optimizer']
+    _, result = run(tmp_path, *flags, '--iterations-per-sample', '3')
+    stock, ours, early = result['rows']
+    assert stock['optimizer'] and ours['optimizer'] and early['optimizer']
     assert ours['checksum'] == pytest.approx(stock['checksum'], rel=1e-5)
+    assert early['checksum'] == ours['checksum']
+    assert early['simulated_ms'] <= ours['simulated_ms'], 'the window, not the makespan'
 
 
 @pytest.mark.parametrize(
@@ -78,6 +81,7 @@ def test_with_optimizer(tmp_path):
         ('--times-ms 1,2', '--times-ms 1,2: give three numbers'),
         ('--times-ms 1,0,1', '--times-ms 1,0,1: give numbers above 0'),
         ('--times-ms 1,nan,1', '--times-ms 1,nan,1: give numbers above 0'),
+        ('--schedules zb-v+post-validation --optimizer', '--iterations-per-sample 3 or more'),
         ('--schedules zb-w', "unknown schedule 'zb-w'"),
         ('--schedules torch:ZBV', 'did you mean torch:ZBVZeroBubble?'),
         ('--schedules pipedream:1f1b', 'known are megatron, torch, zbpp'),
@@ -99,10 +103,11 @@ def test_selection():
     everything = selected(None)
     assert everything[0] == ('megatron', '1f1b')
     assert len(everything) == sum(map(len, known().values()))
-    assert selected(['ZBV', 'torch:dualpipev', 'zb_v']) == [
+    assert selected(['ZBV', 'torch:dualpipev', 'zb_v', 'AUTO+post-validation']) == [
         ('megatron', '1f1b'),
         ('zbpp', 'zb-v'),
         ('torch', 'DualPipeV'),
+        ('zbpp', 'auto+post-validation'),
     ]
 
 
