@@ -163,6 +163,6 @@ def let_go() -> None:
     What holds them goes in turns: modules when graphs are gone that held them, then their groups.
     """
     gc.unfreeze()
-    while gc.collect():
-        pass
+    for _ in range(3):
+        gc.collect()
     gc.freeze()  # what is left stays: the next collection need not look at it

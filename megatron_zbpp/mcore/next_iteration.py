@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
+
 from megatron_zbpp.mcore.effects import Effects
 from megatron_zbpp.mcore.forward_backward import Arguments, Batch, prepare
 from megatron_zbpp.runtime.tape import Tape
@@ -102,7 +104,8 @@ class NextIteration:
         for tape in self._tapes.values():
             tape.mark(keep=True)
         effects = Effects(self.latest.models)
-        with effects.hidden(), self._plugin.watchdog.forwards(batch.executor):
+        watched = self._plugin.watchdog.forwards(batch.executor)
+        with torch.enable_grad(), effects.hidden(), watched:
             batch.executor.run_ahead(count)
         self._begun = batch, effects
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -74,7 +75,8 @@ class Steps:
 
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin
-        self._possible: bool | None = None
+        self._possible = False
+        self._optimizer: weakref.ref[MegatronOptimizer] | None = None
         self._alone: dist.ProcessGroup | None = None
         self._chains: dict[dist.ProcessGroup, Chain] = {}
 
@@ -86,14 +88,22 @@ class Steps:
             latest = self._plugin.latest
             if self._plugin.next.latest is None or latest is None:
                 return original(optimizer)  # no pipeline, or not ours
-            if self._possible is None:
-                self._possible = self._agree(optimizer)
-            if not self._possible:
+            if not self._may_be_early(optimizer):
                 return original(optimizer)
             update = updates.MegatronUpdate(optimizer, original, self._alone)
             return self._plugin.post_validation.step(update, self._chain(), self._plugin.next)
 
         return step
+
+    def _may_be_early(self, optimizer: MegatronOptimizer) -> bool:
+        known = self._optimizer and self._optimizer()
+        if known is None:
+            self._optimizer = weakref.ref(optimizer)
+            self._possible = self._agree(optimizer)
+        elif known is not optimizer and self._possible:
+            self._possible = False
+            _say('there are several, and forwards need the steps of all')
+        return self._possible
 
     def _agree(self, optimizer: MegatronOptimizer) -> bool:
         """Whether post-validation is possible on all ranks, which is said once if not."""
@@ -104,12 +114,8 @@ class Steps:
             dist.all_gather_object(reasons, reason)
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         refused = sorted(filter(None, set(reasons)))
-        if refused and dist.get_rank() == 0:
-            print(
-                f'megatron_zbpp: optimizer steps wait for all ranks: {"; ".join(refused)}',
-                file=sys.stderr,
-                flush=True,
-            )
+        if refused:
+            _say('; '.join(refused))
         return not refused
 
     def _chain(self) -> Chain:
@@ -119,3 +125,9 @@ class Steps:
             device = next(self._plugin.next.latest.models[0].parameters()).device
             self._chains[pp_group] = Chain(pp_group, order, device)
         return self._chains[pp_group]
+
+
+def _say(why: str) -> None:
+    if dist.get_rank() == 0:
+        message = f'megatron_zbpp: optimizer steps wait for all ranks: {why}'
+        print(message, file=sys.stderr, flush=True)

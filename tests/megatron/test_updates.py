@@ -70,3 +70,23 @@ def test_clipping_and_rounding_are_megatrons(ranks):
     source, rounded = ranks(2).run(reductions)[0]
     assert 'max_norm / (total_norm + 1.0e-6)' in source and 'clip_coeff < 1.0' in source
     assert rounded == [torch.tensor(0.1).item(), None, torch.tensor(1e9 + 1).item()]
+
+
+def several():
+    """Two optimizers take turns; whether each may step early."""
+    from megatron_zbpp.mcore import stepping
+
+    class Optimizer:
+        pass
+
+    steps = stepping.Steps(SimpleNamespace())
+    steps._agree = lambda optimizer: True
+    one, other = Optimizer(), Optimizer()
+    found = [steps._may_be_early(optimizer) for optimizer in (one, one, other, one)]
+    del one
+    return found, steps._may_be_early(other)
+
+
+def test_several_optimizers_wait(ranks):
+    """Until the first is gone: then there is one."""
+    assert ranks(2).run(several) == [([True, True, False, False], True)] * 2
