@@ -55,7 +55,7 @@ def train(
     enable = megatron_zbpp.enable
 
     def enabling(*args, **kwargs):
-        plugins.append(enable(*args, **kwargs, post_validation=clean_steps or False))
+        plugins.append(enable(*args, **kwargs | {'post_validation': clean_steps or False}))
         if clean_steps:
             plugins[-1].post_validation.governor.tolerated = 1000  # it shall never step back
         return plugins[-1]
