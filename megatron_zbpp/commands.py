@@ -152,6 +152,8 @@ def _plan_frontier(args: Namespace) -> None:
         raise ValueError('--frontier has the memory limits: leave --memory-limit out')
     if args.output and not args.output.endswith(('.png', '.svg')):
         raise ValueError(f'--output {args.output}: let its name end in .png or .svg')
+    if args.output and not Path(args.output).absolute().parent.is_dir():
+        raise ValueError(f'--output {args.output}: there is no folder {Path(args.output).parent}')
     with _planning_bar() as progress:
         points = frontier(
             *_plan_inputs(args),

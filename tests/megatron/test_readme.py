@@ -65,7 +65,6 @@ def test_benchmark_command(command, tmp_path):
         'benchmark_step.py': ['--parameters', '0.1'],
         'benchmark_overhead.py': ['--repeats', '2'],
         'benchmark_pipelines.py': ['--pp', '2', '--microbatches', '3', '--times-ms', '1,1,1'],
-        'benchmark_gpt.py': ['--models', 'tiny', '--predict-ranks', '8', '--iterations', '2'],
     }[Path(script).name]
     if script.endswith('pipelines.py'):
         small += ['--rounds', '1', '--schedules', 'zb-v']
@@ -79,7 +78,9 @@ def test_benchmark_command(command, tmp_path):
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
     """The commands of one block use each other's files."""
-    return tmp_path_factory.mktemp('readme')
+    made = tmp_path_factory.mktemp('readme')
+    (made / 'docs' / 'pictures').mkdir(parents=True)
+    return made
 
 
 @pytest.mark.parametrize('command', [c for c in COMMANDS if 'zbpp ' in c])

@@ -320,6 +320,7 @@ def test_refused_schedule_is_drawn(capsys: pytest.CaptureFixture, tmp_path: Path
         (['plan', *SHAPE, '--frontier', '2,x'], ["'x'"]),
         (['plan', *SHAPE, '--frontier', '2', '--memory-limit', '2'], ['leave --memory-limit out']),
         (['plan', *SHAPE, '-o', 'a.png'], ['a.png', '--frontier']),
+        (['plan', *SHAPE, '--frontier', '2', '-o', 'b/a.png'], ['there is no folder b']),
         (['plan', *SHAPE, '--frontier', '2', '-o', 'a.txt'], ['a.txt', '.png or .svg']),
         (['plan', *SHAPE, '--cache', 'here', '--no-cache'], ['not allowed']),
         (['plan', *SHAPE, '--seed', 'x'], ["'x'"]),
