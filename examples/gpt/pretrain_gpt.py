@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -520,7 +520,8 @@ def train(args: argparse.Namespace) -> None:
             iteration += 1
             seconds = time.perf_counter() - start
             measured.append(meter.latest)
-            figures = report.figures_due(args, iteration, measured[-1])
+            with plugin.watchdog.meeting('figures for the log') if plugin else nullcontext():
+                figures = report.figures_due(args, iteration, measured[-1])
             if loss is not None:
                 lr = optimizer.param_groups[0]['lr']
                 report.log(args, iteration, seconds, lr, loss, grad_norm, skipped, figures)
