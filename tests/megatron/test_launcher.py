@@ -48,9 +48,8 @@ def test_help(ranks):
     expected, _ = ranks(2).run(documented)
     assert {'pipeline_schedule', 'pipeline_watchdog_timeout'} <= dict(expected).keys()
     for name, text in expected:
-        at = next(
-            i for i, line in enumerate(lines) if line.startswith(f'--{name} '.replace('_', '-'))
-        )
+        flag = f'--{name} '.replace('_', '-')
+        at = next(i for i, line in enumerate(lines) if f'{line} '.startswith(flag))
         assert text in f'{lines[at]} {lines[at + 1]}', name
 
 
