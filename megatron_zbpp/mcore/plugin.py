@@ -29,7 +29,7 @@ from megatron_zbpp.mcore.next_iteration import NextIteration
 from megatron_zbpp.mcore.te import delay_weight_gradients
 from megatron_zbpp.optim.governor import Governor
 from megatron_zbpp.optim.post_validation import PostValidation
-from megatron_zbpp.planning.ahead import chain, passes_ahead, split
+from megatron_zbpp.planning.ahead import ahead_of, passes_ahead, split
 from megatron_zbpp.planning.check import check
 from megatron_zbpp.planning.lower import Program, lower
 from megatron_zbpp.runtime import handshake
@@ -96,8 +96,7 @@ class Lowered:
             rank: in the pipeline.
             ranks_ahead: how many ranks of the chain go ahead.
         """
-        early = chain(self.placement)[:ranks_ahead]
-        passes = {p for r in early for p in self.schedule.passes[r][: self.ahead[r]]}
+        passes = ahead_of(self.schedule, self.ahead, ranks_ahead)
         first, rest = split(self.programs[rank], passes)
         return first + rest, len(first)
 

@@ -20,8 +20,8 @@ class Governor:
     window: int = 20
     tolerated: int = 4
     _in_a_row: int = 0
-    _failed: deque[bool] = field(default_factory=deque)
-    engaged: bool = False
+    _failed: deque[bool] = field(init=False)
+    engaged: bool = field(init=False)
 
     def __post_init__(self) -> None:
         if self.clean_steps < 0:

@@ -8,7 +8,7 @@ ever taken for another.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 from megatron_zbpp.ir import F, Pass, Placement, Schedule
 from megatron_zbpp.planning.lower import Instruction, Program, Receive, consumers
@@ -45,6 +45,18 @@ def passes_ahead(schedule: Schedule) -> tuple[int, ...]:
             ahead.add(p)
             counts[rank] += 1
     return tuple(counts)
+
+
+def ahead_of(schedule: Schedule, counts: Sequence[int], ranks_ahead: int) -> set[Pass]:
+    """The passes that run ahead if the first `ranks_ahead` ranks of the chain do.
+
+    Args:
+        schedule: any.
+        counts: of `passes_ahead`.
+        ranks_ahead: how many ranks go ahead.
+    """
+    early = chain(schedule.placement)[:ranks_ahead]
+    return {p for rank in early for p in schedule.passes[rank][: counts[rank]]}
 
 
 def split(program: Program, ahead: Set[Pass]) -> tuple[Program, Program]:

@@ -19,7 +19,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Protocol
 
@@ -153,14 +153,9 @@ class Watchdog:
         self._groups: dict[dist.ProcessGroup, dist.ProcessGroupGloo] = {}
         self._rank = self._watched = 0  # global rank; identity of the thread
 
-    @contextmanager
-    def meeting(self, what: str) -> Iterator[None]:
+    def meeting(self, what: str) -> AbstractContextManager[None]:
         """The main thread is in a collective call of the pipeline's ranks meanwhile."""
-        if not self.timeout:
-            yield
-            return
-        with self._watching(Meeting(what)):
-            yield
+        return self._watching(Meeting(what))
 
     @contextmanager
     def passes(self, executor: Executor) -> Iterator[None]:
@@ -175,14 +170,9 @@ class Watchdog:
         with self._watching(Passes(executor, self._groups[pp_group])):
             yield
 
-    @contextmanager
-    def forwards(self, executor: Executor) -> Iterator[None]:
+    def forwards(self, executor: Executor) -> AbstractContextManager[None]:
         """`executor` runs ahead meanwhile."""
-        if not self.timeout:
-            yield
-            return
-        with self._watching(Forwards(executor)):
-            yield
+        return self._watching(Forwards(executor))
 
     @contextmanager
     def _watching(self, activity: Activity) -> Iterator[None]:
@@ -191,6 +181,9 @@ class Watchdog:
         No pipeline goes on after one, and leaving it may hang too. What was watched before, and is
         not over on all ranks, is watched again behind it.
         """
+        if not self.timeout:
+            yield
+            return
         before = self._activity
         self._activity, self._failed = activity, False
         self._start()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_zbpp.ir import F, Pass, Placement
-from megatron_zbpp.planning.ahead import chain, passes_ahead, split
+from megatron_zbpp.planning.ahead import ahead_of, chain, passes_ahead, split
 from megatron_zbpp.planning.lower import Receive, Send, lower, prove
 from megatron_zbpp.schedules import FAMILIES, build
 
@@ -26,9 +26,8 @@ def schedules(draw):
 @given(schedules(), st.integers(0, 5))
 def test_programs_stay_free_of_deadlock_and_in_order(schedule, early):
     """However many ranks go ahead: `prove` replays programs with sends that wait."""
-    counts, programs = passes_ahead(schedule), lower(schedule)
-    first = chain(schedule.placement)[:early]
-    ahead = {p for r in first for p in schedule.passes[r][: counts[r]]}
+    programs = lower(schedule)
+    ahead = ahead_of(schedule, passes_ahead(schedule), early)
     parts = [split(program, ahead) for program in programs]
     prove([begun + rest for begun, rest in parts])
     for program, (begun, rest) in zip(programs, parts, strict=True):
@@ -40,7 +39,7 @@ def test_programs_stay_free_of_deadlock_and_in_order(schedule, early):
 def test_what_is_ahead_needs_nothing_from_behind(schedule):
     order = chain(schedule.placement)
     counts, rank_of = passes_ahead(schedule), schedule.placement.ranks
-    ahead = {p for r in order for p in schedule.passes[r][: counts[r]]}
+    ahead = ahead_of(schedule, counts, len(order))
     assert counts[order[-1]] == 0
     for p in ahead:
         assert p.kind == F
@@ -54,9 +53,8 @@ def test_what_is_ahead_needs_nothing_from_behind(schedule):
 @given(schedules(), st.integers(0, 5))
 def test_all_that_is_sent_ahead_is_received_ahead(schedule, early):
     """So that nothing of a dropped forward is left between two ranks."""
-    counts, programs = passes_ahead(schedule), lower(schedule)
-    first = chain(schedule.placement)[:early]
-    ahead = {p for r in first for p in schedule.passes[r][: counts[r]]}
+    programs = lower(schedule)
+    ahead = ahead_of(schedule, passes_ahead(schedule), early)
     begun = [split(program, ahead)[0] for program in programs]
     sent = [i.consumer for part in begun for i in part if isinstance(i, Send)]
     received = [i.consumer for part in begun for i in part if isinstance(i, Receive)]
