@@ -126,33 +126,28 @@ def te_layer_norm_linear(config, bias):
     return TELayerNormColumnParallelLinear(64, 128, is_expert=False, **options)
 
 
+def te_options(config, bias):
+    """Of TE's own modules, where Megatron's specs have none around them."""
+    return {
+        'bias': bias,
+        'params_dtype': config.params_dtype,
+        'fuse_wgrad_accumulation': config.gradient_accumulation_fusion,
+        'delay_wgrad_compute': config.delay_wgrad_compute,
+    }
+
+
 def te_layer_norm_mlp(config, bias):
     """Not a layer of Megatron's specs; TE's own, as users build it."""
     from transformer_engine.pytorch import LayerNormMLP
 
-    return LayerNormMLP(
-        64,
-        128,
-        bias=bias,
-        params_dtype=config.params_dtype,
-        fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
-        delay_wgrad_compute=config.delay_wgrad_compute,
-    )
+    return LayerNormMLP(64, 128, **te_options(config, bias))
 
 
 def te_grouped(config, bias):
     """Two experts' products in one; `tokens` says how many rows each gets."""
     from transformer_engine.pytorch import GroupedLinear
 
-    return GroupedLinear(
-        2,
-        64,
-        128,
-        bias=bias,
-        params_dtype=config.params_dtype,
-        fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
-        delay_wgrad_compute=config.delay_wgrad_compute,
-    )
+    return GroupedLinear(2, 64, 128, **te_options(config, bias))
 
 
 LAYERS = {
