@@ -32,13 +32,14 @@ example: four ranks, 16 microbatches, passes of 20 ms; three schedules beside Me
 
 optimizer steps that wait for all ranks beside those that do not:
 
-    python scripts/benchmark_pipelines.py --pp 4 --microbatches 16 --optimizer \
+    python scripts/benchmark_pipelines.py --pp 4 --microbatches 16 --optimizer \\
         --iterations-per-sample 4 --schedules zb-v,zb-v+post-validation,zb-2p,zb-2p+post-validation
 
 columns: median of the samples; what the simulator predicts, with messages that take no time, and
 the ratio to it; bubble, the share of the iteration in which a rank idles; ratio to Megatron's 1F1B;
 most activations that a rank held, of one microbatch on a full rank; CPU time of a rank's thread
-beside the emulated passes, for each pass: Python, autograd and messages of the runtime.
+beside the emulated passes, for each pass: Python, autograd and messages of the runtime; for each
+pass, how long a rank's thread was ready and all cores were taken: more ranks than cores wait.
 """
 
 

@@ -7,10 +7,10 @@ has done the work. A sleep takes no CPU: many ranks on few cores run like as man
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -58,21 +58,17 @@ class Meter:
     Attributes:
         live: layers that are between their F and their W; the input of each is held.
         peak: most of them at once.
-        cpu: seconds of the thread's CPU time that the emulated passes took themselves.
+        awake: seconds of the emulated passes that were not slept.
     """
 
     live: int = 0
     peak: int = 0
-    cpu: float = 0.0
+    awake: float = 0.0
 
-    @contextmanager
-    def lasting(self, seconds: float) -> Iterator[None]:
-        """What is inside takes `seconds` from here, the rest of it asleep."""
-        deadline = time.perf_counter() + seconds
-        used = time.thread_time()
-        yield
-        sleep_until(deadline)
-        self.cpu += time.thread_time() - used
+    def fill(self, start: float, seconds: float) -> None:
+        """Sleeps until what began at `start` has taken `seconds`."""
+        slept = sleep_until(start + seconds)
+        self.awake += time.perf_counter() - start - slept
 
     def hold(self, layers: int) -> None:
         """So many layers more (or fewer) are held."""
@@ -80,13 +76,20 @@ class Meter:
         self.peak = max(self.peak, self.live)
 
 
-def sleep_until(deadline: float) -> None:
-    """Returns at `deadline`, in seconds of `time.perf_counter`, to some microseconds."""
-    rest = deadline - time.perf_counter() - _SPIN
-    if rest > 0:
-        time.sleep(rest)
+def sleep_until(deadline: float) -> float:
+    """Returns at `deadline`, in seconds of `time.perf_counter`, to some microseconds.
+
+    Returns:
+        How many seconds of it were slept.
+    """
+    asleep = time.perf_counter()
+    awake = asleep
+    if deadline - asleep > _SPIN:
+        time.sleep(deadline - asleep - _SPIN)
+        awake = time.perf_counter()
     while time.perf_counter() < deadline:
         pass
+    return awake - asleep
 
 
 class EmulatedLayer(torch.nn.Module):
@@ -109,15 +112,16 @@ class EmulatedLayer(torch.nn.Module):
         self.times, self.store, self.meter = times, store, meter
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, deferring = self._parameters['weight'], self.store.deferring
         # autograd must not see the parameter in B: its gradient comes with W
-        deferring = self.store.deferring
-        return _Linear.apply(self, self.weight.detach() if deferring else self.weight, x, deferring)
+        return _Linear.apply(self, weight.detach() if deferring else weight, x, deferring)
 
     def weight_gradient(self, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """W: takes its time, and lets go of the input."""
-        with self.meter.lasting(self.times.weight):
-            found = x.flatten(0, -2).t() @ gradient.flatten(0, -2)
-            self.meter.hold(-1)
+        start = time.perf_counter()
+        found = x.flatten(0, -2).t() @ gradient.flatten(0, -2)
+        self.meter.hold(-1)
+        self.meter.fill(start, self.times.weight)
         return found
 
 
@@ -130,24 +134,28 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.layer, ctx.deferring = layer, deferring
         ctx.save_for_backward(x)
-        with layer.meter.lasting(layer.times.forward):
-            layer.meter.hold(+1)
-            return x @ weight
+        start = time.perf_counter()
+        layer.meter.hold(+1)
+        after = x @ weight
+        layer.meter.fill(start, layer.times.forward)
+        return after
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), layer = ctx.saved_tensors, ctx.layer
-        with layer.meter.lasting(layer.times.backward):
-            before = gradient @ layer.weight.detach().t()
+        start = time.perf_counter()
+        weight = layer._parameters['weight']
+        before = gradient @ weight.detach().t()
+        layer.meter.fill(start, layer.times.backward)
         compute = partial(layer.weight_gradient, x, gradient)
         if not ctx.deferring:
             return None, compute(), before, None
-        layer.store.defer([layer.weight], lambda: [compute()])
+        layer.store.defer([weight], lambda: [compute()])
         return None, None, before, None
 
 
 class EmulatedChunk(torch.nn.Module):
-    """The layers of one stage.
+    """The layers of one stage; lean, since what they take beside their times counts as overhead.
 
     Args:
         layers: in order.
@@ -156,6 +164,7 @@ class EmulatedChunk(torch.nn.Module):
 
     Attributes:
         pre_process, post_process: whether it is first, last: Megatron's names.
+        decoder: where Megatron finds layers to tell them which microbatch comes: none asks.
     """
 
     share_embeddings_and_output_weights = False  # asked when gradients are finalized
@@ -167,19 +176,22 @@ class EmulatedChunk(torch.nn.Module):
         self.layers = torch.nn.ModuleList(layers)
         self.pre_process, self.post_process = first, last
         self.config = config
-        self._received: torch.Tensor | None = None
+        self.decoder = SimpleNamespace(layers=())
+        self._order = tuple(self.layers)
+        self._received: list[torch.Tensor | None] = [None]
 
     def set_input_tensor(self, received: list[torch.Tensor | None]) -> None:
         """What the stage before has made: how Megatron hands it over."""
-        (self._received,) = received
+        self._received[:] = received
 
-    def forward(self, x: torch.Tensor | None = None) -> torch.Tensor:
-        """`x`, or what was set, through all layers."""
-        x = self._received if x is None else x
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What was set, or else `x`, through all layers."""
+        (received,) = self._received
+        x = x if received is None else received
         if self.pre_process:
             x = x.detach().requires_grad_()  # as behind an embedding: the first B is a B, too
-        for layer in self.layers:
-            x = layer(x)
+        for layer in self._order:
+            x = layer.forward(x)
         return x
 
 

@@ -8,28 +8,18 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import os
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
-
-import torch.multiprocessing as mp
 
 from benchmarks.emulated import LAYERS, Meter, Times, sleep_until
 from benchmarks.entries import AUTO, EARLY, MEGATRON, TORCH, Entry
-from benchmarks.groups import shared_groups
 from benchmarks.realtime import realtime
+from benchmarks.spawning import join, spawned
 
 _LEAD = 0.01  # seconds between agreeing on a start and starting
-# of the ranks' processes: one thread each; without warnings about what only a GPU has
-_ENVIRONMENT = {
-    'OMP_NUM_THREADS': '1',
-    'PYTHONWARNINGS': 'ignore',
-    'TORCH_CPP_LOG_LEVEL': 'ERROR',
-    'GLOO_SOCKET_IFNAME': 'lo',
-}
 
 
 @dataclass(frozen=True)
@@ -66,12 +56,15 @@ class Sample:
         seconds: of one iteration: see `Job.iterations`; of the slowest rank.
         overhead: CPU seconds of an iteration that the slowest rank's thread spent beside the
             emulated passes: the runtime's own cost.
+        core_wait: seconds of an iteration that the rank's thread which waited longest was ready to
+            run and had no core; None where the system does not tell.
         live: most activations that a rank held, of one microbatch on a full rank.
         checksum: squares of all gradients, summed over the ranks.
     """
 
     seconds: float
     overhead: float
+    core_wait: float | None
     live: float
     checksum: float
 
@@ -98,42 +91,14 @@ def measure(job: Job) -> Iterator[tuple[int, Sample | None]]:
     Raises:
         RuntimeError: a rank failed; the message has its traceback.
     """
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    queue = mp.get_context('spawn').SimpleQueue()
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
-    processes = mp.spawn(_rank, (job, port, queue), nprocs=job.num_ranks, join=False)
-    try:
-        ended = False
-        while not ended or not queue.empty():
-            ended = ended or processes.join(0.0 if not queue.empty() else 0.05)
-            while not queue.empty():
-                yield queue.get()
-    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        raise RuntimeError(str(error)) from None
-    finally:
-        for process in processes.processes:
-            process.terminate()
+    return spawned(_rank, job.num_ranks, job)
 
 
 def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
     """All runners on one rank; rank 0 reports."""
-    import torch
     import torch.distributed as dist
 
-    from megatron_zbpp import cpu
-
-    torch.set_num_threads(1)
-    cpu.install()
-    address = f'tcp://127.0.0.1:{port}'
-    dist.init_process_group('gloo', init_method=address, rank=rank, world_size=job.num_ranks)
-    from megatron.core import parallel_state, tensor_parallel
-
-    with shared_groups():
-        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=job.num_ranks)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    join(rank, job.num_ranks, port)
     runners = [_runner(entry, job) for entry in job.entries]
     gc.freeze()  # what is there stays there: collections need not look at it
     for number in range(job.rounds + 1):
@@ -154,13 +119,14 @@ def _runner(entry: Entry, job: Job) -> Runner:
         from benchmarks.torch_runner import TorchRunner
 
         return TorchRunner(entry.name, job.num_microbatches, job.times)
-    from benchmarks.runners import MegatronRunner, ZbppRunner
+    from benchmarks.runners import EmulatedModel, MegatronRunner, ZbppRunner
 
+    model = EmulatedModel(job.times)
     if entry.runner == MEGATRON:
-        return MegatronRunner(entry.schedule, job.times, job.optimizer)
+        return MegatronRunner(entry.schedule, model, job.optimizer)
     name = entry.name.removesuffix(EARLY)
     source = entry.schedule if name == AUTO else name
-    return ZbppRunner(entry.schedule, source, job.times, job.optimizer, entry.early)
+    return ZbppRunner(entry.schedule, source, model, job.optimizer, entry.early)
 
 
 def _sample(runner: Runner, job: Job) -> Sample:
@@ -169,24 +135,39 @@ def _sample(runner: Runner, job: Job) -> Sample:
 
     gc.collect()
     meter = runner.meter
-    meter.live, meter.peak, meter.cpu = 0, 0, 0.0
+    meter.live, meter.peak, meter.awake = 0, 0, 0.0
     with runner.ready(), realtime(job.realtime):
         start = _agreed_start()
         sleep_until(start)
-        used = time.thread_time()
+        used, waited = time.thread_time(), _core_wait()
         ends = [start]
         for _ in range(job.iterations):
             runner.iterate()
             ends.append(time.perf_counter())
         used = time.thread_time() - used
+        waited = None if waited is None else _core_wait() - waited
     settled = min(2, job.iterations - 1)
     seconds = (ends[-1] - ends[settled]) / (job.iterations - settled)
-    own = (seconds, used - meter.cpu, meter.peak / LAYERS, _squares(runner))
+    own = (seconds, used - meter.awake, waited, meter.peak / LAYERS, _squares(runner))
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
-    times, overheads, peaks, squares = zip(*gathered, strict=True)
-    checksum = math.fsum(itertools.chain(*squares))  # whichever rank has which layer
-    return Sample(max(times), max(overheads) / job.iterations, max(peaks), checksum)
+    times, overheads, waits, peaks, squares = zip(*gathered, strict=True)
+    return Sample(
+        max(times),
+        max(overheads) / job.iterations,
+        None if None in waits else max(waits) / job.iterations,
+        max(peaks),
+        math.fsum(itertools.chain(*squares)),  # whichever rank has which layer
+    )
+
+
+def _core_wait() -> float | None:
+    """Seconds that this thread has ever been ready to run without a core, as Linux counts them."""
+    try:
+        _running, waiting, _turns = Path('/proc/thread-self/schedstat').read_text().split()
+    except FileNotFoundError:
+        return None
+    return int(waiting) / 1e9
 
 
 def _agreed_start() -> float:

@@ -2,8 +2,9 @@
 
 The program of one rank runs in one process. Its stages compute nothing, its neighbours are not
 there: what it sends is dropped, what it receives is zeros. So nothing is waited for, and all the
-CPU time is the runtime's: executor, store, the autograd nodes that W runs through. Not in it: what
-Megatron's own steps and a backend's sends and receives cost.
+CPU time is the runtime's: executor, store, the autograd nodes that W runs through, the times that
+are taken down for the log line. Not in it: what Megatron's own steps and a backend's sends and
+receives cost. Beside it: how long rank 0 draws one iteration of all ranks for --pipeline-trace-dir.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 import torch
 from tqdm import tqdm
 
-from megatron_zbpp.ir import KINDS, Pass
+from megatron_zbpp.ir import KINDS, Pass, Schedule
+from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.lower import Program, Send, lower
+from megatron_zbpp.planning.simulate import simulate
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.comm import Incoming, Message
 from megatron_zbpp.runtime.executor import Executor, Record
 from megatron_zbpp.runtime.store import WeightGradStore
+from megatron_zbpp.runtime.trace import Tracer
 from megatron_zbpp.schedules import build
 
 _MESSAGE = Message((4, 1, 16), torch.float32, torch.device('cpu'))
@@ -102,12 +107,27 @@ def cost(program: Program, gradients: int, repeats: int) -> float:
     return median(taken)
 
 
+def spans(record: Record) -> dict[str, list[float]]:
+    """Seconds inside the passes of each kind, on the host's clock."""
+    found: dict[str, list[float]] = {}
+    for p, (start, end) in zip(record.passes, record.marks, strict=True):
+        found.setdefault(p.kind, []).append(end - start)
+    return found
+
+
 def within(record: Record) -> dict[str, float]:
     """Median seconds inside the passes of each kind: what is left of a pass is around it."""
-    spans: dict[str, list[float]] = {}
-    for p, (start, end) in zip(record.passes, record.marks, strict=True):
-        spans.setdefault(p.kind, []).append(end - start)
-    return {kind: median(spans[kind]) for kind in KINDS if kind in spans}
+    found = spans(record)
+    return {kind: median(found[kind]) for kind in KINDS if kind in found}
+
+
+def drawing(schedule: Schedule) -> float:
+    """Seconds to draw one iteration of all ranks: tracing does so once."""
+    measured = simulate(schedule, Costs.uniform(schedule.placement))
+    with TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        Tracer(Path(folder)).draw(measured)
+        return time.perf_counter() - start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,27 +153,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f'{flag} {value} is too small: give at least 1')
     names = args.schedules.split(',')
     try:
-        programs = {name: _program(name, args.pp, args.microbatches) for name in names}
+        schedules = {name: build(name, args.pp, args.microbatches) for name in names}
     except ValueError as error:
         parser.error(str(error))
     torch.set_num_threads(1)
     sizes = args.gradients, args.repeats
+    # a rank in the middle has neighbours on both sides
+    programs = {name: lower(schedule)[args.pp // 2] for name, schedule in schedules.items()}
     found = {name: 1e6 * cost(program, *sizes) for name, program in programs.items()}
     for name, program in programs.items():
         inside = (
             f'{kind} {1e6 * t:.0f}' for kind, t in within(run(program, args.gradients)).items()
         )
-        print(f'{name:16} {found[name]:6.1f} µs a pass; inside: {", ".join(inside)}')
+        trace = f'a trace: {drawing(schedules[name]):.2f} s, once'
+        print(f'{name:16} {found[name]:6.1f} µs a pass; inside: {", ".join(inside)}; {trace}')
         if args.profile:
             _profile(program, args.gradients)
     if args.json:
         args.json.write_text(json.dumps({'us_per_pass': found, 'limit_us': args.limit_us}) + '\n')
     return int(max(found.values()) > args.limit_us)
-
-
-def _program(name: str, p: int, m: int) -> Program:
-    """Of a rank in the middle, which has neighbours on both sides."""
-    return lower(build(name, p, m))[p // 2]
 
 
 def _profile(program: Program, gradients: int) -> None:

@@ -1,4 +1,4 @@
-"""Megatron-Core's own schedules and ours on the emulated model: one loop, Megatron's own.
+"""Megatron-Core's own schedules and ours on one model: one loop, Megatron's own.
 
 Importing this imports Megatron: `megatron_zbpp.cpu.install()` comes before.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -19,7 +19,6 @@ from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
-from megatron.core.utils import get_attr_wrapped_model
 
 import megatron_zbpp
 from benchmarks import emulated
@@ -29,37 +28,93 @@ from megatron_zbpp.mcore.layout import for_megatron
 from megatron_zbpp.runtime.store import WeightGradStore
 
 
-class MegatronRunner:
-    """Megatron-Core's 1F1B or interleaved schedule.
+class Model(Protocol):
+    """What is trained.
+
+    Attributes:
+        sequence, micro_batch: the shape of a microbatch.
+    """
+
+    sequence: int
+    micro_batch: int
+
+    def chunks(self, placement: Placement, store: WeightGradStore) -> list[torch.nn.Module]:
+        """Those of this rank, each with Megatron's config as `.config`."""
+
+    def data(self, num_microbatches: int) -> Iterator[Any]:
+        """Microbatches without end; each iteration gets the same."""
+
+    def forward_step(self, data: Iterator[Any], model: torch.nn.Module) -> tuple:
+        """What Megatron calls for each microbatch on each chunk."""
+
+    def ready(self) -> AbstractContextManager[None]:
+        """Around iterations."""
+
+
+class EmulatedModel:
+    """The one of `emulated`, for Megatron's loop.
 
     Args:
-        schedule: the same, as ours: what is where, and how many microbatches.
         times: of a full rank.
-        optimizer: whether to train: DistributedDataParallel, Megatron's Adam in fp32, clipping.
 
     Attributes:
         meter: of this rank.
     """
 
-    def __init__(self, schedule: Schedule, times: Times, optimizer: bool) -> None:
+    sequence, micro_batch = SHAPE[:2]
+
+    def __init__(self, times: Times) -> None:
         self.meter = Meter()
-        self._build(schedule.placement, schedule.num_microbatches, WeightGradStore(), times)
+        self._times = times
+
+    def chunks(self, placement: Placement, store: Store) -> list[EmulatedChunk]:
+        stages = placement.stages(dist.get_rank())
+        config = _config(placement.num_ranks, len(stages))
+        found = []
+        for stage in stages:
+            layers = emulated.stage_layers(stage, placement, self._times, store, self.meter)
+            last = stage == placement.num_stages - 1
+            found.append(EmulatedChunk(layers, stage == 0, last, config))
+            found[-1].model_type = ModelType.encoder_or_decoder
+        return found
+
+    def data(self, num_microbatches: int) -> Iterator[torch.Tensor]:
+        return itertools.cycle(emulated.inputs(num_microbatches))
+
+    def forward_step(self, data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple:
+        return model(next(data)), _loss
+
+    def ready(self) -> AbstractContextManager[None]:
+        return _without_shim()
+
+
+class MegatronRunner:
+    """Megatron-Core's 1F1B or interleaved schedule.
+
+    Args:
+        schedule: the same, as ours: what is where, and how many microbatches.
+        model: to train.
+        optimizer: whether to train: DistributedDataParallel, Megatron's Adam in fp32, clipping.
+    """
+
+    def __init__(self, schedule: Schedule, model: Model, optimizer: bool) -> None:
+        self._model = model
+        self._build(schedule.placement, schedule.num_microbatches, WeightGradStore())
         self._optimizer = self._train() if optimizer else None
 
-    def _build(self, placement: Placement, m: int, store: Store, times: Times) -> None:
+    @property
+    def meter(self) -> Meter:
+        """Of an emulated model."""
+        return self._model.meter
+
+    def _build(self, placement: Placement, m: int, store: WeightGradStore) -> None:
         """This rank's chunks of the model."""
-        stages = placement.stages(dist.get_rank())
-        self._config = _config(placement.num_ranks, len(stages))
-        self._models: list[torch.nn.Module] = []
-        for stage in stages:
-            layers = emulated.stage_layers(stage, placement, times, store, self.meter)
-            last = stage == placement.num_stages - 1
-            chunk = EmulatedChunk(layers, stage == 0, last, self._config)
-            chunk.model_type = ModelType.encoder_or_decoder
-            self._models.append(chunk)
+        self._models = self._model.chunks(placement, store)
+        self._config = self._models[0].config
         self._num_microbatches = m
-        self._inputs = [itertools.cycle(emulated.inputs(m)) for _ in stages]
-        self._sizes = placement.num_ranks, len(stages) if len(stages) > 1 else None
+        self._inputs = [self._model.data(m) for _ in self._models]
+        many = len(self._models) > 1
+        self._sizes = placement.num_ranks, len(self._models) if many else None
 
     def _train(self) -> Any:
         """Wraps the model as a training script does; its optimizer."""
@@ -82,7 +137,7 @@ class MegatronRunner:
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Around iterations: everything is in place for them."""
-        with _without_shim():
+        with self._model.ready():
             yield
 
     def iterate(self) -> None:
@@ -102,12 +157,12 @@ class MegatronRunner:
         pp_size, vp_size = self._sizes
         many = vp_size is not None
         get_forward_backward_func(pp_size, vp_size)(
-            forward_step_func=_forward_step,
+            forward_step_func=self._model.forward_step,
             data_iterator=self._inputs if many else self._inputs[0],
             model=self._models if many else self._models[0],
             num_microbatches=self._num_microbatches,
-            seq_length=SHAPE[0],
-            micro_batch_size=SHAPE[1],
+            seq_length=self._model.sequence,
+            micro_batch_size=self._model.micro_batch,
         )
 
 
@@ -117,35 +172,38 @@ class ZbppRunner(MegatronRunner):
     Args:
         schedule: any.
         source: what `megatron_zbpp.enable` is given to run it: its family's name, or itself.
-        times: of a full rank.
+        model: to train.
         optimizer: see `MegatronRunner`.
         early: whether its steps do not wait for all ranks.
+
+    Attributes:
+        plugin: that runs it.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         source: str | Schedule,
-        times: Times,
+        model: Model,
         optimizer: bool,
         early: bool = False,
     ) -> None:
-        self.meter = Meter()
-        self._plugin = megatron_zbpp.enable(source, post_validation=early and 1)
+        self._model = model
+        self.plugin = megatron_zbpp.enable(source, post_validation=early and 1)
         placement = for_megatron(schedule).placement
-        self._build(placement, schedule.num_microbatches, self._plugin.store, times)
+        self._build(placement, schedule.num_microbatches, self.plugin.store)
         self._optimizer = self._train() if optimizer else None
-        self._plugin.disable()
+        self.plugin.disable()
 
     @contextmanager
     def ready(self) -> Iterator[None]:
         """The plugin is enabled, once and for all its iterations: it keeps what it has lowered."""
-        self._plugin.install()
+        self.plugin.install()
         try:
-            with _without_shim():
+            with super().ready():
                 yield
         finally:
-            self._plugin.disable()
+            self.plugin.disable()
 
 
 @contextmanager
@@ -177,13 +235,9 @@ def _config(num_ranks: int, num_chunks: int) -> TransformerConfig:
         virtual_pipeline_model_parallel_size=num_chunks if interleaved else None,
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
+        deallocate_pipeline_outputs=True,
         gradient_accumulation_fusion=False,
     )
-
-
-def _forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple:
-    chunk = get_attr_wrapped_model(model, 'pre_process', return_model_obj=True)
-    return model(next(data_iterator) if chunk.pre_process else None), _loss
 
 
 def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -14,7 +14,8 @@ from benchmarks.entries import MEGATRON, Entry
 from benchmarks.measure import Job, Sample
 
 Row = dict[str, Any]
-_HEADS = 'runner|schedule|ms/iteration|simulated|to it|bubble|to 1F1B|live|overhead'.split('|')
+_HEADS = 'runner|schedule|ms/iteration|simulated|to it|bubble|to 1F1B|live'.split('|')
+_HEADS += ['overhead', 'core wait']
 
 
 def rows(job: Job, samples: Sequence[Sequence[Sample]]) -> list[Row]:
@@ -27,6 +28,7 @@ def _row(job: Job, entry: Entry, samples: Sequence[Sample], reference: float) ->
     seconds = median(sample.seconds for sample in samples)
     ideal = job.num_microbatches * job.times.total
     passes = max(map(len, entry.schedule.passes))
+    waits = [sample.core_wait for sample in samples]
     return {
         'runner': entry.runner,
         'schedule': entry.name,
@@ -43,6 +45,7 @@ def _row(job: Job, entry: Entry, samples: Sequence[Sample], reference: float) ->
         'simulated_live_activations': entry.peak,
         'passes_per_rank': passes,
         'overhead_us_per_pass': 1e6 * median(sample.overhead for sample in samples) / passes,
+        'core_wait_us_per_pass': None if None in waits else 1e6 * median(waits) / passes,
         'checksum': samples[-1].checksum,
         'optimizer': job.optimizer and entry.runner in (MEGATRON, 'zbpp'),
         'iterations_per_sample': job.iterations,
@@ -64,10 +67,15 @@ def report(found: Sequence[Row], skipped: dict[str, str]) -> dict[str, Any]:
 def table(found: Sequence[Row]) -> str:
     """Fastest first."""
     lines = [_HEADS, *map(_cells, sorted(found, key=lambda row: row['median_ms']))]
+    return aligned(lines, left=2)
+
+
+def aligned(lines: Sequence[Sequence[str]], left: int) -> str:
+    """Columns of equal width; all but the first `left` are numbers."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return '\n'.join(
         '  '.join(
-            cell.ljust(width) if at < 2 else cell.rjust(width)
+            cell.ljust(width) if at < left else cell.rjust(width)
             for at, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         for line in lines
@@ -85,4 +93,5 @@ def _cells(row: Row) -> tuple[str, ...]:
         f'{row["ratio_to_1f1b"]:.3f}',
         f'{row["live_activations"]:g}',
         f'{row["overhead_us_per_pass"]:.0f} µs',
+        '' if row['core_wait_us_per_pass'] is None else f'{row["core_wait_us_per_pass"]:.0f} µs',
     )

@@ -6,10 +6,15 @@ development, tests and trying things out: the arithmetic is the real one, the sp
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import functools
+import gc
 import importlib.util
+import logging
 import os
+import platform
 import sys
 import types
 import typing
@@ -224,6 +229,11 @@ def install(alias_sends: bool = True) -> None:
     # DataLoader(pin_memory=True) asks this one
     torch.accelerator.is_available = lambda: False
     CudaMeansCpu().__enter__()
+    # the CPU's random state is the GPU's, too: Megatron would warn whenever it uses that
+    random = logging.getLogger('megatron.core.tensor_parallel.random')
+    random.addFilter(lambda record: 'CPU RNG state changed' not in record.msg)
+    _keep_memory()
+    atexit.register(_end_groups)
     _stand_in_for_missing_packages()
     after_import(
         {
@@ -232,6 +242,43 @@ def install(alias_sends: bool = True) -> None:
             'megatron.legacy.fused_kernels': _patch_fused_kernels,
         }
     )
+
+
+def _keep_memory() -> None:
+    """What tensors free stays with the process, as PyTorch keeps it on a GPU.
+
+    glibc gives large blocks back to the system; taking them anew, page by page, would cost a fifth
+    of the backwards of a schedule that holds activations from B to W, and nothing of a fused one.
+    """
+    if platform.libc_ver()[0] == 'glibc':
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
+        mallopt(-4, 0)  # M_MMAP_MAX: no block of its own
+
+
+def _end_groups() -> None:
+    """Ends gloo's threads while Python still runs.
+
+    Such a thread takes the GIL to drop a tensor that nobody else has. Where Python is ending, that
+    aborts the process: after a collective, training may be over before the thread is.
+    """
+    groups = list(distributed_c10d._world.pg_map)
+    if state := sys.modules.get('megatron.core.parallel_state'):
+        groups += take_groups(state)
+    while groups:
+        groups.pop().abort()  # nobody waits for what is unfinished
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+
+
+def take_groups(state: types.ModuleType) -> list[dist.ProcessGroup]:
+    """Ends Megatron's `parallel_state`; returns the groups that it held, as they are."""
+    held = {n: value for n, value in vars(state).items() if isinstance(value, dist.ProcessGroup)}
+    state.destroy_model_parallel()
+    for name in held:  # it forgets some
+        setattr(state, name, None)
+    return list(held.values())
 
 
 def _stand_in_for_missing_packages() -> None:

@@ -51,6 +51,8 @@ class NextIteration:
         begun, self._begun = self._begun, None
         if not arguments.forward_only:
             self._repeats = self.latest is not None and _alike(self.latest, arguments)
+            if self.latest is not None and not self._repeats:
+                self._plugin.steps.differ()
             self.latest = arguments
         if begun is None:
             batch = None
@@ -116,21 +118,19 @@ class NextIteration:
             self._drop(*begun)
 
     def close(self) -> None:
-        """There is no next iteration for now: lets go of models and activations.
+        """There is no next iteration for now: lets go of models and activations, on all ranks.
 
         Data that was drawn for it stays here, for when the same iterator is trained with again.
         """
         if self._begun is not None:
-            _, effects = self._begun
-            effects.drop()
-            for tape in self._tapes.values():
-                tape.rewind()
+            self._drop(*self._begun)
         self._tapes = {i: tape for i, tape in self._tapes.items() if not tape.idle}
         self.latest = self._begun = None
         self._repeats = False
 
     def _drop(self, batch: Batch, effects: Effects) -> None:
-        batch.executor.drop()
+        with self._plugin.watchdog.meeting('messages of forwards that are dropped'):
+            batch.executor.drop()
         effects.drop()
         for tape in self._tapes.values():
             tape.rewind()
@@ -139,7 +139,7 @@ class NextIteration:
 def _alike(one: Arguments, other: Arguments) -> bool:
     """Whether two calls differ in nothing but the number of microbatches."""
     return (
-        one.forward_step_func is other.forward_step_func
+        one.forward_step_func == other.forward_step_func  # methods are made anew
         and _same(one.models, other.models)
         and _same(one.iterators, other.iterators)
         and one.pg_collection is other.pg_collection

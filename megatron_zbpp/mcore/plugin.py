@@ -322,8 +322,8 @@ class Plugin:
         """Takes everything out again; later calls do nothing."""
         if not self.enabled:
             return
-        self.watchdog.stop()
         self.next.close()
+        self.watchdog.stop()
         while self._undo:
             owner, name, original = self._undo.pop()
             setattr(owner, name, original)

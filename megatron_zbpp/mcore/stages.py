@@ -71,6 +71,9 @@ class ModelStage:
         self._vp_stage = vp_stage
         self._is_last = is_last
         self._config = get_model_config(model)
+        self._context = [self._config]  # what `backward_step` takes behind the tensors
+        if takes(schedules.backward_step, 'model_type'):  # until 0.16
+            self._context.insert(0, schedules.get_model_type(model))
         self._delaying = te.delaying_modules(model)
         no_sync = self._config.no_sync_func  # one for all chunks, or a list of theirs
         if isinstance(no_sync, list | tuple):
@@ -96,17 +99,15 @@ class ModelStage:
             vp_stage=self._vp_stage,
             is_last_stage=self._is_last,
         )
-        call.num_tokens += num_tokens
+        if self._is_last:
+            call.num_tokens += num_tokens
         return output
 
     def backward(
         self, received: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        arguments = [received, output, gradient]
-        if takes(schedules.backward_step, 'model_type'):  # until 0.16
-            arguments.append(schedules.get_model_type(self._model))
         with te.queueing(self._delaying, self._call.store):
-            return schedules.backward_step(*arguments, self._config)
+            return schedules.backward_step(received, output, gradient, *self._context)
 
     def release(self, output: torch.Tensor) -> None:
         schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)

@@ -75,7 +75,7 @@ class Steps:
 
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin
-        self._possible = False
+        self._possible = self._differ = False
         self._optimizer: weakref.ref[MegatronOptimizer] | None = None
         self._alone: dist.ProcessGroup | None = None
         self._chains: dict[dist.ProcessGroup, Chain] = {}
@@ -94,6 +94,15 @@ class Steps:
             return self._plugin.post_validation.step(update, self._chain(), self._plugin.next)
 
         return step
+
+    def differ(self) -> None:
+        """An iteration is not like the one before, after which its forwards could have begun."""
+        if self._plugin.post_validation is not None and not self._differ:
+            self._differ = True
+            _say(
+                'the data iterator, the model or forward_step_func is not the one of the iteration '
+                'before: pass the same in every iteration'
+            )
 
     def _may_be_early(self, optimizer: MegatronOptimizer) -> bool:
         known = self._optimizer and self._optimizer()

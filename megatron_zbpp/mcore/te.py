@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from megatron_zbpp.runtime.store import Key, WeightGradStore
 
 _ADDED = 'grad_added_to_main_grad'  # a flag that DistributedDataParallel puts on parameters
 _AT_ONCE: Key = (-1, -1)  # in the store, what no W pass runs
+_NOTHING = contextlib.nullcontext()
 
 
 def delay_weight_gradients(config: Any) -> None:
@@ -71,12 +73,16 @@ def delaying_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return modules
 
 
-@contextlib.contextmanager
-def queueing(modules: list[torch.nn.Module], store: WeightGradStore) -> Iterator[None]:
+def queueing(modules: list[torch.nn.Module], store: WeightGradStore) -> AbstractContextManager:
     """Around a backward: what `modules` queue in it goes to `store`, in backward's order.
 
     Where the store does not defer, it is run at the end, at once.
     """
+    return _queueing(modules, store) if modules else _NOTHING
+
+
+@contextlib.contextmanager
+def _queueing(modules: list[torch.nn.Module], store: WeightGradStore) -> Iterator[None]:
     before = [module.wgrad_store.context.qsize() for module in modules]
     made: set[torch.nn.Parameter] = set()
     with contextlib.ExitStack() as stack:

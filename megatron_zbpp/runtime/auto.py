@@ -130,11 +130,10 @@ class AutoPlan:
             iteration: that has ended, of training.
         """
         schedule = iteration.schedule
+        if schedule.num_microbatches != self._num_microbatches:  # the batch size has changed
+            self._begin(schedule.num_microbatches)
         if self._settled or schedule.num_ranks == 1:
             return None
-        if schedule.num_microbatches != self._num_microbatches:  # the batch size has changed
-            self._num_microbatches, self._seen = schedule.num_microbatches, 0
-            self._spans, self._found = [], []
         self._seen += 1
         if self._seen <= _WARM_UP:
             return None
@@ -144,6 +143,16 @@ class AutoPlan:
         if self.planned is not None:
             return self._compare()
         return self._ask(schedule)
+
+    def _begin(self, num_microbatches: int) -> None:
+        """Forgets what was for another batch size; a planner that still runs for it is ended."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._answer.close()
+        self._process = self._answer = self.planned = self.costs = None
+        self._num_microbatches, self._seen, self._settled = num_microbatches, 0, False
+        self._spans, self._found = [], []
 
     def _measure(self, iteration: Iteration) -> None:
         """Adds what all pipelines measured; starts planning when there is enough of it."""

@@ -8,15 +8,18 @@ takes messages of the host only: those of a GPU are copied, so that ranks that s
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_zbpp.planning.lower import Send
+
+_TAG = 0  # of all messages: those of one direction are told apart by their order
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,13 @@ class Message:
     dtype: torch.dtype
     device: torch.device
 
+    @functools.cached_property
+    def on_cpu(self) -> bool:
+        """Whether that is the host's memory."""
+        return self.device.type == 'cpu'
 
-@dataclass(frozen=True)
-class Incoming:
+
+class Incoming(NamedTuple):
     """A receive that has been posted."""
 
     tensor: torch.Tensor
@@ -72,9 +79,12 @@ class Channels:
         if separate is None:
             separate = dist.get_backend(pp_group) == 'nccl'
         if separate:
-            self._groups = _directions(self.ranks, sorted(pairs), dist.get_backend(pp_group))
+            groups = _directions(self.ranks, sorted(pairs), dist.get_backend(pp_group))
         else:
-            self._groups = dict.fromkeys(pairs, pp_group)
+            groups = dict.fromkeys(pairs, pp_group)
+        # by peer: the group of the messages to it, or from it, and its rank there
+        self._to = {b: self._seen(b, groups[a, b]) for a, b in groups if a == self.rank}
+        self._from = {a: self._seen(a, groups[a, b]) for a, b in groups if b == self.rank}
         self._unfinished: dict[int, deque[tuple[dist.Work, torch.Tensor, Send]]]
         self._unfinished = defaultdict(deque)
 
@@ -87,22 +97,25 @@ class Channels:
             keep: how many sends to this peer may be unfinished. Backends that cannot tell whether a
                 send is done (gloo) hold that many tensors.
         """
-        tensor = tensor.detach().contiguous()
-        if self._on_host and tensor.device.type != 'cpu':
+        tensor = tensor.contiguous()
+        if self._on_host and not tensor.is_cpu:
             tensor = tensor.to('cpu')
-        peer = send.peer
-        work = dist.isend(tensor, self.ranks[peer], group=self._groups[self.rank, peer])
-        unfinished = self._unfinished[peer]
+        group, peer = self._to[send.peer]
+        work = group.send([tensor], peer, _TAG)
+        unfinished = self._unfinished[send.peer]
         unfinished.append((work, tensor, send))
-        while unfinished and (len(unfinished) > keep or unfinished[0][0].is_completed()):
+        while len(unfinished) > keep or (
+            unfinished and not self._on_host and unfinished[0][0].is_completed()
+        ):
             self._finish_oldest(unfinished)
 
     def post(self, message: Message, peer: int) -> Incoming:
         """Posts the receive of the next message from `peer`."""
-        copied = self._on_host and message.device.type != 'cpu'
+        copied = self._on_host and not message.on_cpu
         device = 'cpu' if copied else message.device
         tensor = torch.empty(message.shape, dtype=message.dtype, device=device)
-        work = dist.irecv(tensor, self.ranks[peer], group=self._groups[peer, self.rank])
+        group, there = self._from[peer]
+        work = group.recv([tensor], there, _TAG)
         return Incoming(tensor, work, message.device if copied else None)
 
     def finish(self) -> None:
@@ -110,6 +123,9 @@ class Channels:
         for unfinished in self._unfinished.values():
             while unfinished:
                 self._finish_oldest(unfinished)
+
+    def _seen(self, peer: int, group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, int]:
+        return group, dist.get_group_rank(group, self.ranks[peer])
 
     def _finish_oldest(self, unfinished: deque[tuple[dist.Work, torch.Tensor, Send]]) -> None:
         work, _tensor, self.leaving = unfinished.popleft()  # held until it has left

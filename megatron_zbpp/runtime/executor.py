@@ -132,7 +132,11 @@ class Executor:
         self._done = count
 
     def drop(self) -> None:
-        """Forgets what has been run ahead, once all that was sent for it has arrived."""
+        """Forgets what has been run ahead, once all that was sent for it has arrived.
+
+        A message whose receive is given up would block its connection for ever (gloo), or be taken
+        for the next one.
+        """
         for incoming in self._incoming.values():
             incoming.wait()
         self._incoming.clear()

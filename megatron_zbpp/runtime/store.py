@@ -9,8 +9,7 @@ gradients (DistributedDataParallel, a user's hook) sees an ordinary gradient, la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -41,14 +40,16 @@ class WeightGradStore:
         """How many (stage, microbatch) wait between their B and their W."""
         return len(self._pending)
 
-    @contextmanager
-    def scope(self, key: Key | None) -> Iterator[None]:
+    def scope(self, key: Key | None) -> WeightGradStore:
         """Everything run inside belongs to `key`; `None`: compute weight gradients at once."""
         self._key = key
-        try:
-            yield
-        finally:
-            self._key = None
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._key = None
 
     def open(self, key: Key) -> None:
         """B of `key` begins: from here to `run(key)` it counts as pending."""
@@ -69,9 +70,12 @@ class WeightGradStore:
         """
         records = self._pending.pop(key)
         # The engine runs the youngest node first: create them in forward order.
-        roots = [_WeightGradient.apply(*records.pop()) for _ in range(len(records))]
+        roots = tuple(_WeightGradient.apply(*records.pop()) for _ in range(len(records)))
         if roots:
-            torch.autograd.backward(roots)
+            # as `torch.autograd.backward` does once it has made a gradient of each: nobody reads it
+            torch.autograd.Variable._execution_engine.run_backward(
+                roots, roots, False, False, (), True, accumulate_grad=True
+            )
 
     def clear(self) -> None:
         """Forgets everything: after an error, so that no activation outlives its iteration."""
@@ -85,7 +89,7 @@ class _WeightGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, compute: Callable, *parameters: torch.nn.Parameter) -> torch.Tensor:
         ctx.compute = compute
-        return parameters[0].new_zeros(())
+        return parameters[0].new_empty(())  # nobody reads it
 
     @staticmethod
     def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

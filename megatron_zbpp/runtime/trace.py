@@ -41,14 +41,15 @@ class Tracer:
             return
         measured = iteration.gather().timeline
         if dist.get_rank() == 0:
-            self._draw(measured)
+            self.draw(measured)
             self._before = measured
 
     def switched(self, costs: Costs) -> None:
         """From now on runs a schedule that was planned for `costs`: it is drawn, too."""
         self._seen, self._costs = 0, costs
 
-    def _draw(self, measured: Timeline) -> None:
+    def draw(self, measured: Timeline) -> None:
+        """Writes the files."""
         fitted = fit(measured, latency(measured))
         planned = simulate(measured.schedule, self._costs or fitted)
         lines = {'planned': planned, 'measured': measured}

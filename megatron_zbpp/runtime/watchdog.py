@@ -146,7 +146,8 @@ class Watchdog:
             raise ValueError(f'watchdog timeout {timeout} is negative: give seconds, or 0 for none')
         self.timeout = timeout
         self._activity: Activity | None = None
-        self._failed = False
+        self._failed = self._reported = False
+        self._reporting = threading.Lock()  # of either thread
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._termination: Termination | None = None
@@ -185,7 +186,7 @@ class Watchdog:
             yield
             return
         before = self._activity
-        self._activity, self._failed = activity, False
+        self._activity, self._failed, self._reported = activity, False, False
         self._start()
         try:
             yield
@@ -211,6 +212,7 @@ class Watchdog:
         self._thread.join()
         self._termination.remove()
         self._thread = self._termination = self._activity = None
+        self._groups.clear()  # which waits for their threads: see `cpu._end_groups`
 
     def _lost(self) -> bool:
         """Whether the main thread leaves because a rank died when it had no more passes itself."""
@@ -235,35 +237,40 @@ class Watchdog:
         seen, looks = None, 0
         while not self._stopping:
             if self._termination.wait(self.timeout / _LOOKS):
-                self._end('SIGTERM', 128 + signal.SIGTERM)
+                self._end('SIGTERM', 128 + signal.SIGTERM, self._failed)
             activity = self._activity
             beat = None if activity is None else activity.beat()
             now = activity, beat, self._failed
             looks = looks + 1 if beat is not None and now == seen else 0
             seen = now
             if looks >= _LOOKS:
-                self._end(f'no step forward for {self.timeout:g} s', EXIT_CODE)
+                self._end(f'no step forward for {self.timeout:g} s', EXIT_CODE, now[-1])
 
-    def _end(self, why: str, code: int) -> None:
+    def _end(self, why: str, code: int, failed: bool) -> None:
         """Reports and ends the process, even if nobody reads what it writes."""
-        last_words = threading.Thread(target=self._say, args=(why,), daemon=True)
+        last_words = threading.Thread(target=self._say, args=(why, failed), daemon=True)
         last_words.start()
         last_words.join(_LAST_WORDS)
         for child in multiprocessing.active_children():  # that saves, or loads data
             child.kill()
         os._exit(code)
 
-    def _say(self, why: str) -> None:
+    def _say(self, why: str, failed: bool) -> None:
         activity = self._activity
-        if self._failed:
+        if failed:
             _write([f'{self._title}: ended after its failure ({why})'])
         elif activity is not None and activity.beat() is not None:
             self._report(why, stack=True)
         sys.stdout.flush()
 
     def _report(self, why: str, stack: bool = False) -> None:
-        lines = [*self._activity.lines(), *([_stack(self._watched)] if stack else [])]
-        _write([f'{self._title}: {why}', *lines])
+        """Once for each activity: the main thread may hear of a loss while its time runs out."""
+        with self._reporting:
+            if self._reported:
+                return
+            self._reported = True
+            lines = [*self._activity.lines(), *([_stack(self._watched)] if stack else [])]
+            _write([f'{self._title}: {why}', *lines])
 
     @property
     def _title(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,24 +36,31 @@ def train(argv: list[str], metrics: Path) -> None:
 
 
 def forget_groups() -> None:
-    """Destroys Megatron's process groups: each has threads, and they would add up over the runs."""
+    """Destroys Megatron's process groups: each has threads, and they would add up over the runs.
+
+    Models know groups, and go only if they are taken apart. Hooks of parameters hold a model,
+    graphs hold those, and a model holds such graphs (fp32 shards of the distributed optimizer, what
+    a router gave to its experts): a collection does not see graphs.
+    """
     import torch.distributed as dist
     from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.common.embeddings import rotary_pos_embedding
 
     import megatron_zbpp
+    from megatron_zbpp import cpu
 
     if megatron_zbpp._enabled is not None:
         megatron_zbpp._enabled.disable()
         megatron_zbpp._enabled = None  # it knows groups
-    parallel_state.destroy_model_parallel()
-    for name, value in list(vars(parallel_state).items()):
-        if isinstance(value, dist.ProcessGroup):  # which that has forgotten
-            setattr(parallel_state, name, None)
+    cpu.take_groups(parallel_state)
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     rotary_pos_embedding.RotaryEmbedding.forward.cache_clear()  # it keeps modules, those a group
+    for model in [o for o in gc.get_objects() if type(o) is DistributedDataParallel]:
+        for module in list(model.modules()):
+            vars(module).clear()
     let_go()
 
 

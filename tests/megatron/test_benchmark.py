@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cli, emulated, overhead
+from benchmarks import cli, emulated, overhead, training
 from benchmarks.entries import known, selected
 from benchmarks.measure import Sample, checksums_agree
 
@@ -55,6 +55,8 @@ def test_side_by_side(tmp_path):
         assert row['bubble'] == pytest.approx(1 - ideal / row['median_ms'])
         assert row['live_activations'] == row['simulated_live_activations']
         assert row['overhead_us_per_pass'] > 0
+        if sys.platform == 'linux':
+            assert 0 < row['core_wait_us_per_pass'] < 1e3 * row['median_ms']
     assert rows['megatron', '1f1b']['ratio_to_1f1b'] == 1
     assert rows['zbpp', 'zb-v']['simulated_ms'] < rows['zbpp', '1f1b']['simulated_ms']
     assert len(text.splitlines()) == len(rows) + 1
@@ -112,19 +114,18 @@ def test_selection():
 
 
 def test_work_that_differs_is_noticed():
-    samples = [Sample(1, 0, 1, checksum) for checksum in (5.0, 5.0, 5.1)]
+    samples = [Sample(1, 0, 0, 1, checksum) for checksum in (5.0, 5.0, 5.1)]
     assert checksums_agree(samples[:2])
     assert not checksums_agree(samples)
-    assert not checksums_agree([Sample(1, 0, 1, 0.0)])
+    assert not checksums_agree([Sample(1, 0, 0, 1, 0.0)])
 
 
 def test_a_pass_lasts_as_told():
     meter = emulated.Meter()
     start = emulated.time.perf_counter()
-    with meter.lasting(0.01):
-        pass
+    meter.fill(start, 0.01)
     assert emulated.time.perf_counter() - start >= 0.01
-    assert 0 < meter.cpu < 0.01
+    assert 0 < meter.awake < 0.01
 
 
 def test_overhead(capsys, tmp_path):
@@ -137,3 +138,35 @@ def test_overhead(capsys, tmp_path):
     assert list(found) == ['1f1b', 'zb-h1', 'zb-v']
     assert all(microseconds > 0 for microseconds in found.values())
     assert overhead.main([*flags, '--limit-us', '0']) == 1
+
+
+def test_training(tmp_path):
+    """A real GPT by Megatron's 1F1B and ours."""
+    file = tmp_path / 'training.json'
+    small = '--layers 4 --hidden-size 64 --seq-length 16 --microbatches 2 --rounds 2'.split()
+    command = [sys.executable, 'scripts/benchmark_training.py', *small, '--json', str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {row['schedule']: row for row in json.loads(file.read_text())['rows']}
+    assert list(found) == ['megatron', '1f1b', 'zb-h1', 'zb-v']
+    kinds = [set(row['pass_ms']) for row in found.values()]
+    assert kinds == [set(), {'F', 'BW'}, set('FBW'), set('FBW')]
+    assert all(len(row['ms_per_iteration']) == 2 for row in found.values())
+    assert found['megatron']['ratio_to_stock'] == found['1f1b']['backward_to_fused'] == 1
+    assert found['zb-h1']['backward_to_fused'] > 0.5
+    assert len(done.stdout.splitlines()) == 1 + len(found)
+
+
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        ('--layers 3', '--layers 3 is too small: zb-v has 4 stages'),
+        ('--hidden-size 100', '--hidden-size 100 is no multiple of a head, 64'),
+        ('--pp 1', '--pp 1 is too small: give at least 2'),
+        ('--schedules zb-w', "unknown schedule 'zb-w'"),
+    ],
+)
+def test_training_refuses(capsys, flags, message):
+    with pytest.raises(SystemExit):
+        training.main(flags.split())
+    assert message in capsys.readouterr().err

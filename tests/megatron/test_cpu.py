@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import time
+from pathlib import Path
 
+import pytest
 from commands import run
 
 
@@ -62,3 +67,39 @@ def backwards():
 
 def test_backward_keeps_to_the_cpu(ranks):
     assert ranks(2).run(backwards) == [[[2.0, 6.0]] * 2] * 2
+
+
+class Slow:
+    """Something that Python's end takes a while for."""
+
+    def __del__(self, sleep=time.sleep):
+        sleep(2)
+
+
+def leave(rank: int, meeting_place: Path, late: bool) -> None:
+    """Rank 0 ends with a collective that rank 1 joins `late`, or never."""
+    from megatron_zbpp import cpu
+
+    cpu.install()
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group('gloo', f'file://{meeting_place}', rank=rank, world_size=2)
+    dist.barrier()
+    if rank == 0:
+        sys.slow = Slow()
+    else:
+        time.sleep(1)
+    if rank == 0 or late:
+        dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.zeros(1), async_op=rank == 0)
+
+
+@pytest.mark.parametrize('late', [True, False])
+def test_ends_with_a_collective_on_its_way(late, tmp_path):
+    """Else its thread, done with a tensor while Python is ending, aborts the process."""
+    code = f'import pathlib, test_cpu; test_cpu.leave(RANK, pathlib.{tmp_path / "met"!r}, {late})'
+    commands = [[sys.executable, '-c', code.replace('RANK', str(rank))] for rank in (0, 1)]
+    path = {'PYTHONPATH': os.pathsep.join(sys.path)}
+    with subprocess.Popen(commands[1], env={**os.environ, **path}):
+        done = run(commands[0], env=path)
+    assert done.returncode == 0, done.stderr

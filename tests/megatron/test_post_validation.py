@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
@@ -98,3 +99,38 @@ def test_evaluation_and_saving_between(compared, tmp_path):
     more = ['--eval-iters', 2, '--eval-interval', 3, '--save-interval', 4]
     early = compared('dropout', [], '--clip-grad', 100, *more, '--save', tmp_path / 'saved')
     assert early[0] == Early(ITERATIONS - 1, 0)
+
+
+def disabled_before_messages_arrive():
+    """Forwards run ahead that take long; the next rank disables the plugin meanwhile."""
+    import torch
+    import torch.distributed as dist
+    from example import forget_groups
+    from megatron.core import parallel_state, tensor_parallel
+
+    from benchmarks.emulated import Times
+    from benchmarks.groups import shared_groups
+    from benchmarks.runners import EmulatedModel, ZbppRunner
+    from megatron_zbpp.schedules import build
+
+    with shared_groups():  # so that what follows takes the connection of the messages
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    model = EmulatedModel(Times(0.2, 0.001, 0.001))
+    runner = ZbppRunner(build('zb-h1', 2, 2), 'zb-h1', model, optimizer=True, early=True)
+    with runner.ready():
+        for _ in range(4):
+            runner.iterate()
+        early = runner.plugin.post_validation.early
+    gc.collect()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    forget_groups()
+    return early, total.item()
+
+
+def test_disabling_waits_for_messages(ranks):
+    """Else they would stand in the way of all that comes after them."""
+    (first, total), (last, _) = ranks(2).run(disabled_before_messages_arrive, timeout=60)
+    assert first and not last
+    assert total == 2

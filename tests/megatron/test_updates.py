@@ -90,3 +90,35 @@ def several():
 def test_several_optimizers_wait(ranks):
     """Until the first is gone: then there is one."""
     assert ranks(2).run(several) == [([True, True, False, False], True)] * 2
+
+
+def differing():
+    """What is said after calls with the same method, with another function, and with a third."""
+    import io
+    from contextlib import redirect_stderr
+
+    from megatron_zbpp.mcore import stepping
+    from megatron_zbpp.mcore.forward_backward import Arguments
+    from megatron_zbpp.mcore.next_iteration import NextIteration
+
+    class Script:
+        def forward_step(self):
+            pass
+
+    plugin, script, model, said = SimpleNamespace(post_validation=True), Script(), object(), []
+    plugin.steps, following = stepping.Steps(plugin), NextIteration(plugin)
+    sizes = {'num_microbatches': 2, 'seq_length': 1, 'micro_batch_size': 1}
+    for function in (script.forward_step, script.forward_step, differing, several):
+        with redirect_stderr(io.StringIO()) as written:
+            following.take(
+                Arguments(forward_step_func=function, data_iterator=None, model=model, **sizes)
+            )
+        said.append(written.getvalue())
+    return said
+
+
+def test_calls_that_differ_are_named(ranks):
+    """Once; a method is the same function each time."""
+    said, other = ranks(2).run(differing)
+    assert 'forward_step_func is not the one of the iteration before' in said[2]
+    assert said[:2] + said[3:] == [''] * 3 and other == [''] * 4

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import subprocess
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from megatron_zbpp.ir import BW, B, F, Placement, W
 from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.memory import peak
-from megatron_zbpp.runtime.auto import Measured, together
+from megatron_zbpp.runtime.auto import AutoPlan, Measured, together
 from megatron_zbpp.runtime.executor import Record
 from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.schedules import build
@@ -74,3 +79,16 @@ def test_where_nobody_counts(held):
     costs, limit, full = together([Measured(COSTS, 1.0, held, None, 2.0)], PLACEMENT, 3.0)
     assert (limit, full) == (3, None)
     assert max(peak(build('zb-v', 2, 4), costs)) == max(peak(build('zb-v', 2, 4), COSTS))
+
+
+@pytest.mark.parametrize('settled', [False, True])
+def test_another_batch_size_begins_anew(settled):
+    """What is planned meanwhile would be for the old one."""
+    auto = AutoPlan()
+    assert auto.after(SimpleNamespace(schedule=build('zb-v', 2, 4))) is None
+    auto._process = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
+    planner, auto._answer = auto._process, io.StringIO()
+    auto.planned, auto._settled = build('zb-v', 2, 4), settled
+    assert not auto.counting
+    assert auto.after(SimpleNamespace(schedule=build('zb-v', 2, 6))) is None
+    assert planner.returncode and auto.counting and auto.planned is None

@@ -1,0 +1,13 @@
+"""A real GPT on the CPU, trained by several schedules in turn: see --help."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.training import main
+
+if __name__ == '__main__':
+    sys.exit(main())
