@@ -16,8 +16,11 @@ import logging
 import os
 import platform
 import sys
+import threading
+import time
 import types
 import typing
+import weakref
 from collections.abc import Callable
 from unittest import mock
 
@@ -125,6 +128,9 @@ def _tensor_type(self, *args, _original=torch.Tensor.type, **kwargs):
 
 
 _STREAM = Stream()
+_GROUPS: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # of this process
+_LEAVE = 5  # seconds for gloo's threads to end with the process
+_LET_GO = 0.1  # and for one to let go of a tensor
 _PROPERTIES = types.SimpleNamespace(
     name='cpu', major=9, minor=0, total_memory=16 << 30, multi_processor_count=1
 )
@@ -179,7 +185,9 @@ def _over_gloo(original: Callable) -> Callable:
     @functools.wraps(original)
     def call(*args, **kwargs):
         args = ['gloo' if a == 'nccl' else a for a in args]
-        return original(*args, **{k: 'gloo' if v == 'nccl' else v for k, v in kwargs.items()})
+        made = original(*args, **{k: 'gloo' if v == 'nccl' else v for k, v in kwargs.items()})
+        _GROUPS.update(distributed_c10d._world.pg_map)
+        return made
 
     return call
 
@@ -259,17 +267,22 @@ def _keep_memory() -> None:
 def _end_groups() -> None:
     """Ends gloo's threads while Python still runs.
 
-    Such a thread takes the GIL to drop a tensor that nobody else has. Where Python is ending, that
-    aborts the process: after a collective, training may be over before the thread is.
+    Such a thread takes the GIL to let go of a tensor. Where Python is ending, that aborts the
+    process: after a collective, training may be over before the thread is.
     """
-    groups = list(distributed_c10d._world.pg_map)
+    if hasattr(sys, 'last_value'):
+        return  # after an error: others wait in collectives for the end of this process
+    groups = list(_GROUPS)
     if state := sys.modules.get('megatron.core.parallel_state'):
-        groups += take_groups(state)
-    while groups:
-        groups.pop().abort()  # nobody waits for what is unfinished
+        take_groups(state)
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
+    # not here: a collective that another rank does not join would hold up this process
+    ending = threading.Thread(target=groups.clear, daemon=True)
+    ending.start()
+    ending.join(_LEAVE)
+    time.sleep(_LET_GO)  # the groups that something still holds have not waited for their threads
 
 
 def take_groups(state: types.ModuleType) -> list[dist.ProcessGroup]:

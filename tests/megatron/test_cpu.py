@@ -76,16 +76,25 @@ class Slow:
         sleep(2)
 
 
-def leave(rank: int, meeting_place: Path, late: bool) -> None:
-    """Rank 0 ends with a collective that rank 1 joins `late`, or never."""
+def joined(rank: int, meeting_place: Path) -> object:
+    """A group of all two ranks, beside the world."""
     from megatron_zbpp import cpu
 
     cpu.install()
-    import torch
     import torch.distributed as dist
 
     dist.init_process_group('gloo', f'file://{meeting_place}', rank=rank, world_size=2)
+    group = dist.new_group()
     dist.barrier()
+    return group
+
+
+def leave(rank: int, meeting_place: Path, late: bool) -> None:
+    """Rank 0 ends with a collective that rank 1 joins `late`, or never."""
+    joined(rank, meeting_place)
+    import torch
+    import torch.distributed as dist
+
     if rank == 0:
         sys.slow = Slow()
     else:
@@ -94,12 +103,36 @@ def leave(rank: int, meeting_place: Path, late: bool) -> None:
         dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.zeros(1), async_op=rank == 0)
 
 
+def fail(rank: int, meeting_place: Path) -> None:
+    """Rank 0 fails amid a collective; rank 1 waits for it in another group."""
+    group = joined(rank, meeting_place)
+    import torch
+    import torch.distributed as dist
+
+    if rank == 0:
+        dist.all_reduce(torch.zeros(1), async_op=True)
+        raise ValueError('what failed')
+    dist.broadcast(torch.zeros(1), 0, group)
+
+
+def both(code: str, tmp_path: Path) -> subprocess.CompletedProcess:
+    """Rank 0's end, beside rank 1, of `code`."""
+    code = f'import pathlib, test_cpu; place = pathlib.{tmp_path / "met"!r}; test_cpu.{code}'
+    commands = [[sys.executable, '-c', code.replace('RANK', str(rank))] for rank in (0, 1)]
+    path = {'PYTHONPATH': os.pathsep.join(sys.path)}
+    with subprocess.Popen(commands[1], env={**os.environ, **path}, stderr=subprocess.PIPE):
+        return run(commands[0], env=path)
+
+
 @pytest.mark.parametrize('late', [True, False])
 def test_ends_with_a_collective_on_its_way(late, tmp_path):
     """Else its thread, done with a tensor while Python is ending, aborts the process."""
-    code = f'import pathlib, test_cpu; test_cpu.leave(RANK, pathlib.{tmp_path / "met"!r}, {late})'
-    commands = [[sys.executable, '-c', code.replace('RANK', str(rank))] for rank in (0, 1)]
-    path = {'PYTHONPATH': os.pathsep.join(sys.path)}
-    with subprocess.Popen(commands[1], env={**os.environ, **path}):
-        done = run(commands[0], env=path)
+    done = both(f'leave(RANK, place, {late})', tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_fails_at_once_with_a_collective_on_its_way(tmp_path):
+    """Rank 1 hears of it when the process has ended, so that must wait for nothing."""
+    done = both('fail(RANK, place)', tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.rstrip().endswith('ValueError: what failed')
