@@ -22,6 +22,7 @@ import types
 import typing
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -130,7 +131,7 @@ def _tensor_type(self, *args, _original=torch.Tensor.type, **kwargs):
 _STREAM = Stream()
 _GROUPS: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # of this process
 _LEAVE = 5  # seconds for gloo's threads to end with the process
-_LET_GO = 0.1  # and for one to let go of a tensor
+_LET_GO = 0.05  # seconds for one of them to come to rest, or to be seen running
 _PROPERTIES = types.SimpleNamespace(
     name='cpu', major=9, minor=0, total_memory=16 << 30, multi_processor_count=1
 )
@@ -282,7 +283,20 @@ def _end_groups() -> None:
     ending = threading.Thread(target=groups.clear, daemon=True)
     ending.start()
     ending.join(_LEAVE)
-    time.sleep(_LET_GO)  # the groups that something still holds have not waited for their threads
+    # groups that something still holds have not waited for their threads
+    deadline = time.monotonic() + _LEAVE
+    time.sleep(_LET_GO)
+    while _gloo_runs() and time.monotonic() < deadline:
+        time.sleep(_LET_GO)
+
+
+def _gloo_runs() -> bool:
+    """Whether a thread of gloo has work, or only waits for a core; False where nobody can tell."""
+    for task in Path('/proc/self/task').glob('*/stat'):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            if task.read_text().partition('(')[2].startswith('pt_gloo_runloop) R'):
+                return True
+    return False
 
 
 def take_groups(state: types.ModuleType) -> list[dist.ProcessGroup]:
