@@ -10,17 +10,14 @@ import atexit
 import contextlib
 import ctypes
 import functools
-import gc
 import importlib.util
 import logging
 import os
 import platform
 import sys
-import threading
 import time
 import types
 import typing
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -129,9 +126,8 @@ def _tensor_type(self, *args, _original=torch.Tensor.type, **kwargs):
 
 
 _STREAM = Stream()
-_GROUPS: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # of this process
-_LEAVE = 5  # seconds for gloo's threads to end with the process
-_LET_GO = 0.05  # seconds for one of them to come to rest, or to be seen running
+_LEAVE = 5  # seconds for gloo's threads to come to rest before the process ends
+_LET_GO = 0.05  # seconds in which one of them does, or is seen running
 _PROPERTIES = types.SimpleNamespace(
     name='cpu', major=9, minor=0, total_memory=16 << 30, multi_processor_count=1
 )
@@ -186,9 +182,7 @@ def _over_gloo(original: Callable) -> Callable:
     @functools.wraps(original)
     def call(*args, **kwargs):
         args = ['gloo' if a == 'nccl' else a for a in args]
-        made = original(*args, **{k: 'gloo' if v == 'nccl' else v for k, v in kwargs.items()})
-        _GROUPS.update(distributed_c10d._world.pg_map)
-        return made
+        return original(*args, **{k: 'gloo' if v == 'nccl' else v for k, v in kwargs.items()})
 
     return call
 
@@ -242,7 +236,7 @@ def install(alias_sends: bool = True) -> None:
     random = logging.getLogger('megatron.core.tensor_parallel.random')
     random.addFilter(lambda record: 'CPU RNG state changed' not in record.msg)
     _keep_memory()
-    atexit.register(_end_groups)
+    atexit.register(_rest)
     _stand_in_for_missing_packages()
     after_import(
         {
@@ -265,25 +259,12 @@ def _keep_memory() -> None:
         mallopt(-4, 0)  # M_MMAP_MAX: no block of its own
 
 
-def _end_groups() -> None:
-    """Ends gloo's threads while Python still runs.
+def _rest() -> None:
+    """Waits until gloo's threads have nothing left to do.
 
     Such a thread takes the GIL to let go of a tensor. Where Python is ending, that aborts the
-    process: after a collective, training may be over before the thread is.
+    process: a collective may be over for the program, which ends, before it is for its thread.
     """
-    if hasattr(sys, 'last_value'):
-        return  # after an error: others wait in collectives for the end of this process
-    groups = list(_GROUPS)
-    if state := sys.modules.get('megatron.core.parallel_state'):
-        take_groups(state)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    gc.collect()
-    # not here: a collective that another rank does not join would hold up this process
-    ending = threading.Thread(target=groups.clear, daemon=True)
-    ending.start()
-    ending.join(_LEAVE)
-    # groups that something still holds have not waited for their threads
     deadline = time.monotonic() + _LEAVE
     time.sleep(_LET_GO)
     while _gloo_runs() and time.monotonic() < deadline:
@@ -297,15 +278,6 @@ def _gloo_runs() -> bool:
             if task.read_text().partition('(')[2].startswith('pt_gloo_runloop) R'):
                 return True
     return False
-
-
-def take_groups(state: types.ModuleType) -> list[dist.ProcessGroup]:
-    """Ends Megatron's `parallel_state`; returns the groups that it held, as they are."""
-    held = {n: value for n, value in vars(state).items() if isinstance(value, dist.ProcessGroup)}
-    state.destroy_model_parallel()
-    for name in held:  # it forgets some
-        setattr(state, name, None)
-    return list(held.values())
 
 
 def _stand_in_for_missing_packages() -> None:

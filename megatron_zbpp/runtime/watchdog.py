@@ -212,7 +212,7 @@ class Watchdog:
         self._thread.join()
         self._termination.remove()
         self._thread = self._termination = self._activity = None
-        self._groups.clear()  # which waits for their threads: see `cpu._end_groups`
+        self._groups.clear()  # and their threads: one that is busy when Python ends aborts it
 
     def _lost(self) -> bool:
         """Whether the main thread leaves because a rank died when it had no more passes itself."""
@@ -249,8 +249,12 @@ class Watchdog:
     def _end(self, why: str, code: int, failed: bool) -> None:
         """Reports and ends the process, even if nobody reads what it writes."""
         last_words = threading.Thread(target=self._say, args=(why, failed), daemon=True)
-        last_words.start()
-        last_words.join(_LAST_WORDS)
+        try:
+            last_words.start()
+        except RuntimeError:  # Python is ending, and begins no more threads
+            self._say(why, failed)
+        else:
+            last_words.join(_LAST_WORDS)
         for child in multiprocessing.active_children():  # that saves, or loads data
             child.kill()
         os._exit(code)

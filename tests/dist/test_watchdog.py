@@ -146,6 +146,26 @@ def test_no_false_alarm(ended, case):
     assert not any(rank['said'] for rank in ended[case])
 
 
+AT_ITS_END = """
+import atexit, sys, time
+import torch.distributed as dist
+from megatron_zbpp.runtime.watchdog import Watchdog
+
+dist.init_process_group('gloo', f'file://{sys.argv[1]}', rank=0, world_size=1)
+atexit.register(time.sleep, 50)
+with Watchdog(2).meeting('some barrier'):
+    raise ValueError('what failed')
+"""
+
+
+def test_hanging_while_python_ends(tmp_path):
+    """Where 3.12 and later begin no thread."""
+    command = [sys.executable, '-c', AT_ITS_END, tmp_path / 'met']
+    done = run(command, env={'PYTHONPATH': str(ROOT)}, timeout=40)
+    assert done.returncode == EXIT_CODE, done.stderr
+    assert 'ended after its failure' in done.stderr
+
+
 def test_negative_timeout_is_refused():
     with pytest.raises(ValueError, match='-1 is negative'):
         Watchdog(-1)

@@ -48,12 +48,14 @@ def forget_groups() -> None:
     from megatron.core.models.common.embeddings import rotary_pos_embedding
 
     import megatron_zbpp
-    from megatron_zbpp import cpu
 
     if megatron_zbpp._enabled is not None:
         megatron_zbpp._enabled.disable()
         megatron_zbpp._enabled = None  # it knows groups
-    cpu.take_groups(parallel_state)
+    parallel_state.destroy_model_parallel()
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, dist.ProcessGroup):  # which that has forgotten
+            setattr(parallel_state, name, None)
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
