@@ -14,9 +14,10 @@ from tqdm import tqdm
 
 from benchmarks.emulated import Times
 from benchmarks.entries import AUTO, EARLY, LIBRARIES, TORCH, Entry, entry, selected
-from benchmarks.measure import Job, Sample, checksums_agree, measure
+from benchmarks.measure import Job, checksums_agree, measure
 from benchmarks.picture import draw, require_matplotlib
 from benchmarks.realtime import realtime
+from benchmarks.spawning import collected
 from benchmarks.table import report, rows, table
 
 _ABOUT = """\
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     for title, reason in skipped.items():
         print(f'without {title}: {reason}')
-    samples = _measured(job)
+    titles = [entry.title for entry in job.entries]
+    samples = collected(measure(job), titles, job.rounds)
     found = rows(job, samples)
     print(table(found))
     if args.json:
@@ -181,16 +183,3 @@ def _planning_bar(shown: bool) -> Iterator[Callable[[float], None]]:
     hidden = None if shown else True  # None: shown on a terminal
     with tqdm(total=100, desc='planning', unit='%', leave=False, disable=hidden) as bar:
         yield lambda share: bar.update(round(100 * share) - bar.n)
-
-
-def _measured(job: Job) -> list[list[Sample]]:
-    """Samples of each entry."""
-    samples: list[list[Sample]] = [[] for _ in job.entries]
-    total = len(job.entries) * (job.rounds + 1)
-    with tqdm(total=total, desc='starting', unit='run', disable=None) as bar:
-        for index, sample in measure(job):
-            bar.set_description(f'{job.entries[index].title:27}')
-            bar.update()
-            if sample is not None:
-                samples[index].append(sample)
-    return samples

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from benchmarks.emulated import LAYERS, Meter, Times, sleep_until
 from benchmarks.entries import AUTO, EARLY, MEGATRON, TORCH, Entry
 from benchmarks.realtime import realtime
-from benchmarks.spawning import join, spawned
+from benchmarks.spawning import joined, spawned
 
 _LEAD = 0.01  # seconds between agreeing on a start and starting
 
@@ -96,21 +96,19 @@ def measure(job: Job) -> Iterator[tuple[int, Sample | None]]:
 
 def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
     """All runners on one rank; rank 0 reports."""
-    import torch.distributed as dist
-
-    join(rank, job.num_ranks, port)
-    runners = [_runner(entry, job) for entry in job.entries]
-    gc.freeze()  # what is there stays there: collections need not look at it
-    for number in range(job.rounds + 1):
-        for index, runner in enumerate(runners):
-            try:
-                sample = _sample(runner, job)
-            except Exception as error:
-                raise RuntimeError(f'{job.entries[index].title} failed on rank {rank}') from error
-            if rank == 0:
-                queue.put((index, sample if number else None))
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, job.num_ranks, port):
+        runners = [_runner(entry, job) for entry in job.entries]
+        gc.freeze()  # what is there stays there: collections need not look at it
+        for number in range(job.rounds + 1):
+            for index, runner in enumerate(runners):
+                try:
+                    sample = _sample(runner, job)
+                except Exception as error:
+                    raise RuntimeError(
+                        f'{job.entries[index].title} failed on rank {rank}'
+                    ) from error
+                if rank == 0:
+                    queue.put((index, sample if number else None))
 
 
 def _runner(entry: Entry, job: Job) -> Runner:

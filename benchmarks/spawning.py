@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch.multiprocessing as mp
+from tqdm import tqdm
+
+Sample = TypeVar('Sample')
 
 # without warnings about what only a GPU has
 _ENVIRONMENT = {
@@ -44,8 +48,30 @@ def spawned(function: Callable, num_ranks: int, job: Any) -> Iterator[Any]:
             process.terminate()
 
 
-def join(rank: int, num_ranks: int, port: int) -> None:
-    """Makes Megatron run on the CPU, with one pipeline of all ranks."""
+def collected(
+    found: Iterable[tuple[int, Sample | None]], titles: Sequence[str], rounds: int
+) -> list[list[Sample]]:
+    """The samples of each of several, which take turns; None does not count. Shows progress.
+
+    Args:
+        found: (index of the one measured, its sample).
+        titles: of those that are measured.
+        rounds: in which each has its turn, after one that does not count.
+    """
+    samples: list[list[Sample]] = [[] for _ in titles]
+    total = len(titles) * (rounds + 1)
+    with tqdm(total=total, desc='starting', unit='run', disable=None) as bar:
+        for index, sample in found:
+            bar.set_description(f'{titles[index]:27}')
+            bar.update()
+            if sample is not None:
+                samples[index].append(sample)
+    return samples
+
+
+@contextmanager
+def joined(rank: int, num_ranks: int, port: int) -> Iterator[None]:
+    """Inside, Megatron runs on the CPU, with one pipeline of all ranks, which leave together."""
     import torch
     import torch.distributed as dist
 
@@ -62,3 +88,6 @@ def join(rank: int, num_ranks: int, port: int) -> None:
     with shared_groups():
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=num_ranks)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
+    yield
+    dist.barrier()
+    dist.destroy_process_group()

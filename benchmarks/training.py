@@ -16,10 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tqdm import tqdm
-
 from benchmarks.overhead import spans
-from benchmarks.spawning import join, spawned
+from benchmarks.spawning import collected, joined, spawned
 from benchmarks.table import aligned
 from megatron_zbpp.ir import BW, B, F, W
 from megatron_zbpp.schedules import build
@@ -63,38 +61,44 @@ class Sample:
 
 def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
     """All schedules on one rank; rank 0 reports (index of the schedule, its sample)."""
-    import torch.distributed as dist
+    with joined(rank, job.num_ranks, port):
+        runners = [_runner(name, job) for name in job.schedules]
+        for number in range(job.rounds + 1):
+            for index, runner in enumerate(runners):
+                sample = _sample(runner, job)
+                if rank == 0:
+                    queue.put((index, sample if number else None))
 
-    join(rank, job.num_ranks, port)
+
+def _runner(name: str, job: Job) -> Any:
+    """What trains by this schedule."""
     from benchmarks.runners import MegatronRunner, ZbppRunner
     from benchmarks.training_model import Gpt
 
-    runners = []
-    for name in job.schedules:
-        schedule = build(FUSED if name == STOCK else name, job.num_ranks, job.num_microbatches)
-        model = Gpt(job.layers, job.hidden, HEAD, job.sequence)
-        if name == STOCK:
-            runners.append(MegatronRunner(schedule, model, optimizer=True))
-        else:
-            runners.append(ZbppRunner(schedule, name, model, optimizer=True))
-    for number in range(job.rounds + 1):
-        for index, (name, runner) in enumerate(zip(job.schedules, runners, strict=True)):
-            with runner.ready():
-                dist.barrier()
-                start = time.perf_counter()
-                runner.iterate()
-                seconds = time.perf_counter() - start
-            passes = {} if name == STOCK else spans(runner.plugin.latest.record)
-            gathered: list[Any] = [None] * job.num_ranks
-            dist.all_gather_object(gathered, (seconds, passes))
-            if rank == 0:
-                sample = Sample(max(s for s, _ in gathered), _joined([p for _, p in gathered]))
-                queue.put((index, sample if number else None))
-    dist.barrier()
-    dist.destroy_process_group()
+    schedule = build(FUSED if name == STOCK else name, job.num_ranks, job.num_microbatches)
+    model = Gpt(job.layers, job.hidden, HEAD, job.sequence)
+    if name == STOCK:
+        return MegatronRunner(schedule, model, optimizer=True)
+    return ZbppRunner(schedule, name, model, optimizer=True)
 
 
-def _joined(ranks: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
+def _sample(runner: Any, job: Job) -> Sample:
+    """One iteration; the same on all ranks."""
+    import torch.distributed as dist
+
+    with runner.ready():
+        dist.barrier()
+        start = time.perf_counter()
+        runner.iterate()
+        seconds = time.perf_counter() - start
+    plugin = getattr(runner, 'plugin', None)  # Megatron's own schedule has none
+    passes = {} if plugin is None else spans(plugin.latest.record)
+    gathered: list[Any] = [None] * job.num_ranks
+    dist.all_gather_object(gathered, (seconds, passes))
+    return Sample(max(s for s, _ in gathered), _together([p for _, p in gathered]))
+
+
+def _together(ranks: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
     kinds = sorted({kind for passes in ranks for kind in passes})
     return {kind: [s for passes in ranks for s in passes.get(kind, [])] for kind in kinds}
 
@@ -150,7 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = _job(args)
     except ValueError as error:
         parser.error(str(error))
-    found = rows(job, _measured(job))
+    samples = collected(spawned(_rank, job.num_ranks, job), job.schedules, job.rounds)
+    found = rows(job, samples)
     print(table(found))
     if args.json:
         args.json.write_text(json.dumps({'rows': found}, indent=1) + '\n')
@@ -199,14 +204,3 @@ def _job(args: argparse.Namespace) -> Job:
             )
     shape = args.layers, args.hidden_size, args.seq_length
     return Job(names, args.pp, args.microbatches, *shape, args.rounds)
-
-
-def _measured(job: Job) -> list[list[Sample]]:
-    samples: list[list[Sample]] = [[] for _ in job.schedules]
-    total = len(job.schedules) * (job.rounds + 1)
-    with tqdm(total=total, desc='iterations', leave=False, disable=None) as bar:
-        for index, sample in spawned(_rank, job.num_ranks, job):
-            bar.update()
-            if sample is not None:
-                samples[index].append(sample)
-    return samples

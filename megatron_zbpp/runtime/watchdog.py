@@ -238,13 +238,13 @@ class Watchdog:
         while not self._stopping:
             if self._termination.wait(self.timeout / _LOOKS):
                 self._end('SIGTERM', 128 + signal.SIGTERM, self._failed)
-            activity = self._activity
+            activity, failed = self._activity, self._failed
             beat = None if activity is None else activity.beat()
-            now = activity, beat, self._failed
+            now = activity, beat, failed
             looks = looks + 1 if beat is not None and now == seen else 0
             seen = now
             if looks >= _LOOKS:
-                self._end(f'no step forward for {self.timeout:g} s', EXIT_CODE, now[-1])
+                self._end(f'no step forward for {self.timeout:g} s', EXIT_CODE, failed)
 
     def _end(self, why: str, code: int, failed: bool) -> None:
         """Reports and ends the process, even if nobody reads what it writes."""
