@@ -12,6 +12,11 @@ PLOTTING = ['matplotlib>=3.8,<4']
 DEVELOPMENT = [
     'torch==2.13.0',
     'docstring-parser==0.18.0',
+    # what Transformer Engine's own Python imports: its wheel runs on the CPU, see emulation/te.py
+    'einops==0.8.2',
+    'onnx==1.23.2',
+    'onnxscript==0.7.2',
+    'pydantic==2.14.3',
     "megatron-core==0.16.1; python_version<'3.12'",
     "megatron-core==0.19.2; python_version>='3.12'",
     'hypothesis==6.170.15',
@@ -33,7 +38,7 @@ setup(
     long_description_content_type='text/markdown',
     license='Apache-2.0',
     packages=find_packages(include=['megatron_zbpp', 'megatron_zbpp.*']),
-    package_data={'megatron_zbpp': ['render/*.html', 'children/*.py']},
+    package_data={'megatron_zbpp': ['render/*.html', 'emulation/children/*.py']},
     entry_points={'console_scripts': ['zbpp = megatron_zbpp.cli:main']},
     python_requires='>=3.10',
     install_requires=[

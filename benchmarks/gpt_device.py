@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from megatron_zbpp import cpu
+from megatron_zbpp.emulation import cpu
 
 # dense bf16 TFLOP/s by what the device's name contains, from NVIDIA's data sheets
 _PEAK_TFLOPS = {

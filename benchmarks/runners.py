@@ -1,6 +1,6 @@
 """Megatron-Core's own schedules and ours on one model: one loop, Megatron's own.
 
-Importing this imports Megatron: `megatron_zbpp.cpu.install()` comes before.
+Importing this imports Megatron: `megatron_zbpp.emulation.cpu.install()` comes before.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def joined(rank: int, num_ranks: int, port: int) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from megatron_zbpp import cpu
+    from megatron_zbpp.emulation import cpu
 
     torch.set_num_threads(1)
     cpu.install()

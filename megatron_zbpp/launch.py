@@ -14,7 +14,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron_zbpp import cpu
+from megatron_zbpp.emulation import cpu
 
 PATH = 'PYTHONPATH'
 # What a machine without a GPU needs; whatever the user gives comes later and so wins.
@@ -54,7 +54,10 @@ def main(argv: list[str] | None = None) -> None:
     sys.path.insert(0, str(args.script.resolve().parent))  # its megatron is the one to use
     if args.cpu:
         cpu.install()
-        folders = [str(Path(__file__).parent / 'children'), *filter(None, [os.environ.get(PATH)])]
+        folders = [
+            str(Path(cpu.__file__).parent / 'children'),
+            *filter(None, [os.environ.get(PATH)]),
+        ]
         os.environ[PATH] = os.pathsep.join(folders)
 
     from megatron_zbpp.mcore import arguments

@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import torch
+import wheels
 from ranks import Pool, Ranks
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        '--full', action='store_true', help='run the whole grids, not only a case of each row'
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption('--full'):
+        return
+    spared = [item for item in items if item.get_closest_marker('full')]
+    config.hook.pytest_deselected(items=spared)
+    items[:] = [item for item in items if not item.get_closest_marker('full')]
 
 
 @pytest.fixture(scope='session')
@@ -14,3 +31,22 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     pool = Pool()
     yield lambda size: Ranks(size, pool)
     pool.stop()
+
+
+@pytest.fixture(scope='session', params=wheels.VERSIONS)
+def te_ranks(request) -> Iterator[Callable[[int], Ranks]]:
+    """As `ranks`, in processes that have Transformer Engine: on CPU with emulated kernels."""
+    if torch.cuda.is_available():
+        if request.param != 'installed':
+            pytest.skip('this machine has a GPU: the installed Transformer Engine is the one')
+        pool = Pool()
+    else:
+        pool = Pool(_install_te, wheels.transformer_engine(request.param))
+    yield lambda size: Ranks(size, pool)
+    pool.stop()
+
+
+def _install_te(folder: Path) -> None:
+    from megatron_zbpp.emulation import te
+
+    te.install(folder)

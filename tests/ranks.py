@@ -28,9 +28,13 @@ class Pool:
     """As many processes as the largest group had; a smaller group is made of the first of them.
 
     So idle ones are few: each holds memory, and each of its gloo threads wakes 100 times a second.
+
+    Args:
+        prepare: called in each process, with `args`, before Megatron is imported.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable | None = None, *args: Any) -> None:
+        self._prepare = prepare, args
         self._processes: list[mp.Process] = []
         self._connections: list[Connection] = []
         self._joined = 0
@@ -63,7 +67,7 @@ class Pool:
         context = mp.get_context('spawn')
         for rank in range(len(self._processes), size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs))
+            process = context.Process(target=_serve, args=(rank, theirs, *self._prepare))
             process.start()  # no daemon: saving a checkpoint starts a process of its own
             theirs.close()
             self._processes.append(process)
@@ -124,7 +128,7 @@ def _join(size: int, port: int) -> None:
     dist.init_process_group('gloo')
 
 
-def _serve(rank: int, connection: Connection) -> None:
+def _serve(rank: int, connection: Connection, prepare: Callable | None, prepared: tuple) -> None:
     """Answers calls until the parent is gone."""
     os.setsid()  # so that saving's helper process can be ended with it
     os.environ |= {
@@ -135,7 +139,7 @@ def _serve(rank: int, connection: Connection) -> None:
     }
     import torch
 
-    from megatron_zbpp import cpu
+    from megatron_zbpp.emulation import cpu
 
     torch.set_num_threads(1)
     if torch.cuda.is_available():
@@ -144,6 +148,8 @@ def _serve(rank: int, connection: Connection) -> None:
         join_gpu(rank)
     else:
         cpu.install(alias_sends=False)  # the executor keeps what it sends by itself
+    if prepare is not None:
+        prepare(*prepared)
     while True:
         try:
             function, args = connection.recv()

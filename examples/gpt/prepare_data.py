@@ -111,7 +111,7 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    from megatron_zbpp import cpu
+    from megatron_zbpp.emulation import cpu
 
     cpu.device()
     main()

@@ -29,7 +29,8 @@ import torch.distributed as dist
 from prepare_data import VOCABULARY, prepare, tokenizer
 
 import megatron_zbpp
-from megatron_zbpp import cpu, exchange
+from megatron_zbpp import exchange
+from megatron_zbpp.emulation import cpu
 
 DEVICE = cpu.device()  # before megatron.core is imported
 

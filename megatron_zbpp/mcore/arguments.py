@@ -21,7 +21,8 @@ from typing import Any, get_args, get_type_hints
 import docstring_parser
 
 import megatron_zbpp
-from megatron_zbpp import cpu, exchange
+from megatron_zbpp import exchange
+from megatron_zbpp.emulation import cpu
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.mcore import layout, refusals
 from megatron_zbpp.mcore.plugin import Plugin

@@ -122,7 +122,7 @@ def _device() -> str:
         import torch
     except ImportError:
         return 'unknown: torch is not installed'
-    from megatron_zbpp import cpu
+    from megatron_zbpp.emulation import cpu
 
     if cpu.installed() or not torch.cuda.is_available():
         return _CPU
@@ -140,7 +140,7 @@ def _prefer_beside(words: Sequence[str]) -> None:
 
 def _make_importable() -> None:
     """megatron.core without a GPU takes what it takes to run there."""
-    from megatron_zbpp import cpu
+    from megatron_zbpp.emulation import cpu
 
     cpu.install()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 
 import megatron_zbpp
-from megatron_zbpp import cpu
+from megatron_zbpp.emulation import cpu
 
 PACKAGE = str(Path(megatron_zbpp.__file__).parent)
 

@@ -21,7 +21,7 @@ def aliased_sends(training: Any) -> Iterator[None]:
     from torch import distributed as dist
     from torch.distributed import distributed_c10d
 
-    from megatron_zbpp import cpu
+    from megatron_zbpp.emulation import cpu
 
     aliased = cpu._aliased_isend
     with (

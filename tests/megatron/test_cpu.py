@@ -10,7 +10,7 @@ from commands import run
 
 
 def test_too_late_is_an_error():
-    code = 'import megatron.core; from megatron_zbpp import cpu; cpu.install()'
+    code = 'import megatron.core; from megatron_zbpp.emulation import cpu; cpu.install()'
     done = run([sys.executable, '-c', code])
     assert done.returncode == 1
     assert 'call it before megatron.core is imported' in done.stderr
@@ -22,7 +22,7 @@ def seeded():
     from example import forget_groups
     from megatron.core import parallel_state, tensor_parallel
 
-    from megatron_zbpp import cpu
+    from megatron_zbpp.emulation import cpu
 
     cpu.install()  # again: nothing happens
     parallel_state.initialize_model_parallel()
@@ -69,7 +69,7 @@ def test_backward_keeps_to_the_cpu(ranks):
 def leave(folder: Path, pairs: int = 6) -> None:
     """Prints how pairs of ranks end when a collective is over for them, while a thread of it is
     busy for longer: it lets go of many tensors."""
-    from megatron_zbpp import cpu
+    from megatron_zbpp.emulation import cpu
 
     cpu.install()
     import torch

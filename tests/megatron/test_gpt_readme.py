@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / 'examples' / 'gpt' / 'README.md').read_text()
 SETTING, *BLOCKS = re.findall(r'```bash\n(.*?)```', README, re.S)
 SNIPPETS = re.findall(r'```python\n(.*?)```', README, re.S)
-CHILDREN = Path(megatron_zbpp.__file__).parent / 'children'
+CHILDREN = Path(megatron_zbpp.__file__).parent / 'emulation' / 'children'
 
 
 def megatron_lm(folder: Path) -> Path:

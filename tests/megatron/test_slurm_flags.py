@@ -32,7 +32,7 @@ def parsed(argv, world):
     from megatron.training import arguments as megatrons
 
     import megatron_zbpp
-    from megatron_zbpp import cpu
+    from megatron_zbpp.emulation import cpu
     from megatron_zbpp.mcore import arguments
 
     original, errors = megatrons.add_megatron_arguments, io.StringIO()

@@ -7,18 +7,11 @@ downloaded, which holds the Python sources and builds nothing.
 from __future__ import annotations
 
 import ast
-import importlib.util
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
+from wheels import VERSIONS, transformer_engine
 
-# the oldest that setup.py allows, a recent one, and what is here
-VERSIONS = ['2.8.0', '2.20.2']
-if importlib.util.find_spec('transformer_engine') is not None:
-    VERSIONS.append('installed')
 LINEAR = {
     'Linear': 'linear.py',
     'LayerNormLinear': 'layernorm_linear.py',
@@ -29,22 +22,9 @@ each_module = pytest.mark.parametrize('name', LINEAR)
 
 
 @pytest.fixture(scope='session', params=VERSIONS)
-def folder(request, tmp_path_factory) -> Path:
+def folder(request) -> Path:
     """Where TE's modules are, as sources."""
-    inside = Path('transformer_engine', 'pytorch', 'module')
-    if request.param == 'installed':
-        spec = importlib.util.find_spec('transformer_engine')
-        return Path(spec.submodule_search_locations[0]).parent / inside
-    target = tmp_path_factory.mktemp('te')
-    command = [sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', '--retries', '1']
-    wanted = ['--only-binary', ':all:', '--dest', target, f'transformer-engine=={request.param}']
-    done = subprocess.run([*command, *wanted], capture_output=True, text=True, timeout=200)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ['no reason given'])[-1]
-        pytest.skip(f'transformer-engine {request.param} cannot be downloaded: {last}')
-    (wheel,) = target.glob('*.whl')
-    zipfile.ZipFile(wheel).extractall(target)
-    return target / inside
+    return transformer_engine(request.param) / 'transformer_engine' / 'pytorch' / 'module'
 
 
 def classes(file: Path) -> dict[str, ast.ClassDef]:

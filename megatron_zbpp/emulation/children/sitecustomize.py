@@ -11,7 +11,7 @@ class _Arm:
     def find_spec(name, path=None, target=None):
         if name == 'megatron.core':
             sys.meta_path.remove(_Arm)
-            from megatron_zbpp import cpu
+            from megatron_zbpp.emulation import cpu
 
             cpu.install()
         return None

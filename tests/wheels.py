@@ -1,0 +1,50 @@
+"""Transformer Engine's Python sources: unpacked from its wheel, which builds nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+OLDEST, NEWEST = '2.8.0', '2.20.2'  # of what setup.py allows
+VERSIONS = (OLDEST, NEWEST)
+if importlib.util.find_spec('transformer_engine') is not None:
+    VERSIONS = (*VERSIONS, 'installed')
+
+
+def transformer_engine(version: str) -> Path:
+    """The folder that holds `transformer_engine` of that version; downloaded once.
+
+    Skips the test where it cannot be had.
+    """
+    if version == 'installed':
+        spec = importlib.util.find_spec('transformer_engine')
+        return Path(spec.submodule_search_locations[0]).parent
+    folder = Path(sys.prefix) / 'transformer_engine' / version
+    if not folder.exists():
+        part = folder.with_name(f'{version}.{os.getpid()}')
+        part.mkdir(parents=True)
+        command = [
+            sys.executable,
+            '-m',
+            'pip',
+            'download',
+            '--quiet',
+            '--no-deps',
+            '--retries',
+            '1',
+        ]
+        wanted = ['--only-binary', ':all:', '--dest', part, f'transformer-engine=={version}']
+        done = subprocess.run([*command, *wanted], capture_output=True, text=True, timeout=200)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ['no reason given'])[-1]
+            pytest.skip(f'transformer-engine {version} cannot be downloaded: {last}')
+        (wheel,) = part.glob('*.whl')
+        zipfile.ZipFile(wheel).extractall(part)
+        part.rename(folder)
+    return folder
