@@ -213,7 +213,8 @@ def install(alias_sends: bool = True) -> None:
         return
     if 'megatron.core' in sys.modules:
         raise RuntimeError(
-            'megatron_zbpp.emulation.cpu.install() comes too late: call it before megatron.core is imported'
+            'megatron_zbpp.emulation.cpu.install() comes too late: call it before megatron.core is '
+            'imported'
         )
     # torch.compile (megatron.core.jit) would look for libcuda through triton
     os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')

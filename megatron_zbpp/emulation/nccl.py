@@ -1,7 +1,9 @@
 """A process group that orders and blocks as ProcessGroupNCCL does, over gloo.
 
-- A communicator is made at the first operation: a rendezvous of all its ranks, on the host (`lazy`).
-- Operations of one communicator run one after the other on its stream (a thread), in the order of the calls.
+- A communicator is made at the first operation, a rendezvous of all its ranks on the host
+  (`LAZY`).
+- Operations of one communicator run one after the other on its stream (a thread), in the order
+  of the calls.
 - A send ends when its receive has taken it; there are no tags; nobody else may overtake.
 - Work.wait() is what the compute stream does on a GPU: on the CPU that is the caller.
 - What would wait for ever raises `Stuck`, with what this rank stood at.

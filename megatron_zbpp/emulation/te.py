@@ -1,6 +1,6 @@
-"""Transformer Engine's own Python modules on a CPU: a stand-in for its extension `transformer_engine_torch`.
+"""Transformer Engine's own Python modules on a CPU: stands in for their extension in C++.
 
-    import te_on_cpu; te_on_cpu.install('FOLDER_OF_THE_WHEEL')
+    from megatron_zbpp.emulation import te; te.install('FOLDER_OF_THE_WHEEL')
     import transformer_engine.pytorch as te
 
 Only the unquantized path (fp32, bf16, fp16). Everything else of the extension is there by name and
@@ -125,7 +125,7 @@ def generic_gemm(
     if D is not None:
         D.copy_((D.float() + out.view(D.shape)) if accumulate else out.view(D.shape))
         return D, bias_grad, None, None
-    shape = list(B.shape[:-1]) + [out.shape[-1]] if not transb else list(out.shape)
+    shape = [*B.shape[:-1], out.shape[-1]] if not transb else list(out.shape)
     return out.to(_torch(out_dtype, A.dtype)).view(shape), bias_grad, None, None
 
 
@@ -149,8 +149,8 @@ def te_general_grouped_gemm(
     use_split_accumulator,
     math_sm_count,
 ):
-    outs, at = [], 0
-    for k, (a, b) in enumerate(zip(A, B)):
+    at = 0
+    for k, (a, b) in enumerate(zip(A, B, strict=True)):
         out = _product(a, transa, b, transb)
         if grad and bias and bias[k].numel():
             bias[k].copy_(b.reshape(-1, b.shape[-1]).float().sum(0))
@@ -293,7 +293,7 @@ def bgrad_quantize(grad, quantizer):
 
 @kernel
 def split_quantize(tensor, splits, quantizers, disable_bulk_allocation=False):
-    return [_quantized(t, q) for t, q in zip(tensor.split(splits), quantizers)]
+    return [_quantized(t, q) for t, q in zip(tensor.split(splits), quantizers, strict=True)]
 
 
 @kernel
