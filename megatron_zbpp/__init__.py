@@ -32,7 +32,7 @@ def enable(
 ) -> Plugin:
     """Makes Megatron-Core's pipelined forward_backward functions run `schedule`.
 
-    Calling it again with the same arguments changes nothing; with others it switches.
+    Calling it again with equal arguments changes nothing; with others it switches.
 
     Args:
         schedule: a name or alias of a schedule (`zbpp list` prints them), or a schedule itself; or
@@ -48,22 +48,18 @@ def enable(
         The plugin: `disable()` undoes everything, as does leaving its `with` block.
 
     Raises:
-        ValueError: no such schedule; the message names the known ones.
+        ValueError: no such schedule, the message names the known ones; or another argument that
+            makes no sense.
     """
     global _enabled
     from megatron_zbpp.mcore.plugin import Plugin
-    from megatron_zbpp.optim.governor import Governor
+    from megatron_zbpp.settings import Settings
 
-    governor = None
-    if post_validation is not False:
-        governor = Governor() if post_validation is True else Governor(post_validation)
-    plugin = Plugin(schedule, num_chunks, memory_limit, watchdog_timeout or 0, governor)
-    if _enabled is not None and _enabled.enabled:
-        same_timeout = watchdog_timeout in (None, _enabled.watchdog.timeout)
-        same_kind = (_enabled.auto is None) == (plugin.auto is None)
-        same_steps = (_enabled.post_validation is None) == (governor is None)
-        if _enabled.source == plugin.source and same_kind and same_timeout and same_steps:
-            return _enabled
+    settings = Settings(schedule, num_chunks, memory_limit, watchdog_timeout, post_validation)
+    if _enabled is not None and _enabled.enabled and _enabled.settings == settings:
+        return _enabled
+    plugin = Plugin(settings)  # refuses what makes no sense before anything is undone
+    if _enabled is not None:
         _enabled.disable()
     plugin.install()
     _enabled = plugin

@@ -55,6 +55,7 @@ from megatron_zbpp.mcore import layout
 from megatron_zbpp.mcore.observe import observe
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.runtime import handshake
+from megatron_zbpp.settings import Settings
 
 WATCHDOG = 'report and exit when the pipeline makes no step forward for so long; 0: never'
 
@@ -165,7 +166,7 @@ def check_args(args: argparse.Namespace, world_size: int) -> None:
         args.placement = Placement.loop(p)
     else:
         virtual = args.num_virtual_stages_per_pipeline_rank
-        plugin = Plugin(args.pipeline_schedule, virtual)
+        plugin = Plugin(Settings(args.pipeline_schedule, virtual))
         args.placement = plugin.placement(p)
         plugin.lowered(p, args.num_microbatches, False)  # refuses a schedule that cannot run
     args.layers = layout.layers_per_stage(

@@ -149,7 +149,7 @@ def patches() -> Iterator[Patch]:
     """Everything that the plugin replaces, tried out and taken back."""
     try:
         from megatron_zbpp.mcore.plugin import Plugin, looks_up, lookups
-        from megatron_zbpp.optim.governor import Governor
+        from megatron_zbpp.settings import Settings
 
         moved = {name: user for user, name in lookups() if not looks_up(user, name)}
     except (ImportError, AttributeError) as error:
@@ -160,7 +160,7 @@ def patches() -> Iterator[Patch]:
         yield Patch(f'{user.__module__}.{name}', f'{where} does not use it in this release')
     if moved:
         return
-    plugin = Plugin('zb-v', post_validation=Governor())
+    plugin = Plugin(Settings('zb-v', post_validation=True))
     try:
         plugin.install()
     except (AttributeError, RuntimeError) as error:

@@ -14,8 +14,8 @@ from megatron.core.utils import get_model_config
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import refusals, te
+from megatron_zbpp.mcore.agreement import agreement
 from megatron_zbpp.mcore.ranges import profiled
-from megatron_zbpp.mcore.settings import settings
 from megatron_zbpp.mcore.stages import Call, ModelStage
 from megatron_zbpp.runtime.clock import clock_for
 from megatron_zbpp.runtime.comm import Message
@@ -145,7 +145,7 @@ def prepare(plugin: Plugin, arguments: Arguments, ranks_ahead: int = 0) -> tuple
     )
     message = _message(arguments, config, groups, call.device)
     plugin.agree(
-        settings(arguments.num_microbatches, len(models), message, arguments.forward_only, config),
+        agreement(arguments.num_microbatches, len(models), message, arguments.forward_only, config),
         groups.pp,
     )
     lowered = plugin.lowered(groups.pp.size(), arguments.num_microbatches, arguments.forward_only)

@@ -39,7 +39,8 @@ from megatron_zbpp.runtime.measure import Iteration
 from megatron_zbpp.runtime.store import WeightGradStore
 from megatron_zbpp.runtime.trace import Tracer
 from megatron_zbpp.runtime.watchdog import Watchdog
-from megatron_zbpp.schedules import build, find
+from megatron_zbpp.schedules import build
+from megatron_zbpp.settings import AUTO, Settings
 
 _LINEAR = 'LinearWithGradAccumulationAndAsyncCommunication'
 _PIPELINED = (
@@ -105,14 +106,12 @@ class Plugin:
     """The plugin's state while it is enabled; a context manager that disables it at its end.
 
     Args:
-        source: a schedule, or the name of a family that makes one for any number of microbatches;
-            or 'auto', which measures a family and switches to a planned schedule.
-        num_chunks: stages a rank, for families that leave the choice.
-        memory_limit: in activations of one microbatch on a full rank, for families that take one.
-        watchdog_timeout: seconds without a step forward after which the process is ended; 0: never.
-        post_validation: when optimizer steps need not wait for all ranks; None: they always do.
+        settings: what was asked for.
 
     Attributes:
+        settings: those.
+        source: a schedule; or the family that makes one for any number of microbatches, the stages
+            a rank and the memory limit that it is given.
         store: the weight gradients that wait for their W.
         watchdog: ends this process if the pipeline no longer moves.
         post_validation: of the optimizer steps, where that is asked for.
@@ -124,28 +123,23 @@ class Plugin:
         latest: the latest iteration of this rank.
     """
 
-    def __init__(
-        self,
-        source: str | Schedule,
-        num_chunks: int | None = None,
-        memory_limit: float | None = None,
-        watchdog_timeout: float = 0,
-        post_validation: Governor | None = None,
-    ) -> None:
-        objective = 'makespan' if post_validation is None else 'window'
-        auto = AutoPlan(memory_limit=memory_limit, objective=objective)
-        self.auto = auto if source == 'auto' else None
-        if self.auto is not None:
-            source, memory_limit = start_family(num_chunks), None
-        given = isinstance(source, Schedule)
-        self.source = source if given else (find(source).name, num_chunks, memory_limit)
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        schedule, chunks, limit = settings.schedule, settings.num_chunks, settings.memory_limit
+        objective = 'makespan' if settings.post_validation is None else 'window'
+        self.auto: AutoPlan | None = None
+        if schedule == AUTO:
+            self.auto = AutoPlan(memory_limit=limit, objective=objective)
+            schedule, limit = start_family(chunks), None
+        self.source = schedule if isinstance(schedule, Schedule) else (schedule, chunks, limit)
         self.tracer: Tracer | None = None
         self.store = WeightGradStore()
-        self.watchdog = Watchdog(watchdog_timeout)
+        self.watchdog = Watchdog(settings.watchdog_timeout)
         self.next = NextIteration(self)
-        self.post_validation = post_validation and PostValidation(
-            post_validation, self.watchdog.meeting
-        )
+        self.post_validation: PostValidation | None = None
+        if settings.post_validation is not None:
+            governor = Governor(settings.post_validation)
+            self.post_validation = PostValidation(governor, self.watchdog.meeting)
         self.steps = stepping.Steps(self)
         self.flags: Mapping[str, object] = {}
         self.latest: Iteration | None = None

@@ -14,6 +14,7 @@ from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.memory import peak
 from megatron_zbpp.planning.simulate import simulate
+from megatron_zbpp.settings import Settings
 
 _NO_TRAINING = 'megatron.training is not here: only sizes, parallelism and our flags were read'
 _NO_PIPELINE = 'one pipeline rank has no pipeline: --pipeline-schedule changes nothing'
@@ -106,9 +107,11 @@ def prospect_of(line: LaunchLine) -> Prospect:
         return Prospect(parallel, notes=(*notes, *([] if config is None else [_NO_PIPELINE])))
     arguments.require_plain(line.args)
     plugin = Plugin(
-        arguments.source_of(config),
-        arguments.num_chunks(line.args),
-        config.pipeline_schedule_memory_limit,
+        Settings(
+            arguments.source_of(config),
+            arguments.num_chunks(line.args),
+            config.pipeline_schedule_memory_limit,
+        )
     )
     placement = plugin.placement(parallel['pipeline'])
     counts = _microbatches(line, parallel['data'])

@@ -98,17 +98,18 @@ def configured_apart(changes):
     import torch
     import torch.distributed as dist
 
+    from megatron_zbpp.mcore.agreement import agreement
     from megatron_zbpp.mcore.plugin import Plugin
-    from megatron_zbpp.mcore.settings import settings
     from megatron_zbpp.runtime.comm import Message
+    from megatron_zbpp.settings import Settings
 
     values = {'m': 4, 'chunks': 2, 'shape': (16, 1, 32), 'dtype': torch.float32, 'num_layers': 8}
     values |= changes[dist.get_rank()]
     message = Message(values['shape'], values['dtype'], torch.device('cpu'))
     layout = SimpleNamespace(layout=values.get('layout'))
     config = SimpleNamespace(num_layers=values['num_layers'], pipeline_model_parallel_layout=layout)
-    own = settings(values['m'], values['chunks'], message, False, config)
-    plugin = Plugin('zb-v', watchdog_timeout=30)
+    own = agreement(values['m'], values['chunks'], message, False, config)
+    plugin = Plugin(Settings('zb-v', watchdog_timeout=30))
     try:
         plugin.agree(own, dist.group.WORLD)
         plugin.agree(own, dist.group.WORLD)  # known by now: no collective, as below

@@ -42,6 +42,53 @@ def enable_and_disable():
     assert attributes() == own
 
 
+# what is asked for, what asks for the same in other words, and what asks for something else
+ASKED = [
+    ({}, {'schedule': 'ZB_H1'}, {'schedule': 'zb-v'}),
+    ({'schedule': 'zb-interleaved', 'num_chunks': 2}, {}, {'num_chunks': 3}),
+    ({'schedule': 'zb-1p', 'memory_limit': 4}, {'memory_limit': 4.0}, {'memory_limit': 5}),
+    ({'schedule': 'auto', 'memory_limit': 4}, {}, {'memory_limit': 8}),
+    ({'schedule': 'auto'}, {}, {'schedule': 'zb-v'}),
+    ({}, {'watchdog_timeout': 0}, {'watchdog_timeout': 30}),
+    ({'watchdog_timeout': 30}, {}, {'watchdog_timeout': None}),
+    ({'post_validation': 5}, {}, {'post_validation': 20}),
+    ({'post_validation': True}, {'post_validation': 10}, {'post_validation': 1}),
+    ({}, {'post_validation': False}, {'post_validation': 0}),
+]
+
+
+def asked_again(asked, same, other):
+    """Whether the second and third call of `enable` returned the plugin of the first."""
+    import megatron_zbpp
+    from megatron_zbpp.ir import Schedule
+
+    def enable(changes):
+        arguments = {'schedule': 'zb-h1', **asked, **changes}
+        return megatron_zbpp.enable(**arguments)
+
+    with enable({}) as first:
+        kept = enable(same)
+        with enable(other) as switched:
+            text = megatron_zbpp.schedules.build('zb-h1', 2, 4).to_json()
+            with megatron_zbpp.enable(Schedule.from_json(text)) as given:
+                again = megatron_zbpp.enable(Schedule.from_json(text))
+                return (
+                    kept is first,
+                    switched is first or first.enabled,
+                    given is again and given is not switched,
+                )
+
+
+def nonsense(arguments):
+    """What is said of arguments that make no sense, and whether what was enabled still is."""
+    import megatron_zbpp
+
+    with megatron_zbpp.enable('zb-h1') as plugin:
+        with pytest.raises(ValueError) as error:
+            megatron_zbpp.enable(**arguments)
+        return str(error.value), plugin.enabled
+
+
 def moved_upstream():
     """A release whose function does not look the name up: the patch must not pass silently."""
     from megatron.core.pipeline_parallel import schedules
@@ -85,6 +132,25 @@ def refused(setting):
 
 def test_enable_and_disable(ranks):
     ranks(2).run(enable_and_disable)
+
+
+@pytest.mark.parametrize(('asked', 'same', 'other'), ASKED, ids=str)
+def test_other_values_switch(ranks, asked, same, other):
+    assert ranks(2).run(asked_again, asked, same, other) == [(True, False, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'said'),
+    [
+        ({'schedule': 'zb-w'}, "unknown schedule 'zb-w'"),
+        ({'watchdog_timeout': -1}, 'timeout -1 is negative'),
+        ({'post_validation': -1}, 'clean_steps is -1'),
+    ],
+    ids=str,
+)
+def test_nonsense_changes_nothing(ranks, arguments, said):
+    for message, enabled in ranks(2).run(nonsense, arguments):
+        assert said in message and enabled
 
 
 def test_patch_without_effect_is_an_error(ranks):

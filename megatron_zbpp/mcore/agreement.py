@@ -25,7 +25,7 @@ _CONFIG = (
 )
 
 
-def settings(
+def agreement(
     num_microbatches: int,
     num_chunks: int,
     message: Message,
