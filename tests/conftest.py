@@ -41,12 +41,6 @@ def te_ranks(request) -> Iterator[Callable[[int], Ranks]]:
             pytest.skip('this machine has a GPU: the installed Transformer Engine is the one')
         pool = Pool()
     else:
-        pool = Pool(_install_te, wheels.transformer_engine(request.param))
+        pool = Pool(wheels.install, wheels.transformer_engine(request.param))
     yield lambda size: Ranks(size, pool)
     pool.stop()
-
-
-def _install_te(folder: Path) -> None:
-    from megatron_zbpp.emulation import te
-
-    te.install(folder)

@@ -48,3 +48,10 @@ def transformer_engine(version: str) -> Path:
         zipfile.ZipFile(wheel).extractall(part)
         part.rename(folder)
     return folder
+
+
+def install(folder: Path) -> None:
+    """Makes Transformer Engine's own modules run in this process, with emulated kernels."""
+    from megatron_zbpp.emulation import te
+
+    te.install(folder)
