@@ -12,7 +12,7 @@ PLOTTING = ['matplotlib>=3.8,<4']
 DEVELOPMENT = [
     'torch==2.13.0',
     'docstring-parser==0.18.0',
-    # what Transformer Engine's own Python imports: its wheel runs on the CPU, see emulation/te.py
+    # what Transformer Engine's own Python imports: its wheel runs on the CPU, see emulation/te
     'einops==0.8.2',
     'onnx==1.23.2',
     'onnxscript==0.7.2',

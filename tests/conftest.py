@@ -34,7 +34,8 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
 
 @pytest.fixture(scope='session', params=wheels.VERSIONS)
 def te_ranks(request) -> Iterator[Callable[[int], Ranks]]:
-    """As `ranks`, in processes that have Transformer Engine: on CPU with emulated kernels."""
+    """As `ranks`, in processes that have Transformer Engine: on CPU with emulated kernels, and
+    memory that is not initialised filled with NaN."""
     if torch.cuda.is_available():
         if request.param != 'installed':
             pytest.skip('this machine has a GPU: the installed Transformer Engine is the one')

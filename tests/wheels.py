@@ -55,3 +55,4 @@ def install(folder: Path) -> None:
     from megatron_zbpp.emulation import te
 
     te.install(folder)
+    te.fill_uninitialized_memory()

@@ -51,6 +51,9 @@ class CudaMeansCpu(TorchFunctionMode):
             kwargs['device'] = _cpu(kwargs['device'])
         if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is not int:
             args = (args[0], _cpu(args[1]), *args[2:])
+        if func is torch.device:
+            args = ('cuda', *args) if args and type(args[0]) is int else args
+            return _cpu(func(*args, **(kwargs or {})))
         if func in (torch.Tensor.backward, torch.autograd.backward):
             with self:  # torch leaves the mode while it runs `func`: layers' backwards need it
                 return _backward(*args, **(kwargs or {}))
@@ -125,6 +128,13 @@ def _tensor_type(self, *args, _original=torch.Tensor.type, **kwargs):
     return 'torch.cuda.' + name.rpartition('.')[2]
 
 
+def _wrapper(cls, *args, _original=torch.Tensor._make_wrapper_subclass, **kwargs):
+    """What tensors of other kinds, such as quantized ones, are made of: no mode intercepts it."""
+    if 'device' in kwargs:
+        kwargs['device'] = _cpu(kwargs['device'])
+    return _original(cls, *args, **kwargs)
+
+
 _STREAM = Stream()
 _LEAVE = 5  # seconds for gloo's threads to come to rest before the process ends
 _LET_GO = 0.05  # seconds in which one of them does, or is seen running
@@ -151,6 +161,10 @@ _CUDA: dict[str, object] = {
     'Event': Event,
     'current_stream': lambda *args: _STREAM,
     'stream': lambda stream: contextlib.nullcontext(),
+    # Transformer Engine
+    'device': lambda *args: contextlib.nullcontext(),
+    'is_current_stream_capturing': lambda: False,
+    'is_bf16_supported': lambda *args: True,
     # architecture checks
     'get_device_properties': lambda *args: _PROPERTIES,
     'nvtx': mock.MagicMock(),
@@ -163,6 +177,7 @@ _TENSOR: dict[str, object] = {
     'record_stream': lambda self, stream: None,
     # gradient clipping checks for 'torch.cuda.FloatTensor' and its like
     'type': _tensor_type,
+    '_make_wrapper_subclass': staticmethod(_wrapper),
 }
 
 

@@ -1,0 +1,132 @@
+"""Transformer Engine's own Python modules on a CPU: kernels in torch for its extension in C++.
+
+    from megatron_zbpp.emulation import cpu, te
+
+    cpu.install()
+    te.install()  # or with the folder in which the wheel `transformer_engine` was unpacked
+    import transformer_engine.pytorch
+
+Nothing of Transformer Engine is edited: its extension `transformer_engine_torch` is replaced by one
+whose functions are those of the modules beside this one. They compute in fp32 and round once. What
+none of them defines is there by name and raises NotImplementedError where it is called. The bits
+are not those of a GPU's kernels; what Transformer Engine does around them is its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from megatron_zbpp.emulation import cpu
+from megatron_zbpp.emulation.te import (  # noqa: F401  # their kernels register
+    activation,
+    gemm,
+    multi_tensor,
+    norm,
+    quantization,
+    queries,
+    softmax,
+)
+from megatron_zbpp.emulation.te.extension import NAME, Extension, calls
+
+__all__ = ['calls', 'fill_uninitialized_memory', 'find', 'install', 'installed']
+
+
+def installed() -> bool:
+    """Whether Transformer Engine's kernels are emulated in this process."""
+    return isinstance(sys.modules.get(NAME), Extension)
+
+
+def find() -> Path | None:
+    """The folder on sys.path that holds the package `transformer_engine`; None: there is none."""
+    spec = importlib.util.find_spec('transformer_engine')
+    return None if spec is None else Path(spec.submodule_search_locations[0]).parent
+
+
+def install(folder: str | Path | None = None) -> None:
+    """Makes `import transformer_engine.pytorch` work in this process; again does nothing more.
+
+    Args:
+        folder: that holds the package `transformer_engine`; default: where `find` finds it.
+
+    Raises:
+        ModuleNotFoundError: it is nowhere.
+        RuntimeError: it was imported first, and has looked for a GPU's libraries already.
+    """
+    if installed():
+        return
+    if 'transformer_engine' in sys.modules:
+        raise RuntimeError(
+            'megatron_zbpp.emulation.te.install() comes too late: call it before '
+            'transformer_engine is imported'
+        )
+    folder = find() if folder is None else Path(folder)
+    if folder is None or not (folder / 'transformer_engine').is_dir():
+        raise ModuleNotFoundError(
+            f'no transformer_engine in {folder or "sys.path"}: pip install --no-deps '
+            'transformer-engine, or put its unpacked wheel on PYTHONPATH',
+            name='transformer_engine',
+        )
+    os.environ['NVTE_PROJECT_BUILDING'] = '1'  # no look for a GPU's libraries
+    os.environ.pop('NVTE_RELEASE_BUILD', None)
+    os.environ.setdefault('NVTE_TORCH_COMPILE', '0')
+    cpu.install()
+    _import_any_triton()
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    sys.modules[NAME] = Extension()
+    _load_common(folder / 'transformer_engine' / 'common')
+
+
+def fill_uninitialized_memory() -> None:
+    """Fills with NaN, or the largest integer, what this process allocates and does not initialise.
+
+    Fresh pages are zero on a CPU: what reads memory that nobody wrote looks right there.
+    """
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def _load_common(folder: Path) -> None:
+    """Loads the real module `transformer_engine.common`, but for the extension that it loads."""
+    name = 'transformer_engine.common'
+    spec = importlib.util.spec_from_file_location(
+        name, folder / '__init__.py', submodule_search_locations=[str(folder)]
+    )
+    common = importlib.util.module_from_spec(spec)
+    sys.modules[name] = common
+    spec.loader.exec_module(common)
+    common.load_framework_extension = lambda framework: None
+    import transformer_engine
+
+    transformer_engine.common = common  # as the import system does where it loads the module
+
+
+class _Triton:
+    """Finds every module of triton, whose kernels the CPU never runs."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] == 'triton':
+            return importlib.util.spec_from_loader(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        made = mock.MagicMock(__version__='3.7.1', __spec__=spec, __path__=[], __name__=spec.name)
+        made.jit = lambda function=None, **_: function or (lambda decorated: decorated)
+        return made
+
+    def exec_module(self, module):
+        pass
+
+
+def _import_any_triton() -> None:
+    """Where `cpu` stands in for triton: as well for all of its modules that are imported."""
+    if isinstance(sys.modules.get('triton'), mock.Mock):
+        for name in [name for name in sys.modules if name.partition('.')[0] == 'triton']:
+            del sys.modules[name]
+        sys.meta_path.append(_Triton())
