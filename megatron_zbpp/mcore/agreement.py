@@ -50,12 +50,17 @@ def agreement(
         'message shape (sequence, micro batch, hidden)': tuple(message.shape),
         'message dtype': message.dtype,
         **{name: getattr(config, name, None) for name in _CONFIG},
-        'layers (by rank and chunk)': _layers(config.pipeline_model_parallel_layout),
+        'layers (by rank and chunk)': _layers(
+            getattr(config, 'pipeline_model_parallel_layout', None)
+        ),
         'megatron_zbpp': megatron_zbpp.__version__,
     }
 
 
-def _layers(layout: Any) -> object:
-    """Lengths of a layout's chunks, embedding and loss counted; what is not a layout as it is."""
-    by_rank = getattr(layout, 'layout', None)
+def _layers(config: Any) -> object:
+    """Lengths of a layout's chunks, embedding and loss counted; what is not a layout as it is.
+
+    A `ModelParallelConfig` that is no `TransformerConfig` knows no layout.
+    """
+    by_rank = getattr(getattr(config, 'pipeline_model_parallel_layout', None), 'layout', None)
     return by_rank and tuple(tuple(len(chunk) for chunk in chunks) for chunks in by_rank)

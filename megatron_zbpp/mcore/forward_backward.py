@@ -138,7 +138,7 @@ def prepare(plugin: Plugin, arguments: Arguments, ranks_ahead: int = 0) -> tuple
         arguments.forward_step_func,
         arguments.num_microbatches,
         groups.cp.size(),
-        next(models[0].parameters()).device,
+        _device(),
         arguments.forward_only,
         arguments.collect_non_loss_data,
         arguments.first_val_step,
@@ -161,6 +161,11 @@ def prepare(plugin: Plugin, arguments: Arguments, ranks_ahead: int = 0) -> tuple
         profiled,
     )
     return Batch(arguments, groups, config, call, lowered, executor), count
+
+
+def _device() -> torch.device:
+    """This rank's, where Megatron, too, puts what it receives, wherever the parameters are."""
+    return torch.empty(0, device=torch.cuda.current_device()).device
 
 
 def _message(

@@ -26,7 +26,10 @@ class Stage(Protocol):
     """What the executor needs of one stage of the model; it keeps no state between passes."""
 
     def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Output of the stage; `received` is None on the first one. The last returns its loss."""
+        """Output of the stage; `received` is None on the first one.
+
+        The last returns its loss: where no backward follows, that may be anything.
+        """
 
     def backward(
         self, received: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
@@ -164,8 +167,9 @@ class Executor:
     def _check(self, made: torch.Tensor | None, instruction: Send | Hand) -> None:
         """Before it reaches another stage: what the latest pass made is a message."""
         message = self._message
-        if made is None or made.shape != message.shape or made.dtype != message.dtype:
-            has = 'nothing' if made is None else f'{tuple(made.shape)} of {made.dtype}'
+        tensor = isinstance(made, torch.Tensor)
+        if not tensor or made.shape != message.shape or made.dtype != message.dtype:
+            has = f'{tuple(made.shape)} of {made.dtype}' if tensor else f'{made!r:.80}'
             raise ValueError(
                 f'{self.current.words} made {has}, but {instruction.consumer.words} takes '
                 f'{tuple(message.shape)} of {message.dtype}: every stage must keep the shape that '
@@ -203,7 +207,8 @@ class Executor:
             received.requires_grad_()
         with self._store.scope(key if self._defers else None):
             output = stage.forward(p.microbatch, received)
-        made = output.detach()  # keeps the data alive for whoever gets it
+        # keeps the data alive for whoever gets it
+        made = output.detach() if isinstance(output, torch.Tensor) else output
         if self._trains:
             self._saved[key] = received, output
             stage.release(output)

@@ -1,0 +1,155 @@
+"""A program on Megatron's schedules alone, neither its models nor its training: as NVIDIA's own
+tests/unit_tests/pipeline_parallel/test_schedules.py, with the same shapes of input."""
+
+from __future__ import annotations
+
+import pytest
+from example import forget_groups
+
+SEQUENCE, MICRO_BATCH, HIDDEN = 512, 8, 256
+MICROBATCHES = 8
+
+
+def pipeline(tp, pp, chunks, layers):
+    """Chunks of a model that Megatron has no class for, and what its schedules are called with."""
+    import torch
+    from megatron.core import ModelParallelConfig, parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tp, pp, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
+    )
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_dtype=torch.float,
+        overlap_p2p_comm=chunks > 1,  # else Megatron mixes up the messages of two ranks with chunks
+        batch_p2p_comm=chunks == 1,
+    )
+    config.hidden_size = HIDDEN
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    models = []
+    for chunk in range(chunks):
+        torch.manual_seed(chunk * pp + rank)
+        model = layers()
+        model.config, model.model_type = config, 'unit-test'
+        model.set_input_tensor = lambda received, model=model: setattr(model, 'received', received)
+        models.append(model)
+    many = {'model': models, 'data_iterator': [iter(range(100)) for _ in models]}
+    return models, many if chunks > 1 else {'model': models, 'data_iterator': iter(range(100))}
+
+
+def groups(config):
+    """Explicit process groups, as a program passes them that keeps its own."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    names = ['tp', 'cp', 'embd', 'pos_embd', 'pp', 'dp_cp']
+    collection = ProcessGroupCollection.use_mpu_process_groups(names)
+    communicator = P2PCommunicator(pp_group=collection.pp, config=config)
+    return {'pg_collection': collection, 'p2p_communicator': communicator}
+
+
+def by_both(schedule, run):
+    """What `run` returns by Megatron's function, and by ours."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import megatron_zbpp
+
+    own = run(get_forward_backward_func())
+    with megatron_zbpp.enable(schedule):
+        ours = run(get_forward_backward_func())
+    return own, ours
+
+
+def evaluated(schedule, tp, pp, chunks, given):
+    """Results where the loss function returns numbers, by both."""
+    import torch
+    import torch.distributed as dist
+
+    models, arguments = pipeline(tp, pp, chunks, lambda: torch.nn.Linear(4, 1))
+    if given:
+        arguments |= groups(models[0].config)
+
+    def forward_step(data_iterator, model):
+        def loss_func(output):
+            return dist.get_rank(), {'loss_reduced': dist.get_rank()}
+
+        return torch.rand(SEQUENCE, MICRO_BATCH, HIDDEN), loss_func
+
+    def run(function):
+        return function(
+            forward_step_func=forward_step,
+            num_microbatches=MICROBATCHES,
+            seq_length=SEQUENCE,
+            micro_batch_size=MICRO_BATCH,
+            forward_only=True,
+            **arguments,
+        )
+
+    try:
+        return by_both(schedule, run)
+    finally:
+        forget_groups()
+
+
+@pytest.mark.parametrize(
+    ('schedule', 'tp', 'pp', 'chunks', 'given'),
+    [
+        ('1f1b', 1, 4, 1, False),
+        ('zb-h1', 2, 2, 1, False),
+        ('zb-h1', 2, 2, 1, True),
+        ('interleaved', 2, 2, 2, False),
+    ],
+)
+def test_loss_functions_may_return_numbers(ranks, schedule, tp, pp, chunks, given):
+    for rank, (own, ours) in enumerate(ranks(4).run(evaluated, schedule, tp, pp, chunks, given)):
+        assert own == ours
+        last = rank // tp == pp - 1
+        assert ours == ([{'loss_reduced': rank}] * MICROBATCHES if last else [])
+
+
+def trained(schedule, chunks):
+    """Losses and gradients of a plain model on each rank, by both."""
+    import torch
+
+    def layers():
+        return torch.nn.Sequential(torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Tanh())
+
+    models, arguments = pipeline(1, 2, chunks, layers)
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(4, 2, HIDDEN, generator=generator) for _ in range(MICROBATCHES)]
+
+    def forward_step(data_iterator, model):
+        data = next(data_iterator)
+        received = model.received[0]
+        output = model(data if received is None else received)
+        return output, lambda output: ((output**2).mean(), {'loss': (output**2).mean().item()})
+
+    def run(function):
+        for model in models:
+            model.zero_grad()
+        arguments['data_iterator'] = [iter(inputs) for _ in models]
+        losses = function(
+            forward_step_func=forward_step,
+            num_microbatches=MICROBATCHES,
+            seq_length=4,
+            micro_batch_size=2,
+            **arguments,
+        )
+        return losses, [p.grad.clone() for model in models for p in model.parameters()]
+
+    # Megatron's own functions ask any config for it when they train
+    models[0].config.fine_grained_activation_offloading = False
+    try:
+        (losses, gradients), (our_losses, ours) = by_both(schedule, run)
+    finally:
+        forget_groups()
+    same = all(map(torch.equal, gradients, ours)) and len(gradients) == len(ours)
+    return losses == our_losses, same, len(losses), all(g.any() for g in gradients)
+
+
+@pytest.mark.parametrize(('schedule', 'chunks'), [('zb-h1', 1), ('zb-interleaved', 2)])
+def test_a_plain_model_trains(ranks, schedule, chunks):
+    for rank, found in enumerate(ranks(2).run(trained, schedule, chunks)):
+        assert found == (True, True, MICROBATCHES if rank == 1 else 0, True)
