@@ -50,9 +50,7 @@ def agreement(
         'message shape (sequence, micro batch, hidden)': tuple(message.shape),
         'message dtype': message.dtype,
         **{name: getattr(config, name, None) for name in _CONFIG},
-        'layers (by rank and chunk)': _layers(
-            getattr(config, 'pipeline_model_parallel_layout', None)
-        ),
+        'layers (by rank and chunk)': _layers(config),
         'megatron_zbpp': megatron_zbpp.__version__,
     }
 
