@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 from megatron_zbpp.ir import KINDS, Pass, Schedule
 from megatron_zbpp.planning.costs import Costs
-from megatron_zbpp.planning.lower import Program, Send, lower
+from megatron_zbpp.planning.lower import lower
+from megatron_zbpp.planning.program import Program, Send
 from megatron_zbpp.planning.simulate import simulate
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.comm import Incoming, Message

@@ -31,7 +31,8 @@ from megatron_zbpp.optim.governor import Governor
 from megatron_zbpp.optim.post_validation import PostValidation
 from megatron_zbpp.planning.ahead import ahead_of, passes_ahead, split
 from megatron_zbpp.planning.check import check
-from megatron_zbpp.planning.lower import Program, lower
+from megatron_zbpp.planning.lower import lower
+from megatron_zbpp.planning.program import Program
 from megatron_zbpp.runtime import handshake
 from megatron_zbpp.runtime.auto import AutoPlan, start_family
 from megatron_zbpp.runtime.comm import Channels

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 from megatron_zbpp.ir import F, Pass, Placement, Schedule
-from megatron_zbpp.planning.lower import Instruction, Program, Receive, consumers
+from megatron_zbpp.planning.lower import consumers
+from megatron_zbpp.planning.program import Instruction, Program, Receive
 
 
 def chain(placement: Placement) -> tuple[int, ...]:

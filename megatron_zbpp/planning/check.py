@@ -7,8 +7,8 @@ What `check` demands, and why:
 - Of one stage, forwards, input gradients and weight gradients each come in microbatch order:
   dropout draws and gradients then add up bit for bit as in Megatron's 1F1B.
 - B and BW come after their F, W after its B, and no ranks wait for each other in a circle.
-- The programs that the runtime will issue, messages included, neither deadlock with sends that
-  wait for their receive, nor receive in another order than was sent (`lower` proves it).
+- The programs that the runtime will issue, messages included, neither deadlock, whatever the
+  backend makes wait, nor receive in another order than was sent (`prove`).
 
 Allowed on purpose: a microbatch may be split into B and W on one stage and fused into BW on
 another. Both send the gradient of their input when they end; the neighbour sees no difference.
@@ -23,6 +23,7 @@ from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.errors import ScheduleError
 from megatron_zbpp.planning.lower import lower
 from megatron_zbpp.planning.memory import RESOLUTION, live
+from megatron_zbpp.planning.prove import DeadlockError
 from megatron_zbpp.planning.simulate import simulate
 
 __all__ = ['ScheduleError', 'check']
@@ -160,8 +161,8 @@ def _check_programs(schedule: Schedule) -> None:
     """The instructions that the runtime will issue end, and receive in the order of the sends."""
     try:
         lower(schedule)
-    except ValueError as error:
-        raise ScheduleError(str(error), schedule) from error
+    except DeadlockError as error:
+        raise ScheduleError(str(error), schedule, error.cells) from error
 
 
 def _check_memory(schedule: Schedule, limit: float, costs: Costs) -> None:

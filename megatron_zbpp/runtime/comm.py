@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_zbpp.planning.lower import Send
+from megatron_zbpp.planning.program import Send
 
 _TAG = 0  # of all messages: those of one direction are told apart by their order
 

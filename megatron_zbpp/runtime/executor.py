@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from megatron_zbpp.ir import BW, B, F, Pass, W
-from megatron_zbpp.planning.lower import Hand, Program, Receive, Send
+from megatron_zbpp.planning.program import Hand, Program, Receive, Send
 from megatron_zbpp.runtime.clock import Clock
 from megatron_zbpp.runtime.comm import Channels, Incoming, Message
 from megatron_zbpp.runtime.profiling import profiled

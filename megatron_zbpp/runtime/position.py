@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_zbpp.ir import F, Pass
-from megatron_zbpp.planning.lower import Receive, Send
+from megatron_zbpp.planning.program import Receive, Send
 from megatron_zbpp.runtime.executor import Executor
 
 _LATEST = 10

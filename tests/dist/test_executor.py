@@ -11,7 +11,8 @@ from stages import ROWS, WIDTH, LinearStage, reference
 
 from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.planning.check import check
-from megatron_zbpp.planning.lower import Send, lower
+from megatron_zbpp.planning.lower import lower
+from megatron_zbpp.planning.program import Send
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.comm import Channels, Message
 from megatron_zbpp.runtime.executor import Executor
@@ -19,9 +20,9 @@ from megatron_zbpp.runtime.store import WeightGradStore
 from megatron_zbpp.schedules import build
 
 
-def execute(schedule: Schedule, lead: int, train: bool = True, separate: bool = False):
+def execute(schedule: Schedule, train: bool = True, separate: bool = False):
     """Runs `schedule` on each rank: by stage (losses, gradients, those complete), and the rest."""
-    programs = lower(schedule, lead)
+    programs = lower(schedule)
     pairs = {
         (rank, i.peer) for rank, prog in enumerate(programs) for i in prog if isinstance(i, Send)
     }
@@ -42,9 +43,9 @@ def execute(schedule: Schedule, lead: int, train: bool = True, separate: bool = 
     return made, record.passes, record.live
 
 
-def check_run(ranks, schedule, lead=1, separate=False):
+def check_run(ranks, schedule, separate=False):
     check(schedule)
-    results = ranks(schedule.num_ranks).run(execute, schedule, lead, True, separate)
+    results = ranks(schedule.num_ranks).run(execute, schedule, True, separate)
     losses, gradients = reference(schedule.num_stages, schedule.num_microbatches)
     for rank, (made, passes, live) in enumerate(results):
         assert tuple(passes) == schedule.passes[rank]
@@ -56,12 +57,11 @@ def check_run(ranks, schedule, lead=1, separate=False):
                 assert torch.equal(gradient, expected), stage
 
 
-@pytest.mark.parametrize('lead', [0, 1, 4])
 @pytest.mark.parametrize('m', [1, 2, 5, 8])
 @pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v'])
 @pytest.mark.parametrize('p', [2, 4])
-def test_gradients_to_the_bit(ranks, p, name, m, lead):
-    check_run(ranks, build(name, p, m), lead)
+def test_gradients_to_the_bit(ranks, p, name, m):
+    check_run(ranks, build(name, p, m))
 
 
 def uneven_groups():
@@ -112,7 +112,7 @@ def _fused(order):
 @pytest.mark.parametrize('name', ['1f1b', 'zb-v'])
 def test_forward_only(ranks, name):
     schedule = build(name, 2, 4).forward_only()
-    results = ranks(2).run(execute, schedule, 1, False)
+    results = ranks(2).run(execute, schedule, False)
     losses, _ = reference(schedule.num_stages, 4, train=False)
     last = schedule.placement.ranks[-1]
     made, _, live = results[last]

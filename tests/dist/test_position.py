@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_zbpp.planning.lower import Send, lower
+from megatron_zbpp.planning.lower import lower
+from megatron_zbpp.planning.program import Send
 from megatron_zbpp.runtime.executor import Record
 from megatron_zbpp.runtime.position import Tracker
 from megatron_zbpp.runtime.termination import Termination

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from stages import ROWS, WIDTH, LinearStage
 
-from megatron_zbpp.planning.lower import Send, lower
+from megatron_zbpp.planning.lower import lower
+from megatron_zbpp.planning.program import Send
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.comm import Channels, Message
 from megatron_zbpp.runtime.executor import Executor

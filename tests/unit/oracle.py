@@ -12,7 +12,7 @@ from random import Random
 
 from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, W
 from megatron_zbpp.planning.costs import Costs
-from megatron_zbpp.planning.lower import Program, Receive, Send
+from megatron_zbpp.planning.program import Program, Receive, Send
 
 
 def legal(schedule: Schedule) -> bool:
@@ -70,24 +70,40 @@ def _always_ends(schedule: Schedule) -> bool:
     return _never_stuck(list(map(len, schedule.passes)), can_act)
 
 
-def programs_always_end(programs: tuple[Program, ...]) -> bool:
+def programs_always_end(
+    programs: tuple[Program, ...], synchronises: bool = False, in_order: bool = False
+) -> bool:
     """The same of lowered programs, with every send waiting until its receive has been posted.
 
     Messages of a channel pair up in order: the k-th send meets the k-th receive, and they must
     mean the same message.
+
+    Args:
+        programs: of all ranks.
+        synchronises: whether a pass waits for all receives that its rank has posted.
+        in_order: whether a receive waits for the one before it from the same rank.
     """
 
     def channel(rank: int, at: int, kind: type, peer: int) -> list[Pass]:
         return [i.consumer for i in programs[rank][:at] if isinstance(i, kind) and i.peer == peer]
 
     def can_act(state: tuple[int, ...], rank: int) -> bool:
+        def arrived(peer: int) -> bool:
+            """Whether all that is posted from there has been sent."""
+            posted = channel(rank, state[rank], Receive, peer)
+            return channel(peer, state[peer], Send, rank) == posted
+
         instruction = programs[rank][state[rank]]
         if isinstance(instruction, Receive):
-            return True
+            return not in_order or arrived(instruction.peer)
         if isinstance(instruction, Send):
             sent = channel(rank, state[rank] + 1, Send, instruction.peer)
             posted = channel(instruction.peer, state[instruction.peer], Receive, rank)
             return posted[: len(sent)] == sent
+        if not isinstance(instruction, Pass):
+            return True
+        if synchronises and not all(map(arrived, range(len(programs)))):
+            return False
         awaited = {
             i.peer for i in programs[rank] if isinstance(i, Receive) and i.consumer == instruction
         }

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from megatron_zbpp.ir import F, Pass, Placement
 from megatron_zbpp.planning.ahead import ahead_of, chain, passes_ahead, split
-from megatron_zbpp.planning.lower import Receive, Send, lower, prove
+from megatron_zbpp.planning.lower import lower
+from megatron_zbpp.planning.program import Receive, Send
+from megatron_zbpp.planning.prove import prove
 from megatron_zbpp.schedules import FAMILIES, build
 
 
@@ -25,7 +27,7 @@ def schedules(draw):
 @settings(max_examples=60, deadline=None)
 @given(schedules(), st.integers(0, 5))
 def test_programs_stay_free_of_deadlock_and_in_order(schedule, early):
-    """However many ranks go ahead: `prove` replays programs with sends that wait."""
+    """However many ranks go ahead, under every rule of a backend."""
     programs = lower(schedule)
     ahead = ahead_of(schedule, passes_ahead(schedule), early)
     parts = [split(program, ahead) for program in programs]

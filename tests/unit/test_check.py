@@ -8,12 +8,15 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import posted_earlier
 
 from megatron_zbpp.ir import BW, KINDS, B, F, Pass, Placement, Schedule, W
 from megatron_zbpp.planning import check as module
 from megatron_zbpp.planning.check import ScheduleError, check
 from megatron_zbpp.planning.costs import Costs
-from megatron_zbpp.planning.lower import Receive, Send, lower
+from megatron_zbpp.planning.lower import lower
+from megatron_zbpp.planning.program import Receive, Send
+from megatron_zbpp.planning.prove import prove
 from megatron_zbpp.schedules import build, names
 
 
@@ -117,12 +120,16 @@ def test_a_large_grid_shows_only_the_place():
 
 
 def test_programs_that_cannot_run_are_refused(monkeypatch):
-    def deadlocks(schedule):
-        raise ValueError('deadlock: rank 0 waits at send')
+    """As all were whose receives were posted a pass early: with the rule, and the places."""
 
-    monkeypatch.setattr(module, 'lower', deadlocks)
-    with pytest.raises(ScheduleError, match='rank 0 waits at send'):
-        check(schedule_of(Placement.loop(2), 2, FIRST, SECOND))
+    def lower_too_early(schedule):
+        prove(posted_earlier(lower(schedule), 1))
+
+    monkeypatch.setattr(module, 'lower', lower_too_early)
+    with pytest.raises(ScheduleError, match='synchronisation: rank 0 waits at 0F1 for') as error:
+        check(build('zb-h1', 2, 4))
+    first, second = str(error.value).splitlines()[1:]
+    assert '0F0 [0F1] 0B0' in first and '[1F0] 1B0' in second
 
 
 # ---- Memory.

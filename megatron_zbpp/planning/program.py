@@ -1,0 +1,41 @@
+"""What a rank does in one iteration: its passes, and between them messages."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_zbpp.ir import Pass
+
+
+class Send(NamedTuple):
+    """Send what `producer`, which has just ended on this rank, made for `consumer` on `peer`."""
+
+    producer: Pass
+    consumer: Pass
+    peer: int
+
+    def __str__(self) -> str:
+        return f'send({self.producer} to rank {self.peer} for {self.consumer})'
+
+
+class Receive(NamedTuple):
+    """Post the receive of what `consumer`, a later pass of this rank, needs from rank `peer`."""
+
+    consumer: Pass
+    peer: int
+
+    def __str__(self) -> str:
+        return f'receive(for {self.consumer} from rank {self.peer})'
+
+
+class Hand(NamedTuple):
+    """Keep what the pass before has made for `consumer`, a later pass of this same rank."""
+
+    consumer: Pass
+
+    def __str__(self) -> str:
+        return f'hand(to {self.consumer})'
+
+
+Instruction = Pass | Send | Receive | Hand
+Program = tuple[Instruction, ...]
