@@ -160,6 +160,7 @@ def _serve(rank: int, connection: Connection, prepare: Callable | None, prepared
         except BaseException:  # reported to the test, SystemExit included
             connection.send((True, traceback.format_exc()))
         if len(psutil.Process().threads()) > _MOST_THREADS:
+            gc.unfreeze()
             let_go()
 
 
@@ -167,8 +168,9 @@ def let_go() -> None:
     """Frees groups that nobody uses: each has threads that wake 100 times a second.
 
     What holds them goes in turns: modules when graphs are gone that held them, then their groups.
+    Modules of Python, which make up most, are looked at the first time only.
     """
-    gc.unfreeze()
     for _ in range(3):
         gc.collect()
-    gc.freeze()  # what is left stays: the next collection need not look at it
+    if not gc.get_freeze_count():
+        gc.freeze()
