@@ -38,13 +38,13 @@ class Effects:
             self._random = _random_states()
             self._losses = dict(losses)
         finally:
-            random._set_all_rng_states(*states)
+            _set_random_states(*states)
             losses.clear()
             losses.update(shown)
 
     def show(self) -> None:
         """Their iteration begins: all is as if they had just run."""
-        random._set_all_rng_states(*self._random)
+        _set_random_states(*self._random)
         losses = _logged_losses()
         for name, entry in self._losses.items():
             if name in losses:
@@ -60,9 +60,26 @@ class Effects:
 
 
 def _random_states() -> tuple:
-    """Copies: Megatron's tracker gives its own."""
+    """Values of the host's, the device's and the tracked random states."""
     host, device, tracked = random._get_all_rng_states()
-    return host, device.clone(), {name: state.clone() for name, state in tracked.items()}
+    return host, _value(device), {name: _value(state) for name, state in tracked.items()}
+
+
+def _value(state: torch.Tensor | torch.Generator) -> torch.Tensor:
+    """A copy; trackers made for CUDA graphs (Transformer Engine's always is) hold generators."""
+    return state.get_state() if isinstance(state, torch.Generator) else state.clone()
+
+
+def _set_random_states(host: torch.Tensor, device: torch.Tensor, tracked: dict) -> None:
+    """Sets the values; generators stay the ones that Transformer Engine and graphs know."""
+    _, held, generators = random._get_all_rng_states()
+    if not isinstance(held, torch.Generator):
+        random._set_all_rng_states(host, device, tracked)
+        return
+    torch.set_rng_state(host)
+    held.set_state(device)
+    for name, value in tracked.items():
+        generators[name].set_state(value)
 
 
 def _logged_losses() -> dict[str, Any]:
