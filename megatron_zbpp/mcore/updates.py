@@ -35,9 +35,11 @@ NORM, CLIP = 'get_grad_norm_fp32', 'clip_grad_by_total_norm_fp32'
 
 _ABSENT = object()
 _KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
+_OUTERMOST = (*_KNOWN, ChainedOptimizer)
 _REFUSED = {
     'use_precision_aware_optimizer': 'the optimizer keeps the parameters',
     'optimizer_cpu_offload': 'the host steps in its own time',
+    'optimizer_cuda_graph': 'a captured step steps what it was captured with',
     'log_num_zeros_in_grad': 'counting zeros waits for all ranks',
     'overlap_param_gather_with_optimizer_step': 'parameters are gathered amid the step',
     'reuse_grad_buf_for_mxfp8_param_ag': 'parameters and gradients share a buffer',
@@ -46,9 +48,11 @@ _REFUSED = {
 
 def refusal(optimizer: MegatronOptimizer) -> str | None:
     """Why steps of this optimizer must wait for all ranks; None: they need not."""
+    if type(optimizer) not in _OUTERMOST:  # what it does around its leaves' steps is its own
+        return _unknown(optimizer, _OUTERMOST)
     for leaf in leaves(optimizer):
         if type(leaf) not in _KNOWN:
-            return f'{type(leaf).__name__} is not one of {", ".join(k.__name__ for k in _KNOWN)}'
+            return _unknown(leaf, _KNOWN)
         if getattr(leaf, 'is_stub_optimizer', False):
             return 'a rank has no parameters to step'
         for name, why in _REFUSED.items():
@@ -57,6 +61,11 @@ def refusal(optimizer: MegatronOptimizer) -> str | None:
         if getattr(getattr(leaf, 'ddp_config', None), 'use_megatron_fsdp', False):
             return 'use_megatron_fsdp: parameters are gathered amid the step'
     return None
+
+
+def _unknown(optimizer: MegatronOptimizer, known: tuple[type, ...]) -> str:
+    names = ', '.join(each.__name__ for each in known)
+    return f'{type(optimizer).__name__} is not one of {names}, and not supported so far'
 
 
 def refusal_of_model(config: Any) -> str | None:
