@@ -71,7 +71,7 @@ class Trial:
             if state is not None:
                 optimizer.state[parameter] = {name: buffer.copy(v) for name, v in state.items()}
             if read is None:  # the model needs the new one in its place: the old waits on the host
-                self._kept.append((parameter, parameter.detach().to('cpu', copy=True)))
+                self._kept.append((parameter, _aside(parameter)))
             else:
                 parameter.data = buffer.copy(parameter.data)
         with _only(optimizer, [s.parameter for s in part]):
@@ -99,7 +99,7 @@ class Trial:
         """
         with torch.autograd._unsafe_preserve_version_counter(tuple(self.in_place)):
             for parameter, value in self._kept:
-                parameter.copy_(value)
+                parameter.copy_(value, non_blocking=True)
         self._kept.clear()
 
     @torch.no_grad()
@@ -108,6 +108,17 @@ class Trial:
         for parameter, read in self._stepped:
             if read is not None:
                 read.copy_(parameter)
+
+
+def _aside(parameter: torch.Tensor) -> torch.Tensor:
+    """A copy in the host's memory, which the host itself never reads: so it need not wait for it.
+
+    A GPU copies to and from page-locked memory in the order of its stream; PyTorch keeps such
+    memory until the stream is done with it, and uses it again for the next step.
+    """
+    locked = parameter.device.type == 'cuda'
+    copy = torch.empty_like(parameter, device='cpu', requires_grad=False, pin_memory=locked)
+    return copy.copy_(parameter.detach(), non_blocking=True)
 
 
 def _parts(

@@ -153,6 +153,7 @@ class Watchdog:
         self._termination: Termination | None = None
         self._groups: dict[dist.ProcessGroup, dist.ProcessGroupGloo] = {}
         self._rank = self._watched = 0  # global rank; identity of the thread
+        self._device: int | None = None  # that the main thread computes on
 
     def meeting(self, what: str) -> AbstractContextManager[None]:
         """The main thread is in a collective call of the pipeline's ranks meanwhile."""
@@ -187,6 +188,8 @@ class Watchdog:
             return
         before = self._activity
         self._activity, self._failed, self._reported = activity, False, False
+        if torch.cuda.is_initialized():
+            self._device = torch.cuda.current_device()
         self._start()
         try:
             yield
@@ -239,12 +242,18 @@ class Watchdog:
             if self._termination.wait(self.timeout / _LOOKS):
                 self._end('SIGTERM', 128 + signal.SIGTERM, self._failed)
             activity, failed = self._activity, self._failed
+            self._enter_device()
             beat = None if activity is None else activity.beat()
             now = activity, beat, failed
             looks = looks + 1 if beat is not None and now == seen else 0
             seen = now
             if looks >= _LOOKS:
                 self._end(f'no step forward for {self.timeout:g} s', EXIT_CODE, failed)
+
+    def _enter_device(self) -> None:
+        """A thread begins on GPU 0: asking events there would make a context on it."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
 
     def _end(self, why: str, code: int, failed: bool) -> None:
         """Reports and ends the process, even if nobody reads what it writes."""
@@ -260,6 +269,7 @@ class Watchdog:
         os._exit(code)
 
     def _say(self, why: str, failed: bool) -> None:
+        self._enter_device()
         activity = self._activity
         if failed:
             _write([f'{self._title}: ended after its failure ({why})'])
