@@ -12,12 +12,14 @@ import argparse
 import os
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_zbpp.emulation import cpu
+from megatron_zbpp.emulation import cpu, te
 
 PATH = 'PYTHONPATH'
 # What a machine without a GPU needs; whatever the user gives comes later and so wins.
+_LOCAL = ('--transformer-impl=local', '--no-gradient-accumulation-fusion')
 CPU_FLAGS = (
     '--transformer-impl=local',
     '--distributed-backend=gloo',
@@ -43,7 +45,10 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        '--cpu', action='store_true', help='run on CPU and gloo, with the flags that this needs'
+        '--cpu',
+        action='store_true',
+        help='run on CPU and gloo, with the flags that this needs; with --transformer-impl '
+        "transformer_engine: on Transformer Engine's own modules, their kernels emulated",
     )
     parser.add_argument('script', type=Path, help='such as Megatron-LM/pretrain_gpt.py')
     parser.add_argument('arguments', nargs=argparse.REMAINDER, help="the script's own")
@@ -54,6 +59,11 @@ def main(argv: list[str] | None = None) -> None:
     sys.path.insert(0, str(args.script.resolve().parent))  # its megatron is the one to use
     if args.cpu:
         cpu.install()
+        if wants_transformer_engine(args.arguments):
+            try:
+                te.install()
+            except ModuleNotFoundError as error:
+                parser.exit(2, f'{parser.prog}: error: {error}\n')
         folders = [
             str(Path(cpu.__file__).parent / 'children'),
             *filter(None, [os.environ.get(PATH)]),
@@ -63,8 +73,23 @@ def main(argv: list[str] | None = None) -> None:
     from megatron_zbpp.mcore import arguments
 
     arguments.install()
-    sys.argv = [str(args.script), *(CPU_FLAGS if args.cpu else ()), *args.arguments]
+    before = cpu_flags(args.arguments) if args.cpu else ()
+    sys.argv = [str(args.script), *before, *args.arguments]
     runpy.run_path(str(args.script), run_name='__main__')
+
+
+def cpu_flags(words: Sequence[str]) -> tuple[str, ...]:
+    """The flags that a script with the flags `words` needs on a CPU."""
+    emulated = wants_transformer_engine(words)
+    return tuple(flag for flag in CPU_FLAGS if not (emulated and flag in _LOCAL))
+
+
+def wants_transformer_engine(words: Sequence[str]) -> bool:
+    """Whether a script with the flags `words` asks for the layers of Transformer Engine."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument('--transformer-impl')
+    known, _ = parser.parse_known_args(list(words))
+    return known.transformer_impl == 'transformer_engine'
 
 
 if __name__ == '__main__':

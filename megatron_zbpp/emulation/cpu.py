@@ -29,6 +29,7 @@ from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 from torch.utils._triton import has_triton_package
 
+from megatron_zbpp.emulation import apex
 from megatron_zbpp.imports import after_import
 
 
@@ -297,6 +298,7 @@ def _gloo_runs() -> bool:
 
 
 def _stand_in_for_missing_packages() -> None:
+    apex.install()
     # megatron.training 0.18, 0.19 on Python 3.11: from typing import override
     if not hasattr(typing, 'override'):
         from typing_extensions import override

@@ -22,7 +22,7 @@ import docstring_parser
 
 import megatron_zbpp
 from megatron_zbpp import exchange
-from megatron_zbpp.emulation import cpu
+from megatron_zbpp.emulation import cpu, te
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.mcore import layout, refusals
 from megatron_zbpp.mcore.plugin import Plugin
@@ -198,7 +198,7 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         _say('one pipeline rank has no pipeline: --pipeline-schedule changes nothing')
         return None
     require_plain(args)
-    reasons = list(refusals.refused(args, on_cpu=cpu.installed()))
+    reasons = list(refusals.refused(args, cpu.installed(), with_te=te.installed()))
     if reasons:
         raise NotImplementedError('with --pipeline-schedule, ' + '. '.join(map(str, reasons)))
     source = source_of(config)

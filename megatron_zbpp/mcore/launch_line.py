@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from megatron_zbpp.launch import CPU_FLAGS
+from megatron_zbpp.launch import cpu_flags
 from megatron_zbpp.mcore import arguments, refusals
 
 # Megatron's flags that say how many layers, ranks and microbatches there are
@@ -75,7 +75,7 @@ def read(words: Sequence[str], gpus: int | None = None) -> LaunchLine:
     whole = _has_training()
     parser = _megatrons_parser() if whole else _own_parser()
     on_cpu = '--cpu' in launcher
-    args, unknown = parser.parse_known_args([*(CPU_FLAGS if on_cpu else ()), *flags])
+    args, unknown = parser.parse_known_args([*(cpu_flags(flags) if on_cpu else ()), *flags])
     world_size = gpus or _processes(launcher) or _fewest(args)
     return LaunchLine(
         args, tuple(unknown if whole else ()), whole, world_size, on_cpu, tuple(flags)

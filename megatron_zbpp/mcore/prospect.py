@@ -6,6 +6,7 @@ from argparse import Namespace
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_zbpp.emulation import te
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import arguments, layout, refusals
 from megatron_zbpp.mcore.barriers import barriers
@@ -125,7 +126,7 @@ def prospect_of(line: LaunchLine) -> Prospect:
         tuple(map(placement.stages, range(placement.num_ranks))),
         tuple(_layers(line.args, placement)),
         tuple(_simulated(plugin, placement.num_ranks, count) for count in counts),
-        tuple(refusals.refused(line.args, on_cpu=line.on_cpu)),
+        tuple(refusals.refused(line.args, line.on_cpu, with_te=te.find() is not None)),
         tuple(notes),
     )
 

@@ -87,38 +87,48 @@ _WITH_A_SCHEDULE = {
     ),
 }
 _GRAPHS = ('captured graphs compute weight gradients at once', 'give --cuda-graph-impl none')
-_TE_ONLY = 'it needs Transformer Engine, which needs a GPU'
+_GPU_ONLY = 'its kernels need a GPU'
+_NO_TE = 'it needs Transformer Engine, which is not installed'
 _ON_CPU = {
-    'fp8': (_TE_ONLY, 'drop --fp8-format'),
-    'fp4': (_TE_ONLY, 'drop --fp4-format'),
-    'use_flash_attn': (_TE_ONLY, 'drop --use-flash-attn'),
-    'moe_grouped_gemm': (_TE_ONLY, 'drop --moe-grouped-gemm'),
-    'moe_permute_fusion': (_TE_ONLY, 'drop --moe-permute-fusion'),
-    'gradient_accumulation_fusion': (
-        "it needs apex's kernel",
-        'give --no-gradient-accumulation-fusion',
-    ),
-    'masked_softmax_fusion': ("it needs Megatron's kernel", 'give --no-masked-softmax-fusion'),
-    'apply_rope_fusion': (_TE_ONLY, 'give --no-rope-fusion'),
+    'fp4': (_GPU_ONLY, 'drop --fp4-format'),
+    'use_flash_attn': (_GPU_ONLY, 'drop --use-flash-attn'),
+    'moe_permute_fusion': (_GPU_ONLY, 'drop --moe-permute-fusion'),
+    'masked_softmax_fusion': (_GPU_ONLY, 'give --no-masked-softmax-fusion'),
+    'apply_rope_fusion': (_GPU_ONLY, 'give --no-rope-fusion'),
 }
+# what runs on a CPU on Transformer Engine's own modules, their kernels emulated
+_EMULATED = {
+    'fp8': (_NO_TE, 'drop --fp8-format'),
+    'moe_grouped_gemm': (_NO_TE, 'drop --moe-grouped-gemm'),
+}
+_RECIPES = ('tensorwise', 'delayed', 'custom')
 # refused for some of their values
-_BY_VALUE = ('cuda_graph_impl', 'transformer_impl', 'attention_backend', 'context_parallel_size')
+_BY_VALUE = (
+    'cuda_graph_impl',
+    'transformer_impl',
+    'attention_backend',
+    'context_parallel_size',
+    'fp8_recipe',
+)
 
 
 def settings() -> tuple[str, ...]:
     """All that may be refused."""
-    named = (*_WITH_A_SCHEDULE, *_ON_CPU)
+    named = (*_WITH_A_SCHEDULE, *_ON_CPU, *_EMULATED)
     return (*named, *_BY_VALUE)
 
 
-def refused(settings: Any, on_cpu: bool = False) -> Iterator[Refusal]:
+def refused(settings: Any, on_cpu: bool = False, with_te: bool = False) -> Iterator[Refusal]:
     """Everything in Megatron's arguments or config that is refused.
 
     Args:
         settings: an object with the settings as attributes; those it lacks are not set.
         on_cpu: also what only a GPU can.
+        with_te: on a CPU, Transformer Engine is there, its kernels emulated.
     """
-    for setting, (reason, cure) in (_WITH_A_SCHEDULE | (_ON_CPU if on_cpu else {})).items():
+    table = _WITH_A_SCHEDULE | (_ON_CPU if on_cpu else {})
+    table |= _EMULATED if on_cpu and not with_te else {}
+    for setting, (reason, cure) in table.items():
         value = getattr(settings, setting, None)
         if value:
             yield Refusal(setting, value, reason, cure)
@@ -126,20 +136,23 @@ def refused(settings: Any, on_cpu: bool = False) -> Iterator[Refusal]:
     if graphs not in (None, 'none'):
         yield Refusal('cuda_graph_impl', graphs, *_GRAPHS)
     if on_cpu:
-        yield from _by_value_on_cpu(settings)
+        yield from _by_value_on_cpu(settings, with_te)
 
 
-def _by_value_on_cpu(settings: Any) -> Iterator[Refusal]:
-    if getattr(settings, 'transformer_impl', 'local') != 'local':
-        cure = 'give --transformer-impl local'
-        yield Refusal('transformer_impl', settings.transformer_impl, _TE_ONLY, cure)
+def _by_value_on_cpu(settings: Any, with_te: bool) -> Iterator[Refusal]:
+    layers = getattr(settings, 'transformer_impl', 'local')
+    if layers not in ('local', *(['transformer_engine'] if with_te else [])):
+        reason = _NO_TE if layers == 'transformer_engine' else _GPU_ONLY
+        yield Refusal('transformer_impl', layers, reason, 'give --transformer-impl local')
+    recipe = getattr(settings, 'fp8_recipe', None)
+    if with_te and getattr(settings, 'fp8', None) and recipe not in (None, *_RECIPES):
+        yield Refusal('fp8_recipe', recipe, _GPU_ONLY, f'give --fp8-recipe {_RECIPES[0]}')
     backend = getattr(settings, 'attention_backend', 'auto')
     backend = getattr(backend, 'name', backend)  # Megatron has an enum
     if backend in ('flash', 'fused'):
-        cure = 'give --attention-backend auto'
-        yield Refusal('attention_backend', backend, _TE_ONLY, cure)
+        yield Refusal('attention_backend', backend, _GPU_ONLY, 'give --attention-backend auto')
     ranks = getattr(settings, 'context_parallel_size', 1)
     if ranks > 1 and not getattr(settings, 'spec', None):
-        reason = "Megatron's own attention over a split sequence " + _TE_ONLY.removeprefix('it ')
+        reason = "the kernels of Megatron's own attention over a split sequence need a GPU"
         cure = 'give --context-parallel-size 1, or --spec with an attention that can'
         yield Refusal('context_parallel_size', ranks, reason, cure)

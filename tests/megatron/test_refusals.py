@@ -26,6 +26,7 @@ VALUES = {
     'transformer_impl': ['transformer_engine', 'inference_optimized'],
     'attention_backend': ['flash', 'fused', SimpleNamespace(name='flash')],
     'context_parallel_size': [2],
+    'fp8_recipe': ['mxfp8'],
 }
 HARMLESS = {
     'cuda_graph_impl': ['none', None],
@@ -33,7 +34,8 @@ HARMLESS = {
     'attention_backend': ['auto', 'unfused', SimpleNamespace(name='local')],
     'context_parallel_size': [1],
 }
-CASES = [(setting, value) for setting in refusals.settings() for value in VALUES.get(setting, [1])]
+WITHOUT_TE = [s for s in refusals.settings() if s != 'fp8_recipe']  # which it knows
+CASES = [(setting, value) for setting in WITHOUT_TE for value in VALUES.get(setting, [1])]
 
 
 @pytest.mark.parametrize(('setting', 'value'), CASES, ids=str)
@@ -54,9 +56,24 @@ def test_a_gpu_can_more():
     everything = SimpleNamespace(**dict(CASES))
     here = {each.setting for each in refusals.refused(everything)}
     there = {each.setting for each in refusals.refused(everything, on_cpu=True)}
-    assert there == set(refusals.settings()) and here < there
+    assert there == set(WITHOUT_TE) and here < there
     needs_gpu = {'fp8', 'use_flash_attn', 'moe_grouped_gemm', 'context_parallel_size'}
     assert needs_gpu | {'transformer_impl', 'attention_backend'} <= there - here
+
+
+def test_emulated_transformer_engine_can_more():
+    layers = SimpleNamespace(transformer_impl='transformer_engine', moe_grouped_gemm=True)
+    assert len(list(refusals.refused(layers, on_cpu=True))) == 2
+    assert not list(refusals.refused(layers, on_cpu=True, with_te=True))
+    for recipe in ('tensorwise', 'blockwise', 'mxfp8'):
+        fp8 = SimpleNamespace(fp8='hybrid', fp8_recipe=recipe)
+        assert [r.setting for r in refusals.refused(fp8, on_cpu=True)] == ['fp8']
+        found = [str(each) for each in refusals.refused(fp8, on_cpu=True, with_te=True)]
+        cure = f'fp8_recipe={recipe}: its kernels need a GPU; give --fp8-recipe tensorwise'
+        assert found == ([] if recipe == 'tensorwise' else [cure])
+    flash = SimpleNamespace(attention_backend='flash', transformer_impl='inference_optimized')
+    refused = [each.setting for each in refusals.refused(flash, on_cpu=True, with_te=True)]
+    assert refused == ['transformer_impl', 'attention_backend']
 
 
 def test_attention_of_a_spec_may_split_the_sequence():
@@ -95,10 +112,10 @@ def launch(*argv):
 @pytest.mark.parametrize(
     ('flags', 'said'),
     [
-        ('--transformer-impl transformer_engine', 'give --transformer-impl local'),
+        ('--transformer-impl inference_optimized', 'give --transformer-impl local'),
         ('--fp8-format e4m3', 'drop --fp8-format'),
         ('--use-flash-attn', 'drop --use-flash-attn'),
-        ('--attention-backend flash', 'attention_backend=flash: it needs Transformer Engine'),
+        ('--attention-backend flash', 'attention_backend=flash: its kernels need a GPU'),
         ('--num-experts 2 --moe-grouped-gemm', 'drop --moe-grouped-gemm'),
         ('--context-parallel-size 2', 'context_parallel_size=2'),
         ('--mtp-num-layers 1', 'drop --mtp-num-layers'),

@@ -11,9 +11,10 @@ class _Arm:
     def find_spec(name, path=None, target=None):
         if name == 'megatron.core':
             sys.meta_path.remove(_Arm)
-            from megatron_zbpp.emulation import cpu
+            from megatron_zbpp.emulation import cpu, te
 
             cpu.install()
+            te.install_as_parent()
         return None
 
 

@@ -34,7 +34,15 @@ from megatron_zbpp.emulation.te import (  # noqa: F401  # their kernels register
 )
 from megatron_zbpp.emulation.te.extension import NAME, Extension, calls
 
-__all__ = ['calls', 'fill_uninitialized_memory', 'find', 'install', 'installed']
+__all__ = [
+    'calls',
+    'fill_uninitialized_memory',
+    'find',
+    'install',
+    'install_as_parent',
+    'installed',
+]
+_FOLDER = 'MEGATRON_ZBPP_EMULATED_TE'  # in the environment: tells child processes
 
 
 def installed() -> bool:
@@ -79,8 +87,15 @@ def install(folder: str | Path | None = None) -> None:
     _import_any_triton()
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+    os.environ[_FOLDER] = str(folder)
     sys.modules[NAME] = Extension()
     _load_common(folder / 'transformer_engine' / 'common')
+
+
+def install_as_parent() -> None:
+    """As `install`, where the process that started this one did."""
+    if _FOLDER in os.environ:
+        install(os.environ[_FOLDER])
 
 
 def fill_uninitialized_memory() -> None:
