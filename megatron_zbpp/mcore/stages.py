@@ -74,7 +74,7 @@ class ModelStage:
         self._context = [self._config]  # what `backward_step` takes behind the tensors
         if takes(schedules.backward_step, 'model_type'):  # until 0.16
             self._context.insert(0, schedules.get_model_type(model))
-        self._delaying = te.delaying_modules(model)
+        self._delaying = te.Delaying(model, call.store)
         no_sync = self._config.no_sync_func  # one for all chunks, or a list of theirs
         if isinstance(no_sync, list | tuple):
             no_sync = no_sync[vp_stage or 0]
@@ -106,7 +106,7 @@ class ModelStage:
     def backward(
         self, received: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        with te.queueing(self._delaying, self._call.store):
+        with self._delaying.queueing():
             return schedules.backward_step(received, output, gradient, *self._context)
 
     def release(self, output: torch.Tensor) -> None:

@@ -1,32 +1,34 @@
-"""Transformer Engine's linear modules: their own queue of weight gradients, run by our W passes.
+"""Transformer Engine's linear modules: what they put off, run by our W passes.
 
-A TE module built with `delay_wgrad_compute` puts the computation of its weight gradient into a
-queue of its own (`wgrad_store`) and runs the oldest on `backward_dw()`. Weight gradients of a stage
-come in microbatch order, so first in, first out is what a W pass needs. `backward_dw` overwrites
-`.grad`, or adds to `main_grad` when fused: what it leaves in `.grad` goes to autograd.
+A TE module built with `delay_wgrad_compute` puts the computation of its weight gradients into a
+queue of its own (`wgrad_store`), and `backward_dw()` runs the oldest. Here, what it puts off goes
+to our `WeightGradStore` instead, and into the queue right before `backward_dw`: so W passes may
+come in any order, and an error leaves nothing behind. Where our store does not defer, the module is
+told that it does not delay, and is stock.
 
-Autograd visits the parameters in B as well, with no gradient, with a bias gradient that FP8 has
-computed there, or, when fused, with one that stands for what is in `main_grad`.
+`backward_dw` overwrites `.grad`, or adds to `main_grad` when fused: what it leaves in `.grad` goes
+to autograd.
+
+Autograd visits the parameters in B as well: with no gradient, with a bias gradient that FP8 has
+computed there, when fused with one that stands for what is in `main_grad`, and GroupedLinear's
+weights with memory that W is still to fill. Only that of a bias is real.
 DistributedDataParallel's hooks run each time and want to see some gradient.
-
-Not run by the tests of a machine without a GPU, where TE's modules cannot run. There, tests pin
-what TE's sources say to what is written here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from megatron_zbpp.runtime.store import Key, WeightGradStore
+from megatron_zbpp.runtime.store import WeightGradStore
 
 _ADDED = 'grad_added_to_main_grad'  # a flag that DistributedDataParallel puts on parameters
-_AT_ONCE: Key = (-1, -1)  # in the store, what no W pass runs
 _NOTHING = contextlib.nullcontext()
 
 
@@ -56,8 +58,7 @@ def delaying_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     modules = [
         module
         for module in model.modules()
-        if getattr(module, 'wgrad_store', None) is not None
-        and module.wgrad_store.delay_wgrad_compute()
+        if getattr(module, 'wgrad_store', None) is not None and module.wgrad_store.enabled
     ]
     for module in modules:
         if len(getattr(module, 'weight_names', ())) > 1:
@@ -73,111 +74,210 @@ def delaying_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return modules
 
 
-def queueing(modules: list[torch.nn.Module], store: WeightGradStore) -> AbstractContextManager:
-    """Around a backward: what `modules` queue in it goes to `store`, in backward's order.
+class Delaying:
+    """The TE modules of a model chunk that delay; from now on they leave it to `store`.
 
-    Where the store does not defer, it is run at the end, at once.
+    Raises:
+        NotImplementedError: as `delaying_modules`.
     """
-    return _queueing(modules, store) if modules else _NOTHING
+
+    def __init__(self, model: torch.nn.Module, store: WeightGradStore) -> None:
+        self.modules = delaying_modules(model)
+        self._chunk = _Chunk(store)
+        for module in self.modules:
+            _delayed(module).join(self._chunk)
+
+    def queueing(self) -> AbstractContextManager[None]:
+        """Around a backward of the chunk: what its modules put off in it goes to the store."""
+        return self._queueing() if self.modules and self._chunk.store.deferring else _NOTHING
+
+    @contextlib.contextmanager
+    def _queueing(self) -> Iterator[None]:
+        chunk = self._chunk
+        chunk.backward = backward = _Backward()
+        try:
+            yield
+        finally:
+            chunk.backward = None
+            backward.put_back()
+        for module, entries in backward.runs:
+            parameters = [p for p in module.trained if p not in backward.computed]
+            compute = functools.partial(module.compute, parameters, entries)
+            chunk.store.defer(parameters, compute)
 
 
-@contextlib.contextmanager
-def _queueing(modules: list[torch.nn.Module], store: WeightGradStore) -> Iterator[None]:
-    before = [module.wgrad_store.context.qsize() for module in modules]
-    made: set[torch.nn.Parameter] = set()
-    with contextlib.ExitStack() as stack:
-        for module in modules:
-            for parameter in _weights_and_biases(module):
-                stack.enter_context(_visited(parameter, made))
-        yield
-    runs = []
-    for module, queued in zip(reversed(modules), reversed(before), strict=True):
-        # LayerNormMLP queues two for each backward, and runs two
-        entries = 2 if hasattr(module, 'fc2_weight') else 1
-        runs += [module] * ((module.wgrad_store.context.qsize() - queued) // entries)
-    if store.deferring:
-        _defer(runs, store, made)
-    elif runs:
-        store.open(_AT_ONCE)
-        with store.scope(_AT_ONCE):
-            _defer(runs, store, made)
-        store.run(_AT_ONCE)
+@dataclass
+class _Chunk:
+    """What the modules of a chunk share: their store, and the backward that runs now."""
+
+    store: WeightGradStore
+    backward: _Backward | None = None
 
 
-def _defer(
-    runs: list[torch.nn.Module], store: WeightGradStore, made: set[torch.nn.Parameter]
-) -> None:
-    for module in runs:
-        parameters = _weights_and_biases(module)
-        store.defer(parameters, functools.partial(_run_oldest, module, parameters, made))
+@dataclass
+class _Backward:
+    """What a backward has done so far.
 
-
-@contextlib.contextmanager
-def _visited(parameter: torch.nn.Parameter, made: set[torch.nn.Parameter]) -> Iterator[None]:
-    """Around autograd's visit in B: notes in `made` that B computed a gradient for `parameter`.
-
-    Where it did not, DistributedDataParallel sees one that it is told it need not add.
+    Attributes:
+        runs: modules with what each run of `backward_dw` will find in its queue, in order.
+        computed: parameters whose gradients it has computed.
+        held: others that autograd visited, with `.grad` and the flag as they were.
     """
-    distributed = hasattr(parameter, _ADDED)
-    added = getattr(parameter, _ADDED, False)
 
-    def note(gradient: torch.Tensor | None) -> None:
-        if gradient is not None:
-            made.add(parameter)
-        elif distributed:
+    runs: list[tuple[_Delayed, list[list]]] = field(default_factory=list)
+    computed: set[torch.nn.Parameter] = field(default_factory=set)
+    held: list[tuple[torch.nn.Parameter, torch.Tensor | None, bool | None]] = field(
+        default_factory=list
+    )
+
+    def put(self, module: _Delayed, entry: list) -> None:
+        last = self.runs[-1] if self.runs else None
+        if last is not None and last[0] is module and len(last[1]) < module.entries:
+            last[1].append(entry)
+        else:
+            self.runs.append((module, [entry]))
+
+    def hold(self, parameter: torch.nn.Parameter) -> None:
+        """Until the end of the backward `.grad` and the flag are for DistributedDataParallel."""
+        self.held.append((parameter, parameter.grad, getattr(parameter, _ADDED, None)))
+        if hasattr(parameter, _ADDED):
             setattr(parameter, _ADDED, True)
-            parameter.grad = _stand_in(parameter)
 
-    handle = parameter.register_hook(note)
-    try:
-        yield
-    finally:
-        handle.remove()
-        if distributed and parameter not in made:
-            setattr(parameter, _ADDED, added)
-            parameter.grad = None
+    def put_back(self) -> None:
+        """Leaves no trace on parameters whose gradients are still to come."""
+        for parameter, gradient, added in self.held:
+            parameter.grad = gradient
+            if added is not None:
+                setattr(parameter, _ADDED, added)
 
 
-def _weights_and_biases(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Parameters whose gradients `backward_dw` computes; those of norms come with B."""
-    return [
-        parameter
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.requires_grad and 'layer_norm' not in name
-    ]
+def _delayed(module: torch.nn.Module) -> _Delayed:
+    """That of `module`, made at its first use."""
+    put = vars(module.wgrad_store).get('put')
+    return _Delayed(module) if put is None else put.__self__
 
 
-def _run_oldest(
-    module: torch.nn.Module,
-    parameters: list[torch.nn.Parameter],
-    made: set[torch.nn.Parameter],
-) -> list[torch.Tensor | None]:
-    """Runs the oldest of the module's queue.
+class _Delayed:
+    """A TE module whose store is asked and filled by us.
+
+    Attributes:
+        entries: how many one backward puts off, and `backward_dw` runs.
+        trained: its weights and biases that want gradients; those of norms come with B.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.entries = 2 if hasattr(module, 'fc2_weight') else 1
+        self.trained: list[torch.nn.Parameter] = []
+        self._module = module
+        self._all: list[torch.nn.Parameter] = []
+        self._visits: list[_Visit] = []
+        self._chunk: _Chunk | None = None
+        self._running = False
+        module.wgrad_store.put = self.put
+        module.wgrad_store.delay_wgrad_compute = self.delays
+
+    def join(self, chunk: _Chunk) -> None:
+        """Belongs to `chunk` from now on."""
+        named = [
+            (name, parameter)
+            for name, parameter in self._module.named_parameters(recurse=False)
+            if 'layer_norm' not in name
+        ]
+        self._all = [parameter for _, parameter in named]
+        trained = [parameter for parameter in self._all if parameter.requires_grad]
+        if len(trained) != len(self.trained) or any(
+            one is not other for one, other in zip(trained, self.trained, strict=True)
+        ):
+            for visit in self._visits:
+                visit.remove()
+            self.trained = trained
+            self._visits = [_Visit(p, 'weight' in name) for name, p in named if p.requires_grad]
+        for visit in self._visits:
+            visit.chunk = chunk
+        self._chunk = chunk
+
+    def delays(self) -> bool:
+        """What TE asks, in forward and in backward."""
+        return self._running or self._chunk.store.deferring
+
+    def put(self, tensors: list, function: Callable) -> None:
+        """Called by TE's backward.
+
+        Raises:
+            RuntimeError: nobody would run it.
+        """
+        if self._chunk.backward is None:
+            raise RuntimeError(
+                f'{type(self._module).__name__} put off its weight gradient in a backward that '
+                'is not one of the schedule'
+            )
+        self._chunk.backward.put(self, [tensors, function])
+
+    def compute(
+        self, parameters: list[torch.nn.Parameter], entries: list[list]
+    ) -> list[torch.Tensor | None]:
+        """Runs what one backward put off; `backward_dw` leaves alone what is not in `parameters`.
+
+        Returns:
+            A gradient for each of `parameters`, None where it is in `main_grad`.
+        """
+        queue = self._module.wgrad_store.context
+        held = [parameter.grad for parameter in self._all]
+        wanted = set(parameters)
+        for parameter in self._all:
+            parameter.grad = None if parameter in wanted else parameter.detach()
+        for entry in entries:
+            queue.put(entry)
+        self._running = True
+        try:
+            self._module.backward_dw()
+            return [parameter.grad for parameter in parameters]
+        finally:
+            self._running = False
+            queue.queue.clear()
+            for parameter, gradient in zip(self._all, held, strict=True):
+                parameter.grad = gradient
+
+
+class _Visit:
+    """Autograd's visits of a parameter of a module that delays, before DistributedDataParallel's.
 
     Args:
-        module: that queued it.
-        parameters: its weights and biases.
-        made: those that B has given a gradient: `backward_dw` leaves them alone.
-
-    Returns:
-        A gradient for each parameter. None where it came with B or is in `main_grad`; in its place
-        a stand-in where DistributedDataParallel waits for one.
+        parameter: visited.
+        is_weight: whether no B computes its gradient.
     """
-    held = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = parameter.detach() if parameter in made else None
-    module.backward_dw()
-    gradients = [None if parameter in made else parameter.grad for parameter in parameters]
-    for parameter, gradient in zip(parameters, held, strict=True):
-        parameter.grad = gradient
-    return [
-        _stand_in(parameter) if gradient is None and hasattr(parameter, _ADDED) else gradient
-        for parameter, gradient in zip(parameters, gradients, strict=True)
-    ]
+
+    def __init__(self, parameter: torch.nn.Parameter, is_weight: bool) -> None:
+        self.chunk: _Chunk | None = None
+        self._is_weight = is_weight
+        self.remove = parameter.register_hook(functools.partial(self._visit, parameter)).remove
+
+    def _visit(
+        self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        backward = self.chunk.backward
+        if backward is not None and (self._is_weight or gradient is None):
+            backward.hold(parameter)
+            parameter.grad = None
+        elif backward is not None:
+            backward.computed.add(parameter)
+        if gradient is None and getattr(parameter, _ADDED, False):
+            parameter.grad = _stand_in(parameter)
+        if backward is None or gradient is None or not self._is_weight:
+            return None
+        # What autograd would keep is not real. A tensor that nobody else has is kept, not copied.
+        return (
+            torch.zeros_like(gradient)
+            if getattr(parameter, 'zero_out_wgrad', False)  # then it is added nevertheless
+            else gradient.detach()
+        )
 
 
 def _stand_in(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """What DistributedDataParallel takes for a gradient, and adds where it is not told not to."""
-    if getattr(parameter, _ADDED) and not getattr(parameter, 'zero_out_wgrad', False):
-        return parameter.detach()  # costs nothing
-    return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    """What DistributedDataParallel takes for a gradient and may add: zeros, one in memory."""
+    return _zero(parameter.dtype, parameter.device).expand(parameter.shape)
+
+
+@functools.lru_cache
+def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=dtype, device=device)

@@ -89,7 +89,7 @@ class _WeightGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, compute: Callable, *parameters: torch.nn.Parameter) -> torch.Tensor:
         ctx.compute = compute
-        return parameters[0].new_empty(())  # nobody reads it
+        return torch.empty((), device=parameters[0].device)  # nobody reads it
 
     @staticmethod
     def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
