@@ -49,7 +49,7 @@ tests=0
 adapter='not run: transformer_engine cannot be imported'
 if "$python" -c 'import transformer_engine.pytorch' 2> /dev/null; then
     adapter='passed'
-    "$python" -m pytest -v tests/megatron/test_te.py tests/unit/test_te_sources.py |
+    "$python" -m pytest -v tests/unit/test_te_sources.py |
         tee -a "$name.tests.txt" || adapter='FAILED'
 fi
 benchmark=0

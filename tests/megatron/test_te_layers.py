@@ -1,4 +1,4 @@
-"""Layers of Transformer Engine, split into B and W: gradients as from TE's own backward, to the bit.
+"""Layers of Transformer Engine, split into B and W: gradients as of TE's own backward.
 
 TE's own modules: with their kernels on a GPU, with emulated ones elsewhere.
 """
@@ -6,6 +6,7 @@ TE's own modules: with their kernels on a GPU, with emulated ones elsewhere.
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,8 @@ from grids import grid
 pytestmark = [pytest.mark.te, *([pytest.mark.gpu] if CUDA else [])]
 
 HIDDEN, FFN, EXPERTS = 32, 48, 3
-GATED = ('geglu', 'reglu', 'swiglu')
-# rows that each expert gets of a microbatch; one gets none in one of them
-TOKENS = ((8, 5, 3), (16, 0, 0), (4, 4, 8))
+# rows that each expert gets of a microbatch
+TOKENS = ((16, 32, 16), (64, 0, 0), (16, 16, 32))
 # in which order the W passes of three microbatches run; 'at once': their B has no W
 ORDERS = {'in order': (0, 1, 2), 'out of order': (1, 2, 0), 'at once': (0, 1, 2)}
 
@@ -43,77 +43,92 @@ def megatron_options(config, bias, is_expert=False):
     }
 
 
-def linear(config, bias, norm, activation):
+def linear(config, bias):
     from transformer_engine.pytorch import Linear
 
     return Linear(HIDDEN, FFN, **te_options(config, bias))
 
 
-def layer_norm_linear(config, bias, norm, activation):
+def layer_norm_linear(config, bias):
     from transformer_engine.pytorch import LayerNormLinear
 
-    return LayerNormLinear(HIDDEN, FFN, normalization=norm, **te_options(config, bias))
+    norm = {'normalization': config.normalization}
+    return LayerNormLinear(HIDDEN, FFN, **norm, **te_options(config, bias))
 
 
-def layer_norm_mlp(config, bias, norm, activation):
+def layer_norm_mlp(config, bias, activation):
     from transformer_engine.pytorch import LayerNormMLP
 
-    chosen = {'normalization': norm, 'activation': activation}
+    chosen = {'normalization': config.normalization, 'activation': activation}
     return LayerNormMLP(HIDDEN, FFN, **chosen, **te_options(config, bias))
 
 
-def grouped_linear(config, bias, norm, activation):
+def grouped_linear(config, bias):
     from transformer_engine.pytorch import GroupedLinear
 
     return GroupedLinear(EXPERTS, HIDDEN, FFN, **te_options(config, bias))
 
 
-def te_column(config, bias, norm, activation):
+def te_column(config, bias):
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
     options = megatron_options(config, bias)
     return TEColumnParallelLinear(HIDDEN, FFN, gather_output=False, **options)
 
 
-def te_row(config, bias, norm, activation):
+def te_row(config, bias):
     from megatron.core.extensions.transformer_engine import TERowParallelLinear
 
     options = megatron_options(config, bias)
     return TERowParallelLinear(HIDDEN, FFN, input_is_parallel=True, **options)
 
 
-def te_layer_norm_column(config, bias, norm, activation):
+def te_layer_norm_column(config, bias):
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear
 
     options = megatron_options(config, bias)
     return TELayerNormColumnParallelLinear(HIDDEN, FFN, gather_output=False, **options)
 
 
-def te_column_grouped(config, bias, norm, activation):
+def te_column_grouped(config, bias):
     from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear
 
     options = megatron_options(config, bias, is_expert=True)
     return TEColumnParallelGroupedLinear(EXPERTS, HIDDEN, FFN, **options)
 
 
-def te_row_grouped(config, bias, norm, activation):
+def te_row_grouped(config, bias):
     from megatron.core.extensions.transformer_engine import TERowParallelGroupedLinear
 
     options = megatron_options(config, bias, is_expert=True)
     return TERowParallelGroupedLinear(EXPERTS, HIDDEN, FFN, **options)
 
 
-LAYERS = {
-    'Linear': linear,
-    'LayerNormLinear': layer_norm_linear,
+KINDS = {
     'LayerNormMLP': layer_norm_mlp,
-    'GroupedLinear': grouped_linear,
+    'Linear': linear,
     'TEColumnParallelLinear': te_column,
-    'TERowParallelLinear': te_row,
-    'TELayerNormColumnParallelLinear': te_layer_norm_column,
+    'GroupedLinear': grouped_linear,
     'TEColumnParallelGroupedLinear': te_column_grouped,
+    'TERowParallelLinear': te_row,
     'TERowParallelGroupedLinear': te_row_grouped,
+    'LayerNormLinear': layer_norm_linear,
+    'TELayerNormColumnParallelLinear': te_layer_norm_column,
 }
+NORMS = ('LayerNorm', 'RMSNorm')
+ACTIVATIONS = ('gelu', 'swiglu', 'srelu', 'geglu', 'reglu', 'relu', 'qgelu')
+# kind, then norm and activation where it has them
+LAYERS = (
+    *(f'LayerNormMLP {norm} {activation}' for norm in NORMS for activation in ACTIVATIONS),
+    *(kind for kind in KINDS if 'Norm' not in kind),
+    *(
+        f'{kind} {norm}'
+        for kind in KINDS
+        if kind.endswith('Linear') and 'Norm' in kind
+        for norm in NORMS
+    ),
+)
+SETTINGS = ('plain', 'bias', 'fused', 'fused bias')
 
 
 def layer_config(dtype, norm, fused):
@@ -132,41 +147,12 @@ def layer_config(dtype, norm, fused):
 
 
 def precision(dtype):
-    """FP8 by TE's default recipe, or by that which TE has written in Python."""
-    if 'fp8' not in dtype:
+    if dtype != 'fp8':
         return contextlib.nullcontext()
+    from transformer_engine.common.recipe import Float8CurrentScaling
     from transformer_engine.pytorch import fp8_autocast
 
-    return fp8_autocast(enabled=True, fp8_recipe=None if dtype == 'fp8' else reference_recipe())
-
-
-def reference_recipe():
-    """None where this TE has none."""
-    from transformer_engine.common import recipe
-
-    if not hasattr(recipe, 'CustomRecipe'):
-        return None
-    from transformer_engine.pytorch.custom_recipes.reference_current_scaling import (
-        current_scaling_ref_factory,
-    )
-
-    return recipe.CustomRecipe(qfactory=current_scaling_ref_factory)
-
-
-def has_reference_recipe():
-    return reference_recipe() is not None
-
-
-@contextlib.contextmanager
-def uninitialized_is_nan():
-    """Whoever reads memory that nobody has written finds NaN there."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
+    return fp8_autocast(enabled=True, fp8_recipe=Float8CurrentScaling())
 
 
 def call(kind, model, x, microbatch):
@@ -175,7 +161,7 @@ def call(kind, model, x, microbatch):
     return output if bias is None else output + bias
 
 
-def layer_gradients(split, order, kind, norm, activation, dtype, bias, fused, overlap):
+def layer_gradients(split, order, layer, dtype, setting, overlap):
     """Gradients of three microbatches through one layer in DistributedDataParallel.
 
     Args:
@@ -192,14 +178,15 @@ def layer_gradients(split, order, kind, norm, activation, dtype, bias, fused, ov
     import megatron_zbpp
     from megatron_zbpp.mcore import te
 
+    kind, norm, *activation = (*layer.split(), 'LayerNorm')[: max(2, len(layer.split()))]
     torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    config = layer_config(dtype, norm, fused)
+    config = layer_config(dtype, norm, 'fused' in setting)
     if split:
         te.delay_weight_gradients(config)
-    layer = LAYERS[kind](config, bias, norm, activation).cuda()
+    made = KINDS[kind](config, 'bias' in setting, *activation).cuda()
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap)
-    model = DistributedDataParallel(config, ddp, layer)
+    model = DistributedDataParallel(config, ddp, made)
     store = megatron_zbpp.enable('zb-h1').store
     torch.manual_seed(2 + torch.distributed.get_rank())
     return [iteration(kind, model, store, split, order, dtype, config.params_dtype) for _ in '12']
@@ -229,9 +216,12 @@ def iteration(kind, model, store, split, order, dtype, params_dtype):
         if defers:
             store.open((0, k))
         last = k == backwards[-1]
-        with store.scope((0, k) if defers else None), accumulating(model, last):
-            with delaying.queueing():
-                outputs[k].float().square().mean().backward()
+        with (
+            store.scope((0, k) if defers else None),
+            accumulating(model, last),
+            delaying.queueing(),
+        ):
+            outputs[k].float().square().mean().backward()
     before = grads(model)
     for k in ORDERS[order] if defers else ():
         with accumulating(model, k == ORDERS[order][-1]):
@@ -260,10 +250,9 @@ def compare(order, *case):
 
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
-    with uninitialized_is_nan():
-        split = layer_gradients(True, order, *case)
-        whole = layer_gradients(False, order, *case)
-        in_order = layer_gradients(False, 'in order', *case)
+    split = layer_gradients(True, order, *case)
+    whole = layer_gradients(False, order, *case)
+    in_order = layer_gradients(False, 'in order', *case)
     wrong = []
     for mine, theirs, norms in zip(split, whole, in_order, strict=True):
         if not all(map(torch.equal, mine[0], theirs[0])):
@@ -289,34 +278,129 @@ def layer_ranks(te_ranks):
     chosen.run(forget_groups)
 
 
-def exists(kind, norm, activation, dtype, bias, fused, overlap, order):
-    """Whether the case is another than one which is there."""
-    if 'Norm' not in kind and norm != 'LayerNorm':
-        return False
-    if kind != 'LayerNormMLP' and activation != 'gelu':
-        return False
-    if dtype == 'fp8 reference':
-        return kind in ('Linear', 'LayerNormLinear') and not fused
-    return True
+def runs_whole(layer, setting, order, dtype, overlap):
+    """TE 2.8's own LayerNormMLP gives no gradient of its FP8 weights when it has fused them."""
+    return not ('LayerNormMLP' in layer and dtype == 'fp8' and 'fused' in setting and overlap)
 
 
 @grid(
-    exists,
-    kind=tuple(LAYERS),
-    fused=(False, True),
-    dtype=('bf16', 'fp32', 'fp8' if CUDA else 'fp8 reference'),
-    bias=(True, False),
-    overlap=(True, False),
+    runs_whole,
+    layer=LAYERS,
+    setting=SETTINGS,
     order=tuple(ORDERS),
-    norm=('LayerNorm', 'RMSNorm'),
-    activation=('gelu', 'swiglu', 'srelu', 'geglu', 'reglu', 'relu', 'qgelu'),
+    dtype=('bf16', 'fp32', 'fp8', 'bf16', 'fp32'),
+    overlap=(False, True),
 )
-def test_gradients_to_the_bit(
-    layer_ranks, kind, norm, activation, dtype, bias, fused, overlap, order
-):
-    if dtype == 'fp8' and torch.cuda.get_device_capability() < (8, 9):
+def test_gradients_to_the_bit(layer_ranks, layer, setting, order, dtype, overlap):
+    if CUDA and dtype == 'fp8' and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip('this GPU has no FP8')
-    if dtype == 'fp8 reference' and not all(layer_ranks.run(has_reference_recipe)):
-        pytest.skip('this Transformer Engine has no recipe in Python')
-    case = order, kind, norm, activation, dtype, bias, fused, overlap
-    assert not any(layer_ranks.run(compare, *case))
+    assert not any(layer_ranks.run(compare, order, layer, dtype, setting, overlap))
+
+
+def two_layers(store, **options):
+    """Two layers of TE without DistributedDataParallel, and what delays in them."""
+    from transformer_engine.pytorch import Linear
+
+    from megatron_zbpp.mcore import te
+
+    torch.manual_seed(1)
+    make = {'params_dtype': torch.float32, 'delay_wgrad_compute': True} | options
+    layers = torch.nn.ModuleList(Linear(4, 4, **make) for _ in '12')
+    return layers, te.Delaying(layers, store)
+
+
+def backward(store, delaying, k, loss):
+    store.open((0, k))
+    with store.scope((0, k)), delaying.queueing():
+        loss().backward()
+
+
+def unused_in_one():
+    """A layer that one microbatch does not use, such as an expert without tokens."""
+    from megatron_zbpp.runtime.store import WeightGradStore
+
+    store = WeightGradStore()
+    (one, other), delaying = two_layers(store)
+    for k, used in enumerate([(one, other), (other,), (one, other)]):
+        x = torch.full((2, 4), k + 1.0)
+        backward(store, delaying, k, lambda used=used, x=x: sum(f(x).sum() for f in used))
+    for k in range(3):
+        store.run((0, k))
+    return one.bias.grad.tolist(), other.bias.grad.tolist(), one.weight.grad[0, 0].item()
+
+
+def test_each_w_runs_what_its_b_put_off(te_ranks):
+    assert te_ranks(2).run(unused_in_one) == [([4.0] * 4, [6.0] * 4, 8.0)] * 2
+
+
+def after_an_error():
+    """Gradient of an iteration that follows one which failed between B and W."""
+    from megatron_zbpp.runtime.store import WeightGradStore
+
+    store = WeightGradStore()
+    (one, _), delaying = two_layers(store)
+    backward(store, delaying, 0, lambda: one(torch.ones(2, 4)).sum())
+    store.clear()
+    backward(store, delaying, 0, lambda: one(torch.full((2, 4), 5.0)).sum())
+    store.run((0, 0))
+    return one.weight.grad[0, 0].item()
+
+
+def test_an_error_leaves_nothing_behind(te_ranks):
+    assert te_ranks(2).run(after_an_error) == [10.0] * 2
+
+
+def outside_of_a_schedule():
+    """What a backward says that nobody announced, and the same where nothing is to wait."""
+    from megatron_zbpp.runtime.store import WeightGradStore
+
+    store = WeightGradStore()
+    (one, _), _ = two_layers(store)
+    one(torch.ones(2, 4)).sum().backward()
+    assert one.weight.grad[0, 0].item() == 2
+    try:
+        with store.scope((0, 0)):
+            one(torch.ones(2, 4)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_weight_gradient_that_nobody_would_run(te_ranks):
+    for said in te_ranks(2).run(outside_of_a_schedule):
+        assert 'Linear put off its weight gradient' in said
+
+
+def refused(options, hooks):
+    """What is said of such a layer."""
+    from transformer_engine.pytorch import Linear
+
+    from megatron_zbpp.mcore import te
+
+    layer = Linear(4, 4, delay_wgrad_compute=True, **options)
+    layer.wgrad_accumulation_and_reduce_hooks = hooks
+    try:
+        te.delaying_modules(layer)
+    except NotImplementedError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ('options', 'hooks', 'said'),
+    [
+        ({'parameters_split': ('query', 'key')}, [], 'parameters_split'),
+        ({}, [print], 'DistributedDataParallelConfig'),
+    ],
+)
+def test_refused(te_ranks, options, hooks, said):
+    assert all(said in message for message in te_ranks(2).run(refused, options, hooks))
+    assert te_ranks(2).run(refused, {}, []) == [None, None]
+
+
+def test_userbuffers_are_refused():
+    from megatron_zbpp.mcore import te
+
+    config = SimpleNamespace(tp_comm_overlap=False)
+    te.delay_weight_gradients(config)
+    assert config.delay_wgrad_compute
+    with pytest.raises(NotImplementedError, match=r'userbuffers.*--tp-comm-overlap'):
+        te.delay_weight_gradients(SimpleNamespace(tp_comm_overlap=True))

@@ -57,6 +57,7 @@ def test_store(folder):
     assert 'self.context.put(' in ast.unparse(store['put'])
     assert 'self.context.get()' in ast.unparse(store['pop'])
     assert ast.unparse(store['delay_wgrad_compute']).endswith('return self.enabled')
+    assert 'self.context.put([tensor_list, func])' in ast.unparse(store['put']), 'as te.py puts it'
 
 
 @each_module
