@@ -3,8 +3,7 @@
 Tensors lie in the host's memory and compute there, at once. `Cuda` says of each whether it would be
 on a GPU, in page-locked or in plain memory, on which stream it is used, and what makes the host
 wait. torch's own CUDA sanitizer finds uses of one tensor that no stream, event or wait puts in
-order; the host is one of its streams, for page-locked memory. Messages over `emulation.nccl` run on
-a stream of each communicator, as NCCL's do.
+order; the host is one of its streams, for page-locked memory.
 
 Where it runs within the emulation of `emulation.cpu`, it answers first.
 """
@@ -28,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_zbpp.emulation import cpu, nccl
+from megatron_zbpp.emulation import cpu
 
 HOST, DEFAULT = -1, 0  # streams
 GPU = 1  # the one that the main thread chooses: a thread that has chosen none is on 0
@@ -36,6 +35,7 @@ _ATEN = torch.ops.aten
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 _MOVING = (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda)
 _INDEXING = (_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default)
+_CROSSING = (_ATEN.copy_.default, *_INDEXING)  # take tensors of both
 _NEED_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _device = torch._C.TensorBase.device.__get__
 _ANSWERS = {
@@ -68,13 +68,17 @@ class Call:
 class Cuda(TorchFunctionMode):
     """Within it, `torch.cuda` and tensors answer as on a machine with GPUs.
 
+    Args:
+        group: the class of process groups whose messages run on a stream of their own, as NCCL's.
+
     Attributes:
         calls: what was asked so far.
         races: uses of one tensor that are not in order, in words.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: type | None = None) -> None:
         super().__init__()
+        self._group = group
         self.calls: list[Call] = []
         self.races: list[str] = []
         self._within: str | None = None
@@ -201,8 +205,8 @@ class Cuda(TorchFunctionMode):
         yield tensor, 'is_cpu', property(lambda t: self.where(t) != 'device')
         yield tensor, 'is_pinned', lambda t, *_: self.where(t) == 'pinned'
         yield tensor, 'pin_memory', lambda t, *_: self._pinned(t.clone())
-        yield nccl.NcclLike, 'send', self._message('send', nccl.NcclLike.send)
-        yield nccl.NcclLike, 'recv', self._message('recv', nccl.NcclLike.recv)
+        for name in ('send', 'recv') if self._group else ():
+            yield self._group, name, self._message(name, getattr(self._group, name))
 
     def _new_stream(self) -> int:
         stream = next(self._streams)
@@ -224,7 +228,7 @@ class Cuda(TorchFunctionMode):
             self._thread.stream = before
 
     def _device(self, tensor: torch.Tensor) -> torch.device:
-        return torch.device('cuda', GPU) if tensor.is_cuda else _device(tensor)
+        return _made_device(GPU) if tensor.is_cuda else _device(tensor)
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         self.log('page-locked allocation')
@@ -255,6 +259,8 @@ class Cuda(TorchFunctionMode):
                 return cpu._backward(*args, **kwargs)
             finally:
                 TorchFunctionMode.__exit__(self, None, None, None)
+        if func is torch.device:
+            return _made_device(*args, **kwargs)
         if func in _MOVING:
             return self._moved(func, *args, **kwargs)
         if func is torch.Tensor.tolist and args[0].is_cuda:  # no operation on the CPU
@@ -319,6 +325,9 @@ class _Operations(TorchDispatchMode):
         made = func(*args, **kwargs)
         if places <= {'host'}:
             return made
+        if func not in _CROSSING and 'device' in places:
+            apart = [t.shape for t in given if t.dim() and cuda.where(t) != 'device']
+            assert not apart, f'{func} of tensors on the device and {apart} on the host'
         fresh = [t for t in _tensors(made) if t.untyped_storage()._cdata not in known]
         for tensor in fresh:
             cuda.place(tensor, 'device' if 'device' in places else 'host')
@@ -393,8 +402,16 @@ class _Work:
         return self._work.wait()
 
 
+def _made_device(*args: Any, **kwargs: Any) -> torch.device:
+    """torch.device, whatever emulation there is beside this one."""
+    with torch._C.DisableTorchFunction():
+        if args and isinstance(args[0], int):
+            return torch.device('cuda', *args)
+        return torch.device(*args, **kwargs)
+
+
 def _kind(device: Any) -> str:
-    return 'host' if torch.device(device).type == 'cpu' else 'device'
+    return 'host' if _made_device(device).type == 'cpu' else 'device'
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -35,10 +35,12 @@ class LinearStage(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.randn(WIDTH, generator=generator))
         self.store, self.first, self.last = store, stage == 0, stage == num_stages - 1
         self.complete = None  # the gradients, when they were said to be complete
-        self.losses = []
+        self._losses = []
 
     def forward(self, microbatch, received):
-        x = torch.full((ROWS, WIDTH), 0.1 * (microbatch + 1)) if self.first else received
+        x = received
+        if self.first:
+            x = torch.full((ROWS, WIDTH), 0.1 * (microbatch + 1), device=self.bias.device)
         x = x + self.bias
         if self.store is not None and self.store.deferring:
             y = DeferredLinear.apply(self.store, self.weight, x, self.weight.detach())
@@ -47,8 +49,13 @@ class LinearStage(torch.nn.Module):
         if not self.last:
             return torch.tanh(y)
         loss = y.square().sum()
-        self.losses.append(loss.item())
+        self._losses.append(loss.detach())
         return loss
+
+    @property
+    def losses(self):
+        """Of the microbatches so far; read once they have run, so that no pass waits for them."""
+        return [loss.item() for loss in self._losses]
 
     def backward(self, received, output, gradient):
         torch.autograd.backward(output, gradient)
