@@ -83,6 +83,7 @@ def install(folder: str | Path | None = None) -> None:
     os.environ['NVTE_PROJECT_BUILDING'] = '1'  # no look for a GPU's libraries
     os.environ.pop('NVTE_RELEASE_BUILD', None)
     os.environ.setdefault('NVTE_TORCH_COMPILE', '0')
+    os.environ.setdefault('NVTE_UNFUSED_FP8_UPDATE', '1')  # delayed scaling by TE's own Python
     cpu.install()
     _import_any_triton()
     if str(folder) not in sys.path:

@@ -219,8 +219,9 @@ def multi_tensor_sgd(
             update = update + momentum * velocity.float() if nesterov else velocity.float()
         if weight_decay and wd_after_momentum:
             update = update + weight_decay * value
+        stepped = value - lr * update
         for target in (parameter, *copies):
-            target.copy_(value - lr * update)
+            target.copy_(stepped)
 
 
 @kernel
