@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, on a machine with one: the tests marked gpu, those of the adapter to
-# Transformer Engine if that is installed, and the benchmark of one stage. Keeps what they say under
-# docs/results. Sets itself up.
+# Everything that needs a GPU, on a machine with one: first the tests marked gpu, then those marked te
+# with the Transformer Engine that is installed, then the benchmark of one stage. Keeps what they say
+# under docs/results, to be committed. Sets itself up.
 #
 #   ./scripts/gpu_check.sh [ARGUMENT_OF_BENCHMARK_GPT ...]
 #
 #   WHEELS   a folder of wheels, to install without a network (PIP_FIND_LINKS does the same); made by
-#            pip download -d FOLDER '.[plot]' setuptools wheel pytest pytest-timeout hypothesis ortools
+#            pip download -d FOLDER '.[plot,exact]' setuptools wheel pytest pytest-timeout hypothesis
 #   PYTHON   the interpreter (default: python3)
 #   VENV     where to install (default: .venv-gpu); it sees the packages of PYTHON, so that a
 #            container's torch, Transformer Engine and apex are used
 #   RESULTS  where to write (default: docs/results)
+#   TESTS    further arguments of pytest, such as --full for whole grids
 set -euo pipefail
 
 no_gpu() {
@@ -26,6 +27,7 @@ PYTHON=${PYTHON:-python3}
 VENV=${VENV:-.venv-gpu}
 RESULTS=${RESULTS:-docs/results}
 WHEELS=${WHEELS:-${PIP_FIND_LINKS:-}}
+TESTS=${TESTS:-}
 
 offline=()
 if [ -n "$WHEELS" ]; then
@@ -35,7 +37,7 @@ pip=("$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "${of
 echo "gpu_check.sh: installing into $VENV ..." >&2
 "$PYTHON" -m venv --system-site-packages "$VENV"
 "${pip[@]}" 'setuptools>=68' wheel
-"${pip[@]}" --no-build-isolation -e '.[plot]' pytest pytest-timeout hypothesis ortools
+"${pip[@]}" --no-build-isolation -e '.[plot,exact]' pytest pytest-timeout hypothesis
 python=$VENV/bin/python
 "$python" -c 'import torch; assert torch.cuda.is_available()' 2> /dev/null ||
     no_gpu "$device is here, but torch $("$python" -c 'import torch; print(torch.__version__)') cannot use it"
@@ -44,17 +46,27 @@ mkdir -p "$RESULTS"
 name=$RESULTS/$(date -u +%Y-%m-%d)-$(tr -cs '[:alnum:]\n' - <<< "$device")
 status=0
 
-tests=0
-"$python" -m pytest -v -m gpu -rs | tee "$name.tests.txt" || tests=$?
-adapter='not run: transformer_engine cannot be imported'
+# The emulations of CUDA, NCCL and Transformer Engine's kernels stay out where there is a GPU.
+run_tests() { # NAME PYTEST_ARGUMENT ...: what came of it is in results[NAME]
+    local ended=0
+    echo "== $1: pytest ${*:2} $TESTS" | tee -a "$name.tests.txt"
+    # shellcheck disable=SC2086  # TESTS holds several
+    "$python" -m pytest -v -rs "${@:2}" $TESTS | tee -a "$name.tests.txt" || ended=$?
+    results[$1]=$(tail -n 1 "$name.tests.txt" | tr -d =)
+    [ "$ended" = 0 ] || { results[$1]="FAILED ($ended):${results[$1]}" && status=1; }
+}
+declare -A results=()
+rm -f "$name.tests.txt"
+run_tests 'tests on a GPU' -m gpu
 if "$python" -c 'import transformer_engine.pytorch' 2> /dev/null; then
-    adapter='passed'
-    "$python" -m pytest -v tests/unit/test_te_sources.py |
-        tee -a "$name.tests.txt" || adapter='FAILED'
+    run_tests 'tests of the installed Transformer Engine' -m 'te and not gpu'
+    run_tests "Transformer Engine's sources" tests/unit/test_te_sources.py
+else
+    results['tests of the installed Transformer Engine']='not run: it cannot be imported'
 fi
-benchmark=0
+benchmark='done'
 "$python" scripts/benchmark_gpt.py --single-gpu --json "$name.json" --png "$name.png" "$@" |
-    tee "$name.table.txt" || benchmark=$?
+    tee "$name.table.txt" || { benchmark="FAILED ($?)" && status=1; }
 
 {
     echo "# $device, $(date -u +%Y-%m-%d)"
@@ -67,9 +79,10 @@ benchmark=0
     git log -1 --format='commit %H' 2> /dev/null || true
     echo '```'
     echo
-    echo "- tests marked gpu: $([ "$tests" = 0 ] && echo passed || echo "FAILED ($tests)"): $(grep -E '^=+ .* in ' "$name.tests.txt" | head -n 1 | tr -d =)"
-    echo "- adapter to Transformer Engine against its stand-ins: $adapter"
-    echo "- benchmark of one stage: $([ "$benchmark" = 0 ] && echo 'done' || echo "FAILED ($benchmark)")"
+    for what in "${!results[@]}"; do
+        echo "- $what: ${results[$what]}"
+    done | sort
+    echo "- benchmark of one stage: $benchmark"
     echo
     echo 'Rows of kind predicted were simulated from the measured stages.'
     echo
@@ -78,8 +91,5 @@ benchmark=0
     echo '```'
 } > "$name.md"
 rm "$name.table.txt"
-echo "gpu_check.sh: wrote $name.md" >&2
-if [ "$tests" != 0 ] || [ "$adapter" = FAILED ] || [ "$benchmark" != 0 ]; then
-    status=1
-fi
+echo "gpu_check.sh: wrote $name.md and what it names; commit them: git add $RESULTS" >&2
 exit "$status"

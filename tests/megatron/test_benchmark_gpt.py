@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -251,18 +250,3 @@ def test_refuses_before_it_starts(capsys, monkeypatch, flags, world, message):
         gpt_cli.main(flags.split())
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_gpu_check_without_a_gpu(tmp_path):
-    """It says so at once, and leaves nothing."""
-    script = ROOT / 'scripts' / 'gpu_check.sh'
-    subprocess.run(['bash', '-n', script], check=True)
-    stub = tmp_path / 'nvidia-smi'
-    stub.write_text('#!/bin/sh\necho NVIDIA-SMI has failed >&2\nexit 9\n')
-    stub.chmod(0o755)
-    path = f'{tmp_path}{os.pathsep}{os.environ["PATH"]}'
-    results = {'RESULTS': str(tmp_path / 'results'), 'VENV': str(tmp_path / 'venv')}
-    done = commands.run(['bash', script], timeout=10, env={'PATH': path, **results})
-    assert done.returncode == 3
-    assert 'no NVIDIA GPU here (nvidia-smi lists none): nothing was run' in done.stderr
-    assert list(tmp_path.iterdir()) == [stub]
