@@ -105,6 +105,11 @@ class Placement:
         """Most chunks that any rank holds."""
         return max(map(len, self._stages))
 
+    @property
+    def is_loop(self) -> bool:
+        """Whether stages go around the ranks, as Megatron's own do."""
+        return self.ranks == Placement.loop(self.num_ranks, self.num_chunks).ranks
+
     def reversed(self) -> Placement:
         """The same placement with rank r renamed to p-1-r (a V becomes a Λ and back)."""
         return replace(self, ranks=tuple(self.num_ranks - 1 - rank for rank in self.ranks))

@@ -28,6 +28,7 @@ from megatron_zbpp.mcore import layout, refusals
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.runtime import handshake
 from megatron_zbpp.runtime.trace import Tracer
+from megatron_zbpp.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,13 +199,16 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         _say('one pipeline rank has no pipeline: --pipeline-schedule changes nothing')
         return None
     require_plain(args)
-    reasons = list(refusals.refused(args, cpu.installed(), with_te=te.installed()))
+    source, chunks = source_of(config), num_chunks(args)
+    placement = Plugin(Settings(source, chunks, config.pipeline_schedule_memory_limit)).placement(
+        args.pipeline_model_parallel_size
+    )
+    reasons = list(refusals.refused(args, cpu.installed(), te.installed(), placement))
     if reasons:
         raise NotImplementedError('with --pipeline-schedule, ' + '. '.join(map(str, reasons)))
-    source = source_of(config)
     plugin = megatron_zbpp.enable(
         source,
-        num_chunks(args),
+        chunks,
         memory_limit=config.pipeline_schedule_memory_limit,
         watchdog_timeout=config.pipeline_watchdog_timeout,
         post_validation=clean_steps(config),
@@ -218,7 +222,7 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
     plugin.flags = handshake.numbers(vars(args))
     for num_microbatches in sorted(microbatches(args, int(os.environ.get('WORLD_SIZE', 1)))):
         plugin.lowered(args.pipeline_model_parallel_size, num_microbatches, forward_only=False)
-    place_layers(args, plugin.placement(args.pipeline_model_parallel_size))
+    place_layers(args, placement)
     return plugin
 
 
@@ -323,6 +327,9 @@ def num_chunks(args: argparse.Namespace) -> int | None:
         ValueError: they do not divide.
     """
     ranks = args.pipeline_model_parallel_size
+    segments = hybrid_layers(args)
+    if segments is not None:
+        return len(segments) // ranks if len(segments) > ranks else None
     text = args.pipeline_model_parallel_layout
     if text is not None:
         try:
@@ -347,6 +354,21 @@ def num_chunks(args: argparse.Namespace) -> int | None:
     return counted // (ranks * each)
 
 
+def hybrid_layers(args: argparse.Namespace) -> list[int] | None:
+    """Layers of each segment that a hybrid model's pattern has; None: it is no hybrid model.
+
+    The pattern may end in those of multi-token prediction. Without segments it is divided evenly
+    among the ranks.
+    """
+    name = refusals.hybrid(args)
+    if name is None:
+        return None
+    pattern = getattr(args, name)
+    if not isinstance(pattern, str):  # a ratio, of releases that know no segments
+        return [args.num_layers]
+    return [len(segment) for segment in pattern.partition('/')[0].split('|')]
+
+
 def _ends(args: argparse.Namespace) -> tuple[bool, bool]:
     """Whether embedding and loss count as a layer each."""
     return args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
@@ -355,11 +377,21 @@ def _ends(args: argparse.Namespace) -> tuple[bool, bool]:
 def place_layers(args: argparse.Namespace, placement: Placement) -> None:
     """Writes the layout of the layers for `placement` into Megatron's arguments.
 
-    One chunk a rank, in a loop, is what Megatron does by itself if all get as many.
+    One chunk a rank, in a loop, is what Megatron does by itself if all get as many; and a hybrid
+    model's layers are where its pattern says.
 
     Raises:
-        ValueError: too few layers.
+        ValueError: too few layers, or another number of segments than stages.
     """
+    segments = hybrid_layers(args)
+    if segments is not None:
+        undivided = len(segments) == placement.num_chunks == 1
+        if len(segments) != placement.num_stages and not undivided:
+            raise ValueError(
+                f'--hybrid-layer-pattern has {len(segments)} segments, but the schedule places '
+                f'{placement.num_stages} stages: give that many, divided by |'
+            )
+        return
     embedding, loss = _ends(args)
     uneven = (args.num_layers + embedding + loss) % placement.num_stages
     if placement == Placement.loop(placement.num_ranks) and not uneven:
@@ -386,7 +418,7 @@ def require_plain(args: argparse.Namespace) -> None:
     ):
         if getattr(args, name, None):
             raise ValueError(f'{flag(name)} does not work with --pipeline-schedule: {cure}')
-    if args.num_layers is None:
+    if args.num_layers is None and hybrid_layers(args) in (None, [None]):
         raise ValueError('--num-layers is missing')
 
 

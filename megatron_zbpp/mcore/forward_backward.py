@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore import refusals, te
+from megatron_zbpp.mcore import layout, refusals, te
 from megatron_zbpp.mcore.agreement import agreement
 from megatron_zbpp.mcore.ranges import profiled
 from megatron_zbpp.mcore.stages import Call, ModelStage
@@ -208,6 +208,8 @@ def _stages(
     """
     held = placement.stages(rank)
     models = arguments.models
+    for model in models:
+        layout.require_placed(unwrap_model(model), placement)
     if len(models) != len(held):
         raise ValueError(
             f'rank {rank} has {len(models)} model chunks, but the schedule places {len(held)} '

@@ -11,13 +11,20 @@ casts expect the loss. What remains is where the first stage is: see `placing`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.mcore import refusals
+
+# They divide their pattern among the ranks in order, whatever the layout says.
+_HYBRID_MODELS = ('HybridModel', 'MambaModel')
 
 
 def for_megatron(schedule: Schedule) -> Schedule:
@@ -138,6 +145,36 @@ class StageLayout(PipelineParallelLayerLayout):
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         own = self.placement.stages(pp_rank)[vp_stage or 0]
         return sum(stage.count(layer_type) for stage in self._stages[:own])
+
+
+def require_placed(model: torch.nn.Module, placement: Placement, config: Any = None) -> None:
+    """Returns if the layers of `model` are where the schedule has its stages.
+
+    What is none of Megatron's language models places its layers by itself.
+
+    Args:
+        model: unwrapped; it may be about to be built.
+        placement: of the schedule.
+        config: of the model; default: its own.
+
+    Raises:
+        NotImplementedError: its class knows no other places than a loop's.
+        ValueError: it is laid out as for Megatron's own schedules, in a loop.
+    """
+    if placement.is_loop or not isinstance(model, LanguageModule):
+        return
+    name = next((c.__name__ for c in type(model).__mro__ if c.__name__ in _HYBRID_MODELS), None)
+    if name is not None:
+        reason, cure = refusals.IN_A_LOOP
+        raise NotImplementedError(f'{name} does not work with this schedule: {reason}; {cure}')
+    layout = (config or model.config).pipeline_model_parallel_layout
+    if not isinstance(layout, StageLayout) or layout.placement != placement:
+        raise ValueError(
+            f'the layers of this {type(model).__name__} are not laid out for the schedule: call '
+            'megatron_zbpp.enable() before the TransformerConfig is made, and give it '
+            f'pipeline_model_parallel_layout with {placement.num_stages} stages in model order, '
+            'divided by |'
+        )
 
 
 def tied_copies(model: list[torch.nn.Module]) -> tuple[torch.nn.Parameter, ...]:

@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel import utils as stage_utils
 from megatron.core.transformer import transformer_config
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore.layout import StageLayout, tied_copies
+from megatron_zbpp.mcore.layout import StageLayout, require_placed, tied_copies
 
 Placements = Callable[[int], Placement]  # of so many pipeline ranks
 Attribute = tuple[Any, str, Any]  # owner, name, what to put there
@@ -58,8 +58,9 @@ def functions(placement: Placements, agree: Agree) -> Iterator[Function]:
 
 
 def attributes(placement: Placements) -> Iterator[Attribute]:
-    """What places the layers and ties the embedding."""
+    """What places the layers, refuses models that cannot be placed, and ties the embedding."""
     yield transformer_config, LAYOUT, _Layouts(getattr(transformer_config, LAYOUT), placement)
+    yield LanguageModule, '__init__', _refusing(LanguageModule.__init__, placement)
     setup = LanguageModule.setup_embeddings_and_output_layer
     yield LanguageModule, setup.__name__, _tying(setup, placement)
     finalize = finalize_module()
@@ -148,6 +149,18 @@ class _Layouts:
         if pipeline_model_parallel_size == 1:
             return self._original(layout, pipeline_model_parallel_size)
         return StageLayout(self._placement(pipeline_model_parallel_size), layout)
+
+
+def _refusing(original: Callable, placement: Placements) -> Callable:
+    """Before any layer is built, a model that would have its layers elsewhere than its stages."""
+
+    @functools.wraps(original)
+    def __init__(self: LanguageModule, config: Any, *args: Any, **kwargs: Any) -> None:
+        if config.pipeline_model_parallel_size > 1:
+            require_placed(self, placement(config.pipeline_model_parallel_size), config)
+        original(self, config, *args, **kwargs)
+
+    return __init__
 
 
 def _tying(original: Callable, placement: Placements) -> Callable:

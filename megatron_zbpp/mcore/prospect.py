@@ -51,7 +51,7 @@ class Prospect:
         schedule: in words; None: Megatron's own.
         placement: its name.
         stages: of each pipeline rank, in model order.
-        layers: transformer layers of each stage.
+        layers: transformer layers of each stage; none where they cannot be placed.
         iterations: one for each number of microbatches that training has.
         refused: what does not work, why, and what to do.
         notes: what else to know.
@@ -79,8 +79,10 @@ class Prospect:
         if self.schedule is not None:
             found.append(f'placement: {self.placement}; layers of each stage by pipeline rank:')
             for rank, stages in enumerate(self.stages):
-                held = ', '.join(f'stage {stage}: {self.layers[stage]}' for stage in stages)
-                found.append(f'  rank {rank}: {held}')
+                held = [
+                    f'stage {s}' + (f': {self.layers[s]}' if self.layers else '') for s in stages
+                ]
+                found.append(f'  rank {rank}: {", ".join(held)}')
         for each in self.iterations:
             found.append(
                 f'{each.microbatches} microbatches (F = B = W = 1, simulated): makespan '
@@ -126,7 +128,7 @@ def prospect_of(line: LaunchLine) -> Prospect:
         tuple(map(placement.stages, range(placement.num_ranks))),
         tuple(_layers(line.args, placement)),
         tuple(_simulated(plugin, placement.num_ranks, count) for count in counts),
-        tuple(refusals.refused(line.args, line.on_cpu, with_te=te.find() is not None)),
+        tuple(refusals.refused(line.args, line.on_cpu, te.find() is not None, placement)),
         tuple(notes),
     )
 
@@ -175,9 +177,15 @@ def _layers(args: Namespace, placement: Placement) -> list[int]:
     Raises:
         ValueError: they cannot be placed.
     """
+    segments = arguments.hybrid_layers(args)
+    if segments is not None and not placement.is_loop:
+        return []  # refused
     embedding = args.account_for_embedding_in_pipeline_split
     loss = args.account_for_loss_in_pipeline_split
     arguments.place_layers(args, placement)
+    if segments is not None:
+        even = [sum(segments) // placement.num_stages] * placement.num_stages
+        return segments if len(segments) > 1 else even
     if args.pipeline_model_parallel_layout is not None:
         return layout.StageLayout(placement, args.pipeline_model_parallel_layout).num_layers
     return layout.layers_per_stage(args.num_layers, placement, embedding, loss)

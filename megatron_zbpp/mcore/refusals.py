@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_zbpp.ir import Placement
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -81,6 +83,26 @@ _WITH_A_SCHEDULE = {
         "W passes defer the experts' weight gradients already",
         'drop --overlap-dispatch-backward-with-experts-wgrad',
     ),
+    'use_transformer_engine_op_fuser': (
+        'its fused operations keep weight gradients where no W pass finds them',
+        'drop --use-transformer-engine-op-fuser',
+    ),
+    'fine_grained_activation_offloading': (
+        "it follows the order of Megatron's own schedules",
+        'drop --fine-grained-activation-offloading',
+    ),
+    'moe_paged_stash': (
+        "it follows the order of Megatron's own schedules",
+        'drop --moe-paged-stash',
+    ),
+    'cpu_offloading': (
+        "it follows the order of Megatron's own schedules",
+        'drop --cpu-offloading-num-layers',
+    ),
+    'cpu_offloading_num_layers': (
+        "it follows the order of Megatron's own schedules",
+        'drop --cpu-offloading-num-layers',
+    ),
     'use_legacy_models': (
         'legacy models have layers of their own, whose weight gradients cannot wait',
         'drop --use-legacy-models',
@@ -102,6 +124,17 @@ _EMULATED = {
     'moe_grouped_gemm': (_NO_TE, 'drop --moe-grouped-gemm'),
 }
 _RECIPES = ('tensorwise', 'delayed', 'custom')
+# of a HybridModel or MambaModel, whose layers are laid out by the order of the ranks
+_HYBRID = (
+    'hybrid_layer_pattern',
+    'hybrid_override_pattern',
+    'hybrid_attention_ratio',
+    'hybrid_mlp_ratio',
+)
+IN_A_LOOP = (
+    'Megatron lays the layers of a hybrid model out in a loop, which this schedule has not',
+    'take a schedule that has, such as zb-h1 or zb-interleaved',
+)
 # refused for some of their values
 _BY_VALUE = (
     'cuda_graph_impl',
@@ -114,17 +147,27 @@ _BY_VALUE = (
 
 def settings() -> tuple[str, ...]:
     """All that may be refused."""
-    named = (*_WITH_A_SCHEDULE, *_ON_CPU, *_EMULATED)
-    return (*named, *_BY_VALUE)
+    return (*_WITH_A_SCHEDULE, *_ON_CPU, *_EMULATED, *_HYBRID, *_BY_VALUE)
 
 
-def refused(settings: Any, on_cpu: bool = False, with_te: bool = False) -> Iterator[Refusal]:
+def hybrid(settings: Any) -> str | None:
+    """The setting that makes it a HybridModel or MambaModel; None: there is none."""
+    return next((name for name in _HYBRID if getattr(settings, name, None)), None)
+
+
+def refused(
+    settings: Any,
+    on_cpu: bool = False,
+    with_te: bool = False,
+    placement: Placement | None = None,
+) -> Iterator[Refusal]:
     """Everything in Megatron's arguments or config that is refused.
 
     Args:
         settings: an object with the settings as attributes; those it lacks are not set.
         on_cpu: also what only a GPU can.
         with_te: on a CPU, Transformer Engine is there, its kernels emulated.
+        placement: also what cannot be laid out for it.
     """
     table = _WITH_A_SCHEDULE | (_ON_CPU if on_cpu else {})
     table |= _EMULATED if on_cpu and not with_te else {}
@@ -135,6 +178,9 @@ def refused(settings: Any, on_cpu: bool = False, with_te: bool = False) -> Itera
     graphs = getattr(settings, 'cuda_graph_impl', 'none')
     if graphs not in (None, 'none'):
         yield Refusal('cuda_graph_impl', graphs, *_GRAPHS)
+    pattern = hybrid(settings)
+    if pattern is not None and placement is not None and not placement.is_loop:
+        yield Refusal(pattern, getattr(settings, pattern), *IN_A_LOOP)
     if on_cpu:
         yield from _by_value_on_cpu(settings, with_te)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from megatron_zbpp.ir import B, Placement, Schedule
+from megatron_zbpp.ir import B, Schedule
 from megatron_zbpp.planning.problem import Orders, Problem, replay
 from megatron_zbpp.schedules.interleaved import in_groups
 from megatron_zbpp.schedules.orders import defer_weights
@@ -53,8 +53,7 @@ class _Grouping:
 def grouped(problem: Problem) -> list[Orders]:
     """The best few of the family within the limits; none but on a loop of several chunks."""
     placement = problem.placement
-    p, chunks = placement.num_ranks, placement.num_chunks
-    if chunks < 2 or placement.ranks != Placement.loop(p, chunks).ranks:
+    if placement.num_chunks < 2 or not placement.is_loop:
         return []
     ranked = sorted(_values(problem.shortened), key=lambda entry: entry[0])
     return [grouping.orders(problem) for _, grouping in ranked[:_KEPT]]

@@ -262,6 +262,16 @@ def test_file(ranks, tmp_path):
             {'decoder_last_pipeline_num_layers': 1},
             ('--decoder-last-pipeline-num-layers', '--pipeline-model-parallel-layout'),
         ),
+        (
+            '--pipeline-schedule zb-interleaved',
+            {'hybrid_layer_pattern': 'M*|M-', 'num_layers': None},
+            ('--hybrid-layer-pattern has 2 segments', 'places 4 stages'),
+        ),
+        (
+            '--pipeline-schedule zb-v',
+            {'hybrid_layer_pattern': 'M*|M-|M*|M-'},
+            ('hybrid_layer_pattern=M*|M-|M*|M-', 'zb-h1 or zb-interleaved'),
+        ),
     ],
     ids=lambda value: '-'.join(value) if isinstance(value, dict) else None,
 )
@@ -369,3 +379,15 @@ def test_numbers_of_microbatches(ranks, changes, expected):
     """Each schedule is built before anything starts, so that what it cannot do is said then."""
     for found in ranks(2).run(numbers_of_microbatches, changes):
         assert found == expected
+
+
+@pytest.mark.parametrize(
+    ('schedule', 'pattern', 'chunks'),
+    [('zb-h1', 'M*|M-/MM', None), ('zb-h1', 'M*M-', None), ('zb-interleaved', 'M|*|M|-', 2)],
+)
+def test_layers_of_hybrid_models_are_where_their_pattern_says(ranks, schedule, pattern, chunks):
+    found = parsed(
+        ranks, '--pipeline-schedule', schedule, hybrid_layer_pattern=pattern, num_layers=None
+    )
+    assert found.code is None and found.result.source == (schedule, chunks, None)
+    assert found.result.placed == {name: MEGATRONS[name] for name in PLACED}

@@ -8,9 +8,12 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
+from example import forget_groups
 from nvidia import CHECKOUT, COMMON, SCRIPT, forget, known, needs_training
 from outcome import of_all, outcome, refusal
 
+from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import refusals
 
 # settings and flags of some releases only: of which
@@ -19,6 +22,11 @@ OF_SOME = {
     '--use-legacy-models': 'until 0.17',
     'overlap_dispatch_backward_with_experts_wgrad': 'from 0.18',
     '--overlap-dispatch-backward-with-experts-wgrad': 'from 0.18',
+    'moe_paged_stash': 'from 0.19',
+    '--moe-paged-stash': 'from 0.19',
+    'hybrid_layer_pattern': 'from 0.17',
+    'hybrid_attention_ratio': 'until 0.16',
+    'hybrid_mlp_ratio': 'until 0.16',
 }
 # values that are refused, where it is not any
 VALUES = {
@@ -27,6 +35,10 @@ VALUES = {
     'attention_backend': ['flash', 'fused', SimpleNamespace(name='flash')],
     'context_parallel_size': [2],
     'fp8_recipe': ['mxfp8'],
+    'hybrid_layer_pattern': ['M*|M-|M*|M-'],
+    'hybrid_override_pattern': ['M*M-'],
+    'hybrid_attention_ratio': [0.5],
+    'hybrid_mlp_ratio': [0.25],
 }
 HARMLESS = {
     'cuda_graph_impl': ['none', None],
@@ -35,12 +47,15 @@ HARMLESS = {
     'context_parallel_size': [1],
 }
 WITHOUT_TE = [s for s in refusals.settings() if s != 'fp8_recipe']  # which it knows
+HYBRID = [s for s in WITHOUT_TE if s.startswith('hybrid_') and 'context' not in s]
 CASES = [(setting, value) for setting in WITHOUT_TE for value in VALUES.get(setting, [1])]
 
 
 @pytest.mark.parametrize(('setting', 'value'), CASES, ids=str)
 def test_each_is_named(setting, value):
-    found = list(refusals.refused(SimpleNamespace(**{setting: value}), on_cpu=True))
+    found = list(
+        refusals.refused(SimpleNamespace(**{setting: value}), True, placement=Placement.v(2))
+    )
     assert [each.setting for each in found] == [setting]
     assert str(found[0]).startswith(f'{setting}={getattr(value, "name", value)}: ')
     assert found[0].reason and found[0].cure in str(found[0])
@@ -49,14 +64,17 @@ def test_each_is_named(setting, value):
 @pytest.mark.parametrize('setting', refusals.settings())
 def test_what_is_not_set_is_not_refused(setting):
     for value in HARMLESS.get(setting, [None, False, 0]):
-        assert not list(refusals.refused(SimpleNamespace(**{setting: value}), on_cpu=True))
+        found = refusals.refused(
+            SimpleNamespace(**{setting: value}), True, placement=Placement.v(2)
+        )
+        assert not list(found)
 
 
 def test_a_gpu_can_more():
     everything = SimpleNamespace(**dict(CASES))
     here = {each.setting for each in refusals.refused(everything)}
     there = {each.setting for each in refusals.refused(everything, on_cpu=True)}
-    assert there == set(WITHOUT_TE) and here < there
+    assert there == set(WITHOUT_TE) - set(HYBRID) and here < there
     needs_gpu = {'fp8', 'use_flash_attn', 'moe_grouped_gemm', 'context_parallel_size'}
     assert needs_gpu | {'transformer_impl', 'attention_backend'} <= there - here
 
@@ -86,7 +104,8 @@ def test_each_exists(ranks):
     """In this release; or it is known to be of others."""
     found, _ = ranks(2).run(known)
     cures = ' '.join(
-        str(each) for each in refusals.refused(SimpleNamespace(**dict(CASES)), on_cpu=True)
+        str(each)
+        for each in refusals.refused(SimpleNamespace(**dict(CASES)), True, placement=Placement.v(2))
     )
     wanted = {*refusals.settings(), *re.findall(r'--[a-z0-9-]+', cures)}
     assert '--no-rope-fusion' in wanted
@@ -122,6 +141,10 @@ def launch(*argv):
         ('--tp-comm-overlap', 'drop --tp-comm-overlap'),
         ('--cuda-graph-impl local', 'give --cuda-graph-impl none'),
         ('--use-megatron-fsdp', 'use --use-distributed-optimizer'),
+        ('--cpu-offloading-num-layers 1', 'drop --cpu-offloading-num-layers'),
+        ('--fine-grained-activation-offloading', 'drop --fine-grained-activation-offloading'),
+        ('--use-transformer-engine-op-fuser', 'drop --use-transformer-engine-op-fuser'),
+        ('--hybrid-override-pattern *-*-', 'such as zb-h1 or zb-interleaved'),
         ('--use-torch-fsdp2', 'use --use-distributed-optimizer'),
         ('--overlap-moe-expert-parallel-comm', 'drop --overlap-moe-expert-parallel-comm'),
         ('--pipeline-schedule zb-w', "unknown schedule 'zb-w'"),
@@ -133,3 +156,125 @@ def test_refused_by_the_script(ranks, flags, said):
     own = '--pipeline-model-parallel-size 2 --global-batch-size 4 --pipeline-schedule zb-v'
     found = of_all(ranks(2).run(launch, *COMMON, *own.split(), *flags.split()))
     assert said in refusal(found, SCRIPT.name)
+
+
+@pytest.mark.parametrize('placement', [Placement.loop(2), Placement.loop(2, 3), Placement.v(1)])
+def test_hybrid_models_in_loops(placement):
+    args = SimpleNamespace(hybrid_layer_pattern='M*|M-')
+    assert not list(refusals.refused(args, placement=placement))
+
+
+def hybrid_model(schedule, chunks):
+    """Numbers of the layers that each chunk of a hybrid model has on this rank; or what is said.
+
+    None: this release has no chunks of hybrid models.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    import megatron_zbpp
+
+    virtual = chunks if chunks > 1 else None
+    own = {}
+    try:  # from 0.17
+        from megatron.core.models.hybrid.hybrid_block import HybridStack as Stack
+        from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules as Submodules
+        from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
+
+        own['hybrid_layer_pattern'] = '|'.join('*' * 2 * chunks)
+    except ImportError:
+        from megatron.core.models.mamba import MambaModel as Model
+        from megatron.core.ssm.mamba_block import MambaStack as Stack
+        from megatron.core.ssm.mamba_block import MambaStackSubmodules as Submodules
+
+        own['hybrid_override_pattern'] = '**'
+        if chunks > 1:
+            return None
+    try:
+        with megatron_zbpp.enable(schedule):
+            parallel_state.initialize_model_parallel(
+                1, 2, virtual_pipeline_model_parallel_size=virtual
+            )
+            model_parallel_cuda_manual_seed(1)
+            config = TransformerConfig(
+                num_layers=2 * chunks,
+                hidden_size=8,
+                num_attention_heads=1,
+                pipeline_model_parallel_size=2,
+                virtual_pipeline_model_parallel_size=virtual,
+                pipeline_dtype=torch.float32,
+            )
+            stack = ModuleSpec(
+                Stack, submodules=Submodules(attention_layer=get_gpt_layer_local_spec())
+            )
+            numbers = []
+            for chunk in range(chunks):
+                more = own if virtual is None else own | {'vp_stage': chunk}
+                model = Model(config, stack, 32, 8, pre_process=False, post_process=False, **more)
+                numbers.append([layer.layer_number for layer in model.decoder.layers])
+        return numbers
+    except NotImplementedError as error:
+        return str(error)
+    finally:
+        forget_groups()
+
+
+def test_hybrid_model_is_refused_where_it_is_built(ranks):
+    assert ranks(2).run(hybrid_model, 'zb-h1', 1) == [[[1]], [[2]]]
+    for said in ranks(2).run(hybrid_model, 'zb-v', 1):
+        assert re.match('(HybridModel|MambaModel) does not work with this schedule', said)
+        assert 'such as zb-h1 or zb-interleaved' in said
+
+
+def test_hybrid_model_in_chunks(ranks):
+    found = ranks(2).run(hybrid_model, 'zb-interleaved', 2)
+    if found == [None, None]:
+        pytest.skip('hybrid models have chunks from 0.17 on')
+    assert found == [[[1], [3]], [[2], [4]]]
+
+
+def not_laid_out(schedule, late):
+    """What is said of a model whose config was made without a layout: built, or used, too late."""
+    from contextlib import nullcontext
+
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
+    import megatron_zbpp
+    from megatron_zbpp.mcore.layout import require_placed
+
+    try:
+        parallel_state.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=2)
+        model_parallel_cuda_manual_seed(1)
+        with nullcontext() if late else megatron_zbpp.enable(schedule):
+            config = TransformerConfig(
+                num_layers=4,
+                hidden_size=8,
+                num_attention_heads=1,
+                pipeline_model_parallel_size=2,
+                virtual_pipeline_model_parallel_size=2,
+                pipeline_dtype=torch.float32,
+            )
+            ends = {'pre_process': False, 'post_process': False, 'vp_stage': 0}
+            model = GPTModel(config, get_gpt_layer_local_spec(), 32, 8, **ends)
+        with megatron_zbpp.enable(schedule) as plugin:
+            require_placed(model, plugin.placement(2))
+    except ValueError as error:
+        return str(error)
+    finally:
+        forget_groups()
+
+
+@pytest.mark.parametrize('late', [False, True], ids=['built', 'enabled late'])
+def test_layers_must_be_laid_out(ranks, late):
+    """Megatron would lay them out in a loop: another model than the schedule's."""
+    for said in ranks(2).run(not_laid_out, 'zb-v', late):
+        assert 'of this GPTModel are not laid out' in said
+        assert 'pipeline_model_parallel_layout with 4 stages' in said
+    assert ranks(2).run(not_laid_out, 'zb-interleaved', late) == [None, None]
