@@ -19,7 +19,8 @@ def grid(
 
     Args:
         when: which combinations there are.
-        rows: values by name of the test's argument.
+        rows: values by name of the test's argument; some may be there twice, for the cases that
+            are kept.
     """
     unseen = {(name, repr(value)) for name, values in rows.items() for value in values}
     params = []
@@ -38,5 +39,4 @@ def _spread(rows: dict[str, tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """The product of the rows, first those cases in which all rows advance together."""
     longest = max(map(len, rows.values()))
     diagonal = [tuple(row[k % len(row)] for row in rows.values()) for k in range(longest)]
-    rest = [case for case in itertools.product(*rows.values()) if case not in diagonal]
-    return [*dict.fromkeys(diagonal), *rest]
+    return [*dict.fromkeys([*diagonal, *itertools.product(*rows.values())])]

@@ -1,0 +1,301 @@
+"""Small GPTs of every kind, trained with the example's own functions: all that a run leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from example import MODEL, forget_groups
+from ranks import Ranks
+
+ITERATIONS, MICROBATCHES = 4, 5
+NO_CLIPPING = 1e9  # the norm is computed all the same
+
+_EXPERTS = {
+    'num_moe_experts': 4,
+    'moe_router_topk': 2,
+    'moe_token_dispatcher_type': 'alltoall',
+    'moe_aux_loss_coeff': 1e-2,
+    'moe_router_load_balancing_type': 'aux_loss',
+    'add_bias_linear': False,
+}
+# of TransformerConfig
+KINDS: dict[str, dict[str, Any]] = {
+    'dense': {},
+    'SwiGLU': {
+        'normalization': 'RMSNorm',
+        'gated_linear_unit': True,
+        'activation_func': torch.nn.functional.silu,
+        'add_bias_linear': False,
+        'qk_layernorm': True,
+    },
+    'experts': _EXPERTS,
+    'grouped experts': _EXPERTS | {'moe_grouped_gemm': True},
+    'MLA': {
+        'multi_latent_attention': True,
+        'q_lora_rank': 16,
+        'kv_lora_rank': 16,
+        'qk_head_dim': 16,
+        'qk_pos_emb_head_dim': 8,
+        'v_head_dim': 16,
+        'qk_layernorm': True,
+        'add_bias_linear': False,
+    },
+}
+_SELECTIVE = {
+    'dense': ['core_attn', 'mlp'],
+    'SwiGLU': ['core_attn', 'layernorm'],
+    'experts': ['core_attn', 'moe'],
+    'grouped experts': ['core_attn', 'moe_act'],
+    'MLA': ['core_attn', 'mla_up_proj'],
+}
+_SPEC = ('num_moe_experts', 'moe_grouped_gemm', 'qk_layernorm', 'multi_latent_attention')
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model and how it is trained.
+
+    Attributes:
+        kind: a key of KINDS.
+        te: whether of Transformer Engine's layers, else of Megatron's own.
+        pp, tp, cp, dp: ranks of the pipeline, of tensor parallelism with sequence parallelism, of
+            context parallelism, replicas.
+        ep: of the replicas, those that share the experts.
+        bf16: whether in bf16, else fp32.
+        recompute: None, 'full' or 'selective'.
+        fused: whether weight gradients are added to `main_grad` by the product itself.
+        overlap: of --overlap-grad-reduce.
+        distributed: of --use-distributed-optimizer.
+    """
+
+    kind: str = 'dense'
+    te: bool = True
+    pp: int = 2
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+    bf16: bool = False
+    recompute: str | None = None
+    fused: bool = False
+    overlap: bool = False
+    distributed: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.pp * self.tp * self.cp * self.dp
+
+    def argv(self, schedule: str, post_validation: bool, data: Path) -> list[str]:
+        """Of the example."""
+        words = [*MODEL, '--num-layers', 2 * self.pp, '--data-path', data, '--log-interval', 1000]
+        words += ['--pipeline-model-parallel-size', self.pp, '--pipeline-schedule', schedule]
+        words += ['--tensor-model-parallel-size', self.tp, '--clip-grad', NO_CLIPPING]
+        words += ['--global-batch-size', MICROBATCHES * self.dp * self.cp]
+        words += ['--train-iters', ITERATIONS, '--lr-warmup-iters', 1]
+        words += ['--bf16'] if self.bf16 else []
+        words += ['--overlap-grad-reduce'] if self.overlap else []
+        words += ['--use-distributed-optimizer'] if self.distributed else []
+        if post_validation:
+            words += ['--enable-optimizer-post-validation']
+            words += ['--optimizer-post-validation-clean-steps', 1]
+        return list(map(str, words))
+
+    def config(self) -> dict[str, Any]:
+        """Of TransformerConfig, beside what the example gives."""
+        recompute: dict[str, Any] = {'recompute_granularity': self.recompute}
+        if self.recompute == 'full':
+            recompute |= {'recompute_method': 'uniform', 'recompute_num_layers': 1}
+        elif self.recompute == 'selective':
+            recompute |= {'recompute_modules': list(_SELECTIVE[self.kind])}
+        return {
+            **KINDS[self.kind],
+            **recompute,
+            'sequence_parallel': self.tp > 1,
+            'context_parallel_size': self.cp,
+            'expert_model_parallel_size': self.ep,
+            'gradient_accumulation_fusion': self.fused,
+        }
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run left on a rank.
+
+    Attributes:
+        losses: of each iteration, on the last rank.
+        norms: of the gradients.
+        parameters: by (layer, name, ranks among those that share it).
+        states: (where a shard begins, the optimizer's parameter, its state by name), by the same.
+        steps: that the optimizer's groups count.
+        early: how many optimizer steps did not wait for all ranks.
+    """
+
+    losses: list[float | None]
+    norms: list[float]
+    parameters: dict[tuple, torch.Tensor]
+    states: dict[tuple, tuple[int, torch.Tensor, dict[str, Any]]]
+    steps: list[int]
+    early: int
+
+
+def train(job: Job, argv: list[str]) -> Trained:
+    """Runs on each rank; see `pretrain_gpt.train`."""
+    import pretrain_gpt as script
+
+    with ExitStack() as stack:
+        stack.callback(forget_groups)
+        for owner, name, replacement in _replacements(script, job):
+            stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
+        args = script.parse_args(argv)
+        plugin = script.enable(args, stack)
+        script.initialize(args)
+        models = script.build_model(args)
+        optimizer, scheduler = script.build_optimizer(args, models)
+        data = script.iterators(args, script.build_datasets(args)[0], 0)
+        losses, norms = [], []
+        for _ in range(args.train_iters):
+            for model in models:
+                model.zero_grad_buffer()
+            optimizer.zero_grad()
+            losses.append(script.run_batch(args, models, data))
+            succeeded, norm, _ = optimizer.step()
+            assert succeeded
+            scheduler.step(increment=1)
+            norms.append(float(norm))
+        early = plugin.post_validation.early if plugin and plugin.post_validation else 0
+        parameters, states = _left(models, optimizer)
+        steps = [int(group['step']) for group in optimizer.param_groups if 'step' in group]
+        return Trained(losses, norms, parameters, states, steps, early)
+
+
+def _replacements(script: Any, job: Job) -> Iterator[tuple[Any, str, Any]]:
+    """(owner, name, what it is to be)."""
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer import MLATransformerConfig
+
+    mla = KINDS[job.kind].get('multi_latent_attention')
+    make = MLATransformerConfig if mla else script.TransformerConfig
+    yield script, 'TransformerConfig', _with(make, **job.config())
+    of = 'with_transformer_engine' if job.te else 'local'
+    options = {name: KINDS[job.kind].get(name) for name in _SPEC}
+    options['num_experts'] = options.pop('num_moe_experts')
+    spec = partial(getattr(gpt_layer_specs, f'get_gpt_layer_{of}_spec'), **options)
+    yield script, 'get_gpt_layer_local_spec', spec
+    state = script.parallel_state
+    initialize = partial(
+        state.initialize_model_parallel,
+        context_parallel_size=job.cp,
+        expert_model_parallel_size=job.ep,
+    )
+    yield state, 'initialize_model_parallel', initialize
+    if job.cp > 1:
+        yield script, 'batches', _of_context_parallel_rank(script.batches)
+    if job.fused and not layers._grad_accum_fusion_available:
+        from test_linear import fused_kernels
+
+        yield layers, '_grad_accum_fusion_available', True
+        yield layers, 'fused_weight_gradient_mlp_cuda', fused_kernels()
+
+
+def _with(make: Callable, **values: Any) -> Callable:
+    return lambda *args, **given: make(*args, **(given | values))
+
+
+def _of_context_parallel_rank(original: Callable) -> Callable:
+    def batches(*args: Any) -> Iterator[dict[str, torch.Tensor]]:
+        from megatron.core.utils import get_batch_on_this_cp_rank
+
+        for batch in original(*args):
+            positions = batch.pop('position_ids')  # of the whole: rotary embeddings share them out
+            yield get_batch_on_this_cp_rank(batch) | {'position_ids': positions}
+
+    return batches
+
+
+def _left(models: list, optimizer: Any) -> tuple[dict, dict]:
+    """Parameters and optimizer state of this rank."""
+    import report
+    from megatron.core import parallel_state
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    dense = (parallel_state.get_tensor_model_parallel_rank(), 0)
+    expert = (
+        parallel_state.get_expert_tensor_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
+    parts = getattr(optimizer, 'chained_optimizers', [optimizer])
+    parameters, states = {}, {}
+    for layer, name, parameter in report.by_layer(models):
+        key = (layer, name, *(dense if getattr(parameter, 'allreduce', True) else expert))
+        parameters[key] = parameter.detach().cpu().clone()
+        for part in parts:
+            start, main = 0, getattr(parameter, 'main_param', parameter)
+            if isinstance(part, DistributedOptimizer):
+                if parameter not in part.model_param_group_index_map:
+                    continue
+                start = part._get_model_param_range_map(parameter)['param'].start
+                main = part._get_main_param_and_optimizer_states(parameter)['param']
+            if main in part.optimizer.state:
+                state = {
+                    name: value.cpu().clone() if isinstance(value, torch.Tensor) else value
+                    for name, value in part.optimizer.state[main].items()
+                }
+                states[key] = start, main.detach().cpu().clone(), state
+    return parameters, states
+
+
+def check(ranks: Callable[[int], Ranks], data: Path, schedule: str, job: Job) -> None:
+    """Trains by `schedule` and by Megatron's own.
+
+    Args:
+        ranks: the fixture.
+        data: the fixture.
+        schedule: a name, with +post-validation if optimizer steps are to be validated later.
+        job: what to train.
+    """
+    name, _, early = schedule.partition('+')
+    reference = ranks(job.size).run(train, job, job.argv('megatron', False, data))
+    trained = ranks(job.size).run(train, job, job.argv(name, bool(early), data))
+    assert_same(trained, reference)
+    assert any(rank.early for rank in trained) == bool(early)
+
+
+def assert_same(trained: list[Trained], reference: list[Trained]) -> None:
+    """All that was left, whatever rank holds it: to the bit, with no NaN."""
+    losses, expected = _losses(trained), _losses(reference)
+    assert losses == expected and all(len(set(some)) == ITERATIONS for some in expected)
+    assert {*trained[0].steps} == {*reference[0].steps} <= {ITERATIONS}
+    for what in ('parameters', 'states'):
+        ours, theirs = _together(trained, what), _together(reference, what)
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert not value.isnan().any(), (what, key)
+            assert torch.equal(ours[key], value), (what, key)
+
+
+def _losses(found: list[Trained]) -> list[tuple[float, ...]]:
+    """Of ranks that have the last stage: one or two, where they share the sequence."""
+    return sorted({tuple(rank.losses) for rank in found if rank.losses[0] is not None})
+
+
+def _together(found: list[Trained], what: str) -> dict[tuple, torch.Tensor]:
+    """One tensor a parameter, or for each name in its state: shards of replicas put together."""
+    shards: dict[tuple, dict[int, torch.Tensor]] = {}
+    for rank in found:
+        for key, value in getattr(rank, what).items():
+            start, main, state = (0, value, {}) if what == 'parameters' else value
+            for name, part in {'': main, **state}.items():
+                part = torch.as_tensor(part).flatten()
+                known = shards.setdefault((*key, name), {}).setdefault(start, part)
+                assert torch.equal(known, part), 'replicas are alike'
+    return {
+        key: torch.cat([parts[start] for start in sorted(parts)]) for key, parts in shards.items()
+    }
