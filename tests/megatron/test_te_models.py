@@ -21,7 +21,7 @@ SHAPES = {
 @grid(
     kind=tuple(KINDS),
     schedule=SCHEDULES,
-    fused=(True, False, True, True, False),
+    fused=(True, False, True, False, False),
     bf16=(True, True, False, False, True),
     recompute=(None, 'full', 'selective', None, 'selective'),
 )
