@@ -116,7 +116,7 @@ class Bench:
         self.stage = Alone(
             ModelStage(call, self.models[0], iter(lambda: None, 0), None, False), self._message
         )
-        self._channels = Channels(dist.group.WORLD, [])
+        self._channels = Channels(dist.group.WORLD, [], DEVICE.torch)
 
     @property
     def parameters(self) -> int:

@@ -1,130 +1,349 @@
-"""A process group that orders and blocks as ProcessGroupNCCL does, over gloo.
+"""Process groups that order and block as NCCL's do, on the CPU.
 
-- A communicator is made at the first operation, a rendezvous of all its ranks on the host
-  (`LAZY`).
-- Operations of one communicator run one after the other on its stream (a thread), in the order
-  of the calls.
-- A send ends when its receive has taken it; there are no tags; nobody else may overtake.
-- Work.wait() is what the compute stream does on a GPU: on the CPU that is the caller.
-- What would wait for ever raises `Stuck`, with what this rank stood at.
+- A communicator is made by its first operation, which waits on the host until all members come:
+  collectives of a group have one, and each two ranks of it that talk to each other another one.
+- Operations of a communicator run one after the other. A message ends on both sides once both have
+  started; there are no tags. A collective runs once all have started.
+- `Device.passing` is what a rank computes: under `synchronises` it waits for all that was launched
+  before it (torch.cuda.synchronize); under `in_order` everything starts in the order of launch
+  (CUDA_DEVICE_MAX_CONNECTIONS=1).
+- What would wait for ever raises `Stuck`, which says where each rank stands.
+
+    with nccl.Device() as device:
+        group = dist.new_group(backend=nccl.NAME)
+
+Messages travel by the store of the default group, collectives by gloo. Waiting for an operation is
+what the device's stream would do; here the host does.
 """
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-TIMEOUT = 3.0
-LAZY = True
+NAME = 'nccl_like'
+
+_LOOK = 0.001  # seconds between looks at what the others have done
+_SPEAK = 0.5  # seconds until a rank says where it stands
 
 
 class Stuck(RuntimeError):
-    pass
+    """What a rank waits for will never be."""
+
+
+class Device:
+    """What one rank launches, while this context is open; its groups are of no use afterwards.
+
+    Args:
+        synchronises: whether each pass waits for all that was launched before.
+        in_order: whether all starts in the order of launch.
+        patience: seconds after which what has not come never will.
+    """
+
+    current: Device | None = None
+
+    def __init__(
+        self, synchronises: bool = False, in_order: bool = False, patience: float = 60.0
+    ) -> None:
+        self.synchronises, self.in_order, self.patience = synchronises, in_order, patience
+        self.store = _client()
+        self.closed = False
+        self._changed = threading.Condition()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Work] = {}  # launched and not started, by number
+        self._running: set[Work] = set()
+
+    def __enter__(self) -> Device:
+        if NAME not in dist.Backend.backend_list:
+            dist.Backend.register_backend(NAME, Group, devices=['cpu'])
+        Device.current = self
+        self.store.delete_key(f'at {dist.get_rank()}')
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Device.current = None
+        self.close()
+
+    def close(self) -> None:
+        """Nothing starts any more, and nobody looks for what the others do."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
+
+    def launch(self, work: Work) -> None:
+        """Takes note of an operation."""
+        with self._changed:
+            work.number = next(self._numbers)
+            self._waiting[work.number] = work
+
+    def start(self, work: Work) -> None:
+        """Returns when `work` may start: that before it on its communicator has ended."""
+        with self._changed:
+            if self.in_order:
+                self._changed.wait_for(lambda: self.closed or min(self._waiting) == work.number)
+            self._waiting.pop(work.number, None)
+            self._running.add(work)
+            self._changed.notify_all()
+
+    def end(self, work: Work) -> None:
+        """`work` is over."""
+        with self._changed:
+            work.over = True
+            self._running.discard(work)
+            self._changed.notify_all()
+
+    def synchronize(self, *_: object) -> None:
+        """Waits for all that was launched: torch.cuda.synchronize."""
+        self.until(lambda: not self._waiting and not self._running, 'its device')
+
+    @contextmanager
+    def passing(self, what: object) -> Iterator[None]:
+        """Computes meanwhile."""
+        if self.synchronises:
+            self.until(lambda: not self._waiting and not self._running, f'its device, in {what}')
+        if self.in_order:
+            self.until(lambda: not self._waiting, f'what was launched before {what}')
+        yield
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Waits for `condition`.
+
+        Raises:
+            Stuck: it is not met for long.
+        """
+        with self._changed:
+            if self._changed.wait_for(condition, _SPEAK):
+                return
+        self._say(what)
+        with self._changed:
+            if self._changed.wait_for(condition, self.patience):
+                return
+        self._raise(what)
+
+    def look(self, condition: Callable[[], bool], what: str | None = None) -> None:
+        """Looks for `condition`, which other ranks bring about.
+
+        Raises:
+            Stuck: it is not met for long, and this is the host, which waits for `what`.
+        """
+        begun = time.monotonic()
+        while not self.closed and not condition():
+            if what is not None and time.monotonic() - begun > self.patience:
+                self._say(what)
+                self._raise(what)
+            time.sleep(_LOOK)
+
+    def _words(self, what: str) -> str:
+        with self._changed:
+            running = [str(work) for work in self._running]
+            waiting = [str(self._waiting[number]) for number in sorted(self._waiting)]
+        parts = [f'{title}: {", ".join(works)}' for title, works in
+                 (('running', running), ('not started', waiting)) if works]  # fmt: skip
+        return ' | '.join([f'waits for {what}', *parts])
+
+    def _say(self, what: str) -> None:
+        self.store.set(f'at {dist.get_rank()}', self._words(what))
+
+    def _raise(self, what: str) -> None:
+        time.sleep(_SPEAK)  # the others may be about to say where they stand
+        places = []
+        for rank in range(dist.get_world_size()):
+            if self.store.check([f'at {rank}']):
+                places.append(f'rank {rank} {self.store.get(f"at {rank}").decode()}')
+        self.close()
+        raise Stuck('; '.join(places))
+
+
+def _client() -> dist.Store:
+    """A connection of its own: others wait on theirs, and hold it meanwhile."""
+    store = distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    own = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+    return dist.PrefixStore('nccl', own)
 
 
 class Work(dist._Work):
-    def __init__(self, what):
+    """One operation."""
+
+    def __init__(self, device: Device, what: str, run: Callable[[], None]) -> None:
         super().__init__()
-        self.what, self.done, self.error = what, threading.Event(), None
+        self.run, self.over, self.number = run, False, -1
+        self.error: Exception | None = None
+        self._device, self._what = device, what
 
-    def is_completed(self):
-        return self.done.is_set()
+    def __str__(self) -> str:
+        return self._what
 
-    def wait(self, timeout=None):
-        if not self.done.wait(TIMEOUT):
-            raise Stuck(f'rank {dist.get_rank()} waits for ever for {self.what}')
-        if self.error:
+    def is_completed(self) -> bool:
+        return self.over
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._device.until(lambda: self.over, str(self))
+        if self.error is not None:
             raise self.error
         return True
 
 
-class NcclLike(dist.ProcessGroup):
-    def __init__(self, store, rank, size, timeout):
-        super().__init__(rank, size)
-        self._store = store
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
-        self._ready = False
-        self._stream = queue.Queue()
-        self._first = True
-        threading.Thread(target=self._run, daemon=True).start()
+class Communicator:
+    """A stream of operations among `size` ranks that share its name."""
 
-    def getBackendName(self):
-        return 'nccl_like'
+    def __init__(self, device: Device, name: str, size: int) -> None:
+        self.device, self.name = device, name
+        self._size, self._made = size, False
+        self._stream: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
 
-    def _communicator(self, what):
-        if self._ready or not LAZY:
-            return
-        self._store.add('arrived', 1)
-        deadline = time.monotonic() + TIMEOUT
-        while int(self._store.add('arrived', 0)) < self.size():
-            if time.monotonic() > deadline:
-                raise Stuck(
-                    f'rank {dist.get_rank()} makes a communicator for {what}: no peer comes'
-                )
-            time.sleep(0.002)
-        self._ready = True
-
-    def _run(self):
-        while True:
-            work, function = self._stream.get()
-            try:
-                function()
-            except BaseException as error:
-                work.error = error
-            work.done.set()
-
-    def _issue(self, what, function):
-        self._communicator(what)
-        work = Work(what)
-        self._stream.put((work, function))
+    def issue(self, what: str, run: Callable[[], None]) -> Work:
+        """Launches an operation; the first one waits for all members."""
+        if not self._made:
+            self.meet('made', f'the others to make a communicator for {what}')
+            self._made = True
+        work = Work(self.device, what, run)
+        self.device.launch(work)
+        self._stream.put(work)
         return work
 
-    def send(self, tensors, peer, tag=0):
+    def meet(self, what: str, words: str | None = None) -> None:
+        """Waits until all members have come there."""
+        key, store = f'{self.name} {what}', self.device.store
+        store.add(key, 1)
+        self.device.look(lambda: store.add(key, 0) == self._size, words)
+
+    def _work(self) -> None:
+        while not self.device.closed:
+            try:
+                work = self._stream.get(timeout=1)
+            except queue.Empty:
+                continue
+            self.device.start(work)
+            try:
+                if not self.device.closed:
+                    work.run()
+            except Exception as error:
+                work.error = error
+            self.device.end(work)
+
+
+class Group(dist.ProcessGroup):
+    """A process group on `Device.current`."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self.device = Device.current
+        self.options = SimpleNamespace(_timeout=timeout)
+        if rank == 0:
+            store.set('name', uuid.uuid4().hex)
+        self._name = store.get('name').decode()
+        self._store = store
+        self._gloo: dist.ProcessGroupGloo | None = None
+        self._communicators: dict[tuple[int, ...], Communicator] = {}
+        self._counts: dict[tuple[int, int] | str, int] = defaultdict(int)
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def _get_backend(self, device: torch.device) -> Group:
+        return self
+
+    def shutdown(self) -> None:
+        self._gloo = None
+
+    def _communicator(self, members: tuple[int, ...]) -> Communicator:
+        if members not in self._communicators:
+            name, size = f'{self._name} {members}', len(members) or self.size()
+            self._communicators[members] = Communicator(self.device, name, size)
+        return self._communicators[members]
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Work:
+        """Sends what the tensor holds when the operation starts."""
         (tensor,) = tensors
+        key, store = self._message(self.rank(), peer), self.device.store
+        words = f'a send to {self._words(peer)}'
 
-        def run():
-            self._gloo.send([tensor], peer, 0).wait()
-            self._gloo.recv([torch.zeros(1)], peer, 1).wait()  # matched
+        def run() -> None:
+            store.set(key, tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+            self.device.look(lambda: store.check([f'{key} taken']))
 
-        return self._issue(f'send to {peer} of the group', run)
+        return self._communicator(_pair(self.rank(), peer)).issue(words, run)
 
-    def recv(self, tensors, peer, tag=0):
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Work:
         (tensor,) = tensors
+        key, store = self._message(peer, self.rank()), self.device.store
+        words = f'a receive from {self._words(peer)}'
 
-        def run():
-            self._gloo.recv([tensor], peer, 0).wait()
-            self._gloo.send([torch.zeros(1)], peer, 1).wait()
+        def run() -> None:
+            store.set(f'{key} taken', b'')
+            self.device.look(lambda: store.check([key]))
+            if self.device.closed:
+                return
+            taken = torch.frombuffer(bytearray(store.get(key)), dtype=torch.uint8)
+            tensor.detach().copy_(taken.view(tensor.dtype).view(tensor.shape))
+            store.delete_key(key)
 
-        return self._issue(f'receive from {peer} of the group', run)
+        return self._communicator(_pair(self.rank(), peer)).issue(words, run)
+
+    def _message(self, sender: int, receiver: int) -> str:
+        self._counts[sender, receiver] += 1
+        return f'{self._name} {sender} to {receiver} {self._counts[sender, receiver]}'
+
+    def _words(self, peer: int) -> str:
+        return f'rank {dist.get_global_rank(self, peer)}'
+
+    def collective(self, name: str, *args: object, **options: object) -> Work:
+        """An operation of all ranks."""
+        communicator = self._communicator(())
+        self._counts[name] += 1
+        turn = f'{name} {self._counts[name]}'
+        words = f'{turn} among {self.size()} ranks'
+
+        def run() -> None:
+            communicator.meet(turn)
+            if self._gloo is None:
+                limit = timedelta(seconds=self.device.patience)
+                self._gloo = dist.ProcessGroupGloo(self._store, self.rank(), self.size(), limit)
+            getattr(self._gloo, name)(*args, **options).wait()
+
+        return communicator.issue(words, run)
 
 
-def _collective(name):
-    def call(self, *args):
-        return self._issue(name, lambda: getattr(self._gloo, name)(*args).wait())
+def _pair(a: int, b: int) -> tuple[int, int]:
+    return min(a, b), max(a, b)
+
+
+def _collective(name: str) -> Callable[..., Work]:
+    def call(self: Group, *args: object, **options: object) -> Work:
+        return self.collective(name, *args, **options)
 
     return call
 
 
 for _name in (
     'allreduce',
-    'broadcast',
+    'allreduce_coalesced',
     'allgather',
-    'barrier',
     '_allgather_base',
-    'reduce_scatter',
+    'allgather_into_tensor_coalesced',
     'alltoall_base',
+    'barrier',
+    'broadcast',
+    'gather',
+    'reduce',
+    'reduce_scatter',
+    '_reduce_scatter_base',
+    'reduce_scatter_tensor_coalesced',
+    'scatter',
 ):
-    setattr(NcclLike, _name, _collective(_name))
-
-
-def register():
-    dist.Backend.register_backend(
-        'nccl_like',
-        lambda store, rank, size, timeout: NcclLike(store, rank, size, timeout),
-        devices=['cpu'],
-    )
+    setattr(Group, _name, _collective(_name))

@@ -154,7 +154,7 @@ def prepare(plugin: Plugin, arguments: Arguments, ranks_ahead: int = 0) -> tuple
     executor = Executor(
         program,
         _stages(call, arguments, plugin.next.tape, lowered.placement, rank),
-        plugin.channels(groups.pp, lowered.placement),
+        plugin.channels(groups.pp, lowered.placement, call.device),
         message,
         plugin.store,
         clock_for(call.device, counting=plugin.auto is not None and plugin.auto.counting),

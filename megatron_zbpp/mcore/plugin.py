@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
@@ -251,13 +252,16 @@ class Plugin:
             if self.tracer is not None:
                 self.tracer.switched(self.auto.costs)
 
-    def channels(self, pp_group: dist.ProcessGroup, placement: Placement) -> Channels:
+    def channels(
+        self, pp_group: dist.ProcessGroup, placement: Placement, device: torch.device
+    ) -> Channels:
         """The channels of this rank between neighbouring stages; made once for each group."""
         key = (pp_group, placement)
         if key not in self._channels:
             ranks = placement.ranks
             steps = [(a, b) for a, b in itertools.pairwise(ranks) if a != b]
-            self._channels[key] = Channels(pp_group, {*steps, *((b, a) for a, b in steps)})
+            pairs = {*steps, *((b, a) for a, b in steps)}
+            self._channels[key] = Channels(pp_group, pairs, device, self.watchdog.meeting)
         return self._channels[key]
 
     def install(self) -> None:

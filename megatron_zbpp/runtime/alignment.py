@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_zbpp.planning.fit import lags
 from megatron_zbpp.planning.timeline import Timeline
 from megatron_zbpp.runtime.clock import Clock
+from megatron_zbpp.runtime.groups import host_device
 
 _TRIPS = 8  # the first ones wait for a neighbour that is still busy
 
@@ -81,8 +82,7 @@ def _answer(clock: Clock, group: dist.ProcessGroup, neighbour: int) -> None:
 
 
 def _empty(group: dist.ProcessGroup) -> torch.Tensor:
-    device = 'cuda' if dist.get_backend(group) == 'nccl' else 'cpu'
-    return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.zeros((), dtype=torch.float64, device=host_device(group))
 
 
 def on_one_clock(timeline: Timeline, leads: Sequence[float]) -> Timeline:

@@ -4,20 +4,26 @@ Each direction between two ranks is a channel of its own, first in first out. On
 within one group. NCCL orders all messages of a communicator on one stream, so that two ranks that
 send to each other could block each other: there, each direction gets its own communicator. gloo
 takes messages of the host only: those of a GPU are copied, so that ranks that share one can talk.
+
+NCCL makes a communicator when it is first used, and connects two ranks when they first talk: either
+holds both up on the host until the other comes there, even the one that would only post a receive.
+So all channels are used once, in an order that all ranks share, before any pass is.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_zbpp.planning.program import Send
+from megatron_zbpp.runtime.groups import backend_for, directions
 
 _TAG = 0  # of all messages: those of one direction are told apart by their order
 
@@ -50,13 +56,15 @@ class Incoming(NamedTuple):
 
 
 class Channels:
-    """Sends and receives of one rank of `pp_group`.
+    """Sends and receives of one rank of `pp_group`: made by all ranks of all pipelines together.
 
     Args:
         pp_group: the pipeline group; peers are ranks in it.
         pairs: every (sender, receiver) pair of the placement.
-        separate: whether each direction gets a group of its own, which all ranks of all pipelines
-            must make together; default: where the backend is NCCL.
+        device: where messages live.
+        meeting: around what waits for other ranks, which it is told in words.
+        separate: whether each direction gets a group of its own; default: unless the backend for
+            `device` is gloo.
 
     Attributes:
         pp_group: the same.
@@ -69,17 +77,19 @@ class Channels:
         self,
         pp_group: dist.ProcessGroup,
         pairs: Iterable[tuple[int, int]],
+        device: torch.device,
+        meeting: Callable[[str], AbstractContextManager] = nullcontext,
         separate: bool | None = None,
     ) -> None:
         self.pp_group = pp_group
         self.rank = dist.get_rank(pp_group)
         self.leaving: Send | None = None
         self.ranks = dist.get_process_group_ranks(pp_group)
-        self._on_host = dist.get_backend(pp_group) == 'gloo'
-        if separate is None:
-            separate = dist.get_backend(pp_group) == 'nccl'
-        if separate:
-            groups = _directions(self.ranks, sorted(pairs), dist.get_backend(pp_group))
+        pairs = list(pairs)
+        self._on_host = backend_for(pp_group, device) == 'gloo'
+        if separate or (separate is None and not self._on_host):
+            with meeting('making of the groups for messages between stages'):
+                groups = directions(pp_group, device, pairs)
         else:
             groups = dict.fromkeys(pairs, pp_group)
         # by peer: the group of the messages to it, or from it, and its rank there
@@ -87,6 +97,27 @@ class Channels:
         self._from = {a: self._seen(a, groups[a, b]) for a, b in groups if b == self.rank}
         self._unfinished: dict[int, deque[tuple[dist.Work, torch.Tensor, Send]]]
         self._unfinished = defaultdict(deque)
+        self._use_all_once(pairs, device, meeting)
+
+    def _use_all_once(
+        self,
+        pairs: list[tuple[int, int]],
+        device: torch.device,
+        meeting: Callable[[str], AbstractContextManager],
+    ) -> None:
+        """Sends one element through each channel; each other neighbour's at the same time."""
+        tensor = torch.zeros(1, device='cpu' if self._on_host else device)
+        for a, b in sorted(pairs, key=lambda pair: (min(pair) % 2, *pair)):
+            if self.rank not in (a, b):
+                continue
+            with meeting(f'first message from pipeline rank {a} to {b}'):
+                if self.rank == a:
+                    group, peer = self._to[b]
+                    group.send([tensor], peer, _TAG).wait()
+                else:
+                    group, peer = self._from[a]
+                    group.recv([tensor], peer, _TAG).wait()
+                tensor.item()  # waits for the device
 
     def send(self, tensor: torch.Tensor, send: Send, keep: int) -> None:
         """Starts sending `tensor`, which is held until it has left.
@@ -131,22 +162,3 @@ class Channels:
         work, _tensor, self.leaving = unfinished.popleft()  # held until it has left
         work.wait()
         self.leaving = None  # not after an error: it tells what was waited for
-
-
-def _directions(
-    own: list[int], pairs: list[tuple[int, int]], backend: str
-) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """A group for each pair, made by all ranks of all pipelines in one order.
-
-    Made by their members alone, groups would get a name from how many each member is in already,
-    which differs between the ranks of a pipeline.
-    """
-    pipelines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, tuple(own))
-    groups = {}
-    for ranks in sorted(set(pipelines)):
-        for pair in pairs:
-            group = dist.new_group(sorted(ranks[rank] for rank in pair), backend=backend)
-            if list(ranks) == own:
-                groups[pair] = group
-    return groups

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from programs import pairs
 from stages import ROWS, WIDTH, LinearStage
 
 from megatron_zbpp.ir import B, F, Pass
 from megatron_zbpp.planning.lower import lower
-from megatron_zbpp.planning.program import Send
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.comm import Channels, Message
 from megatron_zbpp.runtime.executor import Executor
@@ -79,8 +79,7 @@ def run(case, rank):
     dist.init_process_group('gloo', rank=rank, world_size=case['ranks'])
     schedule = build(case['schedule'], case['ranks'], case['microbatches'])
     programs = lower(schedule)
-    pairs = {(r, i.peer) for r, prog in enumerate(programs) for i in prog if isinstance(i, Send)}
-    channels = Channels(dist.group.WORLD, pairs)
+    channels = Channels(dist.group.WORLD, pairs(programs), torch.device('cpu'))
     watchdog = Watchdog(case['timeout'])
     try:
         iterate(case, rank, schedule, programs, channels, watchdog)

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from programs import pairs
 from stages import ROWS, WIDTH, LinearStage, reference
 
 from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.planning.check import check
 from megatron_zbpp.planning.lower import lower
-from megatron_zbpp.planning.program import Send
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.comm import Channels, Message
 from megatron_zbpp.runtime.executor import Executor
@@ -23,16 +23,13 @@ from megatron_zbpp.schedules import build
 def execute(schedule: Schedule, train: bool = True, separate: bool = False):
     """Runs `schedule` on each rank: by stage (losses, gradients, those complete), and the rest."""
     programs = lower(schedule)
-    pairs = {
-        (rank, i.peer) for rank, prog in enumerate(programs) for i in prog if isinstance(i, Send)
-    }
     rank, store = dist.get_rank(), WeightGradStore()
     stages = {
         stage: LinearStage(store, stage, schedule.num_stages)
         for stage in schedule.placement.stages(rank)
     }
     message = Message((ROWS, WIDTH), torch.float32, torch.device('cpu'))
-    channels = Channels(dist.group.WORLD, pairs, separate)
+    channels = Channels(dist.group.WORLD, pairs(programs), message.device, separate=separate)
     executor = Executor(programs[rank], stages, channels, message, store, HostClock())
     with torch.set_grad_enabled(train):
         record = executor.run()
@@ -132,7 +129,7 @@ def fail_in_forward(schedule):
 
     stages = {0: Failing(store, 0, 1)}
     message = Message((ROWS, WIDTH), torch.float32, torch.device('cpu'))
-    channels = Channels(dist.group.WORLD, ())
+    channels = Channels(dist.group.WORLD, (), message.device)
     try:
         Executor(program, stages, channels, message, store, HostClock()).run()
     except RuntimeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -62,7 +63,8 @@ def ended(tmp_path_factory):
     cases = folder / 'cases.json'
     cases.write_text(json.dumps(list(CASES.values())))
     program = ROOT / 'tests' / 'dist' / 'mishaps.py'
-    done = run([sys.executable, program, cases], env={'PYTHONPATH': str(ROOT)}, timeout=150)
+    path = os.pathsep.join([str(ROOT), str(ROOT / 'tests')])
+    done = run([sys.executable, program, cases], env={'PYTHONPATH': path}, timeout=150)
     assert done.returncode == 0, done.stderr
     return dict(zip(CASES, json.loads(done.stdout), strict=True))
 

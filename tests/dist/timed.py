@@ -6,10 +6,10 @@ import time
 
 import torch
 import torch.distributed as dist
+from programs import pairs
 from stages import ROWS, WIDTH, LinearStage
 
 from megatron_zbpp.planning.lower import lower
-from megatron_zbpp.planning.program import Send
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.comm import Channels, Message
 from megatron_zbpp.runtime.executor import Executor
@@ -44,13 +44,7 @@ class Pipeline:
     def __init__(self, schedule, clock):
         self.schedule, self.clock = schedule, clock
         self._programs = lower(schedule)
-        pairs = {
-            (rank, i.peer)
-            for rank, program in enumerate(self._programs)
-            for i in program
-            if isinstance(i, Send)
-        }
-        self._channels = Channels(dist.group.WORLD, pairs, False)
+        self._channels = Channels(dist.group.WORLD, pairs(self._programs), torch.device('cpu'))
         self._store = WeightGradStore()
         self._stages = {
             stage: SlowStage(self._store, stage, schedule.num_stages)

@@ -43,7 +43,7 @@ def execute(name, m, backend):
     executor = Executor(
         lower(schedule)[rank],
         stages,
-        Channels(group, pairs),
+        Channels(group, pairs, own),
         message,
         store,
         clock_for(own),

@@ -1,0 +1,85 @@
+"""Process groups: what carries the tensors of a device, and groups for one direction each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Of a message. A receive is a kernel that spins until its message comes: each of these takes the
+# place of a block of the passes that compute meanwhile.
+_MOST_CTAS = 4
+
+
+def backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """The backend for each type of device that the group takes tensors of.
+
+    `get_backend` answers with what the group was asked for: 'undefined', or all of these in one.
+    """
+    config = dist.get_backend_config(group)  # cpu:gloo,cuda:nccl
+    return dict(entry.split(':') for entry in config.split(','))
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that carries the tensors of `device`.
+
+    Raises:
+        ValueError: the group takes no such tensors.
+    """
+    found = backends(group)
+    if device.type not in found:
+        raise ValueError(
+            f'the process group has backends for {", ".join(sorted(found))}, but the model is on '
+            f'{device}: initialize torch.distributed with a backend for {device.type}'
+        )
+    return found[device.type]
+
+
+def host_device(group: dist.ProcessGroup) -> str:
+    """The type of device whose tensors the group carries, the host's if it can."""
+    return 'cpu' if 'cpu' in backends(group) else 'cuda'
+
+
+def directions(
+    group: dist.ProcessGroup, device: torch.device, pairs: Iterable[tuple[int, int]]
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """A group of two ranks for each pair of ranks in `group`, made by all ranks of all pipelines.
+
+    All make all of them, in one order. Made by their members alone, groups would get a name from
+    how many each member is in already, which differs between the ranks of a pipeline.
+    """
+    own, pairs = dist.get_process_group_ranks(group), sorted(pairs)
+    pipelines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pipelines, tuple(own))
+    like = _like(group, device)
+    groups = {}
+    for ranks in sorted(set(pipelines)):
+        for pair in pairs:
+            made = dist.new_group(sorted(ranks[rank] for rank in pair), **like)
+            if list(ranks) == own:
+                groups[pair] = made
+    return groups
+
+
+def _like(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
+    """Arguments of `new_group` for one that carries messages of `device` as `group` does."""
+    options = getattr(group._get_backend(device), 'options', None)
+    return {
+        'backend': backend_for(group, device),
+        'timeout': getattr(options, '_timeout', None),  # Megatron's --distributed-timeout-minutes
+        'pg_options': _few_ctas(options) if hasattr(options, 'config') else None,
+    }
+
+
+def _few_ctas(theirs: Any) -> Any:
+    """NCCL's options as the group's, which Megatron reads from --nccl-communicator-config-path;
+    messages take few of the device's processors unless it says how many."""
+    options = dist.ProcessGroupNCCL.Options()
+    unset = options.config.max_ctas
+    options.is_high_priority_stream = theirs.is_high_priority_stream
+    options.config = theirs.config  # a copy
+    if theirs.config.max_ctas == unset:
+        options.config.max_ctas = max(_MOST_CTAS, theirs.config.min_ctas)
+    return options

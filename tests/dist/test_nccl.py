@@ -1,0 +1,231 @@
+"""The runtime on groups that order and block as NCCL's: whatever waits for what, it ends."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from grids import grid
+from programs import pairs, posted_earlier
+from stages import ROWS, WIDTH, LinearStage, reference
+
+from megatron_zbpp.emulation import nccl
+from megatron_zbpp.ir import W
+from megatron_zbpp.planning.ahead import ahead_of, passes_ahead, split
+from megatron_zbpp.planning.lower import lower
+from megatron_zbpp.planning.prove import DeadlockError, Rule, prove
+from megatron_zbpp.runtime.clock import HostClock
+from megatron_zbpp.runtime.comm import Channels, Message
+from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.store import WeightGradStore
+from megatron_zbpp.schedules import build, names
+
+CPU = torch.device('cpu')
+# what passes wait for, and when launched operations start: see `nccl.Device`
+MODES = {
+    'plain': {},
+    'synchronises': {'synchronises': True},
+    'in order': {'in_order': True},
+    'both': {'synchronises': True, 'in_order': True},
+}
+PATIENCE = 3.0  # seconds, where something is stuck
+
+
+class CoupledStage(LinearStage):
+    """A stage of one of several pipelines: meets the others in forwards, and reduces gradients."""
+
+    def __init__(self, store, stage, num_stages, replicas, splits):
+        super().__init__(store, stage, num_stages)
+        self.replicas, self.reducing = replicas, []
+        # what is complete with the last B, and with the last W
+        self.parts = iter([[self.bias], [self.weight]] if splits else [[self.bias, self.weight]])
+
+    def forward(self, microbatch, received):
+        output = super().forward(microbatch, received)
+        if self.replicas is not None:
+            ones = torch.ones(1)
+            dist.all_reduce(ones, group=self.replicas)  # as tensor parallelism does
+            assert ones.item() == dist.get_world_size(self.replicas)
+        return output
+
+    @contextmanager
+    def accumulating(self, last):
+        with super().accumulating(last):
+            yield
+        if last and self.replicas is not None:
+            self.reducing = [
+                *self.reducing,
+                *(
+                    dist.all_reduce(p.grad, group=self.replicas, async_op=True)
+                    for p in next(self.parts)
+                ),
+            ]
+
+
+class Pipeline:
+    """A rank's part of one pipeline on an emulated device."""
+
+    def __init__(self, device, schedule, programs=None, separate=None, replicas=1):
+        self.device, self.schedule = device, schedule
+        self.programs = programs or lower(schedule)
+        size = schedule.num_ranks
+        world = [list(range(first, first + size)) for first in range(0, size * replicas, size)]
+        same = [list(group) for group in zip(*world, strict=True)]
+        groups = [dist.new_group(ranks, backend=nccl.NAME) for ranks in world]
+        place, self.rank = divmod(dist.get_rank(), size)
+        coupling = [dist.new_group(ranks, backend=nccl.NAME) for ranks in same]
+        self.replicas = coupling[self.rank] if replicas > 1 else None
+        self.channels = Channels(groups[place], pairs(self.programs), CPU, separate=separate)
+
+    def executor(self, program):
+        """Of one iteration with new stages."""
+        store, count = WeightGradStore(), self.schedule.num_stages
+        splits = any(p.kind == W for _, p in self.schedule)
+        self.stages = {
+            s: CoupledStage(store, s, count, self.replicas, splits)
+            for s in self.schedule.placement.stages(self.rank)
+        }
+        message = Message((ROWS, WIDTH), torch.float32, CPU)
+        return Executor(
+            program, self.stages, self.channels, message, store, HostClock(), self.device.passing
+        )
+
+    def train(self, ahead=False):
+        """By stage: losses and gradients of an iteration, with forwards run ahead if asked."""
+        program, count = self._ahead() if ahead else (self.programs[self.rank], 0)
+        executor = self.executor(program)
+        executor.run_ahead(count)
+        executor.run()
+        for stage in self.stages.values():
+            for work in stage.reducing:
+                work.wait()
+        return {
+            s: (stage.losses, [p.grad for p in stage.parameters()])
+            for s, stage in self.stages.items()
+        }
+
+    def drop(self):
+        """Runs forwards ahead for nothing."""
+        program, count = self._ahead()
+        executor = self.executor(program)
+        executor.run_ahead(count)
+        executor.drop()
+
+    def evaluate(self):
+        """Losses by stage, of forwards only."""
+        executor = self.executor(lower(self.schedule.forward_only())[self.rank])
+        with torch.no_grad():
+            executor.run()
+        return {s: stage.losses for s, stage in self.stages.items()}
+
+    def _ahead(self):
+        ahead = ahead_of(self.schedule, passes_ahead(self.schedule), self.schedule.num_ranks)
+        begun, rest = split(self.programs[self.rank], ahead)
+        return begun + rest, len(begun)
+
+
+def live(schedules, mode, replicas=1):
+    """A training program's life: one iteration after the other, and another schedule in the end."""
+    with nccl.Device(**MODES[mode]) as device:
+        trained = []
+        for schedule in schedules:
+            pipeline = Pipeline(device, schedule, replicas=replicas)
+            trained.append((schedule, pipeline.train()))
+            pipeline.drop()
+            evaluated = pipeline.evaluate()
+            trained.append((schedule, pipeline.train(ahead=True)))
+        return trained, evaluated
+
+
+def check_lives(ranks, schedules, mode, replicas=1):
+    """All that they computed is what one process computes."""
+    world = schedules[0].num_ranks * replicas
+    for trained, evaluated in ranks(world).run(live, schedules, mode, replicas, timeout=200):
+        for schedule, stages in trained:
+            count, m = schedule.num_stages, schedule.num_microbatches
+            losses, gradients = reference(count, m)
+            for stage, (own, made) in stages.items():
+                assert own == (losses if stage == count - 1 else [])
+                for gradient, expected in zip(made, gradients[stage], strict=True):
+                    assert torch.equal(gradient, replicas * expected)
+        assert evaluated.get(count - 1, losses) == losses
+
+
+@grid(
+    when=lambda name, p, m, mode: p < 8 or m == 5,
+    name=names(),
+    p=(2, 3, 4, 8),
+    m=(4, 5, 6),
+    mode=tuple(MODES),
+)
+def test_every_family(ranks, name, p, m, mode):
+    """Trains, evaluates, runs ahead and drops, then switches to another schedule and placement."""
+    try:
+        schedule = build(name, p, m)
+    except ValueError:  # the family does not know this size
+        schedule = build(name, p, 2 * p)
+    other = build('1f1b' if schedule.placement.num_chunks > 1 else 'zb-v', p, m)
+    check_lives(ranks, [schedule, other], mode)
+
+
+@grid(name=('zb-h1', 'zb-v', '1f1b'), mode=tuple(MODES)[::-1])
+def test_two_pipelines_coupled_by_collectives(ranks, name, mode):
+    """Tensor-parallel ones in each F, data-parallel ones behind the last W of each stage."""
+    check_lives(ranks, [build(name, 2, 4)], mode, replicas=2)
+
+
+def stand(schedule, mode, lead, warm, separate):
+    """Where this rank stands for ever; None: nowhere."""
+    programs = posted_earlier(lower(schedule), lead)
+    warm_up = Channels._use_all_once
+    if not warm:
+        Channels._use_all_once = lambda *args: None
+    try:
+        with nccl.Device(**MODES[mode], patience=PATIENCE) as device:
+            Pipeline(device, schedule, programs, separate).train()
+    except nccl.Stuck as stuck:
+        return str(stuck)
+    finally:
+        Channels._use_all_once = warm_up
+    return None
+
+
+STUCK = {
+    'channels that were never used': (
+        ('gpipe', 2, 4), 'plain', 1, False, True,
+        'rank 0 waits for the others to make a communicator for a receive from rank 1',
+    ),
+    'one group for all messages': (
+        ('1f1b', 2, 4), 'plain', 1, True, False,
+        'running: a receive from rank 1 | not started: a send to rank 1',
+    ),
+    'a pass early and device synchronisation': (
+        ('zb-h1', 2, 4), 'synchronises', 1, True, True,
+        'rank 0 waits for its device, in 0F1 | running: a receive from rank 1',
+    ),
+    'earlier and launch order': (
+        ('gpipe', 2, 4), 'in order', 2, True, True,
+        'running: a receive from rank 0 | not started: a receive from rank 0',
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('case', STUCK)
+def test_what_was_stuck_before(ranks, case):
+    name, *setting, expected = STUCK[case]
+    said = ranks(2).run(stand, build(*name), *setting)
+    assert all(said), 'it went on'
+    assert any(expected in words for words in said), said
+
+
+@pytest.mark.parametrize(('name', 'lead', 'rule'), [
+    (('zb-h1', 2, 4), 1, Rule.SYNCHRONISATION), (('gpipe', 2, 4), 2, Rule.LAUNCH_ORDER),
+])  # fmt: skip
+def test_the_proof_knew(name, lead, rule):
+    """The same programs, without running them."""
+    programs = posted_earlier(lower(build(*name)), lead)
+    with pytest.raises(DeadlockError) as error:
+        prove(programs, Rule.RENDEZVOUS | rule)
+    assert rule in error.value.rules
