@@ -22,7 +22,7 @@ from megatron_zbpp.ir import BW, KINDS, B, F, Pass, Schedule, W
 from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.errors import ScheduleError
 from megatron_zbpp.planning.lower import lower
-from megatron_zbpp.planning.memory import RESOLUTION, live
+from megatron_zbpp.planning.memory import RESOLUTION, highest
 from megatron_zbpp.planning.prove import DeadlockError
 from megatron_zbpp.planning.simulate import simulate
 
@@ -166,10 +166,10 @@ def _check_programs(schedule: Schedule) -> None:
 
 
 def _check_memory(schedule: Schedule, limit: float, costs: Costs) -> None:
-    """No rank ever holds more than `limit`."""
+    """No rank ever holds more than `limit`, at the end of an F, of a B, or within a BW."""
     if not limit >= 0:
         raise ValueError(f'memory limit {limit} is not an amount: give a number from 0 up')
-    for rank, held in enumerate(live(schedule, costs)):
+    for rank, held in enumerate(highest(schedule, costs)):
         at = next((i for i, amount in enumerate(held) if amount > limit + RESOLUTION), None)
         if at is not None:
             what = (

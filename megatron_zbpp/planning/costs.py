@@ -24,7 +24,8 @@ class Costs:
         comm: latency of each F or B edge that crosses ranks; it does not occupy the device.
         message: further time of such an edge, bytes over bandwidth; added to `comm`.
         activation: per stage, held from the start of its F. Default: 1 a stage.
-        retained: of which this much is still held from the end of B to the end of W. Default: all.
+        retained: held in its place from the end of B to the end of W. It may be more: gradients of
+            outputs, and inputs that tensor parallelism has gathered, wait for W. Default: as much.
     """
 
     forward: tuple[float, ...]

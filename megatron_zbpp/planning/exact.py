@@ -196,7 +196,10 @@ class _Model:
         )
 
     def _limit_memory(self, rank: int) -> None:
-        """What B releases is held until its end, the rest until the end of W."""
+        """What B releases is held until its end, the rest and what B adds until the end of W.
+
+        What it adds counts from its start, which is the same: no other pass of the rank runs then.
+        """
         cap, changes = self.problem.caps[rank], self.problem.changes
         if cap == inf:
             return
@@ -204,14 +207,21 @@ class _Model:
         unit = gcd(*(changes[queue] for queue in self.problem.queues[rank])) or 1
         intervals, amounts = [], []
         for stage in stages:
-            for until in (count + stage, 2 * count + stage):
-                if changes[until]:
-                    intervals += [self._held(stage, until, i) for i in range(len(self.starts[0]))]
-                    amounts += [-changes[until] // unit] * len(self.starts[0])
+            forward, backward, weight = stage, count + stage, 2 * count + stage
+            added = changes[backward]
+            for amount, since, until in (
+                (-added, forward, backward),
+                (min(changes[forward], -changes[weight]), forward, weight),
+                (added, backward, weight),
+            ):
+                if amount > 0:
+                    intervals += [self._held(since, until, i) for i in range(len(self.starts[0]))]
+                    amounts += [amount // unit] * len(self.starts[0])
         self.model.add_cumulative(intervals, amounts, int(cap // unit))
 
-    def _held(self, stage: int, until: int, microbatch: int) -> cp_model.IntervalVar:
-        start, end = self.starts[stage][microbatch], self._end(until, microbatch)
+    def _held(self, since: int, until: int, microbatch: int) -> cp_model.IntervalVar:
+        """From the start of one pass to the end of another."""
+        start, end = self.starts[since][microbatch], self._end(until, microbatch)
         length = self.model.new_int_var(0, self.horizon, '')
         return self.model.new_interval_var(start, length, end, '')
 

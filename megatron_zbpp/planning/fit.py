@@ -95,7 +95,7 @@ def full_rank(placement: Placement, held: Mapping[int, tuple[float, float]]) -> 
 
     Args:
         placement: of the stages.
-        held: by stage: bytes that F leaves, and what of them waits for W.
+        held: by stage: bytes held from F to B, and from B to W.
     """
     if set(held) != set(range(placement.num_stages)):
         return None

@@ -1,4 +1,9 @@
-"""Activations that each rank holds: a function of its order alone, never of times."""
+"""Activations that each rank holds: a function of its order alone, never of times.
+
+What a stage holds between its F and B is `activation`, between B and W `retained`. While B runs, it
+gives up the one layer by layer and takes the other: the most is at one of its ends. So B may raise
+what a rank holds, and that counts at the end of B.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,8 @@ RESOLUTION = 10**-_DIGITS
 def live(schedule: Schedule, costs: Costs) -> tuple[tuple[float, ...], ...]:
     """Activations held after each pass, per rank, parallel to `schedule.passes`.
 
-    F adds the stage's `activation` at its start; B releases what is not `retained` at its end; W
-    releases the rest, BW all. Nothing releases what a forward-only schedule adds.
+    F adds the stage's `activation` at its start; B puts `retained` in its place at its end; W
+    releases that, BW all. Nothing releases what a forward-only schedule adds.
     """
     costs.require(schedule.placement)
     held = tuple(zip(costs.activation, costs.retained, strict=True))
@@ -30,6 +35,24 @@ def live(schedule: Schedule, costs: Costs) -> tuple[tuple[float, ...], ...]:
     )
 
 
+def highest(schedule: Schedule, costs: Costs) -> tuple[tuple[float, ...], ...]:
+    """Most activations held from the start of each pass to its end, but for what was before it.
+
+    As `live`, but for BW in a schedule with W passes: it is a B and then a W, and between them
+    holds `retained`. In a schedule without any, autograd frees what it has used.
+    """
+    after = live(schedule, costs)
+    if not any(p.kind == W for _, p in schedule):
+        return after
+    return tuple(
+        tuple(
+            round(amount + costs.retained[p.stage], _DIGITS) if p.kind == BW else amount
+            for p, amount in zip(order, amounts, strict=True)
+        )
+        for order, amounts in zip(schedule.passes, after, strict=True)
+    )
+
+
 def _held(changes: list[float]) -> tuple[float, ...]:
     # Adding 0 turns -0.0 into 0.0.
     return tuple([round(amount, _DIGITS) + 0.0 for amount in accumulate(changes)])
@@ -37,4 +60,4 @@ def _held(changes: list[float]) -> tuple[float, ...]:
 
 def peak(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     """Most activations that each rank ever holds, in the unit of `costs.activation`."""
-    return tuple(max(held, default=0.0) for held in live(schedule, costs))
+    return tuple(max(held, default=0.0) for held in highest(schedule, costs))

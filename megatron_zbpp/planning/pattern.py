@@ -9,7 +9,9 @@ length, with its own warm-up and cool-down, whatever the times are.
 A forward takes memory that only its microbatch's last pass returns, so tight limits can deadlock.
 `dispatch` starts one only if, after it, the microbatches in flight can still be finished one after
 the other, oldest first (the banker's algorithm; local to each rank, as passes hold no memory of
-another). Hence every limit that holds one microbatch of all of a rank's stages is enough.
+another). Where a B raises what is held, it waits for Ws to make room, and forwards leave that room
+beside all that has no B yet. Hence every limit that holds one microbatch of all of a rank's stages,
+and the raise of its B, is enough.
 """
 
 from __future__ import annotations
@@ -126,6 +128,8 @@ def dispatch(problem: Problem, pattern: Pattern) -> Orders:
     lead = pattern.lead * unit
     durations, needs, edges = problem.durations, problem.needs, problem.edges
     count, m = problem.placement.num_stages, problem.num_microbatches
+    # what a B may raise to: one that does not raise may run at any time
+    raising = [cap if rise else inf for cap, rise in zip(problem.caps, problem.raises, strict=True)]
     ends = [[] for _ in due]
     held = [0] * problem.placement.num_ranks
 
@@ -144,6 +148,8 @@ def dispatch(problem: Problem, pattern: Pattern) -> Orders:
             if time >= (first if start <= now else awaited):
                 continue
             if queue < count and not _safe(problem, rank, queue, held[rank], ends):
+                continue
+            if count <= queue < 2 * count and held[rank] + problem.changes[queue] > raising[rank]:
                 continue
             if start <= now:
                 best, first = queue, time
@@ -193,12 +199,23 @@ def _safe(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> boo
     ones keep what they hold; older ones will have returned theirs.
     """
     cap, changes = problem.caps[rank], problem.changes
-    stages = problem.placement.stages(rank)
+    stages, rise = problem.placement.stages(rank), problem.raises[rank]
     if held + changes[queue] > cap:
+        return False
+    if rise and cap < inf and _without_backward(problem, rank, ends) + changes[queue] + rise > cap:
         return False
     if queue == stages[-1] or cap == inf:
         return True
-    oldest, needed = len(ends[stages[-1]]), 0
+    oldest, needed = len(ends[stages[-1]]), rise
     for stage in stages:
         needed += changes[stage] * max(len(ends[stage]) + (stage == queue) - oldest, 1)
     return needed <= cap
+
+
+def _without_backward(problem: Problem, rank: int, ends: Ends) -> int:
+    """What the rank holds of forwards whose B has not run: all that Ws cannot make room for."""
+    count = problem.placement.num_stages
+    return sum(
+        problem.changes[stage] * (len(ends[stage]) - len(ends[count + stage]))
+        for stage in problem.placement.stages(rank)
+    )

@@ -1,8 +1,9 @@
 """The planner: the best order that can be found for measured costs under a memory limit.
 
-It starts from every named schedule on the placements that are allowed, so it is never worse than
-the best of them; searches on from there (`search`); and on small problems asks the exact solver,
-where it is installed, for the optimum or a proof. Time goes to the placements that can still win.
+It starts from every named schedule on the placements that are allowed, fused backwards split, so it
+is never worse than the best of them; searches on from there (`search`); and on small problems asks
+the exact solver, where it is installed, for the optimum or a proof. Time goes to the placements
+that can still win.
 """
 
 from __future__ import annotations
@@ -186,6 +187,7 @@ def _with_room(
 
 
 def _least(placement: Placement, costs: Costs) -> list[float]:
-    """Per rank, the smallest limit under which there is a schedule (see `pattern`)."""
-    ranks = range(placement.num_ranks)
-    return [sum(costs.activation[stage] for stage in placement.stages(rank)) for rank in ranks]
+    """Per rank, the smallest limit under which there surely is a schedule (see `pattern`)."""
+    rises = [max(0.0, w - a) for a, w in zip(costs.activation, costs.retained, strict=True)]
+    held = map(placement.stages, range(placement.num_ranks))
+    return [sum(costs.activation[s] for s in own) + max(rises[s] for s in own) for own in held]

@@ -145,6 +145,15 @@ class Problem:
         return (*held, *partial, *(-amount for amount in kept))
 
     @cached_property
+    def raises(self) -> tuple[int, ...]:
+        """Per rank, the most that a B adds to what it holds, in the unit of `changes`."""
+        count = self.placement.num_stages
+        return tuple(
+            max(0, *(self.changes[count + stage] for stage in self.placement.stages(rank)))
+            for rank in range(self.placement.num_ranks)
+        )
+
+    @cached_property
     def caps(self) -> tuple[float, ...]:
         """`limits` in the unit of `changes`."""
         return tuple(x if x == inf else round(x / self._quantum) for x in self.limits)

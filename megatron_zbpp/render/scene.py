@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import floor, log10
 from typing import NamedTuple
 
-from megatron_zbpp.ir import F, Pass
+from megatron_zbpp.ir import BW, F, Pass, W
 from megatron_zbpp.planning.costs import Costs
-from megatron_zbpp.planning.memory import live
+from megatron_zbpp.planning.memory import highest, live
 from megatron_zbpp.planning.timeline import Timeline
 from megatron_zbpp.render.colours import colour
 
@@ -42,18 +43,36 @@ def bars(timeline: Timeline) -> list[list[Bar]]:
 def held(timeline: Timeline, costs: Costs) -> list[list[tuple[float, float]]]:
     """Per rank the steps of its memory curve: (time, activations held from then on).
 
-    An F takes its memory when it starts; the others release theirs when they end.
+    An F takes its memory when it starts; the others change what is held when they end, a BW beside
+    Ws also between its B and its W.
     """
     slack = 1e-9 * timeline.makespan
-    amounts = live(timeline.schedule, costs)
-    return [_steps(row, after, slack) for row, after in zip(bars(timeline), amounts, strict=True)]
+    schedule = timeline.schedule
+    return [
+        _steps(list(_changes(row, after, most, costs)), slack)
+        for row, after, most in zip(
+            bars(timeline), live(schedule, costs), highest(schedule, costs), strict=True
+        )
+    ]
 
 
-def _steps(row: list[Bar], after: tuple[float, ...], slack: float) -> list[tuple[float, float]]:
+def _changes(
+    row: list[Bar], after: tuple[float, ...], most: tuple[float, ...], costs: Costs
+) -> Iterator[tuple[float, float]]:
+    before = 0.0
+    for bar, amount, high in zip(row, after, most, strict=True):
+        stage = bar.ran.stage
+        if high not in (before, amount):
+            share = costs.time(W, stage) / (costs.time(BW, stage) or 1.0)
+            yield bar.end - share * (bar.end - bar.start), high
+        yield bar.start if bar.ran.kind == F else bar.end, amount
+        before = amount
+
+
+def _steps(changes: list[tuple[float, float]], slack: float) -> list[tuple[float, float]]:
     """A step within `slack` of the one before replaces it: memory released and taken at once."""
     steps: list[tuple[float, float]] = []
-    for bar, amount in zip(row, after, strict=True):
-        time = bar.start if bar.ran.kind == F else bar.end
+    for time, amount in changes:
         if steps and time - steps[-1][0] <= slack:
             time = steps.pop()[0]
         steps.append((time, amount))

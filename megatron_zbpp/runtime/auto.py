@@ -18,7 +18,7 @@ from typing import IO
 
 import torch.distributed as dist
 
-from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.ir import Schedule
 from megatron_zbpp.planning import worker
 from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.fit import fit, full_rank, latency, middle, with_bytes
@@ -45,29 +45,31 @@ class Measured:
         makespan: of its pipeline, in seconds.
         held: `Iteration.held`, of its own stages.
         spare: bytes that it never needed; None where nobody counts them.
-        live: most activations that it held, of one microbatch on a full rank.
+        rank: in the pipeline.
     """
 
     costs: Costs
     makespan: float
     held: Mapping[int, tuple[float, float]]
     spare: int | None
-    live: float
+    rank: int
 
 
 def together(
-    found: Sequence[Measured], placement: Placement, limit: float
+    found: Sequence[Measured], schedule: Schedule, limit: float | None
 ) -> tuple[Costs, float, float | None]:
     """Costs to plan for; the limit that fits into memory; bytes of an activation on a full rank.
 
     Args:
         found: on all ranks, in one or more iterations.
-        placement: of the stages.
-        limit: not to be exceeded, in activations of one microbatch on a full rank.
+        schedule: that ran.
+        limit: not to be exceeded, in activations of one microbatch on a full rank; None: as many as
+            there are pipeline ranks, what 1F1B holds, or as much as `schedule` holds.
 
     Returns:
-        The bytes are None, and the limit is as given, where no rank counts bytes.
+        The bytes are None where no rank counts them; what waits for W then counts as F's.
     """
+    placement = schedule.placement
     costs = middle([each.costs for each in found])
     by_stage: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for each in found:
@@ -77,10 +79,13 @@ def together(
         stage: tuple(map(median, zip(*pairs, strict=True))) for stage, pairs in by_stage.items()
     }
     full = full_rank(placement, held)
+    costs = costs if full is None else with_bytes(costs, full, held)
+    peaks = peak(schedule, costs)
+    limit = max(placement.num_ranks, *peaks) if limit is None else limit
     if full is None:
         return costs, limit, None
-    fits = [each.live + _USABLE * each.spare / full for each in found if each.spare is not None]
-    return with_bytes(costs, full, held), min([limit, *fits]), full
+    room = [(peaks[each.rank], each.spare) for each in found if each.spare is not None]
+    return costs, min([limit, *(most + _USABLE * spare / full for most, spare in room)]), full
 
 
 @dataclass
@@ -90,7 +95,8 @@ class AutoPlan:
     Args:
         profile_iters: how many iterations to measure.
         memory_limit: in activations of one microbatch on a full rank; None: as many as there are
-            pipeline ranks, what 1F1B holds. Less where the device has no room for so many.
+            pipeline ranks, what 1F1B holds, or as much as the schedule that is measured. Less where
+            the device has no room for so many.
         seconds: to plan, at most.
         objective: what to plan for: 'makespan' where all ranks wait for each other between
             iterations, 'window' where they do not.
@@ -162,7 +168,7 @@ class AutoPlan:
             timeline.makespan,
             iteration.held(),
             iteration.clock.spare(),
-            iteration.peak(),
+            dist.get_rank(iteration.pp_group),
         )
         everywhere: list[Measured] = [own] * dist.get_world_size()
         dist.all_gather_object(everywhere, own)
@@ -174,8 +180,7 @@ class AutoPlan:
     def _start(self, schedule: Schedule) -> None:
         """Starts the planner on the first rank."""
         self._before = median(self._spans)
-        limit = float(schedule.num_ranks) if self.memory_limit is None else self.memory_limit
-        self.costs, limit, full = together(self._found, schedule.placement, limit)
+        self.costs, limit, full = together(self._found, schedule, self.memory_limit)
         if dist.get_rank() == 0:
             self.say(f'auto: {_words(self.costs, full)}; plans within {limit:.3g} activations')
             placement = schedule.placement

@@ -92,9 +92,10 @@ class Iteration:
         return max(self.record.live, default=0) / chunks
 
     def held(self) -> dict[int, tuple[float, float]]:
-        """By stage of this rank: bytes that an F leaves, and what of them waits for W.
+        """By stage of this rank: bytes held from F to B, and from B to W, which may be more.
 
-        Medians; nothing where the clock does not count.
+        Medians of what each F adds and each W gives back; nothing where the clock does not count. A
+        stage whose Ws are all fused with Bs counts as one that gives nothing back before.
         """
         taken: dict[tuple[int, str], list[int]] = defaultdict(list)
         for p, marks in zip(self.record.passes, self.record.marks, strict=True):
@@ -106,7 +107,7 @@ class Iteration:
         for stage in {stage for stage, _ in taken}:
             left = max(0.0, median(taken[stage, F]))
             weights = taken.get((stage, W))
-            found[stage] = left, min(left, max(0.0, -median(weights))) if weights else left
+            found[stage] = left, max(0.0, -median(weights)) if weights else left
         return found
 
     def gather(self) -> Measurement:

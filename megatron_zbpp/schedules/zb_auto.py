@@ -27,7 +27,8 @@ def zb_1p(
 
     - Bubble: (p-1)(F+B-W), ZB-H1's, where F=B=W and in every row of the paper's table 5, whose
       rates it has to four decimals.
-    - Peak memory: `memory_limit`; by default p activations of each rank's own stage.
+    - Peak memory: `memory_limit`; by default p activations of each rank's own stage, and what one
+      B adds where more waits for W than F left.
     - When: on a loop placement with one stage a rank, for measured times. A limit below p makes it
       collapse (p=8, m=16: worse than 1F1B at 7): use `v-half` there.
 
@@ -50,7 +51,8 @@ def zb_2p(
     - Bubble: 0 in each rank's window where F=B=W and m >= 2p; about 0 for other times and m >= 3p
       or so, the rates of the paper's table 5 to four decimals. The makespan, as ranks start one
       after another, is ZB-1p's where F=B=W.
-    - Peak memory: `memory_limit`; by default 2p activations of each rank's own stage.
+    - Peak memory: `memory_limit`; by default 2p activations of each rank's own stage, and what one
+      B adds where more waits for W than F left.
     - When: with the optimizer barrier removed (post-validation) and memory to spare. With the
       barrier it buys next to nothing over `zb-1p`, and `zb-v` is better in half the memory.
 
@@ -104,9 +106,11 @@ class _Scheduler:
         self.choices = choices
         self.p = draft.placement.num_ranks
         self.m = draft.num_microbatches
+        held = zip(self.costs.activation, self.costs.retained, strict=True)
+        self.rises = [max(0.0, kept - full) for full, kept in held]  # by a B, until its W
         self.limits = [
-            activations * activation if memory_limit is None else memory_limit
-            for activation in self.costs.activation
+            activations * activation + rise if memory_limit is None else memory_limit
+            for activation, rise in zip(self.costs.activation, self.rises, strict=True)
         ]
         self.forwards = [0] * self.p  # per rank, F passes put
 
@@ -185,7 +189,7 @@ class _Scheduler:
             if not pending:
                 raise ValueError(
                     f'memory_limit {self.limits[rank]} is too small for rank {rank}: give at least '
-                    f'the {self.costs.activation[rank]} of one activation'
+                    f'the {self.costs.activation[rank] + self.rises[rank]} of one activation'
                 )
             self.draft.put(pending[0])
         p = Pass(F, rank, self.forwards[rank])
@@ -198,6 +202,9 @@ class _Scheduler:
         if rank == 0 and self.forwards[0] == self.m:
             self._flush(0)
         p = Pass(B, rank, microbatch)
+        pending = self.draft.pending[rank]
+        while pending and not self.draft.has_room(rank, self.rises[rank], self.limits[rank]):
+            self.draft.put(pending[0])
         self._fill(p)
         self.draft.put(p)
 
@@ -224,8 +231,11 @@ class _Scheduler:
         return within(self.draft.idle[rank] + time, max(self.draft.idle))
 
     def _has_room(self, rank: int, more: float = 0.0) -> bool:
-        """Whether `rank` may hold another activation, with `more` activations held than now."""
-        amount = self.costs.activation[rank] + more
+        """Whether `rank` may hold another activation, with `more` activations held than now.
+
+        What a B adds must find room beside it.
+        """
+        amount = self.costs.activation[rank] + more + self.rises[rank]
         return self.draft.has_room(rank, amount, self.limits[rank])
 
 

@@ -57,10 +57,16 @@ def optimum(problem: Problem) -> float:
     pairs,
     st.sampled_from([0.0, 0.3]),
     st.sampled_from([None, 1.0, [2.0, 1.0]]),
+    st.sampled_from([(1.0, 1.0), (0.25, 0.5), (1.5, 2.0)]),
     st.sampled_from(['makespan', 'window']),
 )
-def test_agrees_with_trying_all(forward, backward, weight, comm, limit, objective):
-    costs = Costs(forward, backward, weight, comm)
+def test_agrees_with_trying_all(forward, backward, weight, comm, limit, retained, objective):
+    """Also where B adds to what its rank holds."""
+    costs = Costs(forward, backward, weight, comm, retained=retained)
+    if limit is not None and max(retained) > 1:
+        limit = [
+            most + kept - 1 for most, kept in zip(same_limits(limit, 2), retained, strict=True)
+        ]
     problem = Problem(PLACEMENT, M, costs, same_limits(limit, 2), objective)
     best, bound = optimum(problem), lower_bound(problem)
     assert bound <= best + 1e-9

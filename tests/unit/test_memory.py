@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from oracle import random_schedule
 
 from megatron_zbpp.ir import Pass, Placement, Schedule
+from megatron_zbpp.planning.check import check
 from megatron_zbpp.planning.costs import Costs
-from megatron_zbpp.planning.memory import live, peak
+from megatron_zbpp.planning.errors import ScheduleError
+from megatron_zbpp.planning.memory import highest, live, peak
 from megatron_zbpp.schedules import build
 
 
@@ -30,6 +32,27 @@ def test_b_may_hold_more_than_f():
     costs = Costs((1,), (1,), (1,), activation=(2,), retained=(3,))
     assert live(one_rank('0F0 0B0 0W0', 1), costs) == ((2, 3, 0),)
     assert peak(one_rank('0F0 0B0 0W0', 1), costs) == (3,)
+
+
+def test_bw_is_a_b_and_a_w():
+    """In between it holds what waits for W; in a schedule without any W, nothing waits."""
+    costs = Costs((1,), (1,), (1,), activation=(2,), retained=(5,))
+    split = one_rank('0F0 0F1 0BW0 0B1 0W1', 2)
+    assert live(split, costs) == ((2, 4, 2, 5, 0),)
+    assert highest(split, costs) == ((2, 4, 7, 5, 0),)
+    assert peak(split, costs) == (7,)
+    fused = one_rank('0F0 0F1 0BW0 0BW1', 2)
+    assert highest(fused, costs) == live(fused, costs) == ((2, 4, 2, 0),)
+
+
+@pytest.mark.parametrize(
+    ('order', 'at'), [('0F0 0F1 0B0 0W0 0BW1', '0B0'), ('0F0 0F1 0BW0 0B1 0W1', '0BW0')]
+)
+def test_the_check_counts_what_b_adds(order, at):
+    costs = Costs((1,), (1,), (1,), activation=(2,), retained=(5,))
+    check(one_rank(order, 2), memory_limit=7, costs=costs)
+    with pytest.raises(ScheduleError, match=f'holds activations of 7 at {at}, 7 at its peak'):
+        check(one_rank(order, 2), memory_limit=6, costs=costs)
 
 
 @pytest.mark.parametrize('v', [3, 6, 7, 10])
@@ -75,7 +98,8 @@ def test_nothing_remains_and_the_order_alone_counts(seed, p, m):
     slow = Costs(times, times, times, comm=3.0, activation=held, retained=kept)
     assert live(schedule, fast) == live(schedule, slow)
     assert [after[-1] for after in live(schedule, fast)] == [0.0] * p
-    assert all(max(a) == b for a, b in zip(live(schedule, fast), peak(schedule, fast), strict=True))
+    most = highest(schedule, fast)
+    assert all(max(a) == b for a, b in zip(most, peak(schedule, fast), strict=True))
 
 
 def test_costs_must_fit():

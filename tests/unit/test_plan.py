@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir import Pass, Placement, Schedule
 from megatron_zbpp.planning import budget
 from megatron_zbpp.planning.check import check
 from megatron_zbpp.planning.costs import Costs
@@ -26,23 +26,33 @@ def cases(draw: st.DrawFn) -> tuple[list[Candidate], int, dict]:
     """Placements whose stages differ, m, and what else `plan` takes."""
     p, v = draw(st.integers(2, 4)), draw(st.integers(1, 3))
     stages = st.lists(times, min_size=p * v, max_size=p * v).map(tuple)
-    shares = (1 / v,) * (p * v)
+    shares, waiting = (1 / v,) * (p * v), draw(st.sampled_from([1, 0.5, 1.8]))
+    rise = max(0.0, waiting - 1) / v
     costs = Costs(
         *(draw(stages) for _ in 'FBW'),
         comm=draw(st.sampled_from([0.0, 0.1, 1.0])),
         activation=shares,
-        retained=draw(st.sampled_from([shares, tuple(share / 2 for share in shares)])),
+        retained=tuple(share * waiting for share in shares),
     )
     placements = [Placement.loop(p, v)] + [Placement.wave(p, v)] * (v > 1)
     limits = st.one_of(
-        st.sampled_from([None, 1.0, 1.5, 2.0]),
-        st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=p, max_size=p),
+        st.sampled_from([None, 1.0 + rise, 1.5 + rise, 2.0 + rise]),
+        st.lists(st.sampled_from([1.0 + rise, 2.0, 3.0]), min_size=p, max_size=p),
     )
     asked = {
         'memory_limit': draw(limits),
         'objective': draw(st.sampled_from(['makespan', 'window'])),
     }
     return [(placement, costs) for placement in placements], draw(st.integers(1, 6)), asked
+
+
+def split(schedule: Schedule) -> Schedule:
+    """With B and W where it has BW: plans have no other."""
+    passes = (
+        [Pass(kind, p.stage, p.microbatch) for p in order for kind in p.kind]
+        for order in schedule.passes
+    )
+    return Schedule.of(schedule.name, schedule.placement, schedule.num_microbatches, passes)
 
 
 def best_named(candidates: list[Candidate], m: int, asked: dict) -> float:
@@ -58,7 +68,7 @@ def best_named(candidates: list[Candidate], m: int, asked: dict) -> float:
                 continue  # a family that does not take this shape
             limit = asked['memory_limit']
             limits = limit if isinstance(limit, list) else [limit or inf] * placement.num_ranks
-            peaks = peak(schedule, costs)
+            peaks = peak(split(schedule), costs)
             if schedule.placement.ranks == placement.ranks and all(
                 held <= allowed + 1e-9 for held, allowed in zip(peaks, limits, strict=True)
             ):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zbpp.ir import KINDS, predecessors
+from megatron_zbpp.ir import KINDS, Pass, Placement, Schedule, predecessors
 from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.memory import peak
 from megatron_zbpp.planning.simulate import simulate
@@ -113,6 +113,14 @@ def test_memory_curve_peaks_and_ends_empty(name: str) -> None:
     for curve in curves:
         assert [time for time, _ in curve] == sorted({time for time, _ in curve})
         assert curve[-1][1] == pytest.approx(0)
+
+
+def test_memory_curve_rises_with_b_and_within_bw() -> None:
+    """Where more waits for W than F left."""
+    order = map(Pass.parse, '0F0 0BW0 0F1 0B1 0W1'.split())
+    schedule = Schedule.of('x', Placement.loop(1), 2, [order])
+    costs = Costs((1,), (1,), (2,), activation=(2,), retained=(5,))
+    assert held(simulate(schedule, costs), costs) == [[(0, 2), (2, 5), (4, 2), (6, 5), (8, 0)]]
 
 
 @pytest.mark.parametrize('span', [1e-6, 0.07, 1.0, 33.5, 9e8])

@@ -191,7 +191,7 @@ def test_the_automatic_scheduler_keeps_its_limit(name, p, m, data):
         return tuple(data.draw(st.lists(each, min_size=p, max_size=p)))
 
     activation = stages(0.5, 2)
-    share = data.draw(st.floats(0, 1))
+    share = data.draw(st.floats(0, 3))
     costs = Costs(
         stages(0, 3),
         stages(0, 3),
@@ -200,12 +200,14 @@ def test_the_automatic_scheduler_keeps_its_limit(name, p, m, data):
         activation=activation,
         retained=tuple(share * full for full in activation),
     )
-    limit = data.draw(st.none() | st.floats(max(activation), 2 * p * max(activation)))
+    most = max(activation) * max(1, share)
+    limit = data.draw(st.none() | st.floats(most, 2 * p * most))
     schedule = build(name, p, m, costs=costs, memory_limit=limit)
     check(schedule)
     laps = {'zb-1p': 1, 'zb-2p': 2}[name]
     for held, full in zip(peak(schedule, costs), activation, strict=True):
-        assert held <= (laps * p * full if limit is None else limit) * (1 + 1e-6)
+        rise = max(0.0, share - 1) * full
+        assert held <= (laps * p * full + rise if limit is None else limit) * (1 + 1e-6)
 
 
 def relabelled(schedule: Schedule, name: str) -> Schedule:
