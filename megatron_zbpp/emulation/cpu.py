@@ -181,6 +181,9 @@ _TENSOR: dict[str, object] = {
     '_make_wrapper_subclass': staticmethod(_wrapper),
 }
 
+# of a process group, by the release of torch
+_GATHERS = ('allgather_into_tensor_coalesced', 'all_gather_single_coalesced')
+
 
 def _aliased_isend(tensor: torch.Tensor, *args, _original=distributed_c10d.isend, **kwargs):
     """Sends an alias, which keeps the memory.
@@ -190,6 +193,19 @@ def _aliased_isend(tensor: torch.Tensor, *args, _original=distributed_c10d.isend
     would read freed memory (0.16 and 0.17). The executor of this package needs no alias.
     """
     return _original(tensor.detach(), *args, **kwargs)
+
+
+def _by_bytes(original: Callable) -> Callable:
+    """Gathers bytes where types differ, as FP8 weights and their biases do: gloo would convert them
+    all to the type of the first."""
+
+    @functools.wraps(original)
+    def gather(self, outputs, inputs, *args, **kwargs):
+        if len({tensor.dtype for tensor in outputs}) > 1:
+            outputs, inputs = ([t.view(torch.uint8) for t in part] for part in (outputs, inputs))
+        return original(self, outputs, inputs, *args, **kwargs)
+
+    return gather
 
 
 def _over_gloo(original: Callable) -> Callable:
@@ -240,6 +256,9 @@ def install(alias_sends: bool = True) -> None:
         dist.isend = distributed_c10d.isend = _aliased_isend
     dist.init_process_group = _over_gloo(dist.init_process_group)
     dist.new_group = distributed_c10d.new_group = _over_gloo(dist.new_group)
+    for name in _GATHERS:
+        if hasattr(dist.ProcessGroup, name):
+            setattr(dist.ProcessGroup, name, _by_bytes(getattr(dist.ProcessGroup, name)))
     for name, value in _CUDA.items():
         setattr(torch.cuda, name, value)
         if name in vars(torch.cuda.random):  # its own 'from . import'

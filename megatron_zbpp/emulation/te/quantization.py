@@ -122,7 +122,8 @@ def _scale(tensor: torch.Tensor, quantizer: Any) -> torch.Tensor:
     current, delayed, _ = _classes()
     amax = _amax(tensor)
     if isinstance(quantizer, delayed):
-        quantizer.amax.copy_(torch.maximum(quantizer.amax, amax.view(quantizer.amax.shape)))
+        if quantizer.amax.numel():  # what casts weights has none
+            quantizer.amax.copy_(torch.maximum(quantizer.amax, amax.view(quantizer.amax.shape)))
         return quantizer.scale.view(())
     if not isinstance(quantizer, current):
         raise NotImplementedError(f'{type(quantizer).__name__} on the CPU')
