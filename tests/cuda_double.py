@@ -193,12 +193,15 @@ class Cuda(TorchFunctionMode):
         yield cuda, 'current_device', lambda: getattr(thread, 'gpu', 0)
         yield cuda, 'Stream', lambda *_, **__: _Stream(self, self._new_stream())
         yield cuda, 'Event', lambda *_, **__: _Event(self)
+        yield cuda, 'default_generators', (torch.default_generator,) * (GPU + 1)
         yield cuda, 'current_stream', lambda *_: _Stream(self, self.stream)
         yield cuda, 'stream', self._on_stream
         yield cuda, 'synchronize', lambda *_: self.synchronize('synchronize')
         yield cuda, 'empty_cache', lambda: self.synchronize('empty_cache')
         for name, answer in _ANSWERS.items():
             yield cuda, name, lambda *_, name=name, answer=answer: self.log(name) or answer
+        # optimizers ask it whether a graph is being captured
+        yield torch.accelerator, 'is_available', lambda: False
         tensor = torch.Tensor
         yield tensor, 'device', property(self._device)
         yield tensor, 'is_cuda', property(lambda t: self.where(t) == 'device')
@@ -434,6 +437,9 @@ def _uses(func: Any, args: tuple, kwargs: dict) -> tuple[list, list]:
 def _needs_values(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether the host cannot go on without knowing what is in a tensor."""
     if func in _INDEXING:
+        values = args[2:3]
+        if values and values[0].numel() == 1:  # torch fills by the mask, and counts nothing
+            return False
         return any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1]))
     if func is _ATEN.repeat_interleave.Tensor and kwargs.get('output_size') is not None:
         return False

@@ -208,11 +208,12 @@ class MegatronUpdate:
 
     def synchronous(self) -> Outcome:
         """The step by Megatron's own code, watched."""
-        scale = self._optimizer.get_loss_scale().clone()
+        scale = self._optimizer.get_loss_scale()
         clip = getattr(module, CLIP)
         with _replaced(module, CLIP, self._watching(clip)):
             result = self._original(self._optimizer)
-        same_scale = torch.equal(scale, self._optimizer.get_loss_scale())
+        # Megatron's scalers make a new one: its value would have to be waited for
+        same_scale = scale is self._optimizer.get_loss_scale()
         return Outcome(result, bool(result[0]) and not self._clipped and same_scale)
 
     def _watching(self, clip: Callable) -> Callable:

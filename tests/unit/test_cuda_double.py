@@ -11,6 +11,7 @@ WAITING = {
     'bool': lambda x: bool(x.sum() > 0),
     'nonzero': lambda x: x.nonzero(),
     'mask': lambda x: x[x > 0],
+    'values by mask': lambda x: x.__setitem__(x > 0, torch.ones(3, device='cuda')),
     'equal': lambda x: torch.equal(x, x),
     'to the host': lambda x: x.to('cpu'),
     'cpu': lambda x: x.cpu(),
@@ -28,6 +29,7 @@ WAITING = {
 FREE = {
     'arithmetic': lambda x: (x @ x).add_(1).softmax(0),
     'indices': lambda x: x[torch.zeros(2, dtype=torch.long, device='cuda')],
+    'a value by mask': lambda x: x.__setitem__(x > 0, 0.0),
     'the host alone': lambda x: torch.ones(3).sum().item(),
     'types': lambda x: x.to(torch.bfloat16).float(),
     'from page-locked memory': lambda x: torch.ones(3, pin_memory=True).to(x, non_blocking=True),

@@ -1,0 +1,139 @@
+"""The executor on CUDA's double: passes that do not wait for the device, messages in order."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cuda_double import GPU, Cuda
+from programs import pairs
+from stages import ROWS, WIDTH, LinearStage, reference
+
+from megatron_zbpp.emulation import nccl
+from megatron_zbpp.planning.lower import lower
+from megatron_zbpp.runtime import comm
+from megatron_zbpp.runtime.clock import clock_for
+from megatron_zbpp.runtime.comm import Channels, Message
+from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.measure import Iteration
+from megatron_zbpp.runtime.store import WeightGradStore
+from megatron_zbpp.schedules import build
+
+MICROBATCHES = 5
+
+
+class LookingStage(LinearStage):
+    """Asks for the sum of its input, in each backward."""
+
+    def backward(self, received, output, gradient):
+        output.detach().sum().item()
+        return super().backward(received, output, gradient)
+
+
+def received_by_the_host(incoming):
+    """As `Incoming.wait`, whose stream waits, and not the host."""
+    incoming.work._work.wait()
+    return incoming.tensor
+
+
+def sends_overwritten(self, tensor, send, keep, _original=Channels.send):
+    """As `Channels.send`, with a tensor that is used for something else right after."""
+    tensor = tensor.clone()
+    _original(self, tensor, send, keep)
+    tensor.zero_()
+
+
+# what is broken: by name, the class of the stages, and what replaces what
+BROKEN = {
+    'nothing': (LinearStage, None, None),
+    'a look in B': (LookingStage, None, None),
+    'no wait': (LinearStage, (comm.Incoming, 'wait'), received_by_the_host),
+    'overwritten': (LinearStage, (Channels, 'send'), sends_overwritten),
+}
+
+
+def execute(schedule, backend, broken):
+    """On each rank: what waited, races, the same after figures were asked for, and gradients."""
+    stage_class, place, replacement = BROKEN[broken]
+    patch = mock.patch.object(*place, replacement) if place else nullcontext()
+    device = nccl.Device() if backend == nccl.NAME else nullcontext()
+    with device, Cuda(nccl.Group if backend == nccl.NAME else None) as cuda, patch:
+        on, group = torch.device('cuda', GPU), dist.group.WORLD
+        if backend == nccl.NAME:
+            everywhere = {nccl.NAME: ['cpu', 'cuda']}
+            with mock.patch.dict(dist.Backend.backend_capability, everywhere):
+                group = dist.new_group(backend=nccl.NAME)
+        rank, store, programs = dist.get_rank(), WeightGradStore(), lower(schedule)
+        stages = {
+            stage: stage_class(store, stage, schedule.num_stages).to(on)
+            for stage in schedule.placement.stages(rank)
+        }
+        executor = Executor(
+            programs[rank],
+            stages,
+            Channels(group, pairs(programs), on),
+            Message((ROWS, WIDTH), torch.float32, on),
+            store,
+            clock_for(on, counting=True),
+            cuda.within,
+        )
+        cuda.calls.clear()
+        record = executor.run()
+        passes, races = cuda.waits, list(cuda.races)
+        iteration = Iteration(schedule, group, record, executor.clock)
+        cuda.calls.clear()
+        assert iteration.held() and not cuda.waits
+        assert len(iteration.spans()) == len(record.passes)
+        figures = [call.what for call in cuda.calls if call.waits]
+    gradients = {s: tuple(p.grad for p in stage.parameters()) for s, stage in stages.items()}
+    return passes, races, figures, gradients
+
+
+def check_gradients(schedule, results):
+    _, expected = reference(schedule.num_stages, MICROBATCHES)
+    for *_, gradients in results:
+        for stage, own in gradients.items():
+            assert all(map(torch.equal, own, expected[stage])), stage
+
+
+@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v'])
+def test_nothing_waits_on_nccl(ranks, name):
+    schedule = build(name, 2, MICROBATCHES)
+    results = ranks(2).run(execute, schedule, nccl.NAME, 'nothing')
+    for passes, races, figures, _ in results:
+        assert passes == [] and races == []
+        assert figures == ['event.synchronize'], 'once, for all marks'
+    check_gradients(schedule, results)
+
+
+def test_messages_that_go_by_way_of_the_host(ranks):
+    """Ranks that share a GPU talk over gloo: only the copies wait, and not in a pass."""
+    schedule = build('zb-v', 2, MICROBATCHES)
+    results = ranks(2).run(execute, schedule, 'gloo', 'nothing')
+    for passes, races, _, _ in results:
+        copies = {'pageable copy to the host in None', 'pageable copy to the device in None'}
+        assert set(passes) == copies and races == []
+    check_gradients(schedule, results)
+
+
+def test_a_pass_that_waits_is_named(ranks):
+    schedule = build('zb-h1', 2, MICROBATCHES)
+    results = ranks(2).run(execute, schedule, nccl.NAME, 'a look in B')
+    for rank, (passes, *_) in enumerate(results):
+        backwards = [f'{rank}B{m}' for m in range(MICROBATCHES)]
+        assert passes == [f'aten._local_scalar_dense.default in {b}' for b in backwards]
+
+
+def test_a_receive_that_nobody_waits_for(ranks):
+    results = ranks(2).run(execute, build('zb-h1', 2, MICROBATCHES), nccl.NAME, 'no wait')
+    races = [race for _, found, *_ in results for race in found]
+    assert any('in 1F0 does not wait for recv' in race for race in races)
+
+
+def test_a_send_that_is_overwritten(ranks):
+    results = ranks(2).run(execute, build('zb-h1', 2, MICROBATCHES), nccl.NAME, 'overwritten')
+    for _, races, *_ in results:
+        assert 'aten.zero_.default in None does not wait for send' in races
