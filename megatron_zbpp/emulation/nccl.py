@@ -248,7 +248,7 @@ class Group(dist.ProcessGroup):
             store.set('name', uuid.uuid4().hex)
         self._name = store.get('name').decode()
         self._store = store
-        self._gloo: dist.ProcessGroupGloo | None = None
+        self._gloo: dist.ProcessGroup | None = None
         self._communicators: dict[tuple[int, ...], Communicator] = {}
         self._counts: dict[tuple[int, int] | str, int] = defaultdict(int)
 
@@ -257,6 +257,13 @@ class Group(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Group:
         return self
+
+    def _set_group_name(self, name: str) -> None:
+        self._title = name  # torch keeps it in backends that are written in C++
+
+    @property
+    def group_name(self) -> str:
+        return self._title
 
     def shutdown(self) -> None:
         self._gloo = None
@@ -312,11 +319,20 @@ class Group(dist.ProcessGroup):
         def run() -> None:
             communicator.meet(turn)
             if self._gloo is None:
-                limit = timedelta(seconds=self.device.patience)
-                self._gloo = dist.ProcessGroupGloo(self._store, self.rank(), self.size(), limit)
+                self._gloo = self._over_gloo()
             getattr(self._gloo, name)(*args, **options).wait()
 
         return communicator.issue(words, run)
+
+    def _over_gloo(self) -> dist.ProcessGroup:
+        """The same ranks, for what collectives compute."""
+        rank, size = self.rank(), self.size()
+        limit = timedelta(seconds=self.device.patience)
+        gloo = dist.ProcessGroupGloo(self._store, rank, size, limit)
+        group = dist.ProcessGroup(self._store, rank, size)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device('cpu'), dist.ProcessGroup.BackendType.GLOO, gloo)
+        return group
 
 
 def _pair(a: int, b: int) -> tuple[int, int]:
@@ -335,7 +351,10 @@ for _name in (
     'allreduce_coalesced',
     'allgather',
     '_allgather_base',
+    'all_gather_single',
+    'all_gather_single_coalesced',
     'allgather_into_tensor_coalesced',
+    'alltoall',
     'alltoall_base',
     'barrier',
     'broadcast',
@@ -343,6 +362,8 @@ for _name in (
     'reduce',
     'reduce_scatter',
     '_reduce_scatter_base',
+    'reduce_scatter_single',
+    'reduce_scatter_single_coalesced',
     'reduce_scatter_tensor_coalesced',
     'scatter',
 ):

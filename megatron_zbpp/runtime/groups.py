@@ -53,17 +53,17 @@ def directions(
     own, pairs = dist.get_process_group_ranks(group), sorted(pairs)
     pipelines: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pipelines, tuple(own))
-    like = _like(group, device)
     groups = {}
     for ranks in sorted(set(pipelines)):
         for pair in pairs:
-            made = dist.new_group(sorted(ranks[rank] for rank in pair), **like)
+            # options anew: each group writes into its own
+            made = dist.new_group(sorted(ranks[rank] for rank in pair), **like(group, device))
             if list(ranks) == own:
                 groups[pair] = made
     return groups
 
 
-def _like(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
+def like(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
     """Arguments of `new_group` for one that carries messages of `device` as `group` does."""
     options = getattr(group._get_backend(device), 'options', None)
     return {

@@ -1,0 +1,111 @@
+"""Which backend carries what, and what groups for messages inherit."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_zbpp.emulation import nccl
+from megatron_zbpp.runtime import groups
+from megatron_zbpp.runtime.comm import Channels
+
+CPU, CUDA = torch.device('cpu'), torch.device('cuda', 0)
+
+
+@pytest.mark.parametrize(
+    ('config', 'on_gpu', 'host'),
+    [
+        ('cpu:gloo,cuda:gloo', 'gloo', 'cpu'),
+        ('cpu:gloo,cuda:nccl', 'nccl', 'cpu'),  # what get_backend calls by both, or 'undefined'
+        ('cpu:ucc,cuda:ucc', 'ucc', 'cpu'),
+        ('cuda:nccl', 'nccl', 'cuda'),
+    ],
+)
+def test_backend_of_a_device(monkeypatch, config, on_gpu, host):
+    monkeypatch.setattr(dist, 'get_backend_config', lambda group: config)
+    assert groups.backend_for(None, CUDA) == on_gpu
+    assert groups.host_device(None) == host
+
+
+def test_a_device_that_no_backend_takes(monkeypatch):
+    monkeypatch.setattr(dist, 'get_backend_config', lambda group: 'cuda:nccl')
+    with pytest.raises(ValueError, match='backends for cuda, but the model is on cpu'):
+        groups.backend_for(None, CPU)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason='this torch is built without NCCL')
+@pytest.mark.parametrize(
+    ('given', 'expected'), [({}, 4), ({'max_ctas': 16}, 16), ({'min_ctas': 8}, 8)]
+)
+def test_messages_take_few_processors(monkeypatch, given, expected):
+    """Unless --nccl-communicator-config-path says how many; what it says otherwise stays."""
+    theirs = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    theirs._timeout = timedelta(minutes=3)
+    theirs.config.cga_cluster_size = 2
+    for name, value in given.items():
+        setattr(theirs.config, name, value)
+    before = theirs.config.max_ctas
+    group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=theirs))
+    monkeypatch.setattr(dist, 'get_backend_config', lambda group: 'cuda:nccl')
+    like = groups.like(group, CUDA)
+    assert like['backend'] == 'nccl' and like['timeout'] == timedelta(minutes=3)
+    ours = like['pg_options']
+    assert ours.is_high_priority_stream and ours.config.cga_cluster_size == 2
+    assert ours.config.max_ctas == expected
+    assert theirs.config.max_ctas == before
+
+
+def inherited():
+    """Timeouts of the channels' groups, whose pipeline has another than the world."""
+    with nccl.Device():
+        limit = timedelta(minutes=7)
+        pipeline = dist.new_group(backend=nccl.NAME, timeout=limit)
+        made = groups.directions(pipeline, CPU, [(0, 1), (1, 0)])
+        gloo = dist.new_group(timeout=limit)
+        made |= groups.directions(gloo, CPU, [(0, 1)])
+        return [group._get_backend(CPU).options._timeout for group in made.values()]
+
+
+def test_timeout_of_the_pipeline(ranks):
+    for timeouts in ranks(2).run(inherited):
+        assert timeouts == [timedelta(minutes=7)] * 2
+
+
+def first_messages(absent):
+    """What this rank waits for, in order, until all ranks but `absent` have used their channels."""
+    met = []
+
+    @contextmanager
+    def meeting(what):
+        met.append(what)
+        yield
+
+    around = {(0, 1), (1, 0), (1, 2), (2, 1), (2, 0)}
+    try:
+        with nccl.Device(patience=2):
+            group = dist.new_group(backend=nccl.NAME)
+            if dist.get_rank() == absent:  # makes them with the others, and uses none
+                groups.directions(group, CPU, around)
+            else:
+                Channels(group, around, CPU, meeting)
+    except nccl.Stuck as stuck:
+        return met, str(stuck)
+    return met, None
+
+
+def test_channels_are_used_once(ranks):
+    results = ranks(3).run(first_messages, None)
+    making = 'making of the groups for messages between stages'
+    used = [f'first message from pipeline rank {pair}' for pair in ('2 to 0', '1 to 2', '2 to 1')]
+    assert results[2] == ([making, *used], None)
+
+
+def test_a_rank_that_does_not_come_is_named(ranks):
+    results = ranks(3).run(first_messages, 2)
+    assert results[1][0][-1] == 'first message from pipeline rank 1 to 2'
+    assert 'make a communicator for a send to rank 2' in results[1][1]

@@ -1,0 +1,83 @@
+"""Megatron trains on groups that order and block as NCCL's: its collectives beside our messages.
+
+Every group that Megatron makes is such a one: tensor-parallel collectives are inside passes, those
+of DDP beside the last ones, tied embeddings, norms and parameters behind them.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from unittest import mock
+
+from example import MODEL
+from example import run as run_stock
+from grids import grid
+
+COMMON = ['--num-layers', 4, '--pipeline-model-parallel-size', 2, '--global-batch-size', 8]
+COMMON += ['--train-iters', 4, '--eval-interval', 2, '--eval-iters', 1, '--clip-grad', 1e9]
+# processes, flags, whether steps are validated later, the device
+SETUPS = {
+    'overlapped reduction, all in order': (
+        4, ['--overlap-grad-reduce'], 0,
+        {'in_order': True, 'synchronises': True},
+    ),
+    'distributed optimizer, in order': (
+        4, ['--use-distributed-optimizer'], 0, {'in_order': True},
+    ),
+    'tensor parallel, all in order': (
+        4, ['--tensor-model-parallel-size', 2], 0, {'in_order': True, 'synchronises': True},
+    ),
+    'post-validation, synchronised': (2, [], 1, {'synchronises': True}),
+}  # fmt: skip
+
+
+@contextmanager
+def emulated(device):
+    """Whatever Megatron makes a group of, or computes, is on `device`."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    from megatron_zbpp.emulation import nccl
+    from megatron_zbpp.mcore import forward_backward
+
+    made = []
+
+    def new_group(*args, backend=None, original=dist.new_group, **kwargs):
+        made.append(backend or nccl.NAME)
+        return original(*args, backend=made[-1], **kwargs)
+
+    with (
+        mock.patch.object(dist, 'new_group', new_group),
+        mock.patch.object(distributed_c10d, 'new_group', new_group),
+        mock.patch.object(torch.cuda, 'synchronize', device.synchronize),
+        mock.patch.object(forward_backward, 'profiled', device.passing),
+    ):
+        yield
+    assert nccl.NAME in made
+
+
+def train(argv, metrics, clean_steps, mode):
+    """Runs on each rank."""
+    import injected
+
+    from megatron_zbpp.emulation import nccl
+
+    with nccl.Device(**mode) as device, emulated(device):
+        return injected.train(argv, metrics, [], clean_steps, '')
+
+
+@grid(setup=tuple(SETUPS), schedule=('zb-h1', 'zb-v'))
+def test_same_bits(ranks, data, tmp_path, setup, schedule):
+    """As Megatron's own schedule on gloo; and nothing waits for ever."""
+    size, flags, clean_steps, mode = SETUPS[setup]
+    common = [*COMMON, *flags, '--data-path', data]
+    stock = run_stock(ranks(size), tmp_path, *common, '--pipeline-schedule', 'megatron')
+    argv = [*MODEL, *common, '--log-interval', 1000, '--pipeline-schedule', schedule]
+    metrics = tmp_path / 'emulated.jsonl'
+    early = ranks(size).run(train, list(map(str, argv)), metrics, clean_steps, mode, timeout=200)
+    assert not clean_steps or any(rank.tried for rank in early)
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert tuple(line['loss'] for line in lines if 'loss' in line) == stock.losses
+    assert lines[-1]['parameters_sha256'] == stock.parameters
