@@ -41,6 +41,7 @@ def enable(
         memory_limit: in activations of one microbatch on a full rank, for schedules that take one.
         watchdog_timeout: seconds after which a rank whose pipeline no longer moves reports where it
             stands and exits; None or 0: never. Choose several times what an iteration takes.
+            Between iterations (checkpoints, say) it has ten times as long, and 600 at least.
         post_validation: whether optimizer steps are taken before all ranks have agreed to them, and
             validated later, once 10 in a row were neither clipped nor skipped; or how many of them.
 

@@ -58,6 +58,7 @@ from megatron_zbpp.runtime import handshake
 from megatron_zbpp.settings import Settings
 
 WATCHDOG = 'report and exit when the pipeline makes no step forward for so long; 0: never'
+PAUSE = 'the same between iterations, as in checkpoints (default: ten times that, at least 600)'
 
 # What a checkpoint must agree on with the model that it is loaded into.
 SHAPE = (
@@ -97,6 +98,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add('--account-for-loss-in-pipeline-split', action='store_true', help='a layer less there')
     add('--pipeline-watchdog-timeout', type=float, default=300, metavar='SECONDS', help=WATCHDOG)
+    add('--pipeline-watchdog-pause-timeout', type=float, metavar='SECONDS', help=PAUSE)
     add('--enable-optimizer-post-validation', action='store_true', help='steps do not wait')
     add('--optimizer-post-validation-clean-steps', type=int, default=10, metavar='N')
     add('--micro-batch-size', type=int, default=2)
@@ -142,11 +144,11 @@ def check_args(args: argparse.Namespace, world_size: int) -> None:
             f'{world_size} processes cannot be divided into pipelines of {p} x {t} ranks: change '
             '--pipeline-model-parallel-size, --tensor-model-parallel-size or --nproc-per-node'
         )
-    if args.pipeline_watchdog_timeout < 0:
-        raise ValueError(
-            f'--pipeline-watchdog-timeout {args.pipeline_watchdog_timeout:g} is negative: give '
-            'seconds, or 0 for none'
-        )
+    for name in ('pipeline_watchdog_timeout', 'pipeline_watchdog_pause_timeout'):
+        seconds = getattr(args, name)
+        if seconds is not None and seconds < 0:
+            flag = '--' + name.replace('_', '-')
+            raise ValueError(f'{flag} {seconds:g} is negative: give seconds, or 0 for none')
     args.data_parallel_size = world_size // (p * t)
     step = args.micro_batch_size * args.data_parallel_size
     if args.global_batch_size < 1 or step < 1 or args.global_batch_size % step:
@@ -497,6 +499,8 @@ def enable(args: argparse.Namespace, stack: ExitStack) -> Plugin | None:
             args.enable_optimizer_post_validation and args.optimizer_post_validation_clean_steps
         ),
     )
+    if args.pipeline_watchdog_pause_timeout is not None:
+        plugin.watchdog.limit_pauses(args.pipeline_watchdog_pause_timeout)
     plugin.flags = handshake.numbers(vars(args))
     return stack.enter_context(plugin)
 

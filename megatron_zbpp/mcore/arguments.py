@@ -59,6 +59,10 @@ class PipelineScheduleConfig:
     """Seconds without progress inside a schedule after which a rank reports what it waits for and
     ends the job. 0: wait for ever."""
 
+    pipeline_watchdog_pause_timeout: float | None = None
+    """As --pipeline-watchdog-timeout, which must not be 0, for what comes between two schedules:
+    checkpoints, evaluation, data. 0: no limit. Default: ten times that, at least 600."""
+
     enable_optimizer_post_validation: bool = False
     """Optimizer steps do not wait for all ranks: each rank steps on what it knows, begins the next
     iteration, and takes the step back if the gradients have to be clipped or overflow. Losses and
@@ -217,6 +221,8 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         _say('--rerun-mode disabled, or all ranks would wait for each other in each iteration')
     if plugin.auto is not None:
         plugin.auto.profile_iters = config.pipeline_schedule_profile_iters
+    if config.pipeline_watchdog_pause_timeout is not None:
+        plugin.watchdog.limit_pauses(config.pipeline_watchdog_pause_timeout)
     if config.pipeline_trace_dir is not None:
         plugin.tracer = Tracer(config.pipeline_trace_dir)
     plugin.flags = handshake.numbers(vars(args))

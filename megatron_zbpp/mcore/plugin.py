@@ -273,9 +273,8 @@ class Plugin:
         self._patch(layers, _LINEAR, deferring_linear(getattr(layers, _LINEAR), self.store))
         for owner, name, replacement in placing.attributes(self.placement):
             self._patch(owner, name, replacement)
-        if self.post_validation is not None:
-            for owner, name, replacement in stepping.attributes(self):
-                self._patch(owner, name, replacement)
+        for owner, name, replacement in stepping.attributes(self):
+            self._patch(owner, name, replacement)
         if find_spec('transformer_engine') is not None:
             post_init = _delaying(TransformerConfig.__post_init__, self.splits)
             self._patch(TransformerConfig, '__post_init__', post_init)

@@ -16,7 +16,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
 from megatron_zbpp.mcore import updates
-from megatron_zbpp.optim.post_validation import PostValidation
+from megatron_zbpp.optim.post_validation import STEP, PostValidation
 from megatron_zbpp.optim.prefix import Chain
 from megatron_zbpp.planning.ahead import chain
 
@@ -30,6 +30,8 @@ def attributes(plugin: Plugin) -> Iterator[tuple[Any, str, Any]]:
     """What steps, and what would wait while the time of an iteration is taken."""
     for owner in updates.STEPPING:
         yield owner, 'step', plugin.steps.stepping(owner.step)
+    if plugin.post_validation is None:
+        return
     yield timers.Timer, 'elapsed', _without_barrier(timers.Timer.elapsed, plugin.post_validation)
 
 
@@ -85,11 +87,11 @@ class Steps:
 
         @functools.wraps(original)
         def step(optimizer: MegatronOptimizer) -> Any:
-            latest = self._plugin.latest
-            if self._plugin.next.latest is None or latest is None:
+            if self._plugin.latest is None:
                 return original(optimizer)  # no pipeline, or not ours
             if not self._may_be_early(optimizer):
-                return original(optimizer)
+                with self._plugin.watchdog.meeting(STEP):
+                    return original(optimizer)
             update = updates.MegatronUpdate(optimizer, original, self._alone)
             return self._plugin.post_validation.step(update, self._chain(), self._plugin.next)
 
@@ -105,6 +107,8 @@ class Steps:
             )
 
     def _may_be_early(self, optimizer: MegatronOptimizer) -> bool:
+        if self._plugin.post_validation is None or self._plugin.next.latest is None:
+            return False
         known = self._optimizer and self._optimizer()
         if known is None:
             self._optimizer = weakref.ref(optimizer)

@@ -21,6 +21,8 @@ from typing import Any, Protocol
 from megatron_zbpp.optim.governor import Governor
 from megatron_zbpp.optim.prefix import Chain
 
+STEP = 'optimizer step'  # as it is called where ranks meet
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -97,19 +99,20 @@ class PostValidation:
         if self.governor.engaged:
             outcome = self._step(update, chain, ahead)
         else:
-            outcome = update.synchronous()
+            with self._meeting(STEP):
+                outcome = update.synchronous()
         self.governor.after(outcome.clean)
         return outcome.result
 
     def _step(self, update: Update, chain: Chain, ahead: Ahead) -> Outcome:
-        with self._meeting('optimizer step: the state of the ranks before'):
+        with self._meeting(f'{STEP}: the state of the ranks before'):
             own = update.begin(ahead.possible())
             prefix = chain.extend(own, update.clip_grad)
         tried = prefix.ahead > chain.place and not chain.last  # the last rank soon knows everything
         if tried:
             update.try_step()
         ahead.run(prefix.ahead)
-        with self._meeting('optimizer step: the state of all ranks'):
+        with self._meeting(f'{STEP}: the state of all ranks'):
             outcome = update.finish()
         ahead.settle(outcome.clean)
         self.early += tried

@@ -1,19 +1,21 @@
 """Ends a process whose pipeline no longer moves, and says where it stood.
 
-A thread looks at what the main thread does, several times in each `timeout`. It counts only time
-between the first pass and the end of the schedule on all ranks: saving, evaluating and loading data
-between iterations may take as long as they like. A main thread that sits in a C++ wait cannot be
-interrupted, so the process is ended.
+A thread looks at what the main thread does, several times in each `timeout`. From the first pass
+on nothing is out of its sight: what is not a pass or a collective of the pipeline is a pause, such
+as saving, evaluating or loading data, and has a limit of its own, which is generous. A main thread
+that sits in a C++ wait cannot be interrupted, so the process is ended.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import multiprocessing
 import os
 import platform
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -33,9 +35,17 @@ from megatron_zbpp.runtime.termination import Termination
 
 EXIT_CODE = 124  # as of timeout(1)
 _LOOKS = 8  # in each timeout
+_PAUSE = 600  # seconds that a pause may last at least
 _LAST_WORDS = 5  # seconds to write them
 _NEWS = 1  # seconds in which a loss is heard of that the main thread has noticed
 _FRAMES = 4
+_FOLDERS = {
+    'torch.distributed': os.path.dirname(dist.__file__),
+    'torch': os.path.dirname(torch.__file__),
+    'Python': sysconfig.get_path('stdlib'),
+}
+# functions that only call another one, as they are mostly named
+_DECORATING = ('wrapper', 'handle_torch_function', '__torch_function__')
 _STDERR = 2  # its descriptor, whatever sys.stderr has become
 
 
@@ -129,6 +139,35 @@ class Forwards:
         return self._tracker.lines()
 
 
+class Pause:
+    """What lies between two other activities, of which we know nothing but the calls.
+
+    Args:
+        thread: the identity of the main thread.
+    """
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+
+    def ended(self) -> None:
+        """Another activity begins, which is looked at instead."""
+
+    def beat(self) -> Hashable:
+        return self
+
+    def lost(self) -> bool:
+        return False  # the main thread is told
+
+    def lines(self) -> list[str]:
+        calls = _calls(self._thread)
+        caller = next((call for call in calls if not _is_library(call)), calls[-1])
+        waits = 'no collective call of torch.distributed'
+        if _is_distributed(calls[0]):
+            of_torch = filter(_is_distributed, itertools.takewhile(_is_library, calls))
+            waits = f'the other ranks to come to {[*of_torch][-1].name} of torch.distributed'
+        return [f'now: between passes, in {_words(caller)}', f'waits for: {waits}']
+
+
 class Watchdog:
     """Watches one process.
 
@@ -145,7 +184,9 @@ class Watchdog:
         if timeout < 0:
             raise ValueError(f'watchdog timeout {timeout} is negative: give seconds, or 0 for none')
         self.timeout = timeout
+        self._pause_timeout = max(10 * timeout, _PAUSE)
         self._activity: Activity | None = None
+        self._pause: Pause | None = None  # since the activity is over
         self._failed = self._reported = False
         self._reporting = threading.Lock()  # of either thread
         self._stopping = False
@@ -154,6 +195,18 @@ class Watchdog:
         self._groups: dict[dist.ProcessGroup, dist.ProcessGroupGloo] = {}
         self._rank = self._watched = 0  # global rank; identity of the thread
         self._device: int | None = None  # that the main thread computes on
+
+    def limit_pauses(self, seconds: float) -> None:
+        """Sets how long a pause may last, before anything is watched; 0: any time.
+
+        What is set otherwise is ten timeouts, and not less than ten minutes.
+
+        Raises:
+            ValueError: `seconds` is negative.
+        """
+        if seconds < 0:
+            raise ValueError(f'watchdog pause timeout {seconds} is negative: give seconds, or 0')
+        self._pause_timeout = seconds
 
     def meeting(self, what: str) -> AbstractContextManager[None]:
         """The main thread is in a collective call of the pipeline's ranks meanwhile."""
@@ -193,6 +246,7 @@ class Watchdog:
         self._start()
         try:
             yield
+            self._pause = Pause(self._watched)
             activity.ended()
             if before is not None and before.beat() is not None and activity.beat() is None:
                 self._activity = before
@@ -214,7 +268,7 @@ class Watchdog:
         self._termination.wake()
         self._thread.join()
         self._termination.remove()
-        self._thread = self._termination = self._activity = None
+        self._thread = self._termination = self._activity = self._pause = None
         self._groups.clear()  # and their threads: one that is busy when Python ends aborts it
 
     def _lost(self) -> bool:
@@ -238,17 +292,24 @@ class Watchdog:
     def _run(self) -> None:
         """Time is counted in looks, so that a suspended machine does not look like a stall."""
         seen, looks = None, 0
+        between = min(self.timeout, self._pause_timeout or self.timeout) / _LOOKS
         while not self._stopping:
-            if self._termination.wait(self.timeout / _LOOKS):
+            if self._termination.wait(between):
                 self._end('SIGTERM', 128 + signal.SIGTERM, self._failed)
-            activity, failed = self._activity, self._failed
             self._enter_device()
+            activity, failed = self._current(), self._failed
             beat = None if activity is None else activity.beat()
             now = activity, beat, failed
             looks = looks + 1 if beat is not None and now == seen else 0
             seen = now
-            if looks >= _LOOKS:
-                self._end(f'no step forward for {self.timeout:g} s', EXIT_CODE, failed)
+            limit = self._pause_timeout if activity is self._pause else self.timeout
+            if limit and looks * between >= limit:
+                self._end(f'no step forward for {limit:g} s', EXIT_CODE, failed)
+
+    def _current(self) -> Activity | None:
+        """What is to come to an end."""
+        activity = self._activity
+        return self._pause if activity is None or activity.beat() is None else activity
 
     def _enter_device(self) -> None:
         """A thread begins on GPU 0: asking events there would make a context on it."""
@@ -270,10 +331,9 @@ class Watchdog:
 
     def _say(self, why: str, failed: bool) -> None:
         self._enter_device()
-        activity = self._activity
         if failed:
             _write([f'{self._title}: ended after its failure ({why})'])
-        elif activity is not None and activity.beat() is not None:
+        else:
             self._report(why, stack=True)
         sys.stdout.flush()
 
@@ -283,7 +343,7 @@ class Watchdog:
             if self._reported:
                 return
             self._reported = True
-            lines = [*self._activity.lines(), *([_stack(self._watched)] if stack else [])]
+            lines = [*self._current().lines(), *([_stack(self._watched)] if stack else [])]
             _write([f'{self._title}: {why}', *lines])
 
     @property
@@ -304,11 +364,30 @@ def _host_group(pp_group: dist.ProcessGroup, timeout: float) -> dist.ProcessGrou
     return dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=timeout))
 
 
+def _calls(thread: int) -> list[traceback.FrameSummary]:
+    """The calls that a thread is in, innermost first, without those that only decorate."""
+    calls = reversed(traceback.extract_stack(sys._current_frames()[thread]))
+    return [call for call in calls if call.name not in _DECORATING]
+
+
+def _is_distributed(call: traceback.FrameSummary) -> bool:
+    return call.filename.startswith(_FOLDERS['torch.distributed'])
+
+
+def _is_library(call: traceback.FrameSummary) -> bool:
+    """Whether it is of Python or torch, which say little about what is being done."""
+    installed = any(name in call.filename for name in ('site-packages', 'dist-packages'))
+    name = 'torch' if installed else 'Python'
+    return call.filename.startswith(_FOLDERS[name])
+
+
+def _words(call: traceback.FrameSummary) -> str:
+    return f'{call.name} ({call.filename}:{call.lineno})'
+
+
 def _stack(thread: int) -> str:
     """The innermost calls of a thread, on one line."""
-    frames = traceback.extract_stack(sys._current_frames()[thread])[-_FRAMES:]
-    calls = (f'{frame.name} ({frame.filename}:{frame.lineno})' for frame in reversed(frames))
-    return f'in: {" < ".join(calls)}'
+    return f'in: {" < ".join(map(_words, _calls(thread)[:_FRAMES]))}'
 
 
 def _write(lines: list[str]) -> None:

@@ -168,6 +168,46 @@ def test_hanging_while_python_ends(tmp_path):
     assert 'ended after its failure' in done.stderr
 
 
+PAUSING = """
+import sys, time
+import torch.distributed as dist
+from megatron_zbpp.runtime.watchdog import Watchdog
+
+def save():
+    time.sleep(4)
+
+dist.init_process_group('gloo', f'file://{sys.argv[1]}', rank=0, world_size=1)
+watchdog = Watchdog(1)
+watchdog.limit_pauses(float(sys.argv[2]))
+with watchdog.meeting('some step'):
+    pass
+save()
+"""
+
+
+@pytest.mark.parametrize('limit', [2, 0])
+def test_pause(tmp_path, limit):
+    """What comes after a step may last longer than a step, and not for ever."""
+    command = [sys.executable, '-c', PAUSING, tmp_path / 'met', limit]
+    done = run(command, env={'PYTHONPATH': str(ROOT)}, timeout=40)
+    if not limit:
+        assert (done.returncode, done.stderr) == (0, '')
+        return
+    assert done.returncode == EXIT_CODE
+    title, fields = report({'said': done.stderr})
+    assert title.endswith('no step forward for 2 s')
+    assert fields['now'].startswith('between passes, in save (')
+    assert fields['waits for'] == 'no collective call of torch.distributed'
+
+
+def test_pauses_are_long():
+    """Unless something else is asked for."""
+    assert Watchdog(1)._pause_timeout == 600
+    assert Watchdog(300)._pause_timeout == 3000
+
+
 def test_negative_timeout_is_refused():
     with pytest.raises(ValueError, match='-1 is negative'):
         Watchdog(-1)
+    with pytest.raises(ValueError, match='-1 is negative'):
+        Watchdog(1).limit_pauses(-1)

@@ -53,3 +53,16 @@ def test_passes_do_not_give_way_to_older_ones(watchdog):
         with watchdog._watching(passes):
             pass
     assert watchdog._activity is newer
+
+
+def test_a_pause_comes_after_all_that_is_over(watchdog):
+    passes = Passes()
+    with watchdog._watching(passes):
+        pass
+    assert watchdog._current() is passes
+    passes.over = True
+    first = watchdog._current()
+    assert first is watchdog._pause and first.beat() is not None
+    with watchdog.meeting('gradients'):
+        assert watchdog._current().beat() == 'gradients'
+    assert watchdog._current() not in (passes, first), 'its time begins anew'
