@@ -1,0 +1,209 @@
+"""Training on two hosts, and what becomes of it when their link is cut."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import hosts
+import psutil
+import pytest
+from example import MODEL, run
+from nvidia import COMMON, SCRIPT, needs_training
+from nvidia import run as run_nvidia
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.skipif(hosts.missing() is not None, reason=f'no two hosts: {hosts.missing()}'),
+    pytest.mark.timeout(900),
+]
+NAMES = ('node-a7', 'node-a8')
+TIMEOUT, PAUSE = 15, 45  # seconds: of the watchdog, in passes and between them
+FLAGS = ['--num-layers', 8, '--pipeline-model-parallel-size', 2, '--global-batch-size', 4]
+FLAGS += ['--train-iters', 5, '--pipeline-schedule', 'zb-v', '--clip-grad', 100]
+WATCHED = ['--pipeline-watchdog-timeout', TIMEOUT, '--pipeline-watchdog-pause-timeout', PAUSE]
+EARLY = ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 1]
+START = 400  # seconds that everything may take on a busy machine
+AHEAD = 3600  # seconds between the starts of the hosts
+MARGIN = 15  # seconds for all processes to end
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process of torchrun that has ended.
+
+    Attributes:
+        code: its exit status.
+        said: by it and its rank.
+        rank_time: when the rank was no more, where the link was cut.
+        time: when torchrun itself was no more.
+    """
+
+    code: int
+    said: str
+    rank_time: float | None
+    time: float
+
+
+class Torchrun:
+    """A program with one process on each of two hosts, one of them started before the other."""
+
+    def __init__(self, stack, folder, *command):
+        self.folder = folder
+        folder.mkdir()
+        self.hosts = stack.enter_context(hosts.pair(NAMES, folder, ahead=(0, AHEAD)))
+        launch = [sys.executable, '-m', 'torch.distributed.run', '--nnodes=2', '--nproc-per-node=1']
+        launch += ['--master-addr', NAMES[0], '--master-port', '29500', '--node-rank']
+        path = os.pathsep.join(map(str, (ROOT, ROOT / 'examples' / 'gpt')))
+        environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': path}
+        self._logs = [folder / f'{host.name}.log' for host in self.hosts]
+        self._processes = []
+        for number, (host, log) in enumerate(zip(self.hosts, self._logs, strict=True)):
+            there = host.command(*launch, number, *command)
+            with log.open('w') as file:
+                process = psutil.Popen(there, env=environment, stdout=file, stderr=file)
+            self._processes.append(process)
+        self._times = [{} for _ in self.hosts]
+
+    def poll(self):
+        """Whether all have ended."""
+        cut = (self.folder / 'cut').exists()
+        for host, process, times in zip(self.hosts, self._processes, self._times, strict=True):
+            if 'rank' not in times and cut and not self._rank(host):
+                times['rank'] = time.time()
+            if 'torchrun' not in times and process.poll() is not None:
+                times['torchrun'] = time.time()
+        return all('torchrun' in times for times in self._times)
+
+    def _rank(self, host):
+        """What runs there and is not torchrun."""
+        return [line for line in host.processes('cut_off.py') if 'distributed.run' not in line]
+
+    def ended(self):
+        """By rank; raises where it is too late."""
+        assert self.poll(), [log.read_text() for log in self._logs]
+        return [
+            Ended(process.returncode, log.read_text(), times.get('rank'), times['torchrun'])
+            for process, log, times in zip(self._processes, self._logs, self._times, strict=True)
+        ]
+
+
+def wait(running, seconds):
+    """Until all have ended, or that long."""
+    deadline = time.monotonic() + seconds
+    while sum(each.poll() for each in running) < len(running) and time.monotonic() < deadline:
+        time.sleep(0.3)
+
+
+REPORT = re.compile(
+    r'pipeline watchdog: global rank (\d) on (.*): no step forward for \d+ s\n'
+    r'  now: (.*)\n  waits for: (.*)\n'
+)
+PASS = r'[FBW] stage \d microbatch \d \(\d[FBW]\d\)'
+MESSAGE = r'(output|gradient) of stage \d microbatch \d from pipeline rank \d \(global rank \d\)'
+TO_COME = 'the other ranks of the pipeline to come there'
+CUTS = {
+    'pass': ([], PASS, MESSAGE),
+    'step': ([], 'optimizer step', TO_COME),
+    'validated step': (EARLY, 'optimizer step: the state of .*', TO_COME),
+    'checkpoint': (
+        [],
+        r'between passes, in .* \(.*megatron/core/dist_checkpointing/.*:\d+\)',
+        r'the other ranks to come to .* of torch.distributed',
+    ),
+}
+
+
+@pytest.fixture(scope='module')
+def whole(ranks, data, tmp_path_factory):
+    """What the same training gives that nothing interrupts."""
+    return run(ranks(2), tmp_path_factory.mktemp('whole'), '--data-path', data, *FLAGS)
+
+
+@pytest.fixture(scope='module')
+def cuts(data, tmp_path_factory):
+    """Trainings, by the place of the cut, that have ended: all at once, as they mostly wait."""
+    folder = tmp_path_factory.mktemp('cuts')
+    with contextlib.ExitStack() as stack:
+        running = {
+            place: Torchrun(stack, folder / place, *program(place, folder / place, data, more))
+            for place, (more, *_) in CUTS.items()
+        }
+        wait(running.values(), START)
+        yield running
+
+
+def program(place, folder, data, more):
+    """The training whose last rank cuts the link at that place of the fourth iteration."""
+    saving = ['--save', folder / 'checkpoints', '--save-interval', 2]
+    saving += ['--metrics-file', folder / 'metrics']
+    script = [ROOT / 'tests' / 'megatron' / 'cut_off.py', 1, 4, place, folder / 'cut']
+    return [*script, *MODEL, '--data-path', data, *FLAGS, *more, *saving, *WATCHED]
+
+
+@pytest.mark.parametrize('place', CUTS)
+def test_link_is_cut(ranks, data, cuts, whole, tmp_path, place):
+    """Both ranks say what they wait for, in time; resumed, it is as if nothing had happened."""
+    more, now, waits_for = CUTS[place]
+    training = cuts[place]
+    ended = training.ended()
+    cut = float((training.folder / 'cut').read_text())
+    for rank, each in enumerate(ended):
+        ((number, host, *position),) = REPORT.findall(each.said)
+        assert (int(number), host) == (rank, NAMES[rank])
+        assert re.fullmatch(now, position[0]) and re.fullmatch(waits_for, position[1]), position
+        limit = (PAUSE if place == 'checkpoint' else TIMEOUT) + MARGIN
+        assert each.rank_time - cut < limit
+        assert each.code != 0 and each.time - each.rank_time < MARGIN
+        assert not training.hosts[rank].processes('cut_off.py')
+    tracker = training.folder / 'checkpoints' / 'latest_checkpointed_iteration.txt'
+    assert tracker.read_text() == '2'
+    metrics = (training.folder / 'metrics').read_text()
+    before = [json.loads(line)['loss'] for line in metrics.splitlines()]
+    flags = ['--data-path', data, *FLAGS, *more]
+    after = run(ranks(2), tmp_path, *flags, '--load', tracker.parent)
+    assert tuple(before) == whole.losses[: len(before)]
+    assert after.losses == whole.losses[2:]
+    assert (after.parameters, after.optimizer) == (whole.parameters, whole.optimizer)
+
+
+# NVIDIA's loop draws by our launcher's flag
+TRACED = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 4, '--train-iters', 6]
+TRACED += ['--pipeline-schedule', 'zb-v']
+
+
+@needs_training
+def test_trace_of_two_hosts(ranks, tmp_path):
+    """It trains as on one host; the spans of both, whose clocks are an hour apart, are on one."""
+    script = Path(__file__).with_name('exact_script.py')
+    launcher = ['-m', 'megatron_zbpp.launch', '--cpu', script, *COMMON, *TRACED]
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setenv('TRAINING_SCRIPT', str(SCRIPT))
+        patch.setenv('LOSSES', str(tmp_path / 'losses'))
+        patch.setenv('PAUSE', '0')
+        trace = ['--pipeline-trace-dir', tmp_path / 'trace']
+        training = Torchrun(stack, tmp_path / 'hosts', *launcher, *trace)
+        wait([training], START)
+        for each in training.ended():
+            assert each.code == 0, each.said
+    losses = dict(line.split() for line in (tmp_path / 'losses').read_text().splitlines())
+    whole = run_nvidia(ranks(2), *TRACED).losses
+    assert losses == {str(iteration): loss for iteration, (loss, *_) in whole.items()}
+
+    events = json.loads((tmp_path / 'trace' / 'pipeline.perfetto.json').read_text())['traceEvents']
+    spans = {e['name']: (e['ts'], e['ts'] + e['dur']) for e in events if e['ph'] == 'X'}
+    assert len(spans) == 3 * 4 * 4, 'F, B and W of four stages and four microbatches'
+    assert max(end for _, end in spans.values()) < 1e6 * AHEAD / 10
+    for stage, microbatch in itertools.product(range(3), range(4)):
+        for first, then in (
+            (f'{stage}F{microbatch}', f'{stage + 1}F{microbatch}'),
+            (f'{stage + 1}B{microbatch}', f'{stage}B{microbatch}'),
+        ):
+            assert spans[first][1] <= spans[then][0] + 1, 'microseconds'
