@@ -1,8 +1,8 @@
 # Sourced by the files beside it, one a model: trains it with NVIDIA's pretrain_gpt.py under SLURM.
 #
 # They say MODEL, TENSOR_PARALLEL, PIPELINE_PARALLEL, MICRO_BATCH and GLOBAL_BATCH. What follows is
-# yours to change, here or in the environment. Arguments behind the sbatch file go to
-# pretrain_gpt.py, after all others.
+# yours to change, here or in the environment, as is what launch.sh lists: another number of GPUs a
+# node, or none. Arguments behind the sbatch file go to pretrain_gpt.py, after all others.
 # shellcheck shell=bash
 set -euo pipefail
 
@@ -41,9 +41,11 @@ fi
 parallel=(
     --tensor-model-parallel-size "$TENSOR_PARALLEL"
     --pipeline-model-parallel-size "$PIPELINE_PARALLEL"
-    --use-distributed-optimizer
     --overlap-grad-reduce
 )
+if [ "$DEVICE" = gpu ]; then # without Transformer Engine it cannot load what it saved
+    parallel+=(--use-distributed-optimizer)
+fi
 if ((TENSOR_PARALLEL > 1)); then
     parallel+=(--sequence-parallel)
 fi
@@ -77,6 +79,11 @@ reports=(
     --log-throughput
 )
 
-launch -m megatron_zbpp.launch "$MEGATRON_LM/pretrain_gpt.py" \
+launcher=(-m megatron_zbpp.launch)
+if [ "$DEVICE" = cpu ]; then
+    launcher+=(--cpu)
+fi
+
+launch "${launcher[@]}" "$MEGATRON_LM/pretrain_gpt.py" \
     "${MODEL[@]}" "${parallel[@]}" "${training[@]}" "${data[@]}" "${tokenizer[@]}" \
     "${reports[@]}" "$@"

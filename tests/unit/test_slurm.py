@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from slurm import BENCHMARK, FILES, FOLDER, ROOT, launch, nodes, options
+from slurm import BENCHMARK, FILES, FOLDER, ROOT, launch, nodes
 
 from benchmarks import gpt_cli, gpt_jobs
 
@@ -65,21 +65,33 @@ def test_sizes(file, tmp_path):
 
 
 @each_file
-def test_srun_starts_torchrun_on_each_node(file, tmp_path):
+def test_tensor_parallelism_gets_its_messages_in_order(file, tmp_path):
     launched = launch(file, tmp_path)
     assert launched.status == 0, launched.errors
-    assert launched.argv[: launched.argv.index('torchrun')] == [
-        '--ntasks-per-node=1',
-        '--kill-on-bad-exit=1',
-    ]
-    command = launched.torchrun[: -len(launched.script)]
-    assert command == [
-        *('torchrun', '--nnodes', str(nodes(file)), '--nproc-per-node', '8'),
-        *('--rdzv-id', '4711', '--rdzv-backend', 'c10d', '--rdzv-endpoint', 'node-a7:29500'),
-        *('-m', 'megatron_zbpp.launch', '/opt/Megatron-LM/pretrain_gpt.py'),
-    ]
     assert launched.environment['CUDA_DEVICE_MAX_CONNECTIONS'] == '1'
-    assert options(file)['gpus-per-node'] == '8' and options(file)['ntasks-per-node'] == '1'
+    assert 'CUDA_VISIBLE_DEVICES' not in launched.environment
+
+
+@pytest.mark.parametrize(
+    ('environment', 'processes'),
+    [
+        ({}, '8'),
+        ({'SLURM_GPUS_PER_NODE': '4'}, '4'),
+        ({'SLURM_GPUS_PER_NODE': 'h100:2'}, '2'),
+        ({'SLURM_GPUS_PER_NODE': '0', 'GPUS_PER_NODE': '16'}, '16'),
+    ],
+)
+def test_as_many_processes_as_gpus(tmp_path, environment, processes):
+    """As many as SLURM was asked for; on a cluster where it counts none, as many as are set."""
+    launched = launch(FOLDER / 'gpt-14.6b.sbatch', tmp_path, PIPELINE_PARALLEL='4', **environment)
+    assert launched.argv[launched.argv.index('--nproc-per-node') + 1] == processes
+
+
+def test_on_cpu(tmp_path):
+    launched = launch(FOLDER / 'gpt-6.2b.sbatch', tmp_path, DEVICE='cpu')
+    at = launched.argv.index('megatron_zbpp.launch')
+    assert launched.argv[at + 1 : at + 3] == ['--cpu', '/opt/Megatron-LM/pretrain_gpt.py']
+    assert launched.environment['CUDA_VISIBLE_DEVICES'] == ''
 
 
 def test_benchmark(tmp_path):
@@ -87,9 +99,9 @@ def test_benchmark(tmp_path):
     assert launched.status == 0, launched.errors
     script = str(ROOT / 'scripts' / 'benchmark_gpt.py')
     at = launched.argv.index(script)
-    assert launched.argv[2:at] == [
-        *('torchrun', '--nnodes', '4', '--nproc-per-node', '8', '--rdzv-id', '4711'),
-        *('--rdzv-backend', 'c10d', '--rdzv-endpoint', 'node-a7:29500'),
+    assert launched.torchrun[: at - len(launched.argv)] == [
+        *('torchrun', '--nnodes', '4', '--nproc-per-node', '8'),
+        *('--master-addr', 'node-a7', '--master-port', '29500'),
     ]
     jobs = benchmark_jobs(launched.argv[at + 1 :], world=32)
     assert {(job.model, job.p, job.iterations) for job in jobs} == {('28.3b', 32, 5)}
@@ -147,8 +159,16 @@ def test_what_the_user_sets(tmp_path):
             'gpt-6.2b: GLOBAL_BATCH=100 does not divide by 6 (data parallel x micro batch): set '
             'another GLOBAL_BATCH',
         ),
+        ('6.2b', {'DEVICE': 'tpu'}, 2, 'gpt-6.2b: DEVICE=tpu: set it to gpu or cpu'),
+        (
+            '6.2b',
+            {'SLURM_GPUS_PER_NODE': '0'},
+            2,
+            'gpt-6.2b: 0 GPUs a node: set GPUS_PER_NODE to the number of processes that a node is '
+            'to have, and DEVICE=cpu if it has no GPU',
+        ),
     ],
-    ids=['data', 'checkout', 'nodes', 'batch'],
+    ids=['data', 'checkout', 'nodes', 'batch', 'device', 'no GPU'],
 )
 def test_refused_before_start(tmp_path, name, environment, status, said):
     launched = launch(FOLDER / f'gpt-{name}.sbatch', tmp_path, **environment)

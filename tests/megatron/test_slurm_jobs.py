@@ -1,0 +1,188 @@
+"""The files for SLURM, submitted to a SLURM of two nodes: toy models on CPU, one process a node."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import nvidia
+import pytest
+import slurm_cluster
+from nvidia import needs_training
+from slurm import BENCHMARK, FILES, FOLDER, ROOT
+
+pytestmark = [
+    pytest.mark.skipif(
+        slurm_cluster.missing() is not None, reason=f'no SLURM: {slurm_cluster.missing()}'
+    ),
+    pytest.mark.timeout(900),
+]
+# the shape of gpt-1.5b: the first and the last stage have a layer fewer
+TOY = """
+    --num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+    --max-position-embeddings 16 --vocab-size 255 --lr 1e-3 --eval-iters 0 --seed 7
+    --num-workers 0 --log-interval 1 --save-interval 4
+""".split()
+ITERATIONS = 8
+ON_CPU = ('--nodes=2', '--gpus-per-node=0')
+START = 200  # seconds that a start of all processes may take on a busy machine
+
+
+@pytest.fixture(scope='module')
+def cluster(tmp_path_factory):
+    with slurm_cluster.cluster(tmp_path_factory.mktemp('slurm')) as made:
+        yield made
+
+
+class Training:
+    """The sbatch file of one model, with its own checkpoints and losses."""
+
+    def __init__(self, cluster, folder):
+        self._cluster = cluster
+        (folder / 'Megatron-LM').mkdir()
+        script = Path(__file__).with_name('exact_script.py')
+        shutil.copy(script, folder / 'Megatron-LM' / 'pretrain_gpt.py')
+        self.checkpoints, self._losses = folder / 'checkpoints', folder / 'losses'
+        self._environment = {
+            'DEVICE': 'cpu',
+            'GPUS_PER_NODE': '1',
+            'DATA': 'mock',
+            'MEGATRON_LM': folder / 'Megatron-LM',
+            'TRAINING_SCRIPT': nvidia.SCRIPT,
+            'PIPELINE_PARALLEL': '2',
+            'MICRO_BATCH': '1',
+            'GLOBAL_BATCH': '4',
+            'ITERATIONS': ITERATIONS,
+            'CHECKPOINTS': self.checkpoints,
+            'LOSSES': self._losses,
+            **installed(nvidia.CHECKOUT),
+        }
+
+    def submit(self, pause=0):
+        file = FOLDER / 'gpt-1.5b.sbatch'
+        environment = self._environment | {'PAUSE': pause}
+        return self._cluster.submit(file, ROOT, *TOY, options=ON_CPU, **environment)
+
+    def losses(self):
+        """Iteration and loss, in the order in which they were logged."""
+        if not self._losses.exists():
+            return []
+        lines = [line.split() for line in self._losses.read_text().splitlines()]
+        return [(int(iteration), loss) for iteration, loss in lines]
+
+
+def installed(*folders):
+    """Variables by which jobs find what runs this test."""
+    path = [str(Path(sys.executable).parent), os.environ['PATH']]
+    modules = [str(ROOT), *filter(None, [*folders, os.environ.get('PYTHONPATH')])]
+    return {'PATH': os.pathsep.join(path), 'PYTHONPATH': os.pathsep.join(modules)}
+
+
+@pytest.fixture(scope='module')
+def whole(cluster, tmp_path_factory):
+    """Losses by iteration of a training that nothing interrupts."""
+    training = Training(cluster, tmp_path_factory.mktemp('whole'))
+    job = training.submit()
+    assert job.wait_for_end(START) == 'COMPLETED', job.said()
+    for rank in (0, 1):
+        assert f'[Rank {rank}] (after save_checkpoint for iteration {ITERATIONS})' in job.said()
+    losses = training.losses()
+    assert [iteration for iteration, _ in losses] == list(range(1, ITERATIONS + 1))
+    return dict(losses)
+
+
+@needs_training
+def test_requeued_training_goes_on(cluster, whole, tmp_path):
+    """As when a node fails: bit for bit, in the same log."""
+    training = Training(cluster, tmp_path)
+    job = training.submit(pause=1)
+    job.wait(lambda: len(training.losses()) >= 6, START)
+    before = training.losses()
+    cluster.run('scontrol', 'requeue', job.number)
+    assert job.wait_for_end(2 * START) == 'COMPLETED', job.said()
+    assert job.show()['Restarts'] == '1'
+    losses = training.losses()
+    assert losses[: len(before)] == before
+    again = [iteration for iteration, _ in losses].index(5, len(before) - 1)
+    assert [iteration for iteration, _ in losses[again:]] == [5, 6, 7, 8], 'from the checkpoint'
+    assert all(whole[iteration] == loss for iteration, loss in losses)
+    assert f'iteration        1/{" " * 8}{ITERATIONS} |'[:22] in job.said(), 'not written over'
+
+
+@needs_training
+def test_cancelled_training_ends(cluster, tmp_path):
+    training = Training(cluster, tmp_path)
+    job = training.submit(pause=1)
+    job.wait(lambda: len(training.losses()) >= 2, START)
+    start = time.monotonic()
+    cluster.run('scancel', job.number)
+    assert job.wait_for_end(60) == 'CANCELLED'
+    assert time.monotonic() - start < 15, 'before SLURM would kill'
+    assert not cluster.processes('pretrain_gpt.py')
+    reports = re.findall(
+        r'pipeline watchdog: global rank (\d) on (.*): SIGTERM\n  now: .*\n  waits for: ',
+        job.said(),
+    )
+    assert sorted(reports) == [('0', 'node-a7'), ('1', 'node-a8')], job.said()
+    assert 'CANCELLED AT' in job.said()
+
+
+def test_cancelled_benchmark_goes_on(cluster, tmp_path):
+    result = tmp_path / 'result.json'
+
+    def submit():
+        return cluster.submit(
+            BENCHMARK,
+            ROOT,
+            *('--warm-up', '1', '--iterations', '2'),
+            options=ON_CPU,
+            DEVICE='cpu',
+            GPUS_PER_NODE='1',
+            MODELS='tiny',
+            SCHEDULES='megatron:1f1b,zb-v',
+            MICROBATCHES='4',
+            RESULT=result,
+            **installed(),
+        )
+
+    def rows():
+        return json.loads(result.read_text())['rows'] if result.exists() else []
+
+    job = submit()
+    job.wait(rows, START)
+    cluster.run('scancel', job.number)
+    assert job.wait_for_end(60) == 'CANCELLED'
+    assert not cluster.processes('benchmark')
+    (first,) = rows()
+    assert first['schedule'] == '1f1b'
+    job = submit()
+    assert job.wait_for_end(START) == 'COMPLETED', job.said()
+    again, second = rows()
+    assert again == first, 'not measured again'
+    assert (second['kind'], second['schedule']) == ('measured', 'zb-v')
+    assert second['p'] == 2 and second['device'] == 'cpu'
+
+
+@pytest.mark.parametrize('file', [*FILES, BENCHMARK], ids=lambda file: file.stem)
+def test_sbatch_takes_the_file(cluster, file):
+    """Its options mean to SLURM what they say."""
+    job = cluster.submit(file, ROOT, options=(*ON_CPU, '--hold'))
+    shown = job.show()
+    cluster.run('scancel', job.number)
+    assert shown['JobName'] == file.stem and shown['Requeue'] == '1'
+    assert shown['NtasksPerN:B:S:C'].startswith('1:'), 'one torchrun a node'
+    assert shown['OverSubscribe'] == 'NO', 'exclusive'
+
+
+def test_without_gpus_it_says_what_to_set(cluster, tmp_path):
+    job = cluster.submit(BENCHMARK, ROOT, options=ON_CPU)
+    assert job.wait_for_end(30) == 'FAILED'
+    assert (
+        'benchmark_gpt: 0 GPUs a node: set GPUS_PER_NODE to the number of processes that a node '
+        'is to have, and DEVICE=cpu if it has no GPU'
+    ) in job.said()
