@@ -103,6 +103,7 @@ class Batch:
     def run(self, plugin: Plugin) -> list[Any]:
         """What is left of it; returns the loss function's results on the last rank."""
         with _timed(self.config), plugin.watchdog.passes(self.executor):
+            self._gather_parameters()
             record = self.executor.run()
         config, forward_only = self.config, self.arguments.forward_only
         if config.finalize_model_grads_func is not None and not forward_only:
@@ -119,6 +120,22 @@ class Batch:
         else:
             plugin.trained(iteration)
         return self.call.results
+
+    def _gather_parameters(self) -> None:
+        """Sends for what forwards of chunks that have run none will wait for: other ranks' shards.
+
+        Megatron's interleaved schedule does so where --overlap-param-gather keeps parameters; its
+        1F1B does not: there one part of the parameters sends for the next.
+        """
+        functions, models = self.config.param_sync_func, self.arguments.models
+        if functions is None or self.arguments.forward_only or len(models) == 1:
+            return
+        begun = {p.stage for p in self.executor.record.passes}
+        stages = self.lowered.placement.stages(self.groups.pp.rank())
+        for chunk, (stage, model) in enumerate(zip(stages, models, strict=True)):
+            if stage not in begun:
+                start = functions[chunk] if isinstance(functions, list | tuple) else functions
+                start(model.parameters())
 
 
 def prepare(plugin: Plugin, arguments: Arguments, ranks_ahead: int = 0) -> tuple[Batch, int]:
