@@ -135,10 +135,16 @@ class Channels:
         work = group.send([tensor], peer, _TAG)
         unfinished = self._unfinished[send.peer]
         unfinished.append((work, tensor, send))
-        while len(unfinished) > keep or (
-            unfinished and not self._on_host and unfinished[0][0].is_completed()
-        ):
+        while len(unfinished) > keep:
             self._finish_oldest(unfinished)
+
+    def let_go(self) -> None:
+        """Holds no longer what has left by now; never waits. Of gloo only `finish` can tell."""
+        if self._on_host:
+            return
+        for unfinished in self._unfinished.values():
+            while unfinished and unfinished[0][0].is_completed():
+                self._finish_oldest(unfinished)
 
     def post(self, message: Message, peer: int) -> Incoming:
         """Posts the receive of the next message from `peer`."""

@@ -181,6 +181,7 @@ class Executor:
         record = self.record
         self.current = p
         received = self._take(p)
+        self.channels.let_go()
         start = self.clock.mark()
         with self._named(p):
             made = self._passes[p.kind](p, received)

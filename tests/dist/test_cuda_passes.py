@@ -13,7 +13,9 @@ from programs import pairs
 from stages import ROWS, WIDTH, LinearStage, reference
 
 from megatron_zbpp.emulation import nccl
+from megatron_zbpp.ir import F, Pass
 from megatron_zbpp.planning.lower import lower
+from megatron_zbpp.planning.program import Send
 from megatron_zbpp.runtime import comm
 from megatron_zbpp.runtime.clock import clock_for
 from megatron_zbpp.runtime.comm import Channels, Message
@@ -137,3 +139,62 @@ def test_a_send_that_is_overwritten(ranks):
     results = ranks(2).run(execute, build('zb-h1', 2, MICROBATCHES), nccl.NAME, 'overwritten')
     for _, races, *_ in results:
         assert 'aten.zero_.default in None does not wait for send' in races
+
+
+def sent(backend):
+    """How many sends a rank holds: right after one, once it has left, and when asked to let go."""
+    device = nccl.Device() if backend == nccl.NAME else nullcontext()
+    with device:
+        group = dist.new_group(backend=backend)
+        channels = Channels(group, [(0, 1)], torch.device('cpu'))
+        message = Message((ROWS, WIDTH), torch.float32, torch.device('cpu'))
+        held = []
+
+        def look():
+            held.append(sum(map(len, channels._unfinished.values())))
+
+        if channels.rank == 0:
+            channels.send(torch.ones(ROWS, WIDTH), Send(Pass(F, 0, 0), Pass(F, 1, 0), 1), 2)
+            channels.let_go()
+            look()
+        dist.barrier()  # now the peer takes it
+        if channels.rank == 1:
+            channels.post(message, 0).wait()
+        dist.barrier()
+        if channels.rank == 0 and backend == nccl.NAME:
+            ((work, *_),) = channels._unfinished[1]
+            work.wait()
+        look()
+        channels.let_go()
+        look()
+        channels.finish()
+        look()
+        dist.barrier()
+    return held
+
+
+def test_what_has_left_is_let_go(ranks):
+    """At the next pass, whether it sends or not; on gloo, which cannot tell, at the end."""
+    assert ranks(2).run(sent, nccl.NAME)[0] == [1, 1, 0, 0]
+    assert ranks(2).run(sent, 'gloo')[0] == [1, 1, 1, 0]
+
+
+def test_each_pass_lets_go(ranks):
+    for passes, asked in ranks(2).run(letting_go, build('zb-h1', 2, MICROBATCHES)):
+        assert asked == passes == 3 * MICROBATCHES
+
+
+def letting_go(schedule):
+    """How many passes a rank ran, and how often it asked what has left."""
+    with mock.patch.object(Channels, 'let_go', autospec=True) as asked:
+        programs, store, rank = lower(schedule), WeightGradStore(), dist.get_rank()
+        on = torch.device('cpu')
+        executor = Executor(
+            programs[rank],
+            {rank: LinearStage(store, rank, schedule.num_stages)},
+            Channels(dist.group.WORLD, pairs(programs), on),
+            Message((ROWS, WIDTH), torch.float32, on),
+            store,
+            clock_for(on),
+        )
+        return len(executor.run().passes), asked.call_count
