@@ -17,9 +17,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
+from megatron_zbpp.mcore.shards import Shard, start_all
 from megatron_zbpp.runtime.store import WeightGradStore
+
+_GATHERED_FROM = 'megatron_zbpp_gathered_from'  # on a tensor: this rank's rows of it, and the group
 
 
 def deferring_linear(original: type, store: WeightGradStore) -> type:
@@ -61,10 +63,7 @@ def deferring_linear(original: type, store: WeightGradStore) -> type:
             parameters = saved.pop('parameters')
             split = SimpleNamespace(**saved)
             grad_input = _input_gradient(original, split, input, weight, grad_output)
-            store.defer(
-                parameters,
-                lambda: _weight_gradients(original, split, input, parameters, grad_output),
-            )
+            _defer(original, split, input, parameters, grad_output, store)
             return None, grad_input, *[None] * ctx.unused
 
     return DeferringLinear
@@ -99,6 +98,48 @@ def _input_gradient(
     return original.backward(SimpleNamespace(**vars(context) | changed), grad_output)[0]
 
 
+def _defer(
+    original: type,
+    context: SimpleNamespace,
+    input: torch.Tensor,
+    parameters: list[torch.nn.Parameter],
+    grad_output: torch.Tensor,
+    store: WeightGradStore,
+) -> None:
+    """Leaves the rest to W; of what is gathered over `tp_group`, this rank's rows."""
+    operands = [input, grad_output]
+    if context.sequence_parallel:
+        operands[0] = Shard(input, context.tp_group)
+    gathered = getattr(grad_output, _GATHERED_FROM, None)
+    if gathered is not None and store.waits:
+        operands[1] = Shard(*gathered)
+    shards = [operand for operand in operands if isinstance(operand, Shard)]
+
+    def compute() -> tuple[torch.Tensor | None, ...]:
+        whole = [o.gather() if isinstance(o, Shard) else o for o in operands]
+        return _weight_gradients(original, context, whole[0], parameters, whole[1])
+
+    held = [operand.rows if isinstance(operand, Shard) else operand for operand in operands]
+    store.defer(parameters, compute, held, start_all(shards))
+
+
+def remembering_reduce_scatter(original: type, store: WeightGradStore) -> type:
+    """A drop-in for Megatron's `_ReduceScatterToSequenceParallelRegion`, row-parallel layers' end.
+
+    Its backward gathers; the layer before it may keep the rows that it gathered them from.
+    """
+
+    class RememberingReduceScatter(original):
+        @staticmethod
+        def backward(ctx, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            gathered, *rest = original.backward(ctx, grad_output)
+            if store.deferring and ctx.input_split_sizes is None:
+                setattr(gathered, _GATHERED_FROM, (grad_output, ctx.group))
+            return gathered, *rest
+
+    return RememberingReduceScatter
+
+
 def _weight_gradients(
     original: type,
     context: SimpleNamespace,
@@ -110,8 +151,6 @@ def _weight_gradients(
     weight = parameters[0]
     columnless = weight.detach()[:, :0]
     vars(columnless).update(vars(weight))  # main_grad and Megatron's flags beside it
-    if context.sequence_parallel:
-        input = gather_from_sequence_parallel_region(input, group=context.tp_group)
     changed = {
         'saved_tensors': (input, columnless),
         'main_grad': getattr(weight, 'main_grad', None),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel import layers, mappings
 from megatron.core.transformer import TransformerConfig
 
 from megatron_zbpp.imports import after_import
@@ -25,7 +25,7 @@ from megatron_zbpp.ir import Placement, Schedule, W
 from megatron_zbpp.mcore import log_line, placing, stepping, updates
 from megatron_zbpp.mcore.forward_backward import forward_backward
 from megatron_zbpp.mcore.layout import for_megatron
-from megatron_zbpp.mcore.linear import deferring_linear
+from megatron_zbpp.mcore.linear import deferring_linear, remembering_reduce_scatter
 from megatron_zbpp.mcore.next_iteration import NextIteration
 from megatron_zbpp.mcore.te import delay_weight_gradients
 from megatron_zbpp.optim.governor import Governor
@@ -45,6 +45,7 @@ from megatron_zbpp.schedules import build
 from megatron_zbpp.settings import AUTO, Settings
 
 _LINEAR = 'LinearWithGradAccumulationAndAsyncCommunication'
+_REDUCE_SCATTER = '_ReduceScatterToSequenceParallelRegion'
 _PIPELINED = (
     'forward_backward_pipelining_with_interleaving',
     'forward_backward_pipelining_without_interleaving',
@@ -56,6 +57,7 @@ def lookups() -> Iterator[tuple[Callable, str]]:
     for user, names in (
         (schedules.get_forward_backward_func, _PIPELINED),
         (layers.linear_with_grad_accumulation_and_async_allreduce, (_LINEAR,)),
+        (mappings.reduce_scatter_to_sequence_parallel_region, (_REDUCE_SCATTER,)),
         (placing.finalize_module().finalize_model_grads, (placing.TIED,)),
         (inspect.unwrap(TransformerConfig.__post_init__), (placing.LAYOUT,)),
         (LanguageModule._is_in_embd_group, ('is_pp_first_stage',)),
@@ -271,6 +273,9 @@ class Plugin:
             ours = functools.partial(forward_backward, self, original)
             self._patch(schedules, name, functools.update_wrapper(ours, original))
         self._patch(layers, _LINEAR, deferring_linear(getattr(layers, _LINEAR), self.store))
+        reduce_scatter = getattr(mappings, _REDUCE_SCATTER)
+        ours = remembering_reduce_scatter(reduce_scatter, self.store)
+        self._patch(mappings, _REDUCE_SCATTER, ours)
         for owner, name, replacement in placing.attributes(self.placement):
             self._patch(owner, name, replacement)
         for owner, name, replacement in stepping.attributes(self):

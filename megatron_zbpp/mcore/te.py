@@ -26,9 +26,12 @@ from typing import Any
 
 import torch
 
+from megatron_zbpp.mcore.shards import Shard, start_all
 from megatron_zbpp.runtime.store import WeightGradStore
 
 _ADDED = 'grad_added_to_main_grad'  # a flag that DistributedDataParallel puts on parameters
+# which of (input, gradient of the output) sequence parallelism gathers, by `parallel_mode`
+_GATHERED = {'column': 0, 'row': 1}
 _NOTHING = contextlib.nullcontext()
 
 
@@ -101,9 +104,7 @@ class Delaying:
             chunk.backward = None
             backward.put_back()
         for module, entries in backward.runs:
-            parameters = [p for p in module.trained if p not in backward.computed]
-            compute = functools.partial(module.compute, parameters, entries)
-            chunk.store.defer(parameters, compute)
+            module.defer(entries, backward.computed, chunk.store)
 
 
 @dataclass
@@ -163,11 +164,13 @@ class _Delayed:
     Attributes:
         entries: how many one backward puts off, and `backward_dw` runs.
         trained: its weights and biases that want gradients; those of norms come with B.
+        waiting: backwards whose W has not run.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.entries = 2 if hasattr(module, 'fc2_weight') else 1
         self.trained: list[torch.nn.Parameter] = []
+        self.waiting = 0
         self._module = module
         self._all: list[torch.nn.Parameter] = []
         self._visits: list[_Visit] = []
@@ -195,6 +198,7 @@ class _Delayed:
         for visit in self._visits:
             visit.chunk = chunk
         self._chunk = chunk
+        self.waiting = 0
 
     def delays(self) -> bool:
         """What TE asks, in forward and in backward."""
@@ -213,7 +217,45 @@ class _Delayed:
             )
         self._chunk.backward.put(self, [tensors, function])
 
-    def compute(
+    def defer(
+        self, entries: list[list], computed: set[torch.nn.Parameter], store: WeightGradStore
+    ) -> None:
+        """Leaves to the W what a backward put off, which has `computed` gradients of some."""
+        if store.waits:
+            entries = [[self._least(tensors), function] for tensors, function in entries]
+        parameters = [parameter for parameter in self.trained if parameter not in computed]
+        held = [t for tensors, _ in entries for t in _inner(tensors) if not self._is_permanent(t)]
+        shards = [t for tensors, _ in entries for t in tensors if isinstance(t, Shard)]
+        store.defer(
+            parameters,
+            functools.partial(self._compute, parameters, entries),
+            held,
+            start_all(shards),
+        )
+        self.waiting += 1
+
+    def _least(self, tensors: list) -> list:
+        """What W needs of them: FP8 data by columns, and this rank's rows of what was gathered."""
+        for tensor in _leaves(tensors):
+            if hasattr(tensor, 'update_usage'):
+                tensor.update_usage(rowwise_usage=False, columnwise_usage=True)
+        module = self._module
+        gathered = _GATHERED.get(getattr(module, 'parallel_mode', None))
+        if gathered is None or not module.sequence_parallel or self.entries > 1:
+            return tensors
+        if type(tensors[gathered]) is not torch.Tensor:
+            return tensors
+        kept = list(tensors)
+        kept[gathered] = Shard.of(tensors[gathered], module.tp_group)
+        return kept
+
+    def _is_permanent(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a gradient that lives as long as its parameter."""
+        return self._module.fuse_wgrad_accumulation and any(
+            tensor is getattr(parameter, 'main_grad', None) for parameter in self.trained
+        )
+
+    def _compute(
         self, parameters: list[torch.nn.Parameter], entries: list[list]
     ) -> list[torch.Tensor | None]:
         """Runs what one backward put off; `backward_dw` leaves alone what is not in `parameters`.
@@ -226,11 +268,13 @@ class _Delayed:
         wanted = set(parameters)
         for parameter in self._all:
             parameter.grad = None if parameter in wanted else parameter.detach()
-        for entry in entries:
-            queue.put(entry)
+        for tensors, function in entries:
+            whole = [t.gather() if isinstance(t, Shard) else t for t in tensors]
+            queue.put([whole, function])
         self._running = True
         try:
             self._module.backward_dw()
+            self.waiting -= 1
             return [parameter.grad for parameter in parameters]
         finally:
             self._running = False
@@ -281,3 +325,21 @@ def _stand_in(parameter: torch.nn.Parameter) -> torch.Tensor:
 @functools.lru_cache
 def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=dtype, device=device)
+
+
+def _leaves(tensors: Any) -> Iterator[Any]:
+    """What is in lists of lists."""
+    for item in tensors:
+        if isinstance(item, list | tuple):
+            yield from _leaves(item)
+        else:
+            yield item
+
+
+def _inner(tensors: Any) -> Iterator[torch.Tensor]:
+    """The tensors with memory: those in quantized ones, and the rows of shards."""
+    for item in _leaves(tensors):
+        if type(item) is torch.Tensor:
+            yield item
+        elif item is not None:
+            yield from (t for t in vars(item).values() if type(t) is torch.Tensor)

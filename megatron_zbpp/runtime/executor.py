@@ -220,7 +220,7 @@ class Executor:
         stage = self._stages[p.stage]
         received, output = self._saved.pop(key)
         if self._defers:
-            self._store.open(key)
+            self._store.open(key, waits=p.kind == B)
         with (
             self._store.scope(key if self._defers else None),
             stage.accumulating(p in self._last_backwards),

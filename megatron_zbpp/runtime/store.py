@@ -9,12 +9,37 @@ gradients (DistributedDataParallel, a user's hook) sees an ordinary gradient, la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 Key = tuple[int, int]  # (stage, microbatch)
 Gradients = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Deferred:
+    """A layer's weight gradients, to be computed.
+
+    Attributes:
+        parameters: that get them.
+        compute: gives one for each; None where it has put it where it belongs.
+        held: the tensors that wait for it.
+        start: begins its communication, some time before `compute`.
+    """
+
+    parameters: Sequence[torch.nn.Parameter]
+    compute: Callable[[], Gradients]
+    held: Sequence[torch.Tensor]
+    start: Callable[[], None] | None
+
+    @property
+    def storages(self) -> Iterable[tuple[int, int]]:
+        """Address and bytes of each storage that it holds."""
+        for tensor in self.held:
+            storage = tensor.untyped_storage()
+            yield storage.data_ptr(), storage.nbytes()
 
 
 class WeightGradStore:
@@ -23,12 +48,16 @@ class WeightGradStore:
     `scope(key)` says which pass is running: layers ask `deferring` in forward, and `defer` in
     backward. Under `scope(None)` nothing is deferred. Autograd runs CUDA backwards on threads of
     its own, which see these attributes; a context variable they would not.
+
+    Attributes:
+        waits: whether the W of the pass that runs comes later, not right behind it: then layers
+            hold as little as they can.
     """
 
     def __init__(self) -> None:
+        self.waits = True
         self._key: Key | None = None
-        # each record: the function, then its parameters
-        self._pending: dict[Key, list[tuple[Callable | torch.nn.Parameter, ...]]] = {}
+        self._pending: dict[Key, list[Deferred]] = {}
 
     @property
     def deferring(self) -> bool:
@@ -51,15 +80,24 @@ class WeightGradStore:
     def __exit__(self, *_: object) -> None:
         self._key = None
 
-    def open(self, key: Key) -> None:
+    def open(self, key: Key, waits: bool = True) -> None:
         """B of `key` begins: from here to `run(key)` it counts as pending."""
         self._pending[key] = []
+        self.waits = waits
 
     def defer(
-        self, parameters: Sequence[torch.nn.Parameter], compute: Callable[[], Gradients]
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        compute: Callable[[], Gradients],
+        held: Sequence[torch.Tensor] = (),
+        start: Callable[[], None] | None = None,
     ) -> None:
-        """Called by a layer's backward: `compute()` gives one gradient for each of `parameters`."""
-        self._pending[self._key].append((compute, *parameters))
+        """Called by a layer's backward in a pass that defers; arguments as of `Deferred`."""
+        self._pending[self._key].append(Deferred(parameters, compute, held, start))
+
+    def held(self, key: Key) -> int:
+        """Bytes that wait for the W of `key`; what several layers hold counts once."""
+        return sum(dict(pair for d in self._pending[key] for pair in d.storages).values())
 
     def run(self, key: Key) -> None:
         """The W pass of `key`: computes its gradients and lets autograd accumulate them.
@@ -69,13 +107,19 @@ class WeightGradStore:
         soon as its gradient is computed.
         """
         records = self._pending.pop(key)
+        if not records:
+            return
+        _start(records[0])
         # The engine runs the youngest node first: create them in forward order.
-        roots = tuple(_WeightGradient.apply(*records.pop()) for _ in range(len(records)))
-        if roots:
-            # as `torch.autograd.backward` does once it has made a gradient of each: nobody reads it
-            torch.autograd.Variable._execution_engine.run_backward(
-                roots, roots, False, False, (), True, accumulate_grad=True
-            )
+        roots, following = [], None
+        while records:
+            deferred = records.pop()
+            roots.append(_WeightGradient.apply(deferred, following, *deferred.parameters))
+            following = deferred
+        # as `torch.autograd.backward` does once it has made a gradient of each: nobody reads it
+        torch.autograd.Variable._execution_engine.run_backward(
+            tuple(roots), tuple(roots), False, False, (), True, accumulate_grad=True
+        )
 
     def clear(self) -> None:
         """Forgets everything: after an error, so that no activation outlives its iteration."""
@@ -83,16 +127,25 @@ class WeightGradStore:
         self._pending.clear()
 
 
+def _start(deferred: Deferred | None) -> None:
+    if deferred is not None and deferred.start is not None:
+        deferred.start()
+
+
 class _WeightGradient(torch.autograd.Function):
     """A node over parameters whose backward is the deferred computation."""
 
     @staticmethod
-    def forward(ctx, compute: Callable, *parameters: torch.nn.Parameter) -> torch.Tensor:
-        ctx.compute = compute
+    def forward(
+        ctx, deferred: Deferred, following: Deferred | None, *parameters: torch.nn.Parameter
+    ) -> torch.Tensor:
+        ctx.deferred, ctx.following = deferred, following
         return torch.empty((), device=parameters[0].device)  # nobody reads it
 
     @staticmethod
     def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        compute, ctx.compute = ctx.compute, None  # freed when it has run
+        deferred, following = ctx.deferred, ctx.following
+        del ctx.deferred, ctx.following  # freed when they have run
+        _start(following)  # overlaps with what is computed now
         with torch.no_grad():
-            return None, *compute()
+            return None, None, *deferred.compute()

@@ -55,6 +55,27 @@ def test_layers_are_visited_as_backward_does_and_freed():
     assert visited == [2, 1, 0]
 
 
+def test_communication_starts_one_layer_ahead():
+    """And of what waits, several layers' shares of one tensor count once."""
+    store = WeightGradStore()
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    events, shared = [], torch.zeros(10)
+
+    def compute(layer):
+        events.append(f'compute {layer}')
+        return [torch.ones(1)]
+
+    store.open((0, 0))
+    with store.scope((0, 0)):
+        for layer, weight in enumerate(weights):
+            start = None if layer == 1 else lambda layer=layer: events.append(f'start {layer}')
+            held = [shared[layer:], torch.zeros(layer)]
+            store.defer([weight], lambda layer=layer: compute(layer), held, start)
+    assert store.held((0, 0)) == 4 * (10 + 0 + 1 + 2)
+    store.run((0, 0))
+    assert events == ['start 0', 'compute 0', 'start 2', 'compute 1', 'compute 2']
+
+
 def test_gradient_that_a_fused_kernel_has_added():
     """None for a parameter: its gradient is where it belongs already."""
     store = WeightGradStore()

@@ -73,6 +73,10 @@ def layer_gradients(case, split, dtype_name):
             with store.scope((0, microbatch) if split else None):
                 loss.backward()
             input_gradients.append(x.grad)
+            if split and sequence_parallel:
+                # each layer's operands; of those that are gathered, this rank's rows
+                itemsize = x.element_size()
+                assert store.held((0, microbatch)) == itemsize * 2 * (2 * 8 + 4 * 6 + 4 * 6 + 2 * 8)
         if split:
             # the row-parallel layer's bias is added outside of the product: its gradient is B's
             later = parameters[:-1] if 'bias' in case else parameters

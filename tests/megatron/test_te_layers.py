@@ -297,6 +297,83 @@ def test_gradients_to_the_bit(layer_ranks, layer, setting, order, dtype, overlap
     assert not any(layer_ranks.run(compare, order, layer, dtype, setting, overlap))
 
 
+def parallel_gradients(split, kind, dtype):
+    """As `layer_gradients`, with tensor and sequence parallelism, and without fusion.
+
+    Returns:
+        Gradients by name, and bytes that waited for each W.
+    """
+    from megatron.core import tensor_parallel
+
+    from megatron_zbpp.mcore import te
+    from megatron_zbpp.runtime.store import WeightGradStore
+
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    config = layer_config(dtype, 'LayerNorm', False)
+    config.tensor_model_parallel_size, config.sequence_parallel = 2, True
+    if split:
+        te.delay_weight_gradients(config)
+    layer, store = KINDS[kind](config, True).cuda(), WeightGradStore()
+    delaying = te.Delaying(layer, store)
+    torch.manual_seed(2 + torch.distributed.get_rank())
+    rows, columns = (ROWS, HIDDEN // 2) if 'Row' in kind else (ROWS // 2, HIDDEN)
+    held = []
+    for k in range(3):
+        x = torch.randn(rows, 1, columns, dtype=config.params_dtype, device='cuda')
+        with store.scope((0, k) if split else None), precision(dtype):
+            output, _ = layer(x.requires_grad_())
+        if split:
+            store.open((0, k))
+        with store.scope((0, k) if split else None), delaying.queueing():
+            output.float().square().mean().backward()
+        if split:
+            held.append(store.held((0, k)))
+    for k in range(3) if split else ():
+        store.run((0, k))
+    return {name: p.grad for name, p in layer.named_parameters()}, held
+
+
+def parallel(dtype):
+    """By kind: what differs between whole and split, and bytes that waited for W."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        forget_groups()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    found = {}
+    try:
+        for kind in PARALLEL:
+            (whole, _), (split, held) = (parallel_gradients(s, kind, dtype) for s in (False, True))
+            assert whole.keys() == split.keys()
+            found[kind] = [n for n in whole if not torch.equal(whole[n], split[n])], held
+    finally:
+        forget_groups()
+    return found
+
+
+ROWS = 64  # of a microbatch
+# of which tensor sequence parallelism splits the rows, and of which tensor parallelism the columns
+PARALLEL = {
+    'TEColumnParallelLinear': (HIDDEN, FFN),
+    'TELayerNormColumnParallelLinear': (HIDDEN, FFN),
+    'TERowParallelLinear': (FFN, HIDDEN),
+}
+
+
+@pytest.mark.skipif(CUDA and torch.cuda.device_count() < 2, reason='needs two GPUs')
+@pytest.mark.parametrize('dtype', ['bf16', 'fp8'])
+def test_sequence_parallelism(te_ranks, dtype):
+    """What B gathers waits as each rank's own rows, FP8 without data that W does not read."""
+    for found in te_ranks(2).run(parallel, dtype):
+        for kind, (differ, held) in found.items():
+            assert not differ, kind
+            size = 2 if dtype == 'bf16' else 1
+            shards = 2 if dtype == 'bf16' else 1  # of the tensor that is gathered
+            gathered, own = PARALLEL[kind]
+            expected = size * ROWS * (gathered // shards + own // 2)
+            assert all(expected <= bytes <= expected + 64 for bytes in held), (kind, held, expected)
+
+
 def two_layers(store, **options):
     """Two layers of TE without DistributedDataParallel, and what delays in them."""
     from transformer_engine.pytorch import Linear

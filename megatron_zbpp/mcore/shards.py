@@ -1,0 +1,53 @@
+"""What waits for W in parts: a tensor that sequence parallelism gathers, kept as this rank's rows.
+
+Between B and W each rank keeps its own rows, and W gathers them again. Who begins the gather before
+it needs the whole lets it overlap with the computation in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+
+class Shard:
+    """This rank's rows of a tensor that the ranks of `group` hold together, in their order."""
+
+    def __init__(self, rows: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self.rows = rows.contiguous()
+        self._group = group
+        self._whole: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+
+    @classmethod
+    def of(cls, whole: torch.Tensor, group: dist.ProcessGroup) -> Shard:
+        """A copy of this rank's rows, so that `whole` can go."""
+        return cls(whole.chunk(group.size())[group.rank()].clone(), group)
+
+    def start(self) -> None:
+        """Begins the gather."""
+        if self._work is None:
+            rows, ranks = self.rows, self._group.size()
+            self._whole = rows.new_empty((rows.shape[0] * ranks, *rows.shape[1:]))
+            self._work = dist.all_gather_into_tensor(
+                self._whole, rows, group=self._group, async_op=True
+            )
+
+    def gather(self) -> torch.Tensor:
+        """The whole tensor; what it is computed from next waits for it."""
+        self.start()
+        self._work.wait()
+        whole, self._whole, self._work = self._whole, None, None
+        return whole
+
+
+def start_all(shards: Sequence[Shard]) -> Callable[[], None] | None:
+    """What begins their gathers; None where there is none."""
+
+    def start() -> None:
+        for shard in shards:
+            shard.start()
+
+    return start if shards else None
