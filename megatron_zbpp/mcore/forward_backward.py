@@ -15,6 +15,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import layout, refusals, te
 from megatron_zbpp.mcore.agreement import agreement
+from megatron_zbpp.mcore.completeness import every_weight_gradient
 from megatron_zbpp.mcore.ranges import profiled
 from megatron_zbpp.mcore.stages import Call, ModelStage
 from megatron_zbpp.runtime.clock import clock_for
@@ -102,7 +103,12 @@ class Batch:
 
     def run(self, plugin: Plugin) -> list[Any]:
         """What is left of it; returns the loss function's results on the last rank."""
-        with _timed(self.config), plugin.watchdog.passes(self.executor):
+        looked_at = self.arguments.models if self.executor.splits else ()
+        with (
+            _timed(self.config),
+            plugin.watchdog.passes(self.executor),
+            every_weight_gradient(looked_at),
+        ):
             self._gather_parameters()
             record = self.executor.run()
         config, forward_only = self.config, self.arguments.forward_only

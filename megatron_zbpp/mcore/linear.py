@@ -119,7 +119,9 @@ def _defer(
         whole = [o.gather() if isinstance(o, Shard) else o for o in operands]
         return _weight_gradients(original, context, whole[0], parameters, whole[1])
 
-    held = [operand.rows if isinstance(operand, Shard) else operand for operand in operands]
+    def held() -> list[torch.Tensor]:
+        return [o.rows if isinstance(o, Shard) else o for o in operands]
+
     store.defer(parameters, compute, held, start_all(shards))
 
 

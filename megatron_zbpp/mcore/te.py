@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from megatron_zbpp.mcore.shards import Shard, start_all
 from megatron_zbpp.runtime.store import WeightGradStore
@@ -107,6 +109,41 @@ class Delaying:
             module.defer(entries, backward.computed, chunk.store)
 
 
+def left_over(model: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """Parameters of `model` whose weight gradients a backward has put off, and no W has run."""
+    return {
+        parameter
+        for module in delaying_modules(model)
+        if 'put' in vars(module.wgrad_store) and _delayed(module).waiting
+        for parameter in _delayed(module).trained
+    }
+
+
+@contextlib.contextmanager
+def strays() -> Iterator[list[tuple[torch.Size, ...]]]:
+    """Collects what TE's stores take in meanwhile that are not ours to run: shapes of operands.
+
+    Such are those of modules that `model.modules()` does not find.
+    """
+    common = sys.modules.get('transformer_engine.pytorch.module._common')
+    found: list[tuple[torch.Size, ...]] = []
+    if common is None:
+        yield found
+        return
+    original = common.WeightGradStore.put
+
+    @functools.wraps(original)
+    def put(self: Any, tensors: list, function: Callable) -> None:
+        found.append(tuple(tensor.shape for tensor in _inner(tensors)))
+        original(self, tensors, function)
+
+    common.WeightGradStore.put = put
+    try:
+        yield found
+    finally:
+        common.WeightGradStore.put = original
+
+
 @dataclass
 class _Chunk:
     """What the modules of a chunk share: their store, and the backward that runs now."""
@@ -122,14 +159,14 @@ class _Backward:
     Attributes:
         runs: modules with what each run of `backward_dw` will find in its queue, in order.
         computed: parameters whose gradients it has computed.
-        held: others that autograd visited, with `.grad` and the flag as they were.
+        gradients: `.grad` of others that autograd visited, as it was.
+        flags: those of DistributedDataParallel on such, as they were.
     """
 
     runs: list[tuple[_Delayed, list[list]]] = field(default_factory=list)
     computed: set[torch.nn.Parameter] = field(default_factory=set)
-    held: list[tuple[torch.nn.Parameter, torch.Tensor | None, bool | None]] = field(
-        default_factory=list
-    )
+    gradients: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = field(default_factory=list)
+    flags: list[tuple[torch.nn.Parameter, bool]] = field(default_factory=list)
 
     def put(self, module: _Delayed, entry: list) -> None:
         last = self.runs[-1] if self.runs else None
@@ -138,18 +175,12 @@ class _Backward:
         else:
             self.runs.append((module, [entry]))
 
-    def hold(self, parameter: torch.nn.Parameter) -> None:
-        """Until the end of the backward `.grad` and the flag are for DistributedDataParallel."""
-        self.held.append((parameter, parameter.grad, getattr(parameter, _ADDED, None)))
-        if hasattr(parameter, _ADDED):
-            setattr(parameter, _ADDED, True)
-
     def put_back(self) -> None:
         """Leaves no trace on parameters whose gradients are still to come."""
-        for parameter, gradient, added in self.held:
+        for parameter, gradient in self.gradients:
             parameter.grad = gradient
-            if added is not None:
-                setattr(parameter, _ADDED, added)
+        for parameter, added in self.flags:
+            parameter.grad_added_to_main_grad = added
 
 
 def _delayed(module: torch.nn.Module) -> _Delayed:
@@ -163,6 +194,7 @@ class _Delayed:
 
     Attributes:
         entries: how many one backward puts off, and `backward_dw` runs.
+        chunk: that it belongs to.
         trained: its weights and biases that want gradients; those of norms come with B.
         waiting: backwards whose W has not run.
     """
@@ -171,10 +203,10 @@ class _Delayed:
         self.entries = 2 if hasattr(module, 'fc2_weight') else 1
         self.trained: list[torch.nn.Parameter] = []
         self.waiting = 0
+        self.chunk: _Chunk | None = None
         self._module = module
         self._all: list[torch.nn.Parameter] = []
-        self._visits: list[_Visit] = []
-        self._chunk: _Chunk | None = None
+        self._handles: list[RemovableHandle] = []
         self._running = False
         module.wgrad_store.put = self.put
         module.wgrad_store.delay_wgrad_compute = self.delays
@@ -191,18 +223,18 @@ class _Delayed:
         if len(trained) != len(self.trained) or any(
             one is not other for one, other in zip(trained, self.trained, strict=True)
         ):
-            for visit in self._visits:
-                visit.remove()
+            for handle in self._handles:
+                handle.remove()
             self.trained = trained
-            self._visits = [_Visit(p, 'weight' in name) for name, p in named if p.requires_grad]
-        for visit in self._visits:
-            visit.chunk = chunk
-        self._chunk = chunk
+            self._handles = [
+                _watch(p, 'weight' in name, self) for name, p in named if p.requires_grad
+            ]
+        self.chunk = chunk
         self.waiting = 0
 
     def delays(self) -> bool:
         """What TE asks, in forward and in backward."""
-        return self._running or self._chunk.store.deferring
+        return self._running or self.chunk.store.deferring
 
     def put(self, tensors: list, function: Callable) -> None:
         """Called by TE's backward.
@@ -210,12 +242,12 @@ class _Delayed:
         Raises:
             RuntimeError: nobody would run it.
         """
-        if self._chunk.backward is None:
+        if self.chunk.backward is None:
             raise RuntimeError(
                 f'{type(self._module).__name__} put off its weight gradient in a backward that '
                 'is not one of the schedule'
             )
-        self._chunk.backward.put(self, [tensors, function])
+        self.chunk.backward.put(self, [tensors, function])
 
     def defer(
         self, entries: list[list], computed: set[torch.nn.Parameter], store: WeightGradStore
@@ -223,21 +255,24 @@ class _Delayed:
         """Leaves to the W what a backward put off, which has `computed` gradients of some."""
         if store.waits:
             entries = [[self._least(tensors), function] for tensors, function in entries]
-        parameters = [parameter for parameter in self.trained if parameter not in computed]
-        held = [t for tensors, _ in entries for t in _inner(tensors) if not self._is_permanent(t)]
+        parameters = self.trained
+        if computed:
+            parameters = [parameter for parameter in parameters if parameter not in computed]
         shards = [t for tensors, _ in entries for t in tensors if isinstance(t, Shard)]
         store.defer(
             parameters,
             functools.partial(self._compute, parameters, entries),
-            held,
+            functools.partial(self._held, entries),
             start_all(shards),
         )
         self.waiting += 1
 
     def _least(self, tensors: list) -> list:
         """What W needs of them: FP8 data by columns, and this rank's rows of what was gathered."""
-        for tensor in _leaves(tensors):
-            if hasattr(tensor, 'update_usage'):
+        for item in tensors:
+            for tensor in item if isinstance(item, list | tuple) else (item,):
+                if type(tensor) is torch.Tensor:  # nor are the others quantized
+                    break
                 tensor.update_usage(rowwise_usage=False, columnwise_usage=True)
         module = self._module
         gathered = _GATHERED.get(getattr(module, 'parallel_mode', None))
@@ -249,11 +284,12 @@ class _Delayed:
         kept[gathered] = Shard.of(tensors[gathered], module.tp_group)
         return kept
 
-    def _is_permanent(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a gradient that lives as long as its parameter."""
-        return self._module.fuse_wgrad_accumulation and any(
-            tensor is getattr(parameter, 'main_grad', None) for parameter in self.trained
-        )
+    def _held(self, entries: list[list]) -> Iterator[torch.Tensor]:
+        """What waits; not `main_grad`, which lives as long as its parameter."""
+        fused = self._module.fuse_wgrad_accumulation
+        permanent = {id(getattr(p, 'main_grad', None)) for p in self.trained} if fused else set()
+        for tensors, _ in entries:
+            yield from (tensor for tensor in _inner(tensors) if id(tensor) not in permanent)
 
     def _compute(
         self, parameters: list[torch.nn.Parameter], entries: list[list]
@@ -283,43 +319,44 @@ class _Delayed:
                 parameter.grad = gradient
 
 
-class _Visit:
-    """Autograd's visits of a parameter of a module that delays, before DistributedDataParallel's.
+def _watch(parameter: torch.nn.Parameter, is_weight: bool, module: _Delayed) -> RemovableHandle:
+    """Autograd's visits of a parameter of a module, right before DistributedDataParallel's.
+
+    Called for each weight in each backward, of experts there are many: so it does little.
 
     Args:
         parameter: visited.
         is_weight: whether no B computes its gradient.
+        module: that it belongs to.
     """
+    zeroed = getattr(parameter, 'zero_out_wgrad', False)  # then it is added, whatever the flag
+    # what DistributedDataParallel takes for a gradient and may add: one zero in memory
+    stand_in = _zero(parameter.dtype, parameter.device).expand(parameter.shape)
 
-    def __init__(self, parameter: torch.nn.Parameter, is_weight: bool) -> None:
-        self.chunk: _Chunk | None = None
-        self._is_weight = is_weight
-        self.remove = parameter.register_hook(functools.partial(self._visit, parameter)).remove
-
-    def _visit(
-        self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        backward = self.chunk.backward
-        if backward is not None and (self._is_weight or gradient is None):
-            backward.hold(parameter)
-            parameter.grad = None
-        elif backward is not None:
+    def visit(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        backward = module.chunk.backward
+        added = getattr(parameter, _ADDED, None)
+        if backward is None:  # a W, or a backward that is whole
+            if gradient is None and added:
+                parameter.grad = stand_in
+            return None
+        if gradient is not None and not is_weight:
             backward.computed.add(parameter)
-        if gradient is None and getattr(parameter, _ADDED, False):
-            parameter.grad = _stand_in(parameter)
-        if backward is None or gradient is None or not self._is_weight:
+            return None
+        if added is not None:
+            backward.flags.append((parameter, added))
+            parameter.grad_added_to_main_grad = True
+        elif gradient is not None:
+            backward.gradients.append((parameter, parameter.grad))
+            parameter.grad = None
+        if gradient is None:
+            if added is not None:
+                parameter.grad = stand_in
             return None
         # What autograd would keep is not real. A tensor that nobody else has is kept, not copied.
-        return (
-            torch.zeros_like(gradient)
-            if getattr(parameter, 'zero_out_wgrad', False)  # then it is added nevertheless
-            else gradient.detach()
-        )
+        return torch.zeros_like(gradient) if zeroed else gradient.detach()
 
-
-def _stand_in(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """What DistributedDataParallel takes for a gradient and may add: zeros, one in memory."""
-    return _zero(parameter.dtype, parameter.device).expand(parameter.shape)
+    return parameter.register_hook(visit)
 
 
 @functools.lru_cache
@@ -327,19 +364,12 @@ def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=dtype, device=device)
 
 
-def _leaves(tensors: Any) -> Iterator[Any]:
-    """What is in lists of lists."""
+def _inner(tensors: Any) -> Iterator[torch.Tensor]:
+    """The tensors with memory: in lists, in quantized ones, and the rows of shards."""
     for item in tensors:
         if isinstance(item, list | tuple):
-            yield from _leaves(item)
-        else:
-            yield item
-
-
-def _inner(tensors: Any) -> Iterator[torch.Tensor]:
-    """The tensors with memory: those in quantized ones, and the rows of shards."""
-    for item in _leaves(tensors):
-        if type(item) is torch.Tensor:
+            yield from _inner(item)
+        elif type(item) is torch.Tensor:
             yield item
         elif item is not None:
-            yield from (t for t in vars(item).values() if type(t) is torch.Tensor)
+            yield from _inner([part for part in vars(item).values() if type(part) is torch.Tensor])

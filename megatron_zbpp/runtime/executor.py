@@ -75,6 +75,7 @@ class Executor:
             another thread: plain values, without a lock.
         current: the pass that runs, or whose input is waited for; the latest one between passes.
         awaiting: whether its input is waited for.
+        splits: whether its program has W passes.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Executor:
         self._store = store
         self._named = named
         passes = [i for i in program if isinstance(i, Pass)]
-        self._defers = any(p.kind == W for p in passes)
+        self.splits = any(p.kind == W for p in passes)
         self._trains = any(p.kind != F for p in passes)
         # what B accumulates by itself (norms, embeddings) is complete after the last of the first,
         # what waits for W after the last of the second
@@ -206,7 +207,7 @@ class Executor:
         stage = self._stages[p.stage]
         if received is not None and self._trains:
             received.requires_grad_()
-        with self._store.scope(key if self._defers else None):
+        with self._store.scope(key if self.splits else None):
             output = stage.forward(p.microbatch, received)
         # keeps the data alive for whoever gets it
         made = output.detach() if isinstance(output, torch.Tensor) else output
@@ -219,14 +220,14 @@ class Executor:
         key = (p.stage, p.microbatch)
         stage = self._stages[p.stage]
         received, output = self._saved.pop(key)
-        if self._defers:
+        if self.splits:
             self._store.open(key, waits=p.kind == B)
         with (
-            self._store.scope(key if self._defers else None),
+            self._store.scope(key if self.splits else None),
             stage.accumulating(p in self._last_backwards),
         ):
             made = stage.backward(received, output, gradient)
-        if self._defers and p.kind == BW:
+        if self.splits and p.kind == BW:
             self._weights(p, None)
         return made
 

@@ -25,19 +25,19 @@ class Deferred:
     Attributes:
         parameters: that get them.
         compute: gives one for each; None where it has put it where it belongs.
-        held: the tensors that wait for it.
+        held: tells the tensors that wait for it.
         start: begins its communication, some time before `compute`.
     """
 
     parameters: Sequence[torch.nn.Parameter]
     compute: Callable[[], Gradients]
-    held: Sequence[torch.Tensor]
+    held: Callable[[], Iterable[torch.Tensor]] | None
     start: Callable[[], None] | None
 
     @property
     def storages(self) -> Iterable[tuple[int, int]]:
         """Address and bytes of each storage that it holds."""
-        for tensor in self.held:
+        for tensor in self.held() if self.held is not None else ():
             storage = tensor.untyped_storage()
             yield storage.data_ptr(), storage.nbytes()
 
@@ -89,7 +89,7 @@ class WeightGradStore:
         self,
         parameters: Sequence[torch.nn.Parameter],
         compute: Callable[[], Gradients],
-        held: Sequence[torch.Tensor] = (),
+        held: Callable[[], Iterable[torch.Tensor]] | None = None,
         start: Callable[[], None] | None = None,
     ) -> None:
         """Called by a layer's backward in a pass that defers; arguments as of `Deferred`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from megatron_zbpp.runtime.store import WeightGradStore
@@ -70,7 +72,8 @@ def test_communication_starts_one_layer_ahead():
         for layer, weight in enumerate(weights):
             start = None if layer == 1 else lambda layer=layer: events.append(f'start {layer}')
             held = [shared[layer:], torch.zeros(layer)]
-            store.defer([weight], lambda layer=layer: compute(layer), held, start)
+            run = functools.partial(compute, layer)
+            store.defer([weight], run, functools.partial(iter, held), start)
     assert store.held((0, 0)) == 4 * (10 + 0 + 1 + 2)
     store.run((0, 0))
     assert events == ['start 0', 'compute 0', 'start 2', 'compute 1', 'compute 2']

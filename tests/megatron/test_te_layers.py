@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -481,3 +482,70 @@ def test_userbuffers_are_refused():
     assert config.delay_wgrad_compute
     with pytest.raises(NotImplementedError, match=r'userbuffers.*--tp-comm-overlap'):
         te.delay_weight_gradients(SimpleNamespace(tp_comm_overlap=True))
+
+
+def registrations():
+    """Hooks that are made, and walks over parameters, in a second iteration."""
+    from megatron_zbpp.mcore import te
+    from megatron_zbpp.runtime.store import WeightGradStore
+
+    store = WeightGradStore()
+    layers, delaying = two_layers(store)
+    counts = []
+    for k in range(2):
+        hook = mock.patch.object(torch.Tensor, 'register_hook', autospec=True)
+        with hook as registered:
+            delaying = te.Delaying(layers, store)
+        loss = layers[1](layers[0](torch.ones(2, 4))).sum()
+        walk = mock.patch.object(torch.nn.Module, 'named_parameters', autospec=True)
+        with hook as in_backward, walk as walked:
+            backward(store, delaying, k, lambda loss=loss: loss)
+        counts.append((registered.call_count, in_backward.call_count, walked.call_count))
+    return counts
+
+
+def test_hooks_are_registered_once(te_ranks):
+    """Of 64 experts in each of 16 layers they were most of a B's time on the host."""
+    assert te_ranks(1).run(registrations) == [[(0, 0, 0)] * 2]
+
+
+class Hidden:
+    """A layer that `modules()` does not find, such as those of Transformer Engine's op fuser."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+
+def incomplete(hidden, store_runs):
+    """What is said after an iteration with a layer that is hidden, or whose W does not run."""
+    from megatron_zbpp.mcore.completeness import every_weight_gradient
+    from megatron_zbpp.runtime.store import WeightGradStore
+
+    store = WeightGradStore()
+    layers, delaying = two_layers(store)
+    if hidden:
+        from transformer_engine.pytorch import Linear
+
+        layers.hidden = Hidden(Linear(4, 4, delay_wgrad_compute=True, params_dtype=torch.float32))
+    try:
+        for k in range(2):  # the second is not looked at
+            with every_weight_gradient([layers]):
+                x = layers[0](torch.ones(2, 4))
+                x = layers.hidden.layer(x) if hidden else x
+                backward(store, delaying, k, lambda x=x: x.sum())
+                if store_runs:
+                    store.run((0, k))
+    except RuntimeError as error:
+        return str(error)
+    handles = [p for p in layers.parameters() if len(p._backward_hooks) > 1]
+    assert not handles
+
+
+def test_every_weight_gets_its_gradient(te_ranks):
+    """A layer that took no part, here the second, may have none."""
+    run = te_ranks(1).run
+    assert run(incomplete, False, True) == [None]
+    (said,) = run(incomplete, False, False)
+    assert '0.weight, 0.bias' in said and '1.weight' not in said
+    (said,) = run(incomplete, True, True)
+    assert 'modules() does not find, from (2, 4) and (2, 4)' in said
