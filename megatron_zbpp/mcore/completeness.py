@@ -67,7 +67,7 @@ def _looking(models: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def _has_main_grad(parameter: torch.nn.Parameter) -> bool:
-    """Whether a layer has added to `main_grad`, as far as can be told: without a flag nobody can."""
+    """Whether a layer has added to `main_grad`, for all that can be told: it may have no flag."""
     return getattr(parameter, 'grad_added_to_main_grad', hasattr(parameter, 'main_grad'))
 
 

@@ -176,7 +176,9 @@ class _Backward:
             self.runs.append((module, [entry]))
 
     def put_back(self) -> None:
-        """Leaves no trace on parameters whose gradients are still to come."""
+        """Leaves no trace on modules and on parameters whose gradients are still to come."""
+        for module, _ in self.runs:
+            module.backward = None
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
         for parameter, added in self.flags:
@@ -195,6 +197,7 @@ class _Delayed:
     Attributes:
         entries: how many one backward puts off, and `backward_dw` runs.
         chunk: that it belongs to.
+        backward: that runs now, if it has put something off in it.
         trained: its weights and biases that want gradients; those of norms come with B.
         waiting: backwards whose W has not run.
     """
@@ -204,6 +207,7 @@ class _Delayed:
         self.trained: list[torch.nn.Parameter] = []
         self.waiting = 0
         self.chunk: _Chunk | None = None
+        self.backward: _Backward | None = None
         self._module = module
         self._all: list[torch.nn.Parameter] = []
         self._handles: list[RemovableHandle] = []
@@ -247,7 +251,8 @@ class _Delayed:
                 f'{type(self._module).__name__} put off its weight gradient in a backward that '
                 'is not one of the schedule'
             )
-        self.chunk.backward.put(self, [tensors, function])
+        self.backward = self.chunk.backward
+        self.backward.put(self, [tensors, function])
 
     def defer(
         self, entries: list[list], computed: set[torch.nn.Parameter], store: WeightGradStore
@@ -334,14 +339,15 @@ def _watch(parameter: torch.nn.Parameter, is_weight: bool, module: _Delayed) -> 
     stand_in = _zero(parameter.dtype, parameter.device).expand(parameter.shape)
 
     def visit(gradient: torch.Tensor | None) -> torch.Tensor | None:
-        backward = module.chunk.backward
+        if gradient is not None and not is_weight:  # it may come before the module's own backward
+            if module.chunk.backward is not None:
+                module.chunk.backward.computed.add(parameter)
+            return None
+        backward = module.backward
         added = getattr(parameter, _ADDED, None)
-        if backward is None:  # a W, or a backward that is whole
+        if backward is None:  # a W, or a backward in which the module has put nothing off
             if gradient is None and added:
                 parameter.grad = stand_in
-            return None
-        if gradient is not None and not is_weight:
-            backward.computed.add(parameter)
             return None
         if added is not None:
             backward.flags.append((parameter, added))

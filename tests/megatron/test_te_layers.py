@@ -443,6 +443,22 @@ def outside_of_a_schedule():
         return str(error)
 
 
+def whole_forward():
+    """Gradients where the forward was told that nothing is to wait, and the backward else."""
+    from megatron_zbpp.runtime.store import WeightGradStore
+
+    store = WeightGradStore()
+    (one, _), delaying = two_layers(store)
+    output = one(torch.ones(2, 4))
+    backward(store, delaying, 0, output.sum)
+    store.run((0, 0))
+    return one.weight.grad[0, 0].item(), one.bias.grad[0].item()
+
+
+def test_only_what_was_put_off_waits(te_ranks):
+    assert te_ranks(1).run(whole_forward) == [(2.0, 2.0)]
+
+
 def test_a_weight_gradient_that_nobody_would_run(te_ranks):
     for said in te_ranks(2).run(outside_of_a_schedule):
         assert 'Linear put off its weight gradient' in said
@@ -496,7 +512,8 @@ def registrations():
         hook = mock.patch.object(torch.Tensor, 'register_hook', autospec=True)
         with hook as registered:
             delaying = te.Delaying(layers, store)
-        loss = layers[1](layers[0](torch.ones(2, 4))).sum()
+        with store.scope((0, k)):
+            loss = layers[1](layers[0](torch.ones(2, 4))).sum()
         walk = mock.patch.object(torch.nn.Module, 'named_parameters', autospec=True)
         with hook as in_backward, walk as walked:
             backward(store, delaying, k, lambda loss=loss: loss)
@@ -530,8 +547,9 @@ def incomplete(hidden, store_runs):
     try:
         for k in range(2):  # the second is not looked at
             with every_weight_gradient([layers]):
-                x = layers[0](torch.ones(2, 4))
-                x = layers.hidden.layer(x) if hidden else x
+                with store.scope((0, k)):
+                    x = layers[0](torch.ones(2, 4))
+                    x = layers.hidden.layer(x) if hidden else x
                 backward(store, delaying, k, lambda x=x: x.sum())
                 if store_runs:
                     store.run((0, k))
