@@ -105,7 +105,7 @@ class Channels:
         device: torch.device,
         meeting: Callable[[str], AbstractContextManager],
     ) -> None:
-        """Sends one element through each channel; each other neighbour's at the same time."""
+        """Sends one element through each channel; pairs without a common rank go at once."""
         tensor = torch.zeros(1, device='cpu' if self._on_host else device)
         for a, b in sorted(pairs, key=lambda pair: (min(pair) % 2, *pair)):
             if self.rank not in (a, b):
