@@ -29,8 +29,24 @@ _NUMBERS = {
     'decoder_last_pipeline_num_layers': None,
     'micro_batch_size': None,
     'global_batch_size': None,
+    'hidden_size': None,
+    'ffn_hidden_size': None,
+    'num_attention_heads': None,
+    'num_query_groups': 1,
+    'kv_channels': None,
+    'num_experts': None,
+    'seq_length': None,
 }
-_SWITCHES = ('account_for_embedding_in_pipeline_split', 'account_for_loss_in_pipeline_split')
+_SWITCHES = (
+    'account_for_embedding_in_pipeline_split',
+    'account_for_loss_in_pipeline_split',
+    'sequence_parallel',
+    'group_query_attention',
+    'multi_latent_attention',
+    'swiglu',
+    'bf16',
+    'fp16',
+)
 
 
 @dataclass(frozen=True)
@@ -115,6 +131,8 @@ def _own_parser() -> argparse.ArgumentParser:
     for name in _SWITCHES:
         parser.add_argument(arguments.flag(name), action='store_true')
     parser.add_argument('--pipeline-model-parallel-layout')
+    parser.add_argument('--recompute-granularity')
+    parser.add_argument('--hidden-dropout', type=float, default=0.1)
     parser.add_argument('--rampup-batch-size', nargs='*')
     parser.add_argument('--fp8-format', dest='fp8')
     parser.add_argument('--fp4-format', dest='fp4')

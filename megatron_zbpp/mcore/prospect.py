@@ -11,6 +11,7 @@ from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import arguments, layout, refusals
 from megatron_zbpp.mcore.barriers import barriers
 from megatron_zbpp.mcore.launch_line import LaunchLine
+from megatron_zbpp.mcore.layer_memory import LayerMemory, layer_memory
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.memory import peak
@@ -53,6 +54,7 @@ class Prospect:
         stages: of each pipeline rank, in model order.
         layers: transformer layers of each stage; none where they cannot be placed.
         iterations: one for each number of microbatches that training has.
+        layer: what a dense layer holds; None: they are not dense, or of unknown size.
         refused: what does not work, why, and what to do.
         notes: what else to know.
     """
@@ -63,6 +65,7 @@ class Prospect:
     stages: tuple[tuple[int, ...], ...] = ()
     layers: tuple[int, ...] = ()
     iterations: tuple[Simulated, ...] = ()
+    layer: LayerMemory | None = None
     refused: tuple[refusals.Refusal, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -89,6 +92,7 @@ class Prospect:
                 f'{each.makespan:g}, bubble {each.bubble_makespan:.1%}; window {each.window:g}, '
                 f'bubble {each.bubble_window:.1%}; peak activations {max(each.peaks):g}'
             )
+        found += [] if self.layer is None else [str(self.layer)]
         found += [f'note: {note}' for note in self.notes]
         return found + [f'refused: {refusal}' for refusal in self.refused]
 
@@ -128,6 +132,7 @@ def prospect_of(line: LaunchLine) -> Prospect:
         tuple(map(placement.stages, range(placement.num_ranks))),
         tuple(_layers(line.args, placement)),
         tuple(_simulated(plugin, placement.num_ranks, count) for count in counts),
+        layer_memory(line.args),
         tuple(refusals.refused(line.args, line.on_cpu, te.find() is not None, placement)),
         tuple(notes),
     )

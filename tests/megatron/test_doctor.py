@@ -136,6 +136,34 @@ def test_plan(ranks):
 
 
 @pytest.mark.parametrize(
+    ('words', 'activation', 'retained'),
+    [
+        (['--bf16'], 34, 32),
+        (['--bf16', '--tensor-model-parallel-size', 8], 13, 11),
+        (['--bf16', '--tensor-model-parallel-size', 8, '--sequence-parallel'], 4.25, 4),
+        (['--bf16', '--recompute-granularity', 'full'], 2, 32),
+        (['--swiglu', '--ffn-hidden-size', 128], 58, 56),
+        (['--num-experts', 2], None, None),
+    ],
+    ids=lambda value: ' '.join(map(str, value)) if isinstance(value, list) else '',
+)
+def test_layer(ranks, words, activation, retained):
+    """What it holds from F to B, and what waits for W, which may be more."""
+    given = [*SIZES, '--global-batch-size', 48, '--pipeline-schedule', 'zb-v', *words]
+    _, found = report(ranks, '--gpus', 64, '--', *given)
+    layer = found['launch_line']['layer']
+    if activation is None:
+        assert layer is None
+        return
+    assert layer['unit'] == 64 * 2 * 64
+    held = [layer[name] / layer['unit'] for name in ('activation', 'retained')]
+    assert held == pytest.approx([activation, retained])
+    (_, out, _), _ = ranks(2).run(doctor, ['--gpus', 64, '--', *given])
+    assert f'holds about {activation:.4g} s·b·h' in out
+    assert f'{retained:.4g} s·b·h (' in out and 'between B and W' in out
+
+
+@pytest.mark.parametrize(
     ('words', 'gpus', 'microbatches'),
     [
         (['torchrun', '--nproc-per-node', '8', '--nnodes=4', 'pretrain_gpt.py'], 32, [12]),
