@@ -122,7 +122,10 @@ def _sha256(values: Iterable[Any]) -> str:
     """Of the bytes of all `values`: tensors, or numbers."""
     digest = hashlib.sha256()
     for value in values:
-        tensor = torch.as_tensor(value).detach().cpu().contiguous().reshape(-1)
+        tensor = torch.as_tensor(value).detach()
+        if type(tensor) is not torch.Tensor:  # weights in FP8
+            tensor = tensor.dequantize()
+        tensor = tensor.cpu().contiguous().reshape(-1)
         digest.update(tensor.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 

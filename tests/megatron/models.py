@@ -73,6 +73,8 @@ class Job:
         fused: whether weight gradients are added to `main_grad` by the product itself.
         overlap: of --overlap-grad-reduce.
         distributed: of --use-distributed-optimizer.
+        fp8: None, 'products' for products of FP8 with current scaling, or 'weights' for such
+            weights as well.
     """
 
     kind: str = 'dense'
@@ -87,6 +89,7 @@ class Job:
     fused: bool = False
     overlap: bool = False
     distributed: bool = False
+    fp8: str | None = None
 
     @property
     def size(self) -> int:
@@ -121,6 +124,8 @@ class Job:
             'context_parallel_size': self.cp,
             'expert_model_parallel_size': self.ep,
             'gradient_accumulation_fusion': self.fused,
+            **({'fp8': 'hybrid', 'fp8_recipe': 'tensorwise'} if self.fp8 else {}),
+            'fp8_param': self.fp8 == 'weights',
         }
 
 
@@ -189,6 +194,11 @@ def _replacements(script: Any, job: Job) -> Iterator[tuple[Any, str, Any]]:
     options['num_experts'] = options.pop('num_moe_experts')
     spec = partial(getattr(gpt_layer_specs, f'get_gpt_layer_{of}_spec'), **options)
     yield script, 'get_gpt_layer_local_spec', spec
+    if job.fp8 == 'weights':
+        ddp, optimizer = script.DistributedDataParallelConfig, script.OptimizerConfig
+        yield script, 'DistributedDataParallelConfig', _with(ddp, fp8_param_gather=True)
+        yield script, 'OptimizerConfig', _with(optimizer, fp8_recipe='tensorwise')
+        yield script, 'draw_weights', _drawing_all(script.draw_weights)
     state = script.parallel_state
     initialize = partial(
         state.initialize_model_parallel,
@@ -207,6 +217,17 @@ def _replacements(script: Any, job: Job) -> Iterator[tuple[Any, str, Any]]:
 
 def _with(make: Callable, **values: Any) -> Callable:
     return lambda *args, **given: make(*args, **(given | values))
+
+
+def _drawing_all(original: Callable) -> Callable:
+    """Also forgets what FP8 weights were before: the optimizer would begin there."""
+
+    def draw_weights(chunks: list, seed: int) -> None:
+        original(chunks, seed)
+        for parameter in (p for chunk in chunks for p in chunk.parameters()):
+            vars(parameter).pop('get_high_precision_init_val', None)
+
+    return draw_weights
 
 
 def _of_context_parallel_rank(original: Callable) -> Callable:
@@ -235,7 +256,8 @@ def _left(models: list, optimizer: Any) -> tuple[dict, dict]:
     parameters, states = {}, {}
     for layer, name, parameter in report.by_layer(models):
         key = (layer, name, *(dense if getattr(parameter, 'allreduce', True) else expert))
-        parameters[key] = parameter.detach().cpu().clone()
+        plain = parameter.dequantize() if hasattr(parameter, '_scale_inv') else parameter
+        parameters[key] = plain.detach().cpu().clone()
         for part in parts:
             start, main = 0, getattr(parameter, 'main_param', parameter)
             if isinstance(part, DistributedOptimizer):

@@ -285,6 +285,15 @@ def test_transposed_codes():
     assert TEX.fp8_transpose(codes, None, out=out) is out and torch.equal(out, codes.view(6, 4).t())
 
 
+def test_padding():
+    x, out, back = randn(5, 4), torch.full((12, 4), float('nan')), torch.empty(5, 4)
+    TEX.fused_multi_row_padding(x, out, [2, 0, 3], [4, 4, 4])
+    assert torch.equal(out[:2], x[:2]) and torch.equal(out[8:11], x[2:])
+    assert not out[2:8].any() and not out[11].any()
+    TEX.fused_multi_row_unpadding(out, back, [4, 4, 4], [2, 0, 3])
+    assert torch.equal(back, x)
+
+
 def test_what_is_missing_says_so():
     assert TEX.CommOverlapType.RS != TEX.CommOverlapType.AG
     before = calls['get_num_cublas_streams']

@@ -28,6 +28,7 @@ from megatron_zbpp.emulation.te import (  # noqa: F401  # their kernels register
     gemm,
     multi_tensor,
     norm,
+    padding,
     quantization,
     queries,
     softmax,

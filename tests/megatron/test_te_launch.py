@@ -1,0 +1,76 @@
+"""NVIDIA's own training loop on Transformer Engine's layers, without a GPU, by the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import commands
+import pytest
+from gpu import CUDA
+from nvidia import COMMON, SCRIPT, needs_training, run, since
+from test_launch import DISTRIBUTED, LLAMA, MOE, NO_CLIPPING, OVERLAP, PIPELINE, WITHOUT_STATE
+from wheels import NEWEST, transformer_engine
+
+pytestmark = [pytest.mark.te, pytest.mark.skipif(CUDA, reason='--cpu is for machines without')]
+
+TE = ['--transformer-impl', 'transformer_engine', '--bf16']
+FP8 = ['--fp8-format', 'hybrid', '--fp8-recipe', 'tensorwise']
+CASES = {
+    'dense': [],
+    'grouped experts': [*LLAMA, *MOE, '--moe-grouped-gemm', *OVERLAP],
+    'FP8 weights': [*FP8, '--fp8-param-gather', *DISTRIBUTED],
+}
+
+
+@needs_training
+@pytest.mark.parametrize('case', CASES)
+def test_identical_to_megatron(te_ranks, tmp_path, case):
+    """From a checkpoint that Megatron's own 1F1B saved, every schedule goes on as it does."""
+    ranks, sharded = te_ranks(2), DISTRIBUTED[0] in CASES[case]
+    flags = [*PIPELINE, *NO_CLIPPING, *TE, *CASES[case], '--train-iters', 4]
+    saving, loading = ['--save', tmp_path, '--save-interval', 2], ['--load', tmp_path]
+    if sharded:  # shards of another placement are cut elsewhere
+        run(ranks, *flags, *saving, *WITHOUT_STATE, '--exit-interval', 2)
+        loading += WITHOUT_STATE
+        stock = run(ranks, *flags, *loading)
+    else:
+        stock = run(ranks, *flags, *saving)
+        loading += ['--ckpt-step', 2]
+    for schedule in ('zb-h1', 'zb-v'):
+        ours = run(ranks, *flags, *loading, '--pipeline-schedule', schedule)
+        assert ours.losses == since(0 if sharded else 2, stock.losses), schedule
+        assert ours.parameters == stock.parameters, schedule
+        assert sharded or ours.optimizer == stock.optimizer, schedule
+
+
+def test_without_transformer_engine():
+    command = [sys.executable, '-m', 'megatron_zbpp.launch', '--cpu', SCRIPT, *COMMON, *TE]
+    done = commands.run(command, timeout=200)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        'python -m megatron_zbpp.launch: error: no transformer_engine in sys.path: pip install'
+    )
+
+
+def test_children_have_it():
+    """A process that a run starts emulates Transformer Engine as the run does."""
+    import megatron_zbpp
+
+    children = Path(megatron_zbpp.__file__).parent / 'emulation' / 'children'
+    code = (
+        'import megatron.core, json, transformer_engine.pytorch as te\n'
+        'from megatron_zbpp.emulation.te import installed\n'
+        'print(json.dumps([installed(), te.__file__]))'
+    )
+    folder = transformer_engine(NEWEST)
+    environment = {
+        'PYTHONPATH': os.pathsep.join([str(children), os.getcwd()]),
+        'MEGATRON_ZBPP_EMULATED_TE': str(folder),
+    }
+    done = commands.run([sys.executable, '-c', code], env=environment, timeout=200)
+    assert done.returncode == 0, done.stderr
+    emulated, file = json.loads(done.stdout.splitlines()[-1])
+    assert emulated and Path(file).is_relative_to(folder)
