@@ -26,7 +26,7 @@ from megatron.core.optimizer.optimizer import (
 
 from megatron_zbpp.optim.post_validation import Outcome
 from megatron_zbpp.optim.prefix import stands
-from megatron_zbpp.optim.trial import Stepped, Trial
+from megatron_zbpp.optim.trial import KEPT_BYTES, Stepped, Trial
 
 # Whose `step` is the beginning of an optimizer step.
 STEPPING = (FP32Optimizer, MixedPrecisionOptimizer, ChainedOptimizer)
@@ -184,8 +184,10 @@ class MegatronUpdate:
         return value.item()
 
     def try_step(self) -> None:
+        left = KEPT_BYTES
         for leaf in self._leaves:
-            self._trials.append(Trial(leaf.optimizer, list(_stepped(leaf))))
+            self._trials.append(Trial(leaf.optimizer, list(_stepped(leaf)), kept_bytes=left))
+            left -= self._trials[-1].kept_bytes
         self._gather_parameters()
 
     def finish(self) -> Outcome:
@@ -198,6 +200,9 @@ class MegatronUpdate:
             for at, leaf in enumerate(self._leaves):
                 prepared = _prepared(leaf, overflows.get(at))
                 stack.enter_context(_replaced(leaf, 'prepare_grads', prepared))
+            for leaf, trial in zip(self._leaves, self._trials, strict=False):
+                step = self._stepping(trial, leaf.optimizer.step)
+                stack.enter_context(_replaced(leaf.optimizer, 'step', step))
             answer = _answering(norms, getattr(module, NORM))
             stack.enter_context(_replaced(module, NORM, answer))
             stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tuple(in_place)))
@@ -216,6 +221,17 @@ class MegatronUpdate:
         same_scale = scale is self._optimizer.get_loss_scale()
         return Outcome(result, bool(result[0]) and not self._clipped and same_scale)
 
+    def _stepping(self, trial: Trial, original: Callable) -> Callable:
+        """The inner optimizer's step, of what the trial has not stepped for good."""
+
+        def step() -> Any:
+            if self._clipped:
+                trial.give_back()
+                return original()
+            return trial.complete(original)
+
+        return step
+
     def _watching(self, clip: Callable) -> Callable:
         def clip_grad_by_total_norm_fp32(
             parameters: Any, max_norm: float, total_norm: float, *args: Any, **kwargs: Any
@@ -229,6 +245,7 @@ class MegatronUpdate:
         """The model reads what the true step left, on all ranks that hold copies of it."""
         if not stepped:
             for trial in self._trials:
+                trial.give_back()
                 trial.restore_copies()
         for chunk in self._chunks():
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:

@@ -3,9 +3,10 @@
 One step goes like this on each rank. The reductions over all ranks are begun, not waited for. The
 state of the ranks before it arrives; if it and the rank's own allow a step, the model gets stepped
 parameters on trial and the rank goes ahead with forwards of the next iteration. Then, before
-anything touches the gradients, the reductions' results are there: the true step is taken from the
-state as it was, with the synchronous step's bits. If the trial was right, the forwards are kept;
-if not, they are dropped, and their data given again. The caller gets the true step's result.
+anything touches the gradients, the reductions' results are there: the true step is taken, or what
+the trial has taken of it stands, with the synchronous step's bits. If the trial was right, the
+forwards are kept; if not, they are dropped, and their data given again. The caller gets the true
+step's result.
 
 (Zero Bubble Pipeline Parallelism, section 4, which sends the full state back through the ranks;
 here all get it from the reduction itself, which also gives Megatron's own roundings.)

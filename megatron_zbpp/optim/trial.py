@@ -1,20 +1,23 @@
-"""The parameters after a step that may not stand, made without taking the step.
+"""The parameters after a step that may not stand.
 
-A few parameters at a time, the optimizer steps copies of them and of its state, and the model reads
-what came out: so the true step is taken later from the very state that a synchronous one would have
-met, whatever the optimizer keeps there. It costs one step's time, the copies', and a buffer of a
-few parameters. (The paper undoes the step by arithmetic instead, which is exact for no optimizer.)
+There are two ways. Where a buffer can hold what was there before, the optimizer steps: if the step
+stands it has been taken, else the old values come back. That costs the copies' time beside that of
+the step. Of what does not fit, a few parameters at a time, the optimizer steps copies, and the
+model reads what came out: the true step is taken later, from the very state that a synchronous one
+would have met. That costs another step's time. (The paper undoes the step by arithmetic instead,
+which is exact for no optimizer.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 BUFFER_BYTES = 64 << 20
+KEPT_BYTES = 256 << 20
 _ALIGNMENT = 512  # bytes: of tensors that kernels like best
 
 
@@ -30,40 +33,98 @@ class Stepped(NamedTuple):
     read: torch.Tensor | None
 
 
+class _Before(NamedTuple):
+    """What a parameter and its state were.
+
+    Attributes:
+        stepped: the parameter.
+        value: a copy of it.
+        state: what the optimizer had for it, in the optimizer's own tensors; None: nothing.
+        copies: of its tensors.
+    """
+
+    stepped: Stepped
+    value: torch.Tensor
+    state: dict[str, Any] | None
+    copies: dict[str, torch.Tensor]
+
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """Puts it back."""
+        parameter = self.stepped.parameter
+        parameter.copy_(self.value)
+        if self.state is None:
+            optimizer.state.pop(parameter, None)
+            return
+        for name, copy in self.copies.items():
+            self.state[name].copy_(copy)
+        optimizer.state[parameter] = self.state
+
+
 class Trial:
-    """Puts stepped parameters into the model; `undo` takes out what the optimizer must find.
+    """Puts stepped parameters into the model.
+
+    Then `undo` comes, and when it is known whether the step stands, `complete` or `give_back`.
 
     Args:
         optimizer: whose gradients are ready. Its step must treat each parameter by itself.
         stepped: all of its parameters that have gradients.
-        buffer_bytes: how much state is set aside at once, if one parameter needs no more.
+        buffer_bytes: how much state is set aside at once, if one parameter needs no more, of those
+            that take the true step later.
+        kept_bytes: how much of old state is kept, of those that need not.
 
     Attributes:
         peak_bytes: most that was set aside at once.
+        kept_bytes: how much of old state is kept.
     """
 
+    @torch.no_grad()
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         stepped: Sequence[Stepped],
         buffer_bytes: int = BUFFER_BYTES,
+        kept_bytes: int = KEPT_BYTES,
     ) -> None:
-        self.peak_bytes = 0
+        self._optimizer = optimizer
         self._stepped = stepped
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        parts = list(_parts(optimizer, stepped, buffer_bytes))
-        self.peak_bytes = max(
-            (sum(_bytes(optimizer, s) for s in part) for part in parts), default=0
-        )
+        self._before: list[_Before] = []
+        self._groups: list[tuple[dict, dict]] = []
+        self.kept_bytes = self._step(kept_bytes)
+        later = stepped[len(self._before) :]
+        parts = list(_parts(optimizer, later, buffer_bytes))
+        largest = max((sum(_bytes(optimizer, s) for s in part) for part in parts), default=0)
+        self.peak_bytes = self.kept_bytes + largest
         if parts:
-            buffer = _Buffer(self.peak_bytes, stepped[0].parameter.device)
-            with torch.no_grad():
-                for part in parts:
-                    self._step(optimizer, part, buffer)
+            buffer = _Buffer(largest, later[0].parameter.device)
+            for part in parts:
+                self._step_copies(part, buffer)
 
-    def _step(
-        self, optimizer: torch.optim.Optimizer, part: Sequence[Stepped], buffer: _Buffer
-    ) -> None:
+    def _step(self, most: int) -> int:
+        """Steps the first parameters, whose old values take `most` bytes; how many they take."""
+        optimizer, size, fitting = self._optimizer, 0, []
+        for one in self._stepped:
+            if size + _bytes(optimizer, one) > most:
+                break
+            size += _bytes(optimizer, one)
+            fitting.append(one)
+        if not fitting:
+            return 0
+        for one in fitting:
+            state = optimizer.state.get(one.parameter)
+            tensors = {n: v for n, v in (state or {}).items() if isinstance(v, torch.Tensor)}
+            copies = {name: value.clone() for name, value in tensors.items()}
+            own = None if state is None else dict(state)
+            self._before.append(_Before(one, one.parameter.detach().clone(), own, copies))
+        with _only(optimizer, {id(one.parameter) for one in fitting}) as self._groups:
+            optimizer.step()
+        for parameter, read in fitting:
+            if read is not None:
+                read.copy_(parameter)
+        return size
+
+    def _step_copies(self, part: Sequence[Stepped], buffer: _Buffer) -> None:
+        optimizer = self._optimizer
         states = [optimizer.state.get(s.parameter) for s in part]
         values = [s.parameter.data for s in part]
         buffer.clear()
@@ -74,7 +135,7 @@ class Trial:
                 self._kept.append((parameter, _aside(parameter)))
             else:
                 parameter.data = buffer.copy(parameter.data)
-        with _only(optimizer, [s.parameter for s in part]):
+        with _only(optimizer, {id(s.parameter) for s in part}):
             optimizer.step()
         for (parameter, read), state, value in zip(part, states, values, strict=True):
             if state is None:
@@ -87,12 +148,12 @@ class Trial:
 
     @property
     def in_place(self) -> list[torch.Tensor]:
-        """Parameters that the model reads themselves."""
+        """Parameters that the model reads themselves and the true step is to step."""
         return [parameter for parameter, _ in self._kept]
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Optimizer and parameters are as before the trial; what the model reads of others is not.
+        """The optimizer finds all as before the trial that have not taken the step.
 
         Saved activations keep the parameters that they were computed with: a step that stands
         writes the same values again, so autograd is not told of a change.
@@ -101,6 +162,26 @@ class Trial:
             for parameter, value in self._kept:
                 parameter.copy_(value, non_blocking=True)
         self._kept.clear()
+
+    def complete(self, step: Callable[[], Any]) -> Any:
+        """The trial was right: takes the step, by `step`, of those that have not taken it."""
+        taken = {id(before.stepped.parameter) for before in self._before}
+        if not taken:
+            return step()
+        everything = {id(p) for group in self._optimizer.param_groups for p in group['params']}
+        with _only(self._optimizer, everything - taken, empty=True) as groups:
+            result = step() if groups else None
+        self._before.clear()
+        for group, stepped in [*self._groups, *groups]:  # some keep a step count there
+            group.update({name: v for name, v in stepped.items() if name != 'params'})
+        return result
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """The trial was wrong: the optimizer finds all as before it."""
+        for before in self._before:
+            before.restore(self._optimizer)
+        self._before.clear()
 
     @torch.no_grad()
     def restore_copies(self) -> None:
@@ -139,16 +220,32 @@ def _parts(
 
 
 @contextmanager
-def _only(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """The optimizer steps these only; its groups, which some keep a step count in, stay as is."""
-    chosen = {id(parameter) for parameter in parameters}
+def _only(
+    optimizer: torch.optim.Optimizer, chosen: set[int], empty: bool = False
+) -> Iterator[list[tuple[dict, dict]]]:
+    """The optimizer steps these only; its groups, which some keep a step count in, stay as is.
+
+    Args:
+        optimizer: to restrict.
+        chosen: identities of parameters.
+        empty: whether groups are stepped that have no parameters at all.
+
+    Returns:
+        its groups of these, and what is stepped in the place of each.
+    """
     groups = optimizer.param_groups
     restricted = [
-        {**group, 'params': [p for p in group['params'] if id(p) in chosen]} for group in groups
+        (group, {**group, 'params': [p for p in group['params'] if id(p) in chosen]})
+        for group in groups
     ]
-    optimizer.param_groups = [group for group in restricted if group['params']]
+    restricted = [
+        (group, its)
+        for group, its in restricted
+        if its['params'] or (empty and not group['params'])
+    ]
+    optimizer.param_groups = [its for _, its in restricted]
     try:
-        yield
+        yield restricted
     finally:
         optimizer.param_groups = groups
 

@@ -35,7 +35,12 @@ class Early:
 
 
 def train(
-    argv: list[str], metrics: Path, events: list[Event], clean_steps: int, variant: str
+    argv: list[str],
+    metrics: Path,
+    events: list[Event],
+    clean_steps: int,
+    variant: str,
+    kept_bytes: int,
 ) -> Early | None:
     """Runs on each rank: the example's `train`.
 
@@ -45,11 +50,13 @@ def train(
         events: to happen.
         clean_steps: before steps are tried; 0: they never are.
         variant: one of `_VARIANTS`, or empty.
+        kept_bytes: of the optimizer's old state, that a step on trial keeps.
     """
     import pretrain_gpt
     from example import forget_groups
 
     import megatron_zbpp
+    from megatron_zbpp.mcore import updates
 
     plugins = []
     enable = megatron_zbpp.enable
@@ -63,6 +70,7 @@ def train(
     with ExitStack() as stack:
         stack.callback(forget_groups)
         stack.enter_context(mock.patch.object(megatron_zbpp, 'enable', enabling))
+        stack.enter_context(mock.patch.object(updates, 'KEPT_BYTES', kept_bytes))
         finalize = _injecting(pretrain_gpt.finalize_model_grads, events)
         stack.enter_context(mock.patch.object(pretrain_gpt, 'finalize_model_grads', finalize))
         for name, replacement in _VARIANTS[variant](pretrain_gpt).items():

@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from injected import VALUES, Early, Event, train
 
+from megatron_zbpp.optim.trial import KEPT_BYTES
+
 ITERATIONS = 8
 COMMON = ['--num-layers', '4', '--global-batch-size', '8', '--train-iters', ITERATIONS]
 # processes, schedule, flags, variant: see `injected`
@@ -45,7 +47,7 @@ def compared(ranks, data, tmp_path_factory):
     """Runs both ways; what post-validation did on each rank, once both are the same."""
     folder = tmp_path_factory.mktemp('metrics')
 
-    def run(setup, happening, *more):
+    def run(setup, happening, *more, kept_bytes=KEPT_BYTES):
         size, schedule, flags, variant = SETUPS[setup]
         argv = [*MODEL, *COMMON, '--pipeline-schedule', schedule, '--data-path', data, *flags]
         argv += ['--pipeline-model-parallel-size', 2, '--log-interval', 1000, *more]
@@ -54,7 +56,8 @@ def compared(ranks, data, tmp_path_factory):
             metrics = folder / f'{clean_steps}.jsonl'
             metrics.unlink(missing_ok=True)
             words = list(map(str, argv))
-            early.append(ranks(size).run(train, words, metrics, happening, clean_steps, variant))
+            given = words, metrics, happening, clean_steps, variant, kept_bytes
+            early.append(ranks(size).run(train, *given))
             logged.append([json.loads(line) for line in metrics.read_text().splitlines()])
         for line in [*logged[0], *logged[1]]:
             line.pop('seconds', None)
@@ -66,23 +69,25 @@ def compared(ranks, data, tmp_path_factory):
 
 @pytest.mark.parametrize('setup', SETUPS)
 def test_whatever_happens(compared, setup):
-    """Clipping on no, some or all steps; overflow and nonsense on any rank in any step."""
+    """Clipping on no, some or all steps; overflow and nonsense on any rank in any step. Of the old
+    state, all is kept, some or nothing."""
 
     @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-    @given(events, st.sampled_from([0, 2.5, 10]))
-    def both_ways(happening, clip_grad):
-        compared(setup, happening, '--clip-grad', clip_grad)
+    @given(events, st.sampled_from([0, 2.5, 10]), st.sampled_from([KEPT_BYTES, 200_000, 0]))
+    def both_ways(happening, clip_grad, kept_bytes):
+        compared(setup, happening, '--clip-grad', clip_grad, kept_bytes=kept_bytes)
 
     both_ways()
 
 
+@pytest.mark.parametrize('kept_bytes', [KEPT_BYTES, 0], ids=['kept', 'nothing kept'])
 @pytest.mark.parametrize('setup', ['fp32', 'bf16 sgd, V', 'experts, V'])
-def test_prefix_passes_and_whole_fails(compared, setup):
+def test_prefix_passes_and_whole_fails(compared, setup, kept_bytes):
     """What the last of the chain finds, the first learns from the whole."""
     _, schedule, *_ = SETUPS[setup]
     last = 0 if schedule == 'zb-v' else 1  # Megatron's ranks: the first stage of a V is on the last
     happening = [Event(5, last, 'large'), Event(6, last, 'inf'), Event(8, last, 'nan')]
-    early = compared(setup, happening, '--clip-grad', 10)
+    early = compared(setup, happening, '--clip-grad', 10, kept_bytes=kept_bytes)
     first = early[1 - last]
     assert first.taken_back >= 2 and first.tried > first.taken_back
     assert early[last] == Early(0, 0), 'it knows the whole'

@@ -68,16 +68,19 @@ def stepped(device, in_place):
     return own, read, optimizer, pairs
 
 
+@pytest.mark.parametrize('kept_bytes', [0, 4096], ids=['nothing kept', 'some kept'])
 @pytest.mark.parametrize('in_place', [True, False], ids=['fp32', 'bf16'])
-def test_trial_step(in_place):
+def test_trial_step(in_place, kept_bytes):
     found = []
     for device in ('cpu', DEVICE):
         with Cuda() as cuda:
             own, read, optimizer, pairs = stepped(device, in_place)
-            trying = trial.Trial(optimizer, pairs, buffer_bytes=2048)
+            trying = trial.Trial(optimizer, pairs, buffer_bytes=2048, kept_bytes=kept_bytes)
+            assert bool(trying.kept_bytes) == bool(kept_bytes)
             seen = [p if r is None else r for p, r in zip(own, read, strict=True)]
             tried = [tensor.detach().clone() for tensor in seen]
             trying.undo()
+            trying.give_back()
         found.append([[t.tolist() for t in tensors] for tensors in (tried, own)])
         assert not cuda.waits and not cuda.races
         locked = [call for call in cuda.calls if 'page-locked' in call.what]
@@ -90,7 +93,7 @@ def test_plain_memory_in_a_trial_would_be_seen():
     plain = mock.patch.object(trial, '_aside', lambda p: p.detach().to('cpu', copy=True))
     with Cuda() as cuda, plain:
         *_, optimizer, pairs = stepped(DEVICE, in_place=True)
-        trial.Trial(optimizer, pairs).undo()
+        trial.Trial(optimizer, pairs, kept_bytes=0).undo()
     assert (
         cuda.waits
         == ['pageable copy to the host in None'] * 3 + ['pageable copy to the device in None'] * 3
