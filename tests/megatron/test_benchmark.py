@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import wheels
 
-from benchmarks import cli, emulated, overhead, training
+from benchmarks import cli, emulated, overhead, splitting, training
 from benchmarks.entries import known, selected
 from benchmarks.measure import Sample, checksums_agree
 
@@ -169,4 +170,38 @@ def test_training(tmp_path):
 def test_training_refuses(capsys, flags, message):
     with pytest.raises(SystemExit):
         training.main(flags.split())
+    assert message in capsys.readouterr().err
+
+
+def test_splitting(tmp_path):
+    """Layers of both kinds, alone and shared by two ranks, large and small."""
+    file = tmp_path / 'splitting.json'
+    small = '--layers 1 --hidden-size 512 --seq-length 64 --rounds 2'.split()
+    folder = str(wheels.transformer_engine(wheels.NEWEST))
+    command = [sys.executable, 'scripts/benchmark_splitting.py', *small, '--te', folder]
+    command += ['--json', str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(file.read_text())['rows']
+    found = [(row['layers'], row['tp'], row['hidden']) for row in rows]
+    assert found == [(of, tp, h) for of in ('local', 'te') for tp in (1, 2) for h in (512, 64)]
+    for row in rows:
+        assert row['b'] > 0 and row['w'] > 0
+        assert 0 < row['fused'] < 2 * (row['b'] + row['w'])
+    large = [row for row in rows if row['hidden'] == 512]
+    assert all(row['w'] > 0.2 * row['fused'] for row in large), 'W computes weight gradients'
+    assert len(done.stdout.splitlines()) == 1 + len(rows)
+
+
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        ('--layers 0', '--layers 0 is too small: give at least 1'),
+        ('--hidden-size 100', '--hidden-size 100 is no multiple of 8'),
+        ('--seq-length 7', '--seq-length 7 is not even'),
+    ],
+)
+def test_splitting_refuses(capsys, flags, message):
+    with pytest.raises(SystemExit):
+        splitting.main(flags.split())
     assert message in capsys.readouterr().err

@@ -1,0 +1,13 @@
+"""What it costs to split backwards into B and W: see --help."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.splitting import main
+
+if __name__ == '__main__':
+    sys.exit(main())
