@@ -75,7 +75,7 @@ def to_torch_csv(schedule: Schedule, dialect: str = 'new') -> str:
     """What torch's `_PipelineScheduleRuntime._load_csv` reads (its format compute_only)."""
     names = {ours: theirs for theirs, ours in _kinds(dialect).items()}
     return ''.join(
-        ','.join(f'{stage}{names[kind]}{microbatch}' for kind, stage, microbatch in order) + '\n'
+        ','.join(f'{stage}{names[kind]}{microbatch}' for kind, stage, microbatch, _ in order) + '\n'
         for order in schedule.passes
     )
 

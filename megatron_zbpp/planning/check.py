@@ -2,11 +2,11 @@
 
 What `check` demands, and why:
 
-- Each stage does each microbatch's forward, input gradient and weight gradient exactly once, on
-  the rank that holds it. A schedule without any B, W or BW is one for evaluation: forwards only.
-- Of one stage, forwards, input gradients and weight gradients each come in microbatch order:
-  dropout draws and gradients then add up bit for bit as in Megatron's 1F1B.
-- B and BW come after their F, W after its B, and no ranks wait for each other in a circle.
+- Each task of the graph is done exactly once for each microbatch, on the rank that holds its stage.
+  A schedule without anything but F is one for evaluation: forwards only.
+- Of one stage, tasks of a kind come in microbatch order, where the kind says so: dropout draws and
+  gradients then add up bit for bit as in Megatron's 1F1B.
+- A pass comes after what it needs, and no ranks wait for each other in a circle.
 - The programs that the runtime will issue, messages included, neither deadlock, whatever the
   backend makes wait, nor receive in another order than was sent (`prove`).
 
@@ -18,7 +18,11 @@ sent: `lower` posts their receives in the order of the sends.
 
 from __future__ import annotations
 
-from megatron_zbpp.ir import BW, KINDS, B, F, Pass, Schedule, W
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from megatron_zbpp.ir import F, Need, Pass, Schedule, Task
 from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.errors import ScheduleError
 from megatron_zbpp.planning.lower import lower
@@ -27,11 +31,6 @@ from megatron_zbpp.planning.prove import DeadlockError
 from megatron_zbpp.planning.simulate import simulate
 
 __all__ = ['ScheduleError', 'check']
-
-_JOBS = ('forward', 'input gradient', 'weight gradient')
-_JOBS_OF = {F: (0,), B: (1,), W: (2,), BW: (1, 2)}
-_KINDS_FOR = ((F,), (B, BW), (W, BW))
-_AFTER = {B: 0, BW: 0, W: 1}  # which job of the same stage and microbatch must come first
 
 
 def check(
@@ -49,9 +48,11 @@ def check(
         ValueError: `memory_limit` or `costs` makes no sense.
     """
     _check_shape(schedule)
+    graph = schedule.graph
     trains = any(p.kind != F for _, p in schedule)
+    wanted = [task for task in graph.needs if trains or task.kind == F]
     for rank in range(schedule.num_ranks):
-        _check_rank(schedule, rank, trains)
+        _check_rank(schedule, rank, wanted)
     costs = costs or Costs.uniform(schedule.placement)
     simulate(schedule, costs)
     _check_programs(schedule)
@@ -72,89 +73,154 @@ def _check_shape(schedule: Schedule) -> None:
         )
 
 
-def _check_rank(schedule: Schedule, rank: int, trains: bool) -> None:
-    """Each job of each of the rank's stages once per microbatch, in order, after what it needs."""
-    m = schedule.num_microbatches
-    done = {stage: [0, 0, 0] for stage in schedule.placement.stages(rank)}
+class _Turn(NamedTuple):
+    """What passes of one kind, stage and slice do on a rank, and what must have been done there.
+
+    Attributes:
+        does: each task with the microbatches that it comes for, in order, and those that are done.
+        after: each need of its own stage with the microbatches that are done there.
+    """
+
+    does: tuple[tuple[Task, Sequence[int], set[int]], ...]
+    after: tuple[tuple[Need, set[int]], ...]
+
+
+def _check_rank(schedule: Schedule, rank: int, wanted: Sequence[Task]) -> None:
+    """Each of the rank's tasks once per microbatch, in order, after what it needs."""
+    comes = {task: found for task in wanted if (found := _microbatches(schedule, rank, task))}
+    done: dict[Task, set[int]] = {task: set() for task in comes}
+    turns = dict(_turns(schedule, comes, done))
+    unordered = {kind for kind, each in schedule.graph.kinds.items() if not each.in_order}
     for at, p in enumerate(schedule.passes[rank]):
-        kind, stage, microbatch = p
-        if kind not in KINDS or stage not in done or not 0 <= microbatch < m:
+        kind, stage, microbatch, part = p
+        turn = turns.get((kind, stage, part))
+        if turn is None or microbatch not in turn.does[0][1]:
             raise _foreign(schedule, rank, at)
-        jobs = done[stage]
-        for job in _JOBS_OF[kind]:
-            if jobs[job] != microbatch:
-                raise _out_of_turn(schedule, rank, at, job, jobs[job])
-        if kind != F and jobs[_AFTER[kind]] <= microbatch:
-            raise _too_early(schedule, rank, at)
-        for job in _JOBS_OF[kind]:
-            jobs[job] += 1
-    for stage, jobs in done.items():
-        for job in range(3 if trains else 1):
-            if jobs[job] < m:
-                raise _missing(schedule, rank, job, stage, jobs[job])
+        for task, microbatches, before in turn.does:
+            if microbatch in before:
+                raise _repeated(schedule, rank, at, task)
+            if microbatches[len(before)] != microbatch and task.kind not in unordered:
+                raise _out_of_turn(schedule, rank, at, task, microbatches[len(before)])
+        for need, before in turn.after:
+            if microbatch - need.back not in before and microbatch >= need.back:
+                raise _too_early(schedule, rank, at, need)
+        for _, _, before in turn.does:
+            before.add(microbatch)
+    for task, microbatches in comes.items():
+        for microbatch in microbatches:
+            if microbatch not in done[task]:
+                raise _missing(schedule, rank, task, microbatch)
+
+
+def _turns(
+    schedule: Schedule, comes: Mapping[Task, Sequence[int]], done: Mapping[Task, set[int]]
+) -> Iterator[tuple[tuple[str, int, int], _Turn]]:
+    """By kind, stage and slice, of all that a rank can do."""
+    graph = schedule.graph
+    places = {(task.stage, task.slice) for task in comes}
+    for kind, (stage, part) in itertools.product(graph.kinds, places):
+        tasks = graph.tasks(kind, stage, part)
+        if all(task in comes for task in tasks):
+            needs = (need for task in tasks for need in graph.needs[task])
+            own = (need for need in needs if need.task in done and need.task.stage == stage)
+            yield (
+                (kind, stage, part),
+                _Turn(
+                    tuple((task, comes[task], done[task]) for task in tasks),
+                    tuple((need, done[need.task]) for need in own if need.task not in tasks),
+                ),
+            )
+
+
+def _microbatches(schedule: Schedule, rank: int, task: Task) -> Sequence[int]:
+    """The microbatches for which `rank` does `task`, in order."""
+    m, every = schedule.num_microbatches, schedule.graph.kinds[task.kind].every
+    placement = schedule.placement
+    if len(placement.routes) == 1:
+        return range(every - 1, m, every) if placement.rank_of(task.stage) == rank else ()
+    return [i for i in range(every - 1, m, every) if placement.rank_of(task.stage, i) == rank]
 
 
 def _foreign(schedule: Schedule, rank: int, at: int) -> ScheduleError:
     """The error for a pass that has no business on this rank."""
-    p = schedule.passes[rank][at]
-    if p.kind not in KINDS:
-        why = f'its kind {p.kind!r} is none of {", ".join(KINDS)}'
-    elif p.stage not in range(schedule.num_stages):
+    p, graph = schedule.passes[rank][at], schedule.graph
+    tasks = graph.tasks(*p[:2], p.slice) if p.kind in graph.kinds else ()
+    if not tasks:
+        why = f'its kind {p.kind!r} is none of {", ".join(graph.kinds)}'
+    elif p.stage not in graph.sites:
         why = f'there are stages 0 to {schedule.num_stages - 1} only'
-    elif p.stage not in schedule.placement.stages(rank):
-        why = f'its stage is on rank {schedule.placement.ranks[p.stage]}'
-    else:
+    elif p.slice not in range(graph.num_slices):
+        why = f'there are slices 0 to {graph.num_slices - 1} only'
+    elif not all(task in graph.needs for task in tasks):
+        why = f'stage {p.stage} has no {graph.kinds[p.kind].words}'
+    elif p.microbatch not in range(schedule.num_microbatches):
         why = f'there are microbatches 0 to {schedule.num_microbatches - 1} only'
+    elif schedule.rank_of(p) != rank:
+        why = f'its stage is on rank {schedule.rank_of(p)}'
+    else:
+        why = f'it comes with every {graph.kinds[p.kind].every}. microbatch only'
     return ScheduleError(f'{p} does not belong on rank {rank}: {why}', schedule, [(rank, at)])
 
 
-def _out_of_turn(schedule: Schedule, rank: int, at: int, job: int, turn: int) -> ScheduleError:
-    """The error for a pass that does its stage's `job` when it is the turn of microbatch `turn`."""
-    order = schedule.passes[rank]
-    p = order[at]
-    if p.microbatch < turn:
-        first = next(q for q in order if _does(q, job, p.stage, p.microbatch))
-        what = (
-            f'{p} on rank {rank} repeats the {_JOBS[job]} that {first} has done: keep one of them'
-        )
-        return ScheduleError(what, schedule, [(rank, at)])
-    later = next((q for q in order[at:] if _does(q, job, p.stage, turn)), None)
+def _repeated(schedule: Schedule, rank: int, at: int, task: Task) -> ScheduleError:
+    """The error for a pass that does again what has been done."""
+    p, what = schedule.passes[rank][at], schedule.graph.kinds[task.kind].words
+    first = _doer(schedule, rank, task, p.microbatch)
+    message = f'{p} on rank {rank} repeats the {what} that {first} has done: keep one of them'
+    return ScheduleError(message, schedule, [(rank, at)])
+
+
+def _out_of_turn(schedule: Schedule, rank: int, at: int, task: Task, turn: int) -> ScheduleError:
+    """The error for a pass that does `task` when it is the turn of microbatch `turn`."""
+    p, what = schedule.passes[rank][at], schedule.graph.kinds[task.kind].words
+    later = _doer(schedule, rank, task, turn)
     if later is None:
-        return _missing(schedule, rank, job, p.stage, turn, at)
-    what = (
-        f'{p} on rank {rank} comes before {later}: each {_JOBS[job]} of a stage must come in '
+        return _missing(schedule, rank, task, turn, at)
+    message = (
+        f'{p} on rank {rank} comes before {later}: each {what} of a stage must come in '
         'microbatch order, or results differ from 1F1B in the last bits'
     )
-    return ScheduleError(what, schedule, [(rank, at)])
+    return ScheduleError(message, schedule, [(rank, at)])
 
 
-def _too_early(schedule: Schedule, rank: int, at: int) -> ScheduleError:
+def _too_early(schedule: Schedule, rank: int, at: int, need: Need) -> ScheduleError:
     """The error for a pass that comes before the pass of its own stage that it needs."""
-    p, job = schedule.passes[rank][at], _AFTER[schedule.passes[rank][at].kind]
-    needed = next((q for q in schedule.passes[rank] if _does(q, job, p.stage, p.microbatch)), None)
+    p = schedule.passes[rank][at]
+    microbatch = p.microbatch - need.back
+    needed = _doer(schedule, rank, need.task, microbatch)
     if needed is None:
-        return _missing(schedule, rank, job, p.stage, p.microbatch, at)
+        return _missing(schedule, rank, need.task, microbatch, at)
     what = f'{p} on rank {rank} comes before {needed}, which it needs: move it behind'
     return ScheduleError(what, schedule, [(rank, at)])
 
 
 def _missing(
-    schedule: Schedule, rank: int, job: int, stage: int, microbatch: int, at: int | None = None
+    schedule: Schedule, rank: int, task: Task, microbatch: int, at: int | None = None
 ) -> ScheduleError:
-    """The error for a job that no pass on its rank does; noticed at cell `at`, else at the end."""
-    order = schedule.passes[rank]
-    split = not {Pass(B, stage, microbatch), Pass(W, stage, microbatch)}.isdisjoint(order)
-    cures = [Pass(k, stage, microbatch) for k in _KINDS_FOR[job] if not (split and k == BW)]
+    """The error for a task that no pass on its rank does; noticed at cell `at`, else at the end."""
+    graph, order = schedule.graph, schedule.passes[rank]
+    found = {p.kind for p in order if p[1:] == (task.stage, microbatch, task.slice)}
+    done = {
+        part for kind in found if kind in graph.kinds for part in graph.kinds[kind].parts or [kind]
+    }
+    # a pass that does more is no cure where that is done already
+    cures = [
+        Pass(kind, task.stage, microbatch, task.slice)
+        for kind in graph.doers[task.kind]
+        if done.isdisjoint(graph.kinds[kind].parts or [kind])
+    ]
     what = (
-        f'rank {rank} never does the {_JOBS[job]} of microbatch {microbatch} on stage {stage}: '
-        f'add {" or ".join(map(str, cures))}'
+        f'rank {rank} never does the {graph.kinds[task.kind].words} of microbatch {microbatch} on '
+        f'stage {task.stage}: add {" or ".join(map(str, cures))}'
     )
     return ScheduleError(what, schedule, [(rank, len(order) if at is None else at)])
 
 
-def _does(p: Pass, job: int, stage: int, microbatch: int) -> bool:
-    """Whether `p` does this job."""
-    return p.stage == stage and p.microbatch == microbatch and p.kind in _KINDS_FOR[job]
+def _doer(schedule: Schedule, rank: int, task: Task, microbatch: int) -> Pass | None:
+    """The first pass of `rank` that does `task` of `microbatch`."""
+    kinds = schedule.graph.doers[task.kind]
+    passes = {Pass(kind, task.stage, microbatch, task.slice) for kind in kinds}
+    return next((p for p in schedule.passes[rank] if p in passes), None)
 
 
 def _check_programs(schedule: Schedule) -> None:

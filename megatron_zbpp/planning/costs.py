@@ -1,8 +1,8 @@
 """What passes cost: seconds on the device, seconds on the wire, activations held.
 
 >>> from megatron_zbpp.ir import Placement
->>> Costs.uniform(Placement.v(2), weight=0.8).time('BW', 0)
-0.9
+>>> Costs.uniform(Placement.v(2), weight=0.8).time('W', 0)
+0.4
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-from megatron_zbpp.ir import BW, B, F, Placement
+from megatron_zbpp.ir import B, F, Graph, Placement, W
+from megatron_zbpp.ir.compiled import compiled
+from megatron_zbpp.ir.graph import DEVICE
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Costs:
 
     Attributes:
         forward: per stage in model order, time of one F.
-        backward: time of one B. A BW takes `backward + weight`.
+        backward: time of one B. A BW takes that of its B and its W.
         weight: time of one W.
         comm: latency of each F or B edge that crosses ranks; it does not occupy the device.
         message: further time of such an edge, bytes over bandwidth; added to `comm`.
@@ -80,14 +82,27 @@ class Costs:
         return self.comm + self.message
 
     def time(self, kind: str, stage: int) -> float:
-        """Time of one pass of `kind` on `stage`."""
-        if kind == F:
-            return self.forward[stage]
-        if kind == B:
-            return self.backward[stage]
-        if kind == BW:
-            return self.backward[stage] + self.weight[stage]
-        return self.weight[stage]
+        """Time of one task of `kind` on `stage`."""
+        times = {F: self.forward, B: self.backward, W: self.weight}.get(kind)
+        return 0.0 if times is None else times[stage]
+
+    def duration(self, graph: Graph, kind: str, stage: int) -> float:
+        """Time of one pass of `kind` on `stage`: of all tasks that it does, of a slice each."""
+        tasks = graph.tasks(kind, stage)
+        return sum([self.time(task.kind, stage) for task in tasks]) / graph.num_slices
+
+    def amount(self, name: str, stage: int) -> float:
+        """How much of the amount that `ir.graph.Hold` calls `name` a task of `stage` takes."""
+        amounts = {'activation': self.activation, 'retained': self.retained}.get(name)
+        return 0.0 if amounts is None else amounts[stage]
+
+    def changes(self, graph: Graph, pool: str = DEVICE) -> dict[tuple[str, int, int], float]:
+        """What each pass adds to `pool`, by its kind, stage and slice."""
+        return {
+            key: sum([count * self.amount(name, key[1]) for name, count in counts.items()])
+            / graph.num_slices
+            for key, counts in compiled(graph).changes.get(pool, {}).items()
+        }
 
     def require(self, placement: Placement) -> None:
         """Raises ValueError unless there is one entry for each stage of `placement`."""

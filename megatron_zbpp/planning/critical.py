@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.planning.costs import Costs
-from megatron_zbpp.planning.simulate import before
 from megatron_zbpp.planning.timeline import Timeline
 
 
@@ -48,7 +47,7 @@ def critical_path(timeline: Timeline, costs: Costs) -> tuple[Step, ...]:
     steps = []
     while ran is not None:
         waited, on = _cause(ran, schedule, costs, spans, previous.get(ran))
-        rank = schedule.placement.ranks[ran.stage]
+        rank = schedule.rank_of(ran)
         steps.append(Step(rank, ran, *spans[ran], waited, on))
         ran = on
     return tuple(reversed(steps))
@@ -62,13 +61,12 @@ def _cause(
     previous: Pass | None,
 ) -> tuple[str, Pass | None]:
     """What let `p` start last of all that it had to wait for: `Step.waited` and `Step.on`."""
-    ranks = schedule.placement.ranks
+    rank_of = schedule.rank_of
     causes = [(spans[previous][1], 'rank', previous)] if previous else []
-    for q in before(p, schedule.num_stages):
-        if q in spans:
-            edge = costs.edge if ranks[q.stage] != ranks[p.stage] else 0.0
-            waited = 'communication' if edge else 'dependency'
-            causes.append((spans[q][1] + edge, waited, q))
+    for need, q in schedule.needs(p):
+        edge = costs.edge if need.message and rank_of(q) != rank_of(p) else 0.0
+        waited = 'communication' if edge else 'dependency'
+        causes.append((spans[q][1] + edge, waited, q))
     if not causes:
         return 'start', None
     _, waited, on = max(causes, key=itemgetter(0))  # of equals the first: its own rank

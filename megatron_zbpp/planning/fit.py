@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
-from megatron_zbpp.ir import BW, B, F, Pass, Placement, W, predecessors
+from megatron_zbpp.ir import BW, B, F, Placement, W
 from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.timeline import Timeline
 
@@ -45,7 +45,6 @@ def lags(timeline: Timeline) -> dict[tuple[int, int], float]:
     """By (rank, other rank): the shortest time from the end of a pass on the first to the start of
     what needs it on the other. Below 0 only where their clocks differ."""
     schedule = timeline.schedule
-    ranks = schedule.placement.ranks
     spans = {
         p: span
         for order, own in zip(schedule.passes, timeline.spans, strict=True)
@@ -53,9 +52,8 @@ def lags(timeline: Timeline) -> dict[tuple[int, int], float]:
     }
     shortest: dict[tuple[int, int], float] = {}
     for p, (start, _) in spans.items():
-        split = Pass(B, p.stage + 1, p.microbatch) in spans
-        for q in predecessors(p, schedule.num_stages, split):
-            pair = ranks[q.stage], ranks[p.stage]
+        for q in schedule.predecessors(p):
+            pair = schedule.rank_of(q), schedule.rank_of(p)
             if pair[0] != pair[1]:
                 lag = start - spans[q][1]
                 shortest[pair] = min(lag, shortest.get(pair, lag))

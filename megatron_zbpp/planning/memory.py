@@ -9,29 +9,26 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from megatron_zbpp.ir import BW, B, F, Schedule, W
+from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.graph import DEVICE
 from megatron_zbpp.planning.costs import Costs
 
 _DIGITS = 9  # amounts are rounded to so many decimals: three thirds of an activation are one
 RESOLUTION = 10**-_DIGITS
 
 
-def live(schedule: Schedule, costs: Costs) -> tuple[tuple[float, ...], ...]:
-    """Activations held after each pass, per rank, parallel to `schedule.passes`.
+def live(schedule: Schedule, costs: Costs, pool: str = DEVICE) -> tuple[tuple[float, ...], ...]:
+    """Activations held in `pool` after each pass, per rank, parallel to `schedule.passes`.
 
-    F adds the stage's `activation` at its start; B puts `retained` in its place at its end; W
-    releases that, BW all. Nothing releases what a forward-only schedule adds.
+    It is the sum of what the graph says of each pass: in a plain pipeline F adds the stage's
+    `activation` at its start, B puts `retained` in its place at its end, W releases that, BW all.
+    Nothing releases what a forward-only schedule adds.
     """
     costs.require(schedule.placement)
-    held = tuple(zip(costs.activation, costs.retained, strict=True))
-    change = {
-        F: [full for full, _ in held],
-        B: [kept - full for full, kept in held],
-        W: [-kept for _, kept in held],
-        BW: [-full for full, _ in held],
-    }
+    change = costs.changes(schedule.graph, pool)
     return tuple(
-        _held([change[kind][stage] for kind, stage, _ in order]) for order in schedule.passes
+        _held([change.get((kind, stage, cut), 0.0) for kind, stage, _, cut in order])
+        for order in schedule.passes
     )
 
 

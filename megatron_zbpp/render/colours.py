@@ -6,17 +6,13 @@ CIE Lab for people who lack the red, the green or the blue cones (tests/unit/tes
 
 from __future__ import annotations
 
+import colorsys
 from collections.abc import Iterable
 
-from megatron_zbpp.ir import BW, KINDS, B, F, Schedule, W
+from megatron_zbpp.ir import BW, B, F, Kind, Schedule, W
 
 HUES = {F: '#1f4fd8', B: '#f28e1c', W: '#35b48f', BW: '#70166f'}
-MEANINGS = {
-    F: 'forward',
-    B: 'gradient of the input',
-    W: 'gradient of the weights',
-    BW: 'whole backward',
-}
+_GOLDEN = 0.61803398875  # of the circle of hues, from one kind without a hue of its own to the next
 IDLE = '#eeeeee'
 _PALEST = 0.6  # share of white in the last chunk of many
 
@@ -24,20 +20,36 @@ _PALEST = 0.6  # share of white in the last chunk of many
 def colour(kind: str, chunk: int = 0, num_chunks: int = 1) -> str:
     """`#rrggbb` of a pass: the kind's hue, paler for later chunks of a rank."""
     white = _PALEST * chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
-    channels = (int(HUES[kind][i : i + 2], 16) for i in (1, 3, 5))
+    hue = HUES.get(kind) or _another(kind)
+    channels = (int(hue[i : i + 2], 16) for i in (1, 3, 5))
     return '#' + ''.join(f'{round(c + (255 - c) * white):02x}' for c in channels)
+
+
+def _another(kind: str) -> str:
+    """A hue for a kind that has none, by its name."""
+    place = int.from_bytes(kind.encode(), 'big') * _GOLDEN % 1
+    channels = colorsys.hls_to_rgb(place, 0.45, 0.55)
+    return '#' + ''.join(f'{round(255 * c):02x}' for c in channels)
+
+
+def kinds(schedules: Iterable[Schedule]) -> dict[str, Kind]:
+    """The kinds of pass that occur in `schedules`."""
+    found: dict[str, Kind] = {}
+    for schedule in schedules:
+        ran = {p.kind for _, p in schedule}
+        found |= {name: kind for name, kind in schedule.graph.kinds.items() if name in ran}
+    return found
 
 
 def legend(schedules: Iterable[Schedule]) -> list[tuple[str, str]]:
     """(text, colour) of each kind of pass in `schedules`, and of its first and last chunk."""
     schedules = tuple(schedules)
     entries = []
-    for kind in KINDS:
-        chunks = max((s.placement.num_chunks for s in schedules if _has(s, kind)), default=0)
-        if chunks:
-            entries.append((f'{kind}: {MEANINGS[kind]}', colour(kind)))
-        if chunks > 1:
-            entries.append((f'{kind} of the last chunk', colour(kind, 1, 2)))
+    for name, kind in kinds(schedules).items():
+        having = (s for s in schedules if any(p.kind == name for _, p in s))
+        entries.append((f'{name}: {kind.words}', colour(name)))
+        if max(s.placement.num_chunks for s in having) > 1:
+            entries.append((f'{name} of the last chunk', colour(name, 1, 2)))
     return [*entries, ('idle', IDLE)]
 
 
@@ -46,10 +58,6 @@ def ink(background: str) -> str:
     red, green, blue = (_linear(int(background[i : i + 2], 16) / 255) for i in (1, 3, 5))
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     return '#000000' if luminance > 0.18 else '#ffffff'
-
-
-def _has(schedule: Schedule, kind: str) -> bool:
-    return any(p.kind == kind for _, p in schedule)
 
 
 def _linear(channel: float) -> float:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from html import escape
 from importlib.resources import files
 
-from megatron_zbpp.ir import KINDS, B, Pass, predecessors
+from megatron_zbpp.ir import Schedule
 from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.memory import live, peak
 from megatron_zbpp.planning.timeline import Timeline
-from megatron_zbpp.render.colours import IDLE, MEANINGS, colour, ink, legend
+from megatron_zbpp.render.colours import IDLE, colour, ink, kinds, legend
 from megatron_zbpp.render.scene import Bar, bars, number
 from megatron_zbpp.render.svg import BAR, BAR_AND_MEMORY, FLOOR, TOP, shapes
 
@@ -41,10 +41,11 @@ def html(
         _panel(index, name, line, costs.get(name), horizon)
         for index, (name, line) in enumerate(timelines.items())
     ]
+    ran = [line.schedule for line in timelines.values()]
     data = {
         'horizon': horizon,
         'unit': unit,
-        'meanings': MEANINGS,
+        'meanings': {name: kind.words for name, kind in kinds(ran).items()},
         'panels': _data(timelines, costs),
     }
     parts = {
@@ -71,7 +72,7 @@ def waits(timeline: Timeline) -> list[list[tuple[int, int]]]:
     def cause(rank: int, bar: Bar, free: float) -> tuple[int, int]:
         if bar.start <= free + slack:
             return _NOTHING
-        needed = [where[p] for p in _needed(bar.ran, timeline, where) if where[p][0] != rank]
+        needed = [where[p] for p in timeline.schedule.predecessors(bar.ran) if where[p][0] != rank]
         return max(needed, key=lambda at: rows[at[0]][at[1]].end, default=_NOTHING)
 
     return [
@@ -83,12 +84,6 @@ def waits(timeline: Timeline) -> list[list[tuple[int, int]]]:
     ]
 
 
-def _needed(p: Pass, timeline: Timeline, where: Mapping[Pass, tuple[int, int]]) -> Sequence[Pass]:
-    """What `p` needs of what ran."""
-    split = Pass(B, p.stage + 1, p.microbatch) in where
-    return [q for q in predecessors(p, timeline.schedule.num_stages, split) if q in where]
-
-
 def _data(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> list[dict]:
     """What the page's script knows of each panel."""
     orders = [line.schedule.passes for line in timelines.values()]
@@ -98,8 +93,8 @@ def _data(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> list
             'same': orders.index(line.schedule.passes),
             'row': _row_height(line),
             'bar': BAR_AND_MEMORY if name in costs else BAR,
-            'chunks': line.schedule.placement.chunks,
-            'inks': _inks(line.schedule.placement.num_chunks),
+            'chunks': list(map(line.schedule.placement.chunk_of, line.schedule.graph.sites)),
+            'inks': _inks(line.schedule),
             'rows': list(_rows(line, costs.get(name))),
         }
         for name, line in timelines.items()
@@ -113,6 +108,7 @@ def _rows(timeline: Timeline, costs: Costs | None) -> Iterator[dict]:
             'kinds': [bar.ran.kind for bar in row],
             'stages': [bar.ran.stage for bar in row],
             'microbatches': [bar.ran.microbatch for bar in row],
+            'slices': [bar.ran.slice for bar in row],
             'starts': [float(f'{bar.start:.9g}') for bar in row],
             'ends': [float(f'{bar.end:.9g}') for bar in row],
             'waits': caused,
@@ -120,10 +116,11 @@ def _rows(timeline: Timeline, costs: Costs | None) -> Iterator[dict]:
         }
 
 
-def _inks(num_chunks: int) -> dict[str, list[str]]:
+def _inks(schedule: Schedule) -> dict[str, list[str]]:
+    num_chunks = schedule.placement.num_chunks
     return {
         kind: [ink(colour(kind, chunk, num_chunks)) for chunk in range(num_chunks)]
-        for kind in KINDS
+        for kind in kinds([schedule])
     }
 
 

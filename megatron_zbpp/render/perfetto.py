@@ -10,10 +10,8 @@ import json
 from collections.abc import Iterator, Mapping
 from itertools import count
 
-from megatron_zbpp.ir import B, Pass, predecessors
 from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.timeline import Timeline
-from megatron_zbpp.render.colours import MEANINGS
 from megatron_zbpp.render.scene import Bar, bars, held
 
 _MICROSECONDS = 1e6  # the format's unit; a timeline's is taken to be the second
@@ -53,18 +51,22 @@ def _processes(rows: list[list[Bar]], prefix: str, first: int) -> Iterator[dict]
 
 
 def _passes(rows: list[list[Bar]], timeline: Timeline, first: int) -> Iterator[dict]:
-    chunks = timeline.schedule.placement.chunks
+    chunk_of = timeline.schedule.placement.chunk_of
     for rank, row in enumerate(rows):
-        for (kind, stage, microbatch), start, end, _ in row:
+        for ran, start, end, _ in row:
             yield {
                 'ph': 'X',
                 'pid': first + rank,
                 'tid': 0,
-                'name': f'{stage}{kind}{microbatch}',
-                'cat': MEANINGS[kind],
+                'name': str(ran),
+                'cat': timeline.schedule.graph.kinds[ran.kind].words,
                 'ts': start * _MICROSECONDS,
                 'dur': (end - start) * _MICROSECONDS,
-                'args': {'stage': stage, 'chunk': chunks[stage], 'microbatch': microbatch},
+                'args': {
+                    'stage': ran.stage,
+                    'chunk': chunk_of(ran.stage),
+                    'microbatch': ran.microbatch,
+                },
             }
 
 
@@ -72,12 +74,10 @@ def _arrows(
     rows: list[list[Bar]], timeline: Timeline, first: int, ids: Iterator[int]
 ) -> Iterator[dict]:
     """A start and a finish event for each message between ranks."""
-    stages = timeline.schedule.num_stages
     where = {bar.ran: (rank, bar) for rank, row in enumerate(rows) for bar in row}
     for taker, (rank, bar) in where.items():
-        split = Pass(B, taker.stage + 1, taker.microbatch) in where
-        for maker in predecessors(taker, stages, split):
-            if maker not in where or where[maker][0] == rank:
+        for maker in timeline.schedule.predecessors(taker):
+            if where[maker][0] == rank:
                 continue
             peer, sent = where[maker]
             key = {'cat': 'message', 'name': f'{maker} to {taker}', 'id': next(ids), 'tid': 0}

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_zbpp.ir import KINDS, Schedule
+from megatron_zbpp.ir import Schedule
 from megatron_zbpp.planning.timeline import Timeline
-from megatron_zbpp.render.colours import IDLE, colour, ink, legend
+from megatron_zbpp.render.colours import HUES, IDLE, colour, ink, legend
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,7 +61,7 @@ def loss_png(curves: Mapping[str, Sequence[float]], path: str | Path) -> None:
     """
     figure = _figure(8.0, 4.5)
     axes = figure.subplots()
-    hues = [colour(kind) for kind in KINDS]
+    hues = list(HUES.values())
     for i, (name, losses) in enumerate(curves.items()):
         thickness = 1.5 + 2.5 * (len(curves) - 1 - i)  # later and thinner on top of earlier
         iterations = range(1, len(losses) + 1)
@@ -94,7 +94,7 @@ def frontier_png(
     """
     figure = _figure(9.0, 5.5)
     axes = figure.subplots()
-    hues = [colour(kind) for kind in KINDS]
+    hues = list(HUES.values())
     line = sorted(planned)
     axes.plot(*zip(*line, strict=True), 'o-', color=hues[1], label='planned', zorder=3)
     places = defaultdict(list)

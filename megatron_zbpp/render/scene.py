@@ -26,10 +26,11 @@ def bars(timeline: Timeline) -> list[list[Bar]]:
     """The bars of each rank, in time order."""
     placement = timeline.schedule.placement
     origin = min((spans[0][0] for spans in timeline.spans if spans), default=0.0)
+    graph = timeline.schedule.graph
     fills = {
-        (kind, stage): colour(kind, chunk, placement.num_chunks)
-        for kind in ('F', 'B', 'W', 'BW')
-        for stage, chunk in enumerate(placement.chunks)
+        (kind, stage): colour(kind, placement.chunk_of(stage), placement.num_chunks)
+        for kind in graph.kinds
+        for stage in graph.sites
     }
     return [
         [

@@ -59,8 +59,8 @@ def _line(row: list[Bar], scale: float, columns: int, colours: bool) -> str:
 
 def _label(bar: Bar, room: int) -> str:
     """What fits in `room` with a space behind it, or else the letter of the kind."""
-    kind, _, microbatch = bar.ran
-    names = (str(bar.ran), f'{kind}{microbatch}', kind[0])
+    kind = bar.ran.kind
+    names = (str(bar.ran), f'{kind}{bar.ran.microbatch}', kind[0])
     return next((name for name in names if len(name) < room), kind[0])[:room]
 
 

@@ -1,8 +1,8 @@
 """Every synchronous schedule by its paper's name.
 
     >>> from megatron_zbpp.schedules import build, names
-    >>> build('zb-h1', num_ranks=2, num_microbatches=2).passes[1]  # doctest: +ELLIPSIS
-    (Pass(kind='F', stage=1, microbatch=0), Pass(kind='B', stage=1, microbatch=0), ...)
+    >>> ' '.join(map(str, build('zb-h1', num_ranks=2, num_microbatches=2).passes[1]))
+    '1F0 1B0 1F1 1B1 1W0 1W1'
 
 Adding one: a file with one pure function and its `Family`, an entry in `FAMILIES`, a formula test.
 """

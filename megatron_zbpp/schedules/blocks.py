@@ -6,10 +6,11 @@ is the time of one F, B or W of a stage; a BW takes two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import accumulate
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import accumulate, product
 
-from megatron_zbpp.ir import BW, B, F, Pass, Placement, W, predecessors
+from megatron_zbpp.ir import BW, B, F, Pass, Placement, W, chain
 
 Slots = dict[Pass, int]
 
@@ -56,9 +57,10 @@ def tighten(
     """
     moved = dict(slots)
     rows = _rows(slots, placement)
+    needs = _needs(placement.num_stages, frozenset(p.kind for p in slots))
     for p, slot in sorted(slots.items(), key=lambda item: (item[1], item[0].stage)):
         if start <= slot and (stop is None or slot < stop):
-            earliest = max((moved[q] + _width(q) for q in _before(p, moved, placement)), default=0)
+            earliest = max((moved[q] + _width(q) for q in _before(p, needs)), default=0)
             row = rows[placement.ranks[p.stage]]
             moved[p] = row.move_up(p.kind, slot, earliest, limit)
     return moved
@@ -76,9 +78,29 @@ def _width(p: Pass) -> int:
     return 2 if p.kind == BW else 1
 
 
-def _before(p: Pass, slots: Slots, placement: Placement) -> Iterable[Pass]:
+@lru_cache(16)
+def _needs(
+    num_stages: int, kinds: frozenset[str]
+) -> dict[tuple[str, int], tuple[tuple[str, int], ...]]:
+    """By kind and stage, the kinds and stages of what a pass needs of its microbatch, where there
+    are passes of these kinds."""
+    graph = chain(num_stages)
+    found = {}
+    for kind, stage in product(kinds, range(num_stages)):
+        own = graph.tasks(kind, stage)
+        needs = (need.task for task in own for need in graph.needs[task] if need.task not in own)
+        found[kind, stage] = tuple(
+            (doer, task.stage) for task in needs for doer in graph.doers[task.kind] if doer in kinds
+        )
+    return found
+
+
+def _before(
+    p: Pass, needs: Mapping[tuple[str, int], tuple[tuple[str, int], ...]]
+) -> Iterator[Pass]:
     """What must end before `p` starts, the same pass of the previous microbatch included."""
-    yield from predecessors(p, placement.num_stages, split=p.kind != BW)
+    for kind, stage in needs[p.kind, p.stage]:
+        yield Pass(kind, stage, p.microbatch)
     if p.microbatch:
         yield p._replace(microbatch=p.microbatch - 1)
 

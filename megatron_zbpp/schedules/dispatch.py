@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
-from megatron_zbpp.ir import F, Pass, Placement, W
+from megatron_zbpp.ir import F, Pass, Placement, chain
 from megatron_zbpp.schedules.draft import Draft
 
 Lane = Iterable[Pass]
@@ -79,12 +79,8 @@ def _next(
     return pending[0] if pending else None
 
 
-def _receivers(placement: Placement, p: Pass) -> list[int]:
+def _receivers(placement: Placement, p: Pass) -> set[int]:
     """Other ranks that may have waited for `p`."""
-    if p.kind == W:
-        return []
-    stage = p.stage + 1 if p.kind == F else p.stage - 1
-    if not 0 <= stage < placement.num_stages:
-        return []
-    rank = placement.ranks[stage]
-    return [] if rank == placement.ranks[p.stage] else [rank]
+    graph = chain(placement.num_stages)
+    fed = (taker for task in graph.tasks(p.kind, p.stage) for taker, _ in graph.feeds[task])
+    return {placement.ranks[taker.stage] for taker in fed} - {placement.ranks[p.stage]}

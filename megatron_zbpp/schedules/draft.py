@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import NamedTuple
 
-from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, W
+from megatron_zbpp.ir import B, Pass, Placement, Schedule, W, chain
+from megatron_zbpp.ir.compiled import compiled
+from megatron_zbpp.planning.costs import Costs
 
-if TYPE_CHECKING:
-    from megatron_zbpp.planning.costs import Costs
-
+_NOT_PUT = (math.inf, -1)
 _ROUNDING = 1e-9  # relative: three thirds of an activation are one
 
 
@@ -24,26 +23,47 @@ def within(amount: float, limit: float) -> bool:
     return amount <= limit * (1 + _ROUNDING)
 
 
-@dataclass(frozen=True)
-class EqualCosts:
-    """Stands in for `Costs` where there are none: F, B and W of a stage take 1 each, messages 0.
+def equal_costs(placement: Placement) -> Costs:
+    """Returns costs where F, B and W of a stage take 1 each, and messages nothing.
 
     A full rank holds one activation a microbatch, all of it until the end of W.
     """
+    ones = (1.0,) * placement.num_stages
+    return replace(Costs.uniform(placement), forward=ones, backward=ones, weight=ones)
 
-    placement: Placement
-    edge: float = 0.0
 
-    def time(self, kind: str, stage: int) -> float:
-        return 2.0 if kind == BW else 1.0
+class _Step(NamedTuple):
+    """What a pass of one kind and stage does, whatever its microbatch.
 
-    @cached_property
-    def activation(self) -> tuple[float, ...]:
-        return tuple(1 / len(self.placement.stages(rank)) for rank in self.placement.ranks)
+    Attributes:
+        needs: rows of the graph that must have ended, of the same microbatch.
+        rows: that it ends.
+        duration: of it.
+        change: of what its rank holds.
+    """
 
-    @property
-    def retained(self) -> tuple[float, ...]:
-        return self.activation
+    needs: tuple[int, ...]
+    rows: tuple[int, ...]
+    duration: float
+    change: float
+
+
+def _steps(placement: Placement, costs: Costs) -> dict[str, list[_Step]]:
+    """By kind and stage."""
+    graph = chain(placement.num_stages)
+    changes = costs.changes(graph)
+    return {
+        kind: [
+            _Step(
+                tuple(link.row for link in step.links),
+                step.rows,
+                costs.duration(graph, kind, stage),
+                changes[kind, stage, 0],
+            )
+            for stage, step in enumerate(steps)
+        ]
+        for kind, steps in compiled(graph).steps.items()
+    }
 
 
 class Draft:
@@ -66,30 +86,25 @@ class Draft:
         num_ranks = placement.num_ranks
         self.placement = placement
         self.num_microbatches = num_microbatches
-        self.costs = costs or EqualCosts(placement)
+        self.costs = costs or equal_costs(placement)
+        self._steps = _steps(placement, self.costs)
         self.clock = [0.0] * num_ranks
         self.idle = [0.0] * num_ranks
         self.held = [0.0] * num_ranks
         self.pending: list[deque[Pass]] = [deque() for _ in range(num_ranks)]
         self.orders: list[list[Pass]] = [[] for _ in range(num_ranks)]
         self._started = [0.0] * num_ranks
-        self._sent: dict[tuple[bool, int, int], tuple[float, int]] = {}
+        # by row of the graph and microbatch: when it ended, and on which rank
+        self._ended: dict[tuple[int, int], tuple[float, int]] = {}
 
     def arrival(self, p: Pass) -> float:
         """When what `p` needs is on its rank; infinite while that is not put."""
-        kind, stage, microbatch = p
-        if kind == W:
-            return 0.0  # its B ran on this rank
-        if kind == F:
-            key = (True, stage - 1, microbatch)
-            if stage == 0:
-                return 0.0
-        elif stage == self.placement.num_stages - 1:
-            key = (True, stage, microbatch)
-        else:
-            key = (False, stage + 1, microbatch)
-        end, rank = self._sent.get(key, (math.inf, -1))
-        return end if rank == self.placement.ranks[stage] else end + self.costs.edge
+        rank = self.placement.ranks[p.stage]
+        arrival = 0.0
+        for need in self._steps[p.kind][p.stage].needs:
+            end, where = self._ended.get((need, p.microbatch), _NOT_PUT)
+            arrival = max(arrival, end if where == rank else end + self.costs.edge)
+        return arrival
 
     def has_room(self, stage: int, amount: float, limit: float) -> bool:
         """Whether the rank of `stage` may hold `amount` more and stay within `limit`."""
@@ -98,22 +113,22 @@ class Draft:
 
     def put(self, p: Pass, not_before: float = 0.0) -> float:
         """Appends `p` to its rank's order, as early as it may start; returns its end."""
-        kind, stage, microbatch = p
+        kind, stage, microbatch, _ = p
         rank = self.placement.ranks[stage]
         start = max(self.clock[rank], self.arrival(p), not_before)
+        step = self._steps[kind][stage]
         if self.orders[rank]:
             self.idle[rank] += start - self.clock[rank]
         else:
             self._started[rank] = start
-        end = self.clock[rank] = start + self.costs.time(kind, stage)
+        end = self.clock[rank] = start + step.duration
         self.orders[rank].append(p)
-        full, kept = self.costs.activation[stage], self.costs.retained[stage]
-        self.held[rank] += {F: full, B: kept - full, W: -kept, BW: -full}[kind]
+        self.held[rank] += step.change
+        for row in step.rows:
+            self._ended[row, microbatch] = end, rank
         if kind == W:
             self.pending[rank].popleft()
-        else:
-            self._sent[kind == F, stage, microbatch] = end, rank
-        if kind == B:
+        elif kind == B:
             self.pending[rank].append(Pass(W, stage, microbatch))
         return end
 

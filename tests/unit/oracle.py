@@ -49,7 +49,7 @@ def _in_microbatch_order(schedule: Schedule) -> bool:
 
 def needs(p: Pass, everything: Iterable[Pass]) -> set[Pass]:
     """The passes of a complete schedule whose results `p` takes."""
-    kind, stage, i = p
+    kind, stage, i, _ = p
     wanted = {
         F: {Pass(F, stage - 1, i)},
         B: {Pass(F, stage, i), Pass(B, stage + 1, i), Pass(BW, stage + 1, i)},
@@ -136,16 +136,21 @@ def spans(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[float, float], 
         changed = False
         for order in schedule.passes:
             for before, p in zip((None, *order), order, strict=False):
-                ready = starts[before] + costs.time(before.kind, before.stage) if before else 0.0
+                ready = starts[before] + time(before, costs) if before else 0.0
                 for q in needs(p, everything):
                     edge = costs.comm + costs.message if ranks[q.stage] != ranks[p.stage] else 0.0
-                    ready = max(ready, starts[q] + costs.time(q.kind, q.stage) + edge)
+                    ready = max(ready, starts[q] + time(q, costs) + edge)
                 if ready > starts[p]:
                     starts[p], changed = ready, True
     return tuple(
-        tuple((starts[p], starts[p] + costs.time(p.kind, p.stage)) for p in order)
-        for order in schedule.passes
+        tuple((starts[p], starts[p] + time(p, costs)) for p in order) for order in schedule.passes
     )
+
+
+def time(p: Pass, costs: Costs) -> float:
+    """How long a pass takes."""
+    times = {F: costs.forward, B: costs.backward, W: costs.weight}
+    return sum(times[kind][p.stage] for kind in ((B, W) if p.kind == BW else (p.kind,)))
 
 
 def random_schedule(random: Random, placement: Placement, num_microbatches: int) -> Schedule:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_zbpp.ir import Pass, Placement, Schedule
+from megatron_zbpp.ir import Pass, Placement, Schedule, chain
 from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.timeline import Timeline
 
@@ -10,7 +10,12 @@ from megatron_zbpp.planning.timeline import Timeline
 def test_uniform_times_are_of_a_full_rank():
     costs = Costs.uniform(Placement.wave(2, 4), forward=1, backward=2, weight=3, comm=0.5)
     assert costs.num_stages == 8
-    assert [costs.time(kind, 5) for kind in ('F', 'B', 'W', 'BW')] == [0.25, 0.5, 0.75, 1.25]
+    assert [costs.duration(chain(8), kind, 5) for kind in ('F', 'B', 'W', 'BW')] == [
+        0.25,
+        0.5,
+        0.75,
+        1.25,
+    ]
     assert costs.activation == costs.retained == (0.25,) * 8
     assert costs.edge == 0.5
 

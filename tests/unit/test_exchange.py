@@ -29,7 +29,7 @@ def orders(draw: st.DrawFn) -> Schedule:
     """Any passes in any order, each stage at least once and the last microbatch too."""
     placement = draw(st.sampled_from(PLACEMENTS))
     m = draw(st.integers(1, 12))
-    drawn = st.builds(Pass, st.sampled_from(KINDS), st.just(0), st.integers(0, m - 1))
+    drawn = st.builds(Pass, st.sampled_from(KINDS), st.just(0), st.integers(0, m - 1), st.just(0))
     passes = []
     for rank in range(placement.num_ranks):
         held = placement.stages(rank)

@@ -7,8 +7,9 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import needs
 
-from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, W, predecessors
+from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, W
 from megatron_zbpp.planning.check import check
 from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.memory import peak
@@ -174,7 +175,7 @@ def test_tightened_slots_are_a_schedule(p, m, slack, split, data):
     assert all(moved[q] <= slots[q] for q in slots)
     assert all(moved[q] == slots[q] for q in slots if slots[q] < start)
     for q in slots:
-        for before in predecessors(q, 2 * p, split):
+        for before in needs(q, slots):
             assert moved[before] + (width if before.kind == BW else 1) <= moved[q]
     schedule = Schedule.of('tight', placement, m, orders(moved, placement))
     check(schedule)

@@ -1,0 +1,186 @@
+"""WHAT: the tasks of one microbatch, what each one needs, and what it holds.
+
+A graph is a value. `chain` makes that of a plain pipeline; a technique (`ir.techniques`) is a
+function from graph to graph, and techniques compose. Nothing else in this package knows what a kind
+of pass needs or holds: whoever wants to know asks the graph, or `ir.compiled`, its flat form.
+
+>>> graph = chain(2)
+>>> [str(need.task) for need in graph.needs[Task('B', 0)]]
+['0F', '1B']
+>>> graph.tasks('BW', 1)
+(Task(kind='B', stage=1, slice=0), Task(kind='W', stage=1, slice=0))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from types import MappingProxyType
+from typing import NamedTuple
+
+F, B, W, BW = 'F', 'B', 'W', 'BW'
+DEVICE, HOST, PARTNER = 'device', 'host', 'partner'
+COMPUTE, COPY = 'compute', 'copy'
+
+
+class Task(NamedTuple):
+    """A node: what is done of one microbatch.
+
+    Attributes:
+        kind: F forward, B gradient of the input, W gradient of the weights, ...: see `Graph.kinds`.
+        stage: where in the model; beyond the last stage, what each rank has one of (`num_stages` +
+            rank), such as a shard of the vocabulary.
+        slice: of the sequence.
+    """
+
+    kind: str
+    stage: int
+    slice: int = 0
+
+    def __str__(self) -> str:
+        return f'{self.stage}{self.kind}' + (f'.{self.slice}' if self.slice else '')
+
+
+class Need(NamedTuple):
+    """An edge into a task.
+
+    Attributes:
+        task: that must end before.
+        message: what it sends if it is on another rank; None: an order only, nothing travels.
+        back: how many microbatches before; 0: of the same one.
+    """
+
+    task: Task
+    message: str | None = None
+    back: int = 0
+
+
+class Hold(NamedTuple):
+    """What a task does to memory: at its start if all its changes of a pool add up to more, at its
+    end if to less.
+
+    Attributes:
+        pool: 'device', 'host' or 'partner'.
+        amount: which of the amounts in `Costs`, such as 'activation'.
+        change: how many of them: 1 takes one, -1 gives one back.
+    """
+
+    pool: str
+    amount: str
+    change: int
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What all tasks of a kind have in common.
+
+    Attributes:
+        words: for people.
+        parts: kinds of the tasks that one pass of this kind does at once; none: its own.
+        engine: 'compute', or 'copy', which runs beside it.
+        in_order: whether a stage's must come in microbatch order, where roundings or dropout depend
+            on it.
+        every: it occurs once in so many microbatches, with the last of them.
+    """
+
+    words: str
+    parts: tuple[str, ...] = ()
+    engine: str = COMPUTE
+    in_order: bool = True
+    every: int = 1
+
+
+class Technique(NamedTuple):
+    """How a graph was made of another: the name of the function, and its arguments in order."""
+
+    name: str
+    arguments: tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The tasks of one microbatch.
+
+    Attributes:
+        num_stages: S.
+        techniques: that made it of `chain(num_stages)`, first to last; two graphs are equal if
+            these are.
+        needs: of each task, in the order in which they are told to people.
+        holds: of each task.
+        kinds: by name, in the order of a legend.
+    """
+
+    num_stages: int
+    techniques: tuple[Technique, ...]
+    needs: Mapping[Task, tuple[Need, ...]] = field(compare=False, repr=False)
+    holds: Mapping[Task, tuple[Hold, ...]] = field(compare=False, repr=False)
+    kinds: Mapping[str, Kind] = field(compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ('needs', 'holds', 'kinds'):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    def tasks(self, kind: str, stage: int, slice: int = 0) -> tuple[Task, ...]:
+        """Returns what a pass of `kind` does."""
+        return tuple(Task(part, stage, slice) for part in self.kinds[kind].parts or (kind,))
+
+    @cached_property
+    def doers(self) -> Mapping[str, tuple[str, ...]]:
+        """For each kind of task, the kinds of passes that do it: its own first."""
+        return {
+            kind: (kind, *(name for name, other in self.kinds.items() if kind in other.parts))
+            for kind, own in self.kinds.items()
+            if not own.parts
+        }
+
+    @cached_property
+    def num_slices(self) -> int:
+        """Into how many parts each sequence is cut."""
+        return 1 + max(task.slice for task in self.needs)
+
+    @cached_property
+    def sites(self) -> range:
+        """The stages, and behind them what each rank has one of."""
+        return range(1 + max(task.stage for task in self.needs))
+
+    @cached_property
+    def feeds(self) -> Mapping[Task, tuple[tuple[Task, Need], ...]]:
+        """For each task, those that need it, each with that need."""
+        feeds: dict[Task, list[tuple[Task, Need]]] = {task: [] for task in self.needs}
+        for task, needs in self.needs.items():
+            for need in needs:
+                feeds[need.task].append((task, need))
+        return {task: tuple(fed) for task, fed in feeds.items()}
+
+
+@lru_cache(64)
+def chain(num_stages: int) -> Graph:
+    """Returns the graph of a plain pipeline: F down the stages, B back up, W after its B.
+
+    (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.1: B hands on the gradient of the
+    input, W needs it of its own stage only.) F holds an activation; what W needs of it is
+    'retained' from the end of B on.
+    """
+    stages = range(num_stages)
+    needs: dict[Task, tuple[Need, ...]] = {}
+    for stage in stages:
+        needs[Task(F, stage)] = (Need(Task(F, stage - 1), 'activation'),) if stage else ()
+    for stage in stages:
+        own = Need(Task(F, stage))
+        above = (Need(Task(B, stage + 1), 'gradient'),) if stage + 1 < num_stages else ()
+        needs[Task(B, stage)] = (own, *above)
+    for stage in stages:
+        needs[Task(W, stage)] = (Need(Task(B, stage)),)
+    held = {
+        F: (Hold(DEVICE, 'activation', 1),),
+        B: (Hold(DEVICE, 'activation', -1), Hold(DEVICE, 'retained', 1)),
+        W: (Hold(DEVICE, 'retained', -1),),
+    }
+    kinds = {
+        F: Kind('forward'),
+        B: Kind('input gradient'),
+        W: Kind('weight gradient'),
+        BW: Kind('whole backward', parts=(B, W)),
+    }
+    return Graph(num_stages, (), needs, {task: held[task.kind] for task in needs}, kinds)

@@ -1,0 +1,137 @@
+"""WHERE: which rank holds which stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank holds which stage.
+
+    >>> v = Placement.v(2)
+    >>> v.ranks, v.stages(0)
+    ((0, 1, 1, 0), (0, 3))
+    >>> two = Placement.two_way(2)
+    >>> two.rank_of(0, microbatch=0), two.rank_of(0, microbatch=1), two.stages(0)
+    (0, 1, (0, 1))
+
+    Attributes:
+        ranks: rank of each stage, in model order. Rank r's chunks are its stages in that order.
+        name: `loop`, `v`, `wave`, ...: for people.
+        opposite: rank of each stage on a second route, for schedules whose microbatches run
+            against each other, each on a copy of the model; empty: there is one route.
+        route: which route a microbatch takes, 0 or 1: microbatch i takes entry i mod their number.
+    """
+
+    ranks: tuple[int, ...]
+    name: str = 'custom'
+    opposite: tuple[int, ...] = ()
+    route: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        for ranks in self.routes:
+            held = set(ranks)
+            if not held or min(held) != 0 or max(held) != len(held) - 1:
+                raise ValueError(
+                    f'placement {ranks} is not valid: give each rank 0..p-1 at least one stage'
+                )
+            if len(ranks) != len(self.ranks) or len(held) != self.num_ranks:
+                raise ValueError(
+                    f'routes {self.ranks} and {ranks} differ in stages or ranks: give both alike'
+                )
+        if not self.route or not set(self.route) <= set(range(len(self.routes))):
+            raise ValueError(
+                f'route {self.route} is not valid: give 0{" or 1" * bool(self.opposite)} for each '
+                'microbatch'
+            )
+
+    @property
+    def routes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of the stages on each route."""
+        return (self.ranks, self.opposite) if self.opposite else (self.ranks,)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        return max(self.ranks) + 1
+
+    @cached_property
+    def _stages(self) -> tuple[tuple[int, ...], ...]:
+        held: list[set[int]] = [set() for _ in range(self.num_ranks)]
+        for ranks in self.routes:
+            for stage, rank in enumerate(ranks):
+                held[rank].add(stage)
+        return tuple(tuple(sorted(stages)) for stages in held)
+
+    def stages(self, rank: int) -> tuple[int, ...]:
+        """Returns the stages that `rank` holds, in model order: entry c is its chunk c."""
+        return self._stages[rank]
+
+    def route_of(self, microbatch: int) -> int:
+        """Returns the route that `microbatch` takes."""
+        return self.route[microbatch % len(self.route)]
+
+    def rank_of(self, stage: int, microbatch: int = 0) -> int:
+        """Returns the rank that runs `stage` of `microbatch`.
+
+        Behind the last stage comes what each rank has one of: see `ir.graph.Task`.
+        """
+        if stage >= self.num_stages:
+            return stage - self.num_stages
+        return self.routes[self.route_of(microbatch)][stage]
+
+    @cached_property
+    def chunks(self) -> tuple[int, ...]:
+        """Chunk of each stage on the first route: its index among the stages of its rank
+        (Megatron's vp_stage)."""
+        return tuple(self._stages[rank].index(stage) for stage, rank in enumerate(self.ranks))
+
+    def chunk_of(self, stage: int) -> int:
+        """Returns the chunk of `stage`; the first for what each rank has one of."""
+        return self.chunks[stage] if stage < self.num_stages else 0
+
+    @cached_property
+    def num_chunks(self) -> int:
+        """Most chunks that any rank holds."""
+        return max(map(len, self._stages))
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether stages go around the ranks, as Megatron's own do."""
+        return self.routes == Placement.loop(self.num_ranks, self.num_chunks).routes
+
+    def reversed(self) -> Placement:
+        """Returns the same placement with rank r renamed to p-1-r (a V becomes a Λ and back)."""
+        last = self.num_ranks - 1
+        ranks, opposite = (
+            tuple(last - rank for rank in route) for route in (self.ranks, self.opposite)
+        )
+        return Placement(ranks, self.name, opposite, self.route)
+
+    @classmethod
+    def loop(cls, num_ranks: int, num_chunks: int = 1) -> Placement:
+        """Returns stage s on rank s mod p, as in Megatron (PTD-P, arXiv 2104.04473, section 2.2)."""
+        return cls(tuple(range(num_ranks)) * num_chunks, 'loop')
+
+    @classmethod
+    def wave(cls, num_ranks: int, num_chunks: int = 2) -> Placement:
+        """Returns down, up, down, ...: stages snake over the ranks (Hanayo, arXiv 2308.15762)."""
+        down = tuple(range(num_ranks))
+        ranks = sum((down[::-1] if chunk % 2 else down for chunk in range(num_chunks)), ())
+        return cls(ranks, 'v' if num_chunks == 2 else 'wave')
+
+    @classmethod
+    def v(cls, num_ranks: int) -> Placement:
+        """Returns stages s and 2p-1-s on rank s (ZB-V, arXiv 2401.10241, section 6)."""
+        return cls.wave(num_ranks, 2)
+
+    @classmethod
+    def two_way(cls, num_ranks: int, route: tuple[int, ...] = (0, 1)) -> Placement:
+        """Returns two loops against each other (Chimera, arXiv 2107.06925)."""
+        down = tuple(range(num_ranks))
+        return cls(down, 'two-way', down[::-1], route)

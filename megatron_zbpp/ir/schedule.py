@@ -1,0 +1,241 @@
+"""WHEN: passes in the order of each rank.
+
+>>> str(Pass('B', 3, 1)), Pass.parse('3B1.2')
+('3B1', Pass(kind='B', stage=3, microbatch=1, slice=2))
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron_zbpp.ir.graph import F, Graph, Need, Task, Technique, chain
+from megatron_zbpp.ir.placement import Placement
+from megatron_zbpp.ir.techniques import applied
+
+_FORMATS = ('megatron_zbpp.schedule/1', 'megatron_zbpp.schedule/2')
+_PASS = re.compile(r'(\d+)([A-Z]+)(\d+)(?:\.(\d+))?')
+
+
+class Pass(NamedTuple):
+    """One entry of a rank's order: what (`kind`), where in the model (`stage`), on which
+    `microbatch`, and on which `slice` of its sequence."""
+
+    kind: str
+    stage: int
+    microbatch: int
+    slice: int = 0
+
+    def __str__(self) -> str:
+        cut = f'.{self.slice}' if self.slice else ''
+        return f'{self.stage}{self.kind}{self.microbatch}{cut}'
+
+    @property
+    def words(self) -> str:
+        """The pass in words, for messages to people."""
+        cut = f' slice {self.slice}' if self.slice else ''
+        return f'{self.kind} stage {self.stage} microbatch {self.microbatch}{cut}'
+
+    @classmethod
+    def parse(cls, text: str) -> Pass:
+        """Returns the pass that `text` names, for example `3F1`: stage 3, forward, microbatch 1.
+
+        Raises:
+            ValueError: `text` is not of that form.
+        """
+        match = _PASS.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(
+                f'{text!r} is not a pass: expected {{stage}}{{kind}}{{microbatch}}, such as 3F1, '
+                'with .{slice} behind it where sequences are sliced'
+            )
+        return cls(match[2], int(match[1]), int(match[3]), int(match[4] or 0))
+
+
+class Together(NamedTuple):
+    """Passes that run as one: DualPipe's F & B."""
+
+    passes: tuple[Pass, ...]
+
+    def __str__(self) -> str:
+        return '(' + '&'.join(map(str, self.passes)) + ')'
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """For each rank, the order of its passes: an immutable value.
+
+    Attributes:
+        name: of the family that made it, or of the plan.
+        placement: which rank holds which stage.
+        num_microbatches: m; microbatches are 0..m-1.
+        passes: for each rank, its passes in order.
+        graph: what the passes mean; default: of a plain pipeline.
+        together: (rank, index of the first) of passes that run as one with the one behind them.
+    """
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    passes: tuple[tuple[Pass, ...], ...]
+    graph: Graph = None  # type: ignore[assignment]  # filled below
+    together: frozenset[tuple[int, int]] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.graph is None:
+            object.__setattr__(self, 'graph', chain(self.placement.num_stages))
+        if self.graph.num_stages != self.placement.num_stages:
+            raise ValueError(
+                f'a graph of {self.graph.num_stages} stages on a placement of '
+                f'{self.placement.num_stages}: give both the same'
+            )
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        placement: Placement,
+        num_microbatches: int,
+        orders: Iterable[Iterable[Pass | Together]],
+        graph: Graph | None = None,
+    ) -> Schedule:
+        """Returns a schedule from any iterables of passes."""
+        passes: list[tuple[Pass, ...]] = []
+        together: set[tuple[int, int]] = set()
+        for rank, order in enumerate(orders):
+            own: list[Pass] = []
+            for entry in order:
+                parts = entry.passes if isinstance(entry, Together) else (entry,)
+                together |= {(rank, len(own) + k) for k in range(len(parts) - 1)}
+                own += parts
+            passes.append(tuple(own))
+        graph = graph or chain(placement.num_stages)
+        return cls(name, placement, num_microbatches, tuple(passes), graph, frozenset(together))
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    def rank_of(self, p: Pass) -> int:
+        """Returns the rank that runs `p`."""
+        return self.placement.rank_of(p.stage, p.microbatch)
+
+    def __iter__(self) -> Iterator[tuple[int, Pass]]:
+        """(rank, pass) of every pass, rank by rank."""
+        return ((rank, p) for rank, order in enumerate(self.passes) for p in order)
+
+    def order(self, rank: int) -> Iterator[Pass | Together]:
+        """Returns the order of `rank`, with those that run as one as one."""
+        joined: list[Pass] = []
+        for at, p in enumerate(self.passes[rank]):
+            joined.append(p)
+            if (rank, at) not in self.together:
+                yield Together(tuple(joined)) if len(joined) > 1 else p
+                joined = []
+
+    @cached_property
+    def done_by(self) -> Mapping[tuple[Task, int], Pass]:
+        """The pass that does a task of a microbatch."""
+        return {
+            (task, p.microbatch): p
+            for _, p in self
+            for task in self.graph.tasks(p.kind, p.stage, p.slice)
+        }
+
+    def needs(self, p: Pass) -> Iterator[tuple[Need, Pass]]:
+        """Returns what must end before `p` starts, on whatever rank: each need, and who fills it.
+
+        What the schedule lacks is left out: `check` tells.
+        """
+        own = self.graph.tasks(p.kind, p.stage, p.slice)
+        for task in own:
+            for need in self.graph.needs[task]:
+                if need.task not in own:
+                    found = self.done_by.get((need.task, p.microbatch - need.back))
+                    if found is not None:
+                        yield need, found
+
+    def predecessors(self, p: Pass) -> tuple[Pass, ...]:
+        """Returns the passes that must end before `p` starts."""
+        return tuple(dict.fromkeys(q for _, q in self.needs(p)))
+
+    def reversed(self) -> Schedule:
+        """Returns the same schedule with rank r renamed to p-1-r."""
+        last = self.num_ranks - 1
+        return replace(
+            self,
+            placement=self.placement.reversed(),
+            passes=self.passes[::-1],
+            together=frozenset((last - rank, at) for rank, at in self.together),
+        )
+
+    def forward_only(self) -> Schedule:
+        """Returns what is left for evaluation: the forward passes, in their order."""
+        kept = tuple(tuple(p for p in order if p.kind == F) for order in self.passes)
+        return replace(self, name=f'{self.name} (forward only)', passes=kept, together=frozenset())
+
+    def to_json(self) -> str:
+        """Returns one JSON object; `from_json` reads it back to an equal value."""
+        placement = {'name': self.placement.name, 'ranks': self.placement.ranks}
+        if self.placement.opposite:
+            placement |= {'opposite': self.placement.opposite, 'route': self.placement.route}
+        return json.dumps(
+            {
+                'format': _FORMATS[-1],
+                'name': self.name,
+                'placement': placement,
+                'techniques': self.graph.techniques,
+                'num_microbatches': self.num_microbatches,
+                'passes': [
+                    ' '.join(map(str, self.order(rank))) for rank in range(len(self.passes))
+                ],
+            },
+            indent=1,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        """Returns the schedule that `to_json` wrote, now or before there were techniques.
+
+        Raises:
+            ValueError: `text` is not JSON, or not a schedule; the message names the field.
+        """
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.get('format') not in _FORMATS:
+            raise ValueError(f'not a schedule: no "format": "{_FORMATS[-1]}" in it')
+        try:
+            where = data['placement']
+            placement = Placement(
+                tuple(where['ranks']),
+                where['name'],
+                tuple(where.get('opposite', ())),
+                tuple(where.get('route', (0,))),
+            )
+            techniques = [Technique(name, _tuples(a)) for name, a in data.get('techniques', ())]
+            graph = applied(placement.num_stages, techniques)
+            orders = [[_entry(entry) for entry in order.split()] for order in data['passes']]
+            return cls.of(data['name'], placement, int(data['num_microbatches']), orders, graph)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f'schedule lacks a field or has one of a wrong type: {error!r}'
+            ) from error
+
+
+def _entry(text: str) -> Pass | Together:
+    """Returns what an entry of an order says: `3F1`, or `(3F1&0B0)`."""
+    if text.startswith('(') and text.endswith(')'):
+        return Together(tuple(map(Pass.parse, text[1:-1].split('&'))))
+    return Pass.parse(text)
+
+
+def _tuples(value: object) -> object:
+    """Returns `value` with JSON's lists as tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
