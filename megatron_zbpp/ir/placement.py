@@ -115,7 +115,7 @@ class Placement:
 
     @classmethod
     def loop(cls, num_ranks: int, num_chunks: int = 1) -> Placement:
-        """Returns stage s on rank s mod p, as in Megatron (PTD-P, arXiv 2104.04473, section 2.2)."""
+        """Returns stage s on rank s mod p, as Megatron (PTD-P, arXiv 2104.04473, section 2.2)."""
         return cls(tuple(range(num_ranks)) * num_chunks, 'loop')
 
     @classmethod
