@@ -6,6 +6,7 @@ import contextlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
@@ -28,16 +29,29 @@ PLACEMENTS: dict[str, Callable[[int], bool]] = {
 
 
 class Times(NamedTuple):
-    """`--times`: of one full rank, or of each stage in model order."""
+    """`--times` of one full rank."""
 
-    forward: float | tuple[float, ...]
-    backward: float | tuple[float, ...]
-    weight: float | tuple[float, ...]
+    forward: float
+    backward: float
+    weight: float
 
-    @property
-    def num_stages(self) -> int | None:
-        """Of how many stages; None if of one full rank."""
-        return len(self.forward) if isinstance(self.forward, tuple) else None
+
+class StageCosts(NamedTuple):
+    """`--times` of a file: costs of each stage in model order, as it says them."""
+
+    text: str
+    num_stages: int
+
+    @classmethod
+    def read(cls, path: Path) -> StageCosts:
+        """What the file says.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it has no costs.
+        """
+        text = path.read_text(encoding='utf-8')
+        return cls(text, Costs.from_json(text).num_stages)
 
 
 class Case(NamedTuple):
@@ -88,7 +102,7 @@ def named(args: Namespace) -> Iterator[Case]:
 
 def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
     """The placements that `plan` may use, each once, with the costs of their stages."""
-    stages = args.times.num_stages
+    stages = _stages(args.times)
     allowed = args.vpp or ([1, 2, 4] if stages is None else [stages // args.pp])
     placements = {}
     for asked in allowed:
@@ -132,9 +146,14 @@ def _from_file(args: Namespace) -> Case:
     return Case(schedule, _costs(args, schedule.placement))
 
 
-def _chunks(times: Times, p: int, asked: int | None, default: int) -> int:
+def _stages(times: Times | StageCosts) -> int | None:
+    """Of how many stages they are; None if of one full rank."""
+    return times.num_stages if isinstance(times, StageCosts) else None
+
+
+def _chunks(times: Times | StageCosts, p: int, asked: int | None, default: int) -> int:
     """v: what is asked for, or follows from the times of all stages, or else the default."""
-    stages = times.num_stages
+    stages = _stages(times)
     if stages is None:
         return asked or default
     if stages % p or asked not in (None, stages // p):
@@ -146,17 +165,21 @@ def _chunks(times: Times, p: int, asked: int | None, default: int) -> int:
 
 
 def _costs(args: Namespace, placement: Placement) -> Costs:
-    stages = args.times.num_stages
-    if stages is None:
-        return Costs.uniform(placement, *args.times, comm=args.comm)
-    if stages != placement.num_stages:
+    if not isinstance(args.times, StageCosts):
+        return Costs.uniform(placement, *args.times, comm=args.comm or 0.0)
+    if args.times.num_stages != placement.num_stages:
         raise ValueError(
-            f'--times has {stages} stages and the schedule {placement.num_stages}: '
+            f'--times has {args.times.num_stages} stages and the schedule {placement.num_stages}: '
             'give one entry per stage, in model order'
         )
-    forward, backward, weight = args.times
-    shares = Costs.uniform(placement, comm=args.comm)
-    return replace(shares, forward=forward, backward=backward, weight=weight)
+    shares = Costs.uniform(placement).activation
+    costs = Costs.from_json(args.times.text, activation=shares)
+    costs.require(placement)
+    if args.comm is None:
+        return costs
+    if costs.comm:
+        raise ValueError(f'--comm {args.comm}, but the file of --times has {costs.comm}: drop one')
+    return replace(costs, comm=args.comm)
 
 
 def _require_size(chunk_microbatches: int) -> None:

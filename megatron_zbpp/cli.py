@@ -7,7 +7,6 @@ stdout, with the offending cell marked.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import warnings
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_zbpp import commands, exchange
-from megatron_zbpp.cases import PLACEMENTS, Times
+from megatron_zbpp.cases import PLACEMENTS, StageCosts, Times
 from megatron_zbpp.planning.check import ScheduleError
 from megatron_zbpp.planning.problem import OBJECTIVES
 
@@ -225,10 +224,11 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
         type=_times,
         default=Times(1.0, 1.0, 1.0),
         metavar='F,B,W|FILE',
-        help='times of a full rank, or a JSON file with those of each stage; default 1,1,1',
+        help='times of a full rank, or a JSON file of costs: F, B and W by stage, and at will '
+        'activation, retained, comm, message, edges, speeds, times, amounts; default 1,1,1',
     )
     parser.add_argument(
-        '--comm', type=_amount, default=0.0, metavar='C', help='time of a message; default 0'
+        '--comm', type=_amount, metavar='C', help="time of a message; default 0, or the file's"
     )
     _add_memory_limit(parser)
 
@@ -279,26 +279,16 @@ def _names(text: str) -> list[str]:
     return text.split(',')
 
 
-def _times(text: str) -> Times:
+def _times(text: str) -> Times | StageCosts:
     if ',' in text:
         parts = [_amount(part) for part in text.split(',')]
         _argument(text, len(parts) == 3, 'give three times, F,B,W')
         return Times(*parts)
-    return _read_times(text)
-
-
-def _read_times(path: str) -> Times:
-    """The times of all stages in the file at `path`."""
-    cure = 'give F,B,W or a file {"F": [...], "B": [...], "W": [...]}, one entry per stage'
     try:
-        data = json.loads(Path(path).read_text(encoding='utf-8'))
-        times = Times(*(tuple(map(float, data[kind])) for kind in 'FBW'))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise argparse.ArgumentTypeError(f'{path!r} has no times ({error!r}): {cure}') from error
-    values = [value for part in times for value in part]
-    same = len(set(map(len, times))) == 1 and bool(values)
-    _argument(path, same and all(isfinite(v) and v >= 0 for v in values), cure)
-    return times
+        return StageCosts.read(Path(text))
+    except (OSError, ValueError) as error:
+        cure = 'give F,B,W or a file {"F": [...], "B": [...], "W": [...]}, one entry per stage'
+        raise argparse.ArgumentTypeError(f'{text!r} has no times ({error}): {cure}') from error
 
 
 if __name__ == '__main__':

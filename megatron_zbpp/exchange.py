@@ -12,8 +12,8 @@ is a bubble. It comes in two dialects:
 >>> from megatron_zbpp.ir import Placement
 >>> text = '0F0,,0I0,0W0\\n1F0,1B0'
 >>> schedule = from_torch_csv(text)
->>> schedule.passes[1], schedule.placement == Placement.loop(2)
-((Pass(kind='F', stage=1, microbatch=0), Pass(kind='BW', stage=1, microbatch=0)), True)
+>>> ' '.join(map(str, schedule.passes[1])), schedule.placement == Placement.loop(2)
+('1F0 1BW0', True)
 >>> to_torch_csv(schedule, 'old')
 '0F0,0B0,0W0\\n1F0,1BW0\\n'
 """
@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, W
+from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, Together, W
 
 _KINDS = {
     'new': {'F': F, 'I': B, 'W': W, 'B': BW},
@@ -72,19 +72,29 @@ def from_json(text: str) -> Schedule:
 
 
 def to_torch_csv(schedule: Schedule, dialect: str = 'new') -> str:
-    """What torch's `_PipelineScheduleRuntime._load_csv` reads (its format compute_only)."""
+    """What torch's `_PipelineScheduleRuntime._load_csv` reads (its format compute_only).
+
+    Raises:
+        ValueError: the schedule has passes that torch has no name for.
+    """
     names = {ours: theirs for theirs, ours in _kinds(dialect).items()}
-    return ''.join(
-        ','.join(f'{stage}{names[kind]}{microbatch}' for kind, stage, microbatch, _ in order) + '\n'
-        for order in schedule.passes
-    )
+
+    def cell(entry: Pass | Together) -> str:
+        if isinstance(entry, Together):
+            return f'({";".join(map(cell, entry.passes))})OVERLAP_F_B'
+        if entry.kind not in names or entry.slice:
+            raise ValueError(f'{entry}: the CSV of torch has F, B and W of whole sequences only')
+        return f'{entry.stage}{names[entry.kind]}{entry.microbatch}'
+
+    rows = (schedule.order(rank) for rank in range(schedule.num_ranks))
+    return ''.join(','.join(map(cell, row)) + '\n' for row in rows)
 
 
 def from_torch_csv(text: str, name: str = 'torch-csv', dialect: str | None = None) -> Schedule:
     """The schedule in torch's CSV. Rows say which rank holds which stage.
 
     Sends, receives and other lowered actions (format compute_comms) are dropped with a warning:
-    our own lowering makes them anew. An `OVERLAP_F_B` becomes its passes, one after the other.
+    our own lowering makes them anew. The passes of an `OVERLAP_F_B` run together.
 
     Args:
         text: of the file.
@@ -94,23 +104,31 @@ def from_torch_csv(text: str, name: str = 'torch-csv', dialect: str | None = Non
     Raises:
         ValueError: a cell is not an action, a row has none, or stages are not one rank's each.
     """
-    rows = [list(_actions(row, rank)) for rank, row in enumerate(text.splitlines())]
+    rows = [list(_cells(row, rank)) for rank, row in enumerate(text.splitlines())]
     while rows and not rows[-1]:
         rows.pop()
-    kept = [[action for action in row if action is not None] for row in rows]
+    kept = [[cell for cell in row if cell] for row in rows]
     dropped = sum(map(len, rows)) - sum(map(len, kept))
     if dropped:
         warnings.warn(f'{name}: dropped {dropped} sends, receives and the like', stacklevel=2)
     if not any(kept):
         raise ValueError('not a schedule: neither our JSON nor a CSV with passes such as 0F0')
-    found = {kind for row in kept for _, kind, _ in row}
+    found = {kind for row in kept for cell in row for _, kind, _ in cell}
     dialect = dialect or _dialect(found)
     kinds = _kinds(dialect)
     if found - set(kinds):
         raise ValueError(f'kinds {sorted(found - set(kinds))} are not of the dialect {dialect!r}')
-    passes = [[Pass(kinds[kind], stage, mb) for stage, kind, mb in row] for row in kept]
+    orders = [
+        [_entry([Pass(kinds[kind], stage, mb) for stage, kind, mb in cell]) for cell in row]
+        for row in kept
+    ]
+    passes = [[Pass(kinds[k], s, mb) for cell in row for s, k, mb in cell] for row in kept]
     microbatches = 1 + max(p.microbatch for row in passes for p in row)
-    return Schedule.of(name, _placement(passes), microbatches, passes)
+    return Schedule.of(name, _placement(passes), microbatches, orders)
+
+
+def _entry(passes: list[Pass]) -> Pass | Together:
+    return passes[0] if len(passes) == 1 else Together(tuple(passes))
 
 
 def _kinds(dialect: str) -> dict[str, str]:
@@ -119,20 +137,26 @@ def _kinds(dialect: str) -> dict[str, str]:
     return _KINDS[dialect]
 
 
-def _actions(row: str, rank: int) -> Iterator[_Action | None]:
-    """What the cells of a row say; None for what torch's lowering added."""
+def _cells(row: str, rank: int) -> Iterator[list[_Action]]:
+    """What the cells of a row say; nothing for what torch's lowering added."""
     for column, cell in enumerate(map(str.strip, row.split(','))):
         overlap = _OVERLAP.fullmatch(cell)
-        for text in map(str.strip, overlap[1].split(';')) if overlap else [cell]:
-            if _LOWERED.fullmatch(text):
-                yield None
-            elif match := _ACTION.fullmatch(text):
-                yield int(match[1]), match[2], int(match[3])
-            elif text:
-                raise ValueError(
-                    f'row {rank}, column {column}: {text[:40]!r} is not an action of '
-                    'torch.distributed.pipelining, such as 3F1, 3I1, 3W1 or 3B1'
-                )
+        texts = [text.strip() for text in overlap[1].split(';')] if overlap else [cell]
+        found = [_action(text, rank, column) for text in texts if text]
+        if found:
+            yield [action for action in found if action is not None]
+
+
+def _action(text: str, rank: int, column: int) -> _Action | None:
+    """What one action says; None for what torch's lowering added."""
+    if _LOWERED.fullmatch(text):
+        return None
+    if match := _ACTION.fullmatch(text):
+        return int(match[1]), match[2], int(match[3])
+    raise ValueError(
+        f'row {rank}, column {column}: {text[:40]!r} is not an action of '
+        'torch.distributed.pipelining, such as 3F1, 3I1, 3W1 or 3B1'
+    )
 
 
 def _dialect(kinds: set[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-from megatron_zbpp.ir import BW, Pass, W
+from megatron_zbpp.ir import BW, Pass, W, chain
 from megatron_zbpp.planning.program import Receive, Send
 from megatron_zbpp.planning.prove import Collective
 
@@ -100,7 +100,9 @@ class Timing:
             if i in self.awaited and i not in self.arrived:
                 return False
             start = self._start(rank, max(self.computed[rank], self.arrived.get(i, 0.0)))
-            self.computed[rank] = start + self.costs.time(i.kind, i.stage)
+            self.computed[rank] = start + self.costs.duration(
+                chain(self.costs.num_stages), i.kind, i.stage, rank
+            )
         elif _sends(i):
             return self._begin(rank, (rank, i.peer), self.sent, self.computed[rank])
         elif _receives(i):

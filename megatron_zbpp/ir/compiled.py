@@ -12,7 +12,6 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megatron_zbpp.ir.graph import COMPUTE, Graph, Need, Task
-from megatron_zbpp.ir.placement import Placement
 
 
 class Link(NamedTuple):
@@ -155,11 +154,3 @@ def _without_implied(graph: Graph, rows: Mapping[Task, int]) -> dict[Task, tuple
         )
         for task, needs in graph.needs.items()
     }
-
-
-def crosses(placement: Placement, route: int, stage: int, other: int) -> bool:
-    """Whether what goes between two stages of a microbatch on `route` goes to another rank."""
-    routes = placement.routes[route]
-    count = placement.num_stages
-    ranks = [routes[s] if s < count else s - count for s in (stage, other)]
-    return ranks[0] != ranks[1]

@@ -81,9 +81,11 @@ class Placement:
 
         Behind the last stage comes what each rank has one of: see `ir.graph.Task`.
         """
-        if stage >= self.num_stages:
-            return stage - self.num_stages
-        return self.routes[self.route_of(microbatch)][stage]
+        return self.on_route(self.route_of(microbatch), stage)
+
+    def on_route(self, route: int, stage: int) -> int:
+        """Returns the rank that runs `stage` of microbatches on `route`."""
+        return self.routes[route][stage] if stage < self.num_stages else stage - self.num_stages
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:

@@ -144,7 +144,7 @@ def split_vocabulary(graph: Graph, ranks: int, barriers: int = 1) -> Graph:
         awaited = logits if barriers == 1 else gradients
         backward = task._replace(kind=B)
         needs[backward] = (*needs[backward], *(Need(each, 'vocabulary') for each in awaited))
-    kinds = {'S': Kind('logits of a shard'), 'T': Kind("a shard's weight gradient")}
+    kinds = {'S': Kind('logits of a shard'), 'T': Kind('weight gradient of a shard')}
     return _made(graph, 'split_vocabulary', (ranks, barriers), needs, holds, kinds)
 
 

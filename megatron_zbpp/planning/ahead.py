@@ -9,9 +9,10 @@ ever taken for another.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from math import inf
 
 from megatron_zbpp.ir import F, Pass, Placement, Schedule
-from megatron_zbpp.planning.lower import consumers
+from megatron_zbpp.planning.lower import takers
 from megatron_zbpp.planning.program import Instruction, Program, Receive
 
 
@@ -29,15 +30,14 @@ def passes_ahead(schedule: Schedule) -> tuple[int, ...]:
     """
     order = chain(schedule.placement)
     place = {rank: at for at, rank in enumerate(order)}
-    rank_of = schedule.placement.ranks
-    taken = consumers(schedule)
+    taken = takers(schedule)
     ahead: set[Pass] = set()
     counts = [0] * schedule.num_ranks
 
     def may(rank: int, p: Pass) -> bool:
-        made = Pass(F, p.stage - 1, p.microbatch)
-        goes = rank_of[taken[p].stage] if p in taken else rank
-        return p.kind == F and (not p.stage or made in ahead) and place[goes] >= place[rank]
+        goes = (place[schedule.rank_of(taker)] for taker in taken.get(p, ()))
+        needed = schedule.predecessors(p)
+        return p.kind == F and ahead.issuperset(needed) and min(goes, default=inf) >= place[rank]
 
     for rank in order[:-1]:
         for p in schedule.passes[rank]:
@@ -78,8 +78,7 @@ def split(program: Program, ahead: Set[Pass]) -> tuple[Program, Program]:
         if isinstance(instruction, Pass):
             latest = instruction
         if isinstance(instruction, Receive):
-            taker = instruction.consumer
-            belongs = taker.kind == F and Pass(F, taker.stage - 1, taker.microbatch) in ahead
+            belongs = instruction.producer in ahead
         else:
             belongs = latest in ahead
         (first if belongs else rest).append(instruction)

@@ -70,7 +70,9 @@ def planned(
 def _code() -> str:
     """Digest of all code that decides what is planned."""
     root = Path(__file__).parents[1]
-    files = [root / 'ir.py', *root.glob('planning/*.py'), *root.glob('schedules/*.py')]
+    rooms = ('ir', 'planning', 'schedules')
+    files = [file for room in rooms for file in root.joinpath(room).rglob('*.py')]
+    assert all(any(room in file.parts for file in files) for room in rooms), 'a room has moved'
     try:
         solver = version('ortools')
     except PackageNotFoundError:

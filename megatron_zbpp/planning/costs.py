@@ -7,8 +7,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import isfinite
+from typing import Any
 
 from megatron_zbpp.ir import B, F, Graph, Placement, W
 from megatron_zbpp.ir.compiled import compiled
@@ -19,15 +25,23 @@ from megatron_zbpp.ir.graph import DEVICE
 class Costs:
     """Times and activations of every stage. Units are the caller's: seconds and bytes, or 1 and 1.
 
+    Where techniques add sites behind the stages (a shard of the vocabulary on each rank), entries
+    of `times` and `amounts` go on with those.
+
     Attributes:
         forward: per stage in model order, time of one F.
         backward: time of one B. A BW takes that of its B and its W.
         weight: time of one W.
-        comm: latency of each F or B edge that crosses ranks; it does not occupy the device.
-        message: further time of such an edge, bytes over bandwidth; added to `comm`.
+        comm: latency of each message between ranks; it does not occupy the device.
+        message: further time of a message, bytes over bandwidth; added to the latency.
         activation: per stage, held from the start of its F. Default: 1 a stage.
         retained: held in its place from the end of B to the end of W. It may be more: gradients of
             outputs, and inputs that tensor parallelism has gathered, wait for W. Default: as much.
+        times: of one pass of other kinds, by kind: O, L, R, S, ... Default: 0.
+        amounts: that other techniques hold, by the name that the graph gives them: 'input',
+            'logits'. Default: 0.
+        edges: (sender, receiver, latency) of pairs of ranks whose latency is not `comm`.
+        speeds: per rank, how many times as fast as the times say. Default: 1 each.
     """
 
     forward: tuple[float, ...]
@@ -37,6 +51,10 @@ class Costs:
     message: float = 0.0
     activation: tuple[float, ...] = ()
     retained: tuple[float, ...] = ()
+    times: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    amounts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    edges: tuple[tuple[int, int, float], ...] = ()
+    speeds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, 'activation', self.activation or (1.0,) * len(self.forward))
@@ -50,8 +68,57 @@ class Costs:
                     f'{name} has {len(values)} entries and forward {len(self.forward)}: '
                     'give one entry per stage'
                 )
+        for name in ('times', 'amounts'):
+            given = {key: tuple(values) for key, values in getattr(self, name).items()}
+            object.__setattr__(self, name, given)
+            for key, values in given.items():
+                _require_costs(f'{name} of {key}', values)
+                if len(values) < len(self.forward):
+                    raise ValueError(
+                        f'{name} of {key} has {len(values)} entries: give one per stage, '
+                        f'{len(self.forward)}, and behind them what else there is'
+                    )
+        for kind in {F, B, W} & set(self.times):
+            raise ValueError(f'times of {kind} are given twice: leave them out of `times`')
+        object.__setattr__(self, 'edges', tuple(map(tuple, self.edges)))
+        object.__setattr__(self, 'speeds', tuple(self.speeds))
         _require_costs('comm', (self.comm,))
         _require_costs('message', (self.message,))
+        _require_costs('edges', tuple(latency for _, _, latency in self.edges))
+        _require_costs('speeds', self.speeds)
+        if 0 in self.speeds:
+            raise ValueError('a speed of 0 never ends: give numbers above 0')
+
+    @classmethod
+    def from_json(cls, text: str, **defaults: Any) -> Costs:
+        """Returns the costs that a file says: F, B and W by stage, and any other field by its name.
+
+        Args:
+            text: of the file.
+            defaults: fields, for where the file is silent.
+
+        Raises:
+            ValueError: it is not one JSON object, lacks a time, or has a field that is not known or
+                of another type; the message names it.
+        """
+        data = json.loads(text)
+        if not isinstance(data, dict):
+            raise ValueError('costs are one JSON object: {"F": [...], "B": [...], "W": [...]}')
+        fields = {F: 'forward', B: 'backward', W: 'weight'}
+        others = ('comm', 'message', *(each.name for each in dataclasses.fields(cls)[5:]))
+        known = (*fields, *others)
+        for name, value in data.items():
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+                hint = f' (did you mean {near[0]!r}?)' if near else ''
+                raise ValueError(f'field {name!r} is not known{hint}: there are {", ".join(known)}')
+            _require_type(name, value)
+        for name in fields:
+            if name not in data:
+                raise ValueError(f'the times of {name} are missing: give "{name}": [...]')
+        if not data[F]:
+            raise ValueError('F has no entries: give one entry per stage')
+        return cls(**defaults | {fields.get(name, name): value for name, value in data.items()})
 
     @classmethod
     def uniform(
@@ -76,25 +143,35 @@ class Costs:
     def num_stages(self) -> int:
         return len(self.forward)
 
-    @property
-    def edge(self) -> float:
-        """Time from the end of an F or B to when another rank may start on what it sent."""
-        return self.comm + self.message
+    def edge(self, sender: int, receiver: int) -> float:
+        """Returns the time from the end of a pass to when another rank may start on what it sent.
+
+        Between stages of one rank it is 0.
+        """
+        if sender == receiver:
+            return 0.0
+        return self._latencies.get((sender, receiver), self.comm) + self.message
+
+    @cached_property
+    def _latencies(self) -> dict[tuple[int, int], float]:
+        return {(sender, receiver): latency for sender, receiver, latency in self.edges}
 
     def time(self, kind: str, stage: int) -> float:
-        """Time of one task of `kind` on `stage`."""
-        times = {F: self.forward, B: self.backward, W: self.weight}.get(kind)
-        return 0.0 if times is None else times[stage]
+        """Time of one task of `kind` on `stage`, on a rank of speed 1."""
+        own = {F: self.forward, B: self.backward, W: self.weight}.get(kind)
+        own = self.times.get(kind) if own is None else own
+        return 0.0 if own is None else own[stage]
 
-    def duration(self, graph: Graph, kind: str, stage: int) -> float:
-        """Time of one pass of `kind` on `stage`: of all tasks that it does, of a slice each."""
-        tasks = graph.tasks(kind, stage)
-        return sum([self.time(task.kind, stage) for task in tasks]) / graph.num_slices
+    def duration(self, graph: Graph, kind: str, stage: int, rank: int) -> float:
+        """Time of one pass of `kind` on `stage` on `rank`: of all that it does, of a slice each."""
+        time = sum([self.time(task.kind, stage) for task in graph.tasks(kind, stage)])
+        return time / graph.num_slices / (self.speeds[rank] if self.speeds else 1.0)
 
     def amount(self, name: str, stage: int) -> float:
         """How much of the amount that `ir.graph.Hold` calls `name` a task of `stage` takes."""
-        amounts = {'activation': self.activation, 'retained': self.retained}.get(name)
-        return 0.0 if amounts is None else amounts[stage]
+        own = {'activation': self.activation, 'retained': self.retained}.get(name)
+        own = self.amounts.get(name) if own is None else own
+        return 0.0 if own is None else own[stage]
 
     def changes(self, graph: Graph, pool: str = DEVICE) -> dict[tuple[str, int, int], float]:
         """What each pass adds to `pool`, by its kind, stage and slice."""
@@ -105,12 +182,45 @@ class Costs:
         }
 
     def require(self, placement: Placement) -> None:
-        """Raises ValueError unless there is one entry for each stage of `placement`."""
+        """Raises ValueError unless there is one entry for each stage and rank of `placement`."""
         if self.num_stages != placement.num_stages:
             raise ValueError(
                 f'costs of {self.num_stages} stages do not fit a placement of '
                 f'{placement.num_stages}: give one entry per stage'
             )
+        if self.speeds and len(self.speeds) != placement.num_ranks:
+            raise ValueError(
+                f'{len(self.speeds)} speeds do not fit {placement.num_ranks} ranks: give one each'
+            )
+        for sender, receiver, _ in self.edges:
+            if not {sender, receiver} <= set(range(placement.num_ranks)):
+                raise ValueError(
+                    f'an edge from rank {sender} to rank {receiver}: there are ranks 0 to '
+                    f'{placement.num_ranks - 1}'
+                )
+
+
+def _require_type(name: str, value: object) -> None:
+    """Raises ValueError unless a file's field has the type that its name asks for."""
+
+    def numbers(entry: object) -> bool:
+        return isinstance(entry, list) and all(map(number, entry))
+
+    def number(entry: object) -> bool:
+        return isinstance(entry, int | float) and not isinstance(entry, bool)
+
+    if name in ('comm', 'message'):
+        fits, wanted = number(value), 'a number'
+    elif name in ('times', 'amounts'):
+        fits = isinstance(value, dict) and all(map(numbers, value.values()))
+        wanted = 'an object of lists of numbers, such as {"R": [1, 1]}'
+    elif name == 'edges':
+        fits = isinstance(value, list) and all(numbers(e) and len(e) == 3 for e in value)
+        wanted = 'a list of [sender, receiver, latency]'
+    else:
+        fits, wanted = numbers(value), 'a list of numbers, one per stage'
+    if not fits:
+        raise ValueError(f'{name} = {json.dumps(value)[:60]} is not {wanted}')
 
 
 def _require_costs(name: str, values: tuple[float, ...]) -> None:

@@ -64,7 +64,7 @@ def _cause(
     rank_of = schedule.rank_of
     causes = [(spans[previous][1], 'rank', previous)] if previous else []
     for need, q in schedule.needs(p):
-        edge = costs.edge if need.message and rank_of(q) != rank_of(p) else 0.0
+        edge = costs.edge(rank_of(q), rank_of(p)) if need.message else 0.0
         waited = 'communication' if edge else 'dependency'
         causes.append((spans[q][1] + edge, waited, q))
     if not causes:

@@ -18,6 +18,7 @@ from math import ceil, floor, gcd, inf
 from typing import TYPE_CHECKING, Any
 
 from megatron_zbpp.planning.bounds import lower_bound
+from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.problem import EPSILON, Orders, Problem, replay
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def solve(
 
 def _unit(problem: Problem) -> tuple[float, bool]:
     """The time that is 1 for the solver, and whether times must be rounded down to multiples."""
-    times = (*problem.durations, problem.costs.edge)
+    times = (*problem.durations, *problem.edges)
     for denominator in _DENOMINATORS:
         if all(abs(time * denominator - round(time * denominator)) < EPSILON for time in times):
             return 1 / denominator, False
@@ -111,13 +112,20 @@ def _scaled(problem: Problem, unit: float) -> Problem:
     def whole(time: float) -> float:
         return float(floor(time / unit + EPSILON))
 
-    costs = replace(
-        problem.costs,
-        forward=tuple(map(whole, problem.costs.forward)),
-        backward=tuple(map(whole, problem.costs.backward)),
-        weight=tuple(map(whole, problem.costs.weight)),
-        comm=whole(problem.costs.edge),
-        message=0.0,
+    count = problem.placement.num_stages
+    times = tuple(map(whole, problem.durations))
+    edges = {
+        (problem.ranks[need], problem.ranks[queue]): whole(edge)
+        for queue, (need, edge) in enumerate(zip(problem.needs, problem.edges, strict=True))
+        if edge
+    }
+    costs = Costs(
+        times[:count],
+        times[count : 2 * count],
+        times[2 * count :],
+        activation=problem.costs.activation,
+        retained=problem.costs.retained,
+        edges=tuple((*pair, latency) for pair, latency in edges.items()),
     )
     return replace(problem, costs=costs)
 

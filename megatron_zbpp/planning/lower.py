@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_zbpp.ir import BW, B, F, Pass, Schedule
+from megatron_zbpp.ir import Pass, Schedule
+from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.program import Hand, Instruction, Program, Receive, Send
 from megatron_zbpp.planning.prove import prove
@@ -42,34 +43,35 @@ def lower(schedule: Schedule) -> tuple[Program, ...]:
     return lowered
 
 
-def consumers(schedule: Schedule) -> dict[Pass, Pass]:
-    """For each pass that makes an activation or an input gradient: the pass that takes it."""
-    backward = {(p.stage, p.microbatch): p for _, p in schedule if p.kind in (B, BW)}
-    taken = {}
+def takers(schedule: Schedule) -> dict[Pass, list[Pass]]:
+    """For each pass whose result others take, those passes: on other ranks by messages."""
+    graph, m = schedule.graph, schedule.num_microbatches
+    steps, cut = compiled(graph).steps, graph.num_slices
+    made: dict[int, Pass] = {}  # by row and microbatch
     for _, p in schedule:
-        if p.kind == F and p.stage + 1 < schedule.num_stages:
-            taken[p] = Pass(F, p.stage + 1, p.microbatch)
-        elif p.kind in (B, BW) and p.stage:
-            taken[p] = backward[p.stage - 1, p.microbatch]
+        for row in steps[p.kind][p.stage * cut + p.slice].rows:
+            made[row * m + p.microbatch] = p
+    taken: dict[Pass, list[Pass]] = {}
+    for _, p in schedule:
+        for link in steps[p.kind][p.stage * cut + p.slice].links:
+            if link.message and p.microbatch >= link.back:
+                taken.setdefault(made[link.row * m + p.microbatch - link.back], []).append(p)
     return taken
 
 
 def _one_by_one(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
     """All instructions in one order: by the ends of passes, if equal work takes equal time."""
-    taken = consumers(schedule)
-    rank_of = schedule.placement.ranks
+    taken = takers(schedule)
     costs = Costs.uniform(schedule.placement, comm=_LATENCY)
     spans = simulate(schedule, costs).spans
     ends = [(end, rank, at) for rank, own in enumerate(spans) for at, (_, end) in enumerate(own)]
     for _, rank, at in sorted(ends):
         p = schedule.passes[rank][at]
         yield rank, p
-        consumer = taken.get(p)
-        if consumer is None:
-            continue
-        peer = rank_of[consumer.stage]
-        if peer == rank:
-            yield rank, Hand(consumer)
-        else:
-            yield rank, Send(p, consumer, peer)
-            yield peer, Receive(consumer, rank)
+        for consumer in taken.get(p, ()):
+            peer = schedule.rank_of(consumer)
+            if peer == rank:
+                yield rank, Hand(p, consumer)
+            else:
+                yield rank, Send(p, consumer, peer)
+                yield peer, Receive(p, consumer, rank)

@@ -35,15 +35,26 @@ def live(schedule: Schedule, costs: Costs, pool: str = DEVICE) -> tuple[tuple[fl
 def highest(schedule: Schedule, costs: Costs) -> tuple[tuple[float, ...], ...]:
     """Most activations held from the start of each pass to its end, but for what was before it.
 
-    As `live`, but for BW in a schedule with W passes: it is a B and then a W, and between them
-    holds `retained`. In a schedule without any, autograd frees what it has used.
+    As `live`, but for a pass of several tasks, such as BW, where others do them one by one: it does
+    so, too, and between B and W holds `retained`. Else autograd frees what it has used.
     """
-    after = live(schedule, costs)
-    if not any(p.kind == W for _, p in schedule):
+    after, kinds = live(schedule, costs), schedule.graph.kinds
+    ran = {p.kind for _, p in schedule}
+    one_by_one = {kind for kind in ran if not ran.isdisjoint(kinds[kind].parts)}
+    if not one_by_one:
         return after
+    change = costs.changes(schedule.graph)
+
+    def within(kind: str, stage: int, cut: int) -> float:
+        """How much more than at its end is held during a pass."""
+        sums = list(accumulate(change[part, stage, cut] for part in kinds[kind].parts))
+        return max(sums) - sums[-1]
+
     return tuple(
         tuple(
-            round(amount + costs.retained[p.stage], _DIGITS) if p.kind == BW else amount
+            round(amount + within(p.kind, p.stage, p.slice), _DIGITS)
+            if p.kind in one_by_one
+            else amount
             for p, amount in zip(order, amounts, strict=True)
         )
         for order, amounts in zip(schedule.passes, after, strict=True)

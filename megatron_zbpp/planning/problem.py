@@ -1,9 +1,9 @@
 """A planning problem in flat integers, and the replay of orders on it: the planner's inner loop.
 
 Passes of one kind on one stage run in microbatch order, so they form a *queue*, and the order of a
-rank is a list of queue numbers: the n-th appearance of a number is microbatch n. Queue
-`kind * S + stage` has kind 0 = F, 1 = B, 2 = W; fused passes are split, which never costs time or
-memory. Every array here is indexed by queue.
+rank is a list of queue numbers: the n-th appearance of a number is microbatch n. A queue is a row
+of the compiled graph of a plain pipeline: all F by stage, then all B, then all W; fused passes are
+split, which never costs time or memory. Every array here is indexed by queue.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from functools import cached_property
 from itertools import accumulate
 from math import inf
 
-from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, W
+from megatron_zbpp.ir import Pass, Placement, Schedule, Task, chain
+from megatron_zbpp.ir.compiled import Compiled, compiled
+from megatron_zbpp.ir.graph import DEVICE
 from megatron_zbpp.planning.costs import Costs
 
 Orders = list[list[int]]  # per rank, its queue numbers in the order of their passes
@@ -23,7 +25,6 @@ Ends = list[list[float]]  # per queue, when its microbatches end
 OBJECTIVES = ('makespan', 'window')
 EPSILON = 1e-9  # times closer than this are equal
 
-_KINDS = (F, B, W)
 _QUANTA = 1 << 40  # the largest activation is so many units: sums of thirds stay exact
 
 
@@ -54,8 +55,17 @@ class Problem:
         return self if 3 * few > 2 * m else replace(self, num_microbatches=few)
 
     @cached_property
+    def _flat(self) -> Compiled:
+        """A queue is a row of this: a task of the graph."""
+        return compiled(chain(self.placement.num_stages))
+
+    @cached_property
+    def _tasks(self) -> tuple[Task, ...]:
+        return tuple(self._flat.rows)
+
+    @cached_property
     def num_queues(self) -> int:
-        return 3 * self.placement.num_stages
+        return self._flat.num_rows
 
     @cached_property
     def num_passes(self) -> int:
@@ -64,7 +74,7 @@ class Problem:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Rank of each queue."""
-        return self.placement.ranks * 3
+        return tuple(self.placement.ranks[task.stage] for task in self._tasks)
 
     @cached_property
     def queues(self) -> tuple[tuple[int, ...], ...]:
@@ -74,20 +84,23 @@ class Problem:
 
     @cached_property
     def durations(self) -> tuple[float, ...]:
-        return (*self.costs.forward, *self.costs.backward, *self.costs.weight)
+        graph = self._flat.graph
+        return tuple(
+            self.costs.duration(graph, task.kind, task.stage, rank)
+            for task, rank in zip(self._tasks, self.ranks, strict=True)
+        )
 
     @cached_property
     def needs(self) -> tuple[int, ...]:
         """Queue whose same microbatch must end before; -1 for F of stage 0. B's F is implied."""
-        count = self.placement.num_stages
-        forwards, backwards = range(-1, count - 1), range(count + 1, 2 * count)
-        return (*forwards, *backwards, count - 1, *range(count, 2 * count))
+        links = (self._flat.step(task.kind, task.stage).links for task in self._tasks)
+        return tuple(own[0].row if own else -1 for own in links)
 
     @cached_property
     def edges(self) -> tuple[float, ...]:
         """Time on the wire from the end in `needs` to the earliest start."""
         return tuple(
-            self.costs.edge if need >= 0 and self.ranks[need] != self.ranks[queue] else 0.0
+            self.costs.edge(self.ranks[need], self.ranks[queue]) if need >= 0 else 0.0
             for queue, need in enumerate(self.needs)
         )
 
@@ -111,15 +124,13 @@ class Problem:
     @cached_property
     def arrivals(self) -> tuple[float, ...]:
         """Earliest start of each queue's microbatch 0: the chain of F, then of B, then W."""
-        count = self.placement.num_stages
         starts = [0.0] * self.num_queues
-        for queue in (
-            *range(1, count),
-            *reversed(range(count, 2 * count)),
-            *range(2 * count, 3 * count),
-        ):
-            need = self.needs[queue]
-            starts[queue] = starts[need] + self.durations[need] + self.edges[queue]
+        todo = [queue for queue, need in enumerate(self.needs) if need < 0]
+        for queue in todo:
+            for other, need in enumerate(self.needs):
+                if need == queue:
+                    starts[other] = starts[queue] + self.durations[queue] + self.edges[other]
+                    todo.append(other)
         return tuple(starts)
 
     @cached_property
@@ -139,10 +150,14 @@ class Problem:
     @cached_property
     def changes(self) -> tuple[int, ...]:
         """What a pass of each queue adds to its rank's memory, in units of the planner's own."""
-        held = [round(amount / self._quantum) for amount in self.costs.activation]
-        kept = [round(amount / self._quantum) for amount in self.costs.retained]
-        partial = (after - before for before, after in zip(held, kept, strict=True))
-        return (*held, *partial, *(-amount for amount in kept))
+        counts = self._flat.changes[DEVICE]
+        return tuple(
+            sum(
+                count * round(self.costs.amount(name, task.stage) / self._quantum)
+                for name, count in counts[task.kind, task.stage, 0].items()
+            )
+            for task in self._tasks
+        )
 
     @cached_property
     def raises(self) -> tuple[int, ...]:
@@ -169,10 +184,9 @@ class Problem:
 
     def orders(self, schedule: Schedule) -> Orders:
         """The orders of a schedule on this placement."""
-        count = self.placement.num_stages
-        first = {F: (0,), B: (count,), W: (2 * count,), BW: (count, 2 * count)}
+        graph, rows = self._flat.graph, self._flat.rows
         return [
-            [offset + p.stage for p in order for offset in first[p.kind]]
+            [rows[task] for p in order for task in graph.tasks(p.kind, p.stage)]
             for order in schedule.passes
         ]
 
@@ -186,8 +200,8 @@ class Problem:
         seen = [0] * self.num_queues
         passes = []
         for queue in order:
-            kind, stage = divmod(queue, self.placement.num_stages)
-            passes.append(Pass(_KINDS[kind], stage, seen[queue]))
+            kind, stage, _ = self._tasks[queue]
+            passes.append(Pass(kind, stage, seen[queue]))
             seen[queue] += 1
         return passes
 

@@ -19,8 +19,10 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Post the receive of what `consumer`, a later pass of this rank, needs from rank `peer`."""
+    """Post the receive of what `producer` makes on `peer` for `consumer`, a later pass of this
+    rank."""
 
+    producer: Pass
     consumer: Pass
     peer: int
 
@@ -29,8 +31,9 @@ class Receive(NamedTuple):
 
 
 class Hand(NamedTuple):
-    """Keep what the pass before has made for `consumer`, a later pass of this same rank."""
+    """Keep what `producer`, which has just ended, made for `consumer` of this same rank."""
 
+    producer: Pass
     consumer: Pass
 
     def __str__(self) -> str:

@@ -7,7 +7,7 @@ first; NCCL may have all three, and which of them may depend on the pass.
 from __future__ import annotations
 
 import enum
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -100,10 +100,10 @@ class _Replay:
         self._in_order = Rule.LAUNCH_ORDER in rules
         self._cursor = [0] * len(programs)
         # by sender and receiver: whose messages have been posted, and how many of them sent
-        self._posted: dict[tuple[int, int], list[Pass]] = defaultdict(list)
+        self._posted: dict[tuple[int, int], list[Receive]] = defaultdict(list)
         self._sent: dict[tuple[int, int], int] = defaultdict(int)
-        # by rank: whose messages are still to come, and how many of them have been posted
-        self._missing = [{i.consumer for i in own if type(i) is Receive} for own in programs]
+        # by rank: how many messages are still to come for whom, and how many of them are posted
+        self._missing = [Counter(i.consumer for i in own if type(i) is Receive) for own in programs]
         self._spinning = [0] * len(programs)
         self._met: dict[Collective, set[int]] = defaultdict(set)
         while sum(self._advance(rank) for rank in range(len(programs))):
@@ -124,7 +124,7 @@ class _Replay:
     def _words(self, rank: int, instruction: Instruction | Collective) -> str:
         """What it stands at; of a pass, the receives that are open."""
         posted = self._programs[rank][: self._cursor[rank]]
-        waited = [i for i in posted if type(i) is Receive and i.consumer in self._missing[rank]]
+        waited = [i for i in posted if type(i) is Receive and self._missing[rank][i.consumer]]
         if type(instruction) is not Pass or not waited:
             return str(instruction)
         return f'{instruction} for {", ".join(map(str, waited))}'
@@ -143,7 +143,7 @@ class _Replay:
         kind = type(instruction)
         if kind is Pass:
             waits = self._synchronises and self._spinning[rank]
-            return not waits and instruction not in self._missing[rank]
+            return not waits and not self._missing[rank].get(instruction)
         if kind is Receive:
             return self._post(rank, instruction)
         if kind is Send:
@@ -158,7 +158,7 @@ class _Replay:
         posted = self._posted[channel]
         if self._in_order and len(posted) > self._sent[channel]:
             return False
-        posted.append(receive.consumer)
+        posted.append(receive)
         self._spinning[rank] += 1
         return True
 
@@ -167,12 +167,13 @@ class _Replay:
         sent, posted = self._sent[channel], self._posted[channel]
         if sent == len(posted):
             return False
-        if posted[sent] != send.consumer:
+        awaited = posted[sent]
+        if (awaited.producer, awaited.consumer) != (send.producer, send.consumer):
             raise ValueError(
-                f'rank {rank} sends for {send.consumer} where rank {send.peer} awaits the message '
-                f'for {posted[sent]}'
+                f'rank {rank} sends what {send.producer} made for {send.consumer} where rank '
+                f'{send.peer} awaits what {awaited.producer} makes for {awaited.consumer}'
             )
         self._sent[channel] += 1
-        self._missing[send.peer].discard(send.consumer)
+        self._missing[send.peer][send.consumer] -= 1
         self._spinning[send.peer] -= 1
         return True

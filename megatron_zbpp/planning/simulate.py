@@ -13,7 +13,7 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_zbpp.ir import Pass, Schedule
-from megatron_zbpp.ir.compiled import Compiled, Link, Step, compiled, crosses
+from megatron_zbpp.ir.compiled import Compiled, Link, Step, compiled
 from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.errors import ScheduleError
 from megatron_zbpp.planning.timeline import Timeline
@@ -93,14 +93,16 @@ class _Run:
 
     def _table(self, flat: Compiled, route: int) -> _Table:
         """Passes of microbatches on `route`."""
+        placement = self.schedule.placement
 
         def entry(kind: str, stage: int, step: Step) -> _Flat:
+            rank = placement.on_route(route, stage)
             needs = [
-                (self._entry(link.row) - link.back, self._edge(route, link, stage))
+                (self._entry(link.row) - link.back, self._edge(route, link, rank))
                 for link in step.links
             ] or [(0, 0.0)]
             own = [self._entry(row) for row in step.rows] or [self.nobody]
-            duration = self.costs.duration(flat.graph, kind, stage)
+            duration = self.costs.duration(flat.graph, kind, stage, rank)
             return _Flat(*needs[0], tuple(needs[1:]), own[0], tuple(own[1:]), duration)
 
         return {
@@ -111,10 +113,11 @@ class _Run:
     def _entry(self, row: int) -> int:
         return (row + 1) * self.entries + self.before
 
-    def _edge(self, route: int, link: Link, stage: int) -> float:
-        """Time from the end of what `link` names to when `stage` may start."""
-        sent = link.message and crosses(self.schedule.placement, route, link.stage, stage)
-        return self.costs.edge if sent else 0.0
+    def _edge(self, route: int, link: Link, rank: int) -> float:
+        """Time from the end of what `link` names to when `rank` may start."""
+        if not link.message:
+            return 0.0
+        return self.costs.edge(self.schedule.placement.on_route(route, link.stage), rank)
 
     def run(self) -> list[list[_Span | None]]:
         """Spans of all passes, per rank; None for those that can never run."""

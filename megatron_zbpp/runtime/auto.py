@@ -257,7 +257,7 @@ def _words(costs: Costs, full: float | None) -> str:
     """What was measured."""
     kinds = (('F', costs.forward), ('B', costs.backward), ('W', costs.weight))
     parts = [f'{kind} {min(t) * 1e3:.3g} to {max(t) * 1e3:.3g} ms' for kind, t in kinds]
-    parts.append(f'messages {costs.edge * 1e3:.3g} ms')
+    parts.append(f'messages {(costs.comm + costs.message) * 1e3:.3g} ms')
     if full is not None:
         parts.append(f'an activation of a full rank {full / 2**20:.4g} MiB')
     return f'measured {", ".join(parts)}'

@@ -83,9 +83,9 @@ class Tracker:
     def _awaited(self, position: Position) -> str:
         waits = position.waits
         if isinstance(waits, Receive):
-            kind, stage, microbatch = waits.consumer
-            what, source = ('output', stage - 1) if kind == F else ('gradient', stage + 1)
-            return f'{what} of stage {source} microbatch {microbatch} from {self._rank(waits.peer)}'
+            made = waits.producer
+            what = f'{"output" if made.kind == F else "gradient"} of stage {made.stage}'
+            return f'{what} microbatch {made.microbatch} from {self._rank(waits.peer)}'
         if isinstance(waits, Send):
             taker = f'{self._rank(waits.peer)} to take what {waits.producer.words} made'
             return f'{taker} for {waits.consumer.words}'

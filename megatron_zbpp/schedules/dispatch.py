@@ -49,7 +49,7 @@ def dispatch(
             end = draft.put(p, not_before=now)
             heappush(wakes, (end, rank))
             for neighbour in _receivers(placement, p):
-                heappush(wakes, (end + draft.costs.edge, neighbour))
+                heappush(wakes, (end + draft.costs.edge(rank, neighbour), neighbour))
     if any(queue for of_rank in queues for queue in of_rank):
         raise ValueError(f'memory_limit {memory_limit} is too small: no rank can go on; raise it')
     return draft

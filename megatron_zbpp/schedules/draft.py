@@ -57,7 +57,7 @@ def _steps(placement: Placement, costs: Costs) -> dict[str, list[_Step]]:
             _Step(
                 tuple(link.row for link in step.links),
                 step.rows,
-                costs.duration(graph, kind, stage),
+                costs.duration(graph, kind, stage, placement.ranks[stage]),
                 changes[kind, stage, 0],
             )
             for stage, step in enumerate(steps)
@@ -103,8 +103,12 @@ class Draft:
         arrival = 0.0
         for need in self._steps[p.kind][p.stage].needs:
             end, where = self._ended.get((need, p.microbatch), _NOT_PUT)
-            arrival = max(arrival, end if where == rank else end + self.costs.edge)
+            arrival = max(arrival, end + self.costs.edge(where, rank))
         return arrival
+
+    def duration(self, kind: str, stage: int) -> float:
+        """Time of a pass."""
+        return self._steps[kind][stage].duration
 
     def has_room(self, stage: int, amount: float, limit: float) -> bool:
         """Whether the rank of `stage` may hold `amount` more and stay within `limit`."""

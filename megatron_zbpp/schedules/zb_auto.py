@@ -143,7 +143,7 @@ class _Scheduler:
         counts = [1] * self.p
         first_b = self.draft.clock[-1]  # when the gradient for the last rank's first B is there
         for rank in reversed(range(self.p)):
-            now, time = self.draft.clock[rank], self.costs.time(F, rank)
+            now, time = self.draft.clock[rank], self._time(F, rank)
             more = 0.0
             while counts[rank] < self.m and self._has_room(rank, more):
                 if not (now < first_b if self.choices.delay_b else within(now + time, first_b)):
@@ -151,7 +151,7 @@ class _Scheduler:
                 now += time
                 more += self.costs.activation[rank]
                 counts[rank] += 1
-            first_b = max(now, first_b) + self.costs.time(B, rank) + self.costs.edge
+            first_b = max(now, first_b) + self._time(B, rank) + self.costs.edge(rank, rank - 1)
         for rank in range(1, self.p):  # a rank stays ahead of the one below, while it has more
             ahead = counts[rank - 1] if counts[rank - 1] == self.m else counts[rank - 1] - 1
             counts[rank] = max(1, min(counts[rank], ahead))
@@ -170,8 +170,8 @@ class _Scheduler:
     def _is_worth(self, rank: int) -> bool:
         """Whether an F now lets `rank` start its next B when that can be there, or is needed."""
         now, below = self.draft.clock[rank], rank + 1
-        next_b = self.draft.clock[below] + self.costs.edge
-        next_b += self.costs.time(F, below) + self.costs.time(B, below)
+        next_b = self.draft.clock[below] + self.costs.edge(below, rank)
+        next_b += self._time(F, below) + self._time(B, below)
         if now >= next_b:
             return False
         weights = 0  # that must run to make room for the F
@@ -179,7 +179,7 @@ class _Scheduler:
             rank, -weights * self.costs.retained[rank]
         ):
             weights += 1
-        end = now + weights * self.costs.time(W, rank) + self.costs.time(F, rank)
+        end = now + weights * self._time(W, rank) + self._time(F, rank)
         return within(end, next_b) or not self._may_idle(rank, next_b - now)
 
     def _forward(self, rank: int) -> None:
@@ -216,7 +216,7 @@ class _Scheduler:
             wait = self.draft.arrival(p) - self.draft.clock[rank]
             if wait <= 0:
                 return
-            too_long = self.costs.time(W, rank) > wait
+            too_long = self._time(W, rank) > wait
             if too_long and not self.choices.fill_all and self._may_idle(rank, wait):
                 return
             self.draft.put(pending[0])
@@ -229,6 +229,9 @@ class _Scheduler:
     def _may_idle(self, rank: int, time: float) -> bool:
         """Whether `rank` may lose so much time and not be the rank that lost most."""
         return within(self.draft.idle[rank] + time, max(self.draft.idle))
+
+    def _time(self, kind: str, rank: int) -> float:
+        return self.draft.duration(kind, rank)
 
     def _has_room(self, rank: int, more: float = 0.0) -> bool:
         """Whether `rank` may hold another activation, with `more` activations held than now.

@@ -314,9 +314,9 @@ def test_programs_of_accepted_schedules_always_end(seed, placement):
 def test_the_oracle_sees_programs_that_deadlock():
     a, b = Pass(F, 1, 0), Pass(F, 1, 1)
     send_a, send_b = Send(Pass(F, 0, 0), a, 1), Send(Pass(F, 0, 1), b, 1)
-    receive_a, receive_b = Receive(a, 0), Receive(b, 0)
+    receive_a, receive_b = Receive(Pass(F, 0, 0), a, 0), Receive(Pass(F, 0, 1), b, 0)
     assert oracle.programs_always_end(((send_a, send_b), (receive_a, receive_b, a, b)))
     assert not oracle.programs_always_end(((send_a, send_b), (receive_b, receive_a, a, b)))
     assert not oracle.programs_always_end(((send_a, send_b), (receive_a, b, receive_b, a)))
-    both_send = (Send(a, b, 1), Receive(a, 1)), (Send(a, a, 0), Receive(b, 0))
+    both_send = (Send(a, b, 1), Receive(a, a, 1)), (Send(a, a, 0), Receive(a, b, 0))
     assert not oracle.programs_always_end(both_send)

@@ -10,14 +10,14 @@ from megatron_zbpp.planning.timeline import Timeline
 def test_uniform_times_are_of_a_full_rank():
     costs = Costs.uniform(Placement.wave(2, 4), forward=1, backward=2, weight=3, comm=0.5)
     assert costs.num_stages == 8
-    assert [costs.duration(chain(8), kind, 5) for kind in ('F', 'B', 'W', 'BW')] == [
+    assert [costs.duration(chain(8), kind, 5, 1) for kind in ('F', 'B', 'W', 'BW')] == [
         0.25,
         0.5,
         0.75,
         1.25,
     ]
     assert costs.activation == costs.retained == (0.25,) * 8
-    assert costs.edge == 0.5
+    assert (costs.edge(0, 1), costs.edge(1, 1)) == (0.5, 0)
 
 
 def test_uniform_divides_by_what_each_rank_holds():
@@ -26,7 +26,7 @@ def test_uniform_divides_by_what_each_rank_holds():
 
 
 def test_an_edge_takes_latency_and_message():
-    assert Costs((1, 1), (1, 1), (1, 1), comm=0.25, message=0.5).edge == 0.75
+    assert Costs((1, 1), (1, 1), (1, 1), comm=0.25, message=0.5).edge(0, 1) == 0.75
 
 
 def test_defaults_hold_one_activation_until_weight():

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zbpp.exchange import DIALECTS, from_torch_csv, load, to_torch_csv
-from megatron_zbpp.ir import KINDS, Pass, Placement, Schedule
+from megatron_zbpp.ir import KINDS, Pass, Placement, Schedule, chain
+from megatron_zbpp.ir.techniques import recompute
 from megatron_zbpp.planning.check import check
 from megatron_zbpp.schedules import build, names
 
@@ -72,10 +73,21 @@ def test_kinds_of_the_dialects() -> None:
 
 def test_bubbles_spaces_overlap_and_blank_lines() -> None:
     text = ' 0F0 ,,0F1,,\n,1F0,(1F1;1B0)OVERLAP_F_B,1B1\n\n'
-    assert [list(map(str, row)) for row in from_torch_csv(text).passes] == [
+    schedule = from_torch_csv(text)
+    assert [list(map(str, row)) for row in schedule.passes] == [
         ['0F0', '0F1'],
         ['1F0', '1F1', '1BW0', '1BW1'],
     ]
+    assert list(map(str, schedule.order(1))) == ['1F0', '(1F1&1BW0)', '1BW1']
+    assert to_torch_csv(schedule) == '0F0,0F1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n'
+    assert Schedule.from_json(schedule.to_json()) == schedule
+
+
+def test_what_torch_has_no_name_for_is_refused() -> None:
+    graph = recompute(chain(1), (0,))
+    orders = [[Pass('F', 0, 0), Pass('R', 0, 0), Pass('BW', 0, 0)]]
+    with pytest.raises(ValueError, match='0R0: the CSV of torch has F, B and W of whole'):
+        to_torch_csv(Schedule.of('again', Placement.loop(1), 1, orders, graph))
 
 
 def test_lowered_actions_are_dropped_with_a_note() -> None:

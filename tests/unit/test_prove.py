@@ -111,8 +111,8 @@ def test_sends_that_wait_for_each_other_are_a_deadlock():
     """Two ranks that both send first hang where sends rendezvous."""
     a, b = [[Pass('F', stage, i) for i in range(2)] for stage in range(2)]
     programs = (
-        (a[0], Send(a[0], b[1], 1), Receive(a[1], 1), a[1]),
-        (b[0], Send(b[0], a[1], 0), Receive(b[1], 0), b[1]),
+        (a[0], Send(a[0], b[1], 1), Receive(b[0], a[1], 1), a[1]),
+        (b[0], Send(b[0], a[1], 0), Receive(a[0], b[1], 0), b[1]),
     )
     with pytest.raises(DeadlockError, match='by the rules of rendezvous: rank 0 waits at send'):
         prove(programs)
@@ -123,9 +123,9 @@ def test_messages_out_of_order_are_refused():
     made = Pass('F', 0, 0)
     programs = (
         (made, Send(made, a, 1), Send(made, b, 1)),
-        (Receive(b, 0), Receive(a, 0), a, b),
+        (Receive(made, b, 0), Receive(made, a, 0), a, b),
     )
-    with pytest.raises(ValueError, match='rank 0 sends for 1F0 where rank 1 awaits'):
+    with pytest.raises(ValueError, match='rank 0 sends what 0F0 made for 1F0 where rank 1 awaits'):
         prove(programs)
 
 

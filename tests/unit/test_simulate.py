@@ -52,12 +52,13 @@ def test_critical_path_explains_the_makespan(seed, placement, m):
     costs = random_costs(random, placement.num_stages)
     timeline = simulate(schedule, costs)
     path = critical_path(timeline, costs)
-    edges = sum(costs.edge for step in path if step.waited == 'communication')
+    edges = sum(costs.comm + costs.message for step in path if step.waited == 'communication')
     assert sum(step.end - step.start for step in path) + edges == timeline.makespan
     assert (path[0].start, path[0].waited, path[0].on) == (0, 'start', None)
     for before, step in pairwise(path):
         assert step.on == before.ran
-        assert step.start == before.end + costs.edge * (step.waited == 'communication')
+        edge = costs.comm + costs.message if step.waited == 'communication' else 0
+        assert step.start == before.end + edge
         assert (step.waited == 'rank') <= (step.rank == before.rank)
 
 
