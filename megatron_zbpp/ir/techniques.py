@@ -12,8 +12,9 @@ Those that the executor cannot run yet it refuses by name: see `runtime.executor
 
 from __future__ import annotations
 
+import copyreg
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from megatron_zbpp.ir.graph import (
@@ -51,8 +52,14 @@ def recompute(graph: Graph, stages: Iterable[int]) -> Graph:
         (kept,) = (n for n in needs[backward] if n.task.stage == task.stage and n.task.kind != B)
         needs[again] = (kept,)
         needs[backward] = _instead(needs[backward], kept.task, again)
-        holds[again] = (Hold(DEVICE, 'input', -1), *holds[task])
-        holds[task] = (Hold(DEVICE, 'input', 1),)
+        if again in graph.needs:
+            raise ValueError(f'stage {task.stage} is recomputed already: name it once')
+        holds[again] = (Hold(DEVICE, 'input', -1), Hold(DEVICE, 'activation', 1))
+        for other in _between(graph, task, kept.task):
+            holds[other] = tuple(
+                hold._replace(amount='input') if hold.amount == 'activation' else hold
+                for hold in graph.holds[other]
+            )
     return _made(
         graph, 'recompute', (stages,), needs, holds, {'R': Kind('recomputation', in_order=False)}
     )
@@ -195,6 +202,20 @@ def applied(num_stages: int, techniques: Iterable[Technique]) -> Graph:
         except TypeError as error:
             raise ValueError(f'technique {name} does not take {arguments}: {error}') from error
     return graph
+
+
+def _reduced(graph: Graph) -> tuple[Callable[..., Graph], tuple[object, ...]]:
+    return applied, (graph.num_stages, graph.techniques)
+
+
+copyreg.pickle(Graph, _reduced)  # small, and made anew where it arrives
+
+
+def _between(graph: Graph, first: Task, last: Task) -> Iterator[Task]:
+    """Yields `last`, what it needs of its stage, and so on until `first`."""
+    yield last
+    if last != first:
+        yield from _between(graph, first, graph.needs[last][0].task)
 
 
 def _known(graph: Graph, stages: Iterable[int]) -> tuple[int, ...]:

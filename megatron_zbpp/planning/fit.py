@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
-from megatron_zbpp.ir import BW, B, F, Placement, W
+from megatron_zbpp.ir import B, F, Placement, W
 from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.timeline import Timeline
 
@@ -15,7 +15,8 @@ from megatron_zbpp.planning.timeline import Timeline
 def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
     """Costs whose times are the medians of what `timeline` measured on each stage.
 
-    A fused BW counts as B with a W that takes no time. Activations are those of `Costs.uniform`.
+    A pass of several tasks counts as the first of them, the others take no time. Activations are
+    those of `Costs.uniform`.
 
     Args:
         timeline: measured; every stage ran each of its kinds at least once.
@@ -25,7 +26,8 @@ def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
     schedule = timeline.schedule
     for order, spans in zip(schedule.passes, timeline.spans, strict=True):
         for p, (start, end) in zip(order, spans, strict=True):
-            taken[B if p.kind == BW else p.kind, p.stage].append(end - start)
+            first, *_ = schedule.graph.tasks(p.kind, p.stage)
+            taken[first.kind, p.stage].append(end - start)
     forward, backward, weight = (
         tuple(median(taken.get((kind, s), [0.0])) for s in range(schedule.num_stages))
         for kind in (F, B, W)

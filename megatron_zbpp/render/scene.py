@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import floor, log10
 from typing import NamedTuple
 
-from megatron_zbpp.ir import BW, F, Pass, W
+from megatron_zbpp.ir import F, Graph, Pass
 from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.memory import highest, live
 from megatron_zbpp.planning.timeline import Timeline
@@ -44,13 +44,13 @@ def bars(timeline: Timeline) -> list[list[Bar]]:
 def held(timeline: Timeline, costs: Costs) -> list[list[tuple[float, float]]]:
     """Per rank the steps of its memory curve: (time, activations held from then on).
 
-    An F takes its memory when it starts; the others change what is held when they end, a BW beside
-    Ws also between its B and its W.
+    An F takes its memory when it starts; the others change what is held when they end, a pass of
+    several tasks also after the first of them.
     """
     slack = 1e-9 * timeline.makespan
     schedule = timeline.schedule
     return [
-        _steps(list(_changes(row, after, most, costs)), slack)
+        _steps(list(_changes(row, after, most, schedule.graph, costs)), slack)
         for row, after, most in zip(
             bars(timeline), live(schedule, costs), highest(schedule, costs), strict=True
         )
@@ -58,14 +58,21 @@ def held(timeline: Timeline, costs: Costs) -> list[list[tuple[float, float]]]:
 
 
 def _changes(
-    row: list[Bar], after: tuple[float, ...], most: tuple[float, ...], costs: Costs
+    row: list[Bar],
+    after: tuple[float, ...],
+    most: tuple[float, ...],
+    graph: Graph,
+    costs: Costs,
 ) -> Iterator[tuple[float, float]]:
     before = 0.0
     for bar, amount, high in zip(row, after, most, strict=True):
-        stage = bar.ran.stage
         if high not in (before, amount):
-            share = costs.time(W, stage) / (costs.time(BW, stage) or 1.0)
-            yield bar.end - share * (bar.end - bar.start), high
+            first, *others = (
+                costs.time(task.kind, task.stage)
+                for task in graph.tasks(bar.ran.kind, bar.ran.stage)
+            )
+            share = first / ((first + sum(others)) or 1.0)
+            yield bar.start + share * (bar.end - bar.start), high
         yield bar.start if bar.ran.kind == F else bar.end, amount
         before = amount
 

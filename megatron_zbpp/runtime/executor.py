@@ -1,7 +1,8 @@
 """The interpreter: walks one rank's program.
 
-It knows passes, messages and the weight-gradient store. In a schedule with W passes, BW is B and W
-at once; in one without, backward is autograd's own and nothing is deferred. What a stage computes
+It knows passes, messages and the weight-gradient store. In a schedule with W passes, a pass of
+several tasks does them one by one; in one without, backward is autograd's own and nothing is
+deferred. What a stage computes
 it is told by a `Stage`; where its neighbours are, by `Channels`. Nothing here knows Megatron.
 """
 
@@ -14,12 +15,16 @@ from typing import Protocol
 
 import torch
 
-from megatron_zbpp.ir import BW, B, F, Pass, W
+from megatron_zbpp.ir import B, F, Pass, W, chain
+from megatron_zbpp.ir.compiled import compiled
+from megatron_zbpp.ir.graph import DEVICE
 from megatron_zbpp.planning.program import Hand, Program, Receive, Send
 from megatron_zbpp.runtime.clock import Clock
 from megatron_zbpp.runtime.comm import Channels, Incoming, Message
 from megatron_zbpp.runtime.profiling import profiled
 from megatron_zbpp.runtime.store import Key, WeightGradStore
+
+_PLAIN = chain(1)  # what each kind of pass does, whatever its stage
 
 
 class Stage(Protocol):
@@ -99,15 +104,15 @@ class Executor:
         self._store = store
         self._named = named
         passes = [i for i in program if isinstance(i, Pass)]
+        _refuse_others(passes)
         self.splits = any(p.kind == W for p in passes)
         self._trains = any(p.kind != F for p in passes)
         # what B accumulates by itself (norms, embeddings) is complete after the last of the first,
         # what waits for W after the last of the second
-        self._last_backwards = set({p.stage: p for p in passes if p.kind in (B, BW)}.values())
-        self._last_weights = set({p.stage: p for p in passes if p.kind in (W, BW)}.values())
+        self._last_backwards, self._last_weights = _last(passes, B), _last(passes, W)
         # A forward's message has arrived when its backward runs: more are never unfinished.
         self._keep = _most_live(passes)
-        self._passes = {F: self._forward, B: self._backward, BW: self._backward, W: self._weights}
+        self._actions = {F: self._forward, B: self._backward, W: self._weights}
         self._done = 0  # instructions
         self._incoming: dict[Pass, Incoming] = {}
         self._handed: dict[Pass, torch.Tensor] = {}
@@ -185,7 +190,10 @@ class Executor:
         self.channels.let_go()
         start = self.clock.mark()
         with self._named(p):
-            made = self._passes[p.kind](p, received)
+            first, *others = _done_by(p)
+            made = self._actions[first](p, received)
+            for kind in others if self.splits else ():  # else autograd has done all at once
+                self._actions[kind](p, None)
         record.marks.append((start, self.clock.mark()))
         record.passes.append(p)
         record.live.append(len(self._saved) + self._store.pending)
@@ -227,8 +235,6 @@ class Executor:
             stage.accumulating(p in self._last_backwards),
         ):
             made = stage.backward(received, output, gradient)
-        if self.splits and p.kind == BW:
-            self._weights(p, None)
         return made
 
     def _weights(self, p: Pass, _: None) -> None:
@@ -236,10 +242,36 @@ class Executor:
             self._store.run((p.stage, p.microbatch))
 
 
+def _done_by(p: Pass) -> tuple[str, ...]:
+    """Kinds of the tasks that `p` does."""
+    return tuple(task.kind for task in _PLAIN.tasks(p.kind, 0))
+
+
+def _last(passes: Sequence[Pass], kind: str) -> set[Pass]:
+    """The last pass of each stage that does a task of `kind`."""
+    return set({p.stage: p for p in passes if kind in _done_by(p)}.values())
+
+
+def _refuse_others(passes: Sequence[Pass]) -> None:
+    """Raises for what only the planner and the pictures know so far.
+
+    Raises:
+        NotImplementedError: names the pass.
+    """
+    for p in passes:
+        if p.kind not in _PLAIN.kinds or p.slice:
+            raise NotImplementedError(
+                f'{p} cannot run yet: of techniques, {p.words}; schedules that run have '
+                f'{", ".join(_PLAIN.kinds)} of whole sequences'
+            )
+
+
 def _most_live(passes: Sequence[Pass]) -> int:
     """Most forwards that `passes` have open at once; at least 1."""
+    changes = compiled(_PLAIN).changes[DEVICE].items()
+    change = {kind: sum(counts.values()) for (kind, _, _), counts in changes}
     live = most = 1
     for p in passes:
-        live += {F: 1, B: 0, W: -1, BW: -1}[p.kind]
+        live += change[p.kind]
         most = max(most, live)
     return most

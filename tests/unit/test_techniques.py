@@ -249,6 +249,7 @@ def in_order(graph):
     [
         ([('recompute', ((2,),))], 'stage 2: there are stages 0 to 1'),
         ([('offload', ((0,), 'disk'))], "offload to 'disk': give 'host' or 'partner'"),
+        ([('recompute', ((0,),)), ('recompute', ((0,),))], 'stage 0 is recomputed already'),
         ([('sliced', (0,))], '0 slices: give at least 1'),
         ([('sliced', (2,)), ('sliced', (2,))], 'sliced already'),
         ([('split_vocabulary', (2, 3))], '3 barriers: give 1'),
