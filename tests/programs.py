@@ -122,7 +122,7 @@ class Timing:
         begun[channel].append(self._start(rank, free))
         for k in range(len(ended), min(len(self.sent[channel]), len(self.posted[channel]))):
             start = max(self.sent[channel][k], self.posted[channel][k], *ended[-1:])
-            ended.append(start + self.costs.edge)
+            ended.append(start + self.costs.edge(*channel))
             self.arrived[self.takers[channel][k]] = ended[-1]
         return True
 

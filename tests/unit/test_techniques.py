@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from oracle import needs as needed
 
 from megatron_zbpp.ir import Pass, Placement, Schedule, Task, Together, chain
 from megatron_zbpp.ir.compiled import compiled
+from megatron_zbpp.ir.graph import Hold, Kind, Need, Technique
 from megatron_zbpp.ir.techniques import (
     applied,
     offload,
@@ -192,6 +195,30 @@ def test_two_routes():
     assert simulate(schedule, unit_costs(placement)).makespan == 6
     with pytest.raises(ScheduleError, match=r'0F1 does not belong on rank 0: .* on rank 1'):
         check(schedule_of(None, placement, 2, '0F0 0F1 1F1 1BW1 0BW0', '1F0 1BW0'))
+
+
+def test_a_new_kind_is_one_function():
+    """X between F and B, on an engine of its own: nothing else need know of it."""
+
+    def checked(graph):
+        task, after = Task('X', 0), Task('F', 0)
+        return replace(
+            graph,
+            techniques=(*graph.techniques, Technique('checked', ())),
+            needs={**graph.needs, task: (Need(after),)},
+            holds={**graph.holds, task: (Hold('host', 'activation', 1),)},
+            kinds={**graph.kinds, 'X': Kind('check of the activation', engine='copy')},
+        )
+
+    schedule = schedule_of(checked(chain(1)), Placement.loop(1), 1, '0F0 0X0 0BW0')
+    check(schedule)
+    with pytest.raises(ScheduleError, match='never does the check of the activation'):
+        check(schedule_of(checked(chain(1)), Placement.loop(1), 1, '0F0 0BW0'))
+    costs = unit_costs(Placement.loop(1), times={'X': (3.0,)})
+    timeline = simulate(schedule, costs)
+    assert timeline.spans == (((0, 1), (1, 4), (1, 3)),)
+    assert live(schedule, costs, 'host') == ((0, 1, 1),)
+    assert 'X: check of the activation' in svg({'x': timeline})
 
 
 # ---- Together with others.
