@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from unittest import mock
 
@@ -33,9 +32,7 @@ class Bytes:
         graph = [holder.tensor for holder in self._saved]
         tensors = list(graph)
         for records in self._store._pending.values():
-            for compute, *_ in records:
-                kept = inspect.getclosurevars(compute).nonlocals.values()
-                tensors += [value for value in kept if hasattr(value, 'untyped_storage')]
+            tensors += [tensor for deferred in records for tensor in deferred.held()]
         return self._sum(tensors), self._sum(graph)
 
     def _sum(self, tensors):
