@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from zero_bubble import TABLE_5, paper_costs
 
 from megatron_zbpp.cli import main
 from megatron_zbpp.exchange import load, to_torch_csv
@@ -106,6 +107,46 @@ def test_simulate_for_people(zbpp) -> None:
     assert [line.split() for line in lines[-4:]] == [
         [str(r), '24', '24', '0', '4'] for r in range(4)
     ]
+
+
+@pytest.mark.parametrize('row', range(12))
+def test_table_5_from_the_command_line(zbpp, tmp_path: Path, row: int) -> None:
+    """All 60 cells, to four decimals or better: times and bytes of a stage in one file."""
+    p, m, *_, comm = TABLE_5[row][:6]
+    costs = paper_costs(row)
+    times = {'F': costs.forward, 'B': costs.backward, 'W': costs.weight}
+    held = {'activation': costs.activation, 'retained': costs.retained}
+    file = times_file(tmp_path, **times, **held)
+    shape = ['--pp', p, '--microbatches', m, '--times', file, '--comm', comm, '--json']
+    fixed, automatic = ('1f1b', 'zb-h1', 'zb-h2'), ('zb-1p', 'zb-2p')
+    for name, rate in zip((*fixed, *automatic), TABLE_5[row][6:], strict=True):
+        found = round(zbpp('simulate', '--schedule', name, *shape)['bubble_rate_window'], 4)
+        assert found == rate if name in fixed else found <= rate, name
+
+
+def test_a_costs_file_is_read_whole(zbpp, refusal, tmp_path: Path) -> None:
+    times = {'F': [1, 1], 'B': [1, 1], 'W': [1, 1]}
+    case = ['simulate', '--schedule', 'zb-h1', '--pp', 2, '--microbatches', 4, '--times']
+    plain = zbpp(*case, times_file(tmp_path, **times), '--json')['makespan']
+    slow = times | {'edges': [[0, 1, 0.5]], 'message': 0.25, 'speeds': [1, 0.5]}
+    assert zbpp(*case, times_file(tmp_path, **slow), '--json')['makespan'] > 2 * plain - 4
+    for field, value, said in (
+        ('retaned', [1, 1], "'retaned' is not known (did you mean 'retained'?)"),
+        ('activation', [1], 'one entry per stage'),
+        ('activation', '11', 'is not a list of numbers'),
+        ('speeds', [1, True], 'is not a list of numbers'),
+        ('speeds', [1, 0], 'a speed of 0 never ends'),
+        ('speeds', [1], '1 speeds do not fit 2 ranks'),
+        ('edges', [[0, 2, 1]], 'from rank 0 to rank 2: there are ranks 0 to 1'),
+        ('edges', [[0, 1]], 'is not a list of [sender, receiver, latency]'),
+        ('times', {'R': 1}, 'is not an object of lists'),
+        ('times', {'F': [1, 1]}, 'given twice'),
+        ('comm', '1', 'is not a number'),
+    ):
+        line = refusal(*case, times_file(tmp_path, **times, **{field: value}))
+        assert said in line, line
+    line = refusal(*case, times_file(tmp_path, **times, comm=1), '--comm', 2)
+    assert '--comm 2.0, but the file of --times has 1: drop one' in line
 
 
 def test_times_of_stages_fix_the_chunks(zbpp, tmp_path: Path) -> None:
