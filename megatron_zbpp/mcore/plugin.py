@@ -32,7 +32,6 @@ from megatron_zbpp.optim.governor import Governor
 from megatron_zbpp.optim.post_validation import PostValidation
 from megatron_zbpp.planning.ahead import ahead_of, passes_ahead, split
 from megatron_zbpp.planning.check import check
-from megatron_zbpp.planning.lower import lower
 from megatron_zbpp.planning.program import Program
 from megatron_zbpp.runtime import handshake
 from megatron_zbpp.runtime.auto import AutoPlan, start_family
@@ -236,8 +235,8 @@ class Plugin:
         if key not in self._schedules:
             schedule = self.schedule(num_ranks, num_microbatches)
             schedule = schedule.forward_only() if forward_only else schedule
-            check(schedule)
-            self._schedules[key] = Lowered(schedule, lower(schedule), passes_ahead(schedule))
+            programs = check(schedule).programs
+            self._schedules[key] = Lowered(schedule, programs, passes_ahead(schedule))
         return self._schedules[key]
 
     def trained(self, iteration: Iteration) -> None:

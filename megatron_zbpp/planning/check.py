@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_zbpp.ir import F, Need, Pass, Schedule, Task
@@ -27,16 +28,30 @@ from megatron_zbpp.planning.costs import Costs
 from megatron_zbpp.planning.errors import ScheduleError
 from megatron_zbpp.planning.lower import lower
 from megatron_zbpp.planning.memory import RESOLUTION, highest
+from megatron_zbpp.planning.program import Program
 from megatron_zbpp.planning.prove import DeadlockError
 from megatron_zbpp.planning.simulate import simulate
 
-__all__ = ['ScheduleError', 'check']
+__all__ = ['Checked', 'ScheduleError', 'check']
+
+
+@dataclass(frozen=True, eq=False)
+class Checked:
+    """A schedule that may run.
+
+    Attributes:
+        schedule: as it was checked.
+        programs: that the runtime issues on each rank, proven.
+    """
+
+    schedule: Schedule
+    programs: tuple[Program, ...]
 
 
 def check(
     schedule: Schedule, *, memory_limit: float | None = None, costs: Costs | None = None
-) -> None:
-    """Returns if `schedule` may run; see the module's text for what that takes.
+) -> Checked:
+    """Returns `schedule` with its programs, if it may run: see the module's text.
 
     Args:
         schedule: any.
@@ -55,9 +70,10 @@ def check(
         _check_rank(schedule, rank, wanted)
     costs = costs or Costs.uniform(schedule.placement)
     simulate(schedule, costs)
-    _check_programs(schedule)
+    programs = _proven_programs(schedule)
     if memory_limit is not None:
         _check_memory(schedule, memory_limit, costs)
+    return Checked(schedule, programs)
 
 
 def _check_shape(schedule: Schedule) -> None:
@@ -223,10 +239,10 @@ def _doer(schedule: Schedule, rank: int, task: Task, microbatch: int) -> Pass | 
     return next((p for p in schedule.passes[rank] if p in passes), None)
 
 
-def _check_programs(schedule: Schedule) -> None:
-    """The instructions that the runtime will issue end, and receive in the order of the sends."""
+def _proven_programs(schedule: Schedule) -> tuple[Program, ...]:
+    """The instructions that the runtime will issue: they end, and receive in the order of sends."""
     try:
-        lower(schedule)
+        return lower(schedule)
     except DeadlockError as error:
         raise ScheduleError(str(error), schedule, error.cells) from error
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron_zbpp.grid import grid
 from megatron_zbpp.ir import Schedule
 
-_REACH = 6  # how many ranks and passes around a marked cell the grid shows
+_RANKS = 13  # that the grid shows at most
 
 
 class ScheduleError(ValueError):
@@ -22,25 +23,5 @@ class ScheduleError(ValueError):
             cells: (rank, index in its order) of the offending cells; an index past the end is
                 where a pass is missing.
         """
-        super().__init__(f'{what}\n{grid(schedule, cells)}')
+        super().__init__(f'{what}\n{grid(schedule, cells, height=_RANKS)}')
         self.what = what
-
-
-def grid(schedule: Schedule, cells: Iterable[tuple[int, int]] = ()) -> str:
-    """Orders of the ranks, a row a rank, around the `cells`, which stand in brackets."""
-    marked = dict(cells) or {0: None}
-    return '\n'.join(
-        f'rank {rank:<3} {_row(list(map(str, order)), marked.get(rank))}'
-        for rank, order in enumerate(schedule.passes)
-        if any(abs(rank - near) <= _REACH for near in marked)
-    )
-
-
-def _row(names: list[str], mark: int | None) -> str:
-    """`names` in a line; far from the mark (or the start), dots stand for the others."""
-    if mark is not None:
-        names = [*names, '-'][: max(len(names), mark + 1)]
-        names[mark] = f'[{names[mark]}]'
-    first, last = max(0, (mark or 0) - _REACH), (mark or _REACH) + _REACH
-    shown = names[first : last + 1]
-    return ' '.join(['...'] * (first > 0) + shown + ['...'] * (last + 1 < len(names)))

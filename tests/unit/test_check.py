@@ -52,7 +52,7 @@ def test_split_and_fused_may_meet():
         ('0F0 0B0 0W0 0BW1', '[0BW1]', 'never does the forward of microbatch 1 .*: add 0F1'),
         ('0F0 0F1 0B0 0BW1', '[0BW1]', 'never does the weight gradient .* 0 on stage 0: add 0W0$'),
         ('0F0 0F1 0W0 0BW1', '[0W0]', 'never does the input gradient .* 0 on stage 0: add 0B0$'),
-        ('0F0 0F1 0B0 0W0', '[-]', 'input gradient of microbatch 1 .*: add 0B1 or 0BW1$'),
+        ('0F0 0F1 0B0 0W0', '[___]', 'input gradient of microbatch 1 .*: add 0B1 or 0BW1$'),
         ('0F0 0F1 0F0 0B0 0W0 0BW1', '[0F0]', '0F0 on rank 0 repeats the forward that 0F0'),
         ('0F0 0F1 0B0 0BW0 0BW1', '[0BW0]', '0BW0 .* repeats the input gradient that 0B0 has'),
         ('0F0 0F1 0BW0 0W0 0BW1', '[0W0]', '0W0 .* repeats the weight gradient that 0BW0 has'),
@@ -72,7 +72,7 @@ def test_refusals(first, cell, says):
     assert re.search(says, caught.value.what)
     what, *grid = str(caught.value).splitlines()
     assert what == caught.value.what
-    assert cell in grid[0].split() and grid[1] == f'rank 1   {SECOND}'
+    assert cell in grid[0].split() and grid[1].split() == ['rank', '1', *SECOND.split()]
 
 
 def test_names_a_long_cycle():
@@ -114,9 +114,10 @@ def test_a_large_grid_shows_only_the_place():
     orders[20].remove(Pass(W, 20, 30))
     with pytest.raises(ScheduleError, match='never does the weight gradient of') as caught:
         check(schedule_like(schedule, orders))
-    grid = str(caught.value).splitlines()[1:]
+    _, above, *grid, below = str(caught.value).splitlines()
+    assert (above, below) == ('(14 more above)', '(5 more below)')
     assert [line.split()[1] for line in grid] == [str(rank) for rank in range(14, 27)]
-    assert '[20W31]' in grid[6] and max(map(len, grid)) < 150
+    assert '[20W31]' in grid[6] and max(map(len, grid)) <= 100
 
 
 def test_programs_that_cannot_run_are_refused(monkeypatch):

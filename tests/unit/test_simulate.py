@@ -104,7 +104,7 @@ def test_deadlock_names_every_stuck_rank():
         'stuck: rank 2 at 2F1 waits for 1F1, still to come on rank 1: '
         'move an awaited pass to before the one that waits'
     )
-    assert 'rank 0   0F0 [0BW0] 0F1 0BW1' in str(caught.value)
+    assert 'rank 0   0F0  [0BW0] 0F1   0BW1' in str(caught.value)
 
 
 def test_what_never_runs_is_named():
