@@ -50,7 +50,7 @@ class Nowhere:
 
     leaving = None
 
-    def send(self, tensor: torch.Tensor, send: Send, keep: int) -> None:
+    def send(self, tensor: torch.Tensor, send: Send) -> None:
         tensor.detach().contiguous()  # as the real ones do
 
     def post(self, message: Message, peer: int) -> Incoming:

@@ -12,7 +12,8 @@ which its message comes: it travels while that pass computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 
 from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.ir.compiled import compiled
@@ -38,7 +39,7 @@ def lower(schedule: Schedule) -> tuple[Program, ...]:
     programs: list[list[Instruction]] = [[] for _ in schedule.passes]
     for rank, instruction in _one_by_one(schedule):
         programs[rank].append(instruction)
-    lowered = tuple(map(tuple, programs))
+    lowered = _under_way(schedule, programs)
     prove(lowered)
     return lowered
 
@@ -75,3 +76,35 @@ def _one_by_one(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
             else:
                 yield rank, Send(p, consumer, peer)
                 yield peer, Receive(p, consumer, rank)
+
+
+def _under_way(
+    schedule: Schedule, programs: Sequence[Sequence[Instruction]]
+) -> tuple[Program, ...]:
+    """The programs, in which each send knows how many of its channel may not have come by then.
+
+    A message has come when its consumer runs, and a rank knows that a pass of its peer has run when
+    it takes what that peer made later.
+    """
+    place = {p: at for order in schedule.passes for at, p in enumerate(order)}
+    found = []
+    for program in programs:
+        made: dict[Pass, list[Receive]] = defaultdict(list)  # by consumer: what it takes
+        latest: dict[int, int] = defaultdict(lambda: -1)  # of each peer's passes known to have run
+        sent: dict[int, deque[int]] = defaultdict(deque)  # places of consumers not known to have
+        own: list[Instruction] = []
+        for instruction in program:
+            if isinstance(instruction, Receive):
+                made[instruction.consumer].append(instruction)
+            elif isinstance(instruction, Pass):
+                for taken in made.pop(instruction, ()):
+                    latest[taken.peer] = max(latest[taken.peer], place[taken.producer])
+            elif isinstance(instruction, Send):
+                consumers = sent[instruction.peer]
+                while consumers and consumers[0] < latest[instruction.peer]:
+                    consumers.popleft()
+                consumers.append(place[instruction.consumer])
+                instruction = instruction._replace(under_way=len(consumers))
+            own.append(instruction)
+        found.append(tuple(own))
+    return tuple(found)

@@ -8,11 +8,20 @@ from megatron_zbpp.ir import Pass
 
 
 class Send(NamedTuple):
-    """Send what `producer`, which has just ended on this rank, made for `consumer` on `peer`."""
+    """Send what `producer`, which has just ended on this rank, made for `consumer` on `peer`.
+
+    Attributes:
+        producer: of this rank.
+        consumer: of `peer`.
+        peer: that takes it.
+        under_way: how many sends to `peer` may not have come, this one included: that the older
+            ones have, shows in what this rank has taken from `peer` since.
+    """
 
     producer: Pass
     consumer: Pass
     peer: int
+    under_way: int = 1
 
     def __str__(self) -> str:
         return f'send({self.producer} to rank {self.peer} for {self.consumer})'

@@ -119,14 +119,13 @@ class Channels:
                     group.recv([tensor], peer, _TAG).wait()
                 tensor.item()  # waits for the device
 
-    def send(self, tensor: torch.Tensor, send: Send, keep: int) -> None:
+    def send(self, tensor: torch.Tensor, send: Send) -> None:
         """Starts sending `tensor`, which is held until it has left.
 
         Args:
             tensor: what to send; its storage must not be written to until the peer has it.
-            send: its peer, and what for.
-            keep: how many sends to this peer may be unfinished. Backends that cannot tell whether a
-                send is done (gloo) hold that many tensors.
+            send: its peer, and what for. Backends that cannot tell whether a send is done (gloo)
+                hold as many tensors as may be under way.
         """
         tensor = tensor.contiguous()
         if self._on_host and not tensor.is_cpu:
@@ -135,7 +134,7 @@ class Channels:
         work = group.send([tensor], peer, _TAG)
         unfinished = self._unfinished[send.peer]
         unfinished.append((work, tensor, send))
-        while len(unfinished) > keep:
+        while len(unfinished) > send.under_way:
             self._finish_oldest(unfinished)
 
     def let_go(self) -> None:

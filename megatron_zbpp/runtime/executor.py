@@ -16,8 +16,6 @@ from typing import Protocol
 import torch
 
 from megatron_zbpp.ir import B, F, Pass, W, chain
-from megatron_zbpp.ir.compiled import compiled
-from megatron_zbpp.ir.graph import DEVICE
 from megatron_zbpp.planning.program import Hand, Program, Receive, Send
 from megatron_zbpp.runtime.clock import Clock
 from megatron_zbpp.runtime.comm import Channels, Incoming, Message
@@ -110,8 +108,6 @@ class Executor:
         # what B accumulates by itself (norms, embeddings) is complete after the last of the first,
         # what waits for W after the last of the second
         self._last_backwards, self._last_weights = _last(passes, B), _last(passes, W)
-        # A forward's message has arrived when its backward runs: more are never unfinished.
-        self._keep = _most_live(passes)
         self._actions = {F: self._forward, B: self._backward, W: self._weights}
         self._done = 0  # instructions
         self._incoming: dict[Pass, Incoming] = {}
@@ -165,7 +161,7 @@ class Executor:
                 )
             elif isinstance(instruction, Send):
                 self._check(made, instruction)
-                self.channels.send(made, instruction, self._keep)
+                self.channels.send(made, instruction)
             else:
                 self._check(made, instruction)
                 self._handed[instruction.consumer] = made
@@ -264,14 +260,3 @@ def _refuse_others(passes: Sequence[Pass]) -> None:
                 f'{p} cannot run yet: of techniques, {p.words}; schedules that run have '
                 f'{", ".join(_PLAIN.kinds)} of whole sequences'
             )
-
-
-def _most_live(passes: Sequence[Pass]) -> int:
-    """Most forwards that `passes` have open at once; at least 1."""
-    changes = compiled(_PLAIN).changes[DEVICE].items()
-    change = {kind: sum(counts.values()) for (kind, _, _), counts in changes}
-    live = most = 1
-    for p in passes:
-        live += change[p.kind]
-        most = max(most, live)
-    return most

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -41,6 +43,42 @@ def test_every_message_has_both_ends(schedule):
     assert sends == receives
     # every F but the last stage's hands on, and every B but the first stage's
     assert len(sends) + hands == 2 * (schedule.num_stages - 1) * schedule.num_microbatches
+
+
+@settings(deadline=None)
+@given(schedules, st.integers(0, 2**32).map(Random))
+def test_what_is_not_under_way_has_come(schedule, random):
+    """Whichever rank acts next: of each channel all but so many messages have been taken."""
+    programs = lower(schedule)
+    cursor, arrived, sent = [0] * len(programs), set(), defaultdict(list)
+    taken = [set() for _ in programs]
+    expected = [{i.consumer for i in program if isinstance(i, Receive)} for program in programs]
+    running = set(range(len(programs)))
+    while running:
+        rank = random.choice(sorted(running))
+        i = programs[rank][cursor[rank]]
+        if isinstance(i, Pass):
+            if i in expected[rank] and i not in arrived:
+                continue  # it waits for its message
+            taken[rank].add(i)
+        elif isinstance(i, Send):
+            arrived.add(i.consumer)
+            sent[rank, i.peer].append(i.consumer)
+            assert taken[i.peer].issuperset(sent[rank, i.peer][: -i.under_way])
+        cursor[rank] += 1
+        if cursor[rank] == len(programs[rank]):
+            running.remove(rank)
+
+
+def test_few_messages_are_under_way():
+    """In 1F1B as many forwards as a rank holds, and a gradient while the next is made."""
+    for rank, program in enumerate(lower(build('1f1b', 4, 32))):
+        most = defaultdict(int)
+        for i in program:
+            if isinstance(i, Send):
+                most[i.peer - rank] = max(most[i.peer - rank], i.under_way)
+        assert most.get(1, 0) <= 4 - rank
+        assert most.get(-1, 0) <= 4
 
 
 TIMES = ((1, 1, 1), (1, 1.3, 0.7), (1, 1.4, 0.9))  # of F, B and W
