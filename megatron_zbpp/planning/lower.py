@@ -12,8 +12,9 @@ which its message comes: it travels while that pass computes.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.ir.compiled import compiled
@@ -39,72 +40,76 @@ def lower(schedule: Schedule) -> tuple[Program, ...]:
     programs: list[list[Instruction]] = [[] for _ in schedule.passes]
     for rank, instruction in _one_by_one(schedule):
         programs[rank].append(instruction)
-    lowered = _under_way(schedule, programs)
+    lowered = tuple(map(tuple, programs))
     prove(lowered)
     return lowered
 
 
+class _Flow:
+    """Who takes what from whom. Passes are numbers: rank by rank, in order.
+
+    Attributes:
+        passes: all of them.
+        ranks: where each runs.
+        takers: by pass, those that take what it makes.
+        givers: by pass, those that make what it takes.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        graph, m = schedule.graph, schedule.num_microbatches
+        cut = graph.num_slices
+        flat = compiled(graph)
+        self.ranks, self.passes = map(list, zip(*schedule, strict=True))
+        steps = [flat.steps[kind][stage * cut + part] for kind, stage, _, part in self.passes]
+        made: dict[int, int] = {}  # by row and microbatch
+        for number, (step, p) in enumerate(zip(steps, self.passes, strict=True)):
+            for row in step.rows:
+                made[row * m + p.microbatch] = number
+        self.takers: dict[int, list[int]] = {}
+        self.givers: dict[int, list[int]] = {}
+        for number, (step, p) in enumerate(zip(steps, self.passes, strict=True)):
+            for link in step.links:
+                if link.message and p.microbatch >= link.back:
+                    giver = made[link.row * m + p.microbatch - link.back]
+                    self.takers.setdefault(giver, []).append(number)
+                    self.givers.setdefault(number, []).append(giver)
+
+
 def takers(schedule: Schedule) -> dict[Pass, list[Pass]]:
     """For each pass whose result others take, those passes: on other ranks by messages."""
-    graph, m = schedule.graph, schedule.num_microbatches
-    steps, cut = compiled(graph).steps, graph.num_slices
-    made: dict[int, Pass] = {}  # by row and microbatch
-    for _, p in schedule:
-        for row in steps[p.kind][p.stage * cut + p.slice].rows:
-            made[row * m + p.microbatch] = p
-    taken: dict[Pass, list[Pass]] = {}
-    for _, p in schedule:
-        for link in steps[p.kind][p.stage * cut + p.slice].links:
-            if link.message and p.microbatch >= link.back:
-                taken.setdefault(made[link.row * m + p.microbatch - link.back], []).append(p)
-    return taken
+    flow = _Flow(schedule)
+    return {
+        flow.passes[giver]: [flow.passes[taker] for taker in found]
+        for giver, found in flow.takers.items()
+    }
 
 
 def _one_by_one(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
-    """All instructions in one order: by the ends of passes, if equal work takes equal time."""
-    taken = takers(schedule)
-    costs = Costs.uniform(schedule.placement, comm=_LATENCY)
-    spans = simulate(schedule, costs).spans
-    ends = [(end, rank, at) for rank, own in enumerate(spans) for at, (_, end) in enumerate(own)]
-    for _, rank, at in sorted(ends):
-        p = schedule.passes[rank][at]
-        yield rank, p
-        for consumer in taken.get(p, ()):
-            peer = schedule.rank_of(consumer)
-            if peer == rank:
-                yield rank, Hand(p, consumer)
-            else:
-                yield rank, Send(p, consumer, peer)
-                yield peer, Receive(p, consumer, rank)
+    """All instructions in one order: by the ends of passes, if equal work takes equal time.
 
-
-def _under_way(
-    schedule: Schedule, programs: Sequence[Sequence[Instruction]]
-) -> tuple[Program, ...]:
-    """The programs, in which each send knows how many of its channel may not have come by then.
-
-    A message has come when its consumer runs, and a rank knows that a pass of its peer has run when
-    it takes what that peer made later.
+    A message has come when its taker runs, and a rank knows that a pass of its peer has run when it
+    takes what that peer made later: so each send knows how many of its channel may not have come.
     """
-    place = {p: at for order in schedule.passes for at, p in enumerate(order)}
-    found = []
-    for program in programs:
-        made: dict[Pass, list[Receive]] = defaultdict(list)  # by consumer: what it takes
-        latest: dict[int, int] = defaultdict(lambda: -1)  # of each peer's passes known to have run
-        sent: dict[int, deque[int]] = defaultdict(deque)  # places of consumers not known to have
-        own: list[Instruction] = []
-        for instruction in program:
-            if isinstance(instruction, Receive):
-                made[instruction.consumer].append(instruction)
-            elif isinstance(instruction, Pass):
-                for taken in made.pop(instruction, ()):
-                    latest[taken.peer] = max(latest[taken.peer], place[taken.producer])
-            elif isinstance(instruction, Send):
-                consumers = sent[instruction.peer]
-                while consumers and consumers[0] < latest[instruction.peer]:
-                    consumers.popleft()
-                consumers.append(place[instruction.consumer])
-                instruction = instruction._replace(under_way=len(consumers))
-            own.append(instruction)
-        found.append(tuple(own))
-    return tuple(found)
+    flow = _Flow(schedule)
+    passes, ranks = flow.passes, flow.ranks
+    costs = Costs.uniform(schedule.placement, comm=_LATENCY)
+    spans = itertools.chain.from_iterable(simulate(schedule, costs).spans)
+    latest: dict[tuple[int, int], int] = {}  # by rank and peer: pass of the peer known to have run
+    under_way: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # takers, by rank and peer
+    for _, number in sorted((end, number) for number, (_, end) in enumerate(spans)):
+        rank, p = ranks[number], passes[number]
+        yield rank, p
+        for giver in flow.givers.get(number, ()):
+            pair = rank, ranks[giver]
+            latest[pair] = max(giver, latest.get(pair, -1))
+        for number_taking in flow.takers.get(number, ()):
+            peer, taker = ranks[number_taking], passes[number_taking]
+            if peer == rank:
+                yield rank, Hand(p, taker)
+                continue
+            channel = under_way[rank, peer]
+            while channel and channel[0] < latest.get((rank, peer), -1):
+                channel.popleft()
+            channel.append(number_taking)
+            yield rank, Send(p, taker, peer, len(channel))
+            yield peer, Receive(p, taker, rank)
