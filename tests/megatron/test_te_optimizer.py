@@ -8,7 +8,10 @@ import pytest
 import torch
 from example import MODEL
 from gpu import CUDA
+from grids import grid
 from injected import Event, train
+
+from megatron_zbpp.optim.trial import KEPT_BYTES
 
 pytestmark = [pytest.mark.te, pytest.mark.skipif(CUDA, reason='test_te_models has it')]
 
@@ -34,8 +37,8 @@ def counted(*args):
     return early, dict(calls - before)
 
 
-@pytest.mark.parametrize('setup', SETUPS)
-def test_early_steps_are_synchronous_ones(te_ranks, data, tmp_path, setup):
+@grid(setup=tuple(SETUPS), kept_bytes=(KEPT_BYTES, 0))
+def test_early_steps_are_synchronous_ones(te_ranks, data, tmp_path, setup, kept_bytes):
     """Clipping, overflow and nonsense included."""
     size, schedule, flags, variant = SETUPS[setup]
     argv = [*MODEL, *COMMON, '--pipeline-schedule', schedule, '--data-path', data, *flags]
@@ -43,7 +46,8 @@ def test_early_steps_are_synchronous_ones(te_ranks, data, tmp_path, setup):
     for clean_steps in (0, 1):
         metrics = tmp_path / f'{clean_steps}.jsonl'
         words = list(map(str, argv))
-        found = te_ranks(size).run(counted, words, metrics, HAPPENING, clean_steps, variant)
+        given = words, metrics, HAPPENING, clean_steps, variant, kept_bytes
+        found = te_ranks(size).run(counted, *given)
         logged.append([json.loads(line) for line in metrics.read_text().splitlines()])
     for line in [*logged[0], *logged[1]]:
         line.pop('seconds', None)
