@@ -16,7 +16,7 @@ class Shard:
     """This rank's rows of a tensor that the ranks of `group` hold together, in their order."""
 
     def __init__(self, rows: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self.rows = rows.contiguous()
+        self.rows = rows.detach().contiguous()  # a thread of the backend writes: it sees no no_grad
         self._group = group
         self._whole: torch.Tensor | None = None
         self._work: dist.Work | None = None
