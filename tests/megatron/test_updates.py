@@ -136,7 +136,8 @@ def several():
     class Optimizer:
         pass
 
-    steps = stepping.Steps(SimpleNamespace())
+    trained = SimpleNamespace(latest='an iteration')
+    steps = stepping.Steps(SimpleNamespace(post_validation=True, next=trained))
     steps._agree = lambda optimizer: True
     one, other = Optimizer(), Optimizer()
     found = [steps._may_be_early(optimizer) for optimizer in (one, one, other, one)]
