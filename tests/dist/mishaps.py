@@ -73,10 +73,22 @@ class UnluckyStage(LinearStage):
         return made
 
 
+def common_store(file, rank, size):
+    """Rank 0 serves it, on a port that is free, and writes that down."""
+    if rank == 0:
+        store = dist.TCPStore('127.0.0.1', 0, size, is_master=True, wait_for_workers=False)
+        file.with_suffix('.part').write_text(str(store.port))
+        file.with_suffix('.part').rename(file)
+        return store
+    while not file.exists():
+        time.sleep(0.01)
+    return dist.TCPStore('127.0.0.1', int(file.read_text()), size, is_master=False)
+
+
 def run(case, rank):
     """One rank of `case`, to its end."""
-    os.environ |= {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(case['port'])}
-    dist.init_process_group('gloo', rank=rank, world_size=case['ranks'])
+    store = common_store(Path(case['folder'], 'port'), rank, case['ranks'])
+    dist.init_process_group('gloo', store=store, rank=rank, world_size=case['ranks'])
     schedule = build(case['schedule'], case['ranks'], case['microbatches'])
     programs = lower(schedule)
     channels = Channels(dist.group.WORLD, pairs(programs), torch.device('cpu'))
@@ -123,15 +135,6 @@ def fork(case, rank):
         os._exit(code)
 
 
-def ports(count):
-    """Free ports, all different."""
-    sockets = [socket.create_server(('127.0.0.1', 0)) for _ in range(count)]
-    found = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return found
-
-
 def run_all(cases, indices):
     """Those `cases` at once; exit code and time of end by (case, rank), for those that ended."""
     running = {}
@@ -158,8 +161,8 @@ def main() -> None:
     torch.set_num_threads(1)
     path = Path(sys.argv[1])
     cases = json.loads(path.read_text())
-    for index, (case, port) in enumerate(zip(cases, ports(len(cases)), strict=True)):
-        case |= {'port': port, 'folder': f'{path.parent}/{index}'}
+    for index, case in enumerate(cases):
+        case['folder'] = f'{path.parent}/{index}'
         os.mkdir(case['folder'])
     ended = {}
     for first in range(0, len(cases), AT_ONCE):
