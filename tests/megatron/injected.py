@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+from megatron_zbpp.optim.trial import KEPT_BYTES
+
 VALUES = {'inf': float('inf'), 'nan': float('nan'), 'large': 1e4}
 
 
@@ -40,7 +42,7 @@ def train(
     events: list[Event],
     clean_steps: int,
     variant: str,
-    kept_bytes: int,
+    kept_bytes: int = KEPT_BYTES,
 ) -> Early | None:
     """Runs on each rank: the example's `train`.
 
