@@ -118,11 +118,9 @@ def from_torch_csv(text: str, name: str = 'torch-csv', dialect: str | None = Non
     kinds = _kinds(dialect)
     if found - set(kinds):
         raise ValueError(f'kinds {sorted(found - set(kinds))} are not of the dialect {dialect!r}')
-    orders = [
-        [_entry([Pass(kinds[kind], stage, mb) for stage, kind, mb in cell]) for cell in row]
-        for row in kept
-    ]
-    passes = [[Pass(kinds[k], s, mb) for cell in row for s, k, mb in cell] for row in kept]
+    cells = [[[Pass(kinds[k], s, mb) for s, k, mb in cell] for cell in row] for row in kept]
+    orders = [list(map(_entry, row)) for row in cells]
+    passes = [[p for cell in row for p in cell] for row in cells]
     microbatches = 1 + max(p.microbatch for row in passes for p in row)
     return Schedule.of(name, _placement(passes), microbatches, orders)
 

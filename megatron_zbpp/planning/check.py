@@ -30,7 +30,6 @@ from megatron_zbpp.planning.lower import lower
 from megatron_zbpp.planning.memory import RESOLUTION, highest
 from megatron_zbpp.planning.program import Program
 from megatron_zbpp.planning.prove import DeadlockError
-from megatron_zbpp.planning.simulate import simulate
 
 __all__ = ['Checked', 'ScheduleError', 'check']
 
@@ -69,7 +68,7 @@ def check(
     for rank in range(schedule.num_ranks):
         _check_rank(schedule, rank, wanted)
     costs = costs or Costs.uniform(schedule.placement)
-    simulate(schedule, costs)
+    costs.require(schedule.placement)
     programs = _proven_programs(schedule)
     if memory_limit is not None:
         _check_memory(schedule, memory_limit, costs)
@@ -216,14 +215,12 @@ def _missing(
     """The error for a task that no pass on its rank does; noticed at cell `at`, else at the end."""
     graph, order = schedule.graph, schedule.passes[rank]
     found = {p.kind for p in order if p[1:] == (task.stage, microbatch, task.slice)}
-    done = {
-        part for kind in found if kind in graph.kinds for part in graph.kinds[kind].parts or [kind]
-    }
+    done = {each for kind in found & set(graph.kinds) for each in graph.tasks(kind, task.stage)}
     # a pass that does more is no cure where that is done already
     cures = [
         Pass(kind, task.stage, microbatch, task.slice)
         for kind in graph.doers[task.kind]
-        if done.isdisjoint(graph.kinds[kind].parts or [kind])
+        if done.isdisjoint(graph.tasks(kind, task.stage))
     ]
     what = (
         f'rank {rank} never does the {graph.kinds[task.kind].words} of microbatch {microbatch} on '
