@@ -54,7 +54,7 @@ def enable(
     """
     global _enabled
     from megatron_zbpp.mcore.plugin import Plugin
-    from megatron_zbpp.settings import Settings
+    from megatron_zbpp.mcore.settings import Settings
 
     settings = Settings(schedule, num_chunks, memory_limit, watchdog_timeout, post_validation)
     if _enabled is not None and _enabled.enabled and _enabled.settings == settings:
@@ -72,10 +72,10 @@ def add_arguments() -> None:
 
     For a script of Megatron-LM: two lines at its top make it what `megatron_zbpp.launch` makes it.
     """
-    from megatron_zbpp.imports import after_import
+    from megatron_zbpp.mcore.import_hook import after_import
 
     def install(_: object) -> None:
-        from megatron_zbpp.mcore import arguments
+        from megatron_zbpp.mcore.command_line import arguments
 
         arguments.install()
 

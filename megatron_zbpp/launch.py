@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
         ]
         os.environ[PATH] = os.pathsep.join(folders)
 
-    from megatron_zbpp.mcore import arguments
+    from megatron_zbpp.mcore.command_line import arguments
 
     arguments.install()
     before = cpu_flags(args.arguments) if args.cpu else ()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.overhead import main
+from benchmarks.common.overhead import main
 
 if __name__ == '__main__':
     sys.exit(main())

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_zbpp.emulation import cpu
-from megatron_zbpp.optim.trial import BUFFER_BYTES, KEPT_BYTES, Stepped, Trial
+from megatron_zbpp.post_validation.speculative_step import BUFFER_BYTES, KEPT_BYTES, Stepped, Trial
 
 
 def main() -> None:

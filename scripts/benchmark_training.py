@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.training import main
+from benchmarks.training.cli import main
 
 if __name__ == '__main__':
     sys.exit(main())

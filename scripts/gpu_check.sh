@@ -60,7 +60,7 @@ rm -f "$name.tests.txt"
 run_tests 'tests on a GPU' -m gpu
 if "$python" -c 'import transformer_engine.pytorch' 2> /dev/null; then
     run_tests 'tests of the installed Transformer Engine' -m 'te and not gpu'
-    run_tests "Transformer Engine's sources" tests/unit/test_te_sources.py
+    run_tests "Transformer Engine's sources" tests/unit/emulation/test_te_sources.py
 else
     results['tests of the installed Transformer Engine']='not run: it cannot be imported'
 fi

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron_zbpp.planning.fit import fit
-from megatron_zbpp.planning.simulate import simulate
+from megatron_zbpp.analysis.fit_costs import fit
+from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.render.png import loss_png, timeline_png
-from megatron_zbpp.runtime.measure import Measurement
+from megatron_zbpp.runtime.observe.measure import Measurement
 
 EXAMPLE = Path(__file__).parents[1] / 'examples' / 'gpt'
 SCHEDULES = {'megatron': "Megatron's 1F1B", 'zb-h1': 'zb-h1', 'zb-v': 'zb-v'}

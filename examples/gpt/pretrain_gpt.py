@@ -29,8 +29,8 @@ import torch.distributed as dist
 from prepare_data import VOCABULARY, prepare, tokenizer
 
 import megatron_zbpp
-from megatron_zbpp import exchange
 from megatron_zbpp.emulation import cpu
+from megatron_zbpp.ir import formats
 
 DEVICE = cpu.device()  # before megatron.core is imported
 
@@ -52,10 +52,10 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import layout
-from megatron_zbpp.mcore.observe import observe
+from megatron_zbpp.mcore.iteration.observe import observe
 from megatron_zbpp.mcore.plugin import Plugin
-from megatron_zbpp.runtime import handshake
-from megatron_zbpp.settings import Settings
+from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.runtime.guard import agreement
 
 WATCHDOG = 'report and exit when the pipeline makes no step forward for so long; 0: never'
 PAUSE = 'the same between iterations, as in checkpoints (default: ten times that, at least 600)'
@@ -163,7 +163,7 @@ def check_args(args: argparse.Namespace, world_size: int) -> None:
             f'{args.num_attention_heads}'
         )
     if args.pipeline_schedule_file is not None:
-        args.pipeline_schedule = exchange.load(args.pipeline_schedule_file)
+        args.pipeline_schedule = formats.load(args.pipeline_schedule_file)
     if args.pipeline_schedule == 'megatron':
         args.placement = Placement.loop(p)
     else:
@@ -501,7 +501,7 @@ def enable(args: argparse.Namespace, stack: ExitStack) -> Plugin | None:
     )
     if args.pipeline_watchdog_pause_timeout is not None:
         plugin.watchdog.limit_pauses(args.pipeline_watchdog_pause_timeout)
-    plugin.flags = handshake.numbers(vars(args))
+    plugin.flags = agreement.numbers(vars(args))
     return stack.enter_context(plugin)
 
 

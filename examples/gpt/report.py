@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_zbpp.runtime.measure import Figures, Iteration
+from megatron_zbpp.runtime.observe.measure import Figures, Iteration
 
 
 def is_reporter() -> bool:

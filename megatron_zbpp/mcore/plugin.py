@@ -20,28 +20,29 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import layers, mappings
 from megatron.core.transformer import TransformerConfig
 
-from megatron_zbpp.imports import after_import
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.program import Program
+from megatron_zbpp.analysis.run_ahead import ahead_of, passes_ahead, split
 from megatron_zbpp.ir import Placement, Schedule, W
-from megatron_zbpp.mcore import log_line, placing, stepping, updates
-from megatron_zbpp.mcore.forward_backward import forward_backward
+from megatron_zbpp.mcore.import_hook import after_import
+from megatron_zbpp.mcore.iteration.forward_backward import forward_backward
 from megatron_zbpp.mcore.layout import for_megatron
-from megatron_zbpp.mcore.linear import deferring_linear, remembering_reduce_scatter
-from megatron_zbpp.mcore.next_iteration import NextIteration
-from megatron_zbpp.mcore.te import delay_weight_gradients
-from megatron_zbpp.optim.governor import Governor
-from megatron_zbpp.optim.post_validation import PostValidation
-from megatron_zbpp.planning.ahead import ahead_of, passes_ahead, split
-from megatron_zbpp.planning.check import check
-from megatron_zbpp.planning.program import Program
-from megatron_zbpp.runtime import handshake
-from megatron_zbpp.runtime.auto import AutoPlan, start_family
-from megatron_zbpp.runtime.comm import Channels
-from megatron_zbpp.runtime.measure import Iteration
-from megatron_zbpp.runtime.store import WeightGradStore
-from megatron_zbpp.runtime.trace import Tracer
-from megatron_zbpp.runtime.watchdog import Watchdog
+from megatron_zbpp.mcore.patches import log_line, placement
+from megatron_zbpp.mcore.patches.linear import deferring_linear, remembering_reduce_scatter
+from megatron_zbpp.mcore.patches.transformer_engine import delay_weight_gradients
+from megatron_zbpp.mcore.post_validation import split_step, stepping
+from megatron_zbpp.mcore.post_validation.next_iteration import NextIteration
+from megatron_zbpp.mcore.settings import AUTO, Settings
+from megatron_zbpp.post_validation.policy import Governor
+from megatron_zbpp.post_validation.protocol import PostValidation
+from megatron_zbpp.runtime.autotune import AutoPlan, start_family
+from megatron_zbpp.runtime.channels import Channels
+from megatron_zbpp.runtime.guard import agreement
+from megatron_zbpp.runtime.guard.watchdog import Watchdog
+from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.observe.trace import Tracer
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build
-from megatron_zbpp.settings import AUTO, Settings
 
 _LINEAR = 'LinearWithGradAccumulationAndAsyncCommunication'
 _REDUCE_SCATTER = '_ReduceScatterToSequenceParallelRegion'
@@ -57,13 +58,13 @@ def lookups() -> Iterator[tuple[Callable, str]]:
         (schedules.get_forward_backward_func, _PIPELINED),
         (layers.linear_with_grad_accumulation_and_async_allreduce, (_LINEAR,)),
         (mappings.reduce_scatter_to_sequence_parallel_region, (_REDUCE_SCATTER,)),
-        (placing.finalize_module().finalize_model_grads, (placing.TIED,)),
-        (inspect.unwrap(TransformerConfig.__post_init__), (placing.LAYOUT,)),
+        (placement.finalize_module().finalize_model_grads, (placement.TIED,)),
+        (inspect.unwrap(TransformerConfig.__post_init__), (placement.LAYOUT,)),
         (LanguageModule._is_in_embd_group, ('is_pp_first_stage',)),
-        (inspect.unwrap(MegatronOptimizer.get_grad_norm), (updates.NORM,)),
-        (inspect.unwrap(ChainedOptimizer.get_grad_norm), (updates.NORM,)),
-        (inspect.unwrap(ChainedOptimizer.step), (updates.CLIP,)),
-        (MegatronOptimizer.clip_grad_norm, (updates.NORM, updates.CLIP)),
+        (inspect.unwrap(MegatronOptimizer.get_grad_norm), (split_step.NORM,)),
+        (inspect.unwrap(ChainedOptimizer.get_grad_norm), (split_step.NORM,)),
+        (inspect.unwrap(ChainedOptimizer.step), (split_step.CLIP,)),
+        (MegatronOptimizer.clip_grad_norm, (split_step.NORM, split_step.CLIP)),
     ):
         for name in names:
             yield user, name
@@ -151,14 +152,14 @@ class Plugin:
         self._placements: dict[int, Placement] = {}
         self._planned: dict[tuple[int, int], Schedule] = {}
         self._agreed: set[tuple] = set()
-        self._undo: list[placing.Attribute] = []
-        self._functions: list[placing.Function] = []
+        self._undo: list[placement.Attribute] = []
+        self._functions: list[placement.Function] = []
 
     @functools.cached_property
     def title(self) -> str:
         """The source in words: equal on two ranks exactly if the source is."""
         if isinstance(self.source, Schedule):
-            return handshake.words(self.source)
+            return agreement.words(self.source)
         name, num_chunks, memory_limit = self.source
         chunks = f' with {num_chunks} chunks a rank' if num_chunks else ''
         limit = f' within {memory_limit:g}' if memory_limit else ''
@@ -177,9 +178,9 @@ class Plugin:
             settings |= self.flags
         key = (group, *settings.items())
         if key not in self._agreed:
-            with self.watchdog.meeting(f'handshake about {handshake.words(settings)}'):
-                gathered = handshake.gather(settings, group)
-            handshake.compare(gathered)
+            with self.watchdog.meeting(f'handshake about {agreement.words(settings)}'):
+                gathered = agreement.gather(settings, group)
+            agreement.compare(gathered)
             self._agreed.add(key)
 
     def schedule(self, num_ranks: int, num_microbatches: int) -> Schedule:
@@ -275,17 +276,17 @@ class Plugin:
         reduce_scatter = getattr(mappings, _REDUCE_SCATTER)
         ours = remembering_reduce_scatter(reduce_scatter, self.store)
         self._patch(mappings, _REDUCE_SCATTER, ours)
-        for owner, name, replacement in placing.attributes(self.placement):
+        for owner, name, replacement in placement.attributes(self.placement):
             self._patch(owner, name, replacement)
         for owner, name, replacement in stepping.attributes(self):
             self._patch(owner, name, replacement)
         if find_spec('transformer_engine') is not None:
             post_init = _delaying(TransformerConfig.__post_init__, self.splits)
             self._patch(TransformerConfig, '__post_init__', post_init)
-        modules = {*placing.TRAINING, log_line.TRAINING, stepping.TRAINING}
+        modules = {*placement.TRAINING, log_line.TRAINING, stepping.TRAINING}
         here = modules & set(sys.modules)
         found = (self._training_functions(sys.modules[name]) for name in here)
-        placed = placing.functions(self.placement, self.agree)
+        placed = placement.functions(self.placement, self.agree)
         self._replace(itertools.chain(placed, *found))  # one search: there are many modules
         later = modules - here
         self._forget_imports = after_import(dict.fromkeys(later, self._imported))
@@ -311,10 +312,10 @@ class Plugin:
     def _imported(self, module: ModuleType) -> None:
         self._replace(self._training_functions(module))
 
-    def _training_functions(self, module: ModuleType) -> Iterator[placing.Function]:
+    def _training_functions(self, module: ModuleType) -> Iterator[placement.Function]:
         """What is replaced of a module of NVIDIA's training loop."""
-        if module.__name__ in placing.TRAINING:
-            yield from placing.training_functions(module.__name__, self.placement)
+        if module.__name__ in placement.TRAINING:
+            yield from placement.training_functions(module.__name__, self.placement)
         if module.__name__ == log_line.TRAINING:
             yield from log_line.training_functions(module, self)
         if module.__name__ == stepping.TRAINING and self.post_validation is not None:
@@ -334,12 +335,12 @@ class Plugin:
             setattr(module, name, original)
         self._functions.clear()
 
-    def replaced(self) -> list[placing.Attribute]:
+    def replaced(self) -> list[placement.Attribute]:
         """Owner, name and original of all that is replaced now."""
         return [*self._undo, *self._replaced_functions()]
 
-    def _replaced_functions(self) -> Iterator[placing.Attribute]:
-        return placing.everywhere((ours, original) for original, ours in self._functions)
+    def _replaced_functions(self) -> Iterator[placement.Attribute]:
+        return placement.everywhere((ours, original) for original, ours in self._functions)
 
     def __enter__(self) -> Plugin:
         return self
@@ -355,11 +356,11 @@ class Plugin:
         self._undo.append((owner, name, getattr(owner, name)))
         setattr(owner, name, replacement)
 
-    def _replace(self, functions: Iterable[placing.Function]) -> None:
+    def _replace(self, functions: Iterable[placement.Function]) -> None:
         pairs = list(functions)
         self._functions += pairs
         if pairs:
-            for module, name, replacement in placing.everywhere(pairs):
+            for module, name, replacement in placement.everywhere(pairs):
                 setattr(module, name, replacement)
 
 

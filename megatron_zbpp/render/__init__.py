@@ -1,0 +1,1 @@
+"""Draws timelines: text, SVG, HTML, PNG, Perfetto."""

@@ -1,7 +1,7 @@
 """Colours of passes: told apart by every kind of colour vision, the chunk by its shade.
 
 Blue, orange, green and purple, also unlike in lightness: any two of them are more than 20 apart in
-CIE Lab for people who lack the red, the green or the blue cones (tests/unit/test_render.py).
+CIE Lab for people who lack the red, the green or the blue cones (tests/unit/render/test_render.py).
 """
 
 from __future__ import annotations

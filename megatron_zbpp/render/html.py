@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from importlib.resources import files
 
+from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.ir import Schedule
-from megatron_zbpp.planning.costs import Costs
-from megatron_zbpp.planning.memory import live, peak
-from megatron_zbpp.planning.timeline import Timeline
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.colours import IDLE, colour, ink, kinds, legend
 from megatron_zbpp.render.scene import Bar, bars, number
 from megatron_zbpp.render.svg import BAR, BAR_AND_MEMORY, FLOOR, TOP, shapes

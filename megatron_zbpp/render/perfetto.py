@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterator, Mapping
 from itertools import count
 
-from megatron_zbpp.planning.costs import Costs
-from megatron_zbpp.planning.timeline import Timeline
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.scene import Bar, bars, held
 
 _MICROSECONDS = 1e6  # the format's unit; a timeline's is taken to be the second

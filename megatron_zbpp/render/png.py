@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_zbpp.ir import Schedule
-from megatron_zbpp.planning.timeline import Timeline
+from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.colours import HUES, IDLE, colour, ink, legend
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from math import floor, log10
 from typing import NamedTuple
 
+from megatron_zbpp.analysis.memory import highest, live
 from megatron_zbpp.ir import F, Graph, Pass
-from megatron_zbpp.planning.costs import Costs
-from megatron_zbpp.planning.memory import highest, live
-from megatron_zbpp.planning.timeline import Timeline
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.colours import colour
 
 

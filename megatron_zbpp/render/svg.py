@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from html import escape
 
-from megatron_zbpp.planning.costs import Costs
-from megatron_zbpp.planning.memory import peak
-from megatron_zbpp.planning.timeline import Timeline
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.colours import IDLE, ink, legend
 from megatron_zbpp.render.scene import bars, held, number, ticks
 

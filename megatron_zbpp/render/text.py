@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from statistics import median_low
 
-from megatron_zbpp.planning.timeline import Timeline
+from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.colours import ink
 from megatron_zbpp.render.scene import Bar, bars
 

@@ -1,0 +1,1 @@
+"""Runs programs of passes on torch. Knows no Megatron."""

@@ -15,12 +15,12 @@ from typing import Protocol
 
 import torch
 
+from megatron_zbpp.analysis.program import Hand, Program, Receive, Send
 from megatron_zbpp.ir import B, F, Pass, W, chain
-from megatron_zbpp.planning.program import Hand, Program, Receive, Send
+from megatron_zbpp.runtime.channels import Channels, Incoming, Message
 from megatron_zbpp.runtime.clock import Clock
-from megatron_zbpp.runtime.comm import Channels, Incoming, Message
-from megatron_zbpp.runtime.profiling import profiled
-from megatron_zbpp.runtime.store import Key, WeightGradStore
+from megatron_zbpp.runtime.observe.profiling import profiled
+from megatron_zbpp.runtime.weight_grads import Key, WeightGradStore
 
 _PLAIN = chain(1)  # what each kind of pass does, whatever its stage
 

@@ -32,7 +32,7 @@ from megatron_zbpp.schedules import (
 from megatron_zbpp.schedules.family import Family
 
 if TYPE_CHECKING:
-    from megatron_zbpp.planning.costs import Costs
+    from megatron_zbpp.ir.costs import Costs
 
 __all__ = ['FAMILIES', 'Family', 'build', 'find', 'names']
 

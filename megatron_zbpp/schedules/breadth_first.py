@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_zbpp.ir import BW, F, Placement, Schedule
+from megatron_zbpp.schedules.construct.orders import chunk_by_chunk
 from megatron_zbpp.schedules.family import ANY, Family
-from megatron_zbpp.schedules.orders import chunk_by_chunk
 
 
 def breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_zbpp.ir import BW, F, Pass, Placement, Schedule
-from megatron_zbpp.schedules.dispatch import dispatch
+from megatron_zbpp.schedules.construct.list_scheduling import dispatch
 from megatron_zbpp.schedules.family import EVEN, Family
 
 # What a rank prefers of what is ready: kinds, and for each whether the last chunk comes first.

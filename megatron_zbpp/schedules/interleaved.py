@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_zbpp.ir import BW, F, Pass, Placement, Schedule
+from megatron_zbpp.schedules.construct.orders import (
+    chunk_by_chunk,
+    even_groups,
+    one_forward_one_backward,
+)
 from megatron_zbpp.schedules.family import ANY, Family
-from megatron_zbpp.schedules.orders import chunk_by_chunk, even_groups, one_forward_one_backward
 
 
 def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_zbpp.ir import BW, F, Pass, Placement, Schedule
+from megatron_zbpp.schedules.construct.orders import one_forward_one_backward
 from megatron_zbpp.schedules.family import Family
-from megatron_zbpp.schedules.orders import one_forward_one_backward
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_zbpp.ir import BW, F, Placement, Schedule
-from megatron_zbpp.schedules.blocks import orders, repeat, tighten
+from megatron_zbpp.schedules.construct.building_blocks import orders, repeat, tighten
 from megatron_zbpp.schedules.family import TWO, Family
 
 _INTERVAL = 6  # slots from one microbatch to the next: F and BW (two slots) of two chunks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_zbpp.ir import B, F, Pass, Placement, Schedule
-from megatron_zbpp.schedules.blocks import (
+from megatron_zbpp.schedules.construct.building_blocks import (
     Slots,
     orders,
     repeat,
@@ -11,8 +11,8 @@ from megatron_zbpp.schedules.blocks import (
     with_weights,
     without_weights,
 )
-from megatron_zbpp.schedules.dispatch import dispatch
-from megatron_zbpp.schedules.draft import Draft
+from megatron_zbpp.schedules.construct.draft import Draft
+from megatron_zbpp.schedules.construct.list_scheduling import dispatch
 from megatron_zbpp.schedules.family import TWO, Family
 
 _INTERVAL = 6  # slots from one microbatch to the next: F, B and W of two chunks

@@ -6,11 +6,11 @@ from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, W
-from megatron_zbpp.schedules.draft import Draft, within
+from megatron_zbpp.schedules.construct.draft import Draft, within
 from megatron_zbpp.schedules.family import Family
 
 if TYPE_CHECKING:
-    from megatron_zbpp.planning.costs import Costs
+    from megatron_zbpp.ir.costs import Costs
 
 
 def zb_1p(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_zbpp.ir import B, F, Pass, Placement, Schedule
+from megatron_zbpp.schedules.construct.orders import defer_weights, one_forward_one_backward
 from megatron_zbpp.schedules.family import Family
-from megatron_zbpp.schedules.orders import defer_weights, one_forward_one_backward
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:

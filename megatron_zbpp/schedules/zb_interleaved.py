@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatron_zbpp.ir import B, Placement, Schedule
+from megatron_zbpp.schedules.construct.orders import defer_weights, even_groups
 from megatron_zbpp.schedules.family import ANY, Family
 from megatron_zbpp.schedules.interleaved import in_groups
-from megatron_zbpp.schedules.orders import defer_weights, even_groups
 
 
 def zb_interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:

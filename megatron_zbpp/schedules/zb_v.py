@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, W
-from megatron_zbpp.schedules.dispatch import dispatch
+from megatron_zbpp.schedules.construct.list_scheduling import dispatch
 from megatron_zbpp.schedules.family import TWO, Family
 
 

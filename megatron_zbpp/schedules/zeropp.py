@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, W
+from megatron_zbpp.schedules.construct.orders import chunk_by_chunk, even_groups
 from megatron_zbpp.schedules.family import ANY, Family
-from megatron_zbpp.schedules.orders import chunk_by_chunk, even_groups
 
 
 def zeropp(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:

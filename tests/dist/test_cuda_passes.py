@@ -14,14 +14,14 @@ from stages import ROWS, WIDTH, LinearStage, reference
 
 from megatron_zbpp.emulation import nccl
 from megatron_zbpp.ir import F, Pass
-from megatron_zbpp.planning.lower import lower
-from megatron_zbpp.planning.program import Send
-from megatron_zbpp.runtime import comm
+from megatron_zbpp.analysis.lowering import lower
+from megatron_zbpp.analysis.program import Send
+from megatron_zbpp.runtime import channels
 from megatron_zbpp.runtime.clock import clock_for
-from megatron_zbpp.runtime.comm import Channels, Message
+from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.executor import Executor
-from megatron_zbpp.runtime.measure import Iteration
-from megatron_zbpp.runtime.store import WeightGradStore
+from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build
 
 MICROBATCHES = 5
@@ -52,7 +52,7 @@ def sends_overwritten(self, tensor, send, _original=Channels.send):
 BROKEN = {
     'nothing': (LinearStage, None, None),
     'a look in B': (LookingStage, None, None),
-    'no wait': (LinearStage, (comm.Incoming, 'wait'), received_by_the_host),
+    'no wait': (LinearStage, (channels.Incoming, 'wait'), received_by_the_host),
     'overwritten': (LinearStage, (Channels, 'send'), sends_overwritten),
 }
 

@@ -11,12 +11,12 @@ from programs import pairs
 from stages import ROWS, WIDTH, LinearStage, reference
 
 from megatron_zbpp.ir import Pass, Schedule
-from megatron_zbpp.planning.check import check
-from megatron_zbpp.planning.lower import lower
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.runtime.clock import HostClock
-from megatron_zbpp.runtime.comm import Channels, Message
+from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.executor import Executor
-from megatron_zbpp.runtime.store import WeightGradStore
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_zbpp.emulation import nccl
 from megatron_zbpp.runtime import groups
-from megatron_zbpp.runtime.comm import Channels
+from megatron_zbpp.runtime.channels import Channels
 
 CPU, CUDA = torch.device('cpu'), torch.device('cuda', 0)
 

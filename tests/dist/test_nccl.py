@@ -13,13 +13,13 @@ from stages import ROWS, WIDTH, LinearStage, reference
 
 from megatron_zbpp.emulation import nccl
 from megatron_zbpp.ir import W
-from megatron_zbpp.planning.ahead import ahead_of, passes_ahead, split
-from megatron_zbpp.planning.lower import lower
-from megatron_zbpp.planning.prove import DeadlockError, Rule, prove
+from megatron_zbpp.analysis.run_ahead import ahead_of, passes_ahead, split
+from megatron_zbpp.analysis.lowering import lower
+from megatron_zbpp.analysis.deadlock import DeadlockError, Rule, prove
 from megatron_zbpp.runtime.clock import HostClock
-from megatron_zbpp.runtime.comm import Channels, Message
+from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.executor import Executor
-from megatron_zbpp.runtime.store import WeightGradStore
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build, names
 
 CPU = torch.device('cpu')

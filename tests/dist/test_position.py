@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_zbpp.planning.lower import lower
-from megatron_zbpp.planning.program import Send
+from megatron_zbpp.analysis.lowering import lower
+from megatron_zbpp.analysis.program import Send
 from megatron_zbpp.runtime.executor import Record
-from megatron_zbpp.runtime.position import Tracker
-from megatron_zbpp.runtime.termination import Termination
+from megatron_zbpp.runtime.guard.position import Tracker
+from megatron_zbpp.runtime.guard.termination import Termination
 from megatron_zbpp.schedules import build
 
 

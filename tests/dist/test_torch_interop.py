@@ -16,9 +16,9 @@ from test_executor import check_run
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from megatron_zbpp import exchange
+from megatron_zbpp.ir import formats
 from megatron_zbpp.ir import Schedule
-from megatron_zbpp.planning.check import ScheduleError, check
+from megatron_zbpp.analysis.checker import ScheduleError, check
 from megatron_zbpp.schedules import build, names
 
 WIDTH, ROWS = 8, 3  # of a tiny stage's layer, and of one microbatch
@@ -66,7 +66,7 @@ def run_in_torch(rank: int, folder: Path) -> None:
 def run_files(folder: Path, rank: int, group: dist.ProcessGroup) -> None:
     """torch's runtime on each CSV in `folder`; leaves the gradients of the rank's stages there."""
     for file in sorted(folder.glob('*.csv')):
-        schedule = exchange.load(file)
+        schedule = formats.load(file)
         held = schedule.placement.stages(rank)
         modules = [stage_module(stage) for stage in held]
         stages = [
@@ -90,7 +90,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for ranks in RANKS:
         (folder / str(ranks)).mkdir()
         for name in names():
-            text = exchange.to_torch_csv(build(name, ranks, 2 * ranks))
+            text = formats.to_torch_csv(build(name, ranks, 2 * ranks))
             (folder / str(ranks) / f'{name}.csv').write_text(text)
     mp.spawn(run_in_torch, (folder,), nprocs=max(RANKS))
     return folder
@@ -100,7 +100,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize('num_ranks', RANKS)
 def test_ours_runs_in_torch(ran: Path, num_ranks: int, name: str) -> None:
     folder = ran / str(num_ranks)
-    schedule = exchange.load(folder / f'{name}.csv')
+    schedule = formats.load(folder / f'{name}.csv')
     modules = [stage_module(stage) for stage in range(schedule.num_stages)]
     x, target = batch(schedule.num_microbatches)
     loss_of(torch.nn.Sequential(*modules)(x), target).backward()
@@ -145,7 +145,7 @@ def their_schedule(
     family: type, chunks: int, placement: str, ranks: int, microbatches: int
 ) -> Schedule:
     held = [0, 2 * ranks - 1] if placement == 'v' else [ranks * chunk for chunk in range(chunks)]
-    return exchange.from_torch_csv(dumped(torch_order(family, ranks, held, microbatches)))
+    return formats.from_torch_csv(dumped(torch_order(family, ranks, held, microbatches)))
 
 
 @pytest.mark.parametrize(('num_ranks', 'microbatches'), [(2, 4), (4, 8), (4, 12)])
@@ -157,7 +157,7 @@ def test_theirs_passes_our_checker(
     check(schedule)
     assert schedule.placement.name == placement
     assert schedule.num_microbatches == microbatches
-    assert exchange.from_torch_csv(exchange.to_torch_csv(schedule)) == schedule
+    assert formats.from_torch_csv(formats.to_torch_csv(schedule)) == schedule
 
 
 @pytest.mark.parametrize(('family', 'chunks', 'placement'), OTHERS)
@@ -168,12 +168,12 @@ def test_theirs_runs_here(ranks, family: type, chunks: int, placement: str) -> N
 def test_gpipe_drops_what_torch_lowered() -> None:
     order = torch_order(torch_schedules.ScheduleGPipe, 4, [0], 8)
     with pytest.warns(UserWarning, match='dropped 4 '):
-        check(exchange.from_torch_csv(dumped(order)))
+        check(formats.from_torch_csv(dumped(order)))
 
 
 def test_breadth_first_loads() -> None:
     order = torch_order(torch_schedules.ScheduleLoopedBFS, 2, [0, 2], 3)
-    schedule = exchange.from_torch_csv(dumped(order))
+    schedule = formats.from_torch_csv(dumped(order))
     assert ' '.join(map(str, schedule.passes[0])) == (
         '0F0 0F1 0F2 2F0 2F1 2F2 2BW2 2BW1 2BW0 0BW2 0BW1 0BW0'
     )
@@ -183,7 +183,7 @@ def test_torch_misdraws_1f1b() -> None:
     """torch draws the last rank's microbatches from 1 on; it does not run that drawing."""
     order = torch_order(torch_schedules.Schedule1F1B, 4, [0], 8)
     with pytest.warns(UserWarning, match='dropped'):
-        schedule = exchange.from_torch_csv(dumped(order))
+        schedule = formats.from_torch_csv(dumped(order))
     with pytest.raises(ScheduleError, match='microbatch 8'):
         check(schedule)
 
@@ -192,5 +192,5 @@ def test_lowered_csv_keeps_its_passes() -> None:
     """compute_comms, which torch writes by default: what it added is dropped with a note."""
     theirs = torch_schedules.ScheduleZBVZeroBubble(stand_ins(2, [0, 3]), 6)
     with pytest.warns(UserWarning, match='sends, receives'):
-        lowered = exchange.from_torch_csv(dumped(theirs.pipeline_order_with_comms))
-    assert lowered == exchange.from_torch_csv(dumped(theirs.pipeline_order))
+        lowered = formats.from_torch_csv(dumped(theirs.pipeline_order_with_comms))
+    assert lowered == formats.from_torch_csv(dumped(theirs.pipeline_order))

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from timed import Pipeline, ShiftedClock
 
-from megatron_zbpp.planning.costs import Costs
-from megatron_zbpp.runtime.trace import Tracer
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.runtime.observe.trace import Tracer
 from megatron_zbpp.schedules import build
 
 

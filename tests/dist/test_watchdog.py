@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from paths import ROOT
+
 import json
 import os
 import sys
@@ -11,10 +13,9 @@ import pytest
 from commands import run
 
 from megatron_zbpp.ir import Pass
-from megatron_zbpp.runtime.watchdog import EXIT_CODE, Watchdog
+from megatron_zbpp.runtime.guard.watchdog import EXIT_CODE, Watchdog
 from megatron_zbpp.schedules import build
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT = 3.0
 SOUND = {'schedule': 'zb-h1', 'ranks': 3, 'microbatches': 6, 'timeout': TIMEOUT}
 MISHAPS = ['SIGKILL', 'SIGSTOP', 'exception', 'wrong shape', 'stuck']
@@ -151,7 +152,7 @@ def test_no_false_alarm(ended, case):
 AT_ITS_END = """
 import atexit, sys, time
 import torch.distributed as dist
-from megatron_zbpp.runtime.watchdog import Watchdog
+from megatron_zbpp.runtime.guard.watchdog import Watchdog
 
 dist.init_process_group('gloo', f'file://{sys.argv[1]}', rank=0, world_size=1)
 atexit.register(time.sleep, 50)
@@ -171,7 +172,7 @@ def test_hanging_while_python_ends(tmp_path):
 PAUSING = """
 import sys, time
 import torch.distributed as dist
-from megatron_zbpp.runtime.watchdog import Watchdog
+from megatron_zbpp.runtime.guard.watchdog import Watchdog
 
 def save():
     time.sleep(4)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from example import MODEL, forget_groups
 
+from megatron_zbpp.analysis.memory import live
 from megatron_zbpp.ir import BW, B, F, W
-from megatron_zbpp.planning.costs import Costs
-from megatron_zbpp.planning.memory import live
+from megatron_zbpp.ir.costs import Costs
 
 
 class Bytes:
@@ -64,7 +64,7 @@ def iteration(argv):
     import torch
 
     import megatron_zbpp
-    from megatron_zbpp.mcore import forward_backward
+    from megatron_zbpp.mcore.iteration import forward_backward
 
     args = pretrain_gpt.parse_args(argv)
     with megatron_zbpp.enable(args.pipeline_schedule) as plugin:

@@ -44,7 +44,7 @@ class Parsed:
 def parse(flags, changes):
     """On each rank: our flags behind a parser that stands for Megatron's, on two ranks."""
     import megatron_zbpp
-    from megatron_zbpp.mcore import arguments
+    from megatron_zbpp.mcore.command_line import arguments
 
     parser = argparse.ArgumentParser()
     arguments.add_arguments(parser)
@@ -173,7 +173,7 @@ def test_post_validation_after_no_steps(ranks, steps):
 
 
 def rerun_mode(words):
-    from megatron_zbpp.mcore import arguments
+    from megatron_zbpp.mcore.command_line import arguments
 
     args = argparse.Namespace(rerun_mode='validate_results')
     return arguments.without_reruns(args, words), args.rerun_mode
@@ -187,7 +187,7 @@ def test_reruns_are_left_out_unless_asked_for(ranks):
 
 def schedule_file(folder, p=2, m=4, drop=0):
     """ZB-V in a file, without its last passes on rank 0."""
-    from megatron_zbpp.exchange import to_torch_csv
+    from megatron_zbpp.ir.formats import to_torch_csv
     from megatron_zbpp.schedules import build
 
     rows = to_torch_csv(build('zb-v', p, m)).splitlines()
@@ -360,7 +360,7 @@ def test_layers_are_placed(ranks, schedule, changes, expected):
 
 
 def numbers_of_microbatches(changes):
-    from megatron_zbpp.mcore import arguments
+    from megatron_zbpp.mcore.command_line import arguments
 
     return arguments.microbatches(argparse.Namespace(**{**MEGATRONS, **changes}), 4)
 

@@ -15,7 +15,7 @@ def told(training):
     """What auto says, waiting for the planner: a test is shorter than a plan takes."""
     from unittest import mock
 
-    from megatron_zbpp.runtime.auto import AutoPlan
+    from megatron_zbpp.runtime.autotune import AutoPlan
 
     said, poll = [], AutoPlan._poll
 

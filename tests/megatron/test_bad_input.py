@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 
 import commands
 import psutil
 import pytest
 from example import MODEL, run
 from outcome import outcome
+from paths import ROOT
 
-EXAMPLE = Path(__file__).parents[2] / 'examples' / 'gpt' / 'pretrain_gpt.py'
+EXAMPLE = ROOT / 'examples' / 'gpt' / 'pretrain_gpt.py'
 SOUND = {
     '--num-layers': 4,
     '--pipeline-model-parallel-size': 2,

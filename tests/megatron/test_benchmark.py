@@ -6,16 +6,18 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import wheels
+from paths import ROOT
 
-from benchmarks import cli, emulated, overhead, splitting, training
-from benchmarks.entries import known, selected
-from benchmarks.measure import Sample, checksums_agree
+from benchmarks.common import overhead
+from benchmarks.pipelines import cli, emulated
+from benchmarks.pipelines.entries import known, selected
+from benchmarks.pipelines.measure import Sample, checksums_agree
+from benchmarks.training import cli as training
+from benchmarks.training import splitting
 
-ROOT = Path(__file__).parents[2]
 SOME = ['megatron', 'torch:1F1B', 'torch:ZBVZeroBubble', '1f1b', 'zb-h1', 'zb-v', 'auto']
 P, M, TIMES = 2, 4, [2.0, 3.0, 1.0]
 

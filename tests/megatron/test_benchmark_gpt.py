@@ -8,18 +8,17 @@ import os
 import sys
 import time
 from argparse import Namespace
-from pathlib import Path
 
 import commands
 import pytest
+from paths import ROOT, SUPPORT
 
-from benchmarks import gpt_cli, gpt_models, gpt_predict
-from benchmarks.gpt_jobs import Job, stages
-from benchmarks.gpt_processes import Crew
-from benchmarks.gpt_results import FAILED, PREDICTED, Results, table
+from benchmarks.gpt import cli, models, predict
+from benchmarks.gpt.jobs import Job, stages
+from benchmarks.gpt.processes import Crew
+from benchmarks.gpt.results import FAILED, PREDICTED, Results, table
 from megatron_zbpp.schedules import build, find
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / 'scripts' / 'benchmark_gpt.py'
 QUICK = ['--models', 'tiny', '--warm-up', '1', '--iterations', '2']
 JOB = Job('tiny', 'zbpp', 'zb-v', 2, 1, 4, 1, 2, 2, 'local', 1, 2)
@@ -66,11 +65,11 @@ def test_sweep_goes_on_and_resumes(tmp_path):
 def check_measured(row):
     assert row['kind'] == 'measured'
     assert len(row['seconds']) == 2 and min(row['seconds']) > 0
-    tokens = row['m'] * row['micro_batch'] * gpt_models.find('tiny').sequence
+    tokens = row['m'] * row['micro_batch'] * models.find('tiny').sequence
     speed = row['tokens_per_second_per_gpu']
     assert speed == pytest.approx(tokens / row['median_seconds'] / 2)
     assert row['tflops_per_gpu'] == pytest.approx(
-        speed * gpt_models.find('tiny').flops(1) / gpt_models.find('tiny').sequence / 1e12
+        speed * models.find('tiny').flops(1) / models.find('tiny').sequence / 1e12
     )
     assert 0 < row['bubble'] < 1 and row['peak_bytes'] > 1e6
     assert 5 < row['loss'] < 9, 'about log(1000) of random words'
@@ -79,7 +78,7 @@ def check_measured(row):
 
 def run_doomed(folder):
     """Two supervisors, whose processes end by a signal and not at all."""
-    os.environ['PYTHONPATH'] = str(Path(__file__).parent)
+    os.environ['PYTHONPATH'] = str(SUPPORT)
     crew = Crew(folder, timeout=60)
     start = time.monotonic()
     return crew.run('doomed_worker', JOB, lambda text: None), time.monotonic() - start
@@ -124,9 +123,7 @@ def test_single_gpu(tmp_path):
 
 def predicted(name, p=4, m=12, **changed):
     v = stages(find(name), None)
-    (row,) = gpt_predict.predicted(
-        [STAGE | changed], gpt_predict.Pipeline('zbpp', name, p, m, v, 1e9)
-    )
+    (row,) = predict.predicted([STAGE | changed], predict.Pipeline('zbpp', name, p, m, v, 1e9))
     return row
 
 
@@ -145,14 +142,14 @@ def test_prediction_by_hand():
     assert predicted('zb-v')['median_seconds'] < row['median_seconds'], 'W fills'
     more, less = (predicted('zb-2p', w_bytes=size)['activation_bytes'] for size in (3e6, 1e6))
     assert (more, less) == (8 * 3e6, 7 * 3e6 + 1e6), 'of one, B has run and W has not'
-    impossible = gpt_predict.Pipeline('zbpp', 'zb-v', 4, 0, 2, 1e9)
-    assert gpt_predict.predicted([STAGE], impossible) == []
+    impossible = predict.Pipeline('zbpp', 'zb-v', 4, 0, 2, 1e9)
+    assert predict.predicted([STAGE], impossible) == []
 
 
 def test_flops_of_the_papers_models():
     """Against GPT-3's own 6 N D, which leaves attention out."""
     for name, billions in {'1.5b': 1.5, '6.2b': 6.2, '28.3b': 28.3, '175b': 175}.items():
-        model = gpt_models.find(name)
+        model = models.find(name)
         attention = 6 * model.layers * model.hidden * model.sequence**2
         assert model.flops(1, model.tensor) - attention == pytest.approx(
             6e9 * billions * model.sequence, rel=0.03
@@ -165,8 +162,7 @@ def test_flops_of_the_papers_models():
 )
 def test_flops_are_megatrons(ranks):
     assert ranks(2).run(megatrons_flops)[0] == [
-        pytest.approx(model.flops(24, model.tensor), rel=1e-12)
-        for model in gpt_models.MODELS.values()
+        pytest.approx(model.flops(24, model.tensor), rel=1e-12) for model in models.MODELS.values()
     ]
 
 
@@ -193,7 +189,7 @@ def megatrons_flops():
             ),
             24,
         )
-        for model in gpt_models.MODELS.values()
+        for model in models.MODELS.values()
     ]
 
 
@@ -214,10 +210,10 @@ def test_results_file(tmp_path):
         Results(file)
 
 
-@pytest.mark.parametrize('name', gpt_models.MODELS)
+@pytest.mark.parametrize('name', models.MODELS)
 def test_published_pipelines_can_be_had(name):
     """Every rank has equal work, and the stage that is measured is one of them."""
-    model = gpt_models.find(name)
+    model = models.find(name)
     per_rank, rest = divmod(model.layers + 2 * model.ends, model.pipeline)
     assert rest == 0
     if name not in ('tiny', '175b'):
@@ -247,6 +243,6 @@ def test_refuses_before_it_starts(capsys, monkeypatch, flags, world, message):
     if world:
         monkeypatch.setenv('WORLD_SIZE', world)
     with pytest.raises(SystemExit) as ended:
-        gpt_cli.main(flags.split())
+        cli.main(flags.split())
     assert ended.value.code == 2
     assert message in capsys.readouterr().err

@@ -24,7 +24,7 @@ def train(argv, looks):
     from megatron.core.transformer.mlp import MLP
 
     import megatron_zbpp
-    from megatron_zbpp.mcore import forward_backward
+    from megatron_zbpp.mcore.iteration import forward_backward
 
     def forward(self, hidden_states, *args, _original=MLP.forward, **kwargs):
         if hidden_states.requires_grad:

@@ -24,8 +24,8 @@ SIZES = [
 
 def doctor(words, training=False):
     """Exit code, what it printed, and what it complained of; on each rank."""
-    from megatron_zbpp import cli
-    from megatron_zbpp.mcore import launch_line
+    from megatron_zbpp.cli import main
+    from megatron_zbpp.mcore.command_line import launch_line
 
     if CHECKOUT and CHECKOUT not in sys.path:
         sys.path.insert(0, CHECKOUT)
@@ -35,7 +35,7 @@ def doctor(words, training=False):
     with found, alone, contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         del os.environ['WORLD_SIZE']
         try:
-            code = cli.main(['doctor', *map(str, words)])
+            code = main(['doctor', *map(str, words)])
         except SystemExit as exit:
             code = exit.code
     return code, out.getvalue(), errors.getvalue()
@@ -88,13 +88,14 @@ def moved(what):
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_zbpp.mcore import doctor, placing
+    from megatron_zbpp.mcore.command_line import doctor
+    from megatron_zbpp.mcore.patches import placement
 
     own = schedules.get_forward_backward_func, TransformerConfig.__post_init__
     change = {
         'function': mock.patch.object(schedules, 'get_forward_backward_func', lambda: None),
         'method': mock.patch.object(TransformerConfig, '__post_init__', lambda self: None),
-        'gone': mock.patch.object(placing, 'TIED', '_no_such_name'),
+        'gone': mock.patch.object(placement, 'TIED', '_no_such_name'),
         'class': mock.patch.dict(sys.modules, {'megatron_zbpp.mcore.plugin': None}),
     }
     with change[what]:

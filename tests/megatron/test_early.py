@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 from commands import run
 from nvidia import CHECKOUT, needs_training
+from paths import SUPPORT
 
-PROGRAM = Path(__file__).with_name('early.py')
+PROGRAM = SUPPORT.joinpath('early.py')
 
 
 @needs_training

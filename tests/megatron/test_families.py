@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from example import run
 
-from megatron_zbpp.exchange import to_torch_csv
+from megatron_zbpp.ir.formats import to_torch_csv
 from megatron_zbpp.schedules import FAMILIES, build
 
 NO_CLIPPING = 1e9

@@ -20,14 +20,14 @@ def train_apart(flags, data, metrics, compared=True):
 
     import torch.distributed as dist
 
-    from megatron_zbpp.runtime import handshake
+    from megatron_zbpp.runtime.guard import agreement
 
     argv = [*MODEL, *COMMON, '--data-path', str(data), *flags[dist.get_rank()]]
-    flags_of = handshake.numbers if compared else lambda flags: {}
+    flags_of = agreement.numbers if compared else lambda flags: {}
     try:
-        with mock.patch.object(handshake, 'numbers', flags_of):
+        with mock.patch.object(agreement, 'numbers', flags_of):
             train(argv, metrics)
-    except handshake.DisagreementError as error:
+    except agreement.DisagreementError as error:
         return str(error), metrics.exists()
     return None
 
@@ -98,10 +98,10 @@ def configured_apart(changes):
     import torch
     import torch.distributed as dist
 
-    from megatron_zbpp.mcore.agreement import agreement
+    from megatron_zbpp.mcore.iteration.alike import agreement
     from megatron_zbpp.mcore.plugin import Plugin
-    from megatron_zbpp.runtime.comm import Message
-    from megatron_zbpp.settings import Settings
+    from megatron_zbpp.mcore.settings import Settings
+    from megatron_zbpp.runtime.channels import Message
 
     values = {'m': 4, 'chunks': 2, 'shape': (16, 1, 32), 'dtype': torch.float32, 'num_layers': 8}
     values |= changes[dist.get_rank()]

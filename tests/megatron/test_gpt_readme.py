@@ -12,11 +12,11 @@ import pytest
 import torch
 from commands import run
 from nvidia import CHECKOUT, SCRIPT, needs_training
+from paths import ROOT
 
 import megatron_zbpp
 from megatron_zbpp.launch import CPU_FLAGS
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / 'examples' / 'gpt' / 'README.md').read_text()
 SETTING, *BLOCKS = re.findall(r'```bash\n(.*?)```', README, re.S)
 SNIPPETS = re.findall(r'```python\n(.*?)```', README, re.S)

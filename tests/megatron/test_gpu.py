@@ -26,11 +26,11 @@ def execute(name, m, backend):
     """The executor with plain torch stages on CUDA, beside all stages on this process."""
     import torch.distributed as dist
 
-    from megatron_zbpp.planning.lower import lower
+    from megatron_zbpp.analysis.lowering import lower
+    from megatron_zbpp.runtime.channels import Channels, Message
     from megatron_zbpp.runtime.clock import clock_for
-    from megatron_zbpp.runtime.comm import Channels, Message
     from megatron_zbpp.runtime.executor import Executor
-    from megatron_zbpp.runtime.store import WeightGradStore
+    from megatron_zbpp.runtime.weight_grads import WeightGradStore
     from megatron_zbpp.schedules import build
 
     schedule = build(name, 2, m)

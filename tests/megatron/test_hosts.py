@@ -10,7 +10,6 @@ import re
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import hosts
 import psutil
@@ -18,8 +17,8 @@ import pytest
 from example import MODEL, run
 from nvidia import COMMON, SCRIPT, needs_training
 from nvidia import run as run_nvidia
+from paths import ROOT, SUPPORT
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.skipif(hosts.missing() is not None, reason=f'no two hosts: {hosts.missing()}'),
     pytest.mark.timeout(900),
@@ -182,7 +181,7 @@ TRACED += ['--pipeline-schedule', 'zb-v']
 @needs_training
 def test_trace_of_two_hosts(ranks, tmp_path):
     """It trains as on one host; the spans of both, whose clocks are an hour apart, are on one."""
-    script = Path(__file__).with_name('exact_script.py')
+    script = SUPPORT.joinpath('exact_script.py')
     launcher = ['-m', 'megatron_zbpp.launch', '--cpu', script, *COMMON, *TRACED]
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setenv('TRAINING_SCRIPT', str(SCRIPT))

@@ -134,7 +134,7 @@ def measured(sizes):
 
 @pytest.mark.parametrize('case', CASES)
 def test_a_layer_holds_what_the_doctor_says(ranks, case):
-    from megatron_zbpp.mcore.layer_memory import layer_memory
+    from megatron_zbpp.mcore.command_line.layer_memory import layer_memory
 
     sizes = SIZES | CASES[case]
     said = layer_memory(Namespace(**sizes))

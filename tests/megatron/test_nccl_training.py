@@ -40,7 +40,7 @@ def emulated(device):
     from torch.distributed import distributed_c10d
 
     from megatron_zbpp.emulation import nccl
-    from megatron_zbpp.mcore import forward_backward
+    from megatron_zbpp.mcore.iteration import forward_backward
 
     made = []
 

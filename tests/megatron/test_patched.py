@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from commands import run
+from paths import ROOT
 
 import megatron_zbpp
 
-ROOT = Path(__file__).parents[2]
 CHECKOUT = os.environ.get('MEGATRON_LM')
 # what NVIDIA's checkout has to do with it, and nothing else
 ARGUMENTS = """

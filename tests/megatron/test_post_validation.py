@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from injected import VALUES, Early, Event, train
 
-from megatron_zbpp.optim.trial import KEPT_BYTES
+from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES
 
 ITERATIONS = 8
 COMMON = ['--num-layers', '4', '--global-batch-size', '8', '--train-iters', ITERATIONS]
@@ -113,9 +113,9 @@ def disabled_before_messages_arrive():
     from example import forget_groups
     from megatron.core import parallel_state, tensor_parallel
 
-    from benchmarks.emulated import Times
-    from benchmarks.groups import shared_groups
-    from benchmarks.runners import EmulatedModel, ZbppRunner
+    from benchmarks.common.groups import shared_groups
+    from benchmarks.pipelines.emulated import Times
+    from benchmarks.pipelines.runners import EmulatedModel, ZbppRunner
     from megatron_zbpp.schedules import build
 
     with shared_groups():  # so that what follows takes the connection of the messages

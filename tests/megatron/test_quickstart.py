@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from commands import run
-
-ROOT = Path(__file__).parents[2]
+from paths import ROOT
 
 
 def quickstart():

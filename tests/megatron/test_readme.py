@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from commands import run
 from nvidia import COMMON, SCRIPT, needs_training
+from paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r'```bash\n(.*?)```', (ROOT / 'README.md').read_text(), re.S)
 COMMANDS = [
     line.split(' #')[0].strip()

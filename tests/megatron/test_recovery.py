@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import sys
-from pathlib import Path
 
 import commands
 from example import MODEL, run
+from paths import ROOT
 from test_bad_input import survivors
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / 'tests' / 'megatron' / 'doomed.py'
 TIMEOUT = 60
 NUM_RANKS = 4

@@ -33,7 +33,7 @@ def parsed(argv, world):
 
     import megatron_zbpp
     from megatron_zbpp.emulation import cpu
-    from megatron_zbpp.mcore import arguments
+    from megatron_zbpp.mcore.command_line import arguments
 
     original, errors = megatrons.add_megatron_arguments, io.StringIO()
     arguments.install()

@@ -14,6 +14,7 @@ import nvidia
 import pytest
 import slurm_cluster
 from nvidia import needs_training
+from paths import SUPPORT
 from slurm import BENCHMARK, FILES, FOLDER, ROOT
 
 pytestmark = [
@@ -45,7 +46,7 @@ class Training:
     def __init__(self, cluster, folder):
         self._cluster = cluster
         (folder / 'Megatron-LM').mkdir()
-        script = Path(__file__).with_name('exact_script.py')
+        script = SUPPORT.joinpath('exact_script.py')
         shutil.copy(script, folder / 'Megatron-LM' / 'pretrain_gpt.py')
         self.checkpoints, self._losses = folder / 'checkpoints', folder / 'losses'
         self._environment = {

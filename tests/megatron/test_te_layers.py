@@ -177,14 +177,14 @@ def layer_gradients(split, order, layer, dtype, setting, overlap):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     import megatron_zbpp
-    from megatron_zbpp.mcore import te
+    from megatron_zbpp.mcore.patches import transformer_engine
 
     kind, norm, *activation = (*layer.split(), 'LayerNorm')[: max(2, len(layer.split()))]
     torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     config = layer_config(dtype, norm, 'fused' in setting)
     if split:
-        te.delay_weight_gradients(config)
+        transformer_engine.delay_weight_gradients(config)
     made = KINDS[kind](config, 'bias' in setting, *activation).cuda()
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap)
     model = DistributedDataParallel(config, ddp, made)
@@ -195,13 +195,13 @@ def layer_gradients(split, order, layer, dtype, setting, overlap):
 
 def iteration(kind, model, store, split, order, dtype, params_dtype):
     """One global batch, as the executor runs it."""
-    from megatron_zbpp.mcore import te
+    from megatron_zbpp.mcore.patches import transformer_engine
 
     model.zero_grad_buffer()
     for module in model.modules():
         if hasattr(module, 'is_first_microbatch'):  # as Megatron sets it; it asks for W in order
             module.is_first_microbatch = order != 'out of order'
-    delaying = te.Delaying(model, store)
+    delaying = transformer_engine.Delaying(model, store)
     assert bool(delaying.modules) == split
     defers = split and order != 'at once'
     inputs = [
@@ -306,16 +306,16 @@ def parallel_gradients(split, kind, dtype):
     """
     from megatron.core import tensor_parallel
 
-    from megatron_zbpp.mcore import te
-    from megatron_zbpp.runtime.store import WeightGradStore
+    from megatron_zbpp.mcore.patches import transformer_engine
+    from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     config = layer_config(dtype, 'LayerNorm', False)
     config.tensor_model_parallel_size, config.sequence_parallel = 2, True
     if split:
-        te.delay_weight_gradients(config)
+        transformer_engine.delay_weight_gradients(config)
     layer, store = KINDS[kind](config, True).cuda(), WeightGradStore()
-    delaying = te.Delaying(layer, store)
+    delaying = transformer_engine.Delaying(layer, store)
     torch.manual_seed(2 + torch.distributed.get_rank())
     rows, columns = (ROWS, HIDDEN // 2) if 'Row' in kind else (ROWS // 2, HIDDEN)
     held = []
@@ -379,12 +379,12 @@ def two_layers(store, **options):
     """Two layers of TE without DistributedDataParallel, and what delays in them."""
     from transformer_engine.pytorch import Linear
 
-    from megatron_zbpp.mcore import te
+    from megatron_zbpp.mcore.patches import transformer_engine
 
     torch.manual_seed(1)
     make = {'params_dtype': torch.float32, 'delay_wgrad_compute': True} | options
     layers = torch.nn.ModuleList(Linear(4, 4, **make) for _ in '12')
-    return layers, te.Delaying(layers, store)
+    return layers, transformer_engine.Delaying(layers, store)
 
 
 def backward(store, delaying, k, loss):
@@ -395,7 +395,7 @@ def backward(store, delaying, k, loss):
 
 def unused_in_one():
     """A layer that one microbatch does not use, such as an expert without tokens."""
-    from megatron_zbpp.runtime.store import WeightGradStore
+    from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
     store = WeightGradStore()
     (one, other), delaying = two_layers(store)
@@ -413,7 +413,7 @@ def test_each_w_runs_what_its_b_put_off(te_ranks):
 
 def after_an_error():
     """Gradient of an iteration that follows one which failed between B and W."""
-    from megatron_zbpp.runtime.store import WeightGradStore
+    from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
     store = WeightGradStore()
     (one, _), delaying = two_layers(store)
@@ -430,7 +430,7 @@ def test_an_error_leaves_nothing_behind(te_ranks):
 
 def outside_of_a_schedule():
     """What a backward says that nobody announced, and the same where nothing is to wait."""
-    from megatron_zbpp.runtime.store import WeightGradStore
+    from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
     store = WeightGradStore()
     (one, _), _ = two_layers(store)
@@ -445,7 +445,7 @@ def outside_of_a_schedule():
 
 def whole_forward():
     """Gradients where the forward was told that nothing is to wait, and the backward else."""
-    from megatron_zbpp.runtime.store import WeightGradStore
+    from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
     store = WeightGradStore()
     (one, _), delaying = two_layers(store)
@@ -468,12 +468,12 @@ def refused(options, hooks):
     """What is said of such a layer."""
     from transformer_engine.pytorch import Linear
 
-    from megatron_zbpp.mcore import te
+    from megatron_zbpp.mcore.patches import transformer_engine
 
     layer = Linear(4, 4, delay_wgrad_compute=True, **options)
     layer.wgrad_accumulation_and_reduce_hooks = hooks
     try:
-        te.delaying_modules(layer)
+        transformer_engine.delaying_modules(layer)
     except NotImplementedError as error:
         return str(error)
 
@@ -491,19 +491,19 @@ def test_refused(te_ranks, options, hooks, said):
 
 
 def test_userbuffers_are_refused():
-    from megatron_zbpp.mcore import te
+    from megatron_zbpp.mcore.patches import transformer_engine
 
     config = SimpleNamespace(tp_comm_overlap=False)
-    te.delay_weight_gradients(config)
+    transformer_engine.delay_weight_gradients(config)
     assert config.delay_wgrad_compute
     with pytest.raises(NotImplementedError, match=r'userbuffers.*--tp-comm-overlap'):
-        te.delay_weight_gradients(SimpleNamespace(tp_comm_overlap=True))
+        transformer_engine.delay_weight_gradients(SimpleNamespace(tp_comm_overlap=True))
 
 
 def registrations():
     """Hooks that are made, and walks over parameters, in a second iteration."""
-    from megatron_zbpp.mcore import te
-    from megatron_zbpp.runtime.store import WeightGradStore
+    from megatron_zbpp.mcore.patches import transformer_engine
+    from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
     store = WeightGradStore()
     layers, delaying = two_layers(store)
@@ -511,7 +511,7 @@ def registrations():
     for k in range(2):
         hook = mock.patch.object(torch.Tensor, 'register_hook', autospec=True)
         with hook as registered:
-            delaying = te.Delaying(layers, store)
+            delaying = transformer_engine.Delaying(layers, store)
         with store.scope((0, k)):
             loss = layers[1](layers[0](torch.ones(2, 4))).sum()
         walk = mock.patch.object(torch.nn.Module, 'named_parameters', autospec=True)
@@ -535,8 +535,8 @@ class Hidden:
 
 def incomplete(hidden, store_runs):
     """What is said after an iteration with a layer that is hidden, or whose W does not run."""
-    from megatron_zbpp.mcore.completeness import every_weight_gradient
-    from megatron_zbpp.runtime.store import WeightGradStore
+    from megatron_zbpp.mcore.iteration.completeness import every_weight_gradient
+    from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
     store = WeightGradStore()
     layers, delaying = two_layers(store)

@@ -11,7 +11,7 @@ from gpu import CUDA
 from grids import grid
 from injected import Event, train
 
-from megatron_zbpp.optim.trial import KEPT_BYTES
+from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES
 
 pytestmark = [pytest.mark.te, pytest.mark.skipif(CUDA, reason='test_te_models has it')]
 

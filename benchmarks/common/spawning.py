@@ -1,0 +1,93 @@
+"""Ranks of a benchmark as processes of this machine, on gloo, with one thread each."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.multiprocessing as mp
+from tqdm import tqdm
+
+Sample = TypeVar('Sample')
+
+# without warnings about what only a GPU has
+_ENVIRONMENT = {
+    'OMP_NUM_THREADS': '1',
+    'PYTHONWARNINGS': 'ignore',
+    'TORCH_CPP_LOG_LEVEL': 'ERROR',
+    'GLOO_SOCKET_IFNAME': 'lo',
+}
+
+
+def spawned(function: Callable, num_ranks: int, job: Any) -> Iterator[Any]:
+    """What `function(rank, job, port, queue)` puts into `queue` on any rank, as it comes.
+
+    Raises:
+        RuntimeError: a rank failed; the message has its traceback.
+    """
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    queue = mp.get_context('spawn').SimpleQueue()
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = free.getsockname()[1]
+    processes = mp.spawn(function, (job, port, queue), nprocs=num_ranks, join=False)
+    try:
+        ended = False
+        while not ended or not queue.empty():
+            ended = ended or processes.join(0.0 if not queue.empty() else 0.05)
+            while not queue.empty():
+                yield queue.get()
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        raise RuntimeError(str(error)) from None
+    finally:
+        for process in processes.processes:
+            process.terminate()
+
+
+def collected(
+    found: Iterable[tuple[int, Sample | None]], titles: Sequence[str], rounds: int
+) -> list[list[Sample]]:
+    """The samples of each of several, which take turns; None does not count. Shows progress.
+
+    Args:
+        found: (index of the one measured, its sample).
+        titles: of those that are measured.
+        rounds: in which each has its turn, after one that does not count.
+    """
+    samples: list[list[Sample]] = [[] for _ in titles]
+    total = len(titles) * (rounds + 1)
+    with tqdm(total=total, desc='starting', unit='run', disable=None) as bar:
+        for index, sample in found:
+            bar.set_description(f'{titles[index]:27}')
+            bar.update()
+            if sample is not None:
+                samples[index].append(sample)
+    return samples
+
+
+@contextmanager
+def joined(rank: int, num_ranks: int, port: int) -> Iterator[None]:
+    """Inside, Megatron runs on the CPU, with one pipeline of all ranks, which leave together."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_zbpp.emulation import cpu
+
+    torch.set_num_threads(1)
+    cpu.install()
+    address = f'tcp://127.0.0.1:{port}'
+    dist.init_process_group('gloo', init_method=address, rank=rank, world_size=num_ranks)
+    from megatron.core import parallel_state, tensor_parallel
+
+    from benchmarks.common.groups import shared_groups
+
+    with shared_groups():
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=num_ranks)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    yield
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""Throughput of GPT training by pipeline schedule."""

@@ -1,0 +1,1 @@
+"""Emulated pipelines side by side with peers."""

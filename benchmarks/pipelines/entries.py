@@ -1,0 +1,161 @@
+"""What is to run: which runners, in which order their passes go, and what that takes simulated."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from benchmarks.pipelines.emulated import Times
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner.cache import default_folder, planned
+from megatron_zbpp.schedules import build, find, names
+
+MEGATRON, TORCH, ZBPP = LIBRARIES = ('megatron', 'torch', 'zbpp')
+AUTO = 'auto'
+EARLY = '+post-validation'  # behind a name of ours: steps do not wait for all ranks
+_MEGATRON = ('1f1b', 'interleaved')
+_TORCH = ('1F1B', 'Interleaved1F1B', 'InterleavedZeroBubble', 'ZBVZeroBubble', 'DualPipeV')
+_PLANNING = 10.0  # seconds for `auto`
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One runner of the comparison.
+
+    Attributes:
+        runner: the library that runs it.
+        name: of the schedule, there; ours may end in `EARLY`.
+        schedule: the same as a value: what is simulated.
+        simulated: seconds of an iteration; messages take no time. Where steps do not wait: of the
+            longest window of a rank.
+        peak: most activations that a rank holds, of one microbatch on a full rank.
+    """
+
+    runner: str
+    name: str
+    schedule: Schedule
+    simulated: float
+    peak: float
+
+    @property
+    def title(self) -> str:
+        return f'{self.runner}:{self.name}'
+
+    @property
+    def early(self) -> bool:
+        """Whether optimizer steps do not wait for all ranks."""
+        return self.name.endswith(EARLY)
+
+
+def known() -> dict[str, tuple[str, ...]]:
+    """Names of all schedules by the library that runs them."""
+    return {MEGATRON: _MEGATRON, TORCH: _TORCH, ZBPP: (*names(), AUTO)}
+
+
+def selected(texts: Iterable[str] | None) -> list[tuple[str, str]]:
+    """(library, name) of what is asked for, Megatron's 1F1B, the reference, first.
+
+    Args:
+        texts: `library`, `library:name`, or a name of ours; None for everything.
+
+    Raises:
+        ValueError: one of them is not known; the message lists what is.
+    """
+    chosen = [(MEGATRON, _MEGATRON[0])]
+    for text in LIBRARIES if texts is None else texts:
+        chosen += _named(text.strip())
+    return list(dict.fromkeys(chosen))
+
+
+def _named(text: str) -> list[tuple[str, str]]:
+    """What one word of `--schedules` means."""
+    if text in LIBRARIES:
+        return [(text, name) for name in known()[text]]
+    library, _, name = text.rpartition(':')
+    library = library or ZBPP
+    if library not in LIBRARIES:
+        raise ValueError(f'{text!r}: no library {library!r}: known are {", ".join(LIBRARIES)}')
+    suffix = EARLY if library == ZBPP and name.endswith(EARLY) else ''
+    plain = name.removesuffix(suffix)
+    if library == ZBPP and plain.lower() != AUTO:
+        return [(ZBPP, find(plain).name + suffix)]
+    by_key = {other.lower(): other for other in known()[library]}
+    if plain.lower() in by_key:
+        return [(library, by_key[plain.lower()] + suffix)]
+    near = difflib.get_close_matches(name.lower(), by_key, n=1, cutoff=0.3)
+    hint = f' (did you mean {library}:{by_key[near[0]]}?)' if near else ''
+    raise ValueError(
+        f'unknown schedule {text!r}{hint}: {library} has {", ".join(known()[library])}'
+    )
+
+
+def entry(
+    runner: str,
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    times: Times,
+    progress: Callable[[float], None] | None = None,
+) -> Entry:
+    """The entry for that p, m and these times.
+
+    Args:
+        runner, name: as `selected` returns them.
+        num_ranks, num_microbatches: p and m.
+        times: of a full rank.
+        progress: called with the share of planning that is done, for `auto`.
+
+    Raises:
+        ValueError: the schedule cannot be had for p and m.
+    """
+    schedule = _schedule(
+        runner, name.removesuffix(EARLY), num_ranks, num_microbatches, times, progress
+    )
+    costs = _costs(schedule.placement, times)
+    timeline = simulate(schedule, costs)
+    simulated = max(timeline.windows) if name.endswith(EARLY) else timeline.makespan
+    return Entry(runner, name, schedule, simulated, max(peak(schedule, costs)))
+
+
+def _schedule(
+    runner: str,
+    name: str,
+    p: int,
+    m: int,
+    times: Times,
+    progress: Callable[[float], None] | None,
+) -> Schedule:
+    if runner == TORCH:
+        from benchmarks.pipelines import torch_runner  # takes a while to import
+
+        return torch_runner.order(name, p, m)
+    if runner == MEGATRON and name == 'interleaved' and m % p:
+        raise ValueError(
+            f"Megatron's interleaved takes multiples of {p} microbatches, not {m}: "
+            'change --microbatches, or leave it out'
+        )
+    return _plan(p, m, times, progress) if name == AUTO else build(name, p, m)
+
+
+def _plan(p: int, m: int, times: Times, progress: Callable[[float], None] | None) -> Schedule:
+    """The planner's, in the memory of 1F1B, on one or two stages a rank."""
+    placements = (Placement.v(p), Placement.loop(p, 2), Placement.loop(p))
+    found, _ = planned(
+        default_folder(),
+        [(placement, _costs(placement, times)) for placement in placements],
+        m,
+        memory_limit=float(min(p, m)),
+        seconds=_PLANNING,
+        objective='makespan',
+        seed=0,
+        progress=progress,
+    )
+    return found.schedule
+
+
+def _costs(placement: Placement, times: Times) -> Costs:
+    return Costs.uniform(placement, times.forward, times.backward, times.weight)

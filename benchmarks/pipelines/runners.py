@@ -1,0 +1,246 @@
+"""Megatron-Core's own schedules and ours on one model: one loop, Megatron's own.
+
+Importing this imports Megatron: `megatron_zbpp.emulation.cpu.install()` comes before.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel as DDP
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+
+import megatron_zbpp
+from benchmarks.pipelines import emulated
+from benchmarks.pipelines.emulated import LAYERS, SHAPE, EmulatedChunk, Meter, Store, Times
+from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.mcore.layout import for_megatron
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
+
+
+class Model(Protocol):
+    """What is trained.
+
+    Attributes:
+        sequence, micro_batch: the shape of a microbatch.
+    """
+
+    sequence: int
+    micro_batch: int
+
+    def chunks(self, placement: Placement, store: WeightGradStore) -> list[torch.nn.Module]:
+        """Those of this rank, each with Megatron's config as `.config`."""
+
+    def data(self, num_microbatches: int) -> Iterator[Any]:
+        """Microbatches without end; each iteration gets the same."""
+
+    def forward_step(self, data: Iterator[Any], model: torch.nn.Module) -> tuple:
+        """What Megatron calls for each microbatch on each chunk."""
+
+    def ready(self) -> AbstractContextManager[None]:
+        """Around iterations."""
+
+
+class EmulatedModel:
+    """The one of `emulated`, for Megatron's loop.
+
+    Args:
+        times: of a full rank.
+
+    Attributes:
+        meter: of this rank.
+    """
+
+    sequence, micro_batch = SHAPE[:2]
+
+    def __init__(self, times: Times) -> None:
+        self.meter = Meter()
+        self._times = times
+
+    def chunks(self, placement: Placement, store: Store) -> list[EmulatedChunk]:
+        stages = placement.stages(dist.get_rank())
+        config = _config(placement.num_ranks, len(stages))
+        found = []
+        for stage in stages:
+            layers = emulated.stage_layers(stage, placement, self._times, store, self.meter)
+            last = stage == placement.num_stages - 1
+            found.append(EmulatedChunk(layers, stage == 0, last, config))
+            found[-1].model_type = ModelType.encoder_or_decoder
+        return found
+
+    def data(self, num_microbatches: int) -> Iterator[torch.Tensor]:
+        return itertools.cycle(emulated.inputs(num_microbatches))
+
+    def forward_step(self, data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple:
+        return model(next(data)), _loss
+
+    def ready(self) -> AbstractContextManager[None]:
+        return _without_shim()
+
+
+class MegatronRunner:
+    """Megatron-Core's 1F1B or interleaved schedule.
+
+    Args:
+        schedule: the same, as ours: what is where, and how many microbatches.
+        model: to train.
+        optimizer: whether to train: DistributedDataParallel, Megatron's Adam in fp32, clipping.
+    """
+
+    def __init__(self, schedule: Schedule, model: Model, optimizer: bool) -> None:
+        self._model = model
+        self._build(schedule.placement, schedule.num_microbatches, WeightGradStore())
+        self._optimizer = self._train() if optimizer else None
+
+    @property
+    def meter(self) -> Meter:
+        """Of an emulated model."""
+        return self._model.meter
+
+    def _build(self, placement: Placement, m: int, store: WeightGradStore) -> None:
+        """This rank's chunks of the model."""
+        self._models = self._model.chunks(placement, store)
+        self._config = self._models[0].config
+        self._num_microbatches = m
+        self._inputs = [self._model.data(m) for _ in self._models]
+        many = len(self._models) > 1
+        self._sizes = placement.num_ranks, len(self._models) if many else None
+
+    def _train(self) -> Any:
+        """Wraps the model as a training script does; its optimizer."""
+        config = self._config
+        self._models = [DDP(config, DistributedDataParallelConfig(), m) for m in self._models]
+        no_syncs = [model.no_sync for model in self._models]
+        config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
+        config.finalize_model_grads_func = finalize_model_grads
+        # so high that the norm is computed and never exceeds it: gradients stay for the checksum
+        settings = OptimizerConfig(optimizer='adam', lr=1e-6, clip_grad=1e9)
+        optimizer = get_megatron_optimizer(settings, self._models)
+        config.grad_scale_func = optimizer.scale_loss
+        return optimizer
+
+    @property
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Of this rank; `.main_grad`, or else `.grad`, is their gradient."""
+        return (parameter for model in self._models for parameter in model.parameters())
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Around iterations: everything is in place for them."""
+        with self._model.ready():
+            yield
+
+    def iterate(self) -> None:
+        """One iteration, as in a training loop."""
+        if self._optimizer is None:
+            for parameter in self.parameters:
+                parameter.grad = None
+            self._forward_backward()
+            return
+        for model in self._models:
+            model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self._forward_backward()
+        self._optimizer.step()
+
+    def _forward_backward(self) -> None:
+        pp_size, vp_size = self._sizes
+        many = vp_size is not None
+        get_forward_backward_func(pp_size, vp_size)(
+            forward_step_func=self._model.forward_step,
+            data_iterator=self._inputs if many else self._inputs[0],
+            model=self._models if many else self._models[0],
+            num_microbatches=self._num_microbatches,
+            seq_length=self._model.sequence,
+            micro_batch_size=self._model.micro_batch,
+        )
+
+
+class ZbppRunner(MegatronRunner):
+    """A schedule of ours: Megatron's functions while the plugin is enabled.
+
+    Args:
+        schedule: any.
+        source: what `megatron_zbpp.enable` is given to run it: its family's name, or itself.
+        model: to train.
+        optimizer: see `MegatronRunner`.
+        early: whether its steps do not wait for all ranks.
+
+    Attributes:
+        plugin: that runs it.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        source: str | Schedule,
+        model: Model,
+        optimizer: bool,
+        early: bool = False,
+    ) -> None:
+        self._model = model
+        self.plugin = megatron_zbpp.enable(source, post_validation=early and 1)
+        placement = for_megatron(schedule).placement
+        self._build(placement, schedule.num_microbatches, self.plugin.store)
+        self._optimizer = self._train() if optimizer else None
+        self.plugin.disable()
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """The plugin is enabled, once and for all its iterations: it keeps what it has lowered."""
+        self.plugin.install()
+        try:
+            with super().ready():
+                yield
+        finally:
+            self.plugin.disable()
+
+
+@contextmanager
+def _without_shim() -> Iterator[None]:
+    """What `cpu.install` does for Megatron's loop, cheaper: it sees to every single torch call.
+
+    A GPU would not take that time. What the loop needs of it are tensors on the CPU.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch._C.DisableTorchFunction())
+        for name in ('empty', 'ones', 'tensor', 'zeros'):
+            stack.enter_context(mock.patch.object(torch, name, _on_cpu(getattr(torch, name))))
+        yield
+
+
+def _on_cpu(factory: Callable) -> Callable:
+    return lambda *args, device=None, **options: factory(*args, **options)
+
+
+def _config(num_ranks: int, num_chunks: int) -> TransformerConfig:
+    """As Megatron's training script sets it up."""
+    interleaved = num_chunks > 1
+    return TransformerConfig(
+        num_layers=LAYERS * num_ranks,
+        hidden_size=SHAPE[-1],
+        num_attention_heads=1,
+        pipeline_dtype=torch.float32,
+        pipeline_model_parallel_size=num_ranks,
+        virtual_pipeline_model_parallel_size=num_chunks if interleaved else None,
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        deallocate_pipeline_outputs=True,
+        gradient_accumulation_fusion=False,
+    )
+
+
+def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Megatron divides the first by the number of microbatches."""
+    loss = emulated.loss(output)
+    return loss, {'loss': loss.detach().clone()}

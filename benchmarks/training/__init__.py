@@ -1,0 +1,1 @@
+"""A real GPT on the CPU, trained by several schedules in turn."""

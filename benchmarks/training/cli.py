@@ -1,0 +1,206 @@
+"""A real GPT on the CPU, trained by several schedules in turn: time, and what the split costs.
+
+Each rank is a process with one thread. All schedules take turns in the same processes, so what else
+the machine does hits all alike. Weights differ between them: that all leave the same is tested, not
+measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.common.overhead import spans
+from benchmarks.common.spawning import collected, joined, spawned
+from benchmarks.pipelines.table import aligned
+from megatron_zbpp.ir import BW, B, F, W
+from megatron_zbpp.schedules import build
+
+STOCK, FUSED = 'megatron', '1f1b'  # what the others are compared with: iterations, backwards
+HEAD = 64  # size of an attention head
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure.
+
+    Attributes:
+        schedules: `STOCK` for Megatron's own 1F1B, or ours by name.
+        num_ranks, num_microbatches: p and m; a microbatch is one sample.
+        layers, hidden, sequence: of the model.
+        rounds: iterations of each, after one that does not count.
+    """
+
+    schedules: tuple[str, ...]
+    num_ranks: int
+    num_microbatches: int
+    layers: int
+    hidden: int
+    sequence: int
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One iteration.
+
+    Attributes:
+        seconds: of the slowest rank.
+        passes: seconds of each pass of any rank, by kind; of ours only.
+    """
+
+    seconds: float
+    passes: dict[str, list[float]]
+
+
+def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
+    """All schedules on one rank; rank 0 reports (index of the schedule, its sample)."""
+    with joined(rank, job.num_ranks, port):
+        runners = [_runner(name, job) for name in job.schedules]
+        for number in range(job.rounds + 1):
+            for index, runner in enumerate(runners):
+                sample = _sample(runner, job)
+                if rank == 0:
+                    queue.put((index, sample if number else None))
+
+
+def _runner(name: str, job: Job) -> Any:
+    """What trains by this schedule."""
+    from benchmarks.pipelines.runners import MegatronRunner, ZbppRunner
+    from benchmarks.training.model import Gpt
+
+    schedule = build(FUSED if name == STOCK else name, job.num_ranks, job.num_microbatches)
+    model = Gpt(job.layers, job.hidden, HEAD, job.sequence)
+    if name == STOCK:
+        return MegatronRunner(schedule, model, optimizer=True)
+    return ZbppRunner(schedule, name, model, optimizer=True)
+
+
+def _sample(runner: Any, job: Job) -> Sample:
+    """One iteration; the same on all ranks."""
+    import torch.distributed as dist
+
+    with runner.ready():
+        dist.barrier()
+        start = time.perf_counter()
+        runner.iterate()
+        seconds = time.perf_counter() - start
+    plugin = getattr(runner, 'plugin', None)  # Megatron's own schedule has none
+    passes = {} if plugin is None else spans(plugin.latest.record)
+    gathered: list[Any] = [None] * job.num_ranks
+    dist.all_gather_object(gathered, (seconds, passes))
+    return Sample(max(s for s, _ in gathered), _together([p for _, p in gathered]))
+
+
+def _together(ranks: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
+    kinds = sorted({kind for passes in ranks for kind in passes})
+    return {kind: [s for passes in ranks for s in passes.get(kind, [])] for kind in kinds}
+
+
+def rows(job: Job, samples: Sequence[Sequence[Sample]]) -> list[dict[str, Any]]:
+    """One for each schedule, for JSON; ratios are medians of those of each round."""
+    stock, fused = (samples[job.schedules.index(name)] for name in (STOCK, FUSED))
+    return [
+        {
+            'schedule': name,
+            'ms_per_iteration': [1e3 * sample.seconds for sample in taken],
+            'ratio_to_stock': median(
+                a.seconds / b.seconds for a, b in zip(taken, stock, strict=True)
+            ),
+            'pass_ms': {
+                kind: 1e3 * median(s for sample in taken for s in sample.passes[kind])
+                for kind in taken[0].passes
+            },
+            'backward_to_fused': median(
+                _backward(a) / _backward(b) for a, b in zip(taken, fused, strict=True)
+            ),
+        }
+        for name, taken in zip(job.schedules, samples, strict=True)
+    ]
+
+
+def _backward(sample: Sample) -> float:
+    """Seconds of all backwards of all ranks."""
+    return sum(sum(sample.passes.get(kind, [])) for kind in (B, W, BW))
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """In the order of the schedules."""
+    heads = ('schedule', 'ms/iteration', 'to stock 1F1B', F, B, W, BW, 'backward to fused')
+    cells = [
+        (
+            row['schedule'],
+            f'{median(row["ms_per_iteration"]):.0f}',
+            f'{row["ratio_to_stock"]:.3f}',
+            *(f'{row["pass_ms"][k]:.1f}' if k in row['pass_ms'] else '' for k in (F, B, W, BW)),
+            f'{row["backward_to_fused"]:.3f}' if row['pass_ms'] else '',
+        )
+        for row in found
+    ]
+    return aligned([heads, *cells], left=1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table; the exit status."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        job = _job(args)
+    except ValueError as error:
+        parser.error(str(error))
+    samples = collected(spawned(_rank, job.num_ranks, job), job.schedules, job.rounds)
+    found = rows(job, samples)
+    print(table(found))
+    if args.json:
+        args.json.write_text(json.dumps({'rows': found}, indent=1) + '\n')
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="columns: median of the iterations; ratio to Megatron-Core's own 1F1B; median "
+        'milliseconds of a pass (schedules with two chunks a rank have half as large ones); all B '
+        'and W together over the fused backwards of our 1f1b.',
+    )
+    add = parser.add_argument
+    add('--pp', type=int, default=2, metavar='P', help='ranks, a process each (default: 2)')
+    add('--microbatches', type=int, default=8, metavar='M', help='(default: 8)')
+    add('--layers', type=int, default=4, help='(default: 4)')
+    add('--hidden-size', type=int, default=1024, help='(default: 1024)')
+    add('--seq-length', type=int, default=256, help='(default: 256)')
+    add('--schedules', default='zb-h1,zb-v', metavar='NAME,...', help='(default: %(default)s)')
+    add('--rounds', type=int, default=7, help='iterations of each (default: 7)')
+    add('--json', type=Path, metavar='FILE', help='takes all samples')
+    return parser
+
+
+def _job(args: argparse.Namespace) -> Job:
+    """What to measure.
+
+    Raises:
+        ValueError: a value that makes no sense.
+    """
+    least = {'pp': 2, 'microbatches': 1, 'hidden_size': HEAD, 'seq_length': 2, 'rounds': 1}
+    for name, smallest in least.items():
+        if getattr(args, name) < smallest:
+            flag = '--' + name.replace('_', '-')
+            raise ValueError(f'{flag} {getattr(args, name)} is too small: give at least {smallest}')
+    if args.hidden_size % HEAD:
+        raise ValueError(f'--hidden-size {args.hidden_size} is no multiple of a head, {HEAD}')
+    names = tuple(dict.fromkeys([STOCK, FUSED, *args.schedules.split(',')]))
+    for name in names[1:]:
+        stages = build(name, args.pp, args.microbatches).num_stages
+        if stages > args.layers:
+            raise ValueError(
+                f'--layers {args.layers} is too small: {name} has {stages} stages, with a layer '
+                'each at least'
+            )
+    shape = args.layers, args.hidden_size, args.seq_length
+    return Job(names, args.pp, args.microbatches, *shape, args.rounds)

@@ -1,0 +1,74 @@
+"""The GPT of the training benchmark, see `runners.Model`. Importing this imports Megatron."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+
+from benchmarks.gpt import build
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.mcore import layout
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
+
+_WORDS = 1024
+
+
+class Gpt:
+    """Megatron's GPTModel in fp32 with its local layers; a microbatch is one sample.
+
+    Args:
+        layers, hidden, sequence: its shape.
+        head: size of an attention head.
+    """
+
+    micro_batch = 1
+    forward_step = staticmethod(build.forward_step)
+
+    def __init__(self, layers: int, hidden: int, head: int, sequence: int) -> None:
+        self.sequence = sequence
+        self._layers, self._hidden, self._head = layers, hidden, head
+
+    def chunks(self, placement: Placement, store: WeightGradStore) -> list[GPTModel]:
+        held = placement.stages(dist.get_rank())
+        counts = layout.layers_per_stage(self._layers, placement)
+        config = TransformerConfig(
+            num_layers=self._layers,
+            hidden_size=self._hidden,
+            num_attention_heads=self._hidden // self._head,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            pipeline_dtype=torch.float32,
+            pipeline_model_parallel_size=placement.num_ranks,
+            pipeline_model_parallel_layout=layout.layout_string(counts),
+            deallocate_pipeline_outputs=True,
+            gradient_accumulation_fusion=False,
+        )
+        return [
+            GPTModel(
+                config,
+                get_gpt_layer_local_spec(),
+                vocab_size=_WORDS,
+                max_sequence_length=self.sequence,
+                pre_process=stage == 0,
+                post_process=stage == placement.num_stages - 1,
+                vp_stage=vp if len(held) > 1 else None,
+            )
+            for vp, stage in enumerate(held)
+        ]
+
+    def data(self, num_microbatches: int) -> Iterator[dict[str, torch.Tensor]]:
+        words = torch.randint(_WORDS, (1, self.sequence + 1))
+        positions = torch.arange(self.sequence).unsqueeze(0)
+        return itertools.repeat(
+            {'tokens': words[:, :-1], 'labels': words[:, 1:], 'positions': positions}
+        )
+
+    def ready(self) -> AbstractContextManager[None]:
+        return nullcontext()

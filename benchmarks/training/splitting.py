@@ -1,0 +1,271 @@
+"""What it costs to split backwards, of Megatron's layers and of Transformer Engine's.
+
+The same layers twice in the same processes, in turns: as Megatron alone runs them (one BW for each
+microbatch), and with their weight gradients left to a W. Times are those of the core that a rank
+has: what else the machine does, and waiting for other ranks, is not in them. Large layers show the
+price where products take the time; small ones show what our hooks take of the host. On a CPU
+Transformer Engine's kernels are emulated, and its own Python runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.common.spawning import spawned
+from benchmarks.pipelines.table import aligned
+
+LINEAR = 4  # linear layers of a transformer layer
+HEADS, BATCH = 4, 1
+SMALL = 64, 8  # hidden size and sequence where products take next to nothing
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure.
+
+    Attributes:
+        te: whether Transformer Engine's layers, else Megatron's own.
+        folder: that holds `transformer_engine`; empty: where Python finds it.
+        tp: ranks of tensor parallelism.
+        layers: transformer layers.
+        shapes: (hidden size, sequence) of each model.
+        rounds: of both ways, after one that does not count.
+    """
+
+    te: bool
+    folder: str
+    tp: int
+    layers: int
+    shapes: tuple[tuple[int, int], ...]
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of one model on rank 0; medians, in seconds.
+
+    Attributes:
+        layers, tp, hidden: of the model.
+        fused, b, w: of a BW, a B and a W.
+        ratio: of B and W together to BW, in the same round.
+        hooks: what B and W take longer than BW, for each linear layer.
+    """
+
+    layers: str
+    tp: int
+    hidden: int
+    fused: float
+    b: float
+    w: float
+    ratio: float
+    hooks: float
+
+
+def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
+    """Measures on one rank; rank 0 reports rows."""
+    with _joined(rank, job, port):
+        for hidden, sequence in job.shapes:
+            row = _measured(job, hidden, sequence)
+            if rank == 0:
+                queue.put(row)
+
+
+@contextlib.contextmanager
+def _joined(rank: int, job: Job, port: int) -> Iterator[None]:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_zbpp.emulation import cpu
+
+    torch.set_num_threads(1)
+    cpu.install()
+    if job.te:
+        from megatron_zbpp.emulation import te
+
+        te.install(job.folder or None)
+    address = f'tcp://127.0.0.1:{port}'
+    dist.init_process_group('gloo', init_method=address, rank=rank, world_size=job.tp)
+    from megatron.core import parallel_state, tensor_parallel
+
+    from benchmarks.common.groups import shared_groups
+
+    with shared_groups():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=job.tp)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measured(job: Job, hidden: int, sequence: int) -> Row:
+    import megatron_zbpp
+
+    plugin = megatron_zbpp.enable('zb-h1')
+    plugin.disable()
+    whole = _model(job, hidden, sequence, splits=False)
+    with plugin:
+        plugin.install()
+        split = _model(job, hidden, sequence, splits=True)
+    shape = (sequence // (job.tp if _shared(job) else 1), BATCH, hidden)
+    fused, parts = [], []
+    for number in range(job.rounds + 1):
+        taken = _fused(whole, shape)
+        with plugin:
+            plugin.install()
+            both = _split(plugin.store, split, shape)
+        if number:
+            fused.append(taken)
+            parts.append(both)
+    more = [b + w - bw for bw, (b, w) in zip(fused, parts, strict=True)]
+    return Row(
+        'te' if job.te else 'local',
+        job.tp,
+        hidden,
+        median(fused),
+        median(b for b, _ in parts),
+        median(w for _, w in parts),
+        median((b + w) / bw for bw, (b, w) in zip(fused, parts, strict=True)),
+        median(more) / (LINEAR * job.layers),
+    )
+
+
+def _shared(job: Job) -> bool:
+    """Whether ranks share the sequence; norms of Megatron's own layers cannot."""
+    return job.te and job.tp > 1
+
+
+def _model(job: Job, hidden: int, sequence: int, splits: bool) -> Any:
+    """Layers without embedding and loss, as a training script wraps them."""
+    from megatron.core.distributed import DistributedDataParallel as DDP
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_zbpp.mcore.patches.transformer_engine import delay_weight_gradients
+
+    config = TransformerConfig(
+        num_layers=job.layers,
+        hidden_size=hidden,
+        num_attention_heads=HEADS,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=job.tp,
+        sequence_parallel=_shared(job),
+        gradient_accumulation_fusion=False,
+    )
+    if splits and job.te:
+        delay_weight_gradients(config)
+    of = 'with_transformer_engine' if job.te else 'local'
+    spec = getattr(gpt_layer_specs, f'get_gpt_layer_{of}_spec')()
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=128,
+        max_sequence_length=sequence,
+        pre_process=False,
+        post_process=False,
+    )
+    return DDP(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+
+
+def _forward(model: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Output, and a gradient for it."""
+    import torch
+
+    x = torch.randn(shape).requires_grad_()
+    model.module.set_input_tensor(x)
+    output = model(None, None, None)
+    return output, torch.randn(output.shape)
+
+
+def _fused(model: Any, shape: tuple[int, ...]) -> float:
+    with model.no_sync():
+        output, gradient = _forward(model, shape)
+        return _timed(lambda: output.backward(gradient))
+
+
+def _split(store: Any, model: Any, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Seconds of B and of W."""
+    from megatron_zbpp.mcore.patches.transformer_engine import Delaying
+
+    key, delaying = (0, 0), Delaying(model, store)
+    with model.no_sync():
+        with store.scope(key):
+            output, gradient = _forward(model, shape)
+        store.open(key)
+
+        def backward() -> None:
+            with store.scope(key), delaying.queueing():
+                output.backward(gradient)
+
+        return _timed(backward), _timed(lambda: store.run(key))
+
+
+def _timed(function: Callable[[], None]) -> float:
+    """Seconds of this thread's work."""
+    start = time.thread_time()
+    function()
+    return time.thread_time() - start
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One line for each model."""
+    heads = ('layers', 'tp', 'hidden', 'BW ms', 'B ms', 'W ms', '(B + W)/BW', 'more, µs a linear')
+    cells = [
+        (
+            row.layers,
+            str(row.tp),
+            str(row.hidden),
+            *(f'{1e3 * seconds:.2f}' for seconds in (row.fused, row.b, row.w)),
+            f'{row.ratio:.3f}',
+            f'{1e6 * row.hooks:.0f}',
+        )
+        for row in rows
+    ]
+    return aligned([heads, *cells], left=1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table; the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        '--te',
+        metavar='FOLDER',
+        nargs='?',
+        const='',
+        help="measure Transformer Engine's layers, too: it is in this folder, or installed",
+    )
+    add('--layers', type=int, default=2, help='transformer layers (default: %(default)s)')
+    add('--hidden-size', type=int, default=1024, help='of the large ones (default: %(default)s)')
+    add('--seq-length', type=int, default=256, help='of the large ones (default: %(default)s)')
+    add('--rounds', type=int, default=15, help='of both ways (default: %(default)s)')
+    add('--json', type=Path, metavar='FILE', help='takes the numbers')
+    args = parser.parse_args(argv)
+    for name in ('layers', 'rounds'):
+        if getattr(args, name) < 1:
+            parser.error(f'--{name} {getattr(args, name)} is too small: give at least 1')
+    if args.hidden_size < 1 or args.hidden_size % (2 * HEADS):
+        parser.error(f'--hidden-size {args.hidden_size} is no multiple of {2 * HEADS}')
+    if args.seq_length < 2 or args.seq_length % 2:
+        parser.error(f'--seq-length {args.seq_length} is not even and above 0')
+    shapes = (args.hidden_size, args.seq_length), SMALL
+    rows: list[Row] = []
+    for te in (False, True)[: 1 if args.te is None else 2]:
+        for tp in (1, 2):
+            job = Job(te, args.te or '', tp, args.layers, shapes, args.rounds)
+            rows += spawned(_rank, tp, job)
+    print(table(rows))
+    if args.json:
+        args.json.write_text(json.dumps({'rows': [asdict(row) for row in rows]}, indent=1) + '\n')
+    return 0

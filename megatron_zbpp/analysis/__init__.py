@@ -1,0 +1,1 @@
+"""What follows from a schedule: proofs, programs, times, memory. Neither torch nor Megatron."""

@@ -1,0 +1,259 @@
+"""The proof that a schedule may run: whatever lacks it is refused, with the place in the grid.
+
+What `check` demands, and why:
+
+- Each task of the graph is done exactly once for each microbatch, on the rank that holds its stage.
+  A schedule without anything but F is one for evaluation: forwards only.
+- Of one stage, tasks of a kind come in microbatch order, where the kind says so: dropout draws and
+  gradients then add up bit for bit as in Megatron's 1F1B.
+- A pass comes after what it needs, and no ranks wait for each other in a circle.
+- The programs that the runtime will issue, messages included, neither deadlock, whatever the
+  backend makes wait, nor receive in another order than was sent (`prove`).
+
+Allowed on purpose: a microbatch may be split into B and W on one stage and fused into BW on
+another. Both send the gradient of their input when they end; the neighbour sees no difference.
+Messages of several stages between the same two ranks may be used in another order than they were
+sent: `lower` posts their receives in the order of the sends.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_zbpp.analysis.deadlock import DeadlockError
+from megatron_zbpp.analysis.lowering import lower
+from megatron_zbpp.analysis.memory import RESOLUTION, highest
+from megatron_zbpp.analysis.program import Program
+from megatron_zbpp.ir import F, Need, Pass, Schedule, Task
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.errors import ScheduleError
+
+__all__ = ['Checked', 'ScheduleError', 'check']
+
+
+@dataclass(frozen=True, eq=False)
+class Checked:
+    """A schedule that may run.
+
+    Attributes:
+        schedule: as it was checked.
+        programs: that the runtime issues on each rank, proven.
+    """
+
+    schedule: Schedule
+    programs: tuple[Program, ...]
+
+
+def check(
+    schedule: Schedule, *, memory_limit: float | None = None, costs: Costs | None = None
+) -> Checked:
+    """Returns `schedule` with its programs, if it may run: see the module's text.
+
+    Args:
+        schedule: any.
+        memory_limit: activations that a rank may hold, in the unit of `costs.activation`.
+        costs: whose activations count against the limit. Default: a full rank holds 1 a microbatch.
+
+    Raises:
+        ScheduleError: it may not; the message names what, where and the cure, and shows the grid.
+        ValueError: `memory_limit` or `costs` makes no sense.
+    """
+    _check_shape(schedule)
+    graph = schedule.graph
+    trains = any(p.kind != F for _, p in schedule)
+    wanted = [task for task in graph.needs if trains or task.kind == F]
+    for rank in range(schedule.num_ranks):
+        _check_rank(schedule, rank, wanted)
+    costs = costs or Costs.uniform(schedule.placement)
+    costs.require(schedule.placement)
+    programs = _proven_programs(schedule)
+    if memory_limit is not None:
+        _check_memory(schedule, memory_limit, costs)
+    return Checked(schedule, programs)
+
+
+def _check_shape(schedule: Schedule) -> None:
+    if schedule.num_microbatches < 1:
+        raise ScheduleError(
+            f'{schedule.num_microbatches} microbatches: a schedule needs at least 1', schedule
+        )
+    if len(schedule.passes) != schedule.num_ranks:
+        raise ScheduleError(
+            f'passes of {len(schedule.passes)} ranks on a placement of {schedule.num_ranks}: '
+            'give one order per rank',
+            schedule,
+        )
+
+
+class _Turn(NamedTuple):
+    """What passes of one kind, stage and slice do on a rank, and what must have been done there.
+
+    Attributes:
+        does: each task with the microbatches that it comes for, in order, and those that are done.
+        after: each need of its own stage with the microbatches that are done there.
+    """
+
+    does: tuple[tuple[Task, Sequence[int], set[int]], ...]
+    after: tuple[tuple[Need, set[int]], ...]
+
+
+def _check_rank(schedule: Schedule, rank: int, wanted: Sequence[Task]) -> None:
+    """Each of the rank's tasks once per microbatch, in order, after what it needs."""
+    comes = {task: found for task in wanted if (found := _microbatches(schedule, rank, task))}
+    done: dict[Task, set[int]] = {task: set() for task in comes}
+    turns = dict(_turns(schedule, comes, done))
+    unordered = {kind for kind, each in schedule.graph.kinds.items() if not each.in_order}
+    for at, p in enumerate(schedule.passes[rank]):
+        kind, stage, microbatch, part = p
+        turn = turns.get((kind, stage, part))
+        if turn is None or microbatch not in turn.does[0][1]:
+            raise _foreign(schedule, rank, at)
+        for task, microbatches, before in turn.does:
+            if microbatch in before:
+                raise _repeated(schedule, rank, at, task)
+            if microbatches[len(before)] != microbatch and task.kind not in unordered:
+                raise _out_of_turn(schedule, rank, at, task, microbatches[len(before)])
+        for need, before in turn.after:
+            if microbatch - need.back not in before and microbatch >= need.back:
+                raise _too_early(schedule, rank, at, need)
+        for _, _, before in turn.does:
+            before.add(microbatch)
+    for task, microbatches in comes.items():
+        for microbatch in microbatches:
+            if microbatch not in done[task]:
+                raise _missing(schedule, rank, task, microbatch)
+
+
+def _turns(
+    schedule: Schedule, comes: Mapping[Task, Sequence[int]], done: Mapping[Task, set[int]]
+) -> Iterator[tuple[tuple[str, int, int], _Turn]]:
+    """By kind, stage and slice, of all that a rank can do."""
+    graph = schedule.graph
+    places = {(task.stage, task.slice) for task in comes}
+    for kind, (stage, part) in itertools.product(graph.kinds, places):
+        tasks = graph.tasks(kind, stage, part)
+        if all(task in comes for task in tasks):
+            needs = (need for task in tasks for need in graph.needs[task])
+            own = (need for need in needs if need.task in done and need.task.stage == stage)
+            yield (
+                (kind, stage, part),
+                _Turn(
+                    tuple((task, comes[task], done[task]) for task in tasks),
+                    tuple((need, done[need.task]) for need in own if need.task not in tasks),
+                ),
+            )
+
+
+def _microbatches(schedule: Schedule, rank: int, task: Task) -> Sequence[int]:
+    """The microbatches for which `rank` does `task`, in order."""
+    m, every = schedule.num_microbatches, schedule.graph.kinds[task.kind].every
+    placement = schedule.placement
+    if len(placement.routes) == 1:
+        return range(every - 1, m, every) if placement.rank_of(task.stage) == rank else ()
+    return [i for i in range(every - 1, m, every) if placement.rank_of(task.stage, i) == rank]
+
+
+def _foreign(schedule: Schedule, rank: int, at: int) -> ScheduleError:
+    """The error for a pass that has no business on this rank."""
+    p, graph = schedule.passes[rank][at], schedule.graph
+    tasks = graph.tasks(*p[:2], p.slice) if p.kind in graph.kinds else ()
+    if not tasks:
+        why = f'its kind {p.kind!r} is none of {", ".join(graph.kinds)}'
+    elif p.stage not in graph.sites:
+        why = f'there are stages 0 to {schedule.num_stages - 1} only'
+    elif p.slice not in range(graph.num_slices):
+        why = f'there are slices 0 to {graph.num_slices - 1} only'
+    elif not all(task in graph.needs for task in tasks):
+        why = f'stage {p.stage} has no {graph.kinds[p.kind].words}'
+    elif p.microbatch not in range(schedule.num_microbatches):
+        why = f'there are microbatches 0 to {schedule.num_microbatches - 1} only'
+    elif schedule.rank_of(p) != rank:
+        why = f'its stage is on rank {schedule.rank_of(p)}'
+    else:
+        why = f'it comes with every {graph.kinds[p.kind].every}. microbatch only'
+    return ScheduleError(f'{p} does not belong on rank {rank}: {why}', schedule, [(rank, at)])
+
+
+def _repeated(schedule: Schedule, rank: int, at: int, task: Task) -> ScheduleError:
+    """The error for a pass that does again what has been done."""
+    p, what = schedule.passes[rank][at], schedule.graph.kinds[task.kind].words
+    first = _doer(schedule, rank, task, p.microbatch)
+    message = f'{p} on rank {rank} repeats the {what} that {first} has done: keep one of them'
+    return ScheduleError(message, schedule, [(rank, at)])
+
+
+def _out_of_turn(schedule: Schedule, rank: int, at: int, task: Task, turn: int) -> ScheduleError:
+    """The error for a pass that does `task` when it is the turn of microbatch `turn`."""
+    p, what = schedule.passes[rank][at], schedule.graph.kinds[task.kind].words
+    later = _doer(schedule, rank, task, turn)
+    if later is None:
+        return _missing(schedule, rank, task, turn, at)
+    message = (
+        f'{p} on rank {rank} comes before {later}: each {what} of a stage must come in '
+        'microbatch order, or results differ from 1F1B in the last bits'
+    )
+    return ScheduleError(message, schedule, [(rank, at)])
+
+
+def _too_early(schedule: Schedule, rank: int, at: int, need: Need) -> ScheduleError:
+    """The error for a pass that comes before the pass of its own stage that it needs."""
+    p = schedule.passes[rank][at]
+    microbatch = p.microbatch - need.back
+    needed = _doer(schedule, rank, need.task, microbatch)
+    if needed is None:
+        return _missing(schedule, rank, need.task, microbatch, at)
+    what = f'{p} on rank {rank} comes before {needed}, which it needs: move it behind'
+    return ScheduleError(what, schedule, [(rank, at)])
+
+
+def _missing(
+    schedule: Schedule, rank: int, task: Task, microbatch: int, at: int | None = None
+) -> ScheduleError:
+    """The error for a task that no pass on its rank does; noticed at cell `at`, else at the end."""
+    graph, order = schedule.graph, schedule.passes[rank]
+    found = {p.kind for p in order if p[1:] == (task.stage, microbatch, task.slice)}
+    done = {each for kind in found & set(graph.kinds) for each in graph.tasks(kind, task.stage)}
+    # a pass that does more is no cure where that is done already
+    cures = [
+        Pass(kind, task.stage, microbatch, task.slice)
+        for kind in graph.doers[task.kind]
+        if done.isdisjoint(graph.tasks(kind, task.stage))
+    ]
+    what = (
+        f'rank {rank} never does the {graph.kinds[task.kind].words} of microbatch {microbatch} on '
+        f'stage {task.stage}: add {" or ".join(map(str, cures))}'
+    )
+    return ScheduleError(what, schedule, [(rank, len(order) if at is None else at)])
+
+
+def _doer(schedule: Schedule, rank: int, task: Task, microbatch: int) -> Pass | None:
+    """The first pass of `rank` that does `task` of `microbatch`."""
+    kinds = schedule.graph.doers[task.kind]
+    passes = {Pass(kind, task.stage, microbatch, task.slice) for kind in kinds}
+    return next((p for p in schedule.passes[rank] if p in passes), None)
+
+
+def _proven_programs(schedule: Schedule) -> tuple[Program, ...]:
+    """The instructions that the runtime will issue: they end, and receive in the order of sends."""
+    try:
+        return lower(schedule)
+    except DeadlockError as error:
+        raise ScheduleError(str(error), schedule, error.cells) from error
+
+
+def _check_memory(schedule: Schedule, limit: float, costs: Costs) -> None:
+    """No rank ever holds more than `limit`, at the end of an F, of a B, or within a BW."""
+    if not limit >= 0:
+        raise ValueError(f'memory limit {limit} is not an amount: give a number from 0 up')
+    for rank, held in enumerate(highest(schedule, costs)):
+        at = next((i for i, amount in enumerate(held) if amount > limit + RESOLUTION), None)
+        if at is not None:
+            what = (
+                f'rank {rank} holds activations of {held[at]:g} at {schedule.passes[rank][at]}, '
+                f'{max(held):g} at its peak, above the limit of {limit:g}: raise the limit, or '
+                'take a schedule that holds less'
+            )
+            raise ScheduleError(what, schedule, [(rank, at)])

@@ -1,0 +1,73 @@
+"""Why a timeline is as long as it is: the chain of passes and waits that ends last."""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import NamedTuple
+
+from megatron_zbpp.ir import Pass, Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.timeline import Timeline
+
+
+class Step(NamedTuple):
+    """One pass of a critical path, and what it waited for.
+
+    Attributes:
+        rank: where it ran.
+        ran: the pass.
+        start: of the pass.
+        end: of the pass.
+        waited: `start` for nothing, `rank` for the pass before it on its rank, `dependency` for a
+            pass that it needs, `communication` for a message that took `costs.edge`.
+        on: that pass, which is the step before; None at the start.
+    """
+
+    rank: int
+    ran: Pass
+    start: float
+    end: float
+    waited: str
+    on: Pass | None
+
+
+def critical_path(timeline: Timeline, costs: Costs) -> tuple[Step, ...]:
+    """The passes that set the makespan, first to last, each with what it waited for.
+
+    In a simulated timeline each step starts when the one before ends, plus `costs.edge` where it
+    waited for communication. In a measured one, what gaps remain is time that costs do not explain.
+    """
+    schedule = timeline.schedule
+    spans: dict[Pass, tuple[float, float]] = {}
+    previous: dict[Pass, Pass] = {}
+    for order, times in zip(schedule.passes, timeline.spans, strict=True):
+        spans.update(zip(order, times, strict=True))
+        previous.update(zip(order[1:], order[:-1], strict=True))
+    ran = max(spans, key=lambda p: spans[p][1], default=None)
+    steps = []
+    while ran is not None:
+        waited, on = _cause(ran, schedule, costs, spans, previous.get(ran))
+        rank = schedule.rank_of(ran)
+        steps.append(Step(rank, ran, *spans[ran], waited, on))
+        ran = on
+    return tuple(reversed(steps))
+
+
+def _cause(
+    p: Pass,
+    schedule: Schedule,
+    costs: Costs,
+    spans: dict[Pass, tuple[float, float]],
+    previous: Pass | None,
+) -> tuple[str, Pass | None]:
+    """What let `p` start last of all that it had to wait for: `Step.waited` and `Step.on`."""
+    rank_of = schedule.rank_of
+    causes = [(spans[previous][1], 'rank', previous)] if previous else []
+    for need, q in schedule.needs(p):
+        edge = costs.edge(rank_of(q), rank_of(p)) if need.message else 0.0
+        waited = 'communication' if edge else 'dependency'
+        causes.append((spans[q][1] + edge, waited, q))
+    if not causes:
+        return 'start', None
+    _, waited, on = max(causes, key=itemgetter(0))  # of equals the first: its own rank
+    return waited, on

@@ -1,0 +1,179 @@
+"""The proof that programs end, whatever the backend makes wait: a replay under its rules.
+
+Each rule is pessimistic: what ends under it ends on a backend that makes less wait. gloo has the
+first; NCCL may have all three, and which of them may depend on the pass.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron_zbpp.analysis.program import Instruction, Receive, Send
+from megatron_zbpp.ir import Pass
+
+
+class Rule(enum.Flag):
+    """What waits for what.
+
+    RENDEZVOUS: a send, and all behind it on its rank, waits until its receive has been posted.
+        Messages from one rank to another have a connection (NCCL: a communicator) of their own.
+    SYNCHRONISATION: each pass waits for all receives posted on its rank. On CUDA a receive is a
+        kernel that spins until its message comes, and torch.cuda.synchronize, freeing memory,
+        page-locking it and loading a kernel wait for all kernels: any pass may do so.
+    LAUNCH_ORDER: on a rank everything starts in the order of its program, over all connections
+        (CUDA_DEVICE_MAX_CONNECTIONS=1): a receive that waits until the one before it on its
+        connection has ended holds up all behind it.
+    """
+
+    RENDEZVOUS = enum.auto()
+    SYNCHRONISATION = enum.auto()
+    LAUNCH_ORDER = enum.auto()
+
+    @property
+    def words(self) -> str:
+        """The rules by name, for messages to people."""
+        return ', '.join(name for rule, name in _NAMES.items() if rule in self)
+
+
+_NAMES = {
+    Rule.RENDEZVOUS: 'rendezvous',
+    Rule.SYNCHRONISATION: 'device synchronisation',
+    Rule.LAUNCH_ORDER: 'launch order',
+}
+EVERY_RULE = Rule.RENDEZVOUS | Rule.SYNCHRONISATION | Rule.LAUNCH_ORDER
+
+
+class Collective(NamedTuple):
+    """Wait for the other `ranks` of a tensor- or data-parallel group; its name is used once.
+
+    Programs that run have none: they are inside passes and behind them. In a proof about several
+    pipelines they stand beside their pass.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f'{self.name} of ranks {", ".join(map(str, self.ranks))}'
+
+
+class DeadlockError(ValueError):
+    """The programs stop before their end.
+
+    Attributes:
+        rules: the fewest that stop them.
+        stuck: for each rank that stops, where it stands.
+        cells: (rank, index of its next pass) of the same.
+    """
+
+    def __init__(self, rules: Rule, stuck: dict[int, str], cells: list[tuple[int, int]]) -> None:
+        self.rules, self.stuck, self.cells = rules, stuck, cells
+        where = '; '.join(f'rank {rank} waits at {what}' for rank, what in stuck.items())
+        super().__init__(f'deadlock, by the rules of {rules.words}: {where}')
+
+
+def prove(programs: Sequence[Sequence[Instruction | Collective]], rules: Rule = EVERY_RULE) -> None:
+    """Returns if `programs` end under `rules`; takes time linear in their length.
+
+    Raises:
+        DeadlockError: some rank never reaches its end.
+        ValueError: two ranks disagree about the order of the messages between them.
+    """
+    if not _Replay(programs, rules).stuck():
+        return
+    for rule in (Rule.RENDEZVOUS, *(Rule.RENDEZVOUS | rule for rule in Rule), rules):
+        replay = _Replay(programs, rule)
+        stuck = replay.stuck() if rule in rules else {}
+        if stuck:
+            raise DeadlockError(rule, stuck, [(rank, replay.passes(rank)) for rank in stuck])
+
+
+class _Replay:
+    """Runs programs as far as they go."""
+
+    def __init__(self, programs: Sequence[Sequence[Instruction | Collective]], rules: Rule) -> None:
+        self._programs = programs
+        self._synchronises = Rule.SYNCHRONISATION in rules
+        self._in_order = Rule.LAUNCH_ORDER in rules
+        self._cursor = [0] * len(programs)
+        # by sender and receiver: whose messages have been posted, and how many of them sent
+        self._posted: dict[tuple[int, int], list[Receive]] = defaultdict(list)
+        self._sent: dict[tuple[int, int], int] = defaultdict(int)
+        # by rank: how many messages are still to come for whom, and how many of them are posted
+        self._missing = [Counter(i.consumer for i in own if type(i) is Receive) for own in programs]
+        self._spinning = [0] * len(programs)
+        self._met: dict[Collective, set[int]] = defaultdict(set)
+        while sum(self._advance(rank) for rank in range(len(programs))):
+            pass
+
+    def stuck(self) -> dict[int, str]:
+        """Where each rank stands that has not reached its end."""
+        return {
+            rank: self._words(rank, program[at])
+            for rank, (program, at) in enumerate(zip(self._programs, self._cursor, strict=True))
+            if at < len(program)
+        }
+
+    def passes(self, rank: int) -> int:
+        """How many passes it has run."""
+        return sum(type(i) is Pass for i in self._programs[rank][: self._cursor[rank]])
+
+    def _words(self, rank: int, instruction: Instruction | Collective) -> str:
+        """What it stands at; of a pass, the receives that are open."""
+        posted = self._programs[rank][: self._cursor[rank]]
+        waited = [i for i in posted if type(i) is Receive and self._missing[rank][i.consumer]]
+        if type(instruction) is not Pass or not waited:
+            return str(instruction)
+        return f'{instruction} for {", ".join(map(str, waited))}'
+
+    def _advance(self, rank: int) -> bool:
+        """Runs `rank` as far as it goes; whether that is any further."""
+        program, first = self._programs[rank], self._cursor[rank]
+        at = first
+        while at < len(program) and self._step(rank, program[at]):
+            at += 1
+        self._cursor[rank] = at
+        return at > first
+
+    def _step(self, rank: int, instruction: Instruction | Collective) -> bool:
+        """Runs one instruction if it need not wait."""
+        kind = type(instruction)
+        if kind is Pass:
+            waits = self._synchronises and self._spinning[rank]
+            return not waits and not self._missing[rank].get(instruction)
+        if kind is Receive:
+            return self._post(rank, instruction)
+        if kind is Send:
+            return self._send(rank, instruction)
+        if kind is Collective:
+            self._met[instruction].add(rank)
+            return len(self._met[instruction]) == len(instruction.ranks)
+        return True
+
+    def _post(self, rank: int, receive: Receive) -> bool:
+        channel = receive.peer, rank
+        posted = self._posted[channel]
+        if self._in_order and len(posted) > self._sent[channel]:
+            return False
+        posted.append(receive)
+        self._spinning[rank] += 1
+        return True
+
+    def _send(self, rank: int, send: Send) -> bool:
+        channel = rank, send.peer
+        sent, posted = self._sent[channel], self._posted[channel]
+        if sent == len(posted):
+            return False
+        awaited = posted[sent]
+        if (awaited.producer, awaited.consumer) != (send.producer, send.consumer):
+            raise ValueError(
+                f'rank {rank} sends what {send.producer} made for {send.consumer} where rank '
+                f'{send.peer} awaits what {awaited.producer} makes for {awaited.consumer}'
+            )
+        self._sent[channel] += 1
+        self._missing[send.peer][send.consumer] -= 1
+        self._spinning[send.peer] -= 1
+        return True

@@ -1,0 +1,85 @@
+"""What ranks may run of an iteration before they know whether the optimizer step before it stands.
+
+Each rank steps on what it and the ranks before it know (`optim`), and goes ahead with forwards. One
+that must not go ahead stops all behind it, so a pass may run ahead only if nothing it needs comes
+from behind. What was sent ahead is received whatever happens: no message of a dropped forward is
+ever taken for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from math import inf
+
+from megatron_zbpp.analysis.lowering import takers
+from megatron_zbpp.analysis.program import Instruction, Program, Receive
+from megatron_zbpp.ir import F, Pass, Placement, Schedule
+
+
+def chain(placement: Placement) -> tuple[int, ...]:
+    """Ranks in the order in which an iteration begins on them: by the first stage of each."""
+    return tuple(dict.fromkeys(placement.ranks))
+
+
+def passes_ahead(schedule: Schedule) -> tuple[int, ...]:
+    """How many of its first passes each rank may run ahead; none on the last rank of the chain.
+
+    These are forwards whose inputs come from ranks before it in the chain, where they are ahead,
+    too, and whose outputs go to ranks behind it. (Zero Bubble, section 4: the validation comes
+    before the first backward.)
+    """
+    order = chain(schedule.placement)
+    place = {rank: at for at, rank in enumerate(order)}
+    taken = takers(schedule)
+    ahead: set[Pass] = set()
+    counts = [0] * schedule.num_ranks
+
+    def may(rank: int, p: Pass) -> bool:
+        goes = (place[schedule.rank_of(taker)] for taker in taken.get(p, ()))
+        needed = schedule.predecessors(p)
+        return p.kind == F and ahead.issuperset(needed) and min(goes, default=inf) >= place[rank]
+
+    for rank in order[:-1]:
+        for p in schedule.passes[rank]:
+            if not may(rank, p):
+                break
+            ahead.add(p)
+            counts[rank] += 1
+    return tuple(counts)
+
+
+def ahead_of(schedule: Schedule, counts: Sequence[int], ranks_ahead: int) -> set[Pass]:
+    """The passes that run ahead if the first `ranks_ahead` ranks of the chain do.
+
+    Args:
+        schedule: any.
+        counts: of `passes_ahead`.
+        ranks_ahead: how many ranks go ahead.
+    """
+    early = chain(schedule.placement)[:ranks_ahead]
+    return {p for rank in early for p in schedule.passes[rank][: counts[rank]]}
+
+
+def split(program: Program, ahead: Set[Pass]) -> tuple[Program, Program]:
+    """A rank's program in two: what runs ahead, with all that it receives of it, and the rest.
+
+    Args:
+        program: of one rank.
+        ahead: the passes that run ahead, of all ranks.
+
+    Returns:
+        Two programs, each in the order of the whole one. The messages from one rank to another keep
+        theirs, too: those that are sent ahead are the first.
+    """
+    first: list[Instruction] = []
+    rest: list[Instruction] = []
+    latest: Pass | None = None
+    for instruction in program:
+        if isinstance(instruction, Pass):
+            latest = instruction
+        if isinstance(instruction, Receive):
+            belongs = instruction.producer in ahead
+        else:
+            belongs = latest in ahead
+        (first if belongs else rest).append(instruction)
+    return tuple(first), tuple(rest)

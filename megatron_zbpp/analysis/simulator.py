@@ -1,0 +1,268 @@
+"""When each pass runs if every rank keeps to its order and starts as early as it may.
+
+Each task of the graph is a row of one flat list of ends, m entries a row. A pass starts when its
+rank's engine is free and all entries that it is linked to are there. Passes on a copy engine run
+beside those that compute, each engine in the order of its rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence, Set
+from math import inf
+from typing import NamedTuple
+
+from megatron_zbpp.ir import Pass, Schedule
+from megatron_zbpp.ir.compiled import Compiled, Link, Step, compiled
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.errors import ScheduleError
+from megatron_zbpp.ir.timeline import Timeline
+
+_PENDING = -inf
+
+_Span = tuple[float, float]
+
+
+class _Flat(NamedTuple):
+    """What passes of one kind, stage and slice wait for and take; entries are for microbatch 0.
+
+    Attributes:
+        need: entry of `ends`; that of the input, which is there from the start, if there is none.
+        edge: time from there.
+        more: the same of what else they need.
+        own: entry that they fill; one that nobody reads, if nobody waits for them.
+        also: the others that they fill.
+        duration: of one.
+    """
+
+    need: int
+    edge: float
+    more: tuple[tuple[int, float], ...]
+    own: int
+    also: tuple[int, ...]
+    duration: float
+
+
+# By kind, and there by stage * num_slices + slice.
+_Table = dict[str, list[_Flat | None]]
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Runs each rank's order as early as its dependencies allow.
+
+    A message between ranks takes `costs.edge`, which occupies no device; between stages on one rank
+    it takes nothing. Passes that run together start together and hand on at the end of the last.
+    Linear in the number of passes.
+
+    Args:
+        schedule: one that `check` accepts; otherwise only deadlock is noticed.
+        costs: of its stages.
+
+    Raises:
+        ScheduleError: no rank can go on; it names each one's next pass and what that waits for.
+        ValueError: `costs` has another number of stages.
+    """
+    costs.require(schedule.placement)
+    spans = _Run(schedule, costs).run()
+    if any(None in own for own in spans):
+        raise _stuck(schedule, [own.index(None) if None in own else len(own) for own in spans])
+    return Timeline(schedule, tuple(map(tuple, spans)))
+
+
+class _Run:
+    """The ends of all tasks while the engines advance.
+
+    A row of `ends` has m entries, and before them one for each microbatch that somebody looks back:
+    those were there before the schedule began, as was the first row, the input. The last is of what
+    nobody waits for.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        flat = compiled(schedule.graph)
+        self.schedule = schedule
+        self.costs = costs
+        self.cut = schedule.graph.num_slices
+        self.before = flat.looks_back
+        self.entries = schedule.num_microbatches + self.before
+        self.nobody = (flat.num_rows + 1) * self.entries
+        self.tables = [self._table(flat, r) for r in range(len(schedule.placement.routes))]
+        row = [0.0] * self.before + [_PENDING] * schedule.num_microbatches
+        self.ends = [0.0] * self.entries + row * (flat.num_rows + 1)
+        self.spans: list[list[_Span | None]] = [[None] * len(order) for order in schedule.passes]
+        self.engines = list(_engines(schedule, flat))
+
+    def _table(self, flat: Compiled, route: int) -> _Table:
+        """Passes of microbatches on `route`."""
+        placement = self.schedule.placement
+
+        def entry(kind: str, stage: int, step: Step) -> _Flat:
+            rank = placement.on_route(route, stage)
+            needs = [
+                (self._entry(link.row) - link.back, self._edge(route, link, rank))
+                for link in step.links
+            ] or [(0, 0.0)]
+            own = [self._entry(row) for row in step.rows] or [self.nobody]
+            duration = self.costs.duration(flat.graph, kind, stage, rank)
+            return _Flat(*needs[0], tuple(needs[1:]), own[0], tuple(own[1:]), duration)
+
+        return {
+            kind: [step and entry(kind, at // self.cut, step) for at, step in enumerate(steps)]
+            for kind, steps in flat.steps.items()
+        }
+
+    def _entry(self, row: int) -> int:
+        return (row + 1) * self.entries + self.before
+
+    def _edge(self, route: int, link: Link, rank: int) -> float:
+        """Time from the end of what `link` names to when `rank` may start."""
+        if not link.message:
+            return 0.0
+        return self.costs.edge(self.schedule.placement.on_route(route, link.stage), rank)
+
+    def run(self) -> list[list[_Span | None]]:
+        """Spans of all passes, per rank; None for those that can never run."""
+        ends, tables, cut = self.ends, self.tables, self.cut
+        route, cycle = self.schedule.placement.route, len(self.schedule.placement.route)
+        only = tables[0] if len(tables) == 1 else None
+        joined = self.schedule.together
+        cursors, clocks = [0] * len(self.engines), [0.0] * len(self.engines)
+        waiting: dict[int, list[int]] = {}  # entry of `ends` -> the engines that wait for it
+        ready = list(range(len(self.engines)))
+        while ready:
+            engine = ready.pop()
+            rank, places = self.engines[engine]
+            order, spans = self.schedule.passes[rank], self.spans[rank]
+            now = clocks[engine]
+            for at in range(cursors[engine], len(places)):
+                i = places[at]
+                kind, stage, microbatch, part = order[i]
+                table = only or tables[route[microbatch % cycle]]
+                flat = table[kind][stage * cut + part]
+                if joined and (rank, i) in joined:
+                    flat, microbatch = self._joined(rank, i), 0
+                need, edge, more, own, also, duration = flat
+                if more:
+                    need, start = self._latest(((need, edge), *more), microbatch)
+                else:
+                    need += microbatch
+                    start = ends[need] + edge
+                if start == _PENDING:
+                    waiting.setdefault(need, []).append(engine)
+                    cursors[engine] = at
+                    break
+                if start < now:
+                    start = now
+                now = start + duration
+                spans[i] = start, now
+                own += microbatch
+                ends[own] = now
+                if own in waiting:
+                    ready += waiting.pop(own)
+                if also:
+                    for row in also:
+                        ends[row + microbatch] = now
+                        ready += waiting.pop(row + microbatch, ())
+                if joined and (rank, i) in joined:
+                    self._share(rank, i, start)
+            else:
+                cursors[engine] = len(places)
+            clocks[engine] = now
+        return self.spans
+
+    def _latest(self, needs: Iterable[tuple[int, float]], microbatch: int) -> tuple[int, float]:
+        """The entry that is there last, or one that is not there, and when a pass may start."""
+        found = [(self.ends[need + microbatch] + edge, need + microbatch) for need, edge in needs]
+        missing = [each for each in found if each[0] == _PENDING]
+        start, need = missing[0] if missing else max(found)
+        return need, start
+
+    def _group(self, rank: int, first: int) -> list[tuple[int, _Flat]]:
+        """Microbatch and table entry of the passes that run together from place `first` on."""
+        group: list[tuple[int, _Flat]] = []
+        for at in itertools.count(first):
+            kind, stage, microbatch, part = self.schedule.passes[rank][at]
+            table = self.tables[self.schedule.placement.route_of(microbatch)]
+            group.append((microbatch, table[kind][stage * self.cut + part]))
+            if (rank, at) not in self.schedule.together:
+                break
+        return group
+
+    def _joined(self, rank: int, first: int) -> _Flat:
+        """A group as one, its entries those of its own microbatches."""
+        group = self._group(rank, first)
+        own = [row + mb for mb, flat in group for row in (flat.own, *flat.also)]
+        needs = [
+            (need + mb, edge)
+            for mb, flat in group
+            for need, edge in ((flat.need, flat.edge), *flat.more)
+            if need + mb not in own
+        ]
+        duration = sum(flat.duration for _, flat in group)
+        return _Flat(*needs[0], tuple(needs[1:]), own[0], tuple(own[1:]), duration)
+
+    def _share(self, rank: int, first: int, start: float) -> None:
+        """Gives each of a group its part of the time, one after the other."""
+        for at, (_, flat) in enumerate(self._group(rank, first), first):
+            self.spans[rank][at] = start, start + flat.duration
+            start += flat.duration
+
+
+def _engines(schedule: Schedule, flat: Compiled) -> Iterator[tuple[int, Sequence[int]]]:
+    """Each engine of each rank, with the places of its passes in that rank's order.
+
+    Of passes that run together the first stands for all.
+    """
+    for rank, order in enumerate(schedule.passes):
+        if not schedule.together and not flat.on_copy_engines:
+            yield rank, range(len(order))
+            continue
+        leading = [at for at in range(len(order)) if (rank, at - 1) not in schedule.together]
+        copies = [at for at in leading if order[at].kind in flat.on_copy_engines]
+        yield rank, [at for at in leading if order[at].kind not in flat.on_copy_engines]
+        yield rank, copies
+
+
+def _stuck(schedule: Schedule, cursors: list[int]) -> ScheduleError:
+    """The error for ranks that cannot run the pass at their cursor; a cycle among them first."""
+    done = {p for order, at in zip(schedule.passes, cursors, strict=True) for p in order[:at]}
+    waits = {
+        rank: _wait(schedule, done, rank, order[at])
+        for rank, (order, at) in enumerate(zip(schedule.passes, cursors, strict=True))
+        if at < len(order)
+    }
+    cycle = _cycle({rank: holder for rank, (holder, _) in waits.items()})
+    others = [rank for rank in waits if rank not in cycle]
+    parts = [
+        title + '; '.join(waits[rank][1] for rank in ranks)
+        for title, ranks in (('a cycle: ', cycle), ('stuck: ', others))
+        if ranks
+    ]
+    what = f'deadlock, {"; ".join(parts)}: move an awaited pass to before the one that waits'
+    return ScheduleError(what, schedule, [(rank, cursors[rank]) for rank in waits])
+
+
+def _wait(schedule: Schedule, done: Set[Pass], rank: int, p: Pass) -> tuple[int, str]:
+    """Which rank must act before `rank` can run `p`, and a sentence that says so."""
+    own = schedule.graph.tasks(p.kind, p.stage, p.slice)
+    needs = [need for task in own for need in schedule.graph.needs[task] if need.task not in own]
+    for need in reversed(needs):  # what comes from another rank, before what its own made
+        task, microbatch = need.task, p.microbatch - need.back
+        awaited = schedule.done_by.get((task, microbatch))
+        if awaited in done:
+            continue
+        holder = schedule.placement.rank_of(task.stage, microbatch)
+        if awaited is None:
+            named = Pass(task.kind, task.stage, microbatch, task.slice)
+            return holder, f'rank {rank} at {p} waits for {named}, which rank {holder} never runs'
+        return holder, f'rank {rank} at {p} waits for {awaited}, still to come on rank {holder}'
+    raise AssertionError(f'{p} on rank {rank} waits for nothing, and does not run')
+
+
+def _cycle(waits_for: dict[int, int]) -> list[int]:
+    """Ranks that wait for each other in a circle; [] if one waits for a rank that is not stuck."""
+    path: list[int] = []
+    rank = next(iter(waits_for))
+    while rank in waits_for and rank not in path:
+        path.append(rank)
+        rank = waits_for[rank]
+    return path[path.index(rank) :] if rank in path else []

@@ -1,0 +1,5 @@
+"""The command `zbpp`."""
+
+from megatron_zbpp.cli.parser import main
+
+__all__ = ['main']

@@ -1,0 +1,189 @@
+"""What the arguments of `zbpp` ask for: schedules, checked, with their costs."""
+
+from __future__ import annotations
+
+import contextlib
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Placement, Schedule, formats
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.timeline import Timeline
+from megatron_zbpp.schedules import build, find, names
+
+_MOST_PASSES = 10_000_000
+# How many chunks a rank may have on each placement that `plan` knows.
+PLACEMENTS: dict[str, Callable[[int], bool]] = {
+    'loop': lambda chunks: chunks >= 1,
+    'v': lambda chunks: chunks == 2,
+    'wave': lambda chunks: chunks >= 2,
+}
+
+
+class Times(NamedTuple):
+    """`--times` of one full rank."""
+
+    forward: float
+    backward: float
+    weight: float
+
+
+class StageCosts(NamedTuple):
+    """`--times` of a file: costs of each stage in model order, as it says them."""
+
+    text: str
+    num_stages: int
+
+    @classmethod
+    def read(cls, path: Path) -> StageCosts:
+        """What the file says.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it has no costs.
+        """
+        text = path.read_text(encoding='utf-8')
+        return cls(text, Costs.from_json(text).num_stages)
+
+
+class Case(NamedTuple):
+    """A checked schedule, and what its passes cost."""
+
+    schedule: Schedule
+    costs: Costs
+
+    @property
+    def timeline(self) -> Timeline:
+        return simulate(self.schedule, self.costs)
+
+
+def one(args: Namespace, name: str | None = None) -> Case:
+    """The schedule that the arguments ask for (or that of family `name`), checked, with costs."""
+    name = name or args.schedule
+    case = _generated(args, name) if name else _from_file(args)
+    check(case.schedule, memory_limit=args.memory_limit, costs=case.costs)
+    return case
+
+
+def several(args: Namespace) -> tuple[dict[str, Case], dict[str, str]]:
+    """The cases to compare, and for each family that has none the reason why.
+
+    Raises:
+        ValueError: nothing is left to compare, or a schedule asked for by name cannot be had.
+    """
+    found, skipped = {}, {}
+    for name in tqdm(args.schedules or names(), desc='schedules', leave=False, disable=None):
+        try:
+            found[name] = one(args, name)
+        except ValueError as error:
+            if args.schedules:
+                raise
+            skipped[name] = str(error).partition('\n')[0]
+    if not found:
+        raise ValueError(f'no schedule fits: {next(iter(skipped.values()))}')
+    return found, skipped
+
+
+def named(args: Namespace) -> Iterator[Case]:
+    """Every named schedule that can be had, with the chunks that it comes with."""
+    plain = Namespace(**{**vars(args), 'vpp': None, 'memory_limit': None})
+    for name in names():
+        with contextlib.suppress(ValueError):  # it is not for such p, m or times
+            yield one(plain, name)
+
+
+def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
+    """The placements that `plan` may use, each once, with the costs of their stages."""
+    stages = _stages(args.times)
+    allowed = args.vpp or ([1, 2, 4] if stages is None else [stages // args.pp])
+    placements = {}
+    for asked in allowed:
+        chunks = _chunks(args.times, args.pp, asked, asked)
+        _require_size(args.pp * args.microbatches * chunks)
+        for name in args.placement:
+            if PLACEMENTS[name](chunks):
+                placement = (Placement.loop if name == 'loop' else Placement.wave)(args.pp, chunks)
+                placements.setdefault(placement.ranks, placement)
+    if not placements:
+        raise ValueError(
+            f'--placement {",".join(args.placement)} cannot have {allowed} chunks per rank: '
+            'v takes 2, wave takes 2 or more, loop any'
+        )
+    return [(placement, _costs(args, placement)) for placement in placements.values()]
+
+
+def _generated(args: Namespace, name: str) -> Case:
+    family, p, m = find(name), args.pp, args.microbatches
+    if p is None or m is None:
+        missing = '--pp' if p is None else '--microbatches'
+        raise ValueError(f'--schedule {name} needs {missing}: give a number from 1 up')
+    chunks = _chunks(args.times, p, args.vpp, family.default_chunks)
+    _require_size(p * m * chunks)
+    costs = _costs(args, Placement.loop(p, chunks))  # a stage's share does not depend on its place
+    limit = args.memory_limit if 'memory_limit' in family.options else None
+    schedule = build(name, p, m, num_chunks=chunks, costs=costs, memory_limit=limit)
+    return Case(schedule, costs)
+
+
+def _from_file(args: Namespace) -> Case:
+    schedule = formats.load(args.file)
+    held = {
+        '--pp': (args.pp, schedule.num_ranks),
+        '--microbatches': (args.microbatches, schedule.num_microbatches),
+        '--vpp': (args.vpp, schedule.placement.num_chunks),
+    }
+    for flag, (asked, found) in held.items():
+        if asked not in (None, found):
+            raise ValueError(f'{flag} {asked}, but {args.file} has {found}: leave {flag} out')
+    return Case(schedule, _costs(args, schedule.placement))
+
+
+def _stages(times: Times | StageCosts) -> int | None:
+    """Of how many stages they are; None if of one full rank."""
+    return times.num_stages if isinstance(times, StageCosts) else None
+
+
+def _chunks(times: Times | StageCosts, p: int, asked: int | None, default: int) -> int:
+    """v: what is asked for, or follows from the times of all stages, or else the default."""
+    stages = _stages(times)
+    if stages is None:
+        return asked or default
+    if stages % p or asked not in (None, stages // p):
+        wanted = f'{p} ranks' + (f' of {asked} chunks' if asked else '')
+        raise ValueError(
+            f'--times has {stages} stages, which do not make {wanted}: give pp * vpp entries each'
+        )
+    return stages // p
+
+
+def _costs(args: Namespace, placement: Placement) -> Costs:
+    if not isinstance(args.times, StageCosts):
+        return Costs.uniform(placement, *args.times, comm=args.comm or 0.0)
+    if args.times.num_stages != placement.num_stages:
+        raise ValueError(
+            f'--times has {args.times.num_stages} stages and the schedule {placement.num_stages}: '
+            'give one entry per stage, in model order'
+        )
+    shares = Costs.uniform(placement).activation
+    costs = Costs.from_json(args.times.text, activation=shares)
+    costs.require(placement)
+    if args.comm is None:
+        return costs
+    if costs.comm:
+        raise ValueError(f'--comm {args.comm}, but the file of --times has {costs.comm}: drop one')
+    return replace(costs, comm=args.comm)
+
+
+def _require_size(chunk_microbatches: int) -> None:
+    if 3 * chunk_microbatches > _MOST_PASSES:
+        raise ValueError(
+            f'--pp times --vpp times --microbatches is {chunk_microbatches}: give less than '
+            f'{_MOST_PASSES // 3} in all'
+        )

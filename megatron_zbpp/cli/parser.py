@@ -1,0 +1,292 @@
+"""The `zbpp` command line: parses, calls, reports errors. What it does lives in commands.py.
+
+Bad input ends with one line on stderr and exit code 2; a schedule that is refused is also drawn on
+stdout, with the offending cell marked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_zbpp.analysis.checker import ScheduleError
+from megatron_zbpp.cli import commands
+from megatron_zbpp.cli.inputs import PLACEMENTS, StageCosts, Times
+from megatron_zbpp.ir import formats
+from megatron_zbpp.planner.problem import OBJECTIVES
+
+_FORMATS = ('json', 'torch-csv', 'html', 'svg', 'png', 'perfetto')
+
+_EXAMPLES = """
+zbpp list                                              every schedule, its bubble and memory
+zbpp show --schedule zb-v --pp 4 --microbatches 8      draw it here
+zbpp simulate --schedule zb-1p --pp 8 --microbatches 24 --times 18.5,18.1,9.3 --comm 0.6
+zbpp compare --pp 8 --microbatches 24 --times 1,1.2,0.8 -o compare.html
+zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --memory-limit 8 --json > plan.json
+zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --frontier 3,4,5,6,7,8 --seconds 60
+zbpp doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py --pipeline-schedule zb-v ...
+zbpp check plan.json                                   ours, a plan's or torch's CSV
+zbpp convert --file plan.json --to torch-csv -o plan.csv
+zbpp convert --schedule zb-v --pp 4 --microbatches 8 --to html -o zb-v.html
+"""
+
+_UNITS = """
+Times are of one full rank, in any unit: a chunk of v takes a v-th of each. Stages that differ go
+into a file {"F": [...], "B": [...], "W": [...]}, one entry per stage in model order. Memory is in
+activations of one microbatch on a full rank.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv`; returns its exit code."""
+    args = _parser().parse_args(argv)
+    status = None
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _note
+            status = args.run(args)
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except ScheduleError as error:
+        return commands.refuse(error, args.json)
+    except OSError as error:
+        return _complain(f'{error.filename}: {error.strerror}: give another path')
+    except (ValueError, ImportError) as error:
+        return _complain(str(error))
+    return status or 0
+
+
+def _complain(text: str) -> int:
+    print(f'zbpp: {" ".join(text.split())}', file=sys.stderr)
+    return 2
+
+
+def _note(message: Warning | str, *_: object) -> None:
+    print(f'zbpp: note: {message}', file=sys.stderr)
+
+
+class _Parser(argparse.ArgumentParser):
+    """One whose errors take one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f'{self.prog}: {message} (see {self.prog} --help)\n')
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog='zbpp',
+        description='Pipeline schedules: list, draw, simulate, check, compare, plan, convert.',
+        epilog=_epilog('zbpp'),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subparsers = parser.add_subparsers(required=True, metavar='COMMAND')
+
+    def command(name: str, run: Callable, text: str) -> argparse.ArgumentParser:
+        added = subparsers.add_parser(
+            name,
+            help=text,
+            description=f'{text[0].upper()}{text[1:]}.',
+            epilog=_epilog(f'zbpp {name}'),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        added.set_defaults(run=run)
+        added.add_argument('--json', action='store_true', help='print one JSON object')
+        return added
+
+    command('list', commands.list_families, 'name every schedule, with its bubble and peak memory')
+
+    show = command('show', commands.show, 'draw a schedule as text, to scale')
+    _add_source(show)
+    _add_costs(show)
+    show.add_argument('--order', action='store_true', help='orders only, also of an invalid file')
+    show.add_argument('--width', type=int, help='columns; 0: all it takes. Default: the terminal')
+
+    simulated = command(
+        'simulate', commands.simulate_case, 'makespan, window, bubbles, peak memory'
+    )
+    _add_source(simulated)
+    _add_costs(simulated)
+
+    checked = command(
+        'check', commands.check_file, 'prove that a file holds a schedule that can run'
+    )
+    checked.add_argument('file', metavar='FILE', help='our JSON, a plan, or the CSV of torch')
+    _add_memory_limit(checked)
+
+    compared = command('compare', commands.compare, 'a table, and a picture, of many schedules')
+    compared.add_argument(
+        '--schedules', type=_names, metavar='NAME,...', help='default: all that can be built'
+    )
+    _add_shape(compared, required=True)
+    _add_costs(compared)
+    compared.add_argument('-o', '--output', metavar='FILE', help='picture: .html, .svg or .png')
+
+    planned = command('plan', commands.plan_schedule, 'search the best schedule for given costs')
+    _add_planning(planned)
+
+    doctor = command('doctor', commands.doctor, 'what is installed, and what a job would run')
+    doctor.add_argument('--gpus', type=_count, metavar='N', help='of the job; default: as it says')
+    doctor.add_argument('line', nargs='*', metavar='-- LAUNCH LINE', help='of pretrain_gpt.py')
+
+    converted = command('convert', commands.convert, 'write a schedule in another format')
+    _add_source(converted)
+    _add_costs(converted)
+    converted.add_argument('--to', choices=_FORMATS, required=True, help='format to write')
+    converted.add_argument('-o', '--output', metavar='FILE', required=True, help='where to')
+    converted.add_argument(
+        '--dialect',
+        choices=formats.DIALECTS,
+        default='new',
+        help='of torch-csv: new (since 2.6) has I and B where old has B and BW; default new',
+    )
+    return parser
+
+
+def _add_planning(planned: argparse.ArgumentParser) -> None:
+    """What `plan` takes."""
+    _add_shape(planned, required=True, chunks=_counts)
+    _add_costs(planned)
+    planned.add_argument(
+        '--placement',
+        type=_placements,
+        default=list(PLACEMENTS),
+        metavar='NAME,...',
+        help='that may be used: loop, v, wave; default all',
+    )
+    planned.add_argument(
+        '--objective',
+        choices=OBJECTIVES,
+        default='makespan',
+        help='window where ranks do not wait for each other between iterations',
+    )
+    planned.add_argument(
+        '--seconds', type=_amount, default=20.0, metavar='N', help='at most; default 20'
+    )
+    planned.add_argument(
+        '--seed', type=int, default=0, metavar='N', help='another one searches elsewhere; default 0'
+    )
+    planned.add_argument(
+        '--frontier',
+        type=_amounts,
+        metavar='A,...',
+        help='plan under each of these memory limits: less bubble for more memory',
+    )
+    planned.add_argument(
+        '-o',
+        '--output',
+        metavar='FILE',
+        help='picture of --frontier beside the named schedules: .png or .svg',
+    )
+    caching = planned.add_mutually_exclusive_group()
+    caching.add_argument(
+        '--cache', metavar='FOLDER', help='of plans; default ~/.cache/megatron_zbpp/plans'
+    )
+    caching.add_argument('--no-cache', action='store_true', help='plan anew and keep nothing')
+
+
+def _epilog(prefix: str) -> str:
+    """The examples that start with `prefix`, and what their numbers mean."""
+    lines = [f'  {line}' for line in _EXAMPLES.splitlines() if line.startswith(prefix)]
+    return '\n'.join(['examples:', *lines, _UNITS])
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument('--schedule', metavar='NAME', help='see zbpp list')
+    source.add_argument('--file', metavar='FILE', help='our JSON, a plan, or the CSV of torch')
+    _add_shape(parser, required=False)
+
+
+def _add_shape(
+    parser: argparse.ArgumentParser, required: bool, chunks: Callable[[str], object] | None = None
+) -> None:
+    parser.add_argument('--pp', type=_count, metavar='P', required=required, help='ranks')
+    parser.add_argument(
+        '--microbatches', type=_count, metavar='M', required=required, help='microbatches'
+    )
+    if chunks is None:
+        parser.add_argument('--vpp', type=_count, metavar='V', help='chunks per rank')
+    else:
+        parser.add_argument(
+            '--vpp', type=chunks, metavar='V,...', help='chunks per rank; default 1,2,4'
+        )
+
+
+def _add_costs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        '--times',
+        type=_times,
+        default=Times(1.0, 1.0, 1.0),
+        metavar='F,B,W|FILE',
+        help='times of a full rank, or a JSON file of costs: F, B and W by stage, and at will '
+        'activation, retained, comm, message, edges, speeds, times, amounts; default 1,1,1',
+    )
+    parser.add_argument(
+        '--comm', type=_amount, metavar='C', help="time of a message; default 0, or the file's"
+    )
+    _add_memory_limit(parser)
+
+
+def _add_memory_limit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        '--memory-limit',
+        type=_amount,
+        metavar='A',
+        help='most activations of a microbatch on a full rank that a rank may hold',
+    )
+
+
+def _argument(text: str, ok: bool, cure: str) -> None:
+    if not ok:
+        raise argparse.ArgumentTypeError(f'{text!r} is not possible: {cure}')
+
+
+def _count(text: str) -> int:
+    _argument(text, text.isdecimal() and int(text) > 0, 'give a whole number from 1 up')
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(',')]
+
+
+def _placements(text: str) -> list[str]:
+    for name in text.split(','):
+        _argument(name, name in PLACEMENTS, f'choose of {", ".join(PLACEMENTS)}')
+    return text.split(',')
+
+
+def _amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float('nan')
+    _argument(text, isfinite(value) and value >= 0, 'give a number from 0 up')
+    return value
+
+
+def _amounts(text: str) -> list[float]:
+    return [_amount(part) for part in text.split(',')]
+
+
+def _names(text: str) -> list[str]:
+    return text.split(',')
+
+
+def _times(text: str) -> Times | StageCosts:
+    if ',' in text:
+        parts = [_amount(part) for part in text.split(',')]
+        _argument(text, len(parts) == 3, 'give three times, F,B,W')
+        return Times(*parts)
+    try:
+        return StageCosts.read(Path(text))
+    except (OSError, ValueError) as error:
+        cure = 'give F,B,W or a file {"F": [...], "B": [...], "W": [...]}, one entry per stage'
+        raise argparse.ArgumentTypeError(f'{text!r} has no times ({error}): {cure}') from error

@@ -1,0 +1,1 @@
+"""Our flags on the command line of Megatron, and what would come of it."""

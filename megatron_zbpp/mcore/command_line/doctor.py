@@ -1,0 +1,197 @@
+"""`zbpp doctor`: what is installed, whether our patches fit it, what a launch line would run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import megatron_zbpp
+
+if TYPE_CHECKING:
+    from megatron_zbpp.mcore.command_line.dry_run import Prospect
+
+_CPU = 'CPU'
+_PACKAGES = ('torch', 'megatron-core', 'transformer-engine', 'apex')
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Something of Megatron's that is replaced.
+
+    Attributes:
+        target: its full name.
+        problem: why that has no effect in the installed release; empty: it has.
+    """
+
+    target: str
+    problem: str = ''
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that the doctor found.
+
+    Attributes:
+        versions: of what takes part, by its name.
+        patches: what is replaced while the plugin is enabled.
+        prospect: what the launch line would run; None: there was none.
+    """
+
+    versions: dict[str, str]
+    patches: tuple[Patch, ...]
+    prospect: Prospect | None = None
+
+    @property
+    def fine(self) -> bool:
+        refused = self.prospect is not None and self.prospect.refused
+        return not refused and not any(patch.problem for patch in self.patches)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        prospect = None if self.prospect is None else self.prospect.to_dict()
+        found = [asdict(patch) for patch in self.patches]
+        return {
+            'fine': self.fine,
+            'versions': self.versions,
+            'patches': found,
+            'launch_line': prospect,
+        }
+
+
+def examine(words: Sequence[str] = (), gpus: int | None = None) -> Report:
+    """Looks at the installation, and at a launch line if there is one.
+
+    Args:
+        words: of the launch line: see `launch_line.read`.
+        gpus: processes of the job.
+
+    Raises:
+        ValueError: the launch line makes no sense.
+    """
+    device = _device()
+    prospect = None
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # Megatron's, about packages that it lacks
+        if device == _CPU:
+            _make_importable()
+        if words:
+            _prefer_beside(words)
+            from megatron_zbpp.mcore.command_line import launch_line
+            from megatron_zbpp.mcore.command_line.dry_run import prospect_of
+
+            prospect = prospect_of(launch_line.read(words, gpus))
+        return Report(versions() | {'device': device}, tuple(patches()), prospect)
+
+
+def versions() -> dict[str, str]:
+    """Of everything that takes part."""
+    found = {'megatron_zbpp': megatron_zbpp.__version__, 'python': platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = 'not installed'
+    if _origin('megatron.core'):
+        from megatron.core import package_info
+
+        found['megatron-core'] = f'{package_info.__version__} in {_origin("megatron.core")}'
+    found['megatron.training'] = _origin('megatron.training') or (
+        'not found: in the wheels of megatron-core from 0.17 on, or in a checkout of Megatron-LM'
+    )
+    return found
+
+
+def _origin(name: str) -> str | None:
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        return None
+    return spec and next(iter(spec.submodule_search_locations or ()), None)
+
+
+def _device() -> str:
+    try:
+        import torch
+    except ImportError:
+        return 'unknown: torch is not installed'
+    from megatron_zbpp.emulation import cpu
+
+    if cpu.installed() or not torch.cuda.is_available():
+        return _CPU
+    names = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    return f'{len(names)} x {names[0]}, CUDA {torch.version.cuda}'
+
+
+def _prefer_beside(words: Sequence[str]) -> None:
+    """The megatron beside the script is the one that the job would use."""
+    for script in (Path(word) for word in words if word.endswith('.py')):
+        folder = str(script.resolve().parent)
+        if script.is_file() and folder not in sys.path:
+            sys.path.insert(0, folder)
+
+
+def _make_importable() -> None:
+    """megatron.core without a GPU takes what it takes to run there."""
+    from megatron_zbpp.emulation import cpu
+
+    cpu.install()
+
+
+def patches() -> Iterator[Patch]:
+    """Everything that the plugin replaces, tried out and taken back."""
+    try:
+        from megatron_zbpp.mcore.plugin import Plugin, looks_up, lookups
+        from megatron_zbpp.mcore.settings import Settings
+
+        moved = {name: user for user, name in lookups() if not looks_up(user, name)}
+    except (ImportError, AttributeError) as error:
+        yield Patch('megatron.core', str(error))
+        return
+    for name, user in moved.items():
+        where = f'{user.__module__}.{user.__qualname__}'
+        yield Patch(f'{user.__module__}.{name}', f'{where} does not use it in this release')
+    if moved:
+        return
+    plugin = Plugin(Settings('zb-v', post_validation=True))
+    try:
+        plugin.install()
+    except (AttributeError, RuntimeError) as error:
+        yield Patch('megatron.core', str(error))
+        return
+    replaced = plugin.replaced()
+    try:
+        for owner, name, original in replaced:
+            kept = getattr(owner, name) is original
+            yield Patch(_name(owner, name), 'it was not replaced' if kept else '')
+    finally:
+        plugin.disable()
+    for owner, name, original in replaced:
+        if getattr(owner, name) is not original:
+            yield Patch(_name(owner, name), 'it was not put back')
+
+
+def _name(owner: Any, name: str) -> str:
+    if isinstance(owner, ModuleType):
+        return f'{owner.__name__}.{name}'
+    return f'{owner.__module__}.{owner.__qualname__}.{name}'
+
+
+def words(report: Report) -> str:
+    """The report for people."""
+    width = max(map(len, report.versions))
+    lines = [f'{name:{width}}  {version}' for name, version in report.versions.items()]
+    failed = [patch for patch in report.patches if patch.problem]
+    state = f'{len(failed)} without effect' if failed else 'all take effect'
+    lines += ['', f'patches: {len(report.patches)}, {state}']
+    lines += [f'  {p.target}' + (f': {p.problem}' if p.problem else '') for p in report.patches]
+    if report.prospect is not None:
+        lines += ['', *report.prospect.lines()]
+    return '\n'.join(lines)

@@ -1,0 +1,212 @@
+"""What a launch line would run: schedule, layers, bubble, memory; and what of it is refused."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.emulation import te
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.mcore import layout, refusals
+from megatron_zbpp.mcore.command_line import arguments
+from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
+from megatron_zbpp.mcore.command_line.layer_memory import LayerMemory, layer_memory
+from megatron_zbpp.mcore.plugin import Plugin
+from megatron_zbpp.mcore.post_validation.barriers import barriers
+from megatron_zbpp.mcore.settings import Settings
+
+_NO_TRAINING = 'megatron.training is not here: only sizes, parallelism and our flags were read'
+_NO_PIPELINE = 'one pipeline rank has no pipeline: --pipeline-schedule changes nothing'
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """An iteration where F, B and W of a full rank take 1 each and messages nothing.
+
+    Attributes:
+        microbatches: of the iteration.
+        makespan: first start to last end.
+        bubble_makespan: share of it in which even the busiest rank idles.
+        window: the longest of a rank.
+        bubble_window: the same of it.
+        peaks: most activations of each rank, in those of one microbatch on a full rank.
+    """
+
+    microbatches: int
+    makespan: float
+    bubble_makespan: float
+    window: float
+    bubble_window: float
+    peaks: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """What a job would run.
+
+    Attributes:
+        parallel: GPUs, and ranks by kind of parallelism.
+        schedule: in words; None: Megatron's own.
+        placement: its name.
+        stages: of each pipeline rank, in model order.
+        layers: transformer layers of each stage; none where they cannot be placed.
+        iterations: one for each number of microbatches that training has.
+        layer: what a dense layer holds; None: they are not dense, or of unknown size.
+        refused: what does not work, why, and what to do.
+        notes: what else to know.
+    """
+
+    parallel: dict[str, int]
+    schedule: str | None = None
+    placement: str | None = None
+    stages: tuple[tuple[int, ...], ...] = ()
+    layers: tuple[int, ...] = ()
+    iterations: tuple[Simulated, ...] = ()
+    layer: LayerMemory | None = None
+    refused: tuple[refusals.Refusal, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        refused = [{**asdict(r), 'value': str(r.value)} for r in self.refused]
+        return {**asdict(self), 'refused': refused}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        sizes = ', '.join(f'{name} {size}' for name, size in self.parallel.items())
+        own = "Megatron's own"
+        found = [f'schedule: {self.schedule or own}', f'parallel: {sizes}']
+        if self.schedule is not None:
+            found.append(f'placement: {self.placement}; layers of each stage by pipeline rank:')
+            for rank, stages in enumerate(self.stages):
+                held = [
+                    f'stage {s}' + (f': {self.layers[s]}' if self.layers else '') for s in stages
+                ]
+                found.append(f'  rank {rank}: {", ".join(held)}')
+        for each in self.iterations:
+            found.append(
+                f'{each.microbatches} microbatches (F = B = W = 1, simulated): makespan '
+                f'{each.makespan:g}, bubble {each.bubble_makespan:.1%}; window {each.window:g}, '
+                f'bubble {each.bubble_window:.1%}; peak activations {max(each.peaks):g}'
+            )
+        found += [] if self.layer is None else [str(self.layer)]
+        found += [f'note: {note}' for note in self.notes]
+        return found + [f'refused: {refusal}' for refusal in self.refused]
+
+
+def prospect_of(line: LaunchLine) -> Prospect:
+    """What the launch line would run.
+
+    Raises:
+        ValueError: a value that cannot work, with the cure.
+        OSError: the file of its schedule cannot be read.
+    """
+    notes = [] if line.whole else [_NO_TRAINING]
+    if line.unknown:
+        words = ' '.join(line.unknown)
+        notes.append(f'no flags of Megatron, unless the script adds them: {words}')
+    config = arguments.read(line.args)
+    parallel = _parallel(line)
+    if config is None or parallel['pipeline'] == 1:
+        return Prospect(parallel, notes=(*notes, *([] if config is None else [_NO_PIPELINE])))
+    arguments.require_plain(line.args)
+    plugin = Plugin(
+        Settings(
+            arguments.source_of(config),
+            arguments.num_chunks(line.args),
+            config.pipeline_schedule_memory_limit,
+        )
+    )
+    placement = plugin.placement(parallel['pipeline'])
+    counts = _microbatches(line, parallel['data'])
+    if config.enable_optimizer_post_validation:
+        arguments.without_reruns(line.args, line.words)
+        notes += [f'all ranks wait: {each}' for each in barriers(line.args, placement)]
+    return Prospect(
+        parallel,
+        plugin.title,
+        placement.name,
+        tuple(map(placement.stages, range(placement.num_ranks))),
+        tuple(_layers(line.args, placement)),
+        tuple(_simulated(plugin, placement.num_ranks, count) for count in counts),
+        layer_memory(line.args),
+        tuple(refusals.refused(line.args, line.on_cpu, te.find() is not None, placement)),
+        tuple(notes),
+    )
+
+
+def _parallel(line: LaunchLine) -> dict[str, int]:
+    """Ranks by kind.
+
+    Raises:
+        ValueError: they do not make whole replicas of the model.
+    """
+    sizes = {
+        'tensor': line.args.tensor_model_parallel_size,
+        'context': line.args.context_parallel_size,
+        'pipeline': line.args.pipeline_model_parallel_size,
+    }
+    ranks = sizes['tensor'] * sizes['context'] * sizes['pipeline']
+    if min(sizes.values()) < 1 or line.world_size % ranks:
+        shape = ' x '.join(f'{name} {size}' for name, size in sizes.items())
+        raise ValueError(
+            f'{line.world_size} GPUs do not divide by {shape} parallel: change a size, or --gpus'
+        )
+    return {'GPUs': line.world_size, **sizes, 'data': line.world_size // ranks}
+
+
+def _microbatches(line: LaunchLine, replicas: int) -> list[int]:
+    """Numbers of microbatches that training has.
+
+    Raises:
+        ValueError: the batch does not divide into any.
+    """
+    micro, whole = line.args.micro_batch_size, line.args.global_batch_size
+    if not micro:
+        raise ValueError('--micro-batch-size is missing')
+    step = micro * replicas
+    if (whole or step) % step:
+        raise ValueError(
+            f'--global-batch-size {whole} does not divide by {step} (--micro-batch-size {micro} x '
+            f'{replicas} data parallel): give a multiple'
+        )
+    return sorted(arguments.microbatches(line.args, line.world_size))
+
+
+def _layers(args: Namespace, placement: Placement) -> list[int]:
+    """Transformer layers of each stage.
+
+    Raises:
+        ValueError: they cannot be placed.
+    """
+    segments = arguments.hybrid_layers(args)
+    if segments is not None and not placement.is_loop:
+        return []  # refused
+    embedding = args.account_for_embedding_in_pipeline_split
+    loss = args.account_for_loss_in_pipeline_split
+    arguments.place_layers(args, placement)
+    if segments is not None:
+        even = [sum(segments) // placement.num_stages] * placement.num_stages
+        return segments if len(segments) > 1 else even
+    if args.pipeline_model_parallel_layout is not None:
+        return layout.StageLayout(placement, args.pipeline_model_parallel_layout).num_layers
+    return layout.layers_per_stage(args.num_layers, placement, embedding, loss)
+
+
+def _simulated(plugin: Plugin, num_ranks: int, num_microbatches: int) -> Simulated:
+    """Raises ValueError where there is no such schedule."""
+    schedule = plugin.lowered(num_ranks, num_microbatches, forward_only=False).schedule
+    costs = Costs.uniform(schedule.placement)
+    timeline = simulate(schedule, costs)
+    return Simulated(
+        num_microbatches,
+        timeline.makespan,
+        timeline.bubble_makespan,
+        max(timeline.windows),
+        timeline.bubble_window,
+        peak(schedule, costs),
+    )

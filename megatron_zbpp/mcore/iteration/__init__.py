@@ -1,0 +1,1 @@
+"""One iteration of training or evaluation."""

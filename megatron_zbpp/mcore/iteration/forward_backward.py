@@ -1,0 +1,262 @@
+"""The forward_backward function that stands in Megatron's table while the plugin is enabled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config, unwrap_model
+
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.mcore import layout, refusals
+from megatron_zbpp.mcore.iteration.alike import agreement
+from megatron_zbpp.mcore.iteration.completeness import every_weight_gradient
+from megatron_zbpp.mcore.iteration.ranges import profiled
+from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
+from megatron_zbpp.mcore.patches import transformer_engine
+from megatron_zbpp.runtime.channels import Message
+from megatron_zbpp.runtime.clock import clock_for
+from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.observe.measure import Iteration
+
+if TYPE_CHECKING:
+    from megatron_zbpp.mcore.plugin import Lowered, Plugin
+
+# What Megatron's two pipelined functions read from a collection of process groups.
+_GROUPS = ('tp', 'cp', 'embd', 'pos_embd', 'pp', 'dp_cp')
+
+
+def forward_backward(plugin: Plugin, original: Callable, **arguments: Any) -> list[Any]:
+    """Runs one global batch by the plugin's schedule; arguments and result are Megatron's.
+
+    Several modules in one pipeline, which have process groups each, go to `original`.
+    """
+    pg_collection = arguments.get('pg_collection')
+    if pg_collection is not None and not isinstance(pg_collection, ProcessGroupCollection):
+        _refuse_delayed(arguments.get('model'))
+        return original(**arguments)
+    call = Arguments(**arguments)
+    batch = plugin.next.take(call) or prepare(plugin, call)[0]
+    return batch.run(plugin)
+
+
+def _refuse_delayed(model: torch.nn.Module | list[torch.nn.Module] | None) -> None:
+    """Raises for modules whose weight gradients only our W passes would compute.
+
+    Raises:
+        NotImplementedError: the model was built for one of our schedules.
+    """
+    for module in model if isinstance(model, list) else [model]:
+        if module is not None and transformer_engine.delaying_modules(module):
+            raise NotImplementedError(
+                "several modules in one pipeline run by Megatron's own schedule, which would lose "
+                'the weight gradients that Transformer Engine delays for ours: call '
+                'megatron_zbpp.enable() for models of one module only'
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Of one call of a forward_backward function, as Megatron names them."""
+
+    forward_step_func: Callable
+    data_iterator: Iterator | list[Iterator | None] | None
+    model: torch.nn.Module | list[torch.nn.Module]
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None = None
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    adjust_tensor_shapes_fn: Callable | None = None
+    p2p_communicator: Any = None  # its ring of neighbours would not do
+    pg_collection: Any = None
+    force_all_reduce: bool = False
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The chunks of this rank."""
+        return self.model if isinstance(self.model, list) else [self.model]
+
+    @property
+    def iterators(self) -> list[Iterator | None]:
+        """The data of each chunk."""
+        many = isinstance(self.data_iterator, list)
+        return self.data_iterator if many else [self.data_iterator] * len(self.models)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One global batch of one module, ready to run on this rank."""
+
+    arguments: Arguments
+    groups: ProcessGroupCollection
+    config: Any
+    call: Call
+    lowered: Lowered
+    executor: Executor
+
+    def run(self, plugin: Plugin) -> list[Any]:
+        """What is left of it; returns the loss function's results on the last rank."""
+        looked_at = self.arguments.models if self.executor.splits else ()
+        with (
+            _timed(self.config),
+            plugin.watchdog.passes(self.executor),
+            every_weight_gradient(looked_at),
+        ):
+            self._gather_parameters()
+            record = self.executor.run()
+        config, forward_only = self.config, self.arguments.forward_only
+        if config.finalize_model_grads_func is not None and not forward_only:
+            with plugin.watchdog.meeting('reduction of gradients among replicas and tied layers'):
+                config.finalize_model_grads_func(
+                    self.arguments.models,
+                    self.call.num_tokens if config.calculate_per_token_loss else None,
+                    pg_collection=self.groups,
+                    force_all_reduce=self.arguments.force_all_reduce,
+                )
+        iteration = Iteration(self.lowered.schedule, self.groups.pp, record, self.executor.clock)
+        if forward_only:
+            plugin.latest = iteration
+        else:
+            plugin.trained(iteration)
+        return self.call.results
+
+    def _gather_parameters(self) -> None:
+        """Sends for what forwards of chunks that have run none will wait for: other ranks' shards.
+
+        Megatron's interleaved schedule does so where --overlap-param-gather keeps parameters; its
+        1F1B does not: there one part of the parameters sends for the next.
+        """
+        functions, models = self.config.param_sync_func, self.arguments.models
+        if functions is None or self.arguments.forward_only or len(models) == 1:
+            return
+        begun = {p.stage for p in self.executor.record.passes}
+        stages = self.lowered.placement.stages(self.groups.pp.rank())
+        for chunk, (stage, model) in enumerate(zip(stages, models, strict=True)):
+            if stage not in begun:
+                start = functions[chunk] if isinstance(functions, list | tuple) else functions
+                start(model.parameters())
+
+
+def prepare(plugin: Plugin, arguments: Arguments, ranks_ahead: int = 0) -> tuple[Batch, int]:
+    """A batch, and how many of its instructions come ahead.
+
+    Args:
+        plugin: whose schedule it is.
+        arguments: of the call.
+        ranks_ahead: how many ranks of the chain go ahead.
+    """
+    groups = arguments.pg_collection or ProcessGroupCollection.use_mpu_process_groups(list(_GROUPS))
+    models = arguments.models
+    config = get_model_config(models[0])
+    refuse_unsupported(config, arguments.adjust_tensor_shapes_fn)
+    call = Call(
+        plugin.store,
+        arguments.forward_step_func,
+        arguments.num_microbatches,
+        groups.cp.size(),
+        _device(),
+        arguments.forward_only,
+        arguments.collect_non_loss_data,
+        arguments.first_val_step,
+    )
+    message = _message(arguments, config, groups, call.device)
+    plugin.agree(
+        agreement(arguments.num_microbatches, len(models), message, arguments.forward_only, config),
+        groups.pp,
+    )
+    lowered = plugin.lowered(groups.pp.size(), arguments.num_microbatches, arguments.forward_only)
+    rank = groups.pp.rank()
+    program, count = lowered.program(rank, ranks_ahead)
+    executor = Executor(
+        program,
+        _stages(call, arguments, plugin.next.tape, lowered.placement, rank),
+        plugin.channels(groups.pp, lowered.placement, call.device),
+        message,
+        plugin.store,
+        clock_for(call.device, counting=plugin.auto is not None and plugin.auto.counting),
+        profiled,
+    )
+    return Batch(arguments, groups, config, call, lowered, executor), count
+
+
+def _device() -> torch.device:
+    """This rank's, where Megatron, too, puts what it receives, wherever the parameters are."""
+    return torch.empty(0, device=torch.cuda.current_device()).device
+
+
+def _message(
+    arguments: Arguments, config: Any, groups: ProcessGroupCollection, device: torch.device
+) -> Message:
+    (shape,) = schedules.get_tensor_shapes(
+        seq_length=arguments.seq_length,
+        micro_batch_size=arguments.micro_batch_size,
+        decoder_seq_length=arguments.decoder_seq_length,
+        config=config,
+        tp_group=groups.tp,
+        cp_group=groups.cp,
+    )
+    return Message(shape, config.pipeline_dtype, device)
+
+
+def refuse_unsupported(config: Any, adjust_tensor_shapes_fn: Callable | None) -> None:
+    """Raises for what would be silently wrong, with the cure.
+
+    Raises:
+        NotImplementedError: names the setting.
+    """
+    for refusal in refusals.refused(config):
+        raise NotImplementedError(
+            f"does not work with --pipeline-schedule: {refusal}, or use Megatron's own schedule"
+        )
+    if adjust_tensor_shapes_fn is not None:
+        raise NotImplementedError(
+            "adjust_tensor_shapes_fn does not work with --pipeline-schedule: use Megatron's own"
+        )
+
+
+def _stages(
+    call: Call, arguments: Arguments, tape: Callable, placement: Placement, rank: int
+) -> dict[int, ModelStage]:
+    """The stages of this rank by number; each reads the `tape` of its data.
+
+    Raises:
+        ValueError: the model was not built for this placement.
+    """
+    held = placement.stages(rank)
+    models = arguments.models
+    for model in models:
+        layout.require_placed(unwrap_model(model), placement)
+    if len(models) != len(held):
+        raise ValueError(
+            f'rank {rank} has {len(models)} model chunks, but the schedule places {len(held)} '
+            'there: build the model with the layout of the enabled schedule'
+        )
+    return {
+        stage: ModelStage(
+            call,
+            models[chunk],
+            tape(arguments.iterators[chunk]),
+            chunk if len(held) > 1 else None,
+            stage == placement.num_stages - 1,
+        )
+        for chunk, stage in enumerate(held)
+    }
+
+
+@contextlib.contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """Megatron's own timer around the passes."""
+    if config.timers is None:
+        yield
+        return
+    config.timers('forward-backward', log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    config.timers('forward-backward').stop()

@@ -1,0 +1,27 @@
+"""Passes by name where Megatron's own ranges are, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from megatron.core import utils
+
+from megatron_zbpp.ir import Pass
+from megatron_zbpp.runtime.observe import profiling
+
+
+def profiled(p: Pass) -> AbstractContextManager:
+    """As `runtime.profiling.profiled`; and under nsys, where a program has asked for Megatron's
+    ranges by `configure_nvtx_profiling` without torch's emit_nvtx."""
+    if utils._nvtx_enabled and not torch.autograd._profiler_enabled():
+        return _nvtx(profiling.name(p))
+    return profiling.profiled(p)
+
+
+@contextmanager
+def _nvtx(name: str) -> Iterator[None]:
+    utils.nvtx_range_push(name)
+    yield
+    utils.nvtx_range_pop(name)  # not after an error: ranges inside are open, and it would hide that

@@ -1,0 +1,116 @@
+"""A model chunk as a stage of the executor, by Megatron's own forward and backward steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_config
+
+from megatron_zbpp.mcore.compat import takes
+from megatron_zbpp.mcore.patches import transformer_engine
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
+
+
+@dataclass
+class Call:
+    """One call of a forward_backward function: its arguments, and what its forwards return.
+
+    Attributes:
+        store: of the weight gradients.
+        forward_step_func: the user's.
+        num_microbatches: m.
+        cp_size: of the context-parallel group.
+        forward_only, collect_non_loss_data, first_val_step: as Megatron passes them.
+        results: what the loss function returned, in microbatch order; filled on the loss rank.
+        num_tokens: sum over microbatches of what the loss function counted.
+    """
+
+    store: WeightGradStore
+    forward_step_func: Callable
+    num_microbatches: int
+    cp_size: int
+    device: torch.device
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    results: list[Any] = field(default_factory=list)
+    num_tokens: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=self.device)
+
+
+class ModelStage:
+    """One chunk of a Megatron model.
+
+    Args:
+        call: the call that it serves.
+        model: the chunk, wrapped as the user wrapped it.
+        data_iterator: the chunk's.
+        vp_stage: its index among the chunks of this rank; None where there is one.
+        is_last: whether it computes the loss.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        model: torch.nn.Module,
+        data_iterator: Iterator | None,
+        vp_stage: int | None,
+        is_last: bool,
+    ) -> None:
+        self._call = call
+        self._model = model
+        self._data_iterator = data_iterator
+        self._vp_stage = vp_stage
+        self._is_last = is_last
+        self._config = get_model_config(model)
+        self._context = [self._config]  # what `backward_step` takes behind the tensors
+        if takes(schedules.backward_step, 'model_type'):  # until 0.16
+            self._context.insert(0, schedules.get_model_type(model))
+        self._delaying = transformer_engine.Delaying(model, call.store)
+        no_sync = self._config.no_sync_func  # one for all chunks, or a list of theirs
+        if isinstance(no_sync, list | tuple):
+            no_sync = no_sync[vp_stage or 0]
+        self._no_sync = no_sync or contextlib.nullcontext
+
+    def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        call = self._call
+        output, num_tokens = schedules.forward_step(
+            call.forward_step_func,
+            self._data_iterator,
+            self._model,
+            call.num_microbatches,
+            received,
+            call.results,
+            self._config,
+            cp_group_size=call.cp_size,
+            collect_non_loss_data=call.collect_non_loss_data,
+            is_first_microbatch=schedules.check_first_val_step(
+                call.first_val_step, call.forward_only, microbatch == 0
+            ),
+            current_microbatch=microbatch,
+            vp_stage=self._vp_stage,
+            is_last_stage=self._is_last,
+        )
+        if self._is_last:
+            call.num_tokens += num_tokens
+        return output
+
+    def backward(
+        self, received: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        with self._delaying.queueing():
+            return schedules.backward_step(received, output, gradient, *self._context)
+
+    def release(self, output: torch.Tensor) -> None:
+        schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self._no_sync()

@@ -1,0 +1,165 @@
+"""Megatron's linear layers with the weight gradient left for W.
+
+Both halves of the backward are Megatron's own function, called with another context:
+
+- B calls it as Megatron does when the weight gradient is put off to the end of the iteration
+  (`grad_output_buffer`), so that it computes the input gradient and its communication only;
+- W calls it with a weight of no columns, so that the input gradient costs nothing and what is left
+  is the weight gradient: fused into `main_grad` or not, with the bias gradient.
+
+So the bits are Megatron's, in every version. The forward gets an alias of the weight that autograd
+does not track: B never touches the parameter, and no hook on it fires before W.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_zbpp.mcore.patches.shards import Shard, start_all
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
+
+_GATHERED_FROM = 'megatron_zbpp_gathered_from'  # on a tensor: this rank's rows of it, and the group
+
+
+def deferring_linear(original: type, store: WeightGradStore) -> type:
+    """A drop-in for Megatron's `LinearWithGradAccumulationAndAsyncCommunication`.
+
+    Args:
+        original: that class.
+        store: asked in forward whether to defer; takes the deferred gradients in backward.
+    """
+
+    class DeferringLinear(original):
+        """Splits the backward where the store says so, and is `original` elsewhere."""
+
+        @classmethod
+        def apply(
+            cls,
+            input: torch.Tensor,
+            weight: torch.Tensor,
+            bias: torch.Tensor | None,
+            *rest: Any,
+        ) -> torch.Tensor:
+            splits = store.deferring and torch.is_grad_enabled() and input.requires_grad
+            if not (splits and isinstance(weight, torch.nn.Parameter) and _plain(rest)):
+                return original.apply(input, weight, bias, *rest)
+            parameters = [weight] if bias is None else [weight, bias]
+            alias = None if bias is None else bias.detach()
+            return super().apply(parameters, input, weight.detach(), alias, *rest)
+
+        @staticmethod
+        def forward(ctx, parameters: list[torch.nn.Parameter], *args: Any) -> torch.Tensor:
+            ctx.parameters = parameters
+            ctx.unused = len(args) - 1
+            return original.forward(ctx, *args)
+
+        @staticmethod
+        def backward(ctx, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            input, weight = ctx.saved_tensors
+            saved = dict(vars(ctx))
+            parameters = saved.pop('parameters')
+            split = SimpleNamespace(**saved)
+            grad_input = _input_gradient(original, split, input, weight, grad_output)
+            _defer(original, split, input, parameters, grad_output, store)
+            return None, grad_input, *[None] * ctx.unused
+
+    return DeferringLinear
+
+
+def _plain(rest: tuple[Any, ...]) -> bool:
+    """Whether weight gradients are computed at once and whole: else Megatron has plans of its own.
+
+    `rest` is what follows the bias: fusion, all-reduce, sequence parallelism, grad_output_buffer,
+    wgrad_deferral_limit, tp_group, and since 0.19 gtp_remat_size.
+    """
+    return rest[3] is None and all(size == 1 for size in rest[6:])
+
+
+def _input_gradient(
+    original: type,
+    context: SimpleNamespace,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    grad_output: torch.Tensor,
+) -> torch.Tensor:
+    """Gradient of the layer's input, reduced over `tp_group` as the layer asks."""
+    changed = {
+        'saved_tensors': (input, weight),
+        'main_grad': None,
+        'use_bias': False,
+        # put the weight gradient off, without limit; only the fused branch knows how to
+        'grad_output_buffer': [],
+        'wgrad_deferral_limit': 0,
+        'gradient_accumulation_fusion': True,
+    }
+    return original.backward(SimpleNamespace(**vars(context) | changed), grad_output)[0]
+
+
+def _defer(
+    original: type,
+    context: SimpleNamespace,
+    input: torch.Tensor,
+    parameters: list[torch.nn.Parameter],
+    grad_output: torch.Tensor,
+    store: WeightGradStore,
+) -> None:
+    """Leaves the rest to W; of what is gathered over `tp_group`, this rank's rows."""
+    operands = [input, grad_output]
+    if context.sequence_parallel:
+        operands[0] = Shard(input, context.tp_group)
+    gathered = getattr(grad_output, _GATHERED_FROM, None)
+    if gathered is not None and store.waits:
+        operands[1] = Shard(*gathered)
+    shards = [operand for operand in operands if isinstance(operand, Shard)]
+
+    def compute() -> tuple[torch.Tensor | None, ...]:
+        whole = [o.gather() if isinstance(o, Shard) else o for o in operands]
+        return _weight_gradients(original, context, whole[0], parameters, whole[1])
+
+    def held() -> list[torch.Tensor]:
+        return [o.rows if isinstance(o, Shard) else o for o in operands]
+
+    store.defer(parameters, compute, held, start_all(shards))
+
+
+def remembering_reduce_scatter(original: type, store: WeightGradStore) -> type:
+    """A drop-in for Megatron's `_ReduceScatterToSequenceParallelRegion`, row-parallel layers' end.
+
+    Its backward gathers; the layer before it may keep the rows that it gathered them from.
+    """
+
+    class RememberingReduceScatter(original):
+        @staticmethod
+        def backward(ctx, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            gathered, *rest = original.backward(ctx, grad_output)
+            if store.deferring and ctx.input_split_sizes is None:
+                setattr(gathered, _GATHERED_FROM, (grad_output, ctx.group))
+            return gathered, *rest
+
+    return RememberingReduceScatter
+
+
+def _weight_gradients(
+    original: type,
+    context: SimpleNamespace,
+    input: torch.Tensor,
+    parameters: list[torch.nn.Parameter],
+    grad_output: torch.Tensor,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of weight and bias; the fused kernel has added the weight's to `main_grad`."""
+    weight = parameters[0]
+    columnless = weight.detach()[:, :0]
+    vars(columnless).update(vars(weight))  # main_grad and Megatron's flags beside it
+    changed = {
+        'saved_tensors': (input, columnless),
+        'main_grad': getattr(weight, 'main_grad', None),
+        'allreduce_dgrad': False,
+        'sequence_parallel': False,
+    }
+    gradients = original.backward(SimpleNamespace(**vars(context) | changed), grad_output)
+    if hasattr(weight, 'grad_added_to_main_grad'):
+        weight.grad_added_to_main_grad = columnless.grad_added_to_main_grad
+    return gradients[1 : 1 + len(parameters)]

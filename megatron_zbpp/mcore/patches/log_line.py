@@ -1,0 +1,55 @@
+"""The pipeline's figures in the log line of NVIDIA's training loop, and where its scalars go.
+
+    ... | number of nan iterations:   0 | pipeline bubble: 3.1% | live activations: 4.0 |
+
+All ranks come to the line, and the last one prints it. There, where Megatron gathers its timers
+from all ranks, too, the figures of the line's own iteration are gathered from those of a pipeline.
+Between lines no rank waits for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from megatron_zbpp.runtime.observe.measure import Figures
+
+if TYPE_CHECKING:
+    from megatron_zbpp.mcore.plugin import Plugin
+
+TRAINING = 'megatron.training.training'
+_LINE = re.compile(r' \[.*?\] iteration +(\d+)/.*\|$')
+_SCALARS = {'pipeline/bubble': 'bubble', 'pipeline/live-activations': 'live'}
+
+
+def training_functions(module: ModuleType, plugin: Plugin) -> Iterator[tuple[Callable, Callable]]:
+    """What prints the line of an iteration."""
+    original = module.print_rank_last
+
+    @functools.wraps(original)
+    def print_rank_last(message: str) -> None:
+        line = _LINE.match(str(message))
+        if line is None or plugin.latest is None:
+            original(message)
+            return
+        with plugin.watchdog.meeting('figures of the pipeline for the log'):
+            figures = plugin.latest.figures()
+        original(f'{message} {figures}')
+        _write(module, figures, int(line[1]))
+
+    yield original, print_rank_last
+
+
+def _write(module: ModuleType, figures: Figures, iteration: int) -> None:
+    """To TensorBoard and Weights & Biases, where the rank has them, in Megatron's interval."""
+    writer, wandb = module.get_tensorboard_writer(), module.get_wandb_writer()
+    if not writer or iteration % module.get_args().tensorboard_log_interval:
+        return
+    for name, attribute in _SCALARS.items():
+        value = getattr(figures, attribute)
+        writer.add_scalar(name, value, iteration)
+        if wandb:
+            wandb.log({name: value}, iteration)

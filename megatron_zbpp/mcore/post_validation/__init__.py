@@ -1,0 +1,1 @@
+"""Post-validation of the optimizers of Megatron."""

@@ -1,0 +1,155 @@
+"""The first forwards of an iteration that Megatron has not asked for yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_zbpp.mcore.iteration.forward_backward import Arguments, Batch, prepare
+from megatron_zbpp.mcore.post_validation.side_effects import Effects
+from megatron_zbpp.post_validation.replay import Tape
+
+if TYPE_CHECKING:
+    from megatron_zbpp.mcore.plugin import Plugin
+
+
+class NextIteration:
+    """What this rank runs ahead: see `optim.post_validation.Ahead`.
+
+    It takes the next call to be like the latest one, once two were alike. Where an evaluation comes
+    between, or the batch grows, what was run ahead is dropped: all ranks see that, and do the same.
+
+    Args:
+        plugin: that runs the iterations.
+
+    Attributes:
+        latest: the arguments of the latest training call.
+    """
+
+    def __init__(self, plugin: Plugin) -> None:
+        self.latest: Arguments | None = None
+        self._plugin = plugin
+        self._repeats = False  # the latest call was like the one before
+        self._tapes: dict[int, Tape] = {}  # by identity of their iterators, which they hold
+        self._begun: tuple[Batch, Effects] | None = None
+
+    def tape(self, iterator: Iterator | None) -> Iterator | None:
+        """What the chunks read instead of `iterator`, in training and evaluation alike."""
+        if iterator is None or self._plugin.post_validation is None:
+            return iterator
+        return self._tapes.setdefault(id(iterator), Tape(iterator))
+
+    def take(self, arguments: Arguments) -> Batch | None:
+        """The batch that has been begun for this call; None: there is none.
+
+        Raises:
+            RuntimeError: one was begun with other data, another model or function; it cannot be
+                dropped, because other ranks need not know.
+        """
+        begun, self._begun = self._begun, None
+        if not arguments.forward_only:
+            self._repeats = self.latest is not None and _alike(self.latest, arguments)
+            if self.latest is not None and not self._repeats:
+                self._plugin.steps.differ()
+            self.latest = arguments
+        if begun is None:
+            batch = None
+        elif arguments.forward_only or not _same_size(begun[0].arguments, arguments):
+            batch = self._drop(*begun)
+        elif not self._repeats:
+            raise RuntimeError(
+                'the data iterator, the model or forward_step_func is not the one of the iteration '
+                'before, with which this one was begun: pass the same in every iteration, or leave '
+                'out --enable-optimizer-post-validation'
+            )
+        else:
+            batch, effects = begun
+            effects.show()
+        if not arguments.forward_only:
+            for tape in self._tapes.values():
+                tape.mark(keep=False) if batch is None else tape.forget()
+            used = {id(iterator) for iterator in arguments.iterators}
+            self._tapes = {i: t for i, t in self._tapes.items() if i in used or not t.idle}
+        return batch
+
+    def possible(self) -> bool:
+        """Whether there is data for the forwards, and they are expected to be asked for."""
+        return self._repeats and all(map(self._reserve, self._iterators().values()))
+
+    def _iterators(self) -> dict[int, Iterator]:
+        return {id(i): i for i in self.latest.iterators if i is not None}
+
+    def _reserve(self, iterator: Iterator) -> bool:
+        """Draws for all forwards that may run ahead as many items as each took in the iteration
+        before; False: there are not as many, or some took more than others."""
+        tape = self.tape(iterator)
+        chunks = [c for c, other in enumerate(self.latest.iterators) if other is iterator]
+        each, uneven = divmod(tape.given, len(chunks) * self.latest.num_microbatches)
+        ahead = sum(chunk in chunks for chunk in self._chunks_ahead())
+        return not uneven and tape.reserve(each * ahead)
+
+    def _chunks_ahead(self) -> list[int]:
+        """The chunk of each pass that this rank may run ahead."""
+        group = self._plugin.latest.pp_group
+        lowered = self._plugin.lowered(group.size(), self.latest.num_microbatches, False)
+        held = lowered.placement.stages(group.rank())
+        passes = lowered.schedule.passes[group.rank()][: lowered.ahead[group.rank()]]
+        return [held.index(p.stage) for p in passes]
+
+    def run(self, ranks: int) -> None:
+        """This rank's part, if so many `ranks` of the chain go ahead."""
+        batch, count = prepare(self._plugin, self.latest, ranks)
+        if not count:
+            return
+        for tape in self._tapes.values():
+            tape.mark(keep=True)
+        effects = Effects(self.latest.models)
+        watched = self._plugin.watchdog.forwards(batch.executor)
+        with torch.enable_grad(), effects.hidden(), watched:
+            batch.executor.run_ahead(count)
+        self._begun = batch, effects
+
+    def settle(self, stands: bool) -> None:
+        """Keeps what was run for the next call, or drops it."""
+        if self._begun is not None and not stands:
+            begun, self._begun = self._begun, None
+            self._drop(*begun)
+
+    def close(self) -> None:
+        """There is no next iteration for now: lets go of models and activations, on all ranks.
+
+        Data that was drawn for it stays here, for when the same iterator is trained with again.
+        """
+        if self._begun is not None:
+            self._drop(*self._begun)
+        self._tapes = {i: tape for i, tape in self._tapes.items() if not tape.idle}
+        self.latest = self._begun = None
+        self._repeats = False
+
+    def _drop(self, batch: Batch, effects: Effects) -> None:
+        with self._plugin.watchdog.meeting('messages of forwards that are dropped'):
+            batch.executor.drop()
+        effects.drop()
+        for tape in self._tapes.values():
+            tape.rewind()
+
+
+def _alike(one: Arguments, other: Arguments) -> bool:
+    """Whether two calls differ in nothing but the number of microbatches."""
+    return (
+        one.forward_step_func == other.forward_step_func  # methods are made anew
+        and _same(one.models, other.models)
+        and _same(one.iterators, other.iterators)
+        and one.pg_collection is other.pg_collection
+    )
+
+
+def _same(one: list, other: list) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _same_size(one: Arguments, other: Arguments) -> bool:
+    sizes = ('num_microbatches', 'seq_length', 'micro_batch_size', 'decoder_seq_length')
+    return all(getattr(one, size) == getattr(other, size) for size in sizes)

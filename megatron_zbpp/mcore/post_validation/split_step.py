@@ -1,0 +1,322 @@
+"""One step of a Megatron optimizer, in the two halves that post-validation needs.
+
+All arithmetic is Megatron's own: its functions run with the reductions taken out of them, which are
+begun at once and answered in the second half. So the result has Megatron's bits and its logs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import optimizer as module
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronOptimizer,
+    MixedPrecisionOptimizer,
+)
+
+from megatron_zbpp.post_validation.partial_state import stands
+from megatron_zbpp.post_validation.protocol import Outcome
+from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES, Stepped, Trial
+
+# Whose `step` is the beginning of an optimizer step.
+STEPPING = (FP32Optimizer, MixedPrecisionOptimizer, ChainedOptimizer)
+# What `step` of these looks up in its module, and is answered there.
+NORM, CLIP = 'get_grad_norm_fp32', 'clip_grad_by_total_norm_fp32'
+
+_ABSENT = object()
+_KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
+_OUTERMOST = (*_KNOWN, ChainedOptimizer)
+_REFUSED = {
+    'use_precision_aware_optimizer': 'the optimizer keeps the parameters',
+    'optimizer_cpu_offload': 'the host steps in its own time',
+    'optimizer_cuda_graph': 'a captured step steps what it was captured with',
+    'log_num_zeros_in_grad': 'counting zeros waits for all ranks',
+    'overlap_param_gather_with_optimizer_step': 'parameters are gathered amid the step',
+    'reuse_grad_buf_for_mxfp8_param_ag': 'parameters and gradients share a buffer',
+}
+
+
+def refusal(optimizer: MegatronOptimizer) -> str | None:
+    """Why steps of this optimizer must wait for all ranks; None: they need not."""
+    if type(optimizer) not in _OUTERMOST:  # what it does around its leaves' steps is its own
+        return _unknown(optimizer, _OUTERMOST)
+    for leaf in leaves(optimizer):
+        if type(leaf) not in _KNOWN:
+            return _unknown(leaf, _KNOWN)
+        if getattr(leaf, 'is_stub_optimizer', False):
+            return 'a rank has no parameters to step'
+        for name, why in _REFUSED.items():
+            if getattr(leaf.config, name, False):
+                return f'{name}: {why}'
+        if getattr(getattr(leaf, 'ddp_config', None), 'use_megatron_fsdp', False):
+            return 'use_megatron_fsdp: parameters are gathered amid the step'
+    return None
+
+
+def _unknown(optimizer: MegatronOptimizer, known: tuple[type, ...]) -> str:
+    names = ', '.join(each.__name__ for each in known)
+    return f'{type(optimizer).__name__} is not one of {names}, and not supported so far'
+
+
+def refusal_of_model(config: Any) -> str | None:
+    """Why forwards of a model with this config cannot be dropped; None: they can."""
+    if getattr(config, 'fp8', None) and getattr(config, 'fp8_recipe', None) == 'delayed':
+        return 'fp8_recipe=delayed: forwards that are dropped would leave their scales'
+    return None
+
+
+def leaves(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers of a chain; of one that is none, itself."""
+    return list(getattr(optimizer, 'chained_optimizers', [optimizer]))
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """A number on its way over all ranks of `group`."""
+
+    local: float
+    value: torch.Tensor
+    group: dist.ProcessGroup
+    work: dist.Work
+
+    @classmethod
+    def begin(
+        cls, local: float, op: Any, group: dist.ProcessGroup, device: torch.device
+    ) -> _Reduction:
+        value = torch.tensor([local], dtype=torch.float32, device=device)
+        return cls(local, value, group, dist.all_reduce(value, op, group, async_op=True))
+
+    def result(self) -> float:
+        self.work.wait()
+        return self.value.item()
+
+
+class MegatronUpdate:
+    """One step of `optimizer`; see `optim.post_validation.Update`.
+
+    Args:
+        optimizer: the outermost one.
+        original: its class's own `step`.
+        alone: a group of this rank only.
+    """
+
+    def __init__(
+        self,
+        optimizer: MegatronOptimizer,
+        original: Callable[[Any], tuple[bool, float | None, int | None]],
+        alone: dist.ProcessGroup,
+    ) -> None:
+        self._optimizer = optimizer
+        self._original = original
+        self._alone = alone
+        self._leaves = leaves(optimizer)
+        self._device = next(p for g in optimizer.param_groups for p in g['params']).device
+        self.clip_grad = self._leaves[0].config.clip_grad
+        self._overflows: dict[int, _Reduction] = {}  # by place of the leaf
+        self._norms: list[_Reduction] = []
+        self._trials: list[Trial] = []
+        self._clipped = False
+
+    def begin(self, possible: bool) -> float:
+        """Gradients are ready to step with, but for clipping."""
+        for at, leaf in enumerate(self._leaves):
+            overflow = self._prepare(leaf)
+            if overflow is not None:
+                group = leaf.get_grad_stats_parallel_group()
+                self._overflows[at] = _Reduction.begin(
+                    float(overflow), dist.ReduceOp.MAX, group, self._device
+                )
+        if isinstance(self._optimizer, ChainedOptimizer) or self.clip_grad > 0:
+            with _replaced(module, NORM, self._begin_norm(getattr(module, NORM))):
+                self._optimizer.get_grad_norm()
+        overflowed = any(reduction.local for reduction in self._overflows.values())
+        return self._of_stage(possible and not overflowed)
+
+    def _prepare(self, leaf: MegatronOptimizer) -> bool | None:
+        """Megatron's preparation of gradients; whether they overflow here, None: nobody looks."""
+        scaler = getattr(leaf, 'grad_scaler', None)
+        with ExitStack() as stack:
+            stack.enter_context(
+                _replaced(leaf, 'get_grad_stats_parallel_group', lambda: self._alone)
+            )
+            if scaler is not None:
+                stack.enter_context(_replaced(scaler, 'update', lambda _: None))
+            overflow = leaf.prepare_grads()
+        return None if scaler is None else overflow
+
+    def _begin_norm(self, original: Callable) -> Callable:
+        def get_grad_norm_fp32(
+            grads: Any, norm_type: float = 2, grad_stats_parallel_group: Any = None
+        ) -> float:
+            norm = original(grads, norm_type, grad_stats_parallel_group=self._alone)
+            # the root of a float32, in float64: its square rounds to that float32 again
+            self._norms.append(
+                _Reduction.begin(
+                    norm * norm, dist.ReduceOp.SUM, grad_stats_parallel_group, self._device
+                )
+            )
+            return norm
+
+        return get_grad_norm_fp32
+
+    def _of_stage(self, possible: bool) -> float:
+        """The squared norm over all ranks of this pipeline stage, alike on each of them."""
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        members = set(dist.get_process_group_ranks(group))
+        total = 0.0 if possible else float('inf')
+        for reduction in self._norms:
+            shared = members.intersection(dist.get_process_group_ranks(reduction.group))
+            total += reduction.local * len(shared) / len(members)  # the others have copies
+        if len(members) == 1:
+            return total
+        value = torch.tensor([total], dtype=torch.float64, device=self._device)
+        dist.all_reduce(value, group=group)
+        return value.item()
+
+    def try_step(self) -> None:
+        left = KEPT_BYTES
+        for leaf in self._leaves:
+            self._trials.append(Trial(leaf.optimizer, list(_stepped(leaf)), kept_bytes=left))
+            left -= self._trials[-1].kept_bytes
+        self._gather_parameters()
+
+    def finish(self) -> Outcome:
+        overflows = {at: r.result() > 0 for at, r in self._overflows.items()}
+        norms = [reduction.result() ** 0.5 for reduction in self._norms]
+        in_place = [p for trial in self._trials for p in trial.in_place]
+        for trial in self._trials:
+            trial.undo()
+        with ExitStack() as stack:
+            for at, leaf in enumerate(self._leaves):
+                prepared = _prepared(leaf, overflows.get(at))
+                stack.enter_context(_replaced(leaf, 'prepare_grads', prepared))
+            for leaf, trial in zip(self._leaves, self._trials, strict=False):
+                step = self._stepping(trial, leaf.optimizer.step)
+                stack.enter_context(_replaced(leaf.optimizer, 'step', step))
+            answer = _answering(norms, getattr(module, NORM))
+            stack.enter_context(_replaced(module, NORM, answer))
+            stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tuple(in_place)))
+            outcome = self.synchronous()
+        if self._trials and not outcome.clean:
+            self._take_back(stepped=outcome.result[0])
+        return outcome
+
+    def synchronous(self) -> Outcome:
+        """The step by Megatron's own code, watched."""
+        scale = self._optimizer.get_loss_scale()
+        clip = getattr(module, CLIP)
+        with _replaced(module, CLIP, self._watching(clip)):
+            result = self._original(self._optimizer)
+        # Megatron's scalers make a new one: its value would have to be waited for
+        same_scale = scale is self._optimizer.get_loss_scale()
+        return Outcome(result, bool(result[0]) and not self._clipped and same_scale)
+
+    def _stepping(self, trial: Trial, original: Callable) -> Callable:
+        """The inner optimizer's step, of what the trial has not stepped for good."""
+
+        def step() -> Any:
+            if self._clipped:
+                trial.give_back()
+                return original()
+            return trial.complete(original)
+
+        return step
+
+    def _watching(self, clip: Callable) -> Callable:
+        def clip_grad_by_total_norm_fp32(
+            parameters: Any, max_norm: float, total_norm: float, *args: Any, **kwargs: Any
+        ) -> None:
+            self._clipped |= not stands(total_norm, max_norm)
+            clip(parameters, max_norm, total_norm, *args, **kwargs)
+
+        return clip_grad_by_total_norm_fp32
+
+    def _take_back(self, stepped: bool) -> None:
+        """The model reads what the true step left, on all ranks that hold copies of it."""
+        if not stepped:
+            for trial in self._trials:
+                trial.give_back()
+                trial.restore_copies()
+        for chunk in self._chunks():
+            for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+                if group.param_gather_handle is not None:
+                    group.param_gather_handle.wait()
+                    group.param_gather_handle = None
+                group.param_gather_dispatched = False
+        if not stepped:
+            self._gather_parameters()
+
+    def _gather_parameters(self) -> None:
+        """Where parameters are sharded: all parts of them, now or when a forward needs them."""
+        for chunk in self._chunks():
+            if not chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync()
+
+    def _chunks(self) -> list[Any]:
+        """Model chunks whose parameters are sharded."""
+        sharding = [leaf for leaf in self._leaves if isinstance(leaf, DistributedOptimizer)]
+        return list({id(c): c for leaf in sharding for c in leaf.model_chunks}.values())
+
+
+def _stepped(leaf: MegatronOptimizer) -> Iterator[Stepped]:
+    """What the inner optimizer steps, and what the model reads."""
+    read: dict[int, torch.Tensor] = {}
+    if isinstance(leaf, DistributedOptimizer):
+        pairs = zip(leaf.shard_fp32_from_float16_groups, leaf.shard_float16_groups, strict=True)
+    elif isinstance(leaf, Float16OptimizerWithFloat16Params):
+        pairs = zip(leaf.fp32_from_float16_groups, leaf.float16_groups, strict=True)
+    else:
+        pairs = iter(())
+    for parameters, copies in pairs:
+        for parameter, copy in zip(parameters, copies, strict=True):
+            read[id(parameter)] = copy.detach()
+    for group in leaf.optimizer.param_groups:
+        for parameter in group['params']:
+            if parameter.grad is not None:
+                yield Stepped(parameter, read.get(id(parameter)))
+
+
+def _prepared(leaf: MegatronOptimizer, overflow: bool | None) -> Callable[[], bool]:
+    """What `prepare_grads` does behind its reduction."""
+
+    def prepare_grads() -> bool:
+        if overflow is not None:
+            leaf.grad_scaler.update(overflow)
+        return bool(overflow)
+
+    return prepare_grads
+
+
+def _answering(norms: list[float], original: Callable) -> Callable:
+    """Gives these norms in their order; others are computed as ever."""
+    left = iter(norms)
+
+    def get_grad_norm_fp32(*args: Any, **kwargs: Any) -> float:
+        norm = next(left, None)
+        return original(*args, **kwargs) if norm is None else norm
+
+    return get_grad_norm_fp32
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, replacement: Callable) -> Iterator[None]:
+    """`owner` has `replacement` by that name while this lasts."""
+    own = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if own is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

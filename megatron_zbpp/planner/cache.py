@@ -1,0 +1,128 @@
+"""Plans on disk, found again by everything that decided them.
+
+A plan's file is named after a digest of all inputs, of the source of the planner and the schedules,
+and of the exact solver's version: what any of these would plan otherwise is not found. A plan that
+the clock cut short (`Plan.repeats` is False) is kept too: it is valid, and its time is paid.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner.plans import Candidate, Plan, plan
+
+_PLAIN = ('objective', 'value', 'lower_bound', 'repeats')  # fields that are JSON as they are
+
+
+def default_folder() -> Path:
+    """Where plans are kept: the user's cache folder (XDG base directory specification)."""
+    home = os.environ.get('XDG_CACHE_HOME')
+    return Path(home or Path.home() / '.cache') / 'megatron_zbpp' / 'plans'
+
+
+def planned(
+    folder: Path | None,
+    candidates: Sequence[Candidate],
+    num_microbatches: int,
+    *,
+    progress: Callable[[float], None] | None = None,
+    **inputs: object,
+) -> tuple[Plan, bool]:
+    """What `plan` returns, and whether it was on disk.
+
+    A damaged file is replaced, a folder that cannot be written to is done without; both with a
+    warning.
+
+    Args:
+        folder: of the plans; None to plan anew and keep nothing.
+        candidates: see `plan`.
+        num_microbatches: see `plan`.
+        progress: see `plan`.
+        inputs: further keyword arguments of `plan`; none that can be read only once.
+
+    Raises:
+        ValueError: as `plan` does.
+    """
+    if folder is None:
+        return plan(candidates, num_microbatches, progress=progress, **inputs), False
+    asked = repr((_code(), candidates, num_microbatches, sorted(inputs.items())))
+    file = folder / f'{_digest(asked)}.plan'
+    found = _load(file)
+    if found is not None:
+        return found, True
+    made = plan(candidates, num_microbatches, progress=progress, **inputs)
+    _store(file, made)
+    return made, False
+
+
+@cache
+def _code() -> str:
+    """Digest of all code that decides what is planned."""
+    root = Path(__file__).parents[1]
+    rooms = ('ir', 'schedules', 'analysis', 'planner')
+    files = [file for room in rooms for file in root.joinpath(room).rglob('*.py')]
+    assert all(any(room in file.parts for file in files) for room in rooms), 'a room has moved'
+    try:
+        solver = version('ortools')
+    except PackageNotFoundError:
+        solver = ''
+    return _digest(solver + ''.join(file.read_text(encoding='utf-8') for file in sorted(files)))
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
+
+
+def _load(file: Path) -> Plan | None:
+    """The plan in `file`; None if there is none, or not as it was written."""
+    try:
+        digest, _, body = file.read_text(encoding='utf-8').partition('\n')
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        warnings.warn(f'{file} cannot be read ({error}): planning anew', stacklevel=3)
+        return None
+    if _digest(body) != digest:
+        warnings.warn(f'{file} is damaged: planning anew', stacklevel=3)
+        return None
+    data = json.loads(body)
+    return Plan(
+        schedule=Schedule.from_json(data['schedule']),
+        costs=Costs(**data['costs']),
+        best_named=data['best_named'] and tuple(data['best_named']),
+        **{name: data[name] for name in _PLAIN},
+    )
+
+
+def _store(file: Path, made: Plan) -> None:
+    """Writes a file that holds all of the plan at any time that it is there."""
+    data = {
+        'schedule': made.schedule.to_json(),
+        'costs': asdict(made.costs),
+        'best_named': made.best_named,
+        **{name: getattr(made, name) for name in _PLAIN},
+    }
+    body = json.dumps(data)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, path = tempfile.mkstemp(dir=file.parent, prefix=file.stem)
+        try:
+            with open(handle, 'w', encoding='utf-8') as stream:
+                stream.write(f'{_digest(body)}\n{body}')
+            os.replace(path, file)
+        except BaseException:
+            os.unlink(path)
+            raise
+    except OSError as error:
+        warnings.warn(f'the plan is not kept: {file}: {error.strerror}', stacklevel=3)

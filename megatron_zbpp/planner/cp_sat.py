@@ -1,0 +1,261 @@
+"""The exact solver: optima of small instances, proven, with OR-tools CP-SAT.
+
+One interval a pass; passes of a queue, and of a microbatch, in their order; passes of a rank never
+at once; activations within the limit. Two things make it fast enough for p = 4, m = 8: it starts
+from the search's best orders and bound, and where two stages of a rank have equal W, their Ws run
+in the order of their Bs: swapping Ws that do not changes neither times nor memory.
+
+A single worker with a deterministic time limit: the same question has the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import combinations
+from math import ceil, floor, gcd, inf
+from typing import TYPE_CHECKING, Any
+
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner.lower_bounds import lower_bound
+from megatron_zbpp.planner.problem import EPSILON, Orders, Problem, replay
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
+
+_DENOMINATORS = range(1, 1001)
+_FINE = 10_000  # the longest pass takes so many units where times are not multiples of one unit
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the solver found out.
+
+    Attributes:
+        orders: the best it knows; None if it found nothing.
+        bound: no orders have a value below this.
+        effort: deterministic seconds that it took.
+        overran: whether the clock ended it; else it would answer the same again.
+    """
+
+    orders: Orders | None
+    bound: float
+    effort: float
+    overran: bool
+
+
+def available() -> bool:
+    """Whether OR-tools is installed."""
+    return find_spec('ortools') is not None
+
+
+def solve(
+    problem: Problem, orders: Orders, bound: float, enough: float, effort: float, seconds: float
+) -> Answer:
+    """Looks for better orders, or a proof that there are none.
+
+    Args:
+        problem: with tens of passes a rank.
+        orders: to start from.
+        bound: a lower bound that is known.
+        enough: a value above this is of no interest.
+        effort: deterministic seconds at most.
+        seconds: by the clock at most.
+
+    Raises:
+        ValueError: OR-tools is not installed.
+    """
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise ValueError(
+            'the exact solver needs OR-tools: pip install "megatron_zbpp[exact]", or plan without'
+        ) from error
+    unit, rounded = _unit(problem)
+    scaled = _scaled(problem, unit)
+    value, ends = replay(scaled, orders)
+    # Rounding times down may also move a window's start by as much as its stages and edges.
+    doubt = 2 * problem.placement.num_stages if rounded and problem.objective == 'window' else 0
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.linearization_level = 0  # linear relaxations cost more than they prove
+    solver.parameters.max_deterministic_time = effort
+    solver.parameters.max_time_in_seconds = max(seconds, 0.0)
+    most = min(round(value), floor(enough / unit + EPSILON) + doubt)
+    least = min(floor(lower_bound(scaled) if rounded else bound / unit), most)
+    model = _Model(cp_model.CpModel(), scaled, least, most)
+    if value <= most:
+        model.hint(ends)
+    status = solver.solve(model.model)
+    found = model.orders(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+    proven = enough
+    if status != cp_model.INFEASIBLE:
+        proven = unit * (ceil(solver.best_objective_bound - EPSILON) - doubt)
+    overran = status in (cp_model.FEASIBLE, cp_model.UNKNOWN) and solver.wall_time >= seconds
+    effort = solver.response_proto.deterministic_time
+    return Answer(found, max(bound, proven), effort, overran)
+
+
+def _unit(problem: Problem) -> tuple[float, bool]:
+    """The time that is 1 for the solver, and whether times must be rounded down to multiples."""
+    times = (*problem.durations, *problem.edges)
+    for denominator in _DENOMINATORS:
+        if all(abs(time * denominator - round(time * denominator)) < EPSILON for time in times):
+            return 1 / denominator, False
+    return max(times) / _FINE, True
+
+
+def _scaled(problem: Problem, unit: float) -> Problem:
+    """The problem with whole numbers for times, none longer than it was."""
+
+    def whole(time: float) -> float:
+        return float(floor(time / unit + EPSILON))
+
+    count = problem.placement.num_stages
+    times = tuple(map(whole, problem.durations))
+    edges = {
+        (problem.ranks[need], problem.ranks[queue]): whole(edge)
+        for queue, (need, edge) in enumerate(zip(problem.needs, problem.edges, strict=True))
+        if edge
+    }
+    costs = Costs(
+        times[:count],
+        times[count : 2 * count],
+        times[2 * count :],
+        activation=problem.costs.activation,
+        retained=problem.costs.retained,
+        edges=tuple((*pair, latency) for pair, latency in edges.items()),
+    )
+    return replace(problem, costs=costs)
+
+
+class _Model:
+    """Start times as variables, and what they must obey."""
+
+    def __init__(self, model: cp_model.CpModel, problem: Problem, least: int, most: int) -> None:
+        """
+        Args:
+            model: an empty one.
+            problem: with whole numbers for times.
+            least: the objective is no less.
+            most: and no more.
+        """
+        self.model = model
+        self.problem = problem
+        self.horizon = most + int(max(problem.origins))
+        self.lengths = [int(time) for time in problem.durations]
+        self.starts = [self._starts(queue) for queue in range(problem.num_queues)]
+        self._order_queues()
+        for rank in range(problem.placement.num_ranks):
+            self._share_rank(rank)
+            self._limit_memory(rank)
+            self._pair_weights(rank)
+        self._minimise(least, most)
+
+    def hint(self, ends: list[list[float]]) -> None:
+        """Starts the search from these ends."""
+        for variables, own, length in zip(self.starts, ends, self.lengths, strict=True):
+            for variable, end in zip(variables, own, strict=True):
+                self.model.add_hint(variable, round(end) - length)
+
+    def orders(self, solver: cp_model.CpSolver) -> Orders:
+        """The orders of the solution; passes that take no time come before those at their start."""
+        return [
+            [queue for _, _, queue in sorted(self._runs(solver, queues))]
+            for queues in self.problem.queues
+        ]
+
+    def _runs(
+        self, solver: cp_model.CpSolver, queues: tuple[int, ...]
+    ) -> Iterator[tuple[int, int, int]]:
+        for queue in queues:
+            for variable in self.starts[queue]:
+                start = solver.value(variable)
+                yield start, start + self.lengths[queue], queue
+
+    def _end(self, queue: int, microbatch: int) -> Any:
+        return self.starts[queue][microbatch] + self.lengths[queue]
+
+    def _starts(self, queue: int) -> list[cp_model.IntVar]:
+        m, length = self.problem.num_microbatches, self.lengths[queue]
+        first = int(self.problem.arrivals[queue])
+        last = self.horizon - length
+        return [
+            self.model.new_int_var(first + i * length, last - (m - 1 - i) * length, '')
+            for i in range(m)
+        ]
+
+    def _order_queues(self) -> None:
+        """Microbatches of a queue in order, passes of a microbatch in order."""
+        for queue, need in enumerate(self.problem.needs):
+            edge = int(self.problem.edges[queue])
+            for microbatch, start in enumerate(self.starts[queue]):
+                if microbatch:
+                    self.model.add(start >= self._end(queue, microbatch - 1))
+                if need >= 0:
+                    self.model.add(start >= self._end(need, microbatch) + edge)
+
+    def _share_rank(self, rank: int) -> None:
+        self.model.add_no_overlap(
+            self.model.new_fixed_size_interval_var(start, self.lengths[queue], '')
+            for queue in self.problem.queues[rank]
+            for start in self.starts[queue]
+        )
+
+    def _limit_memory(self, rank: int) -> None:
+        """What B releases is held until its end, the rest and what B adds until the end of W.
+
+        What it adds counts from its start, which is the same: no other pass of the rank runs then.
+        """
+        cap, changes = self.problem.caps[rank], self.problem.changes
+        if cap == inf:
+            return
+        count, stages = self.problem.placement.num_stages, self.problem.placement.stages(rank)
+        unit = gcd(*(changes[queue] for queue in self.problem.queues[rank])) or 1
+        intervals, amounts = [], []
+        for stage in stages:
+            forward, backward, weight = stage, count + stage, 2 * count + stage
+            added = changes[backward]
+            for amount, since, until in (
+                (-added, forward, backward),
+                (min(changes[forward], -changes[weight]), forward, weight),
+                (added, backward, weight),
+            ):
+                if amount > 0:
+                    intervals += [self._held(since, until, i) for i in range(len(self.starts[0]))]
+                    amounts += [amount // unit] * len(self.starts[0])
+        self.model.add_cumulative(intervals, amounts, int(cap // unit))
+
+    def _held(self, since: int, until: int, microbatch: int) -> cp_model.IntervalVar:
+        """From the start of one pass to the end of another."""
+        start, end = self.starts[since][microbatch], self._end(until, microbatch)
+        length = self.model.new_int_var(0, self.horizon, '')
+        return self.model.new_interval_var(start, length, end, '')
+
+    def _pair_weights(self, rank: int) -> None:
+        """Ws that are alike run in the order of their Bs."""
+        count, changes = self.problem.placement.num_stages, self.problem.changes
+        for one, other in combinations(self.problem.placement.stages(rank), 2):
+            kinds = [(self.lengths[2 * count + s], changes[2 * count + s]) for s in (one, other)]
+            if kinds[0] != kinds[1]:
+                continue
+            for i in range(len(self.starts[one])):
+                for j in range(len(self.starts[other])):
+                    first = self.model.new_bool_var('')
+                    for b in (count, 2 * count):
+                        before, after = (b + one, i), (b + other, j)
+                        self._precede(before, after, first)
+                        self._precede(after, before, first.negated())
+
+    def _precede(self, before: tuple[int, int], after: tuple[int, int], condition: Any) -> None:
+        start = self.starts[after[0]][after[1]]
+        self.model.add(self._end(*before) <= start).only_enforce_if(condition)
+
+    def _minimise(self, least: int, most: int) -> None:
+        value = self.model.new_int_var(least, most, '')
+        count = self.problem.placement.num_stages
+        for queue in range(2 * count, 3 * count):
+            origin = int(self.problem.origins[self.problem.ranks[queue]])
+            self.model.add(value >= self._end(queue, -1) - origin)
+        self.model.minimize(value)

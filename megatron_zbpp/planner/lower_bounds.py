@@ -1,0 +1,109 @@
+"""Lower bounds: what no schedule on a placement can beat, and hence how good a plan is.
+
+For each queue, all its passes after the first can start. For each rank r, from its own passes and
+the time that others need at least:
+
+- Idle at the start. Until the first B can reach r, at the earliest at b_r, r has only forwards to
+  do, and no more of them than its memory holds (App. B of arXiv 2401.10241 has this for the first
+  stage): it idles for b_r less the longest forwards that fit.
+- Idle at the end. When r's last F ends, the last microbatch still has to go forward through the
+  later stages, back through all, and through a W. Meanwhile r has only the backwards to do whose
+  activations it holds by then, and idles for the rest.
+- The two do not overlap unless all forwards fit into memory at once.
+- Memory-time. An activation is held at least from its F until its microbatch has been to the last
+  stage and back. All of these together fit into limit x time.
+
+Together they are exact for many instances, ZB-V and V-Half at F = B = W among them. They are blind
+to how passes of different ranks must fit together, so under tight limits with unequal times the
+optimum lies above; on small instances `exact` closes that gap.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from megatron_zbpp.planner.problem import Problem
+
+
+def lower_bound(problem: Problem) -> float:
+    """A value that no orders within the limits can be below."""
+    ranks = range(problem.placement.num_ranks)
+    queues = max(_queue_bound(problem, queue) for queue in range(problem.num_queues))
+    works = max(_work_bound(problem, rank) for rank in ranks)
+    return max(queues, works, *(_memory_bound(problem, rank) for rank in ranks))
+
+
+def _queue_bound(problem: Problem, queue: int) -> float:
+    """All passes of a queue, from when the first can start."""
+    work = problem.num_microbatches * problem.durations[queue]
+    return problem.arrivals[queue] + work - problem.origins[problem.ranks[queue]]
+
+
+def _work_bound(problem: Problem, rank: int) -> float:
+    """The rank's work and what it must idle before its first B and after its last F."""
+    count, m = problem.placement.num_stages, problem.num_microbatches
+    stages = problem.placement.stages(rank)
+    first, work, cap = problem.firsts[rank], problem.work[rank], problem.caps[rank]
+    held = [problem.changes[stage] for stage in stages]
+    forwards = [problem.durations[stage] for stage in stages]
+    backwards = [problem.durations[count + s] + problem.durations[2 * count + s] for s in stages]
+    weights = [problem.durations[2 * count + stage] for stage in stages]
+    kept = [-problem.changes[2 * count + stage] for stage in stages]
+
+    first_backward = problem.arrivals[count + stages[-1]]
+    idle = max(first, first_backward - _most(forwards, held, m, cap))
+    own_end = work + idle - problem.origins[rank]
+    before_last_forward = idle if m * sum(held) > cap else first
+    left = _most(backwards + weights, held + kept, m, cap)
+    left = min(left, m * sum(backwards))
+    return max(own_end, before_last_forward + work - left + _rest(problem, stages[-1]))
+
+
+def _rest(problem: Problem, stage: int) -> float:
+    """From the end of a microbatch's F on `stage` to its latest end, origins taken off."""
+    count = problem.placement.num_stages
+    done = problem.arrivals[stage] + problem.durations[stage]
+    return (
+        max(
+            problem.arrivals[weight]
+            + problem.durations[weight]
+            - problem.origins[problem.ranks[weight]]
+            for weight in range(2 * count, 3 * count)
+        )
+        - done
+    )
+
+
+def _most(times: list[float], amounts: list[int], m: int, cap: float) -> float:
+    """Most time of passes of which `cap` holds enough: at most m of each, a fractional fill."""
+    if len(set(amounts)) == 1 and amounts[0] and cap < inf:
+        cap -= cap % amounts[0]
+    total = 0.0
+    kinds = sorted(zip(times, amounts, strict=True), key=lambda kind: _density(*kind), reverse=True)
+    for time, amount in kinds:
+        taken = min(m, cap / amount) if amount else m
+        total += taken * time
+        cap -= taken * amount
+    return total
+
+
+def _density(time: float, amount: int) -> float:
+    return time / amount if amount else inf
+
+
+def _memory_bound(problem: Problem, rank: int) -> float:
+    """Time for which the rank's activations must be held, over what it may hold at once."""
+    cap = problem.caps[rank]
+    if cap in (0, inf):
+        return 0.0
+    count = problem.placement.num_stages
+    total = 0.0
+    for stage in problem.placement.stages(rank):
+        start = problem.arrivals[stage]
+        back = problem.arrivals[2 * count + stage]  # W may start where B ends
+        kept = -problem.changes[2 * count + stage]
+        total += (
+            problem.changes[stage] * (back - start) + kept * problem.durations[2 * count + stage]
+        )
+    held_for = total * problem.num_microbatches / cap
+    return held_for + problem.firsts[rank] - problem.origins[rank]

@@ -1,0 +1,221 @@
+"""Patterns: a microbatch's passes at fixed offsets, repeated; and the schedule that follows one.
+
+The idea of the building block (Qi et al., arXiv 2405.15362) without its rigid grid: a pattern says
+when each queue would like to run microbatch 0, and how much later each next one. `dispatch` then
+runs the ranks event by event with the true times: whenever a rank is free, it starts the pass that
+is due first of those that may start. So one pattern of a few numbers makes a schedule of any
+length, with its own warm-up and cool-down, whatever the times are.
+
+A forward takes memory that only its microbatch's last pass returns, so tight limits can deadlock.
+`dispatch` starts one only if, after it, the microbatches in flight can still be finished one after
+the other, oldest first (the banker's algorithm; local to each rank, as passes hold no memory of
+another). Where a B raises what is held, it waits for Ws to make room, and forwards leave that room
+beside all that has no B yet. Hence every limit that holds one microbatch of all of a rank's stages,
+and the raise of its B, is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from math import inf
+from random import Random
+
+from megatron_zbpp.planner.problem import Ends, Orders, Problem
+
+_SLOPES = (1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
+_TURNS = (0.0, 0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)
+_DELAYS = (0.0, 0.3, 1.0, 1.0, 2.0, 3.0)
+_INTERVALS = (0.9, 1.0, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4)
+_LEADS = (0.0, 0.0, 0.0, 0.3, 0.6, 1.0, 2.0, inf, inf)
+_FIELDS = ('down', 'up', 'turn', 'delay', 'interval', 'lead', 'patience', 'nudges', 'nudges')
+_PATIENCE = (0.0, 0.0, 0.2, 0.3, 0.5, 0.6, 0.8, 1.0)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """When passes are due. Times are in units of the busiest rank's work for one microbatch.
+
+    Attributes:
+        down: per chunk, stage to stage time of F, as a multiple of F and its edge.
+        up: the same of B.
+        turn: from the last stage's F to its B.
+        delay: from a B to its W.
+        interval: from one microbatch to the next.
+        lead: how long before it is due an F may start; others may at any time.
+        patience: share of a pass's time for which its rank rather waits for one that is due before.
+        nudges: added to the time of each queue.
+    """
+
+    down: tuple[float, ...]
+    up: tuple[float, ...]
+    turn: float
+    delay: float
+    interval: float
+    lead: float
+    patience: float
+    nudges: tuple[float, ...]
+
+    @classmethod
+    def random(cls, problem: Problem, rng: Random) -> Pattern:
+        """Any pattern."""
+        chunks = range(problem.placement.num_chunks)
+        return cls(
+            down=tuple(rng.choice(_SLOPES) for _ in chunks),
+            up=tuple(rng.choice(_SLOPES) for _ in chunks),
+            turn=rng.choice(_TURNS),
+            delay=rng.choice(_DELAYS),
+            interval=rng.choice(_INTERVALS),
+            lead=rng.choice(_LEADS),
+            patience=rng.choice(_PATIENCE),
+            nudges=(0.0,) * problem.num_queues,
+        )
+
+    def mutated(self, rng: Random) -> Pattern:
+        """A pattern that differs a little in one to three places."""
+        pattern = self
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            field = rng.choice(_FIELDS)
+            pattern = replace(pattern, **{field: _mutated(getattr(pattern, field), field, rng)})
+        return pattern
+
+    def due(self, problem: Problem) -> tuple[list[float], float]:
+        """When each queue's microbatch 0 is due, and the interval, in the problem's time."""
+        unit = max(problem.work) / problem.num_microbatches
+        count, chunks = problem.placement.num_stages, problem.placement.chunks
+        lengths = problem.durations
+        due = [0.0] * problem.num_queues
+        for stage in range(1, count):
+            step = lengths[stage - 1] + problem.edges[stage]
+            due[stage] = due[stage - 1] + self.down[chunks[stage]] * step
+        time = due[count - 1] + self.turn * unit
+        for stage in reversed(range(count)):
+            due[count + stage] = time
+            due[2 * count + stage] = time + self.delay * unit
+            step = lengths[count + stage] + problem.edges[count + stage]
+            time += self.up[chunks[stage]] * step
+        nudged = [time + nudge * unit for time, nudge in zip(due, self.nudges, strict=True)]
+        return nudged, self.interval * unit
+
+
+def _mutated(
+    value: float | tuple[float, ...], field: str, rng: Random
+) -> float | tuple[float, ...]:
+    """Another value for this field of a pattern."""
+    if field == 'patience':
+        return rng.choice(_PATIENCE)
+    if field == 'interval':
+        return value * rng.gauss(1, 0.03)
+    if value == inf:
+        return rng.choice(_LEADS)
+    if field in ('turn', 'delay', 'lead'):
+        return max(0.0, value + rng.gauss(0, 0.2) * max(value, 0.3))
+    values = list(value)
+    for _ in range(rng.choice((1, 1, 2, 4)) if field == 'nudges' else 1):
+        at = rng.randrange(len(values))
+        if field == 'nudges':
+            values[at] += rng.gauss(0, 0.25)
+        else:
+            values[at] = max(0.5, values[at] * rng.gauss(1, 0.15))
+    return tuple(values)
+
+
+def dispatch(problem: Problem, pattern: Pattern) -> Orders:
+    """The orders in which ranks run when they follow `pattern`, within the limits."""
+    unit = max(problem.work) / problem.num_microbatches
+    due, interval = pattern.due(problem)
+    lead = pattern.lead * unit
+    durations, needs, edges = problem.durations, problem.needs, problem.edges
+    count, m = problem.placement.num_stages, problem.num_microbatches
+    # what a B may raise to: one that does not raise may run at any time
+    raising = [cap if rise else inf for cap, rise in zip(problem.caps, problem.raises, strict=True)]
+    ends = [[] for _ in due]
+    held = [0] * problem.placement.num_ranks
+
+    def choose(rank: int, now: float) -> tuple[int, float]:
+        """The queue that `rank` starts now; or -1, and when one may start."""
+        best, first = -1, inf
+        awaited, soon = inf, inf
+        for queue in problem.queues[rank]:
+            microbatch, need = len(ends[queue]), needs[queue]
+            if microbatch >= m or (need >= 0 and len(ends[need]) <= microbatch):
+                continue
+            start = ends[need][microbatch] + edges[queue] if need >= 0 else 0.0
+            time = due[queue] + microbatch * interval
+            if queue < count:
+                start = max(start, time - lead)
+            if time >= (first if start <= now else awaited):
+                continue
+            if queue < count and not _safe(problem, rank, queue, held[rank], ends):
+                continue
+            if count <= queue < 2 * count and held[rank] + problem.changes[queue] > raising[rank]:
+                continue
+            if start <= now:
+                best, first = queue, time
+            else:
+                awaited, soon = time, start
+        if awaited < first and soon < now + pattern.patience * durations[best]:
+            return -1, soon
+        return best, soon
+
+    return _run(problem, choose, ends, held)
+
+
+def _run(
+    problem: Problem,
+    choose: Callable[[int, float], tuple[int, float]],
+    ends: Ends,
+    held: list[int],
+) -> Orders:
+    """Runs the ranks event by event, each free one as `choose` says; fills `ends` and `held`."""
+    orders = [[] for _ in held]
+    busy = [0.0] * len(held)
+    events = [(0.0, rank) for rank in range(len(held))]
+    while events:
+        now, rank = heappop(events)
+        if busy[rank] > now:
+            continue
+        queue, soon = choose(rank, now)
+        if queue < 0:
+            if soon < inf:
+                heappush(events, (soon, rank))
+            continue
+        end = busy[rank] = now + problem.durations[queue]
+        ends[queue].append(end)
+        orders[rank].append(queue)
+        held[rank] += problem.changes[queue]
+        heappush(events, (end, rank))
+        fed = problem.feeds[queue]
+        if fed >= 0:
+            heappush(events, (end + problem.edges[fed], problem.ranks[fed]))
+    return orders
+
+
+def _safe(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> bool:
+    """Whether, after one more F of `queue`, the microbatches in flight can finish oldest first.
+
+    The oldest that lacks an F here then needs memory for all of the rank's stages, while younger
+    ones keep what they hold; older ones will have returned theirs.
+    """
+    cap, changes = problem.caps[rank], problem.changes
+    stages, rise = problem.placement.stages(rank), problem.raises[rank]
+    if held + changes[queue] > cap:
+        return False
+    if rise and cap < inf and _without_backward(problem, rank, ends) + changes[queue] + rise > cap:
+        return False
+    if queue == stages[-1] or cap == inf:
+        return True
+    oldest, needed = len(ends[stages[-1]]), rise
+    for stage in stages:
+        needed += changes[stage] * max(len(ends[stage]) + (stage == queue) - oldest, 1)
+    return needed <= cap
+
+
+def _without_backward(problem: Problem, rank: int, ends: Ends) -> int:
+    """What the rank holds of forwards whose B has not run: all that Ws cannot make room for."""
+    count = problem.placement.num_stages
+    return sum(
+        problem.changes[stage] * (len(ends[stage]) - len(ends[count + stage]))
+        for stage in problem.placement.stages(rank)
+    )

@@ -1,0 +1,193 @@
+"""The planner: the best order that can be found for measured costs under a memory limit.
+
+It starts from every named schedule on the placements that are allowed, fused backwards split, so it
+is never worse than the best of them; searches on from there (`search`); and on small problems asks
+the exact solver, where it is installed, for the optimum or a proof. Time goes to the placements
+that can still win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner import cp_sat
+from megatron_zbpp.planner.budget import Budget
+from megatron_zbpp.planner.grouped_orders import grouped
+from megatron_zbpp.planner.named_schedules import Named, named
+from megatron_zbpp.planner.problem import EPSILON, OBJECTIVES, Problem, same_limits
+from megatron_zbpp.planner.search import Search
+
+Candidate = tuple[Placement, Costs]
+
+_EXACT_PASSES = 4 * 8 * 2 * 3  # p, m, chunks, kinds: the exact solver ends in time up to here
+_BRIEF = 0.05  # share of the time that is searched before
+_EXACT = 0.8  # and of what is left then, that it gets
+_ROUNDS = (0.25, 1.0)  # shares of the time that is left when each begins
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule that was searched for.
+
+    Attributes:
+        schedule: checked.
+        costs: that it was planned for.
+        objective: 'makespan' or 'window'.
+        value: what it takes by `objective`, in the unit of `costs`.
+        lower_bound: no schedule on the allowed placements takes less.
+        best_named: the best named schedule that fits, and its value; None if none fits.
+        repeats: whether the same inputs give the same plan again; not if the clock cut it short.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    objective: str
+    value: float
+    lower_bound: float
+    best_named: tuple[str, float] | None
+    repeats: bool
+
+    @property
+    def gap(self) -> float:
+        """How far the value may be above the optimum, as a share of the bound."""
+        return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+def plan(
+    candidates: Sequence[Candidate],
+    num_microbatches: int,
+    *,
+    memory_limit: float | Sequence[float] | None = None,
+    objective: str = 'makespan',
+    seconds: float = 20.0,
+    seed: int = 0,
+    starts: Iterable[Schedule] = (),
+    progress: Callable[[float], None] | None = None,
+) -> Plan:
+    """The best schedule found on any of the candidates.
+
+    Args:
+        candidates: placements that may be used, each with the costs of its stages.
+        num_microbatches: m.
+        memory_limit: most that a rank may hold, or one limit a rank, in the unit of
+            `costs.activation`.
+        objective: 'makespan' while all ranks wait for each other between iterations; 'window',
+            the longest span of one rank, where they do not.
+        seconds: at most; turned into a number of steps, so that plans can be made again.
+        seed: another one searches elsewhere.
+        starts: schedules of m microbatches to be at least as good as, where they keep the limit.
+        progress: called now and then with the share of the budget that is spent.
+
+    Raises:
+        ValueError: no candidates, an unknown objective, or a limit that no schedule can keep.
+    """
+    if not candidates:
+        raise ValueError('no placement to plan on: allow at least one')
+    if objective not in OBJECTIVES:
+        raise ValueError(f'objective {objective!r} is unknown: use {" or ".join(OBJECTIVES)}')
+    budget = Budget(seconds, progress)
+    searches, names = [], []
+    for placement, costs in _with_room(candidates, memory_limit):
+        limits = same_limits(memory_limit, placement.num_ranks)
+        problem = Problem(placement, num_microbatches, costs, limits, objective)
+        known = named(problem)
+        names += known
+        given = [problem.orders(s) for s in starts if s.placement.ranks == placement.ranks]
+        starts_here = [*(entry.orders for entry in known), *grouped(problem), *given]
+        searches.append(Search(problem, starts_here, seed))
+    _search(searches, budget)
+    best = min(searches, key=lambda search: search.best.value)
+    schedule = best.problem.schedule(best.best.orders, 'auto')
+    check(schedule)
+    return Plan(
+        schedule,
+        best.problem.costs,
+        objective,
+        best.best.value,
+        min(best.best.value, *(search.bound for search in searches)),  # which rounding may cross
+        _best(names),
+        not budget.overran,
+    )
+
+
+def _search(searches: list[Search], budget: Budget) -> None:
+    """In a first round all placements alike, then half of what is left to the next best."""
+    for share in _ROUNDS if len(searches) > 1 else (1.0,):
+        part = budget.part(share)
+        ranked = sorted(searches, key=lambda search: (search.best.value, search.bound))
+        for at, search in enumerate(ranked):
+            best = min(search.best.value for search in searches)
+            if search.bound < best - EPSILON:
+                rest = len(ranked) - at
+                _improve(search, part.part(1 / rest if share < 1 else 1 / min(rest, 2)), best)
+
+
+def _improve(search: Search, budget: Budget, best: float) -> None:
+    """Searches; where the problem is small, first briefly and then exactly for less than `best`."""
+    if search.problem.num_passes <= _EXACT_PASSES and cp_sat.available():
+        search.improve(budget.part(_BRIEF))
+        if not search.done:
+            _solve(search, budget.part(_EXACT), best)
+    if search.bound < best - EPSILON:
+        search.improve(budget)
+
+
+def _solve(search: Search, budget: Budget, best: float) -> None:
+    """Asks the exact solver for less than `best`, or a proof that there is none."""
+    if not budget.effort:
+        return
+    answer = cp_sat.solve(
+        search.problem,
+        search.best.orders,
+        search.bound,
+        enough=best,
+        effort=budget.effort,
+        seconds=budget.seconds,
+    )
+    budget.exert(answer.effort, answer.overran)
+    search.bound = answer.bound
+    if answer.orders is not None:
+        search.add(answer.orders)
+
+
+def _best(names: list[Named]) -> tuple[str, float] | None:
+    """Name and value of the best."""
+    best = min(names, key=lambda entry: entry.value, default=None)
+    return None if best is None else (best.name, best.value)
+
+
+def _with_room(
+    candidates: Sequence[Candidate], memory_limit: float | Sequence[float] | None
+) -> list[Candidate]:
+    """The candidates on which one microbatch fits: its activations on a rank are held together.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found, missing = [], []
+    for placement, costs in candidates:
+        limits = same_limits(memory_limit, placement.num_ranks)
+        least = _least(placement, costs)
+        short = [rank for rank, limit in enumerate(limits) if limit < least[rank] * (1 - 1e-9)]
+        if short:
+            missing.append((max(least), limits[short[0]], short[0], least[short[0]]))
+        else:
+            found.append((placement, costs))
+    if not found:
+        most, limit, rank, own = min(missing)
+        raise ValueError(
+            f'memory limit {limit:g} of rank {rank} is below {own:g}, one microbatch: give at '
+            f'least {most:g}, the least that any of these placements needs'
+        )
+    return found
+
+
+def _least(placement: Placement, costs: Costs) -> list[float]:
+    """Per rank, the smallest limit under which there surely is a schedule (see `pattern`)."""
+    rises = [max(0.0, w - a) for a, w in zip(costs.activation, costs.retained, strict=True)]
+    held = map(placement.stages, range(placement.num_ranks))
+    return [sum(costs.activation[s] for s in own) + max(rises[s] for s in own) for own in held]

@@ -1,0 +1,117 @@
+"""The search on one placement: patterns that are climbed, then orders that are annealed.
+
+Patterns (`pattern`) find what a whole schedule should look like, at a few milliseconds a try;
+annealing (`anneal`) finds the last percents in its details. Both are restarted from the best that
+is known, schedules handed in from outside included, and nothing known is ever lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from random import Random
+
+from megatron_zbpp.planner.annealing import Solution, anneal, fold, plain
+from megatron_zbpp.planner.budget import Budget
+from megatron_zbpp.planner.extrapolation import extend
+from megatron_zbpp.planner.lower_bounds import lower_bound
+from megatron_zbpp.planner.pattern import Pattern, dispatch
+from megatron_zbpp.planner.problem import EPSILON, Orders, Problem, replay
+
+_POOL = 8  # patterns that are climbed at once
+_KEPT = 6  # solutions to restart from
+_ROUNDS = 3  # annealings in one call of `improve`
+_RANDOM = 0.3  # share of the first climb that only looks around
+_TEMPERATURES = (0.05, 0.1, 0.1, 0.2)  # in units of the shortest pass
+
+
+class Search:
+    """What is known of one problem, and how to learn more.
+
+    Attributes:
+        problem: see there.
+        bound: a lower bound of its value; whoever knows better may raise it.
+        solutions: the best orders known, best first.
+    """
+
+    def __init__(self, problem: Problem, starts: Iterable[Orders], seed: int) -> None:
+        """
+        Args:
+            problem: with limits that hold one microbatch.
+            starts: orders within the limits, to start from.
+            seed: the same seed and budget find the same.
+        """
+        self.problem = problem
+        self.bound = lower_bound(problem)
+        self.solutions: list[Solution] = []
+        self._rng = Random(seed)
+        self._pool: list[tuple[float, Pattern]] = []
+        self._few = problem.shortened
+        self._unit = min((time for time in problem.durations if time > 0), default=0.0)
+        for orders in starts:
+            self.add(orders)
+        self.add(dispatch(problem, Pattern.random(problem, self._rng)))
+
+    @property
+    def best(self) -> Solution:
+        return self.solutions[0]
+
+    @property
+    def done(self) -> bool:
+        """Whether the best is known to be the optimum."""
+        return self.best.value <= self.bound + EPSILON
+
+    def add(self, orders: Orders) -> None:
+        """Makes orders known; those that deadlock or exceed a limit are forgotten at once."""
+        result = replay(self.problem, orders) if self.problem.fits(orders) else None
+        if result is not None:
+            self._keep(Solution(result[0], orders))
+
+    def improve(self, budget: Budget) -> None:
+        """Spends `budget` on better solutions; returns early with a proven optimum."""
+        if not self.done:
+            self._climb(budget.part(0.15 if self._pool else 0.4))
+        for done in range(_ROUNDS):
+            if self.done:
+                return
+            self._anneal(budget.part(1 / (_ROUNDS - done)), min(done, len(self.solutions) - 1))
+
+    def _keep(self, solution: Solution) -> None:
+        if all(solution.orders != known.orders for known in self.solutions):
+            self.solutions = sorted([*self.solutions, solution], key=lambda s: s.value)[:_KEPT]
+
+    def _climb(self, budget: Budget) -> None:
+        """Tries random patterns, then changes of the best, and keeps the schedules of these."""
+        few, pool, rng = self._few, self._pool, self._rng
+        explore = 0.0 if pool else _RANDOM
+        while budget.take(2 * few.num_passes):
+            climb = len(pool) == _POOL and budget.spent > explore
+            at = min(int(rng.expovariate(0.5)), _POOL - 1)
+            pattern = pool[at][1].mutated(rng) if climb else Pattern.random(few, rng)
+            value = replay(few, dispatch(few, pattern))[0]
+            if climb and value <= pool[at][0]:
+                pool[at] = value, pattern
+            elif not climb:
+                pool.append((value, pattern))
+            pool.sort(key=lambda entry: entry[0])
+            del pool[_POOL:]
+        for _, pattern in pool[:3]:
+            self._follow(pattern)
+
+    def _follow(self, pattern: Pattern) -> None:
+        """Makes the schedule of a pattern known, and the one that repeats its steady state."""
+        self.add(dispatch(self.problem, pattern))
+        if self._few is not self.problem:
+            extended = extend(self._few, dispatch(self._few, pattern), self.problem)
+            if extended is not None:
+                self.add(extended.orders)
+
+    def _anneal(self, budget: Budget, start: int) -> None:
+        """Anneals the known solution number `start`, now and then with repetitions folded."""
+        orders, rng = self.solutions[start].orders, self._rng
+        beats = rng.choice((0, 0, 1) if self._few is self.problem else (0, 1, 1, 2))
+        folded = [
+            fold(order, beats * len(queues)) if beats else plain(order)
+            for order, queues in zip(orders, self.problem.queues, strict=True)
+        ]
+        temperature = rng.choice(_TEMPERATURES) * self._unit
+        self._keep(anneal(self.problem, folded, rng, budget, temperature, self.bound + EPSILON))

@@ -1,0 +1,66 @@
+"""Plans in a process of its own, so that a training run need not wait: request in, schedule out.
+
+python -m megatron_zbpp.planner.worker < request.json > schedule.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner.cache import default_folder, planned
+
+COMMAND = (sys.executable, '-m', 'megatron_zbpp.planner.worker')
+
+
+def request(
+    placement: Placement,
+    costs: Costs,
+    num_microbatches: int,
+    memory_limit: float,
+    seconds: float,
+    objective: str,
+) -> str:
+    """What the worker reads.
+
+    Args:
+        placement: to plan on; its stage 0 is on rank 0.
+        costs: of its stages.
+        num_microbatches: m.
+        memory_limit: most that a rank may hold, in the unit of `costs.activation`.
+        seconds: at most.
+        objective: 'makespan' or 'window'.
+    """
+    inputs: dict[str, Any] = {
+        'ranks': placement.ranks,
+        'costs': asdict(costs),
+        'num_microbatches': num_microbatches,
+        'memory_limit': memory_limit,
+        'seconds': seconds,
+        'objective': objective,
+    }
+    return json.dumps(inputs)
+
+
+def main() -> None:
+    """Reads a request, plans, writes the schedule."""
+    inputs = json.load(sys.stdin)
+    candidate = Placement(tuple(inputs['ranks'])), Costs(**inputs['costs'])
+    found, _ = planned(
+        default_folder(),
+        [candidate],
+        inputs['num_microbatches'],
+        memory_limit=inputs['memory_limit'],
+        seconds=inputs['seconds'],
+        objective=inputs['objective'],
+        seed=0,
+    )
+    print(found.schedule.to_json())
+
+
+if __name__ == '__main__':
+    main()

@@ -1,1 +1,0 @@
-"""What a schedule costs and whether it may run: costs, memory, simulation, proof. No torch."""

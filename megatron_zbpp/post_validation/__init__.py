@@ -1,0 +1,1 @@
+"""Optimizer steps that are taken before all ranks have agreed to them (Zero Bubble, section 4)."""

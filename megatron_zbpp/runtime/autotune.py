@@ -1,0 +1,268 @@
+"""`auto`: measures the schedule that runs, plans a better one meanwhile, and switches to it.
+
+All ranks of the job measure times, and on a GPU bytes; the first one plans, once for all, in a
+process of its own, while training goes on. Every switch is announced by a broadcast, so that all
+ranks make it together.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import IO
+
+import torch.distributed as dist
+
+from megatron_zbpp.analysis.fit_costs import fit, full_rank, latency, middle, with_bytes
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner import worker
+from megatron_zbpp.runtime.observe.measure import Iteration
+
+_WARM_UP = 2  # iterations that are slower than others
+_USABLE = 0.9  # of memory that was never needed: fragments, and what other libraries take
+_WAITING, _KEEP = '', 'keep'  # what the planning rank may say instead of a schedule
+
+
+def start_family(num_chunks: int | None) -> str:
+    """The named schedule to measure under, which fixes the placement."""
+    return {None: 'zb-v', 1: 'zb-h1', 2: 'zb-v'}.get(num_chunks, 'zb-interleaved')
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank knows of an iteration.
+
+    Attributes:
+        costs: of all stages of its pipeline; times only.
+        makespan: of its pipeline, in seconds.
+        held: `Iteration.held`, of its own stages.
+        spare: bytes that it never needed; None where nobody counts them.
+        rank: in the pipeline.
+    """
+
+    costs: Costs
+    makespan: float
+    held: Mapping[int, tuple[float, float]]
+    spare: int | None
+    rank: int
+
+
+def together(
+    found: Sequence[Measured], schedule: Schedule, limit: float | None
+) -> tuple[Costs, float, float | None]:
+    """Costs to plan for; the limit that fits into memory; bytes of an activation on a full rank.
+
+    Args:
+        found: on all ranks, in one or more iterations.
+        schedule: that ran.
+        limit: not to be exceeded, in activations of one microbatch on a full rank; None: as many as
+            there are pipeline ranks, what 1F1B holds, or as much as `schedule` holds.
+
+    Returns:
+        The bytes are None where no rank counts them; what waits for W then counts as F's.
+    """
+    placement = schedule.placement
+    costs = middle([each.costs for each in found])
+    by_stage: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for each in found:
+        for stage, pair in each.held.items():
+            by_stage[stage].append(pair)
+    held = {
+        stage: tuple(map(median, zip(*pairs, strict=True))) for stage, pairs in by_stage.items()
+    }
+    full = full_rank(placement, held)
+    costs = costs if full is None else with_bytes(costs, full, held)
+    peaks = peak(schedule, costs)
+    limit = max(placement.num_ranks, *peaks) if limit is None else limit
+    if full is None:
+        return costs, limit, None
+    room = [(peaks[each.rank], each.spare) for each in found if each.spare is not None]
+    return costs, min([limit, *(most + _USABLE * spare / full for most, spare in room)]), full
+
+
+@dataclass
+class AutoPlan:
+    """Follows the iterations of one rank, and says when to switch to what.
+
+    Args:
+        profile_iters: how many iterations to measure.
+        memory_limit: in activations of one microbatch on a full rank; None: as many as there are
+            pipeline ranks, what 1F1B holds, or as much as the schedule that is measured. Less where
+            the device has no room for so many.
+        seconds: to plan, at most.
+        objective: what to plan for: 'makespan' where all ranks wait for each other between
+            iterations, 'window' where they do not.
+        say: tells the user.
+
+    Attributes:
+        planned: the schedule that was switched to.
+        costs: that it was planned for.
+    """
+
+    profile_iters: int = 5
+    memory_limit: float | None = None
+    seconds: float = 30.0
+    objective: str = 'makespan'
+    say: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True)
+    planned: Schedule | None = None
+    costs: Costs | None = None
+    _num_microbatches: int = 0
+    _seen: int = 0
+    _spans: list[float] = field(default_factory=list)
+    _found: list[Measured] = field(default_factory=list)
+    _process: subprocess.Popen | None = None
+    _answer: IO[str] | None = None
+    _before: float = 0.0
+    _predicted: float = 0.0
+    _settled: bool = False
+
+    @property
+    def counting(self) -> bool:
+        """Whether bytes are worth counting: nothing has been planned so far."""
+        return not self._settled and self.planned is None
+
+    def after(self, iteration: Iteration) -> Schedule | None:
+        """What to run from now on, in the ranks of `iteration`; None: the same. A collective.
+
+        Args:
+            iteration: that has ended, of training.
+        """
+        schedule = iteration.schedule
+        if schedule.num_microbatches != self._num_microbatches:  # the batch size has changed
+            self._begin(schedule.num_microbatches)
+        if self._settled or schedule.num_ranks == 1:
+            return None
+        self._seen += 1
+        if self._seen <= _WARM_UP:
+            return None
+        if len(self._spans) < self.profile_iters:
+            self._measure(iteration)
+            return None
+        if self.planned is not None:
+            return self._compare()
+        return self._ask(schedule)
+
+    def _begin(self, num_microbatches: int) -> None:
+        """Forgets what was for another batch size; a planner that still runs for it is ended."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._answer.close()
+        self._process = self._answer = self.planned = self.costs = None
+        self._num_microbatches, self._seen, self._settled = num_microbatches, 0, False
+        self._spans, self._found = [], []
+
+    def _measure(self, iteration: Iteration) -> None:
+        """Adds what all pipelines measured; starts planning when there is enough of it."""
+        timeline = iteration.gather().timeline
+        own = Measured(
+            fit(timeline, latency(timeline)),
+            timeline.makespan,
+            iteration.held(),
+            iteration.clock.spare(),
+            dist.get_rank(iteration.pp_group),
+        )
+        everywhere: list[Measured] = [own] * dist.get_world_size()
+        dist.all_gather_object(everywhere, own)
+        self._found += everywhere
+        self._spans.append(max(each.makespan for each in everywhere))
+        if len(self._spans) == self.profile_iters and self.planned is None:
+            self._start(iteration.schedule)
+
+    def _start(self, schedule: Schedule) -> None:
+        """Starts the planner on the first rank."""
+        self._before = median(self._spans)
+        self.costs, limit, full = together(self._found, schedule, self.memory_limit)
+        if dist.get_rank() == 0:
+            self.say(f'auto: {_words(self.costs, full)}; plans within {limit:.3g} activations')
+            placement = schedule.placement
+            placement = placement.reversed() if _mirrored(schedule) else placement
+            request = worker.request(
+                placement,
+                self.costs,
+                schedule.num_microbatches,
+                limit,
+                self.seconds,
+                self.objective,
+            )
+            self._answer = tempfile.TemporaryFile('w+')  # noqa: SIM115
+            self._process = subprocess.Popen(
+                worker.COMMAND, stdin=subprocess.PIPE, stdout=self._answer, text=True
+            )
+            self._process.stdin.write(request)
+            self._process.stdin.close()
+
+    def _ask(self, schedule: Schedule) -> Schedule | None:
+        """What the first rank's planner says: nothing yet, keep, or a schedule."""
+        said = [self._poll(schedule) if dist.get_rank() == 0 else _WAITING]
+        dist.broadcast_object_list(said, src=0)
+        if said[0] == _WAITING:
+            return None
+        if said[0] == _KEEP:
+            self._settled = True
+            return None
+        self.planned = Schedule.from_json(said[0])
+        self._seen, self._spans = 0, []  # measured anew
+        return self.planned
+
+    def _poll(self, schedule: Schedule) -> str:
+        if self._process.poll() is None:
+            return _WAITING
+        if self._process.returncode:
+            self.say(f'auto: planning failed, see above; {schedule.name} stays')
+            return _KEEP
+        self._answer.seek(0)
+        text = self._answer.read()
+        self._answer.close()
+        planned = Schedule.from_json(text)
+        planned = planned.reversed() if _mirrored(schedule) else planned
+        expected, known = (self._simulated(each) for each in (planned, schedule))
+        times = f'{known * 1e3:.1f} ms with {schedule.name}, {expected * 1e3:.1f} ms planned'
+        if expected >= known:
+            self.say(f'auto: nothing better found (simulated: {times}); {schedule.name} stays')
+            return _KEEP
+        self._predicted = 1 - expected / known
+        holds = max(peak(planned, self.costs))
+        self.say(
+            f'auto: switches to a planned schedule, which holds {holds:.3g} activations '
+            f'(simulated: {times}, {self._predicted:+.1%} predicted)'
+        )
+        return planned.to_json()
+
+    def _simulated(self, schedule: Schedule) -> float:
+        timeline = simulate(schedule, self.costs)
+        return max(timeline.windows) if self.objective == 'window' else timeline.makespan
+
+    def _compare(self) -> None:
+        """Tells what the switch has brought."""
+        if dist.get_rank() == 0:
+            now = median(self._spans)
+            self.say(
+                f'auto: measured {self._before * 1e3:.1f} ms before, {now * 1e3:.1f} ms with the '
+                f'planned schedule ({1 - now / self._before:+.1%} gained, '
+                f'{self._predicted:+.1%} predicted)'
+            )
+        self._settled = True
+
+
+def _words(costs: Costs, full: float | None) -> str:
+    """What was measured."""
+    kinds = (('F', costs.forward), ('B', costs.backward), ('W', costs.weight))
+    parts = [f'{kind} {min(t) * 1e3:.3g} to {max(t) * 1e3:.3g} ms' for kind, t in kinds]
+    parts.append(f'messages {(costs.comm + costs.message) * 1e3:.3g} ms')
+    if full is not None:
+        parts.append(f'an activation of a full rank {full / 2**20:.4g} MiB')
+    return f'measured {", ".join(parts)}'
+
+
+def _mirrored(schedule: Schedule) -> bool:
+    """Whether its ranks are those of the paper in reverse: see `mcore.layout`."""
+    return schedule.placement.ranks[0] != 0

@@ -1,0 +1,169 @@
+"""Messages between neighbours of a pipeline: posted early, kept until done, never waiting on host.
+
+Each direction between two ranks is a channel of its own, first in first out. On gloo that holds
+within one group. NCCL orders all messages of a communicator on one stream, so that two ranks that
+send to each other could block each other: there, each direction gets its own communicator. gloo
+takes messages of the host only: those of a GPU are copied, so that ranks that share one can talk.
+
+NCCL makes a communicator when it is first used, and connects two ranks when they first talk: either
+holds both up on the host until the other comes there, even the one that would only post a receive.
+So all channels are used once, in an order that all ranks share, before any pass is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_zbpp.analysis.program import Send
+from megatron_zbpp.runtime.groups import backend_for, directions
+
+_TAG = 0  # of all messages: those of one direction are told apart by their order
+
+
+@dataclass(frozen=True)
+class Message:
+    """Shape and type of what stages exchange, and where it lives."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @functools.cached_property
+    def on_cpu(self) -> bool:
+        """Whether that is the host's memory."""
+        return self.device.type == 'cpu'
+
+
+class Incoming(NamedTuple):
+    """A receive that has been posted."""
+
+    tensor: torch.Tensor
+    work: dist.Work
+    device: torch.device | None = None  # where it belongs, if it comes by way of the host
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, arrived (on CUDA: for whatever the current stream does next)."""
+        self.work.wait()
+        return self.tensor if self.device is None else self.tensor.to(self.device)
+
+
+class Channels:
+    """Sends and receives of one rank of `pp_group`: made by all ranks of all pipelines together.
+
+    Args:
+        pp_group: the pipeline group; peers are ranks in it.
+        pairs: every (sender, receiver) pair of the placement.
+        device: where messages live.
+        meeting: around what waits for other ranks, which it is told in words.
+        separate: whether each direction gets a group of its own; default: unless the backend for
+            `device` is gloo.
+
+    Attributes:
+        pp_group: the same.
+        rank: this rank in it.
+        ranks: the global rank of each of its ranks.
+        leaving: the send that this rank waits for, while it does.
+    """
+
+    def __init__(
+        self,
+        pp_group: dist.ProcessGroup,
+        pairs: Iterable[tuple[int, int]],
+        device: torch.device,
+        meeting: Callable[[str], AbstractContextManager] = nullcontext,
+        separate: bool | None = None,
+    ) -> None:
+        self.pp_group = pp_group
+        self.rank = dist.get_rank(pp_group)
+        self.leaving: Send | None = None
+        self.ranks = dist.get_process_group_ranks(pp_group)
+        pairs = list(pairs)
+        self._on_host = backend_for(pp_group, device) == 'gloo'
+        if separate or (separate is None and not self._on_host):
+            with meeting('making of the groups for messages between stages'):
+                groups = directions(pp_group, device, pairs)
+        else:
+            groups = dict.fromkeys(pairs, pp_group)
+        # by peer: the group of the messages to it, or from it, and its rank there
+        self._to = {b: self._seen(b, groups[a, b]) for a, b in groups if a == self.rank}
+        self._from = {a: self._seen(a, groups[a, b]) for a, b in groups if b == self.rank}
+        self._unfinished: dict[int, deque[tuple[dist.Work, torch.Tensor, Send]]]
+        self._unfinished = defaultdict(deque)
+        self._use_all_once(pairs, device, meeting)
+
+    def _use_all_once(
+        self,
+        pairs: list[tuple[int, int]],
+        device: torch.device,
+        meeting: Callable[[str], AbstractContextManager],
+    ) -> None:
+        """Sends one element through each channel; pairs without a common rank go at once."""
+        tensor = torch.zeros(1, device='cpu' if self._on_host else device)
+        for a, b in sorted(pairs, key=lambda pair: (min(pair) % 2, *pair)):
+            if self.rank not in (a, b):
+                continue
+            with meeting(f'first message from pipeline rank {a} to {b}'):
+                if self.rank == a:
+                    group, peer = self._to[b]
+                    group.send([tensor], peer, _TAG).wait()
+                else:
+                    group, peer = self._from[a]
+                    group.recv([tensor], peer, _TAG).wait()
+                tensor.item()  # waits for the device
+
+    def send(self, tensor: torch.Tensor, send: Send) -> None:
+        """Starts sending `tensor`, which is held until it has left.
+
+        Args:
+            tensor: what to send; its storage must not be written to until the peer has it.
+            send: its peer, and what for. Backends that cannot tell whether a send is done (gloo)
+                hold as many tensors as may be under way.
+        """
+        tensor = tensor.contiguous()
+        if self._on_host and not tensor.is_cpu:
+            tensor = tensor.to('cpu')
+        group, peer = self._to[send.peer]
+        work = group.send([tensor], peer, _TAG)
+        unfinished = self._unfinished[send.peer]
+        unfinished.append((work, tensor, send))
+        while len(unfinished) > send.under_way:
+            self._finish_oldest(unfinished)
+
+    def let_go(self) -> None:
+        """Holds no longer what has left by now; never waits. Of gloo only `finish` can tell."""
+        if self._on_host:
+            return
+        for unfinished in self._unfinished.values():
+            while unfinished and unfinished[0][0].is_completed():
+                self._finish_oldest(unfinished)
+
+    def post(self, message: Message, peer: int) -> Incoming:
+        """Posts the receive of the next message from `peer`."""
+        copied = self._on_host and not message.on_cpu
+        device = 'cpu' if copied else message.device
+        tensor = torch.empty(message.shape, dtype=message.dtype, device=device)
+        group, there = self._from[peer]
+        work = group.recv([tensor], there, _TAG)
+        return Incoming(tensor, work, message.device if copied else None)
+
+    def finish(self) -> None:
+        """Waits for every send."""
+        for unfinished in self._unfinished.values():
+            while unfinished:
+                self._finish_oldest(unfinished)
+
+    def _seen(self, peer: int, group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, int]:
+        return group, dist.get_group_rank(group, self.ranks[peer])
+
+    def _finish_oldest(self, unfinished: deque[tuple[dist.Work, torch.Tensor, Send]]) -> None:
+        work, _tensor, self.leaving = unfinished.popleft()  # held until it has left
+        work.wait()
+        self.leaving = None  # not after an error: it tells what was waited for

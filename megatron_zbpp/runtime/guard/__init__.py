@@ -1,0 +1,1 @@
+"""Keeps ranks from waiting for each other for ever."""

@@ -1,0 +1,97 @@
+"""Where a rank stands in its program, as another thread sees it: for reports of stalls."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_zbpp.analysis.program import Receive, Send
+from megatron_zbpp.ir import F, Pass
+from megatron_zbpp.runtime.executor import Executor
+
+_LATEST = 10
+
+
+class Position(NamedTuple):
+    """A rank's place in its program.
+
+    Attributes:
+        done: passes that the device has ended.
+        current: the pass that runs, or whose input is waited for; the latest one between passes.
+        waits: the message that the rank waits for: to arrive, or to leave.
+    """
+
+    done: int
+    current: Pass | None
+    waits: Receive | Send | None
+
+
+class Tracker:
+    """Follows one iteration of `executor` from another thread.
+
+    The host of a GPU runs ahead: there the clock's marks tell how far the device has come, and
+    whether it waits for the input of its pass (the mark of its start comes behind that).
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._ended = 0  # passes known to have ended on the device
+
+    def position(self) -> Position:
+        """Now; cheap, and never waits for the device."""
+        executor = self._executor
+        passes, marks, clock = executor.record.passes, executor.record.marks, executor.clock
+        recorded, ended = len(passes), self._ended
+        while ended < recorded and clock.reached(marks[ended][1]):
+            ended += 1
+        self._ended = ended
+        if ended < recorded:
+            current, awaiting = passes[ended], not clock.reached(marks[ended][0])
+        else:
+            current, awaiting = executor.current, executor.awaiting
+        waits = self._receive(current) if awaiting else executor.channels.leaving
+        return Position(ended, current, waits)
+
+    def _receive(self, consumer: Pass) -> Receive | None:
+        receives = (i for i in self._executor.program if isinstance(i, Receive))
+        return next((i for i in receives if i.consumer == consumer), None)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the device has ended every pass."""
+        total = sum(isinstance(i, Pass) for i in self._executor.program)
+        return self.position().done == total
+
+    def lines(self) -> list[str]:
+        """The position and the latest ten passes, for people."""
+        position = self.position()
+        latest = self._executor.record.passes[: position.done][-_LATEST:]
+        return [
+            f'now: {self._now(position, latest)}',
+            f'waits for: {self._awaited(position)}',
+            f'last passes: {" ".join(map(str, latest)) or "none"}',
+        ]
+
+    def _now(self, position: Position, latest: list[Pass]) -> str:
+        current = position.current
+        if current is None:
+            return 'before its first pass'
+        if self.complete:
+            return f'all {position.done} passes done'
+        place = f'{current.words} ({current})'
+        return f'right after {place}' if current in latest[-1:] else place
+
+    def _awaited(self, position: Position) -> str:
+        waits = position.waits
+        if isinstance(waits, Receive):
+            made = waits.producer
+            what = f'{"output" if made.kind == F else "gradient"} of stage {made.stage}'
+            return f'{what} microbatch {made.microbatch} from {self._rank(waits.peer)}'
+        if isinstance(waits, Send):
+            taker = f'{self._rank(waits.peer)} to take what {waits.producer.words} made'
+            return f'{taker} for {waits.consumer.words}'
+        if self.complete:
+            return 'the other ranks of the pipeline to end their passes'
+        return 'no message'
+
+    def _rank(self, rank: int) -> str:
+        return f'pipeline rank {rank} (global rank {self._executor.channels.ranks[rank]})'

@@ -1,0 +1,396 @@
+"""Ends a process whose pipeline no longer moves, and says where it stood.
+
+A thread looks at what the main thread does, several times in each `timeout`. From the first pass
+on nothing is out of its sight: what is not a pass or a collective of the pipeline is a pause, such
+as saving, evaluating or loading data, and has a limit of its own, which is generous. A main thread
+that sits in a C++ wait cannot be interrupted, so the process is ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import multiprocessing
+import os
+import platform
+import signal
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.guard.position import Tracker
+from megatron_zbpp.runtime.guard.termination import Termination
+
+EXIT_CODE = 124  # as of timeout(1)
+_LOOKS = 8  # in each timeout
+_PAUSE = 600  # seconds that a pause may last at least
+_LAST_WORDS = 5  # seconds to write them
+_NEWS = 1  # seconds in which a loss is heard of that the main thread has noticed
+_FRAMES = 4
+_FOLDERS = {
+    'torch.distributed': os.path.dirname(dist.__file__),
+    'torch': os.path.dirname(torch.__file__),
+    'Python': sysconfig.get_path('stdlib'),
+}
+# functions that only call another one, as they are mostly named
+_DECORATING = ('wrapper', 'handle_torch_function', '__torch_function__')
+_STDERR = 2  # its descriptor, whatever sys.stderr has become
+
+
+class Activity(Protocol):
+    """What the main thread does and must not take for ever."""
+
+    def ended(self) -> None:
+        """The main thread has done its part."""
+
+    def beat(self) -> Hashable:
+        """Something that changes with each step; None when all is over. Never waits."""
+
+    def lost(self) -> bool:
+        """Whether another rank has died before its end, as far as this one has heard by now."""
+
+    def lines(self) -> list[str]:
+        """Where it stands, for people."""
+
+
+class Meeting:
+    """A collective call of the pipeline's ranks."""
+
+    def __init__(self, what: str) -> None:
+        self._what: str | None = what
+
+    def ended(self) -> None:
+        self._what = None
+
+    def beat(self) -> Hashable:
+        return self._what
+
+    def lost(self) -> bool:
+        return False  # the main thread is told
+
+    def lines(self) -> list[str]:
+        return [f'now: {self._what}', 'waits for: the other ranks of the pipeline to come there']
+
+
+class Passes:
+    """One iteration of `executor`, to its end on all ranks.
+
+    A rank that is done tells the others by a reduction on `group` that nobody waits for: until it
+    ends, a rank that stops in its cool-down would be missed by those that have no more passes.
+    """
+
+    def __init__(self, executor: Executor, group: dist.ProcessGroupGloo) -> None:
+        self._tracker = Tracker(executor)
+        self._group = group
+        self._all_done: dist.Work | None = None
+
+    def ended(self) -> None:
+        self._all_done = self._group.allreduce([torch.zeros(1, device='cpu')])
+
+    def beat(self) -> Hashable:
+        over = self._heard() and not self.lost() and self._tracker.complete
+        return None if over else self._tracker.position()
+
+    def _heard(self) -> bool:
+        return self._all_done is not None and self._all_done.is_completed()
+
+    def lost(self) -> bool:
+        if not self._heard():
+            return False
+        try:
+            self._all_done.wait()  # completed: it does not wait, but raise
+        except RuntimeError:
+            return True
+        return False
+
+    def lines(self) -> list[str]:
+        return self._tracker.lines()
+
+
+class Forwards:
+    """What `executor` runs ahead of the others: its own part ends it."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._tracker = Tracker(executor)
+        self._over = False
+
+    def ended(self) -> None:
+        self._over = True
+
+    def beat(self) -> Hashable:
+        return None if self._over else self._tracker.position()
+
+    def lost(self) -> bool:
+        return False  # the main thread is told
+
+    def lines(self) -> list[str]:
+        return self._tracker.lines()
+
+
+class Pause:
+    """What lies between two other activities, of which we know nothing but the calls.
+
+    Args:
+        thread: the identity of the main thread.
+    """
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+
+    def ended(self) -> None:
+        """Another activity begins, which is looked at instead."""
+
+    def beat(self) -> Hashable:
+        return self
+
+    def lost(self) -> bool:
+        return False  # the main thread is told
+
+    def lines(self) -> list[str]:
+        calls = _calls(self._thread)
+        caller = next((call for call in calls if not _is_library(call)), calls[-1])
+        waits = 'no collective call of torch.distributed'
+        if _is_distributed(calls[0]):
+            of_torch = filter(_is_distributed, itertools.takewhile(_is_library, calls))
+            waits = f'the other ranks to come to {[*of_torch][-1].name} of torch.distributed'
+        return [f'now: between passes, in {_words(caller)}', f'waits for: {waits}']
+
+
+class Watchdog:
+    """Watches one process.
+
+    Args:
+        timeout: seconds without a step forward after which the process is ended (an eighth more at
+            most); 0: watches nothing. Choose several times what an iteration takes: a rank that
+            waits for others makes no step meanwhile.
+
+    Raises:
+        ValueError: `timeout` is negative.
+    """
+
+    def __init__(self, timeout: float = 0) -> None:
+        if timeout < 0:
+            raise ValueError(f'watchdog timeout {timeout} is negative: give seconds, or 0 for none')
+        self.timeout = timeout
+        self._pause_timeout = max(10 * timeout, _PAUSE)
+        self._activity: Activity | None = None
+        self._pause: Pause | None = None  # since the activity is over
+        self._failed = self._reported = False
+        self._reporting = threading.Lock()  # of either thread
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._termination: Termination | None = None
+        self._groups: dict[dist.ProcessGroup, dist.ProcessGroupGloo] = {}
+        self._rank = self._watched = 0  # global rank; identity of the thread
+        self._device: int | None = None  # that the main thread computes on
+
+    def limit_pauses(self, seconds: float) -> None:
+        """Sets how long a pause may last, before anything is watched; 0: any time.
+
+        What is set otherwise is ten timeouts, and not less than ten minutes.
+
+        Raises:
+            ValueError: `seconds` is negative.
+        """
+        if seconds < 0:
+            raise ValueError(f'watchdog pause timeout {seconds} is negative: give seconds, or 0')
+        self._pause_timeout = seconds
+
+    def meeting(self, what: str) -> AbstractContextManager[None]:
+        """The main thread is in a collective call of the pipeline's ranks meanwhile."""
+        return self._watching(Meeting(what))
+
+    @contextmanager
+    def passes(self, executor: Executor) -> Iterator[None]:
+        """`executor` runs meanwhile. A collective for the first one of its pipeline."""
+        if not self.timeout:
+            yield
+            return
+        pp_group = executor.channels.pp_group
+        if pp_group not in self._groups:
+            with self.meeting('connecting the watchdogs of the pipeline'):
+                self._groups[pp_group] = _host_group(pp_group, 2 * self.timeout)
+        with self._watching(Passes(executor, self._groups[pp_group])):
+            yield
+
+    def forwards(self, executor: Executor) -> AbstractContextManager[None]:
+        """`executor` runs ahead meanwhile."""
+        return self._watching(Forwards(executor))
+
+    @contextmanager
+    def _watching(self, activity: Activity) -> Iterator[None]:
+        """After an exception the process has `timeout` seconds to end, or to begin something new.
+
+        No pipeline goes on after one, and leaving it may hang too. What was watched before, and is
+        not over on all ranks, is watched again behind it.
+        """
+        if not self.timeout:
+            yield
+            return
+        before = self._activity
+        self._activity, self._failed, self._reported = activity, False, False
+        if torch.cuda.is_initialized():
+            self._device = torch.cuda.current_device()
+        self._start()
+        try:
+            yield
+            self._pause = Pause(self._watched)
+            activity.ended()
+            if before is not None and before.beat() is not None and activity.beat() is None:
+                self._activity = before
+        except BaseException as error:
+            self._failed = True
+            self._report(f'{type(error).__name__}: {error}'.partition('\n')[0])
+            raise
+
+    def stop(self) -> None:
+        """Ends watching, unless something failed: then the process is still to end in time."""
+        atexit.unregister(self.stop)
+        if self._thread is None or self._failed:
+            return
+        if self._lost():
+            self._failed = True
+            self._report('another rank of the pipeline is gone')
+            return
+        self._stopping = True
+        self._termination.wake()
+        self._thread.join()
+        self._termination.remove()
+        self._thread = self._termination = self._activity = self._pause = None
+        self._groups.clear()  # and their threads: one that is busy when Python ends aborts it
+
+    def _lost(self) -> bool:
+        """Whether the main thread leaves because a rank died when it had no more passes itself."""
+        deadline = time.monotonic() + _NEWS
+        while self._activity.beat() is not None and time.monotonic() < deadline:
+            if self._activity.lost():
+                return True
+            time.sleep(_NEWS / 100)
+        return False
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._rank, self._watched = dist.get_rank(), threading.get_ident()
+            self._stopping = False
+            self._termination = Termination()
+            self._thread = threading.Thread(target=self._run, name='watchdog', daemon=True)
+            self._thread.start()
+            atexit.register(self.stop)
+
+    def _run(self) -> None:
+        """Time is counted in looks, so that a suspended machine does not look like a stall."""
+        seen, looks = None, 0
+        between = min(self.timeout, self._pause_timeout or self.timeout) / _LOOKS
+        while not self._stopping:
+            if self._termination.wait(between):
+                self._end('SIGTERM', 128 + signal.SIGTERM, self._failed)
+            self._enter_device()
+            activity, failed = self._current(), self._failed
+            beat = None if activity is None else activity.beat()
+            now = activity, beat, failed
+            looks = looks + 1 if beat is not None and now == seen else 0
+            seen = now
+            limit = self._pause_timeout if activity is self._pause else self.timeout
+            if limit and looks * between >= limit:
+                self._end(f'no step forward for {limit:g} s', EXIT_CODE, failed)
+
+    def _current(self) -> Activity | None:
+        """What is to come to an end."""
+        activity = self._activity
+        return self._pause if activity is None or activity.beat() is None else activity
+
+    def _enter_device(self) -> None:
+        """A thread begins on GPU 0: asking events there would make a context on it."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+
+    def _end(self, why: str, code: int, failed: bool) -> None:
+        """Reports and ends the process, even if nobody reads what it writes."""
+        last_words = threading.Thread(target=self._say, args=(why, failed), daemon=True)
+        try:
+            last_words.start()
+        except RuntimeError:  # Python is ending, and begins no more threads
+            self._say(why, failed)
+        else:
+            last_words.join(_LAST_WORDS)
+        for child in multiprocessing.active_children():  # that saves, or loads data
+            child.kill()
+        os._exit(code)
+
+    def _say(self, why: str, failed: bool) -> None:
+        self._enter_device()
+        if failed:
+            _write([f'{self._title}: ended after its failure ({why})'])
+        else:
+            self._report(why, stack=True)
+        sys.stdout.flush()
+
+    def _report(self, why: str, stack: bool = False) -> None:
+        """Once for each activity: the main thread may hear of a loss while its time runs out."""
+        with self._reporting:
+            if self._reported:
+                return
+            self._reported = True
+            lines = [*self._current().lines(), *([_stack(self._watched)] if stack else [])]
+            _write([f'{self._title}: {why}', *lines])
+
+    @property
+    def _title(self) -> str:
+        return f'pipeline watchdog: global rank {self._rank} on {platform.node()}'
+
+
+def _host_group(pp_group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroupGloo:
+    """The same ranks, connected by their hosts: a collective of these ranks alone.
+
+    `new_group` would need every rank of the world, or, with `use_local_synchronization`, ranks that
+    are all in equally many groups (it makes the name from that): those of a pipeline are not.
+    """
+    name = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name, group=pp_group, group_src=0)
+    store = dist.PrefixStore(f'watchdog {name[0]}', distributed_c10d._get_default_store())
+    rank, size = dist.get_rank(pp_group), dist.get_world_size(pp_group)
+    return dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=timeout))
+
+
+def _calls(thread: int) -> list[traceback.FrameSummary]:
+    """The calls that a thread is in, innermost first, without those that only decorate."""
+    calls = reversed(traceback.extract_stack(sys._current_frames()[thread]))
+    return [call for call in calls if call.name not in _DECORATING]
+
+
+def _is_distributed(call: traceback.FrameSummary) -> bool:
+    return call.filename.startswith(_FOLDERS['torch.distributed'])
+
+
+def _is_library(call: traceback.FrameSummary) -> bool:
+    """Whether it is of Python or torch, which say little about what is being done."""
+    installed = any(name in call.filename for name in ('site-packages', 'dist-packages'))
+    name = 'torch' if installed else 'Python'
+    return call.filename.startswith(_FOLDERS[name])
+
+
+def _words(call: traceback.FrameSummary) -> str:
+    return f'{call.name} ({call.filename}:{call.lineno})'
+
+
+def _stack(thread: int) -> str:
+    """The innermost calls of a thread, on one line."""
+    return f'in: {" < ".join(map(_words, _calls(thread)[:_FRAMES]))}'
+
+
+def _write(lines: list[str]) -> None:
+    """One write, so that the blocks of several ranks do not mix."""
+    sys.stderr.flush()
+    os.write(_STDERR, ('\n  '.join(lines) + '\n').encode())

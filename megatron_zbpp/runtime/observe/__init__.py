@@ -1,0 +1,1 @@
+"""What an iteration took: measured, put on one clock, written down."""

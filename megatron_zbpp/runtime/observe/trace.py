@@ -1,0 +1,63 @@
+"""Pictures of one iteration as it was, beside what it was planned to be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_zbpp.analysis.fit_costs import fit, latency
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.timeline import Timeline
+from megatron_zbpp.render.html import html
+from megatron_zbpp.render.perfetto import perfetto
+from megatron_zbpp.runtime.observe.measure import Iteration
+
+_DRAWN = 5  # the iteration to draw: the first ones are slower than others
+
+
+@dataclass
+class Tracer:
+    """Draws one iteration of the first pipeline, and one more after a switch to a planned schedule.
+
+    `planned` is the schedule as the simulator has it: with the times that it was planned for; a
+    schedule by name was planned for none, and takes those that were measured.
+
+    Args:
+        folder: takes `pipeline.html` and `pipeline.perfetto.json`; made where it is not there.
+    """
+
+    folder: Path
+    _seen: int = 0
+    _costs: Costs | None = None
+    _before: Timeline | None = None
+
+    def after(self, iteration: Iteration) -> None:
+        """Draws `iteration`, which has ended, if it is the one: a collective of its pipeline."""
+        self._seen += 1
+        if self._seen != _DRAWN:
+            return
+        measured = iteration.gather().timeline
+        if dist.get_rank() == 0:
+            self.draw(measured)
+            self._before = measured
+
+    def switched(self, costs: Costs) -> None:
+        """From now on runs a schedule that was planned for `costs`: it is drawn, too."""
+        self._seen, self._costs = 0, costs
+
+    def draw(self, measured: Timeline) -> None:
+        """Writes the files."""
+        fitted = fit(measured, latency(measured))
+        planned = simulate(measured.schedule, self._costs or fitted)
+        lines = {'planned': planned, 'measured': measured}
+        if self._before is not None:
+            lines[f'measured before, {self._before.schedule.name}'] = self._before
+        costs = dict.fromkeys(lines, fitted)  # for what is held, which all of them count alike
+        title = f'{measured.schedule.name}, iteration {_DRAWN} with it'
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / 'pipeline.html').write_text(html(lines, costs, title, unit='s'))
+        trace = {name: line for name, line in lines.items() if line is not planned}
+        (self.folder / 'pipeline.perfetto.json').write_text(perfetto(trace, costs))

@@ -1,0 +1,149 @@
+"""A schedule in the making: passes put one after another, with a clock per rank.
+
+For the families whose order is no closed form but depends on when inputs arrive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron_zbpp.ir import B, Pass, Placement, Schedule, W, chain
+from megatron_zbpp.ir.compiled import compiled
+from megatron_zbpp.ir.costs import Costs
+
+_NOT_PUT = (math.inf, -1)
+_ROUNDING = 1e-9  # relative: three thirds of an activation are one
+
+
+def within(amount: float, limit: float) -> bool:
+    """Whether `amount` is at most `limit`, but for rounding."""
+    return amount <= limit * (1 + _ROUNDING)
+
+
+def equal_costs(placement: Placement) -> Costs:
+    """Returns costs where F, B and W of a stage take 1 each, and messages nothing.
+
+    A full rank holds one activation a microbatch, all of it until the end of W.
+    """
+    ones = (1.0,) * placement.num_stages
+    return replace(Costs.uniform(placement), forward=ones, backward=ones, weight=ones)
+
+
+class _Step(NamedTuple):
+    """What a pass of one kind and stage does, whatever its microbatch.
+
+    Attributes:
+        needs: rows of the graph that must have ended, of the same microbatch.
+        rows: that it ends.
+        duration: of it.
+        change: of what its rank holds.
+    """
+
+    needs: tuple[int, ...]
+    rows: tuple[int, ...]
+    duration: float
+    change: float
+
+
+def _steps(placement: Placement, costs: Costs) -> dict[str, list[_Step]]:
+    """By kind and stage."""
+    graph = chain(placement.num_stages)
+    changes = costs.changes(graph)
+    return {
+        kind: [
+            _Step(
+                tuple(link.row for link in step.links),
+                step.rows,
+                costs.duration(graph, kind, stage, placement.ranks[stage]),
+                changes[kind, stage, 0],
+            )
+            for stage, step in enumerate(steps)
+        ]
+        for kind, steps in compiled(graph).steps.items()
+    }
+
+
+class Draft:
+    """Passes put so far, and what follows from them.
+
+    The caller puts a pass only after what it depends on, and a microbatch after those before it.
+
+    Attributes:
+        costs: those given, or equal ones.
+        clock: per rank, the end of its last pass.
+        idle: per rank, time lost since its first pass.
+        held: per rank, activations held.
+        pending: per rank, the W passes whose B is put and which are not, oldest first.
+        orders: per rank, the passes.
+    """
+
+    def __init__(
+        self, placement: Placement, num_microbatches: int, costs: Costs | None = None
+    ) -> None:
+        num_ranks = placement.num_ranks
+        self.placement = placement
+        self.num_microbatches = num_microbatches
+        self.costs = costs or equal_costs(placement)
+        self._steps = _steps(placement, self.costs)
+        self.clock = [0.0] * num_ranks
+        self.idle = [0.0] * num_ranks
+        self.held = [0.0] * num_ranks
+        self.pending: list[deque[Pass]] = [deque() for _ in range(num_ranks)]
+        self.orders: list[list[Pass]] = [[] for _ in range(num_ranks)]
+        self._started = [0.0] * num_ranks
+        # by row of the graph and microbatch: when it ended, and on which rank
+        self._ended: dict[tuple[int, int], tuple[float, int]] = {}
+
+    def arrival(self, p: Pass) -> float:
+        """When what `p` needs is on its rank; infinite while that is not put."""
+        rank = self.placement.ranks[p.stage]
+        arrival = 0.0
+        for need in self._steps[p.kind][p.stage].needs:
+            end, where = self._ended.get((need, p.microbatch), _NOT_PUT)
+            arrival = max(arrival, end + self.costs.edge(where, rank))
+        return arrival
+
+    def duration(self, kind: str, stage: int) -> float:
+        """Time of a pass."""
+        return self._steps[kind][stage].duration
+
+    def has_room(self, stage: int, amount: float, limit: float) -> bool:
+        """Whether the rank of `stage` may hold `amount` more and stay within `limit`."""
+        held = self.held[self.placement.ranks[stage]]
+        return within(held + amount, limit)
+
+    def put(self, p: Pass, not_before: float = 0.0) -> float:
+        """Appends `p` to its rank's order, as early as it may start; returns its end."""
+        kind, stage, microbatch, _ = p
+        rank = self.placement.ranks[stage]
+        start = max(self.clock[rank], self.arrival(p), not_before)
+        step = self._steps[kind][stage]
+        if self.orders[rank]:
+            self.idle[rank] += start - self.clock[rank]
+        else:
+            self._started[rank] = start
+        end = self.clock[rank] = start + step.duration
+        self.orders[rank].append(p)
+        self.held[rank] += step.change
+        for row in step.rows:
+            self._ended[row, microbatch] = end, rank
+        if kind == W:
+            self.pending[rank].popleft()
+        elif kind == B:
+            self.pending[rank].append(Pass(W, stage, microbatch))
+        return end
+
+    @property
+    def makespan(self) -> float:
+        return max(self.clock)
+
+    @property
+    def window(self) -> float:
+        """Longest span of one rank, from the start of its first pass to the end of its last."""
+        return max(end - start for start, end in zip(self._started, self.clock, strict=True))
+
+    def schedule(self, name: str) -> Schedule:
+        return Schedule.of(name, self.placement, self.num_microbatches, self.orders)

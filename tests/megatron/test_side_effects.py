@@ -1,0 +1,119 @@
+"""Forwards that may be dropped leave no random numbers behind, whatever keeps their states."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+SEED = 5
+
+
+def generator_class():
+    """CUDA's generators, several of which may hold one state: that the CPU's cannot."""
+    import torch
+
+    class Generator(torch.Generator):
+        state: torch.Generator
+
+        @classmethod
+        def of(cls, state):
+            made = cls()
+            made.state = state
+            return made
+
+        def graphsafe_get_state(self):
+            return Generator.of(self.state)
+
+        def graphsafe_set_state(self, other):
+            self.state = other.state
+
+        def clone_state(self):
+            return Generator.of(self.state.clone_state())
+
+        def manual_seed(self, seed):
+            self.state.manual_seed(seed)
+            return self
+
+        def get_state(self):
+            return self.state.get_state()
+
+        def set_state(self, value):
+            self.state.set_state(value)
+            return self
+
+    return Generator
+
+
+def drawn(tracker):
+    """What is drawn ahead, drawn again, and drawn once they are shown; and the same undisturbed.
+
+    Also, for each state that generators share, whether it is the same one as before.
+    """
+    import torch
+    from megatron.core.tensor_parallel import random
+
+    from megatron_zbpp.mcore.post_validation.side_effects import Effects
+
+    graph_safe = tracker != 'tensors'
+    default = torch.default_generator
+    if graph_safe:
+        default = generator_class().of(torch.Generator())
+
+    def draw():
+        """Of the device's own and of the tracked state, as dropout of a layer does."""
+        source = default.state if graph_safe else default
+        made = torch.rand(2, generator=source).tolist()
+        with random.get_cuda_rng_tracker().fork():
+            source = default.state if graph_safe else default
+            return made + torch.rand(2, generator=source).tolist()
+
+    def states():
+        tracked = random.get_cuda_rng_tracker().get_states().values()
+        return [default.state, *(each.state for each in tracked)] if graph_safe else []
+
+    def begin():
+        random.initialize_rng_tracker(
+            use_te_rng_tracker=tracker == 'te',
+            use_cudagraphable_rng=tracker == 'graphs',
+            force_reset=True,
+        )
+        random.get_cuda_rng_tracker().add('model-parallel-rng', SEED)
+        default.manual_seed(SEED + 1)
+
+    effects = Effects([torch.nn.Linear(2, 2)])
+    with (
+        mock.patch.object(torch.cuda, 'default_generators', (default,) * 8),
+        mock.patch.object(torch.cuda.CUDAGraph, 'register_generator_state', create=True),
+    ):
+        try:
+            begin()
+            undisturbed = [draw(), draw()]
+            begin()
+            held = states()
+            with effects.hidden():
+                found = [draw()]
+            found.append(draw())
+            effects.show()
+            found.append(draw())
+            now = states()
+        finally:
+            random.initialize_rng_tracker(force_reset=True)
+    return found, undisturbed, [a is b for a, b in zip(held, now, strict=True)]
+
+
+def check(results, graph_safe):
+    for found, (first, second), same in results:
+        assert found == [first, first, second] and first != second
+        assert same == [True] * 2 * graph_safe, 'graphs are captured with them'
+
+
+@pytest.mark.parametrize('tracker', ['tensors', 'graphs'])
+def test_megatrons_tracker(ranks, tracker):
+    check(ranks(2).run(drawn, tracker), tracker == 'graphs')
+
+
+@pytest.mark.te
+def test_transformer_engines_tracker(te_ranks):
+    """--te-rng-tracker"""
+    check(te_ranks(2).run(drawn, 'te'), True)

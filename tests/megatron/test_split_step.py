@@ -1,0 +1,182 @@
+"""Which optimizers step early, and that Megatron's code is what we take it for."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+
+
+def refused(name, value):
+    from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
+
+    from megatron_zbpp.mcore.post_validation import split_step
+
+    leaf = FP32Optimizer.__new__(FP32Optimizer)
+    leaf.is_stub_optimizer, leaf.config = name == 'stub', SimpleNamespace(**{name: value})
+    return split_step.refusal(ChainedOptimizer([leaf])), split_step.refusal(leaf)
+
+
+SETTINGS = [
+    'use_precision_aware_optimizer',
+    'optimizer_cpu_offload',
+    'optimizer_cuda_graph',
+    'log_num_zeros_in_grad',
+]
+
+
+@pytest.mark.parametrize('name', SETTINGS)
+def test_refused_settings_are_named(ranks, name):
+    for reasons in ranks(2).run(refused, name, True):
+        assert all(reason.startswith(f'{name}: ') for reason in reasons)
+    assert ranks(2).run(refused, name, False) == [(None, None)] * 2
+
+
+def test_a_rank_without_parameters(ranks):
+    assert 'no parameters' in ranks(2).run(refused, 'stub', True)[0][0]
+
+
+def other():
+    from megatron_zbpp.mcore.post_validation import split_step
+
+    return split_step.refusal(SimpleNamespace(config=None))
+
+
+def test_other_optimizers_are_named(ranks):
+    assert 'SimpleNamespace is not one of FP32Optimizer' in ranks(2).run(other)[0]
+
+
+def built(kind):
+    """What is said of a real optimizer of Megatron."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.optimizer import OptimizerConfig, layer_wise_optimizer, optimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_zbpp.mcore.post_validation import split_step
+
+    if kind == 'graph' and not hasattr(OptimizerConfig, 'optimizer_cuda_graph'):
+        return 'absent'
+    config = OptimizerConfig(lr=0.1, **({'optimizer_cuda_graph': True} if kind == 'graph' else {}))
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    groups = ProcessGroupCollection(dp_cp=alone, expt_dp=alone)
+
+    def leaf():
+        adam = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])
+        return optimizer.FP32Optimizer(adam, config, lambda *_: None)
+
+    def layer_wise():
+        return layer_wise_optimizer.LayerWiseDistributedOptimizer([leaf()], config, groups)
+
+    made = {
+        'one': leaf,
+        'graph': leaf,
+        'several': lambda: optimizer.ChainedOptimizer([leaf(), leaf()]),
+        'layer-wise': layer_wise,
+        'layer-wise beside another': lambda: optimizer.ChainedOptimizer([layer_wise(), leaf()]),
+    }[kind]()
+    return split_step.refusal(made)
+
+
+@pytest.mark.parametrize('kind', ['one', 'several'])
+def test_optimizers_that_may_be_early(ranks, kind):
+    assert ranks(2).run(built, kind) == [None] * 2
+
+
+@pytest.mark.parametrize('kind', ['layer-wise', 'layer-wise beside another'])
+def test_muon_is_refused_by_the_optimizer_around(ranks, kind):
+    """Its leaves are ordinary ones; what shares out and gathers the parameters is not."""
+    for reason in ranks(2).run(built, kind):
+        assert reason.startswith('LayerWiseDistributedOptimizer is not one of FP32Optimizer')
+        assert reason.endswith('not supported so far')
+
+
+def test_a_captured_step_is_refused(ranks):
+    reason = ranks(2).run(built, 'graph')[0]
+    if reason == 'absent':
+        pytest.skip('this Megatron-Core captures no step: from 0.19 on')
+    assert reason.startswith('optimizer_cuda_graph: ')
+
+
+def scales(recipe):
+    from megatron_zbpp.mcore.post_validation import split_step
+
+    return split_step.refusal_of_model(SimpleNamespace(fp8='hybrid', fp8_recipe=recipe))
+
+
+def test_delayed_scaling(ranks):
+    assert 'delayed' in ranks(2).run(scales, 'delayed')[0]
+    assert ranks(2).run(scales, 'tensorwise')[0] is None
+
+
+def reductions():
+    """What Megatron makes of the results that its reductions share, and what we make of them."""
+    from megatron.core.optimizer import clip_grads
+
+    from megatron_zbpp.mcore.post_validation import stepping
+
+    return inspect.getsource(clip_grads.clip_grad_by_total_norm_fp32), [
+        stepping._as_float32(value) for value in (0.1, None, 1e9 + 1)
+    ]
+
+
+def test_clipping_and_rounding_are_megatrons(ranks):
+    import torch
+
+    source, rounded = ranks(2).run(reductions)[0]
+    assert 'max_norm / (total_norm + 1.0e-6)' in source and 'clip_coeff < 1.0' in source
+    assert rounded == [torch.tensor(0.1).item(), None, torch.tensor(1e9 + 1).item()]
+
+
+def several():
+    """Two optimizers take turns; whether each may step early."""
+    from megatron_zbpp.mcore.post_validation import stepping
+
+    class Optimizer:
+        pass
+
+    trained = SimpleNamespace(latest='an iteration')
+    steps = stepping.Steps(SimpleNamespace(post_validation=True, next=trained))
+    steps._agree = lambda optimizer: True
+    one, other = Optimizer(), Optimizer()
+    found = [steps._may_be_early(optimizer) for optimizer in (one, one, other, one)]
+    del one
+    return found, steps._may_be_early(other)
+
+
+def test_several_optimizers_wait(ranks):
+    """Until the first is gone: then there is one."""
+    assert ranks(2).run(several) == [([True, True, False, False], True)] * 2
+
+
+def differing():
+    """What is said after calls with the same method, with another function, and with a third."""
+    import io
+    from contextlib import redirect_stderr
+
+    from megatron_zbpp.mcore.iteration.forward_backward import Arguments
+    from megatron_zbpp.mcore.post_validation import stepping
+    from megatron_zbpp.mcore.post_validation.next_iteration import NextIteration
+
+    class Script:
+        def forward_step(self):
+            pass
+
+    plugin, script, model, said = SimpleNamespace(post_validation=True), Script(), object(), []
+    plugin.steps, following = stepping.Steps(plugin), NextIteration(plugin)
+    sizes = {'num_microbatches': 2, 'seq_length': 1, 'micro_batch_size': 1}
+    for function in (script.forward_step, script.forward_step, differing, several):
+        with redirect_stderr(io.StringIO()) as written:
+            following.take(
+                Arguments(forward_step_func=function, data_iterator=None, model=model, **sizes)
+            )
+        said.append(written.getvalue())
+    return said
+
+
+def test_calls_that_differ_are_named(ranks):
+    """Once; a method is the same function each time."""
+    said, other = ranks(2).run(differing)
+    assert 'forward_step_func is not the one of the iteration before' in said[2]
+    assert said[:2] + said[3:] == [''] * 3 and other == [''] * 4

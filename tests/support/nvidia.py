@@ -1,0 +1,153 @@
+"""NVIDIA's training loop as a function that a rank of a pool can call many times.
+
+It runs `pretrain_script.py`; or, where MEGATRON_LM names a checkout of Megatron-LM, NVIDIA's own
+pretrain_gpt.py in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import events
+import pytest
+from paths import SUPPORT
+from ranks import Ranks
+
+CHECKOUT = os.environ.get('MEGATRON_LM')
+SCRIPT = Path(CHECKOUT) / 'pretrain_gpt.py' if CHECKOUT else SUPPORT / 'pretrain_script.py'
+needs_training = pytest.mark.skipif(
+    not CHECKOUT and importlib.util.find_spec('megatron.training') is None,
+    reason='megatron.training is in the wheels of megatron-core from 0.17 on, which need Python '
+    '3.12, or in a checkout that MEGATRON_LM names',
+)
+
+COMMON = """
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+    --max-position-embeddings 16 --micro-batch-size 1 --lr 1e-3 --min-lr 1e-4
+    --lr-decay-style linear --lr-warmup-iters 1 --mock-data --tokenizer-type NullTokenizer
+    --vocab-size 255 --make-vocab-size-divisible-by 32 --eval-iters 0 --eval-interval 100
+    --log-interval 1
+    --split 100,0,0 --seed 7 --hidden-dropout 0 --attention-dropout 0 --num-workers 0
+    --ckpt-format torch_dist --no-save-rng --no-load-rng
+""".split()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left: exact, so that two can be compared with ==.
+
+    Attributes:
+        losses: by iteration: in hex, the loss scale, and whether the step was skipped.
+        grad_norms: by iteration, in hex.
+        parameters: hashes by layer.
+        optimizer: hashes of optimizer state by layer; empty where it is sharded.
+        reported: what `event` gave, by rank.
+    """
+
+    losses: dict[int, tuple]
+    grad_norms: dict[int, str]
+    parameters: dict[str, str]
+    optimizer: dict[str, str]
+    reported: tuple[Any, ...] = ()
+
+
+def train(argv: list[str], event: Any) -> tuple[dict, dict, dict, Any]:
+    """Runs on each rank: the script under our launcher, leaving no state of Megatron behind.
+
+    Args:
+        argv: of the script.
+        event: a context manager around the run, see `events`; gives what is to be reported.
+    """
+    if CHECKOUT and CHECKOUT not in sys.path:
+        sys.path.insert(0, CHECKOUT)
+    import report
+    from megatron.training import training
+
+    import megatron_zbpp.launch
+
+    made, losses, norms = {}, {}, {}
+    original_log, original_setup = training.training_log, training.setup_model_and_optimizer
+
+    def training_log(loss_dict, total, lr, iteration, scale, memory, skipped, norm, *rest, **named):
+        # only the last rank has losses
+        exact = [value.item().hex() for value in loss_dict.values()]
+        losses[iteration] = (*exact, scale, 'skipped' if skipped else 'done')
+        norms[iteration] = float(norm or 0).hex()
+        return original_log(
+            loss_dict, total, lr, iteration, scale, memory, skipped, norm, *rest, **named
+        )
+
+    def setup_model_and_optimizer(*args, **kwargs):
+        made['model'], made['optimizer'], scheduler = original_setup(*args, **kwargs)
+        return made['model'], made['optimizer'], scheduler
+
+    training.training_log = training_log
+    training.setup_model_and_optimizer = setup_model_and_optimizer
+    try:
+        with event(training) as reported:
+            try:
+                megatron_zbpp.launch.main(['--cpu', str(SCRIPT), *argv])
+            except SystemExit as left:  # at --exit-interval
+                if left.code:
+                    raise
+        hashes = report.fingerprint(report.by_layer(made['model']), made['optimizer'])
+        return losses, norms, hashes, reported
+    finally:
+        training.training_log = original_log
+        training.setup_model_and_optimizer = original_setup
+        made.clear()
+        forget()
+
+
+def forget() -> None:
+    """Everything that NVIDIA's training loop keeps in modules, and the plugin."""
+    from example import forget_groups
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+    from megatron.training import global_vars, training
+
+    # with it ranks reduce their start times; a rank that is new to the pool has none
+    vars(training).get('_STARTUP_TIMESTAMPS', {}).update(program_start=None)
+    global_vars.destroy_global_vars()
+    destroy_num_microbatches_calculator()
+    destroy_rerun_state_machine()
+    forget_groups()
+
+
+def known() -> set[str]:
+    """Flags, arguments and config fields of the Megatron that is here: run it on a rank."""
+    if CHECKOUT and CHECKOUT not in sys.path:
+        sys.path.insert(0, CHECKOUT)
+    from megatron.core.transformer import TransformerConfig
+    from megatron.training import arguments
+
+    add = arguments.add_megatron_arguments
+    parser = getattr(add, '__wrapped__', add)(argparse.ArgumentParser(allow_abbrev=False))
+    found = {field.name for field in fields(TransformerConfig)}
+    for action in parser._actions:
+        found |= {action.dest, *action.option_strings}
+    return found
+
+
+def since(iteration: int, values: dict[int, Any]) -> dict[int, Any]:
+    """What came after `iteration`."""
+    return {at: value for at, value in values.items() if at > iteration}
+
+
+def run(ranks: Ranks, *argv: str | int | Path, event: Any = events.nothing) -> Run:
+    """Trains with `argv` on `ranks`."""
+    results = ranks.run(train, [*COMMON, *map(str, argv)], event)
+    losses, norms, hashes, _ = results[-1]
+    return Run(
+        losses,
+        norms,
+        hashes['parameters_sha256'],
+        hashes['optimizer_sha256'],
+        tuple(reported for *_, reported in results),
+    )

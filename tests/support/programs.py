@@ -1,0 +1,136 @@
+"""Programs of whole pipelines, changed and timed: for tests of what may make them wait."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+from megatron_zbpp.analysis.deadlock import Collective
+from megatron_zbpp.analysis.program import Receive, Send
+from megatron_zbpp.ir import BW, Pass, W, chain
+
+
+def posted_earlier(programs, lead):
+    """The same programs with each receive before the `lead` passes that precede it."""
+    return tuple(tuple(_posted_earlier(program, lead)) for program in programs)
+
+
+def _posted_earlier(program, lead):
+    waiting, passes = deque(), 0  # the last `lead` passes, and what follows each
+    for instruction in program:
+        if isinstance(instruction, Receive):
+            yield instruction
+            continue
+        waiting.append(instruction)
+        passes += isinstance(instruction, Pass)
+        while waiting and (passes > lead or not isinstance(waiting[0], Pass)):
+            passes -= isinstance(waiting[0], Pass)
+            yield waiting.popleft()
+    yield from waiting
+
+
+def pairs(programs):
+    """Who sends to whom."""
+    return {(rank, i.peer) for rank, program in enumerate(programs) for i in program if _sends(i)}
+
+
+def _sends(instruction):
+    return isinstance(instruction, Send)
+
+
+def side_by_side(*pipelines):
+    """Programs of several pipelines as those of one world, with what their ranks do together.
+
+    Ranks of the same place meet in each pass (tensor parallelism: its kernels and a collective take
+    turns), and once a stage's weight gradients are complete (overlapped reduction). In the end all
+    ranks of a pipeline's ends meet (tied embeddings), then the world (the norm of the gradients).
+    """
+    size = len(pipelines[0])
+    world = tuple(range(size * len(pipelines)))
+    for shift, programs in zip(range(0, len(world), size), pipelines, strict=True):
+        ends = Collective(f'tied layers {shift}', tuple(sorted({shift, shift + size - 1})))
+        for place, program in enumerate(programs):
+            same = tuple(range(place, len(world), size))
+            complete = {p.stage: p for p in program if isinstance(p, Pass) and p.kind in (W, BW)}
+            met = []
+            for i in program:
+                if isinstance(i, Pass):
+                    inside = Collective(f'all-reduce in {i}', same)
+                    behind = Collective(f'reduction of stage {i.stage}', same)
+                    met += [inside, i, *([behind] if complete.get(i.stage) == i else [])]
+                else:
+                    met.append(i._replace(peer=i.peer + shift) if hasattr(i, 'peer') else i)
+            tied = [ends] if place in (0, size - 1) else []
+            yield (*met, *tied, Collective('norm of the gradients', world))
+
+
+class Timing:
+    """What programs take on streams: passes on one, the messages of each connection on another.
+
+    Args:
+        costs: of passes, and of messages (`edge`).
+        streams: whether a receive starts when the passes launched before it have ended, as NCCL's
+            do that are called on the stream of the passes; else when its message is sent.
+        in_order: whether everything on a rank starts in the order of its program.
+    """
+
+    def __init__(self, programs, costs, streams, in_order):
+        self.costs, self.streams, self.in_order = costs, streams, in_order
+        self.computed = [0.0] * len(programs)
+        self.launched = [0.0] * len(programs)
+        self.sent, self.posted, self.ended = defaultdict(list), defaultdict(list), defaultdict(list)
+        self.arrived, self.takers = {}, defaultdict(list)
+        self.awaited = {i.consumer for program in programs for i in program if _receives(i)}
+        left = [deque(program) for program in programs]
+        while sum(self._advance(rank, program) for rank, program in enumerate(left)):
+            pass
+        assert not any(left), 'stuck'
+
+    @property
+    def makespan(self):
+        return max(self.computed)
+
+    def _advance(self, rank, program):
+        before = len(program)
+        while program and self._step(rank, program[0]):
+            program.popleft()
+        return len(program) < before
+
+    def _step(self, rank, i):
+        if isinstance(i, Pass):
+            if i in self.awaited and i not in self.arrived:
+                return False
+            start = self._start(rank, max(self.computed[rank], self.arrived.get(i, 0.0)))
+            self.computed[rank] = start + self.costs.duration(
+                chain(self.costs.num_stages), i.kind, i.stage, rank
+            )
+        elif _sends(i):
+            return self._begin(rank, (rank, i.peer), self.sent, self.computed[rank])
+        elif _receives(i):
+            self.takers[i.peer, rank].append(i.consumer)
+            free = self.computed[rank] if self.streams else 0.0
+            if not self._begin(rank, (i.peer, rank), self.posted, free):
+                self.takers[i.peer, rank].pop()
+                return False
+        return True
+
+    def _begin(self, rank, channel, begun, free):
+        ended = self.ended[channel]
+        if self.in_order and len(ended) < len(begun[channel]):
+            return False  # the one before has not ended: nothing behind may start
+        if self.in_order and ended:
+            free = max(free, ended[-1])
+        begun[channel].append(self._start(rank, free))
+        for k in range(len(ended), min(len(self.sent[channel]), len(self.posted[channel]))):
+            start = max(self.sent[channel][k], self.posted[channel][k], *ended[-1:])
+            ended.append(start + self.costs.edge(*channel))
+            self.arrived[self.takers[channel][k]] = ended[-1]
+        return True
+
+    def _start(self, rank, free):
+        if self.in_order:
+            free = self.launched[rank] = max(free, self.launched[rank])
+        return free
+
+
+def _receives(instruction):
+    return isinstance(instruction, Receive)

@@ -1,0 +1,94 @@
+"""Runs the files for SLURM with a stand-in for srun, which keeps what it is given."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from paths import ROOT
+
+FOLDER = ROOT / 'scripts' / 'slurm'
+FILES = sorted(FOLDER.glob('gpt-*.sbatch'))  # one a model
+BENCHMARK = FOLDER / 'benchmark_gpt.sbatch'
+_SRUN = """#!{python}
+import json, os, sys
+with open(os.environ['KEPT'], 'w') as kept:
+    json.dump([sys.argv[1:], dict(os.environ)], kept)
+"""
+_SCONTROL = """#!/bin/sh
+[ "$1 $2" = 'show hostnames' ] && printf 'node-a7\\nnode-a8\\n'
+"""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What came of an sbatch file.
+
+    Attributes:
+        status: its exit status.
+        errors: what it wrote to standard error.
+        argv: what srun was given; empty where it was not started.
+        environment: of srun.
+    """
+
+    status: int
+    errors: str
+    argv: list[str]
+    environment: dict[str, str]
+
+    @property
+    def torchrun(self) -> list[str]:
+        """The command that srun starts on each node."""
+        return self.argv[self.argv.index('torchrun') :]
+
+    @property
+    def script(self) -> list[str]:
+        """What pretrain_gpt.py is given."""
+        (index,) = (k for k, word in enumerate(self.argv) if word.endswith('/pretrain_gpt.py'))
+        return self.argv[index + 1 :]
+
+
+def nodes(file: Path) -> int:
+    """Nodes that the file asks for."""
+    return int(options(file)['nodes'])
+
+
+def options(file: Path) -> dict[str, str]:
+    """What the file tells sbatch."""
+    lines = file.read_text().splitlines()
+    pairs = (line.removeprefix('#SBATCH --') for line in lines if line.startswith('#SBATCH'))
+    return {key: value for key, _, value in (pair.partition('=') for pair in pairs)}
+
+
+def launch(file: Path, folder: Path, *arguments: str, **environment: str) -> Launched:
+    """Runs `file` as SLURM would, in `folder`."""
+    for name, text in (('srun', _SRUN.format(python=sys.executable)), ('scontrol', _SCONTROL)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (folder / 'spooled').write_text(file.read_text())  # SLURM runs a copy
+    kept = folder / 'kept.json'
+    kept.unlink(missing_ok=True)
+    done = subprocess.run(
+        ['bash', folder / 'spooled', *arguments],
+        cwd=folder,
+        env={
+            'PATH': f'{folder}{os.pathsep}{os.environ["PATH"]}',
+            'KEPT': str(kept),
+            'MEGATRON_LM': '/opt/Megatron-LM',
+            'DATA': '/data/my text/corpus_text_document',
+            'SLURM_JOB_NAME': file.stem,
+            'SLURM_JOB_ID': '4711',
+            'SLURM_JOB_NODELIST': 'node-a[7-8]',
+            'SLURM_NNODES': str(nodes(file)),
+            'SLURM_SUBMIT_DIR': str(ROOT),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+    )
+    argv, seen = json.loads(kept.read_text()) if kept.exists() else ([], {})
+    return Launched(done.returncode, done.stderr, argv, seen)

@@ -1,0 +1,76 @@
+"""What may run ahead: closed under what it needs, and never mixed up on the way."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zbpp.analysis.deadlock import prove
+from megatron_zbpp.analysis.lowering import lower
+from megatron_zbpp.analysis.program import Receive, Send
+from megatron_zbpp.analysis.run_ahead import ahead_of, chain, passes_ahead, split
+from megatron_zbpp.ir import F, Pass, Placement
+from megatron_zbpp.schedules import FAMILIES, build
+
+
+@st.composite
+def schedules(draw):
+    name = draw(st.sampled_from([family.name for family in FAMILIES]))
+    p, m = draw(st.integers(2, 5)), draw(st.integers(1, 12))
+    try:
+        return build(name, p, m)
+    except ValueError:
+        return build('zb-v', p, m)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules(), st.integers(0, 5))
+def test_programs_stay_free_of_deadlock_and_in_order(schedule, early):
+    """However many ranks go ahead, under every rule of a backend."""
+    programs = lower(schedule)
+    ahead = ahead_of(schedule, passes_ahead(schedule), early)
+    parts = [split(program, ahead) for program in programs]
+    prove([begun + rest for begun, rest in parts])
+    for program, (begun, rest) in zip(programs, parts, strict=True):
+        assert sorted(map(str, program)) == sorted(map(str, begun + rest))
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules())
+def test_what_is_ahead_needs_nothing_from_behind(schedule):
+    order = chain(schedule.placement)
+    counts, rank_of = passes_ahead(schedule), schedule.placement.ranks
+    ahead = ahead_of(schedule, counts, len(order))
+    assert counts[order[-1]] == 0
+    for p in ahead:
+        assert p.kind == F
+        if p.stage:
+            assert Pass(F, p.stage - 1, p.microbatch) in ahead
+            sender, taker = rank_of[p.stage - 1], rank_of[p.stage]
+            assert order.index(sender) <= order.index(taker)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules(), st.integers(0, 5))
+def test_all_that_is_sent_ahead_is_received_ahead(schedule, early):
+    """So that nothing of a dropped forward is left between two ranks."""
+    programs = lower(schedule)
+    ahead = ahead_of(schedule, passes_ahead(schedule), early)
+    begun = [split(program, ahead)[0] for program in programs]
+    sent = [i.consumer for part in begun for i in part if isinstance(i, Send)]
+    received = [i.consumer for part in begun for i in part if isinstance(i, Receive)]
+    assert sorted(sent) == sorted(received)
+
+
+@pytest.mark.parametrize(
+    ('name', 'p', 'counts'),
+    [('zb-2p', 4, (7, 5, 3, 0)), ('zb-h1', 4, (4, 3, 2, 0)), ('1f1b', 4, (4, 3, 2, 0))],
+)
+def test_warm_up_is_ahead(name, p, counts):
+    assert passes_ahead(build(name, p, 16)) == counts
+
+
+def test_chain_follows_the_stages():
+    assert chain(Placement.loop(3, 2)) == (0, 1, 2)
+    assert chain(build('zb-v', 3, 4).placement) == (0, 1, 2)

@@ -1,0 +1,463 @@
+"""The `zbpp` command: what it prints, what it writes, how it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from zero_bubble import TABLE_5, paper_costs
+
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.cli import main
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.formats import load, to_torch_csv
+from megatron_zbpp.schedules import FAMILIES, build, names
+
+SHAPE = ['--pp', '4', '--microbatches', '8']
+ZB_V = ['--schedule', 'zb-v', *SHAPE]
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where plans are kept while a test runs."""
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+    return tmp_path / 'cache' / 'megatron_zbpp' / 'plans'
+
+
+@pytest.fixture
+def zbpp(capsys: pytest.CaptureFixture):
+    """Runs a command that must succeed; returns what it printed, parsed if that is JSON."""
+
+    def run(*argv: object) -> str | dict:
+        assert main(list(map(str, argv))) == 0
+        printed = capsys.readouterr()
+        assert printed.err == ''
+        return json.loads(printed.out) if '--json' in argv else printed.out
+
+    return run
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture):
+    """Runs a command that must fail; returns the one line that it says on stderr."""
+
+    def run(*argv: object) -> str:
+        try:
+            code = main(list(map(str, argv)))
+        except SystemExit as stop:  # argparse's own way out
+            code = stop.code
+        assert code == 2
+        said = capsys.readouterr().err
+        assert said.endswith('\n') and said.count('\n') == 1, said
+        return said
+
+    return run
+
+
+def times_file(folder: Path, **times: list[float]) -> Path:
+    file = folder / 'times.json'
+    file.write_text(json.dumps(times))
+    return file
+
+
+# What is printed
+
+
+def test_list_names_every_schedule(zbpp) -> None:
+    listed = zbpp('list', '--json')['schedules']
+    assert [entry['name'] for entry in listed] == list(names())
+    assert listed[0].keys() >= {'aliases', 'summary', 'bubble', 'memory', 'source'}
+    text = zbpp('list')
+    assert all(family.summary in text for family in FAMILIES)
+
+
+def test_simulate_gives_the_simulators_numbers(zbpp) -> None:
+    found = zbpp('simulate', *ZB_V, '--times', '10,12,8', '--comm', 1, '--json')
+    schedule = build('zb-v', 4, 8)
+    costs = Costs.uniform(schedule.placement, 10, 12, 8, comm=1)
+    timeline = simulate(schedule, costs)
+    assert found['makespan'] == timeline.makespan
+    assert found['window'] == max(timeline.windows)
+    assert found['bubble_rate_makespan'] == timeline.bubble_makespan
+    assert found['bubble_rate_window'] == timeline.bubble_window
+    assert found['peak_activations'] == list(peak(schedule, costs))
+    assert found['critical_path'][0]['ran'] == '0F0'
+    assert found['critical_path'][-1]['end'] == timeline.makespan
+
+
+def test_simulate_matches_the_papers_formula(zbpp) -> None:
+    """ZB-H1 and 1F1B idle for (p-1)(F+B-W) and (p-1)(F+B+W) (arXiv 2401.10241, table 2)."""
+    for name, idle in (('zb-h1', 3 * (10 + 12 - 8)), ('1f1b', 3 * 30)):
+        case = ['--schedule', name, '--pp', 4, '--microbatches', 12, '--times', '10,12,8']
+        found = zbpp('simulate', *case, '--json')
+        assert found['window'] == pytest.approx(12 * 30 + idle)
+        assert found['bubble_rate_window'] == pytest.approx(idle / (12 * 30 + idle))
+
+
+def test_simulate_for_people(zbpp) -> None:
+    lines = zbpp('simulate', *ZB_V).splitlines()
+    assert lines[0] == 'zb-v: 4 ranks, 8 stages (v), 8 microbatches, 192 passes'
+    assert lines[1] == 'makespan 25.5, bubble 5.88%'
+    assert lines[2] == 'window   24, bubble 0.00%'
+    assert [line.split() for line in lines[-4:]] == [
+        [str(r), '24', '24', '0', '4'] for r in range(4)
+    ]
+
+
+@pytest.mark.parametrize('row', range(12))
+def test_table_5_from_the_command_line(zbpp, tmp_path: Path, row: int) -> None:
+    """All 60 cells, to four decimals or better: times and bytes of a stage in one file."""
+    p, m, *_, comm = TABLE_5[row][:6]
+    costs = paper_costs(row)
+    times = {'F': costs.forward, 'B': costs.backward, 'W': costs.weight}
+    held = {'activation': costs.activation, 'retained': costs.retained}
+    file = times_file(tmp_path, **times, **held)
+    shape = ['--pp', p, '--microbatches', m, '--times', file, '--comm', comm, '--json']
+    fixed, automatic = ('1f1b', 'zb-h1', 'zb-h2'), ('zb-1p', 'zb-2p')
+    for name, rate in zip((*fixed, *automatic), TABLE_5[row][6:], strict=True):
+        found = round(zbpp('simulate', '--schedule', name, *shape)['bubble_rate_window'], 4)
+        assert found == rate if name in fixed else found <= rate, name
+
+
+def test_a_costs_file_is_read_whole(zbpp, refusal, tmp_path: Path) -> None:
+    times = {'F': [1, 1], 'B': [1, 1], 'W': [1, 1]}
+    case = ['simulate', '--schedule', 'zb-h1', '--pp', 2, '--microbatches', 4, '--times']
+    plain = zbpp(*case, times_file(tmp_path, **times), '--json')['makespan']
+    slow = times | {'edges': [[0, 1, 0.5]], 'message': 0.25, 'speeds': [1, 0.5]}
+    assert zbpp(*case, times_file(tmp_path, **slow), '--json')['makespan'] > 2 * plain - 4
+    for field, value, said in (
+        ('retaned', [1, 1], "'retaned' is not known (did you mean 'retained'?)"),
+        ('activation', [1], 'one entry per stage'),
+        ('activation', '11', 'is not a list of numbers'),
+        ('speeds', [1, True], 'is not a list of numbers'),
+        ('speeds', [1, 0], 'a speed of 0 never ends'),
+        ('speeds', [1], '1 speeds do not fit 2 ranks'),
+        ('edges', [[0, 2, 1]], 'from rank 0 to rank 2: there are ranks 0 to 1'),
+        ('edges', [[0, 1]], 'is not a list of [sender, receiver, latency]'),
+        ('times', {'R': 1}, 'is not an object of lists'),
+        ('times', {'F': [1, 1]}, 'given twice'),
+        ('comm', '1', 'is not a number'),
+    ):
+        line = refusal(*case, times_file(tmp_path, **times, **{field: value}))
+        assert said in line, line
+    line = refusal(*case, times_file(tmp_path, **times, comm=1), '--comm', 2)
+    assert '--comm 2.0, but the file of --times has 1: drop one' in line
+
+
+def test_times_of_stages_fix_the_chunks(zbpp, tmp_path: Path) -> None:
+    file = times_file(tmp_path, F=[1, 1, 1, 2], B=[1, 1, 1, 3], W=[1, 1, 1, 1.5])
+    shape = ['--pp', 2, '--microbatches', 6, '--times', file, '--json']
+    found = zbpp('simulate', '--schedule', 'zb-v', *shape)
+    schedule = build('zb-v', 2, 6)
+    costs = Costs((1, 1, 1, 2), (1, 1, 1, 3), (1, 1, 1, 1.5), activation=(0.5,) * 4)
+    assert found['makespan'] == simulate(schedule, costs).makespan
+    assert found['peak_activations'] == list(peak(schedule, costs))
+    compared = zbpp('compare', *shape)
+    assert {entry['stages'] for entry in compared['schedules']} == {4}
+    assert '1f1b' in {entry['name'] for entry in compared['skipped']}
+
+
+def test_show_draws_to_scale(zbpp) -> None:
+    lines = zbpp('show', *ZB_V, '--width', 0).splitlines()
+    assert lines[1].startswith('rank 0  0F0 0F1 0F2') and lines[1].endswith('0W7')
+    assert '…' in zbpp('show', *ZB_V, '--width', 40)
+    data = zbpp('show', *ZB_V, '--json')
+    assert data['timeline'][0][0] == ['0F0', 0.0, 0.5]
+    assert data['schedule']['name'] == 'zb-v'
+
+
+def test_show_draws_orders_of_an_invalid_file(zbpp, tmp_path: Path) -> None:
+    file = tmp_path / 'torn.csv'
+    file.write_text('0B0,0F0\n1F0,1B0\n')
+    assert zbpp('show', '--file', file, '--order') == 'rank 0   0BW0  0F0\nrank 1   1F0   1BW0\n'
+    assert len(zbpp('show', *ZB_V, '--order', '--json')['order']) == 4
+
+
+def test_compare_sorts_and_draws(zbpp, tmp_path: Path) -> None:
+    shape = ['--pp', 4, '--microbatches', 8]
+    for suffix, start in (('html', '<!doctype html>'), ('svg', '<svg'), ('png', None)):
+        picture = tmp_path / f'all.{suffix}'
+        found = zbpp('compare', *shape, '-o', picture, '--json')
+        assert found['picture'] == str(picture)
+        assert start is None or picture.read_text().startswith(start)
+    spans = [entry['makespan'] for entry in found['schedules']]
+    assert spans == sorted(spans)
+    done = {entry['name'] for entry in found['schedules'] + found['skipped']}
+    assert done == set(names())
+    table = zbpp('compare', *shape, '--schedules', '1f1b,zb-h1,zb-v').splitlines()
+    assert [line.split()[0] for line in table] == ['schedule', 'zb-v', 'zb-h1', '1f1b']
+
+
+def test_compare_leaves_out_what_needs_more_memory(zbpp) -> None:
+    found = zbpp('compare', '--pp', 4, '--microbatches', 8, '--memory-limit', 4, '--json')
+    assert all(max(entry['peak_activations']) <= 4 for entry in found['schedules'])
+    assert (
+        'above the limit of 4'
+        in {entry['name']: entry['reason'] for entry in found['skipped']}['zb-h2']
+    )
+
+
+def test_plan_beats_the_named_and_reaches_the_bound(zbpp, tmp_path: Path) -> None:
+    case = ['--pp', 4, '--microbatches', 8, '--times', '10,12,8', '--memory-limit', 4]
+    found = zbpp('plan', *case, '--placement', 'v', '--seconds', 20, '--json')
+    assert found['objective'] == 'makespan' and found['gap'] >= 0
+    assert found['lower_bound'] <= found['makespan'] <= found['best_named']['makespan']
+    assert found['makespan'] == 258  # the optimum of this case, which an exact solver proved
+    assert max(found['peak_activations']) <= 4
+
+    file = tmp_path / 'plan.json'
+    file.write_text(json.dumps(found))
+    again = zbpp('simulate', '--file', file, '--times', '10,12,8', '--memory-limit', 4, '--json')
+    keys = ('makespan', 'window', 'bubble_rate_makespan', 'bubble_rate_window', 'peak_activations')
+    assert [again[key] for key in keys] == [found[key] for key in keys]
+
+
+def test_plan_for_people_and_the_window(zbpp) -> None:
+    text = zbpp('plan', *SHAPE, '--objective', 'window', '--seconds', 1)
+    assert text.startswith('auto: 4 ranks')
+    assert 'window   24, bubble 0.00%' in text
+    assert 'lower bound of the window 24, gap 0.00%' in text
+    assert 'best named schedule: ' in text
+
+
+def test_plans_are_kept_on_disk(zbpp, cache_folder: Path, tmp_path: Path) -> None:
+    case = ['plan', '--pp', 2, '--microbatches', 3, '--seconds', 0.2]
+    first = zbpp(*case, '--json')
+    again = zbpp(*case, '--json')
+    assert (first.pop('cached'), again.pop('cached')) == (False, True)
+    assert again == first and len(list(cache_folder.iterdir())) == 1
+    assert 'planned before' in zbpp(*case)
+    assert zbpp(*case, '--no-cache', '--json')['cached'] is False
+    assert zbpp(*case, '--cache', tmp_path / 'other', '--json')['cached'] is False
+    assert zbpp(*case, '--seed', 1, '--json')['cached'] is False
+    assert len(list(cache_folder.iterdir())) == 2
+
+
+def test_frontier_is_drawn(zbpp, tmp_path) -> None:
+    case = ['plan', *SHAPE, '--seconds', 1, '--frontier', '2,4', '-o', tmp_path / 'frontier.svg']
+    zbpp(*case)
+    drawn = (tmp_path / 'frontier.svg').read_text()
+    assert '<svg' in drawn and 'planned' in drawn
+
+
+def test_plan_frontier(zbpp) -> None:
+    case = ['plan', '--pp', 4, '--microbatches', 6, '--times', '1,1.2,0.8', '--seconds', 1]
+    points = zbpp(*case, '--frontier', '4,2,3', '--json')['frontier']
+    assert [point['memory_limit'] for point in points] == [2, 3, 4]
+    spans = [point['makespan'] for point in points]
+    assert spans == sorted(spans, reverse=True) and spans[0] > spans[-1]
+    assert all(max(point['peak_activations']) <= point['memory_limit'] for point in points)
+    table = zbpp(*case, '--frontier', '4,2,3').splitlines()
+    assert [line.split()[0] for line in table] == ['limit', '2', '3', '4']
+
+
+def test_plan_keeps_to_what_is_allowed(zbpp, tmp_path: Path) -> None:
+    case = ['--pp', 2, '--microbatches', 4, '--seconds', 1, '--json']
+    found = zbpp('plan', *case, '--placement', 'loop', '--vpp', 3)
+    assert (found['placement'], found['stages']) == ('loop', 6)
+    found = zbpp('plan', *case, '--placement', 'wave,loop', '--vpp', '4,5')
+    assert found['stages'] in (8, 10)
+    file = times_file(tmp_path, F=[1, 1, 1, 2], B=[1, 1, 1, 3], W=[1, 1, 1, 1.5])
+    assert zbpp('plan', *case, '--times', file)['stages'] == 4
+
+
+# What is written
+
+
+@pytest.mark.parametrize('dialect', ['new', 'old'])
+def test_convert_there_and_back(zbpp, tmp_path: Path, dialect: str) -> None:
+    first, table, second = (tmp_path / name for name in ('a.json', 'zb-v.csv', 'b.json'))
+    zbpp('convert', *ZB_V, '--to', 'json', '-o', first)
+    zbpp('convert', '--file', first, '--to', 'torch-csv', '--dialect', dialect, '-o', table)
+    zbpp('convert', '--file', table, '--to', 'json', '-o', second)
+    assert load(second) == load(table) == build('zb-v', 4, 8)
+    assert table.read_text() == to_torch_csv(build('zb-v', 4, 8), dialect)
+    assert zbpp('check', second, '--json')['valid'] is True
+
+
+@pytest.mark.parametrize(
+    ('to', 'start'),
+    [
+        ('html', b'<!doctype'),
+        ('svg', b'<svg'),
+        ('png', b'\x89PNG'),
+        ('perfetto', b'{"traceEvents"'),
+    ],
+)
+def test_convert_to_pictures(zbpp, tmp_path: Path, to: str, start: bytes) -> None:
+    file = tmp_path / 'picture'
+    found = zbpp('convert', *ZB_V, '--times', '1,1,1', '--to', to, '-o', file, '--json')
+    assert found['written'] == str(file)
+    assert file.read_bytes().startswith(start)
+
+
+def test_check_prints_the_shape(zbpp, tmp_path: Path) -> None:
+    file = tmp_path / 'h1.json'
+    file.write_text(build('zb-h1', 2, 3).to_json())
+    text = zbpp('check', file)
+    assert text == 'valid: zb-h1: 2 ranks, 2 stages (loop), 3 microbatches, 18 passes\n'
+
+
+# What is refused
+
+
+def test_refused_schedule_is_drawn(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    file = tmp_path / 'bad.csv'
+    file.write_text('0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n')
+    assert main(['check', str(file)]) == 2
+    said = capsys.readouterr()
+    assert said.err.count('\n') == 1 and 'microbatch 1 on stage 0' in said.err
+    assert said.out.startswith('rank 0') and '[' in said.out
+    assert main(['check', str(file), '--json']) == 2
+    said = capsys.readouterr()
+    data = json.loads(said.out)
+    assert data['valid'] is False and data['error'] in said.err
+    assert '\n'.join(data['grid']).count('[') == 1
+
+
+@pytest.mark.parametrize(
+    ('argv', 'said'),
+    [
+        ([], ['COMMAND']),
+        (['draw'], ["'draw'", 'simulate']),
+        (['simulate', '--schedule', 'zb-w', *SHAPE], ["'zb-w'", "'zb-v'", 'zb-h1']),
+        (['simulate', '--schedule', 'zb-v'], ['--pp']),
+        (['simulate', '--schedule', 'zb-v', '--pp', '4'], ['--microbatches']),
+        (['simulate', *SHAPE], ['--schedule']),
+        (['simulate', '--schedule', 'zb-v', '--file', 'x', *SHAPE], ['--file', 'not allowed']),
+        (['simulate', '--schedule', 'zb-v', '--pp', '0', '--microbatches', '8'], ["'0'", 'from 1']),
+        (['simulate', '--schedule', 'zb-v', '--pp', '2.5', '--microbatches', '8'], ["'2.5'"]),
+        (['simulate', '--schedule', 'zb-v', '--pp', '1', '--microbatches', '8'], ['not 1']),
+        (['simulate', '--schedule', 'zb-v', '--pp', '4', '--microbatches', '-1'], ["'-1'"]),
+        (['simulate', '--schedule', '1f1b', '--pp', '9999', '--microbatches', '9' * 9], ['less']),
+        (['simulate', *ZB_V, '--vpp', '3'], ['3 chunks']),
+        (['simulate', *ZB_V, '--times', '1,2'], ["'1,2'", 'three']),
+        (['simulate', *ZB_V, '--times', '1,2,x'], ["'x'"]),
+        (['simulate', *ZB_V, '--times', '1,2,-3'], ["'-3'", 'from 0']),
+        (['simulate', *ZB_V, '--times', '1,nan,3'], ["'nan'"]),
+        (['simulate', *ZB_V, '--times', 'none.json'], ["'none.json'", '"F"']),
+        (['simulate', *ZB_V, '--comm', 'fast'], ["'fast'"]),
+        (['simulate', *ZB_V, '--memory-limit', 'inf'], ["'inf'"]),
+        (['simulate', *ZB_V, '--memory-limit', '2'], ['limit of 2', 'raise']),
+        (['simulate', '--file', 'none.json', '--times', '1,1,1'], ['none.json', 'No such file']),
+        (['check', 'none.json'], ['none.json', 'No such file']),
+        (['check', '.'], ['directory']),
+        (['compare', *SHAPE, '--schedules', '1f1b,zb-w'], ["'zb-w'"]),
+        (['compare', *SHAPE, '-o', 'all.pdf'], ['all.pdf', '.html']),
+        (['compare', *SHAPE, '--memory-limit', '0.1'], ['no schedule fits', 'limit of 0.1']),
+        (['plan', '--pp', '4'], ['--microbatches']),
+        (['plan', *SHAPE, '--placement', 'loop,w'], ["'w'", 'loop, v, wave']),
+        (['plan', *SHAPE, '--placement', 'v', '--vpp', '3,4'], ['[3, 4]', 'v takes 2']),
+        (['plan', *SHAPE, '--vpp', '2,0'], ["'0'"]),
+        (['plan', *SHAPE, '--objective', 'speed'], ["'speed'", 'window']),
+        (['plan', *SHAPE, '--seconds', '-1'], ["'-1'"]),
+        (['plan', *SHAPE, '--memory-limit', '0.5'], ['limit 0.5', 'at least 1']),
+        (['plan', *SHAPE, '--frontier', '0.5,2'], ['limit 0.5', 'at least 1']),
+        (['plan', *SHAPE, '--frontier', '2,x'], ["'x'"]),
+        (['plan', *SHAPE, '--frontier', '2', '--memory-limit', '2'], ['leave --memory-limit out']),
+        (['plan', *SHAPE, '-o', 'a.png'], ['a.png', '--frontier']),
+        (['plan', *SHAPE, '--frontier', '2', '-o', 'b/a.png'], ['there is no folder b']),
+        (['plan', *SHAPE, '--frontier', '2', '-o', 'a.txt'], ['a.txt', '.png or .svg']),
+        (['plan', *SHAPE, '--cache', 'here', '--no-cache'], ['not allowed']),
+        (['plan', *SHAPE, '--seed', 'x'], ["'x'"]),
+        (['convert', *ZB_V, '--to', 'pdf', '-o', 'x'], ["'pdf'", 'torch-csv']),
+        (['convert', *ZB_V, '--to', 'json'], ['-o']),
+        (['convert', *ZB_V, '--to', 'json', '-o', 'none/x.json'], ['none/x.json', 'another path']),
+    ],
+)
+def test_bad_input_takes_one_line(refusal, argv: list[str], said: list[str]) -> None:
+    line = refusal(*argv)
+    assert all(part in line for part in said), line
+
+
+@pytest.mark.parametrize(
+    ('times', 'said'),
+    [
+        ({'F': [1, 1, 1], 'B': [1, 1, 1], 'W': [1, 1, 1]}, '3 stages'),
+        ({'F': [1, 1], 'B': [1, 1], 'W': [1]}, 'one entry per stage'),
+        ({'F': [], 'B': [], 'W': []}, 'one entry per stage'),
+        ({'F': [1, 1], 'B': [1, 1]}, 'one entry per stage'),
+        ({'F': [1, 1], 'B': [1, -1], 'W': [1, 1]}, 'one entry per stage'),
+        ({'F': 1, 'B': 1, 'W': 1}, 'one entry per stage'),
+    ],
+)
+def test_bad_times_files(refusal, tmp_path: Path, times: dict, said: str) -> None:
+    file = times_file(tmp_path, **times)
+    line = refusal(
+        'simulate', '--schedule', '1f1b', '--pp', 2, '--microbatches', 2, '--times', file
+    )
+    assert said in line
+
+
+def test_file_with_another_shape(refusal, tmp_path: Path) -> None:
+    file = tmp_path / 'a.json'
+    file.write_text(build('zb-v', 2, 4).to_json())
+    assert '--pp 4' in refusal('simulate', '--file', file, '--pp', 4)
+    assert '--microbatches 5' in refusal('show', '--file', file, '--microbatches', 5)
+    times = times_file(tmp_path, F=[1], B=[1], W=[1])
+    assert 'has 1 stages' in refusal('simulate', '--file', file, '--times', times)
+
+
+def test_garbage_files(refusal, tmp_path: Path) -> None:
+    file = tmp_path / 'garbage'
+    for content in (
+        b'',
+        b'\x00\xff' * 99,
+        b'{"a": ',
+        b'{}',
+        b'[]',
+        b'0F0,zebra',
+        b'{"schedule": 3}',
+    ):
+        file.write_bytes(content)
+        assert str(file) in refusal('check', file)
+
+
+# The command itself
+
+
+def test_notes_go_to_stderr(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    file = tmp_path / 'lowered.csv'
+    file.write_text('0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n')
+    assert main(['check', str(file), '--json']) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)['passes'] == 4
+    assert said.err == 'zbpp: note: lowered: dropped 4 sends, receives and the like\n'
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture) -> None:
+    for argv in ([], ['simulate'], ['plan'], ['convert']):
+        with pytest.raises(SystemExit) as stop:
+            main([*argv, '--help'])
+        assert stop.value.code == 0
+        text = capsys.readouterr().out
+        assert f'zbpp {" ".join(argv)}' in text.split('examples:')[1]
+
+
+def test_needs_neither_torch_nor_matplotlib() -> None:
+    code = (
+        "import sys; from megatron_zbpp.cli import main; main(['list', '--json']); "
+        "sys.exit(any(m in sys.modules for m in ('torch', 'megatron', 'matplotlib', 'numpy')))"
+    )
+    subprocess.run([sys.executable, '-c', code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_closed_pipe_is_no_error() -> None:
+    command = f'"{sys.executable}" -m megatron_zbpp.cli show --schedule zb-v --pp 8 --microbatches'
+    done = subprocess.run(
+        ['bash', '-c', f'{command} 200 --width 0 | head -c 10'], capture_output=True, text=True
+    )
+    assert done.stdout == 'zb-v: 8 ra' and done.stderr == ''
+
+
+@pytest.mark.parametrize('name', names())
+def test_every_schedule_is_drawn_and_checked(zbpp, tmp_path: Path, name: str) -> None:
+    file = tmp_path / 'schedule.csv'
+    zbpp('convert', '--schedule', name, *SHAPE, '--to', 'torch-csv', '-o', file)
+    check(load(file))
+    assert zbpp('show', '--file', file).count('\n') == 5

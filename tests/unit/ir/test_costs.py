@@ -1,0 +1,76 @@
+"""Costs and timelines: what the numbers mean, and which are refused."""
+
+import pytest
+
+from megatron_zbpp.ir import Pass, Placement, Schedule, chain
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.timeline import Timeline
+
+
+def test_uniform_times_are_of_a_full_rank():
+    costs = Costs.uniform(Placement.wave(2, 4), forward=1, backward=2, weight=3, comm=0.5)
+    assert costs.num_stages == 8
+    assert [costs.duration(chain(8), kind, 5, 1) for kind in ('F', 'B', 'W', 'BW')] == [
+        0.25,
+        0.5,
+        0.75,
+        1.25,
+    ]
+    assert costs.activation == costs.retained == (0.25,) * 8
+    assert (costs.edge(0, 1), costs.edge(1, 1)) == (0.5, 0)
+
+
+def test_uniform_divides_by_what_each_rank_holds():
+    costs = Costs.uniform(Placement((0, 1, 0)))
+    assert costs.forward == costs.activation == (0.5, 1.0, 0.5)
+
+
+def test_an_edge_takes_latency_and_message():
+    assert Costs((1, 1), (1, 1), (1, 1), comm=0.25, message=0.5).edge(0, 1) == 0.75
+
+
+def test_defaults_hold_one_activation_until_weight():
+    costs = Costs([1, 2], [3, 4], [5, 6])
+    assert costs.forward == (1, 2)
+    assert costs.activation == costs.retained == (1.0, 1.0)
+    assert Costs((1,), (1,), (1,), activation=(7.0,)).retained == (7.0,)
+
+
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        ({'forward': (1.0, -2.0)}, r'forward = -2\.0'),
+        ({'weight': (1.0, float('nan'))}, 'weight = nan'),
+        ({'backward': (1.0, float('inf'))}, 'backward = inf'),
+        ({'comm': -1.0}, r'comm = -1\.0'),
+        ({'message': float('nan')}, 'message = nan'),
+        ({'retained': (1.0, -1.0)}, r'retained = -1\.0'),
+        ({'weight': (1.0,)}, 'weight has 1 entries and forward 2'),
+        ({'activation': (1.0,) * 3}, 'activation has 3 entries and forward 2'),
+    ],
+)
+def test_refuses_what_is_no_cost(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Costs(**{**dict.fromkeys(('forward', 'backward', 'weight'), (1.0, 1.0)), **fields})
+
+
+def test_refuses_another_number_of_stages():
+    with pytest.raises(ValueError, match='costs of 4 stages do not fit a placement of 2'):
+        Costs.uniform(Placement.v(2)).require(Placement.loop(2))
+
+
+def test_timeline_measures():
+    orders = [[Pass('F', 0, 0), Pass('BW', 0, 0)], [Pass('F', 1, 0), Pass('BW', 1, 0)]]
+    schedule = Schedule.of('x', Placement.loop(2), 1, orders)
+    timeline = Timeline(schedule, (((10.0, 11.0), (16.0, 18.0)), ((12.0, 13.0), (13.0, 15.0))))
+    assert timeline.makespan == 8
+    assert timeline.windows == (8, 3)
+    assert [timeline.busy(rank) for rank in range(2)] == [3, 3]
+    assert timeline.bubble_makespan == timeline.bubble_window == 5 / 8
+
+
+def test_window_and_makespan_differ_where_ranks_start_late():
+    orders = [[Pass('F', 0, 0)], [Pass('F', 1, 0)]]
+    schedule = Schedule.of('x', Placement.loop(2), 1, orders)
+    timeline = Timeline(schedule, (((0.0, 2.0),), ((2.0, 4.0),)))
+    assert (timeline.bubble_makespan, timeline.bubble_window) == (0.5, 0.0)

@@ -1,0 +1,292 @@
+"""The graph and its techniques: what is needed, held and simulated, told by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import needs as needed
+
+from megatron_zbpp.analysis.checker import ScheduleError, check
+from megatron_zbpp.analysis.memory import live, peak
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Pass, Placement, Schedule, Task, Together, chain
+from megatron_zbpp.ir.compiled import compiled
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import Hold, Kind, Need, Technique
+from megatron_zbpp.ir.techniques import (
+    applied,
+    offload,
+    recompute,
+    sliced,
+    split_vocabulary,
+    updating,
+)
+from megatron_zbpp.render.html import html
+from megatron_zbpp.render.svg import svg
+from megatron_zbpp.schedules import build, names
+
+
+def schedule_of(graph, placement, num_microbatches, *orders):
+    passes = [map(Pass.parse, order.split()) for order in orders]
+    return Schedule.of('by hand', placement, num_microbatches, passes, graph)
+
+
+def needs(graph, task):
+    return [str(need.task) for need in graph.needs[task]]
+
+
+def unit_costs(placement, **given):
+    ones = (1.0,) * placement.num_stages
+    return Costs(ones, ones, ones, **given)
+
+
+# ---- A plain pipeline.
+
+
+@settings(deadline=None)
+@given(st.sampled_from(names()), st.sampled_from([2, 3, 4]), st.integers(1, 9))
+def test_predecessors_are_those_of_the_papers(name, p, m):
+    try:
+        schedule = build(name, p, m)
+    except ValueError:  # not for such p and m
+        return
+    everything = {ran for _, ran in schedule}
+    assert all(set(schedule.predecessors(q)) == needed(q, everything) for q in everything)
+
+
+def test_needs_that_others_imply_are_not_waited_for_twice():
+    flat = compiled(chain(3))
+    tasks = list(flat.rows)
+    for kind, stage, waited in (('B', 0, ['1B']), ('B', 2, ['2F']), ('BW', 1, ['2B'])):
+        links = flat.step(kind, stage).links
+        assert [str(tasks[link.row]) for link in links] == waited
+
+
+def test_a_pass_does_what_its_parts_do():
+    assert chain(2).tasks('BW', 1) == (Task('B', 1), Task('W', 1))
+    assert chain(2).doers == {'F': ('F',), 'B': ('B', 'BW'), 'W': ('W', 'BW')}
+
+
+# ---- One technique each.
+
+
+def test_recompute_keeps_the_input():
+    graph = recompute(chain(2), [0])
+    assert needs(graph, Task('R', 0)) == ['0F']
+    assert needs(graph, Task('B', 0)) == ['0R', '1B']
+    assert Task('R', 1) not in graph.needs
+    placement = Placement.loop(2)
+    schedule = schedule_of(graph, placement, 1, '0F0 0R0 0B0 0W0', '1F0 1B0 1W0')
+    check(schedule)
+    costs = unit_costs(placement, amounts={'input': (0.25, 0.25)}, times={'R': (1.0, 1.0)})
+    assert live(schedule, costs)[0] == (0.25, 1, 1, 0)
+    # R needs its own F only: it runs in the bubble
+    assert simulate(schedule, costs).spans[0] == ((0, 1), (1, 2), (3, 4), (4, 5))
+
+
+def test_a_schedule_without_its_recomputation_is_refused():
+    graph = recompute(chain(1), [0])
+    with pytest.raises(ScheduleError, match=r'never does the recomputation of microbatch 0.*0R0'):
+        check(schedule_of(graph, Placement.loop(1), 1, '0F0 0B0 0W0'))
+
+
+def test_offload_moves_on_a_copy_engine():
+    graph = offload(chain(1), [0])
+    assert needs(graph, Task('O', 0)) == ['0F']
+    assert needs(graph, Task('B', 0)) == ['0L']
+    schedule = schedule_of(graph, Placement.loop(1), 2, '0F0 0O0 0F1 0L0 0O1 0B0 0W0 0L1 0B1 0W1')
+    check(schedule)
+    costs = unit_costs(Placement.loop(1), times={'O': (0.5,), 'L': (0.5,)})
+    assert live(schedule, costs) == ((1, 0, 1, 2, 1, 1, 0, 1, 1, 0),)
+    assert live(schedule, costs, 'host') == ((0, 1, 1, 0, 1, 1, 1, 0, 0, 0),)
+    spans = dict(zip(map(str, schedule.passes[0]), simulate(schedule, costs).spans[0], strict=True))
+    assert spans['0O0'] == (1, 1.5)  # beside F1, from 1 to 2
+    assert spans['0F1'] == (1, 2)
+    assert spans['0L0'] == (1.5, 2)
+    assert spans['0B0'] == (2, 3)
+
+
+def test_eviction_fills_the_partner():
+    schedule = schedule_of(
+        offload(chain(1), [0], 'partner'), Placement.loop(1), 1, '0F0 0E0 0K0 0BW0'
+    )
+    check(schedule)
+    assert live(schedule, unit_costs(Placement.loop(1)), 'partner') == ((0, 1, 0, 0),)
+
+
+def test_slices_follow_each_other_and_turn_round():
+    graph = sliced(chain(2), 2)
+    assert needs(graph, Task('F', 1, 1)) == ['0F.1', '1F']
+    assert needs(graph, Task('B', 1, 0)) == ['1F', '1B.1']
+    # Seq1F1B, p = m = n = 2
+    orders = (
+        '0F0 0F0.1 0F1 0BW0.1 0F1.1 0BW0 0BW1.1 0BW1',
+        '1F0 1F0.1 1BW0.1 1F1 1BW0 1F1.1 1BW1.1 1BW1',
+    )
+    schedule = schedule_of(graph, Placement.loop(2), 2, *orders)
+    check(schedule)
+    costs = unit_costs(Placement.loop(2))
+    assert peak(schedule, costs) == (1.5, 1.0)
+    timeline = simulate(schedule, costs)
+    assert timeline.makespan - max(map(timeline.busy, range(2))) == pytest.approx(1.5)  # (p-1)3F/n
+    with pytest.raises(ScheduleError, match=r'1BW0 on rank 1 comes before 1BW0.1, which it needs'):
+        check(
+            schedule_of(
+                graph, Placement.loop(2), 1, '0F0 0F0.1 0BW0.1 0BW0', '1F0 1F0.1 1BW0 1BW0.1'
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ('barriers', 'orders'),
+    [
+        (1, ('0F0 2S0 2T0 0BW0', '1F0 3S0 1BW0 3T0')),
+        (2, ('0F0 2S0 2T0 0BW0', '1F0 3S0 3T0 1BW0')),
+    ],
+)
+def test_vocabulary_is_on_every_rank(barriers, orders):
+    graph = split_vocabulary(chain(2), 2, barriers)
+    awaited = {1: ['1F', '2S', '3S'], 2: ['1F', '2T', '3T']}[barriers]
+    assert needs(graph, Task('B', 1)) == awaited
+    schedule = schedule_of(graph, Placement.loop(2), 1, *orders)
+    check(schedule)
+    costs = unit_costs(Placement.loop(2), times={'S': (0, 0, 1, 1), 'T': (0, 0, 1, 1)})
+    timeline = simulate(schedule, costs)
+    assert dict(zip(schedule.passes[0], timeline.spans[0], strict=True))[Pass('S', 2, 0)] == (2, 3)
+    assert timeline.makespan == 3 + (barriers - 1) + 2 + 2
+
+
+def test_updates_come_with_the_last_microbatch():
+    graph = updating(chain(1), every=2)
+    check(schedule_of(graph, Placement.loop(1), 2, '0F0 0BW0 0F1 0BW1 0U1'))
+    with pytest.raises(ScheduleError, match='0U0 does not belong on rank 0: it comes with every 2'):
+        check(schedule_of(graph, Placement.loop(1), 2, '0F0 0BW0 0U0 0F1 0BW1 0U1'))
+    with pytest.raises(ScheduleError, match='never does the update of the weights of microbatch 1'):
+        check(schedule_of(graph, Placement.loop(1), 2, '0F0 0BW0 0F1 0BW1'))
+    everywhere = updating(chain(2), everywhere=True)
+    assert needs(everywhere, Task('U', 0)) == ['0W', '1W']
+
+
+def test_passes_together_wait_for_the_inputs_of_both():
+    first = [Pass.parse('0F0'), Pass.parse('0F1'), Pass.parse('0BW0'), Pass.parse('0BW1')]
+    second = [
+        Pass.parse('1F0'),
+        Together((Pass.parse('1F1'), Pass.parse('1BW0'))),
+        Pass.parse('1BW1'),
+    ]
+    schedule = Schedule.of('by twos', Placement.loop(2), 2, [first, second])
+    check(schedule)
+    timeline = simulate(schedule, Costs.uniform(Placement.loop(2)))
+    assert timeline.spans[1] == ((1, 2), (2, 3), (3, 5), (5, 7))
+    assert timeline.spans[0] == ((0, 1), (1, 2), (5, 7), (7, 9))
+
+
+def test_two_routes():
+    placement = Placement.two_way(2)
+    orders = (
+        '0F0 1F1 1BW1 0BW0',
+        '0F1 1F0 1BW0 0BW1',
+    )
+    schedule = schedule_of(None, placement, 2, *orders)
+    check(schedule)
+    assert simulate(schedule, unit_costs(placement)).makespan == 6
+    with pytest.raises(ScheduleError, match=r'0F1 does not belong on rank 0: .* on rank 1'):
+        check(schedule_of(None, placement, 2, '0F0 0F1 1F1 1BW1 0BW0', '1F0 1BW0'))
+
+
+def test_a_new_kind_is_one_function():
+    """X between F and B, on an engine of its own: nothing else need know of it."""
+
+    def checked(graph):
+        task, after = Task('X', 0), Task('F', 0)
+        return replace(
+            graph,
+            techniques=(*graph.techniques, Technique('checked', ())),
+            needs={**graph.needs, task: (Need(after),)},
+            holds={**graph.holds, task: (Hold('host', 'activation', 1),)},
+            kinds={**graph.kinds, 'X': Kind('check of the activation', engine='copy')},
+        )
+
+    schedule = schedule_of(checked(chain(1)), Placement.loop(1), 1, '0F0 0X0 0BW0')
+    check(schedule)
+    with pytest.raises(ScheduleError, match='never does the check of the activation'):
+        check(schedule_of(checked(chain(1)), Placement.loop(1), 1, '0F0 0BW0'))
+    costs = unit_costs(Placement.loop(1), times={'X': (3.0,)})
+    timeline = simulate(schedule, costs)
+    assert timeline.spans == (((0, 1), (1, 4), (1, 3)),)
+    assert live(schedule, costs, 'host') == ((0, 1, 1),)
+    assert 'X: check of the activation' in svg({'x': timeline})
+
+
+# ---- Together with others.
+
+TECHNIQUES = st.lists(
+    st.one_of(
+        st.tuples(st.just('recompute'), st.sampled_from([((0,),), ((0, 1),)])),
+        st.tuples(st.just('offload'), st.sampled_from([((0,), 'host'), ((1,), 'partner')])),
+        st.tuples(st.just('sliced'), st.just((2,))),
+        st.tuples(st.just('split_vocabulary'), st.sampled_from([(2, 1), (2, 2)])),
+        st.tuples(st.just('updating'), st.sampled_from([(1, False), (2, True)])),
+    ),
+    unique_by=lambda technique: technique[0],
+    max_size=4,
+)
+
+
+@settings(deadline=None)
+@given(TECHNIQUES)
+def test_techniques_compose(techniques):
+    """In any order: the tasks of a microbatch can be done one after the other, memory returns to
+    what it was, and a file gives the same graph."""
+    graph = applied(2, techniques)
+    order = in_order(graph)
+    placement = Placement.loop(2)
+    passes = [
+        Pass(task.kind, task.stage, m, task.slice)
+        for m in range(2)
+        for task in order
+        if (m + 1) % graph.kinds[task.kind].every == 0
+    ]
+    orders = [[p for p in passes if placement.rank_of(p.stage) == rank] for rank in range(2)]
+    schedule = Schedule.of('composed', placement, 2, orders, graph)
+    check(schedule)
+    costs = unit_costs(placement, amounts={'input': (0.5, 0.5), 'logits': (0, 0, 1.0, 1.0)})
+    for pool in ('device', 'host', 'partner'):
+        assert all(held[-1] == 0 and min(held) >= 0 for held in live(schedule, costs, pool))
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    assert Schedule.from_json(schedule.to_json()).graph.needs == graph.needs
+    timeline = simulate(schedule, costs)
+    for kind in {p.kind for p in passes}:
+        assert f'{kind}: {graph.kinds[kind].words}' in svg({'x': timeline}, {'x': costs})
+    assert 'composed' in html({'composed': timeline}, {'composed': costs}, 'composed')
+
+
+def in_order(graph):
+    done, left = [], list(graph.needs)
+    while left:
+        ready = next(t for t in left if all(n.task in done for n in graph.needs[t]))
+        left.remove(ready)
+        done.append(ready)
+    return done
+
+
+@pytest.mark.parametrize(
+    ('techniques', 'says'),
+    [
+        ([('recompute', ((2,),))], 'stage 2: there are stages 0 to 1'),
+        ([('offload', ((0,), 'disk'))], "offload to 'disk': give 'host' or 'partner'"),
+        ([('recompute', ((0,),)), ('recompute', ((0,),))], 'stage 0 is recomputed already'),
+        ([('sliced', (0,))], '0 slices: give at least 1'),
+        ([('sliced', (2,)), ('sliced', (2,))], 'sliced already'),
+        ([('split_vocabulary', (2, 3))], '3 barriers: give 1'),
+        ([('updating', (0,))], 'a step every 0 microbatches'),
+        ([('shuffled', ())], "technique 'shuffled' is not known: there are recompute, offload"),
+        ([('sliced', (2, 3, 4))], 'technique sliced does not take'),
+    ],
+)
+def test_refusals(techniques, says):
+    with pytest.raises(ValueError, match=says):
+        applied(2, techniques)

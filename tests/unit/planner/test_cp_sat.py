@@ -1,0 +1,97 @@
+"""The exact solver and the lower bounds against all orders of a tiny problem."""
+
+from __future__ import annotations
+
+import sys
+from itertools import product
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner import cp_sat
+from megatron_zbpp.planner.lower_bounds import lower_bound
+from megatron_zbpp.planner.plans import plan
+from megatron_zbpp.planner.problem import Problem, replay, same_limits
+
+PLACEMENT, M = Placement.loop(2), 3
+# One microbatch after the other: possible under any limit, and far from the best.
+START = [[0, 2, 4] * M, [1, 3, 5] * M]
+times = st.sampled_from([0.0, 0.5, 1.0, 1.7, 3.1415926535])
+pairs = st.tuples(times, times)
+
+
+def arrangements(queues: tuple[int, ...], m: int) -> list[list[int]]:
+    """Every order in which a rank could run m passes of F, B and W, each microbatch in turn."""
+    orders = [[]]
+    for _ in range(m * len(queues)):
+        orders = [
+            [*order, queue]
+            for order in orders
+            for queue, before in zip(queues, (None, *queues), strict=False)
+            if order.count(queue) < (m if before is None else order.count(before))
+        ]
+    return orders
+
+
+def optimum(problem: Problem) -> float:
+    """The least value of all orders that fit."""
+    possible = [
+        [order for order in arrangements(queues, M) if problem.fits_rank(rank, order)]
+        for rank, queues in enumerate(problem.queues)
+    ]
+    best = inf
+    for orders in product(*possible):
+        result = replay(problem, list(orders), cap=best)
+        best = best if result is None else min(best, result[0])
+    return best
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    pairs,
+    pairs,
+    pairs,
+    st.sampled_from([0.0, 0.3]),
+    st.sampled_from([None, 1.0, [2.0, 1.0]]),
+    st.sampled_from([(1.0, 1.0), (0.25, 0.5), (1.5, 2.0)]),
+    st.sampled_from(['makespan', 'window']),
+)
+def test_agrees_with_trying_all(forward, backward, weight, comm, limit, retained, objective):
+    """Also where B adds to what its rank holds."""
+    costs = Costs(forward, backward, weight, comm, retained=retained)
+    if limit is not None and max(retained) > 1:
+        limit = [
+            most + kept - 1 for most, kept in zip(same_limits(limit, 2), retained, strict=True)
+        ]
+    problem = Problem(PLACEMENT, M, costs, same_limits(limit, 2), objective)
+    best, bound = optimum(problem), lower_bound(problem)
+    assert bound <= best + 1e-9
+    answer = cp_sat.solve(problem, START, bound, enough=1e6, effort=10, seconds=60)
+    assert replay(problem, answer.orders)[0] == pytest.approx(best, abs=1e-2)
+    assert best - 1e-2 <= answer.bound <= best + 1e-9
+    planned = plan([(PLACEMENT, costs)], M, memory_limit=limit, objective=objective, seconds=0.2)
+    assert planned.value == pytest.approx(best)
+
+
+def test_nothing_is_better_than_the_optimum():
+    problem = Problem(PLACEMENT, M, Costs.uniform(PLACEMENT, 2, 3, 1), same_limits(2, 2))
+    found = cp_sat.solve(problem, START, 0.0, enough=1e6, effort=10, seconds=60)
+    best = replay(problem, found.orders)[0]
+    assert found.bound == best and not found.overran
+    answer = cp_sat.solve(problem, START, 0.0, enough=best - 1, effort=10, seconds=60)
+    assert answer.orders is None and answer.bound == best - 1
+
+
+def test_without_or_tools(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cp_sat, 'available', lambda: False)
+    costs = Costs.uniform(PLACEMENT, 1, 2, 3)
+    made = plan([(PLACEMENT, costs)], 4, memory_limit=1, seconds=0.2)
+    assert made.lower_bound <= made.value
+    monkeypatch.setitem(sys.modules, 'ortools.sat.python', None)
+    problem = Problem(PLACEMENT, 4, costs, same_limits(1, 2))
+    with pytest.raises(ValueError, match='pip install'):
+        cp_sat.solve(problem, [], 0.0, enough=1e6, effort=1, seconds=1)

@@ -1,0 +1,223 @@
+"""The planner: never worse than what has a name, within the limit, above the bound."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Pass, Placement, Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner import budget
+from megatron_zbpp.planner.frontier import frontier
+from megatron_zbpp.planner.plans import Candidate, plan
+from megatron_zbpp.schedules import FAMILIES, build, names
+
+times = st.sampled_from([0.5, 1.0, 1.2, 2.0])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[Candidate], int, dict]:
+    """Placements whose stages differ, m, and what else `plan` takes."""
+    p, v = draw(st.integers(2, 4)), draw(st.integers(1, 3))
+    stages = st.lists(times, min_size=p * v, max_size=p * v).map(tuple)
+    shares, waiting = (1 / v,) * (p * v), draw(st.sampled_from([1, 0.5, 1.8]))
+    rise = max(0.0, waiting - 1) / v
+    costs = Costs(
+        *(draw(stages) for _ in 'FBW'),
+        comm=draw(st.sampled_from([0.0, 0.1, 1.0])),
+        activation=shares,
+        retained=tuple(share * waiting for share in shares),
+    )
+    placements = [Placement.loop(p, v)] + [Placement.wave(p, v)] * (v > 1)
+    limits = st.one_of(
+        st.sampled_from([None, 1.0 + rise, 1.5 + rise, 2.0 + rise]),
+        st.lists(st.sampled_from([1.0 + rise, 2.0, 3.0]), min_size=p, max_size=p),
+    )
+    asked = {
+        'memory_limit': draw(limits),
+        'objective': draw(st.sampled_from(['makespan', 'window'])),
+    }
+    return [(placement, costs) for placement in placements], draw(st.integers(1, 6)), asked
+
+
+def split(schedule: Schedule) -> Schedule:
+    """With B and W where it has BW: plans have no other."""
+    passes = (
+        [Pass(kind, p.stage, p.microbatch) for p in order for kind in p.kind]
+        for order in schedule.passes
+    )
+    return Schedule.of(schedule.name, schedule.placement, schedule.num_microbatches, passes)
+
+
+def best_named(candidates: list[Candidate], m: int, asked: dict) -> float:
+    """Value of the best schedule with a name, found without the planner."""
+    best = inf
+    for placement, costs in candidates:
+        for family in FAMILIES:
+            try:
+                schedule = build(
+                    family.name, placement.num_ranks, m, num_chunks=placement.num_chunks
+                )
+            except ValueError:
+                continue  # a family that does not take this shape
+            limit = asked['memory_limit']
+            limits = limit if isinstance(limit, list) else [limit or inf] * placement.num_ranks
+            peaks = peak(split(schedule), costs)
+            if schedule.placement.ranks == placement.ranks and all(
+                held <= allowed + 1e-9 for held, allowed in zip(peaks, limits, strict=True)
+            ):
+                timeline = simulate(schedule, costs)
+                windows = max(timeline.windows)
+                best = min(best, timeline.makespan if asked['objective'] == 'makespan' else windows)
+    return best
+
+
+@settings(deadline=None, max_examples=25)
+@given(cases())
+def test_plans_keep_their_promises(case):
+    candidates, m, asked = case
+    made = plan(candidates, m, **asked, seconds=0.1)
+    check(made.schedule)
+    timeline = simulate(made.schedule, made.costs)
+    found = timeline.makespan if asked['objective'] == 'makespan' else max(timeline.windows)
+    assert made.value == pytest.approx(found)
+    assert made.lower_bound <= made.value + 1e-6
+    assert made.value <= best_named(candidates, m, asked) + 1e-6
+    if made.best_named is not None:
+        name, value = made.best_named
+        assert name in names() and made.value <= value + 1e-9
+    limit = asked['memory_limit']
+    if limit is not None:
+        ranks = made.schedule.num_ranks
+        limits = limit if isinstance(limit, list) else [limit] * ranks
+        held = peak(made.schedule, made.costs)
+        assert all(a <= b + 1e-9 for a, b in zip(held, limits, strict=True))
+
+
+def half_stages(*of: int) -> list[Candidate]:
+    """p = 4, two half-stages a rank on a V, activations of half-stages."""
+    return [(Placement.v(4), Costs(*((float(time),) * 8 for time in of)))]
+
+
+@pytest.mark.parametrize(
+    ('of', 'limit', 'optimum'),
+    [
+        ((5, 5, 5), 8, 255),
+        ((5, 5, 5), 6, 265),
+        ((5, 5, 5), 5, 280),
+        ((5, 5, 5), 4, 295),
+        ((5, 6, 4), 8, 258),
+        ((5, 6, 4), 4, 321),
+    ],
+)
+def test_known_optima(of, limit, optimum):
+    made = plan(half_stages(*of), 8, memory_limit=limit, seconds=20)
+    assert made.value == optimum == made.lower_bound
+
+
+@pytest.mark.parametrize(
+    ('placement', 'm', 'limit'),
+    [
+        (Placement.v(2), 4, 1.0),
+        (Placement.loop(2, 2), 4, 1.5),
+        (Placement.loop(3), 6, 2.0),
+        (Placement.v(3), 4, 1.0),
+    ],
+)
+@pytest.mark.parametrize('objective', ['makespan', 'window'])
+def test_small_plans_are_proven(placement, m, limit, objective):
+    costs = Costs.uniform(placement, 3, 4, 2, comm=0.5)
+    made = plan([(placement, costs)], m, memory_limit=limit, objective=objective, seconds=20)
+    assert made.gap == pytest.approx(0, abs=1e-9)
+
+
+def bubble(made, m: int) -> float:
+    """Share of the makespan that the busiest rank idles."""
+    placement, costs = made.schedule.placement, made.costs
+    work = m * max(
+        sum(costs.time(kind, s) for kind in 'FBW' for s in placement.stages(rank))
+        for rank in range(placement.num_ranks)
+    )
+    return 1 - work / made.value
+
+
+def test_bubble_at_the_memory_of_1f1b():
+    """p = 8, m = 24, at most 8 activations."""
+    placements = Placement.v(8), Placement.loop(8, 4)
+    candidates = [(at, Costs.uniform(at, 1, 1.2, 0.8)) for at in placements]
+    assert bubble(plan(candidates, 24, memory_limit=8, seconds=1), 24) <= 0.035
+    on_v = plan(candidates[:1], 24, memory_limit=8, seconds=1)
+    assert bubble(on_v, 24) <= 0.0552 and on_v.gap < 1e-9  # no V with two chunks has less
+
+
+def test_groups_of_other_sizes_fill_the_gaps_between_names():
+    """p = 8, m = 24, a loop of four chunks, between the memory of gis-h and of zb-interleaved."""
+    placement = Placement.loop(8, 4)
+    costs = Costs.uniform(placement, 1, 1.2, 0.8)
+    made = plan([(placement, costs)], 24, memory_limit=6.5, seconds=0.2)
+    assert bubble(made, 24) < 0.055
+    name, value = made.best_named
+    assert name == 'gis-h' and value > 1.04 * made.value
+
+
+def test_bubble_with_a_heavy_last_stage():
+    """p = 8, m = 24, the last of 16 stages 25 % heavier, at most 8 activations."""
+    shares = (0.5,) * 15 + (0.625,)
+    costs = Costs(shares, shares, shares, activation=(0.5,) * 16)
+    made = plan([(Placement.v(8), costs)], 24, memory_limit=8, seconds=8)
+    assert bubble(made, 24) <= 0.010
+
+
+@pytest.mark.parametrize('of', [(1, 1, 1), (1, 1.4, 0.6)])
+def test_frontier_falls_and_stays_below_v_half_and_v_min(of):
+    placement, m = Placement.v(6), 14
+    costs = Costs.uniform(placement, *of)
+    limits = [6, 5, 4.5, 4, 3.5, 3, 2.5, 2]
+    points = frontier(None, [(placement, costs)], m, limits, seconds=4)
+    values = [made.value for _, made, _ in points]
+    assert [limit for limit, _, _ in points] == sorted(limits)
+    assert values == sorted(values, reverse=True) and values[0] > values[-1]
+    for name in ('v-half', 'v-min'):
+        known = build(name, 6, m)
+        most, value = max(peak(known, costs)), simulate(known, costs).makespan
+        assert all(made.value <= value + 1e-9 for limit, made, _ in points if limit >= most)
+        assert any(limit >= most for limit, _, _ in points)
+
+
+@pytest.mark.parametrize('p', [3, 6])
+def test_same_inputs_same_plan(p: int, monkeypatch: pytest.MonkeyPatch):
+    """With the exact solver at p = 3, without at p = 6. Steps end both, and not the clock."""
+    monkeypatch.setattr(budget, '_STEPS_PER_SECOND', 10_000)
+    placements = Placement.v(p), Placement.loop(p)
+    candidates = [(at, Costs.uniform(at, 1, 1.2, 0.8)) for at in placements]
+    one, other = (plan(candidates, 10, memory_limit=2, seconds=30, seed=3) for _ in range(2))
+    assert one == other and one.repeats and one.gap > 0
+
+
+def test_what_cannot_be_planned():
+    placement = Placement.v(2)
+    costs = Costs.uniform(placement)
+    with pytest.raises(ValueError, match='is below 1, one microbatch: give at least 1,'):
+        plan([(placement, costs)], 2, memory_limit=0.5)
+    with pytest.raises(ValueError, match='use makespan or window'):
+        plan([(placement, costs)], 2, objective='speed')
+    with pytest.raises(ValueError, match='allow at least one'):
+        plan([], 2)
+
+
+def test_the_smallest_limit_over_all_placements():
+    heavy, light = Placement.v(2), Placement.loop(2)
+    candidates = [
+        (heavy, Costs((1.0,) * 4, (1.0,) * 4, (1.0,) * 4, activation=(1, 2, 3, 4))),
+        (light, Costs((1.0,) * 2, (1.0,) * 2, (1.0,) * 2, activation=(4, 3))),
+    ]
+    with pytest.raises(ValueError, match=r'limit 3.5 of rank 0 is below 4.*give at least 4,'):
+        plan(candidates, 2, memory_limit=3.5)
+    made = plan(candidates, 2, memory_limit=4, seconds=0.1)
+    assert made.schedule.placement == light

@@ -1,0 +1,64 @@
+"""Who steps early."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_zbpp.post_validation.partial_state import Prefix, stands
+from megatron_zbpp.post_validation.policy import Governor
+
+norms = st.floats(0, 1e6) | st.sampled_from([math.inf, math.nan])
+
+
+@given(st.lists(norms, min_size=1, max_size=8), st.sampled_from([0.0, 1.0, 1e3]))
+def test_ranks_ahead_are_the_first_ones(squares, clip_grad):
+    """Nobody goes ahead behind one that does not."""
+    prefix, went = Prefix(), []
+    for square in squares:
+        following = prefix.then(square, clip_grad)
+        went.append(following.ahead > prefix.ahead)
+        prefix = following
+    assert went == sorted(went, reverse=True)
+    assert prefix.ahead == sum(went)
+    if all(went):
+        assert stands(math.sqrt(sum(squares)), clip_grad) or clip_grad
+
+
+@given(st.floats(0, 100, width=32), st.floats(0.01, 10))
+def test_stands_as_megatron_clips(norm, clip_grad):
+    assert stands(norm, clip_grad) == (not clip_grad / (norm + 1.0e-6) < 1.0)
+
+
+@given(st.floats(0, width=32))
+def test_a_norm_gives_its_sum_of_squares_back(total):
+    """`updates` gets the root of a float32 and reduces the float32 itself."""
+    import torch
+
+    root = total**0.5
+    assert torch.tensor([root * root], dtype=torch.float32).item() == total
+
+
+def run(governor, outcomes):
+    states = []
+    for clean in outcomes:
+        states.append(governor.engaged)
+        governor.after(clean)
+    return states
+
+
+def test_engages_after_clean_steps_in_a_row():
+    assert run(Governor(3), [True, True, False, True, True, True, True]) == [False] * 6 + [True]
+
+
+def test_steps_back_when_clipping_is_frequent():
+    governor = Governor(2, window=4, tolerated=1)
+    outcomes = [True, True, False, True, False, True, True, True]
+    assert run(governor, outcomes) == [False] * 2 + [True] * 3 + [False] * 2 + [True]
+
+
+def test_tolerates_rare_failures():
+    governor = Governor(1, window=4, tolerated=1)
+    assert all(run(governor, [True] + [False, True, True, True] * 5)[1:])

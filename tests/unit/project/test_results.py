@@ -1,0 +1,37 @@
+"""The page that says what is proven how: each row names what proves it, and that is there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from paths import ROOT
+
+PAGE = ROOT / 'docs' / 'results' / 'README.md'
+PROOF = re.compile(r'`((?:tests|scripts)/[\w/.]+\.(?:py|sh))`')
+
+
+def rows():
+    """The cells of each row of the page's first table: a capability, and three columns."""
+    table = PAGE.read_text().partition('\n|---|---|---|---|\n')[2].partition('\n\n')[0]
+    return [[cell.strip() for cell in line.strip('|').split('|')] for line in table.splitlines()]
+
+
+@pytest.mark.parametrize('row', rows(), ids=lambda row: row[0][:40])
+def test_each_row_names_its_proof(row):
+    capability, *columns = row
+    assert len(columns) == 3, row
+    assert PROOF.search(' '.join(columns[:2])) or 'none yet' in columns[2], capability
+    for column in columns:
+        named = PROOF.findall(column)
+        assert named or not column or column.startswith('none yet'), column
+        for path in named:
+            assert (ROOT / path).is_file(), path
+
+
+def test_gpu_column():
+    """Nothing is said to be proven on a GPU while there are no results of one."""
+    measured = list(PAGE.parent.glob('*.tests.txt'))
+    for _, _, _, gpu in rows():
+        assert measured or not gpu or gpu.startswith('none yet'), gpu
+    assert len(rows()) > 20

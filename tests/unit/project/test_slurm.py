@@ -1,0 +1,176 @@
+"""The files for SLURM: linted, and run with a stand-in for srun."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slurm import BENCHMARK, FILES, FOLDER, ROOT, launch, nodes
+
+from benchmarks.gpt import cli, jobs
+
+# parameters in billions, by the file's name; GPUs of the paper, or of GPT-3's batch
+SIZES = {'1.5b': 1.5, '6.2b': 6.2, '14.6b': 14.6, '28.3b': 28.3, '175b': 175}
+GPUS = {'1.5b': 8, '6.2b': 8, '14.6b': 16, '28.3b': 32, '175b': 512}
+GPT2_WORDS = 50257
+each_file = pytest.mark.parametrize('file', FILES, ids=lambda file: file.stem)
+
+
+def number(script: list[str], flag: str) -> int:
+    return int(script[script.index(flag) + 1])
+
+
+def test_all_sizes_are_there():
+    assert {file.stem.removeprefix('gpt-') for file in FILES} == set(SIZES)
+
+
+def test_lint():
+    beside = Path(sys.executable).with_name('shellcheck')
+    shellcheck = beside if beside.exists() else shutil.which('shellcheck')
+    assert shellcheck, "no shellcheck: pip install -e '.[dev]'"
+    done = subprocess.run(
+        [shellcheck, '--external-sources', *FILES, BENCHMARK, *FOLDER.glob('*.sh')],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@each_file
+def test_sizes(file, tmp_path):
+    size = file.stem.removeprefix('gpt-')
+    script = launch(file, tmp_path).script
+    layers, hidden = number(script, '--num-layers'), number(script, '--hidden-size')
+    words = GPT2_WORDS + number(script, '--max-position-embeddings')
+    assert (12 * layers * hidden**2 + words * hidden) / 1e9 == pytest.approx(SIZES[size], rel=0.02)
+    assert hidden % number(script, '--num-attention-heads') == 0
+    world = nodes(file) * 8
+    assert world == GPUS[size]
+    tensor = number(script, '--tensor-model-parallel-size')
+    pipeline = number(script, '--pipeline-model-parallel-size')
+    replicas, rest = divmod(world, tensor * pipeline)
+    assert rest == 0 and hidden % tensor == 0
+    microbatches, rest = divmod(
+        number(script, '--global-batch-size'), replicas * number(script, '--micro-batch-size')
+    )
+    assert rest == 0
+    assert microbatches >= 3 * pipeline, 'what the schedule needs to be full'
+    ends = 2 * ('--account-for-loss-in-pipeline-split' in script)
+    assert ends == 2 * ('--account-for-embedding-in-pipeline-split' in script)
+    assert (layers + ends) % pipeline == 0, 'ranks have equal work'
+
+
+@each_file
+def test_tensor_parallelism_gets_its_messages_in_order(file, tmp_path):
+    launched = launch(file, tmp_path)
+    assert launched.status == 0, launched.errors
+    assert launched.environment['CUDA_DEVICE_MAX_CONNECTIONS'] == '1'
+    assert 'CUDA_VISIBLE_DEVICES' not in launched.environment
+
+
+@pytest.mark.parametrize(
+    ('environment', 'processes'),
+    [
+        ({}, '8'),
+        ({'SLURM_GPUS_PER_NODE': '4'}, '4'),
+        ({'SLURM_GPUS_PER_NODE': 'h100:2'}, '2'),
+        ({'SLURM_GPUS_PER_NODE': '0', 'GPUS_PER_NODE': '16'}, '16'),
+    ],
+)
+def test_as_many_processes_as_gpus(tmp_path, environment, processes):
+    """As many as SLURM was asked for; on a cluster where it counts none, as many as are set."""
+    launched = launch(FOLDER / 'gpt-14.6b.sbatch', tmp_path, PIPELINE_PARALLEL='4', **environment)
+    assert launched.argv[launched.argv.index('--nproc-per-node') + 1] == processes
+
+
+def test_on_cpu(tmp_path):
+    launched = launch(FOLDER / 'gpt-6.2b.sbatch', tmp_path, DEVICE='cpu')
+    at = launched.argv.index('megatron_zbpp.launch')
+    assert launched.argv[at + 1 : at + 3] == ['--cpu', '/opt/Megatron-LM/pretrain_gpt.py']
+    assert launched.environment['CUDA_VISIBLE_DEVICES'] == ''
+
+
+def test_benchmark(tmp_path):
+    launched = launch(BENCHMARK, tmp_path, '--iterations', '5', MODELS='28.3b', SLURM_NNODES='4')
+    assert launched.status == 0, launched.errors
+    script = str(ROOT / 'scripts' / 'benchmark_gpt.py')
+    at = launched.argv.index(script)
+    assert launched.torchrun[: at - len(launched.argv)] == [
+        *('torchrun', '--nnodes', '4', '--nproc-per-node', '8'),
+        *('--master-addr', 'node-a7', '--master-port', '29500'),
+    ]
+    jobs = benchmark_jobs(launched.argv[at + 1 :], world=32)
+    assert {(job.model, job.p, job.iterations) for job in jobs} == {('28.3b', 32, 5)}
+    assert {job.m for job in jobs} == {96, 256}, 'as in the paper'
+    assert launched.argv[launched.argv.index('--json') + 1] == 'benchmark_gpt-4x8.json'
+
+
+def benchmark_jobs(argv, world):
+    """What the script makes of its arguments on so many GPUs; all can be had."""
+    args = cli.parser().parse_args(argv)
+    counts, chosen = args.microbatches.split(','), jobs.schedules(args.schedules.split(','))
+    nothing = dict.fromkeys(('pipeline', 'tensor', 'chunks', 'micro_batch'))
+    others = {name: getattr(args, name) for name in ('spec', 'warm_up', 'iterations')}
+    models = args.models.split(',')
+    found = jobs.training_jobs(models, chosen, world, counts=counts, **nothing, **others)
+    asked = list(found)
+    assert [job.refusal() for job in asked] == [None] * len(asked)
+    return asked
+
+
+def test_what_the_user_sets(tmp_path):
+    file = FOLDER / 'gpt-6.2b.sbatch'
+    script = launch(file, tmp_path, '--seed', '7').script
+    assert script[-2:] == ['--seed', '7']
+    assert script[script.index('--data-path') + 1] == '/data/my text/corpus_text_document'
+    assert script[script.index('--vocab-file') + 1] == '/data/my text/gpt2-vocab.json'
+    assert script[script.index('--pipeline-schedule') + 1] == 'zb-v'
+    assert '--sequence-parallel' not in script
+    other = {'DATA': 'mock', 'SCHEDULE': 'zb-h1', 'TENSOR_PARALLEL': '4', 'SLURM_NNODES': '4'}
+    script = launch(file, tmp_path, **other).script
+    assert '--mock-data' in script and '--data-path' not in script
+    assert script[script.index('--pipeline-schedule') + 1] == 'zb-h1'
+    assert '--sequence-parallel' in script
+    assert '--pipeline-schedule' not in launch(file, tmp_path, SCHEDULE='').script
+    argv = launch(file, tmp_path, SLURM_NNODES='64').argv
+    assert number(argv, '--nnodes') == 64
+
+
+@pytest.mark.parametrize(
+    ('name', 'environment', 'status', 'said'),
+    [
+        ('6.2b', {'DATA': ''}, 1, 'DATA: is not set: give the prefix'),
+        ('6.2b', {'MEGATRON_LM': ''}, 1, 'MEGATRON_LM: is not set: give the folder'),
+        (
+            '28.3b',
+            {'SLURM_NNODES': '3'},
+            2,
+            'gpt-28.3b: 24 GPUs do not divide by 32 (tensor x pipeline parallel): give another '
+            'number of --nodes',
+        ),
+        (
+            '6.2b',
+            {'SLURM_NNODES': '2', 'GLOBAL_BATCH': '100'},
+            2,
+            'gpt-6.2b: GLOBAL_BATCH=100 does not divide by 6 (data parallel x micro batch): set '
+            'another GLOBAL_BATCH',
+        ),
+        ('6.2b', {'DEVICE': 'tpu'}, 2, 'gpt-6.2b: DEVICE=tpu: set it to gpu or cpu'),
+        (
+            '6.2b',
+            {'SLURM_GPUS_PER_NODE': '0'},
+            2,
+            'gpt-6.2b: 0 GPUs a node: set GPUS_PER_NODE to the number of processes that a node is '
+            'to have, and DEVICE=cpu if it has no GPU',
+        ),
+    ],
+    ids=['data', 'checkout', 'nodes', 'batch', 'device', 'no GPU'],
+)
+def test_refused_before_start(tmp_path, name, environment, status, said):
+    launched = launch(FOLDER / f'gpt-{name}.sbatch', tmp_path, **environment)
+    assert launched.status == status
+    assert said in launched.errors and not launched.argv

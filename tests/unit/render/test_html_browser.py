@@ -1,0 +1,211 @@
+"""The page in a real headless browser: it reacts, it is silent, it stays offline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import chromium
+import pytest
+
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.render.html import html, waits
+from megatron_zbpp.schedules import build
+
+pytestmark = pytest.mark.skipif(
+    chromium.find() is None, reason='no Chromium on PATH (Debian: apt-get install chromium)'
+)
+
+
+@pytest.fixture(scope='module')
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]:
+    page = chromium.Page(tmp_path_factory.mktemp('profile'))
+    yield page
+    page.close()
+
+
+SCHEDULE = build('zb-v', 4, 8)
+COSTS = Costs.uniform(SCHEDULE.placement, 1.0, 1.2, 0.8, comm=0.25)
+SIMULATED = simulate(SCHEDULE, COSTS)
+MEASURED = simulate(SCHEDULE, replace(COSTS, forward=(0.6,) * 8))
+
+
+@pytest.fixture
+def page(browser: chromium.Page, tmp_path: Path) -> chromium.Page:
+    """Simulated against measured, freshly loaded."""
+    lines = {'simulated': SIMULATED, 'measured': MEASURED}
+    file = tmp_path / 'page.html'
+    file.write_text(html(lines, dict.fromkeys(lines, COSTS), title='zb-v', unit='s'))
+    browser.events.clear()
+    browser.open(file)
+    return browser
+
+
+def plot(page: chromium.Page, panel: int = 0) -> tuple[float, float, float, float]:
+    """Left, top, width, height of a panel's plot, in pixels."""
+    return page.evaluate(f"""(() => {{
+        const svg = document.getElementById('panel-{panel}'), inner = svg.querySelector('.stretch');
+        const frame = svg.getBoundingClientRect(), size = name => Number(inner.getAttribute(name));
+        return [frame.left + size('x'), frame.top, size('width'), size('height')];
+    }})()""")
+
+
+def place(page: chromium.Page, rank: int, index: int) -> tuple[float, float]:
+    """Where the simulated panel shows the middle of a pass, in pixels."""
+    left, top, width, height = plot(page)
+    first, _, span, ranks = view(page)
+    start, end = SIMULATED.spans[rank][index]
+    return left + ((start + end) / 2 - first) / span * width, top + (rank + 0.3) / ranks * height
+
+
+def view(page: chromium.Page, panel: int = 0) -> list[float]:
+    box = page.evaluate(
+        f"document.querySelector('#panel-{panel} .stretch').getAttribute('viewBox')"
+    )
+    return list(map(float, box.split()))
+
+
+def tooltip(page: chromium.Page) -> str | None:
+    """What the tooltip says; None while it is hidden."""
+    return page.evaluate("(t => t.hidden ? null : t.innerText)(document.getElementById('tooltip'))")
+
+
+def troubles(page: chromium.Page) -> list[dict]:
+    """What the console said, what was thrown, and requests other than for the page itself."""
+    noisy = 'Log.entryAdded', 'Runtime.consoleAPICalled', 'Runtime.exceptionThrown'
+    page.evaluate('1')  # events of before come before its answer
+    asked = [e for e in page.events if e['method'] == 'Network.requestWillBeSent']
+    assert len(asked) == 1 and asked[0]['params']['type'] == 'Document'
+    return [e for e in page.events if e['method'] in noisy]
+
+
+def test_hover_explains_the_pass(page: chromium.Page) -> None:
+    assert tooltip(page) is None
+    rank, index = next(
+        (rank, i)
+        for rank, causes in enumerate(waits(SIMULATED))
+        for i, cause in enumerate(causes)
+        if cause[0] >= 0 and i > 0
+    )
+    page.mouse('mouseMoved', *place(page, rank, index))
+    said = tooltip(page)
+    p = SCHEDULE.passes[rank][index]
+    cause_rank, cause = waits(SIMULATED)[rank][index]
+    gap = SIMULATED.spans[rank][index][0] - SIMULATED.spans[rank][index - 1][1]
+    assert said.startswith(f'{p} ')
+    assert f'microbatch {p.microbatch}, stage {p.stage}' in said
+    assert f'waited {gap:.5g} for {SCHEDULE.passes[cause_rank][cause]} of rank {cause_rank}' in said
+    for name, line in (('simulated', SIMULATED), ('measured', MEASURED)):
+        start, end = line.spans[rank][index]
+        assert f'{name}\t{start:.5g}\t{end:.5g}\t{end - start:.5g}' in said
+    marked = "document.querySelectorAll('#panel-{} .marks rect').length"
+    assert page.evaluate(marked.format(0)) == 2  # the pass and its cause
+    assert page.evaluate(marked.format(1)) == 1  # the same pass as measured
+    left, top, _, _ = plot(page)
+    page.mouse('mouseMoved', left, top - 60)
+    assert tooltip(page) is None
+    assert troubles(page) == []
+
+
+def test_every_pass_is_found_under_the_pointer(page: chromium.Page) -> None:
+    for rank in range(4):
+        for index in range(0, len(SCHEDULE.passes[rank]), 7):
+            page.mouse('mouseMoved', *place(page, rank, index))
+            assert tooltip(page).startswith(f'{SCHEDULE.passes[rank][index]} ')
+
+
+def test_idle_time_has_no_tooltip(page: chromium.Page) -> None:
+    left, top, _, height = plot(page)
+    page.mouse('mouseMoved', left + 2, top + 0.9 * height)  # rank 3 starts later
+    assert tooltip(page) is None
+
+
+def test_wheel_zooms_about_the_pointer_and_drag_pans(page: chromium.Page) -> None:
+    whole = view(page)
+    x, y = place(page, 1, 20)
+    for _ in range(4):
+        page.mouse('mouseWheel', x, y, deltaX=0, deltaY=-240)
+    zoomed = view(page)
+    assert zoomed[2] < whole[2] / 5
+    page.mouse('mouseMoved', x + 1, y)
+    assert tooltip(page).startswith(f'{SCHEDULE.passes[1][20]} ')
+    assert view(page, 1) == [*zoomed]  # both panels show the same stretch of time
+    labels = page.evaluate(
+        "[...document.querySelectorAll('#panel-0 .labels text')].map(t => t.textContent)"
+    )
+    assert str(SCHEDULE.passes[1][20]) in labels
+
+    page.mouse('mousePressed', x, y, button='left', clickCount=1)
+    page.mouse('mouseMoved', x + 100, y, button='left')
+    page.mouse('mouseReleased', x + 100, y, button='left', clickCount=1)
+    width = plot(page)[2]
+    assert view(page)[0] == pytest.approx(zoomed[0] - 100 / width * zoomed[2])
+    assert view(page)[2] == pytest.approx(zoomed[2])
+
+    for count in (1, 2):
+        page.mouse('mousePressed', x, y, button='left', clickCount=count)
+        page.mouse('mouseReleased', x, y, button='left', clickCount=count)
+    assert view(page) == whole
+    assert troubles(page) == []
+
+
+def test_buttons_keys_and_limits(page: chromium.Page) -> None:
+    whole = view(page)
+    page.evaluate("document.getElementById('in').click()")
+    assert view(page)[2] == pytest.approx(0.7 * whole[2])
+    page.evaluate("document.getElementById('out').click()")
+    assert view(page) == pytest.approx(whole)
+    page.evaluate("for (let i = 0; i < 99; i++) document.getElementById('in').click()")
+    assert view(page)[2] == pytest.approx(1e-5 * whole[2])
+    page.evaluate("document.getElementById('reset').click()")
+    assert view(page) == whole
+    page.call('Input.dispatchKeyEvent', type='keyDown', key='+', text='+')
+    assert view(page)[2] == pytest.approx(0.7 * whole[2])
+    page.call('Input.dispatchKeyEvent', type='keyDown', key='ArrowRight')
+    assert view(page)[0] > 0.15 * whole[2]
+    assert troubles(page) == []
+
+
+def test_side_by_side_or_stacked(page: chromium.Page) -> None:
+    assert plot(page)[1] == plot(page, 1)[1]
+    narrow = plot(page)[2]
+    page.evaluate("document.getElementById('layout').click()")
+    assert plot(page)[1] < plot(page, 1)[1]
+    assert plot(page)[2] > 1.5 * narrow
+
+
+def test_table_and_memory_curves(page: chromium.Page) -> None:
+    rows = page.evaluate("[...document.querySelectorAll('.summary tr')].map(r => r.innerText)")
+    assert f'{SIMULATED.bubble_makespan:.2%}' in rows[1] and rows[1].startswith('simulated')
+    assert f'{MEASURED.bubble_window:.2%}' in rows[2] and rows[2].startswith('measured')
+    texts = page.evaluate(
+        "[...document.querySelectorAll('#panel-0 .peak')].map(t => t.textContent)"
+    )
+    assert texts == ['max 4'] * 4
+    heights = page.evaluate(
+        "[...document.querySelectorAll('.memory')].map(m => m.getBoundingClientRect().height)"
+    )
+    assert len(heights) == 2 and min(heights) > 100
+
+
+def test_thousands_of_passes(browser: chromium.Page, tmp_path: Path) -> None:
+    schedule = build('zb-v', 16, 128)
+    costs = Costs.uniform(schedule.placement)
+    file = tmp_path / 'large.html'
+    file.write_text(html({'zb-v': simulate(schedule, costs)}, {'zb-v': costs}))
+    assert sum(map(len, schedule.passes)) > 12_000
+    browser.events.clear()
+    browser.open(file)
+    left, top, width, height = plot(browser)
+    browser.evaluate('window.began = performance.now()')
+    for step in range(10):
+        x, y = left + width * (0.3 + 0.01 * step), top + (step + 0.3) / 16 * height
+        browser.mouse('mouseMoved', x, y)
+        browser.mouse('mouseWheel', x, y, deltaX=0, deltaY=-60)
+    assert (
+        browser.evaluate('performance.now() - window.began') < 20_000
+    )  # generous: the machine may be busy
+    assert tooltip(browser) is not None
+    assert troubles(browser) == []

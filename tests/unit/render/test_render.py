@@ -1,0 +1,317 @@
+"""Pictures: what they must show, read back from what was written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from oracle import needs
+
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import KINDS, Pass, Placement, Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.timeline import Timeline
+from megatron_zbpp.render.colours import HUES, colour, ink, legend
+from megatron_zbpp.render.html import html, waits
+from megatron_zbpp.render.perfetto import perfetto
+from megatron_zbpp.render.png import loss_png, timeline_png
+from megatron_zbpp.render.scene import bars, held, number, ticks
+from megatron_zbpp.render.svg import svg
+from megatron_zbpp.render.text import timeline_text
+from megatron_zbpp.schedules import build
+
+COMM = 0.25
+
+
+def simulated(name: str, ranks: int = 4, microbatches: int = 8) -> tuple[Timeline, Costs]:
+    schedule = build(name, ranks, microbatches)
+    costs = Costs.uniform(schedule.placement, 1.0, 1.2, 0.8, comm=COMM)
+    return simulate(schedule, costs), costs
+
+
+def later(timeline: Timeline, by: float) -> Timeline:
+    """The same timeline on a clock that started earlier."""
+    spans = tuple(tuple((a + by, b + by) for a, b in row) for row in timeline.spans)
+    return Timeline(timeline.schedule, spans)
+
+
+# Colours
+
+# Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB.
+VISIONS = {
+    'full': ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    'no red': ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216),
+               (-0.003882, -0.048116, 1.051998)),
+    'no green': ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413),
+                 (-0.011820, 0.042940, 0.968881)),
+    'no blue': ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602),
+                (0.004733, 0.691367, 0.303900)),
+}  # fmt: skip
+TO_XYZ = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+
+
+def times(matrix: tuple, vector: list[float]) -> list[float]:
+    return [sum(a * b for a, b in zip(row, vector, strict=True)) for row in matrix]
+
+
+def lab(text: str, vision: str) -> list[float]:
+    """CIE Lab of a colour as seen by `vision`."""
+    rgb = [int(text[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb]
+    seen = [min(1.0, max(0.0, c)) for c in times(VISIONS[vision], linear)]
+    white = 0.9505, 1.0, 1.089
+    x, y, z = (
+        c ** (1 / 3) if c > 0.008856 else 7.787 * c + 16 / 116
+        for c in (a / b for a, b in zip(times(TO_XYZ, seen), white, strict=True))
+    )
+    return [116 * y - 16, 500 * (x - y), 200 * (y - z)]
+
+
+@pytest.mark.parametrize('vision', VISIONS)
+def test_kinds_differ_for_every_colour_vision(vision: str) -> None:
+    seen = {kind: lab(hue, vision) for kind, hue in HUES.items()}
+    for one, other in itertools.combinations(KINDS, 2):
+        distance = sum((a - b) ** 2 for a, b in zip(seen[one], seen[other], strict=True)) ** 0.5
+        assert distance > 20, (one, other)
+
+
+def test_chunks_are_shades_and_their_ink_is_legible() -> None:
+    assert colour('F', 0, 4) == HUES['F']
+    assert len({colour('F', chunk, 4) for chunk in range(4)}) == 4
+    assert ink('#000000') == '#ffffff' and ink('#ffffff') == '#000000'
+
+
+def test_legend_names_what_occurs() -> None:
+    fused, split = build('1f1b', 2, 2), build('zb-v', 2, 2)
+    assert [text for text, _ in legend([fused])] == ['F: forward', 'BW: whole backward', 'idle']
+    assert 'W of the last chunk' in dict(legend([fused, split]))
+
+
+# What all pictures share
+
+
+def test_bars_count_from_the_first_start() -> None:
+    timeline, _ = simulated('zb-v')
+    shifted = bars(later(timeline, 100.0))
+    for row, other in zip(bars(timeline), shifted, strict=True):
+        for bar, moved in zip(row, other, strict=True):
+            assert bar.start == pytest.approx(moved.start)
+
+
+@pytest.mark.parametrize('name', ['1f1b', 'zb-h2', 'zb-v'])
+def test_memory_curve_peaks_and_ends_empty(name: str) -> None:
+    timeline, costs = simulated(name)
+    curves = held(timeline, costs)
+    assert tuple(max(amount for _, amount in curve) for curve in curves) == peak(
+        timeline.schedule, costs
+    )
+    for curve in curves:
+        assert [time for time, _ in curve] == sorted({time for time, _ in curve})
+        assert curve[-1][1] == pytest.approx(0)
+
+
+def test_memory_curve_rises_with_b_and_within_bw() -> None:
+    """Where more waits for W than F left."""
+    order = map(Pass.parse, '0F0 0BW0 0F1 0B1 0W1'.split())
+    schedule = Schedule.of('x', Placement.loop(1), 2, [order])
+    costs = Costs((1,), (1,), (2,), activation=(2,), retained=(5,))
+    assert held(simulate(schedule, costs), costs) == [[(0, 2), (2, 5), (4, 2), (6, 5), (8, 0)]]
+
+
+@pytest.mark.parametrize('span', [1e-6, 0.07, 1.0, 33.5, 9e8])
+def test_ticks_are_few_round_and_inside(span: float) -> None:
+    marks = ticks(span, 10)
+    assert marks[0] == 0 and 3 <= len(marks) <= 12
+    assert marks[-1] <= span * (1 + 1e-9) < marks[-1] + 1.01 * marks[1]
+    assert ticks(0.0, 10) == [0.0]
+
+
+def test_number_is_short() -> None:
+    shown = [number(x) for x in (4.0, 26.750000001, 0.1 + 0.2, 1234567.0, 1e-9)]
+    assert shown == ['4', '26.75', '0.3', '1234600', '1e-09']
+
+
+# Text
+
+
+def test_text_is_to_scale() -> None:
+    timeline = simulate(build('zb-h1', 2, 2), Costs.uniform(build('zb-h1', 2, 2).placement))
+    assert timeline_text(timeline).splitlines() == [
+        'rank 0  0F0 0F1 ····0B0 0W0 0B1 0W1',
+        'rank 1  ····1F0 1B0 1F1 1B1 1W0 1W1',
+    ]
+
+
+@pytest.mark.parametrize('width', [20, 80, 300])
+@pytest.mark.parametrize('name', ['1f1b', 'zb-v'])
+def test_text_keeps_its_width(name: str, width: int) -> None:
+    timeline, _ = simulated(name, 12, 40)
+    lines = timeline_text(timeline, width).splitlines()
+    assert len(lines) == 12 and max(map(len, lines)) <= width
+    assert lines[0].endswith('…')
+
+
+def test_uncut_text_names_every_pass() -> None:
+    schedule = build('zb-v', 4, 12)
+    timeline = simulate(schedule, Costs.uniform(schedule.placement))
+    lines = timeline_text(timeline, 0).splitlines()
+    for line, order in zip(lines, schedule.passes, strict=True):
+        assert re.findall(r'\d+[FBW]+\d+', line) == list(map(str, order))
+
+
+def test_text_in_colour_says_the_same() -> None:
+    timeline, _ = simulated('zb-v')
+    painted = timeline_text(timeline, colours=True)
+    assert '\x1b[48;2;31;79;216' in painted
+    plain = re.sub(r'\x1b\[[\d;]*m', '', painted)
+    assert [x.rstrip() for x in plain.splitlines()] == timeline_text(timeline).splitlines()
+
+
+def test_text_of_passes_that_take_no_time() -> None:
+    schedule = build('1f1b', 2, 2)
+    free = simulate(schedule, Costs.uniform(schedule.placement, 0, 0, 0))
+    assert timeline_text(free).splitlines() == ['rank 0', 'rank 1']
+
+
+# SVG
+
+SVG = '{http://www.w3.org/2000/svg}'
+
+
+@pytest.mark.parametrize('with_memory', [False, True])
+def test_svg_has_every_pass_and_curve(with_memory: bool) -> None:
+    lines, costs = {}, {}
+    for name in ('1f1b', 'zb-v'):
+        lines[name], costs[name] = simulated(name)
+    root = ET.fromstring(svg(lines, costs if with_memory else None, unit='ms'))
+    groups = [g for g in root.iter(f'{SVG}g') if g.get('class') == 'passes']
+    for group, line in zip(groups, lines.values(), strict=True):
+        drawn = [path.get('d').count('M') for path in group.iter(f'{SVG}path')]
+        assert sum(drawn) == sum(map(len, line.schedule.passes))
+    curves = [p for p in root.iter(f'{SVG}path') if p.get('class') == 'memory']
+    assert [curve.get('d').count('M') for curve in curves] == ([4, 4] if with_memory else [])
+    texts = [text.text for text in root.iter(f'{SVG}text')]
+    assert f'zb-v: bubble {lines["zb-v"].bubble_makespan:.1%}' in texts
+    assert 'ms' in texts
+    assert ('max 4' in texts) == with_memory
+
+
+def test_svg_escapes_names() -> None:
+    timeline, _ = simulated('1f1b')
+    root = ET.fromstring(svg({'<a & "b">': timeline}))
+    assert any((text.text or '').startswith('<a & "b">') for text in root.iter(f'{SVG}text'))
+
+
+# PNG
+
+
+def test_png_is_written(tmp_path: Path) -> None:
+    few, _ = simulated('zb-v')
+    many, _ = simulated('1f1b', 8, 8)
+    timeline_png({'few': few}, tmp_path / 'few.png', unit='s')
+    timeline_png({'few': few, 'many': many}, tmp_path / 'both.png')
+    loss_png({'megatron': [3.0, 2.0, 1.5], 'zb-v': [3.0, 2.0, 1.5]}, tmp_path / 'loss.png')
+    for file in tmp_path.iterdir():
+        assert file.read_bytes().startswith(b'\x89PNG')
+    heights = [
+        int.from_bytes((tmp_path / name).read_bytes()[20:24], 'big')
+        for name in ('few.png', 'both.png')
+    ]
+    assert heights[1] > heights[0]
+
+
+def test_png_without_matplotlib_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
+    with pytest.raises(ImportError, match=r'pip install megatron_zbpp\[plot\]'):
+        loss_png({'a': [1.0]}, tmp_path / 'loss.png')
+
+
+# Perfetto
+
+
+@pytest.mark.parametrize('name', ['1f1b', 'zb-v'])
+def test_perfetto_passes_arrows_and_counters(name: str) -> None:
+    timeline, costs = simulated(name)
+    schedule = timeline.schedule
+    events = json.loads(perfetto({name: timeline}, {name: costs}))['traceEvents']
+    by = {phase: [e for e in events if e['ph'] == phase] for phase in 'MXsfC'}
+
+    slices = {e['name']: e for e in by['X']}
+    for rank, p in schedule:
+        assert slices[str(p)]['pid'] == rank
+    assert len(by['X']) == sum(map(len, schedule.passes))
+    names = {e['pid']: e['args']['name'] for e in by['M'] if e['name'] == 'process_name'}
+    assert names == {rank: f'rank {rank}' for rank in range(schedule.num_ranks)}
+
+    ends = {e['id']: e for e in by['f']}
+    arrows = set()
+    for start in by['s']:
+        maker, taker = start['name'].split(' to ')
+        end = ends[start['id']]
+        made, took = slices[maker], slices[taker]
+        assert start['pid'] == made['pid'] != took['pid'] == end['pid']
+        assert made['ts'] <= start['ts'] <= made['ts'] + made['dur'] <= end['ts'] == took['ts']
+        arrows.add((maker, taker))
+    everything = {p for _, p in schedule}
+    ranks = schedule.placement.ranks
+    assert arrows == {
+        (str(q), str(p))
+        for rank, p in schedule
+        for q in needs(p, everything)
+        if ranks[q.stage] != rank
+    }
+    counted = [
+        max(e['args']['held'] for e in by['C'] if e['pid'] == rank)
+        for rank in range(schedule.num_ranks)
+    ]
+    assert tuple(counted) == peak(schedule, costs)
+
+
+def test_perfetto_keeps_timelines_apart() -> None:
+    timeline, _ = simulated('1f1b', 2, 2)
+    events = json.loads(perfetto({'simulated': timeline, 'measured': timeline}))['traceEvents']
+    names = {e['pid']: e['args']['name'] for e in events if e['name'] == 'process_name'}
+    assert names == {
+        0: 'simulated rank 0', 1: 'simulated rank 1', 2: 'measured rank 0', 3: 'measured rank 1',
+    }  # fmt: skip
+    assert len({e['id'] for e in events if e['ph'] == 's'}) == 8
+
+
+# Page (its behaviour: test_html_browser.py)
+
+
+@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v'])
+def test_waits_are_what_idle_ranks_waited_for(name: str) -> None:
+    timeline, _ = simulated(name)
+    for order, spans, causes in zip(
+        timeline.schedule.passes, timeline.spans, waits(timeline), strict=True
+    ):
+        free = 0.0
+        for p, (start, end), (rank, i) in zip(order, spans, causes, strict=True):
+            if rank < 0:
+                assert start == pytest.approx(free), p
+            else:
+                assert start > free
+                assert start == pytest.approx(timeline.spans[rank][i][1] + COMM), p
+            free = end
+
+
+def test_page_needs_no_network_and_escapes() -> None:
+    timeline, costs = simulated('zb-v')
+    name = '</script><script>alert(1)</script>'
+    page = html({name: timeline}, {name: costs}, title='<b>&')
+    assert page.count('<script') == 2
+    assert '<h1>&lt;b&gt;&amp;</h1>' in page
+    assert "default-src 'none'" in page
+    assert re.findall(r'(?:src|href)="(?!data:)', page) == []
+    assert 'http' not in page.replace('http-equiv', '')
+    data = json.loads(re.search(r'type="application/json">(.*?)</script>', page)[1])
+    assert data['panels'][0]['name'] == name

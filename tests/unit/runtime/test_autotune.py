@@ -1,0 +1,119 @@
+"""What auto makes of what ranks measured."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.ir import BW, B, F, Placement, W
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.runtime.autotune import AutoPlan, Measured, together
+from megatron_zbpp.runtime.executor import Record
+from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.schedules import build
+
+PLACEMENT = Placement.v(2)
+SCHEDULE = build('zb-v', 2, 4)
+COSTS = Costs.uniform(PLACEMENT)
+MIB = 2**20
+
+
+class CountingClock:
+    """Marks are the bytes."""
+
+    def allocated(self, mark):
+        return mark
+
+
+def iteration(kinds):
+    """One of rank 0, where each pass of a stage changes what is allocated by so much."""
+    schedule = build('zb-v', 2, 4)
+    record, now = Record(), 1000
+    for p in schedule.passes[0]:
+        after = now + kinds[p.stage][p.kind]
+        record.passes.append(p)
+        record.marks.append((now, after))
+        now = after
+    return Iteration(schedule, None, record, CountingClock())
+
+
+def test_bytes_by_stage():
+    found = iteration({0: {F: 30, B: -10, W: -20, BW: -30}, 3: {F: 8, B: -8, W: 0, BW: -8}}).held()
+    assert found == {0: (30, 20), 3: (8, 0)}
+
+
+def test_more_may_wait_for_w_than_f_left():
+    """As with tensor parallelism, where inputs are gathered for W: nothing is clipped."""
+    found = iteration({0: {F: 30, B: 20, W: -50, BW: -30}, 3: {F: 8, B: 0, W: -8, BW: -8}}).held()
+    assert found == {0: (30, 50), 3: (8, 8)}
+
+
+def measured(rank, held, spare):
+    return Measured(
+        COSTS, 1.0, {stage: held[stage] for stage in PLACEMENT.stages(rank)}, spare, rank
+    )
+
+
+def test_activations_as_measured():
+    """The fullest rank, here the one with both inner stages, counts as full."""
+    held = [(10 * MIB, 5 * MIB), (30 * MIB, 30 * MIB), (10 * MIB, 0), (20 * MIB, 20 * MIB)]
+    found = [measured(rank, held, 400 * MIB) for rank in (0, 1)] * 3
+    costs, limit, full = together(found, SCHEDULE, 4.0)
+    assert full == 40 * MIB and limit == 4
+    assert costs.activation == pytest.approx((0.25, 0.75, 0.25, 0.5))
+    assert costs.retained == pytest.approx((0.125, 0.75, 0, 0.5))
+    assert (costs.forward, costs.backward, costs.weight) == (
+        COSTS.forward,
+        COSTS.backward,
+        COSTS.weight,
+    )
+
+
+def test_no_more_than_fits():
+    """On the rank with the least room."""
+    held = [(10 * MIB, 10 * MIB)] * 4
+    found = [measured(0, held, 100 * MIB), measured(1, held, 10 * MIB)]
+    assert together(found, SCHEDULE, 4.0)[1] == pytest.approx(2 + 0.9 * 10 / 20)
+
+
+@pytest.mark.parametrize('waiting', [2, 10, 30])
+def test_what_fits_counts_what_waited(waiting):
+    """On top of what the measured schedule held in bytes, not in microbatches."""
+    found = [measured(rank, [(10 * MIB, waiting * MIB)] * 4, 10 * MIB) for rank in (0, 1)]
+    costs, limit, _ = together(found, SCHEDULE, 40.0)
+    assert costs.retained == pytest.approx((waiting / 20,) * 4)
+    assert limit == pytest.approx(min(peak(SCHEDULE, costs)) + 0.9 * 10 / 20)
+
+
+def test_without_a_limit():
+    """What runs may run on, though more waits for W than 1F1B holds."""
+    little = [measured(rank, [(10 * MIB, 10 * MIB)] * 4, 900 * MIB) for rank in (0, 1)]
+    assert together(little, SCHEDULE, None)[1] == 2
+    much = [measured(rank, [(10 * MIB, 30 * MIB)] * 4, 900 * MIB) for rank in (0, 1)]
+    costs, limit, _ = together(much, SCHEDULE, None)
+    assert limit == max(peak(SCHEDULE, costs)) > 3
+
+
+@pytest.mark.parametrize('held', [{}, {0: (1.0, 1.0), 3: (1.0, 1.0)}])
+def test_where_nobody_counts(held):
+    costs, limit, full = together([Measured(COSTS, 1.0, held, None, 0)], SCHEDULE, 3.0)
+    assert (limit, full) == (3, None)
+    assert max(peak(build('zb-v', 2, 4), costs)) == max(peak(build('zb-v', 2, 4), COSTS))
+
+
+@pytest.mark.parametrize('settled', [False, True])
+def test_another_batch_size_begins_anew(settled):
+    """What is planned meanwhile would be for the old one."""
+    auto = AutoPlan()
+    assert auto.after(SimpleNamespace(schedule=build('zb-v', 2, 4))) is None
+    auto._process = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
+    planner, auto._answer = auto._process, io.StringIO()
+    auto.planned, auto._settled = build('zb-v', 2, 4), settled
+    assert not auto.counting
+    assert auto.after(SimpleNamespace(schedule=build('zb-v', 2, 6))) is None
+    assert planner.returncode and auto.counting and auto.planned is None

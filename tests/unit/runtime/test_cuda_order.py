@@ -1,0 +1,180 @@
+"""What the runtime asks of CUDA, and when: on a double, where nothing waits that need not."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cuda_double import GPU, Cuda
+
+from megatron_zbpp.ir import B, Pass
+from megatron_zbpp.post_validation import speculative_step
+from megatron_zbpp.runtime.clock import clock_for
+from megatron_zbpp.runtime.executor import Record
+from megatron_zbpp.runtime.guard.position import Tracker
+from megatron_zbpp.runtime.guard.watchdog import EXIT_CODE, Watchdog
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
+
+DEVICE = torch.device('cuda', GPU)
+WIDTH = 4
+
+
+@pytest.mark.parametrize('counting', [False, True])
+def test_marks_wait_for_nothing(counting):
+    """Until their seconds are asked for: then the host waits once, for all of them."""
+    with Cuda() as cuda:
+        clock = clock_for(DEVICE, counting)
+        marks = [clock.mark() for _ in range(4)]
+        assert not any(map(clock.reached, marks))
+        assert not cuda.waits
+        seconds = list(map(clock.seconds, marks))
+        assert [call.what for call in cuda.calls if call.waits] == ['event.synchronize']
+        assert seconds == sorted(seconds) and seconds[-1] == pytest.approx(clock.now(), abs=0.5)
+        assert all(map(clock.reached, marks))
+
+
+def test_weight_gradients():
+    """W on the device: accumulated without a look at them."""
+    with Cuda() as cuda:
+        store = WeightGradStore()
+        weight = torch.nn.Parameter(torch.zeros(WIDTH, device=DEVICE))
+        for microbatch in range(2):
+            store.open((0, microbatch))
+            with store.scope((0, microbatch)):
+                store.defer([weight], lambda: [torch.ones_like(weight)])
+        for microbatch in range(2):
+            store.run((0, microbatch))
+        assert not cuda.waits and not cuda.races
+        assert weight.grad.is_cuda
+    assert weight.grad.tolist() == [2.0] * WIDTH
+
+
+def stepped(device, in_place):
+    """Parameters that were stepped twice, what the model reads, the optimizer, and the pairs."""
+    own = [torch.nn.Parameter(torch.full((WIDTH,), 1.0 + k, device=device)) for k in range(3)]
+    read = [None if in_place else torch.zeros_like(p, dtype=torch.bfloat16) for p in own]
+    optimizer = torch.optim.Adam(own, lr=0.1)
+    for _ in range(2):
+        for p in own:
+            p.grad = torch.full((WIDTH,), 0.5, device=device)
+        optimizer.step()
+    pairs = list(
+        map(speculative_step.Stepped, own, [None if r is None else r.detach() for r in read])
+    )
+    return own, read, optimizer, pairs
+
+
+@pytest.mark.parametrize('kept_bytes', [0, 4096], ids=['nothing kept', 'some kept'])
+@pytest.mark.parametrize('in_place', [True, False], ids=['fp32', 'bf16'])
+def test_trial_step(in_place, kept_bytes):
+    found = []
+    for device in ('cpu', DEVICE):
+        with Cuda() as cuda:
+            own, read, optimizer, pairs = stepped(device, in_place)
+            trying = speculative_step.Trial(
+                optimizer, pairs, buffer_bytes=2048, kept_bytes=kept_bytes
+            )
+            assert bool(trying.kept_bytes) == bool(kept_bytes)
+            seen = [p if r is None else r for p, r in zip(own, read, strict=True)]
+            tried = [tensor.detach().clone() for tensor in seen]
+            trying.undo()
+            trying.give_back()
+        found.append([[t.tolist() for t in tensors] for tensors in (tried, own)])
+        assert not cuda.waits and not cuda.races
+        locked = [call for call in cuda.calls if 'page-locked' in call.what]
+        assert bool(locked) == (in_place and device == DEVICE)
+    assert found[0] == found[1], 'the same on both'
+    assert found[0][0] != found[0][1], 'the trial took a step'
+
+
+def test_plain_memory_in_a_trial_would_be_seen():
+    plain = mock.patch.object(speculative_step, '_aside', lambda p: p.detach().to('cpu', copy=True))
+    with Cuda() as cuda, plain:
+        *_, optimizer, pairs = stepped(DEVICE, in_place=True)
+        speculative_step.Trial(optimizer, pairs, kept_bytes=0).undo()
+    assert (
+        cuda.waits
+        == ['pageable copy to the host in None'] * 3 + ['pageable copy to the device in None'] * 3
+    )
+
+
+class Stalled:
+    """Stands for an executor whose device never comes to the end of its first pass."""
+
+    def __init__(self, clock):
+        self.program, self.clock = (Pass(B, 0, 0),), clock
+        self.record = Record([Pass(B, 0, 0)], [(clock.mark(), clock.mark())])
+        self.current, self.awaiting = Pass(B, 0, 0), False
+        self.channels = mock.Mock(leaving=None, ranks=[0])
+
+
+class Passes:
+    """What the watchdog's threads ask of an iteration that does not end."""
+
+    def __init__(self, executor):
+        self.tracker, self.over = Tracker(executor), False
+
+    def ended(self):
+        pass
+
+    def beat(self):
+        return None if self.over else self.tracker.position()
+
+    def lost(self):
+        return False
+
+    def lines(self):
+        return self.tracker.lines()
+
+
+@contextmanager
+def alone(folder):
+    dist.init_process_group('gloo', f'file://{folder}/met', rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize('sound', [True, False])
+def test_each_thread_of_the_watchdog_enters_the_device(tmp_path, capfd, sound):
+    """A thread starts on GPU 0, where the first question would make a context."""
+    ended = threading.Event()
+    watchdog = Watchdog(timeout=0.2)
+
+    def leave(code):
+        watchdog._stopping = True
+        ended.code = code
+        ended.set()
+
+    enter = Watchdog._enter_device if sound else lambda self: None
+    with (
+        alone(tmp_path),
+        Cuda() as cuda,
+        mock.patch.object(Watchdog, '_enter_device', enter),
+        mock.patch.object(os, '_exit', leave),
+    ):
+        passes = Passes(Stalled(clock_for(DEVICE)))
+        with watchdog._watching(passes):
+            assert ended.wait(20), 'the watchdog did not see the stall'
+        passes.over = True
+        watchdog.stop()
+    others = [c for c in cuda.calls if c.thread != threading.current_thread().name]
+    assert len({c.thread for c in others}) == 2, 'one looks, the other writes last words'
+    assert {c.gpu for c in others} == ({GPU} if sound else {0})
+    assert not cuda.waits
+    assert ended.code == EXIT_CODE and 'B stage 0 microbatch 0' in capfd.readouterr().err
+
+
+def test_a_watchdog_where_cuda_is_not_used(tmp_path):
+    """It makes no context by asking."""
+    with alone(tmp_path), mock.patch.object(torch.cuda, 'set_device', side_effect=AssertionError):
+        watchdog = Watchdog(timeout=0.2)
+        with watchdog.meeting('some barrier'):
+            assert watchdog._device is None
+            time.sleep(0.1)
+        watchdog.stop()

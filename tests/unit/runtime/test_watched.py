@@ -1,0 +1,68 @@
+"""What the watchdog looks at, one thing after the other."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_zbpp.runtime.guard.watchdog import Watchdog
+
+
+class Passes:
+    """Stands for passes that this rank has ended and others have not."""
+
+    def __init__(self):
+        self.over = False
+
+    def ended(self):
+        pass
+
+    def beat(self):
+        return None if self.over else 'others'
+
+    def lines(self):
+        return []
+
+
+@pytest.fixture
+def watchdog(monkeypatch):
+    monkeypatch.setattr(Watchdog, '_start', lambda self: None)
+    return Watchdog(timeout=60)
+
+
+def test_passes_that_others_have_not_ended_are_watched_again(watchdog):
+    passes = Passes()
+    with watchdog._watching(passes):
+        pass
+    with watchdog.meeting('gradients'):
+        assert watchdog._activity.beat() == 'gradients'
+    assert watchdog._activity is passes
+
+
+def test_what_is_over_is_not(watchdog):
+    passes = Passes()
+    with watchdog._watching(passes):
+        passes.over = True
+    with watchdog.meeting('gradients'):
+        pass
+    assert watchdog._activity is not passes and watchdog._activity.beat() is None
+
+
+def test_passes_do_not_give_way_to_older_ones(watchdog):
+    older, newer = Passes(), Passes()
+    for passes in (older, newer):
+        with watchdog._watching(passes):
+            pass
+    assert watchdog._activity is newer
+
+
+def test_a_pause_comes_after_all_that_is_over(watchdog):
+    passes = Passes()
+    with watchdog._watching(passes):
+        pass
+    assert watchdog._current() is passes
+    passes.over = True
+    first = watchdog._current()
+    assert first is watchdog._pause and first.beat() is not None
+    with watchdog.meeting('gradients'):
+        assert watchdog._current().beat() == 'gradients'
+    assert watchdog._current() not in (passes, first), 'its time begins anew'
