@@ -6,7 +6,7 @@
 #   ./scripts/gpu_check.sh [ARGUMENT_OF_BENCHMARK_GPT ...]
 #
 #   WHEELS   a folder of wheels, to install without a network (PIP_FIND_LINKS does the same); made by
-#            pip download -d FOLDER '.[plot,exact]' setuptools wheel pytest pytest-timeout hypothesis
+#            pip download -d FOLDER '.[megatron,plot,exact]' setuptools wheel pytest pytest-timeout hypothesis
 #   PYTHON   the interpreter (default: python3)
 #   VENV     where to install (default: .venv-gpu); it sees the packages of PYTHON, so that a
 #            container's torch, Transformer Engine and apex are used
@@ -36,8 +36,8 @@ fi
 pip=("$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "${offline[@]}")
 echo "gpu_check.sh: installing into $VENV ..." >&2
 "$PYTHON" -m venv --system-site-packages "$VENV"
-"${pip[@]}" 'setuptools>=68' wheel
-"${pip[@]}" --no-build-isolation -e '.[plot,exact]' pytest pytest-timeout hypothesis
+"${pip[@]}" 'setuptools>=77' wheel
+"${pip[@]}" --no-build-isolation -e '.[megatron,plot,exact]' pytest pytest-timeout hypothesis
 python=$VENV/bin/python
 "$python" -c 'import torch; assert torch.cuda.is_available()' 2> /dev/null ||
     no_gpu "$device is here, but torch $("$python" -c 'import torch; print(torch.__version__)') cannot use it"

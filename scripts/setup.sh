@@ -9,7 +9,9 @@ VENV=${VENV:-.venv}
     echo "$PYTHON is $("$PYTHON" --version 2>&1): megatron_zbpp needs Python 3.10 or later; set PYTHON" >&2
     exit 1
 }
-wanted=$("$PYTHON" -c 'import hashlib, sys; print(sys.version, hashlib.sha256(open("setup.py", "rb").read()).hexdigest())')
+# The interpreter and what is to be installed: pyproject.toml up to the settings of tools.
+wanted=$("$PYTHON" -c 'import hashlib, sys
+print(sys.version, hashlib.sha256(open("pyproject.toml", "rb").read().split(b"\n[tool.")[0]).hexdigest())')
 if [ "$(cat "$VENV/installed" 2>/dev/null)" != "$wanted" ]; then
     echo "installing megatron_zbpp and what it needs into $VENV ..." >&2
     "$PYTHON" -m venv "$VENV"

@@ -6,17 +6,15 @@ import json
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from tqdm import tqdm
 
 from megatron_zbpp.analysis.checker import ScheduleError, check
 from megatron_zbpp.analysis.critical import critical_path
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.cli import inputs
 from megatron_zbpp.cli.inputs import Case
+from megatron_zbpp.cli.progress import progress
 from megatron_zbpp.ir import Schedule, formats
 from megatron_zbpp.ir.grid import grid
 from megatron_zbpp.ir.timeline import Timeline
@@ -122,14 +120,14 @@ def plan_schedule(args: Namespace) -> None:
         return _plan_frontier(args)
     if args.output:
         raise ValueError(f'--output {args.output} draws a --frontier: give its memory limits')
-    with _planning_bar() as progress:
+    with progress('planning', '%', 100) as done:
         found, cached = planned(
             *_plan_inputs(args),
             memory_limit=args.memory_limit,
             seconds=args.seconds,
             objective=args.objective,
             seed=args.seed,
-            progress=progress,
+            progress=done,
         )
     facts = _plan_facts(found, cached)
     if args.json:
@@ -154,14 +152,14 @@ def _plan_frontier(args: Namespace) -> None:
         raise ValueError(f'--output {args.output}: let its name end in .png or .svg')
     if args.output and not Path(args.output).absolute().parent.is_dir():
         raise ValueError(f'--output {args.output}: there is no folder {Path(args.output).parent}')
-    with _planning_bar() as progress:
+    with progress('planning', '%', 100) as done:
         points = frontier(
             *_plan_inputs(args),
             args.frontier,
             seconds=args.seconds,
             objective=args.objective,
             seed=args.seed,
-            progress=progress,
+            progress=done,
         )
     if args.output:
         _draw_frontier(
@@ -195,13 +193,6 @@ def _plan_inputs(args: Namespace) -> tuple[Path | None, list[Candidate], int]:
     """Folder of the cache, placements with costs, m."""
     folder = None if args.no_cache else Path(args.cache or default_folder())
     return folder, inputs.candidates(args), args.microbatches
-
-
-@contextmanager
-def _planning_bar() -> Iterator[Callable[[float], None]]:
-    """A progress bar on stderr, and the function that moves it."""
-    with tqdm(total=100, desc='planning', unit='%', leave=False, disable=None) as bar:
-        yield lambda share: bar.update(round(100 * share) - bar.n)
 
 
 def _plan_facts(found: Plan, cached: bool) -> dict:

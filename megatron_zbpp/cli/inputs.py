@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.cli.progress import progress
 from megatron_zbpp.ir import Placement, Schedule, formats
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
@@ -79,13 +78,16 @@ def several(args: Namespace) -> tuple[dict[str, Case], dict[str, str]]:
         ValueError: nothing is left to compare, or a schedule asked for by name cannot be had.
     """
     found, skipped = {}, {}
-    for name in tqdm(args.schedules or names(), desc='schedules', leave=False, disable=None):
-        try:
-            found[name] = one(args, name)
-        except ValueError as error:
-            if args.schedules:
-                raise
-            skipped[name] = str(error).partition('\n')[0]
+    wanted = args.schedules or names()
+    with progress('schedules', 'it', len(wanted)) as done:
+        for k, name in enumerate(wanted, 1):
+            try:
+                found[name] = one(args, name)
+            except ValueError as error:
+                if args.schedules:
+                    raise
+                skipped[name] = str(error).partition('\n')[0]
+            done(k / len(wanted))
     if not found:
         raise ValueError(f'no schedule fits: {next(iter(skipped.values()))}')
     return found, skipped

@@ -1,0 +1,23 @@
+"""How far a long command is, on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def progress(text: str, unit: str, total: int) -> Iterator[Callable[[float], None]]:
+    """Shows a bar on stderr while the block runs, if that is a terminal.
+
+    Yields:
+        What is told the share that is done, from 0 to 1.
+    """
+    if not sys.stderr.isatty():
+        yield lambda share: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=text, unit=unit, total=total, leave=False) as bar:
+        yield lambda share: bar.update(round(total * share) - bar.n)

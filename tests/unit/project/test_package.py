@@ -1,0 +1,94 @@
+"""What is published: the wheel plans, compares and draws by itself; the sources come with tests."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from commands import run
+
+import megatron_zbpp
+
+ROOT = Path(__file__).parents[3]
+# Runs lines of `zbpp` where none of those packages can be imported.
+ALONE = """
+import sys
+for name in ('torch', 'megatron', 'numpy', 'tqdm', 'matplotlib', 'ortools', 'psutil'):
+    sys.modules[name] = None
+from megatron_zbpp.cli import main
+for line in sys.argv[1:]:
+    status = main(line.split())
+    if status:
+        sys.exit(f'{line}: {status}')
+"""
+NEEDS = 'Requires-Dist: '
+SHAPE = '--pp 2 --microbatches 4'
+
+
+@pytest.fixture(scope='module')
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with a wheel and an archive of the sources."""
+    folder = tmp_path_factory.mktemp('dist')
+    sources = folder / 'sources'
+    unpublished = shutil.ignore_patterns(
+        '.git', '.venv*', 'build', 'runs', '*.egg-info', '.*_cache'
+    )
+    shutil.copytree(ROOT, sources, ignore=unpublished)
+    # The environment's setuptools: a test needs no network.
+    code = 'import sys; from setuptools import build_meta as build; '
+    for kind in ('build_sdist', 'build_wheel'):
+        done = run([sys.executable, '-c', f'{code} build.{kind}(sys.argv[1])', folder], cwd=sources)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_wheel_works_alone(built, tmp_path) -> None:
+    (wheel,) = built.glob('*.whl')
+    assert wheel.name == f'megatron_zbpp-{megatron_zbpp.__version__}-py3-none-any.whl'
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / 'site')
+    (metadata,) = tmp_path.glob('site/*.dist-info')
+    assert 'zbpp = megatron_zbpp.cli:main' in (metadata / 'entry_points.txt').read_text()
+    requires = [line for line in (metadata / 'METADATA').read_text().splitlines() if NEEDS in line]
+    always = [line.removeprefix(NEEDS) for line in requires if 'extra ==' not in line]
+    assert not any(line.startswith(('torch', 'megatron', 'numpy', 'matplotlib')) for line in always)
+    lines = (
+        'list',
+        f'compare {SHAPE} -o compare.html',
+        f'compare {SHAPE} -o compare.svg',
+        f'plan {SHAPE} --vpp 1 --seconds 1 --no-cache --json',
+        f'simulate --schedule zb-v {SHAPE}',
+        f'show --schedule zb-v {SHAPE}',
+        f'convert --schedule zb-v {SHAPE} --to json -o zb-v.json',
+        f'convert --schedule zb-v {SHAPE} --to html -o zb-v.html',
+        'check zb-v.json',
+    )
+    env = {'PYTHONPATH': str(tmp_path / 'site')}
+    done = run([sys.executable, '-c', ALONE, *lines], cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    for picture in ('compare.html', 'compare.svg', 'zb-v.html'):
+        assert (tmp_path / picture).stat().st_size > 1000
+    assert (tmp_path / 'site/megatron_zbpp/py.typed').exists()
+
+
+def test_the_wheel_holds_every_file(built) -> None:
+    (wheel,) = built.glob('*.whl')
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if name.startswith('megatron_zbpp/')}
+    files = (path for path in (ROOT / 'megatron_zbpp').rglob('*') if path.is_file())
+    ours = {str(path.relative_to(ROOT)) for path in files if '__pycache__' not in path.parts}
+    assert held == ours
+
+
+def test_the_sources_come_with_tests_examples_and_docs(built) -> None:
+    (archive,) = built.glob('*.tar.gz')
+    with tarfile.open(archive) as sources:
+        held = {name.partition('/')[2] for name in sources.getnames()}
+    here = Path(__file__).relative_to(ROOT)
+    wanted = {str(here), 'examples/gpt/README.md', 'scripts/test.sh', 'pyproject.toml', 'LICENSE'}
+    assert wanted <= held
+    assert any(name.startswith('docs/') for name in held)
