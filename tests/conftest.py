@@ -7,7 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import wheels
+from hypothesis import settings
 from ranks import Pool, Ranks
+
+# A busy machine is no reason to fail.
+settings.register_profile('no deadline', deadline=None)
+settings.load_profile('no deadline')
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -75,7 +75,7 @@ def test_a_group_for_each_direction(ranks):
 
 
 @settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.data())
 def test_any_valid_order(ranks, data):

@@ -292,7 +292,7 @@ def test_every_order_of_small_schedules(placement, m, kinds):
 PLACEMENTS = (Placement.loop(2), Placement.loop(3), Placement.v(2), Placement((1, 0, 0, 1, 0)))
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(seeds, st.sampled_from(PLACEMENTS), st.integers(1, 3))
 def test_agrees_with_brute_force(seed, placement, m):
     random = Random(seed)
@@ -304,7 +304,7 @@ def test_agrees_with_brute_force(seed, placement, m):
         assert is_legal(other) == oracle.legal(other)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(seeds, st.sampled_from(PLACEMENTS[:3]))
 def test_programs_of_accepted_schedules_always_end(seed, placement):
     """With sends that wait for their receive, whichever rank acts next."""

@@ -55,13 +55,13 @@ def test_every_family_bears_every_rule(name, microbatches):
         prove(list(side_by_side(programs, programs)), EVERY_RULE)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(seeds, st.sampled_from(PLACEMENTS), st.integers(1, 4))
 def test_any_valid_schedule_bears_every_rule(seed, placement, m):
     lower(oracle.random_schedule(Random(seed), placement, m))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(seeds, st.sampled_from(PLACEMENTS[:3]), st.sampled_from(SETS))
 def test_agrees_with_brute_force(seed, placement, rules):
     """Receives posted anywhere before their pass: the same verdict, whichever rank acts next."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from programs import Timing
 
@@ -23,7 +23,6 @@ schedules = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(schedules)
 def test_every_message_has_both_ends(schedule):
     programs = lower(schedule)
@@ -45,7 +44,6 @@ def test_every_message_has_both_ends(schedule):
     assert len(sends) + hands == 2 * (schedule.num_stages - 1) * schedule.num_microbatches
 
 
-@settings(deadline=None)
 @given(schedules, st.integers(0, 2**32).map(Random))
 def test_what_is_not_under_way_has_come(schedule, random):
     """Whichever rank acts next: of each channel all but so many messages have been taken."""

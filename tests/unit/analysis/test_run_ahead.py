@@ -24,7 +24,7 @@ def schedules(draw):
         return build('zb-v', p, m)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schedules(), st.integers(0, 5))
 def test_programs_stay_free_of_deadlock_and_in_order(schedule, early):
     """However many ranks go ahead, under every rule of a backend."""
@@ -36,7 +36,7 @@ def test_programs_stay_free_of_deadlock_and_in_order(schedule, early):
         assert sorted(map(str, program)) == sorted(map(str, begun + rest))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schedules())
 def test_what_is_ahead_needs_nothing_from_behind(schedule):
     order = chain(schedule.placement)
@@ -51,7 +51,7 @@ def test_what_is_ahead_needs_nothing_from_behind(schedule):
             assert order.index(sender) <= order.index(taker)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schedules(), st.integers(0, 5))
 def test_all_that_is_sent_ahead_is_received_ahead(schedule, early):
     """So that nothing of a dropped forward is left between two ranks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import needs as needed
 
@@ -46,7 +46,6 @@ def unit_costs(placement, **given):
 # ---- A plain pipeline.
 
 
-@settings(deadline=None)
 @given(st.sampled_from(names()), st.sampled_from([2, 3, 4]), st.integers(1, 9))
 def test_predecessors_are_those_of_the_papers(name, p, m):
     try:
@@ -236,7 +235,6 @@ TECHNIQUES = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(TECHNIQUES)
 def test_techniques_compose(techniques):
     """In any order: the tasks of a microbatch can be done one after the other, memory returns to

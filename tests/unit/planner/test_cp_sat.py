@@ -50,7 +50,7 @@ def optimum(problem: Problem) -> float:
     return best
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     pairs,
     pairs,

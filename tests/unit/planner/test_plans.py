@@ -78,7 +78,7 @@ def best_named(candidates: list[Candidate], m: int, asked: dict) -> float:
     return best
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(cases())
 def test_plans_keep_their_promises(case):
     candidates, m, asked = case

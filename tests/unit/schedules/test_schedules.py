@@ -50,7 +50,7 @@ def requests(draw: st.DrawFn, most_ranks: int = 6, most_microbatches: int = 15) 
     }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(requests())
 def test_every_schedule_may_run(request):
     schedule = build(**request)
@@ -62,7 +62,7 @@ def test_every_schedule_may_run(request):
     assert all(len(schedule.placement.stages(rank)) == v for rank in range(schedule.num_ranks))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(requests())
 def test_gradients_come_in_microbatch_order(request):
     schedule = build(**request)
@@ -74,14 +74,14 @@ def test_gradients_come_in_microbatch_order(request):
             assert order == list(range(schedule.num_microbatches)), (stage, kinds)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(requests())
 def test_never_more_activations_than_microbatches(request):
     schedule = build(**request)
     assert max(peak(schedule, Costs.uniform(schedule.placement))) <= schedule.num_microbatches
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(requests(), st.data())
 def test_pure(request, data):
     again = data.draw(st.sampled_from(['lower', 'upper', 'title']))
@@ -178,7 +178,7 @@ def test_costs_are_welcome_everywhere(name):
         assert adapted == plain
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     name=st.sampled_from(['zb-1p', 'zb-2p']),
     p=st.integers(1, 6),

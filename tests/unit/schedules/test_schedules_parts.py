@@ -94,7 +94,7 @@ def test_a_draft_keeps_the_time():
     assert (draft.makespan, draft.window) == (7, 7)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 5), st.integers(1, 8), st.integers(1, 4), st.data())
 def test_dispatch_takes_any_preference(p, m, v, data):
     """Whatever ranks prefer, every lane ends, within a limit that holds one microbatch or more."""
@@ -161,7 +161,7 @@ def test_a_forward_moves_up_within_the_limit(limit, moved):
     assert tighten(slots, Placement.loop(1), limit, start=4) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(2, 5), st.integers(1, 8), st.integers(0, 20), st.booleans(), st.data())
 def test_tightened_slots_are_a_schedule(p, m, slack, split, data):
     """Any block without collisions, tightened: nothing later than before, nothing out of turn."""
