@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from commands import run
+from paths import ROOT
 
 import megatron_zbpp
 
-ROOT = Path(__file__).parents[3]
 # Runs lines of `zbpp` where none of those packages can be imported.
 ALONE = """
 import sys
