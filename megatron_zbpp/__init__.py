@@ -1,23 +1,70 @@
 """Pipeline schedules for unmodified Megatron-Core.
 
-import megatron_zbpp
+>>> import megatron_zbpp
+>>> schedule = megatron_zbpp.build('zb-h1', num_ranks=2, num_microbatches=2)
+>>> ' '.join(map(str, schedule.passes[1]))
+'1F0 1B0 1F1 1B1 1W0 1W1'
 
-plugin = megatron_zbpp.enable('zb-v')   # before the model is built
-...
-plugin.disable()
+In a program that trains, before the model is built:
+
+    plugin = megatron_zbpp.enable('zb-v')
+    ...
+    plugin.disable()
+
+What is listed in `__all__` stays as it is from release to release. What needs torch or Megatron
+imports it when it is called: schedules are built, checked, simulated and planned without.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Pass, Placement, Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.errors import ScheduleError
+from megatron_zbpp.ir.formats import load
+from megatron_zbpp.ir.layout import ModelLayout, layers_per_stage
+from megatron_zbpp.planner.plans import plan
+from megatron_zbpp.schedules import FAMILIES, Family, build
+
 if TYPE_CHECKING:
-    from megatron_zbpp.ir import Schedule
+    import torch
+    import torch.distributed as dist
+
+    from megatron_zbpp.mcore.iteration.observe import Observer
     from megatron_zbpp.mcore.plugin import Plugin
+    from megatron_zbpp.runtime.observe.measure import Figures
 
 __version__ = '0.1.0'
-__all__ = ['__version__', 'add_arguments', 'enable']
+__all__ = [
+    'Costs',
+    'Family',
+    'ModelLayout',
+    'Pass',
+    'Placement',
+    'Schedule',
+    'ScheduleError',
+    '__version__',
+    'add_arguments',
+    'build',
+    'check',
+    'device',
+    'enable',
+    'families',
+    'figures',
+    'guard',
+    'layout_for',
+    'load',
+    'observe',
+    'plan',
+    'simulate',
+]
 
 _enabled: Plugin | None = None
 
@@ -28,7 +75,11 @@ def enable(
     *,
     memory_limit: float | None = None,
     watchdog_timeout: float | None = None,
+    watchdog_pause_timeout: float | None = None,
     post_validation: bool | int = False,
+    profile_iters: int = 5,
+    trace_dir: str | Path | None = None,
+    flags: Mapping[str, object] | None = None,
 ) -> Plugin:
     """Makes Megatron-Core's pipelined forward_backward functions run `schedule`.
 
@@ -41,9 +92,14 @@ def enable(
         memory_limit: in activations of one microbatch on a full rank, for schedules that take one.
         watchdog_timeout: seconds after which a rank whose pipeline no longer moves reports where it
             stands and exits; None or 0: never. Choose several times what an iteration takes.
-            Between iterations (checkpoints, say) it has ten times as long, and 600 at least.
+        watchdog_pause_timeout: the same between iterations, in checkpoints, say; None: ten times
+            as long, and 600 at least.
         post_validation: whether optimizer steps are taken before all ranks have agreed to them, and
             validated later, once 10 in a row were neither clipped nor skipped; or how many of them.
+        profile_iters: iterations that 'auto' measures before it plans.
+        trace_dir: where to draw an iteration of the first pipeline as a page, and for Perfetto.
+        flags: of the program, by name: all ranks must have those that are numbers alike, or they
+            stop before they train.
 
     Returns:
         The plugin: `disable()` undoes everything, as does leaving its `with` block.
@@ -55,16 +111,116 @@ def enable(
     global _enabled
     from megatron_zbpp.mcore.plugin import Plugin
     from megatron_zbpp.mcore.settings import Settings
+    from megatron_zbpp.runtime.guard import agreement
 
-    settings = Settings(schedule, num_chunks, memory_limit, watchdog_timeout, post_validation)
-    if _enabled is not None and _enabled.enabled and _enabled.settings == settings:
-        return _enabled
-    plugin = Plugin(settings)  # refuses what makes no sense before anything is undone
-    if _enabled is not None:
-        _enabled.disable()
-    plugin.install()
-    _enabled = plugin
-    return plugin
+    settings = Settings(
+        schedule,
+        num_chunks,
+        memory_limit,
+        watchdog_timeout,
+        watchdog_pause_timeout,
+        post_validation,
+        profile_iters,
+        trace_dir,
+    )
+    if _enabled is None or not _enabled.enabled or _enabled.settings != settings:
+        plugin = Plugin(settings)  # refuses what makes no sense before anything is undone
+        if _enabled is not None:
+            _enabled.disable()
+        plugin.install()
+        _enabled = plugin
+    if flags is not None:
+        _enabled.flags = agreement.numbers(flags)
+    return _enabled
+
+
+def layout_for(
+    schedule: str | Schedule | Placement,
+    num_ranks: int,
+    num_layers: int,
+    *,
+    num_chunks: int | None = None,
+    num_microbatches: int | None = None,
+    embedding: bool = False,
+    loss: bool = False,
+) -> ModelLayout:
+    """Returns which rank builds which layers.
+
+    Args:
+        schedule: as for `enable`; or a placement: `Placement.loop(p)` is Megatron's own.
+        num_ranks: p.
+        num_layers: of the model.
+        num_chunks: as for `enable`.
+        num_microbatches: m; where it is given, the schedule of so many is checked.
+        embedding: whether the embedding counts as a layer, so that its stage gets one fewer.
+        loss: the same for the output layer and loss.
+
+    Raises:
+        ScheduleError: the schedule is not valid.
+        ValueError: no such schedule, or too few layers for so many stages.
+    """
+    from megatron_zbpp.mcore.plugin import Plugin
+    from megatron_zbpp.mcore.settings import Settings
+
+    placement = schedule
+    if not isinstance(schedule, Placement):
+        plugin = Plugin(Settings(schedule, num_chunks))
+        placement = plugin.placement(num_ranks)
+        if num_microbatches is not None:
+            plugin.lowered(num_ranks, num_microbatches, forward_only=False)
+    layers = layers_per_stage(num_layers, placement, embedding, loss)
+    return ModelLayout(placement, tuple(layers))
+
+
+def families() -> tuple[Family, ...]:
+    """Returns all families of schedules, as `zbpp list` prints them."""
+    return FAMILIES
+
+
+def device() -> torch.device:
+    """Returns where to train: this process's GPU; or the CPU, made ready, where there is none.
+
+    Raises:
+        RuntimeError: the CPU was to be made ready, but megatron.core had been imported before.
+    """
+    from megatron_zbpp.emulation import cpu
+
+    return cpu.device()
+
+
+def guard(what: str) -> AbstractContextManager[None]:
+    """Watches a collective call of the program's own, as the watchdog watches the plugin's.
+
+    Args:
+        what: its name, for the report of a rank that waits in it.
+    """
+    return nullcontext() if _enabled is None else _enabled.watchdog.meeting(what)
+
+
+def observe(device: torch.device, pp_group: dist.ProcessGroup) -> AbstractContextManager[Observer]:
+    """Measures the passes of Megatron's own 1F1B as the plugin measures those of its schedules.
+
+    Args:
+        device: that this process computes on.
+        pp_group: the ranks of its pipeline.
+
+    Returns:
+        An observer: its `latest` is the latest iteration, as the plugin's is.
+    """
+    from megatron_zbpp.mcore.iteration.observe import observe
+
+    return observe(device, pp_group)
+
+
+def figures() -> Figures | None:
+    """Returns bubble, idle time and memory of the latest iteration: a collective of the pipeline.
+
+    None where no iteration of training has ended under the plugin.
+    """
+    if _enabled is None or _enabled.latest is None:
+        return None
+    with guard('figures of the latest iteration'):
+        return _enabled.latest.figures()
 
 
 def add_arguments() -> None:

@@ -29,7 +29,7 @@ from benchmarks.gpt.device import Gpu, Host
 from benchmarks.gpt.jobs import Job
 from benchmarks.gpt.models import Model
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore import layout
+from megatron_zbpp.ir.layout import layers_per_stage, layout_string
 
 _SEED = 1234
 
@@ -69,7 +69,7 @@ def config(job: Job, model: Model, layers: list[int]) -> TransformerConfig:
         tensor_model_parallel_size=job.t,
         pipeline_model_parallel_size=job.p,
         sequence_parallel=job.t > 1,
-        pipeline_model_parallel_layout=layout.layout_string(layers) if job.p > 1 else None,
+        pipeline_model_parallel_layout=layout_string(layers) if job.p > 1 else None,
         deallocate_pipeline_outputs=True,
         bias_activation_fusion=True,
         bias_dropout_fusion=True,
@@ -104,7 +104,7 @@ def chunks(job: Job, model: Model, placement: Placement) -> tuple[TransformerCon
     Raises:
         ValueError: too few layers for so many stages.
     """
-    counts = layout.layers_per_stage(model.layers, placement, embedding=model.ends, loss=model.ends)
+    counts = layers_per_stage(model.layers, placement, embedding=model.ends, loss=model.ends)
     settings = config(job, model, counts)
     held = placement.stages(parallel_state.get_pipeline_model_parallel_rank())
     last = placement.num_stages - 1

@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 
 from benchmarks.gpt import build
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore import layout
+from megatron_zbpp.ir.layout import layers_per_stage, layout_string
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 _WORDS = 1024
@@ -37,7 +37,7 @@ class Gpt:
 
     def chunks(self, placement: Placement, store: WeightGradStore) -> list[GPTModel]:
         held = placement.stages(dist.get_rank())
-        counts = layout.layers_per_stage(self._layers, placement)
+        counts = layers_per_stage(self._layers, placement)
         config = TransformerConfig(
             num_layers=self._layers,
             hidden_size=self._hidden,
@@ -46,7 +46,7 @@ class Gpt:
             attention_dropout=0.0,
             pipeline_dtype=torch.float32,
             pipeline_model_parallel_size=placement.num_ranks,
-            pipeline_model_parallel_layout=layout.layout_string(counts),
+            pipeline_model_parallel_layout=layout_string(counts),
             deallocate_pipeline_outputs=True,
             gradient_accumulation_fusion=False,
         )

@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -29,10 +29,8 @@ import torch.distributed as dist
 from prepare_data import VOCABULARY, prepare, tokenizer
 
 import megatron_zbpp
-from megatron_zbpp.emulation import cpu
-from megatron_zbpp.ir import formats
 
-DEVICE = cpu.device()  # before megatron.core is imported
+DEVICE = megatron_zbpp.device()  # before megatron.core is imported
 
 import report
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
@@ -49,13 +47,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model
-
-from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore import layout
-from megatron_zbpp.mcore.iteration.observe import observe
-from megatron_zbpp.mcore.plugin import Plugin
-from megatron_zbpp.mcore.settings import Settings
-from megatron_zbpp.runtime.guard import agreement
 
 WATCHDOG = 'report and exit when the pipeline makes no step forward for so long; 0: never'
 PAUSE = 'the same between iterations, as in checkpoints (default: ten times that, at least 600)'
@@ -99,6 +90,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add('--account-for-loss-in-pipeline-split', action='store_true', help='a layer less there')
     add('--pipeline-watchdog-timeout', type=float, default=300, metavar='SECONDS', help=WATCHDOG)
     add('--pipeline-watchdog-pause-timeout', type=float, metavar='SECONDS', help=PAUSE)
+    add(
+        '--pipeline-trace-dir', type=Path, metavar='FOLDER', help='for pages that show an iteration'
+    )
     add('--enable-optimizer-post-validation', action='store_true', help='steps do not wait')
     add('--optimizer-post-validation-clean-steps', type=int, default=10, metavar='N')
     add('--micro-batch-size', type=int, default=2)
@@ -163,17 +157,14 @@ def check_args(args: argparse.Namespace, world_size: int) -> None:
             f'{args.num_attention_heads}'
         )
     if args.pipeline_schedule_file is not None:
-        args.pipeline_schedule = formats.load(args.pipeline_schedule_file)
-    if args.pipeline_schedule == 'megatron':
-        args.placement = Placement.loop(p)
-    else:
-        virtual = args.num_virtual_stages_per_pipeline_rank
-        plugin = Plugin(Settings(args.pipeline_schedule, virtual))
-        args.placement = plugin.placement(p)
-        plugin.lowered(p, args.num_microbatches, False)  # refuses a schedule that cannot run
-    args.layers = layout.layers_per_stage(
+        args.pipeline_schedule = megatron_zbpp.load(args.pipeline_schedule_file)
+    own = megatron_zbpp.Placement.loop(p)  # as Megatron's own schedule has it
+    args.layout = megatron_zbpp.layout_for(
+        own if args.pipeline_schedule == 'megatron' else args.pipeline_schedule,
+        p,
         args.num_layers,
-        args.placement,
+        num_chunks=args.num_virtual_stages_per_pipeline_rank,
+        num_microbatches=args.num_microbatches,
         embedding=args.account_for_embedding_in_pipeline_split,
         loss=args.account_for_loss_in_pipeline_split,
     )
@@ -185,7 +176,7 @@ def initialize(args: argparse.Namespace) -> None:
         dist.init_process_group('nccl' if DEVICE.type == 'cuda' else 'gloo')
         if DEVICE.type == 'cuda':
             torch.cuda.set_device(DEVICE)
-    chunks = args.placement.num_chunks
+    chunks = args.layout.num_chunks
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -198,7 +189,6 @@ def initialize(args: argparse.Namespace) -> None:
 def build_model(args: argparse.Namespace) -> list[DDP]:
     """This rank's chunks of the model, wrapped, with weights drawn by layer."""
     dtype = torch.bfloat16 if args.bf16 else torch.float32
-    pipelined = args.pipeline_model_parallel_size > 1
     config = TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -210,21 +200,21 @@ def build_model(args: argparse.Namespace) -> list[DDP]:
         pipeline_dtype=dtype,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        pipeline_model_parallel_layout=layout.layout_string(args.layers) if pipelined else None,
+        pipeline_model_parallel_layout=args.layout.text,
         deallocate_pipeline_outputs=True,
         gradient_accumulation_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
     )
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    stages = args.placement.stages(rank)
+    stages = args.layout.stages(rank)
     chunks = [
         GPTModel(
             config,
             get_gpt_layer_local_spec(),
             vocab_size=-(-VOCABULARY // 128) * 128,
             max_sequence_length=args.seq_length,
-            pre_process=stage == 0,
-            post_process=stage == args.placement.num_stages - 1,
+            pre_process=args.layout.is_first(stage),
+            post_process=args.layout.is_last(stage),
             share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
             position_embedding_type=args.position_embedding_type,
             vp_stage=chunk if len(stages) > 1 else None,
@@ -364,9 +354,9 @@ def iterators(
     args: argparse.Namespace, dataset: GPTDataset, iteration: int
 ) -> list[Iterator[dict[str, torch.Tensor]] | None]:
     """One iterator for each chunk; only the first and the last stage of the model read data."""
-    stages = args.placement.stages(parallel_state.get_pipeline_model_parallel_rank())
-    ends = (0, args.placement.num_stages - 1)
-    return [batches(args, dataset, iteration) if stage in ends else None for stage in stages]
+    layout, rank = args.layout, parallel_state.get_pipeline_model_parallel_rank()
+    ends = [layout.is_first(stage) or layout.is_last(stage) for stage in layout.stages(rank)]
+    return [batches(args, dataset, iteration) if reads else None for reads in ends]
 
 
 def loss_func(
@@ -487,7 +477,7 @@ def load_checkpoint(folder: Path, models: list[DDP], optimizer: Any, scheduler: 
     return state['iteration']
 
 
-def enable(args: argparse.Namespace, stack: ExitStack) -> Plugin | None:
+def enable(args: argparse.Namespace, stack: ExitStack) -> Any | None:
     """The plugin, until `stack` ends; None where Megatron's own schedule is to run."""
     if args.pipeline_schedule == 'megatron':
         return None
@@ -495,13 +485,13 @@ def enable(args: argparse.Namespace, stack: ExitStack) -> Plugin | None:
         args.pipeline_schedule,
         args.num_virtual_stages_per_pipeline_rank,
         watchdog_timeout=args.pipeline_watchdog_timeout,
+        watchdog_pause_timeout=args.pipeline_watchdog_pause_timeout,
+        trace_dir=args.pipeline_trace_dir,
+        flags=vars(args),
         post_validation=(
             args.enable_optimizer_post_validation and args.optimizer_post_validation_clean_steps
         ),
     )
-    if args.pipeline_watchdog_pause_timeout is not None:
-        plugin.watchdog.limit_pauses(args.pipeline_watchdog_pause_timeout)
-    plugin.flags = agreement.numbers(vars(args))
     return stack.enter_context(plugin)
 
 
@@ -519,7 +509,7 @@ def train(args: argparse.Namespace) -> None:
         validation = iterators(args, valid_data, 0) if args.eval_iters else []
         skipped, measured = 0, []
         pp_group = parallel_state.get_pipeline_model_parallel_group()
-        meter = plugin or stack.enter_context(observe(DEVICE, pp_group))
+        meter = plugin or stack.enter_context(megatron_zbpp.observe(DEVICE, pp_group))
         while iteration < args.train_iters:
             start = time.perf_counter()
             for model in models:
@@ -532,9 +522,10 @@ def train(args: argparse.Namespace) -> None:
             skipped += not succeeded
             iteration += 1
             seconds = time.perf_counter() - start
-            measured.append(meter.latest)
-            with plugin.watchdog.meeting('figures for the log') if plugin else nullcontext():
-                figures = report.figures_due(args, iteration, measured[-1])
+            if args.timeline_file is not None:
+                measured.append(meter.latest)
+            with megatron_zbpp.guard('figures for the log'):
+                figures = report.figures_due(args, iteration, meter.latest)
             if loss is not None:
                 lr = optimizer.param_groups[0]['lr']
                 report.log(args, iteration, seconds, lr, loss, grad_norm, skipped, figures)

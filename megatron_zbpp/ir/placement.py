@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 
@@ -19,14 +19,14 @@ class Placement:
 
     Attributes:
         ranks: rank of each stage, in model order. Rank r's chunks are its stages in that order.
-        name: `loop`, `v`, `wave`, ...: for people.
+        name: `loop`, `v`, `wave`, ...: for people; placements with equal ranks are equal.
         opposite: rank of each stage on a second route, for schedules whose microbatches run
             against each other, each on a copy of the model; empty: there is one route.
         route: which route a microbatch takes, 0 or 1: microbatch i takes entry i mod their number.
     """
 
     ranks: tuple[int, ...]
-    name: str = 'custom'
+    name: str = field(default='custom', compare=False)
     opposite: tuple[int, ...] = ()
     route: tuple[int, ...] = (0,)
 

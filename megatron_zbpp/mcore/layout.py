@@ -43,59 +43,6 @@ def for_megatron(schedule: Schedule) -> Schedule:
     )
 
 
-def layers_per_stage(
-    num_layers: int, placement: Placement, embedding: bool = False, loss: bool = False
-) -> list[int]:
-    """Transformer layers of each stage, in model order, as even as can be.
-
-    Args:
-        num_layers: of the model.
-        placement: of the schedule.
-        embedding: whether the embedding counts as a layer, so that its stage gets one fewer.
-        loss: the same for the output layer and loss.
-
-    Returns:
-        One count per stage, summing to `num_layers`. What does not divide is spread evenly over the
-        ranks, and an end that has work which does not count as a layer comes last.
-
-    Raises:
-        ValueError: too few layers for so many stages.
-    """
-    stages = placement.num_stages
-    taken = [0] * stages
-    taken[0] += embedding
-    taken[-1] += loss
-    base, extra = divmod(num_layers + sum(taken), stages)
-    counts = [base - own for own in taken]
-    loads = [0] * placement.num_ranks  # of what does not divide
-    spared = {0: not embedding, stages - 1: not loss}
-    free = list(range(stages))
-    for _ in range(extra):
-        stage = min(free, key=lambda s: (spared.get(s, False), loads[placement.ranks[s]]))
-        free.remove(stage)
-        counts[stage] += 1
-        loads[placement.ranks[stage]] += 1
-    if min(count + own for count, own in zip(counts, taken, strict=True)) < 1:
-        raise ValueError(
-            f'{num_layers} layers cannot be placed on {stages} stages '
-            f'({placement.num_ranks} ranks of {placement.num_chunks}): give each stage a layer '
-            '(--num-layers), or use fewer pipeline ranks or a schedule with fewer chunks'
-        )
-    return counts
-
-
-def layout_string(layers: list[int]) -> str:
-    """The layout of stages with so many layers each, in the language of Megatron's own flag.
-
-    Args:
-        layers: transformer layers of each stage, in model order.
-
-    Returns:
-        For `--pipeline-model-parallel-layout` or the field of that name in `TransformerConfig`.
-    """
-    return f'E{"|".join("t" * count for count in layers)}L'
-
-
 class StageLayout(PipelineParallelLayerLayout):
     """Megatron's layer layout for any placement.
 

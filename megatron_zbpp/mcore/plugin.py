@@ -133,12 +133,14 @@ class Plugin:
         objective = 'makespan' if settings.post_validation is None else 'window'
         self.auto: AutoPlan | None = None
         if schedule == AUTO:
-            self.auto = AutoPlan(memory_limit=limit, objective=objective)
+            self.auto = AutoPlan(settings.profile_iters, limit, objective=objective)
             schedule, limit = start_family(chunks), None
         self.source = schedule if isinstance(schedule, Schedule) else (schedule, chunks, limit)
-        self.tracer: Tracer | None = None
+        self.tracer = None if settings.trace_dir is None else Tracer(settings.trace_dir)
         self.store = WeightGradStore()
         self.watchdog = Watchdog(settings.watchdog_timeout)
+        if settings.watchdog_pause_timeout is not None:
+            self.watchdog.limit_pauses(settings.watchdog_pause_timeout)
         self.next = NextIteration(self)
         self.post_validation: PostValidation | None = None
         if settings.post_validation is not None:

@@ -7,11 +7,11 @@ import pytest
 
 def layers_by_rank(num_layers, name, num_ranks, ends):
     """Layers of each stage, and of each rank with embedding and loss where they count."""
-    from megatron_zbpp.mcore import layout
+    from megatron_zbpp.ir.layout import layers_per_stage
     from megatron_zbpp.schedules import build
 
     placement = build(name, num_ranks, 1).placement
-    layers = layout.layers_per_stage(num_layers, placement, embedding=ends, loss=ends)
+    layers = layers_per_stage(num_layers, placement, embedding=ends, loss=ends)
     units = list(layers)
     units[0] += ends
     units[-1] += ends

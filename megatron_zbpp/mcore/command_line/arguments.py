@@ -23,11 +23,10 @@ import docstring_parser
 import megatron_zbpp
 from megatron_zbpp.emulation import cpu, te
 from megatron_zbpp.ir import Placement, Schedule, formats
+from megatron_zbpp.ir.layout import layers_per_stage, layout_string
 from megatron_zbpp.mcore import layout, refusals
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.settings import Settings
-from megatron_zbpp.runtime.guard import agreement
-from megatron_zbpp.runtime.observe.trace import Tracer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,17 +213,14 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         chunks,
         memory_limit=config.pipeline_schedule_memory_limit,
         watchdog_timeout=config.pipeline_watchdog_timeout,
+        watchdog_pause_timeout=config.pipeline_watchdog_pause_timeout,
         post_validation=clean_steps(config),
+        profile_iters=config.pipeline_schedule_profile_iters,
+        trace_dir=config.pipeline_trace_dir,
+        flags=vars(args),
     )
     if config.enable_optimizer_post_validation and without_reruns(args, sys.argv):
         _say('--rerun-mode disabled, or all ranks would wait for each other in each iteration')
-    if plugin.auto is not None:
-        plugin.auto.profile_iters = config.pipeline_schedule_profile_iters
-    if config.pipeline_watchdog_pause_timeout is not None:
-        plugin.watchdog.limit_pauses(config.pipeline_watchdog_pause_timeout)
-    if config.pipeline_trace_dir is not None:
-        plugin.tracer = Tracer(config.pipeline_trace_dir)
-    plugin.flags = agreement.numbers(vars(args))
     for num_microbatches in sorted(microbatches(args, int(os.environ.get('WORLD_SIZE', 1)))):
         plugin.lowered(args.pipeline_model_parallel_size, num_microbatches, forward_only=False)
     place_layers(args, placement)
@@ -402,8 +398,8 @@ def place_layers(args: argparse.Namespace, placement: Placement) -> None:
     if placement == Placement.loop(placement.num_ranks) and not uneven:
         return
     if args.pipeline_model_parallel_layout is None:
-        layers = layout.layers_per_stage(args.num_layers, placement, embedding, loss)
-        args.pipeline_model_parallel_layout = layout.layout_string(layers)
+        layers = layers_per_stage(args.num_layers, placement, embedding, loss)
+        args.pipeline_model_parallel_layout = layout_string(layers)
     args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
     args.num_layers_per_virtual_pipeline_stage = args.num_virtual_stages_per_pipeline_rank = None
     args.overlap_p2p_comm = True  # else Megatron refuses two ranks with chunks; ours always overlap

@@ -11,6 +11,7 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.emulation import te
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.layout import layers_per_stage
 from megatron_zbpp.mcore import layout, refusals
 from megatron_zbpp.mcore.command_line import arguments
 from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
@@ -194,7 +195,7 @@ def _layers(args: Namespace, placement: Placement) -> list[int]:
         return segments if len(segments) > 1 else even
     if args.pipeline_model_parallel_layout is not None:
         return layout.StageLayout(placement, args.pipeline_model_parallel_layout).num_layers
-    return layout.layers_per_stage(args.num_layers, placement, embedding, loss)
+    return layers_per_stage(args.num_layers, placement, embedding, loss)
 
 
 def _simulated(plugin: Plugin, num_ranks: int, num_microbatches: int) -> Simulated:

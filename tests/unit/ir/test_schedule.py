@@ -60,3 +60,10 @@ def test_reversed_and_forward_only():
     forward = schedule.forward_only()
     assert sum(map(len, forward.passes)) == 4 * 3
     assert all(p.kind == 'F' for _, p in forward)
+
+
+def test_placements_are_equal_by_their_ranks():
+    """A plan's placement has no name, and a model that was laid out for a V fits it."""
+    v = Placement.v(4)
+    assert Placement(v.ranks) == v and hash(Placement(v.ranks)) == hash(v)
+    assert Placement(v.ranks) != v.reversed()
