@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as module
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
@@ -32,6 +33,9 @@ from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES, Stepped, 
 STEPPING = (FP32Optimizer, MixedPrecisionOptimizer, ChainedOptimizer)
 # What `step` of these looks up in its module, and is answered there.
 NORM, CLIP = 'get_grad_norm_fp32', 'clip_grad_by_total_norm_fp32'
+# Transformer Engine's kernel that scales by a tensor. Where there is one, in megatron-core from 0.19
+# on, the norm stays a float32 tensor; else its root is taken in float64.
+_SCALE = 'multi_tensor_scale_tensor_impl'
 
 _ABSENT = object()
 _KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
@@ -100,6 +104,13 @@ class _Reduction:
         self.work.wait()
         return self.value.item()
 
+    def root(self) -> float | torch.Tensor:
+        """As `get_grad_norm_fp32` gives it."""
+        if getattr(clip_grads, _SCALE, None) is None:
+            return self.result() ** 0.5
+        self.work.wait()
+        return self.value.pow(0.5)
+
 
 class MegatronUpdate:
     """One step of `optimizer`; see `optim.post_validation.Update`.
@@ -158,7 +169,8 @@ class MegatronUpdate:
         def get_grad_norm_fp32(
             grads: Any, norm_type: float = 2, grad_stats_parallel_group: Any = None
         ) -> float:
-            norm = original(grads, norm_type, grad_stats_parallel_group=self._alone)
+            with _replaced(clip_grads, _SCALE, None):
+                norm = original(grads, norm_type, grad_stats_parallel_group=self._alone)
             # the root of a float32, in float64: its square rounds to that float32 again
             self._norms.append(
                 _Reduction.begin(
@@ -192,7 +204,7 @@ class MegatronUpdate:
 
     def finish(self) -> Outcome:
         overflows = {at: r.result() > 0 for at, r in self._overflows.items()}
-        norms = [reduction.result() ** 0.5 for reduction in self._norms]
+        norms = [reduction.root() for reduction in self._norms]
         in_place = [p for trial in self._trials for p in trial.in_place]
         for trial in self._trials:
             trial.undo()
@@ -297,11 +309,11 @@ def _prepared(leaf: MegatronOptimizer, overflow: bool | None) -> Callable[[], bo
     return prepare_grads
 
 
-def _answering(norms: list[float], original: Callable) -> Callable:
+def _answering(norms: list[float | torch.Tensor], original: Callable) -> Callable:
     """Gives these norms in their order; others are computed as ever."""
     left = iter(norms)
 
-    def get_grad_norm_fp32(*args: Any, **kwargs: Any) -> float:
+    def get_grad_norm_fp32(*args: Any, **kwargs: Any) -> float | torch.Tensor:
         norm = next(left, None)
         return original(*args, **kwargs) if norm is None else norm
 
