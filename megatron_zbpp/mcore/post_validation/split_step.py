@@ -33,8 +33,8 @@ from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES, Stepped, 
 STEPPING = (FP32Optimizer, MixedPrecisionOptimizer, ChainedOptimizer)
 # What `step` of these looks up in its module, and is answered there.
 NORM, CLIP = 'get_grad_norm_fp32', 'clip_grad_by_total_norm_fp32'
-# Transformer Engine's kernel that scales by a tensor. Where there is one, in megatron-core from 0.19
-# on, the norm stays a float32 tensor; else its root is taken in float64.
+# Transformer Engine's kernel that scales by a tensor. Where there is one, with megatron-core 0.19,
+# the norm stays a float32 tensor; else its root is taken in float64.
 _SCALE = 'multi_tensor_scale_tensor_impl'
 
 _ABSENT = object()
