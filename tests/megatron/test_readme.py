@@ -1,63 +1,75 @@
-"""Every command in the README runs."""
+"""Every command of the README and of the pages in docs/ runs."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
+import pages
 import pytest
 from commands import run
 from nvidia import COMMON, SCRIPT, needs_training
 from paths import ROOT
 
-BLOCKS = re.findall(r'```bash\n(.*?)```', (ROOT / 'README.md').read_text(), re.S)
-COMMANDS = [
-    line.split(' #')[0].strip()
-    for block in BLOCKS
-    for line in block.replace('\\\n', ' ').splitlines()
-    if line.strip()
+COMMANDS = pages.commands()
+# command: the file that runs it
+ELSEWHERE = {
+    './scripts/quickstart.sh': 'tests/megatron/test_quickstart.py',
+    './scripts/test.sh': '.ci/run',
+    './scripts/gpu_check.sh': 'tests/unit/project/test_gpu_check.py',
+    'WHEELS=/path/to/wheels ./scripts/gpu_check.sh': 'tests/unit/project/test_gpu_check.py',
+    'python scripts/compare_with_paper.py': 'tests/unit/project/test_paper_page.py',
+    'python scripts/benchmark_splitting.py --te [FOLDER] --rounds 31': (
+        'tests/megatron/test_benchmark.py'
+    ),
+}
+LAUNCH = [c.line for c in COMMANDS if 'megatron_zbpp.launch' in c.line]
+INSTALL = [c.line for c in COMMANDS if c.line.startswith('pip install')]
+BENCHMARKS = [
+    c.line
+    for c in COMMANDS
+    if c.line.startswith('python scripts/benchmark') and c.line not in ELSEWHERE
 ]
-# run by continuous integration and by test_quickstart
-SCRIPTS = {'./scripts/quickstart.sh', './scripts/test.sh'}
+APART = {*ELSEWHERE, *LAUNCH, *INSTALL, *BENCHMARKS}
+TOGETHER = {  # of each page, in one folder, as they use each other's files
+    page: lines
+    for page in pages.PAGES
+    if (lines := [c.line for c in COMMANDS if c.page == page and c.line not in APART])
+}
 
 
-def test_the_scripts_are_there():
-    assert {c for c in COMMANDS if c.startswith('./scripts')} == SCRIPTS
-    assert all(os.access(ROOT / script, os.X_OK) for script in SCRIPTS)
-
-
-def torchrun(*arguments):
-    """What `torchrun` with these arguments prints."""
-    launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
-    done = run([*launch, *arguments], cwd=ROOT, timeout=150)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_training_command(data):
-    (command,) = [c for c in COMMANDS if 'examples/gpt/pretrain_gpt.py' in c]
-    _, *arguments = shlex.split(command)
-    printed = torchrun(*arguments, '--train-iters', '2', '--data-path', str(data))
-    assert re.search(r'iteration +2/ +2 \|.*lm loss: [\d.E+-]+ \| grad norm', printed)
+def test_every_command_is_run():
+    for command, runner in ELSEWHERE.items():
+        script = re.search(r'scripts/(\w+\.\w+)', command)[1]
+        assert script in (ROOT / runner).read_text(), command
+        assert os.access(ROOT / 'scripts' / script, os.X_OK) or script.endswith('.py')
+    known = ('zbpp ', 'python ', 'torchrun ')
+    assert all(line.startswith(known) for lines in TOGETHER.values() for line in lines)
+    assert {*ELSEWHERE} < {c.line for c in COMMANDS}
+    assert len(COMMANDS) > 30 and len(LAUNCH) == 1
 
 
 @needs_training
-def test_launch_command():
-    """On two ranks of the CPU, with a script and arguments where the README has dots."""
-    (command,) = [c for c in COMMANDS if 'megatron_zbpp.launch' in c]
+@pytest.mark.parametrize('command', LAUNCH)
+def test_launch_command(command):
+    """On two ranks of the CPU, with a script and arguments where the page has dots."""
     command = command.replace('/path/to/Megatron-LM/pretrain_gpt.py', f'--cpu {SCRIPT}')
     for there, here in (('--nproc-per-node 8', '--nproc-per-node 2'), ('-size 8', '-size 2')):
         assert there in command
         command = command.replace(there, here)
     filling = [*COMMON, '--train-iters', '2', '--global-batch-size', '4']
     _, *arguments = shlex.split(command.replace('...', shlex.join(filling)))
-    assert re.search(r'iteration +2/ +2 \|.*lm loss: [\d.E+-]+ \|', torchrun(*arguments))
+    launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
+    done = run([*launch, *arguments], cwd=ROOT, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r'iteration +2/ +2 \|.*lm loss: [\d.E+-]+ \|', done.stdout)
 
 
-@pytest.mark.parametrize('command', [c for c in COMMANDS if c.startswith('python scripts/')])
+@pytest.mark.parametrize('command', BENCHMARKS)
 def test_benchmark_command(command, tmp_path):
     """Each as it is, but smaller, and without pictures in the checkout."""
     _, script, *arguments = shlex.split(command)
@@ -76,18 +88,61 @@ def test_benchmark_command(command, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def shorter(command: str, data: Path) -> str:
+    """The command, with less to search and to train."""
+    if command.startswith('zbpp plan'):
+        command = re.sub(r' --seconds \d+', '', command)
+        return command.replace('zbpp plan', 'zbpp plan --seconds 1')
+    if 'examples/gpt' in command:
+        return f'{command} --train-iters 2 --data-path {data}'
+    return command
+
+
+@pytest.mark.parametrize(
+    'page', TOGETHER, ids=lambda page: '-'.join(page.relative_to(ROOT).with_suffix('').parts)
+)
+def test_zbpp_commands(page, tmp_path, data):
+    """What a page tells to type, one after the other, beside the files that it shows."""
+    (tmp_path / 'docs' / 'pictures').mkdir(parents=True)
+    (tmp_path / 'examples').symlink_to(ROOT / 'examples')
+    for name, text in pages.files(page).items():
+        (tmp_path / name).write_text(text)
+    lines = [shorter(line, data) for line in TOGETHER[page]]
+    env = {
+        'XDG_CACHE_HOME': str(tmp_path / 'cache'),
+        'PATH': f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}',
+    }
+    command = ['bash', '-euxo', 'pipefail', '-c', '\n'.join(lines)]
+    done = run(command, cwd=tmp_path, env=env, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    if any('examples/gpt' in line for line in lines):
+        assert re.search(r'iteration +2/ +2 \|.*lm loss: [\d.E+-]+ \|', done.stdout)
+    if 'train.py' in pages.files(page):
+        losses = [float(loss) for loss in re.findall(r'iteration \d+: loss ([\d.]+)', done.stdout)]
+        assert len(losses) == 20 and losses[-1] < 0.7 * losses[0]
+
+
 @pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-    """The commands of one block use each other's files."""
-    made = tmp_path_factory.mktemp('readme')
-    (made / 'docs' / 'pictures').mkdir(parents=True)
-    return made
+def checkout(tmp_path_factory) -> Path:
+    """A copy of what is installed, so that nothing is built in ours."""
+    copy = tmp_path_factory.mktemp('checkout')
+    for name in ('setup.py', 'pyproject.toml', 'README.md', 'LICENSE'):
+        shutil.copy(ROOT / name, copy)
+    ignore = shutil.ignore_patterns('__pycache__')
+    shutil.copytree(ROOT / 'megatron_zbpp', copy / 'megatron_zbpp', ignore=ignore)
+    return copy
 
 
-@pytest.mark.parametrize('command', [c for c in COMMANDS if 'zbpp ' in c])
-def test_zbpp_command(command, folder):
-    program, *arguments = shlex.split(command)
-    assert program == '.venv/bin/zbpp'
-    zbpp = Path(sys.executable).with_name('zbpp')
-    done = run([zbpp, *arguments], cwd=folder, env={'XDG_CACHE_HOME': str(folder)}, timeout=100)
+@pytest.mark.parametrize('command', [c for c in INSTALL if '--no-deps' in c])
+def test_install_command(command, checkout, tmp_path):
+    """From a copy of the checkout in place of the address; it then draws, on its own."""
+    _, *arguments = shlex.split(command)
+    arguments = [re.sub(r'git\+https://.*', f'file://{checkout}', a) for a in arguments]
+    pip = [sys.executable, '-m', 'pip', '--disable-pip-version-check']
+    options = ['--no-build-isolation', '--target', tmp_path]
+    done = run([*pip, *arguments, *options], timeout=100)
     assert done.returncode == 0, done.stderr
+    code = 'from megatron_zbpp import cli; print(cli.__file__); cli.main(["list"])'
+    said = run([sys.executable, '-c', code], cwd=tmp_path, env={'PYTHONPATH': str(tmp_path)})
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.startswith(str(tmp_path)) and 'zb-v' in said.stdout

@@ -1,0 +1,88 @@
+"""Makes the gallery of schedules from the registry while mkdocs builds the site.
+
+mkdocs calls `on_files`; `gallery` and `picture` need nothing of mkdocs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.render.svg import svg
+from megatron_zbpp.schedules import FAMILIES, Family
+
+RANKS, MICROBATCHES = 4, 8
+_INTRODUCTION = f"""# Gallery of schedules
+
+Every schedule that the registry knows, drawn for p = {RANKS} ranks and m = {MICROBATCHES}
+microbatches with F = B = W = 1: each rank's passes, and below them the activations that it holds.
+*Window*: from the first to the last pass of a rank, which counts with
+[post-validation](post-validation.md); *makespan*: of all ranks. *Memory* is in activations of one
+microbatch on a full rank. In formulas v is the number of chunks a rank.
+
+Other numbers: `zbpp show --schedule NAME --pp P --microbatches M`, or `zbpp compare`.
+
+| schedule | bubble of the window | of the makespan | peak memory |
+|---|---|---|---|
+"""
+
+
+def on_files(files, config):
+    """Adds the page and its pictures to mkdocs' files."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, 'schedules.md', content=gallery()))
+    for family in FAMILIES:
+        path = f'pictures/schedules/{family.name}.svg'
+        files.append(File.generated(config, path, content=picture(family)))
+    return files
+
+
+def gallery() -> str:
+    """Returns the page: a table of all families, and a section for each."""
+    rows = ''.join(
+        f'| [`{family.name}`](#{family.name}) | {window:.1%} | {makespan:.1%} | {memory:g} |\n'
+        for family in FAMILIES
+        for window, makespan, memory in [_facts(family)]
+    )
+    return _INTRODUCTION + rows + '\n' + '\n'.join(map(_section, FAMILIES))
+
+
+def picture(family: Family) -> str:
+    """Returns the family's schedule as SVG."""
+    timeline, costs = _case(family)
+    return svg({family.name: timeline}, {family.name: costs}, width=1100)
+
+
+def _section(family: Family) -> str:
+    others = ', '.join(f'`{alias}`' for alias in family.aliases)
+    aliases = f'\n\nAlso called {others}.' if others else ''
+    return f"""## {family.name} {{ #{family.name} }}
+
+{family.summary[0].upper()}{family.summary[1:]}.{aliases}
+
+| bubble | peak memory | source |
+|---|---|---|
+| {family.bubble} | {family.memory} | {family.source} |
+
+![{family.name}](pictures/schedules/{family.name}.svg)
+"""
+
+
+def _facts(family: Family) -> tuple[float, float, float]:
+    """Returns the bubbles of window and makespan, and the peak memory."""
+    timeline, costs = _case(family)
+    most = max(peak(timeline.schedule, costs))
+    return timeline.bubble_window, timeline.bubble_makespan, most
+
+
+def _case(family: Family):
+    """Returns the family's timeline with its own number of chunks, and the costs."""
+    schedule = family.generate(RANKS, MICROBATCHES)
+    costs = Costs.uniform(schedule.placement)
+    return simulate(schedule, costs), costs

@@ -1,0 +1,50 @@
+"""What the README and the pages in docs/ tell to type: commands, and files that they use."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from paths import ROOT
+
+README = ROOT / 'README.md'
+PAGES = (README, *sorted((ROOT / 'docs').rglob('*.md')))
+_FENCE = re.compile(r'^```(\w+)(?: title="([^"\n]+)")?\n(.*?)^```', re.M | re.S)
+
+
+class Block(NamedTuple):
+    """A block of code of a page; `title` is the name of the file that it is."""
+
+    page: Path
+    language: str
+    title: str
+    text: str
+
+
+class Command(NamedTuple):
+    """A line that a page tells to type."""
+
+    page: Path
+    line: str
+
+
+def blocks() -> list[Block]:
+    """Returns all blocks of code of all pages."""
+    return [Block(page, *found) for page in PAGES for found in _FENCE.findall(page.read_text())]
+
+
+def commands() -> list[Command]:
+    """Returns every command of all pages, once: of the first page that has it."""
+    found: dict[str, Path] = {}
+    for block in blocks():
+        if block.language == 'bash':
+            for line in block.text.replace('\\\n', ' ').splitlines():
+                if command := ' '.join(line.partition(' #')[0].split()):
+                    found.setdefault(command, block.page)
+    return [Command(page, line) for line, page in found.items()]
+
+
+def files(page: Path) -> dict[str, str]:
+    """Returns the text of each file that blocks of `page` are, by its name."""
+    return {block.title: block.text for block in blocks() if block.page == page and block.title}

@@ -1,0 +1,52 @@
+"""The page that sets the papers' measurements beside our predictions is what its command prints."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+from commands import run
+from paths import ROOT
+
+PAGE = ROOT / 'docs' / 'benchmarks' / 'paper.md'
+
+
+@pytest.fixture(scope='module')
+def printed() -> str:
+    script = ROOT / 'scripts' / 'compare_with_paper.py'
+    done = run([sys.executable, script], cwd=ROOT, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_page_is_what_the_command_prints(printed: str) -> None:
+    _, _, tables = PAGE.read_text().partition('compared by a test -->\n\n')
+    assert tables == printed
+
+
+def test_every_cell_has_its_ratio(printed: str) -> None:
+    cells = re.findall(r'([\d.]+) / ([\d.]+) = ([\d.]+)', printed)
+    assert len(cells) > 200
+    for measured, predicted, ratio in cells:
+        assert float(measured) / float(predicted) == pytest.approx(float(ratio), abs=0.0105)
+
+
+def test_what_the_page_says_of_the_ratios(printed: str) -> None:
+    summary = printed.partition('\n\n## ')[0]
+    rows = [line.strip('| ').split(' | ') for line in summary.splitlines() if 'cells' in line]
+    speedup = {name: float(cell.split()[0]) for name, _, cell, *_ in rows if cell.strip()}
+    assert all(0.95 < speedup[name] < 1 for name in ('ZB-1p', 'ZB-2p', 'ZB-V'))
+    assert speedup['1F1B-I'] < min(speedup[name] for name in ('ZB-1p', 'ZB-2p', 'ZB-V'))
+
+
+def test_computed_rates_are_the_papers(printed: str) -> None:
+    """Table 5 to all its digits; of arXiv Table 8 what ZB-V's authors got within .004."""
+    table = printed.partition('## Table 5')[2].partition('## ')[0]
+    rates = re.findall(r'(0\.\d{4}) / (0\.\d{4})', table)
+    assert len(rates) == 60 and all(published == ours for published, ours in rates)
+    table = printed.partition('## arXiv Table 8')[2]
+    rates = re.findall(r'(0\.\d{4}) / (0\.\d{4})', table)
+    assert len(rates) == 36
+    for published, ours in rates:
+        assert float(ours) == pytest.approx(float(published), abs=0.004)
