@@ -111,7 +111,7 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    from megatron_zbpp.emulation import cpu
+    import megatron_zbpp
 
-    cpu.device()
+    megatron_zbpp.device()  # Megatron's datasets ask for CUDA where there is none
     main()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import os
 import sys
 import time
@@ -32,8 +33,10 @@ import megatron_zbpp
 
 DEVICE = megatron_zbpp.device()  # before megatron.core is imported
 
+import checkpoints
 import report
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from checkpoints import InputError
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -50,20 +53,6 @@ from megatron.core.utils import get_attr_wrapped_model
 
 WATCHDOG = 'report and exit when the pipeline makes no step forward for so long; 0: never'
 PAUSE = 'the same between iterations, as in checkpoints (default: ten times that, at least 600)'
-
-# What a checkpoint must agree on with the model that it is loaded into.
-SHAPE = (
-    'num_layers',
-    'hidden_size',
-    'num_attention_heads',
-    'seq_length',
-    'position_embedding_type',
-    'untie_embeddings_and_output_weights',
-)
-
-
-class InputError(ValueError):
-    """Something the user can set right: every rank says what, and stops."""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -106,12 +95,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add('--clip-grad', type=float, default=1.0, help='0: no clipping')
     add('--use-distributed-optimizer', action='store_true')
     add('--overlap-grad-reduce', action='store_true')
+    add(
+        '--no-check-for-nan-in-loss-and-grad',
+        action='store_false',
+        dest='check_for_nan_in_loss_and_grad',
+        help='go on where a loss is NaN or infinite',
+    )
     add('--seed', type=int, default=1234)
     add('--data-path', type=Path, metavar='PREFIX', help='of .bin and .idx; default: real text')
     add('--split', default='97,3,0', help='of the data into training, validation and test')
     add('--save', type=Path, metavar='FOLDER')
     add('--save-interval', type=int, help='default: at the end')
     add('--load', type=Path, metavar='FOLDER')
+    add('--ckpt-step', type=int, metavar='N', help='of --load; default: the latest')
     add('--exit-interval', type=int, help='end after an iteration that this divides')
     add('--eval-interval', type=int, default=1000)
     add('--eval-iters', type=int, default=0)
@@ -379,7 +375,11 @@ def forward_step(data_iterator: Iterator | None, model: DDP) -> tuple[torch.Tens
 def run_batch(
     args: argparse.Namespace, models: list[DDP], data: list[Iterator | None], **options: Any
 ) -> float | None:
-    """One global batch; its mean loss, on the last pipeline rank."""
+    """Runs one global batch; returns its mean loss, on the last pipeline rank.
+
+    Raises:
+        FloatingPointError: that is NaN or infinite, and checked.
+    """
     many = len(models) > 1
     results = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -394,7 +394,13 @@ def run_batch(
         return None
     total = torch.stack([result['lm loss'] for result in results]).sum(0)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    return (total[0] / total[1]).item()
+    loss = (total[0] / total[1]).item()
+    if args.check_for_nan_in_loss_and_grad and not math.isfinite(loss):
+        raise FloatingPointError(
+            f'the loss is {loss}: lower --lr, look at the data, or go on with '
+            '--no-check-for-nan-in-loss-and-grad'
+        )
+    return loss
 
 
 def evaluate(
@@ -413,68 +419,6 @@ def evaluate(
         report.write_line(
             args.metrics_file, {'iteration': iteration, 'validation_loss': loss.hex()}
         )
-
-
-def checkpoint_state(models: list[DDP], optimizer: Any, scheduler: Any, loading: bool) -> dict:
-    """What is saved: sharded by global layer number, so that any placement can load it."""
-    model_states = {f'model{i}': gpt(m).sharded_state_dict() for i, m in enumerate(models)}
-    metadata = {'distrib_optim_sharding_type': 'fully_reshardable'}
-    return {
-        **model_states,
-        'optimizer': optimizer.sharded_state_dict(model_states, loading, metadata=metadata),
-        'opt_param_scheduler': scheduler.state_dict(),
-    }
-
-
-def save_checkpoint(
-    args: argparse.Namespace, models: list[DDP], optimizer: Any, scheduler: Any, iteration: int
-) -> None:
-    """Megatron's distributed checkpoint; the tracker file names it once it is whole."""
-    folder = args.save / f'iter_{iteration:07d}'
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    state = checkpoint_state(models, optimizer, scheduler, loading=False)
-    state |= {'iteration': iteration, 'shape': {key: getattr(args, key) for key in SHAPE}}
-    dist_checkpointing.save(state, str(folder))
-    if dist.get_rank() == 0:
-        (args.save / 'latest_checkpointed_iteration.txt').write_text(str(iteration))
-        print(f' saved checkpoint at iteration {iteration} to {args.save}', flush=True)
-    dist.barrier()
-
-
-def checkpoint_to_load(args: argparse.Namespace) -> Path | None:
-    """The latest checkpoint in --load, once it is known to be of this model.
-
-    Raises:
-        InputError: none is there, or it is of another model; names the flags.
-    """
-    if args.load is None:
-        return None
-    tracker = args.load / 'latest_checkpointed_iteration.txt'
-    if not tracker.exists():
-        raise InputError(f'no checkpoint in --load {args.load}: {tracker.name} is not there')
-    folder = args.load / f'iter_{int(tracker.read_text()):07d}'
-    shape = dist_checkpointing.load_common_state_dict(str(folder))['shape']
-    other = [
-        f'--{key.replace("_", "-")} was {shape[key]} and is {getattr(args, key)}'
-        for key in SHAPE
-        if shape[key] != getattr(args, key)
-    ]
-    if other:
-        raise InputError(f'{folder} is a checkpoint of another model: ' + ', '.join(other))
-    return folder
-
-
-def load_checkpoint(folder: Path, models: list[DDP], optimizer: Any, scheduler: Any) -> int:
-    """Loads in place; returns the iteration after which it was saved."""
-    state = checkpoint_state(models, optimizer, scheduler, loading=True)
-    state = dist_checkpointing.load(state, str(folder))
-    for i, model in enumerate(models):
-        gpt(model).load_state_dict(state[f'model{i}'])
-    optimizer.load_state_dict(state['optimizer'])
-    scheduler.load_state_dict(state['opt_param_scheduler'])
-    return state['iteration']
 
 
 def enable(args: argparse.Namespace, stack: ExitStack) -> Any | None:
@@ -500,10 +444,10 @@ def train(args: argparse.Namespace) -> None:
     with ExitStack() as stack:
         plugin = enable(args, stack)
         initialize(args)
-        folder = checkpoint_to_load(args)
+        folder = checkpoints.to_load(args)
         models = build_model(args)
         optimizer, scheduler = build_optimizer(args, models)
-        iteration = load_checkpoint(folder, models, optimizer, scheduler) if folder else 0
+        iteration = checkpoints.load(folder, models, optimizer, scheduler) if folder else 0
         train_data, valid_data = build_datasets(args)
         data = iterators(args, train_data, iteration)
         validation = iterators(args, valid_data, 0) if args.eval_iters else []
@@ -534,7 +478,7 @@ def train(args: argparse.Namespace) -> None:
             leaving = args.exit_interval and iteration % args.exit_interval == 0
             last = leaving or iteration == args.train_iters
             if args.save and (last or (args.save_interval and iteration % args.save_interval == 0)):
-                save_checkpoint(args, models, optimizer, scheduler, iteration)
+                checkpoints.save(args, models, optimizer, scheduler, iteration)
             if leaving:
                 break
     hashes = report.fingerprint(report.by_layer(models), optimizer)
@@ -547,7 +491,7 @@ def main() -> None:
     args = parse_args()
     try:
         train(args)
-    except InputError as error:
+    except (InputError, FloatingPointError) as error:
         sys.exit(f'{Path(__file__).name}: error: {error}')
     finally:
         if dist.is_initialized():

@@ -15,8 +15,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_zbpp.runtime.observe.measure import Figures, Iteration
-
 
 def is_reporter() -> bool:
     """The last process: it has the loss, and Megatron logs there."""
@@ -30,9 +28,7 @@ def write_line(path: Path | None, line: dict) -> None:
             file.write(json.dumps(line) + '\n')
 
 
-def figures_due(
-    args: argparse.Namespace, iteration: int, latest: Iteration | None
-) -> Figures | None:
+def figures_due(args: argparse.Namespace, iteration: int, latest: Any | None) -> Any | None:
     """Of the pipeline, where a log line is due: a collective of its ranks."""
     due = iteration % args.log_interval == 0
     return latest.figures() if due and latest is not None else None
@@ -46,7 +42,7 @@ def log(
     loss: float,
     grad_norm: float | None,
     skipped: int,
-    figures: Figures | None,
+    figures: Any | None,
 ) -> None:
     """Megatron's log line, and the exact values for --metrics-file."""
     grad_norm = 0.0 if grad_norm is None else float(grad_norm)
@@ -130,7 +126,7 @@ def _sha256(values: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
-def write_median(path: Path, measured: list[Iteration]) -> None:
+def write_median(path: Path, measured: list[Any]) -> None:
     """Writes the iteration with the median time on the reporting rank, of all but the first."""
 
     def span(index: int) -> float:

@@ -25,7 +25,7 @@ SOUND = {
 def flags(changes):
     """Those of a sound run, with `changes`."""
     options = SOUND | {f'--{key.replace("_", "-")}': value for key, value in changes.items()}
-    return [f'{name}={value}' for name, value in options.items()]
+    return [name if value is None else f'{name}={value}' for name, value in options.items()]
 
 
 def launch(num_ranks, **changes):
@@ -60,6 +60,15 @@ def test_refused(changes, said):
         assert error.count(words) >= 2, error
     assert seconds < 60, 'refused, but slowly'
     assert not survivors()
+
+
+def test_a_loss_that_is_no_number():
+    """It ends the training, as it ends NVIDIA's loop; who wants to go on says so."""
+    error, code, _ = launch(2, lr=1e30, train_iters=5)
+    assert code != 0 and 'the loss is nan: lower --lr' in error, error
+    assert not survivors()
+    error, code, _ = launch(2, lr=1e30, train_iters=5, no_check_for_nan_in_loss_and_grad=None)
+    assert code == 0, error
 
 
 def parse(argv):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from example import run
 
+METADATA = 'iter_0000004/.metadata'
+
 
 @pytest.mark.parametrize('precision', ['fp32', 'bf16'])
 @pytest.mark.parametrize(
@@ -24,3 +26,72 @@ def test_resume_with_another_schedule(ranks, data, tmp_path, first, second, prec
     assert before.losses + after.losses == whole.losses
     assert after.parameters == whole.parameters
     assert after.optimizer == whole.optimizer
+
+
+def said_of(root, changes):
+    """What is said of the folder `root`, for each change alone made to it."""
+    import shutil
+    from types import SimpleNamespace
+
+    import checkpoints
+
+    found = []
+    for change in changes:
+        copy = root.with_name(change.__name__)
+        shutil.copytree(root, copy)
+        change(copy)
+        with pytest.raises(checkpoints.InputError) as error:
+            checkpoints.to_load(SimpleNamespace(load=copy, ckpt_step=None))
+        found.append(str(error.value).replace(str(copy), 'ROOT'))
+    return found
+
+
+def shard(root):
+    """The first file of data of the latest checkpoint."""
+    return min((root / 'iter_0000004').glob('*.distcp'))
+
+
+def truncate(root):
+    shard(root).write_bytes(shard(root).read_bytes()[:-10])
+
+
+def lose_a_shard(root):
+    shard(root).unlink()
+
+
+def lose_metadata(root):
+    (root / METADATA).unlink()
+
+
+def empty_metadata(root):
+    (root / METADATA).write_bytes(b'')
+
+
+def empty_tracker(root):
+    (root / 'latest_checkpointed_iteration.txt').write_text('')
+
+
+def spoil_all(root):
+    lose_metadata(root)
+    (root / 'iter_0000002' / 'common.pt').unlink()
+
+
+OTHER = 'give --ckpt-step 2 to go on from iter_0000002, which is whole'
+
+
+def test_a_damaged_checkpoint_is_named(ranks, data, tmp_path):
+    """And the latest whole one is offered."""
+    saving = ['--save', tmp_path / 'checkpoint', '--save-interval', 2, '--train-iters', 4]
+    common = ['--num-layers', 2, '--pipeline-model-parallel-size', 2, '--global-batch-size', 2]
+    run(ranks(2), tmp_path, *common, '--data-path', data, '--pipeline-schedule', '1f1b', *saving)
+
+    changes = [truncate, lose_a_shard, lose_metadata, empty_metadata, empty_tracker, spoil_all]
+    (said,) = ranks(1).run(said_of, tmp_path / 'checkpoint', changes)
+    truncated, lost, no_metadata, no_content, no_tracker, nothing = said
+    assert truncated.startswith('ROOT/iter_0000004/__0_') and truncated.endswith(f'; {OTHER}')
+    assert lost.startswith('ROOT/iter_0000004 is not whole: it has no __0_')
+    assert no_metadata == f'ROOT/iter_0000004 is not whole: it has no .metadata; {OTHER}'
+    assert no_content.startswith(f'ROOT/{METADATA} is damaged (')
+    tracker = "ROOT/latest_checkpointed_iteration.txt holds '', not an iteration; give --ckpt-step"
+    assert no_tracker.startswith(tracker)
+    assert nothing.endswith('; no other checkpoint in ROOT is whole')

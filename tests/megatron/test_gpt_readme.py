@@ -74,12 +74,19 @@ def trained(said: str) -> bool:
 
 
 def test_blocks_are_all_run():
-    assert len(BLOCKS) == 6 and len(SNIPPETS) == 2
+    assert len(BLOCKS) == 7 and len(SNIPPETS) == 2
 
 
 def test_example(tmp_path, data):
-    (block,) = [block for block in BLOCKS if 'torchrun' in block and 'MEGATRON_LM' not in block]
+    (block,) = [block for block in BLOCKS if 'pretrain_gpt.py' in block and 'LM' not in block]
     assert trained(outcome(block, tmp_path, data))
+
+
+def test_minimal(tmp_path, data):
+    (block,) = [block for block in BLOCKS if 'minimal.py' in block]
+    said = outcome(block, tmp_path, data)
+    losses = list(map(float, re.findall(r'\| loss ([\d.]+) \| pipeline bubble', said)))
+    assert len(losses) == 10 and 5.0 < losses[0] < 6.0 and losses[-1] < losses[0] - 0.5, said
 
 
 @needs_training
@@ -115,7 +122,7 @@ def both_snippets():
             ours.append(hasattr(get_forward_backward_func(2, 2), 'func'))
     finally:
         megatron_zbpp._enabled.disable()
-    return ours, names['pipeline_model_parallel_layout']
+    return ours, names['layout'].text
 
 
 def test_own_program(ranks):

@@ -60,6 +60,7 @@ def train(
     import megatron_zbpp
     from megatron_zbpp.mcore.post_validation import split_step
 
+    argv = [*argv, '--no-check-for-nan-in-loss-and-grad']
     plugins = []
     enable = megatron_zbpp.enable
 
