@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import re
+import sys
+from pathlib import Path
 
 import griffe
 
-_EXAMPLE = re.compile(r'^ *>>> .*(?:\n(?! *$).*)*', re.M)
+sys.path.insert(0, str(Path(__file__).parent))
+
+from docs_gallery import fenced
 
 
 class FencedExamples(griffe.Extension):
-    """Puts a fence around each run of lines that begins with `>>>`."""
+    """Fences the examples of every docstring that is read."""
 
     def on_object(self, *, obj: griffe.Object, **_: object) -> None:
         if obj.docstring:
-            fenced = _EXAMPLE.sub(lambda found: f'```pycon\n{found[0]}\n```', obj.docstring.value)
-            obj.docstring.value = fenced
+            obj.docstring.value = fenced(obj.docstring.value)

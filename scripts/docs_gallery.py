@@ -5,6 +5,8 @@ mkdocs calls `on_files`; `gallery` and `picture` need nothing of mkdocs.
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from megatron_zbpp.render.svg import svg
 from megatron_zbpp.schedules import FAMILIES, Family
 
 RANKS, MICROBATCHES = 4, 8
+_EXAMPLE = re.compile(r'^ *>>> .*(?:\n(?! *$).*)*', re.M)
 _INTRODUCTION = f"""# Gallery of schedules
 
 Every schedule that the registry knows, drawn for p = {RANKS} ranks and m = {MICROBATCHES}
@@ -59,9 +62,15 @@ def picture(family: Family) -> str:
     return svg({family.name: timeline}, {family.name: costs}, width=1100)
 
 
+def fenced(docstring: str) -> str:
+    """Returns the text with a fence around each run of lines that begins with `>>>`."""
+    return _EXAMPLE.sub(lambda found: f'```pycon\n{found[0]}\n```', docstring)
+
+
 def _section(family: Family) -> str:
     others = ', '.join(f'`{alias}`' for alias in family.aliases)
     aliases = f'\n\nAlso called {others}.' if others else ''
+    words = re.split(r'^(?:Args|Returns|Raises):', inspect.getdoc(family.generate), flags=re.M)[0]
     return f"""## {family.name} {{ #{family.name} }}
 
 {family.summary[0].upper()}{family.summary[1:]}.{aliases}
@@ -71,6 +80,8 @@ def _section(family: Family) -> str:
 | {family.bubble} | {family.memory} | {family.source} |
 
 ![{family.name}](pictures/schedules/{family.name}.svg)
+
+{fenced(words).rstrip()}
 """
 
 

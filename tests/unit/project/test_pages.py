@@ -11,7 +11,10 @@ import pytest
 from paths import ROOT
 
 import megatron_zbpp
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import FAMILIES, build
 from scripts import docs_gallery
 
@@ -73,9 +76,47 @@ def test_the_gallery_has_every_family():
 
 
 def test_the_api_page_has_all_that_is_public():
-    listed = re.findall(r'members: \[(.*)\]', (ROOT / 'docs' / 'api.md').read_text())
-    named = [name for members in listed for name in members.split(', ')]
+    page = (ROOT / 'docs' / 'api.md').read_text()
+    named = re.findall(r'^::: megatron_zbpp\.(\w+)$', page, re.M)
     assert sorted(named) == sorted(set(megatron_zbpp.__all__) - {'__version__'})
+
+
+def simulated(name, comm=0.0, chunks=None):
+    """Bubbles of window and makespan in percent, and the peak memory, of a row of choosing.md."""
+    schedule = build(name, 8, 24, num_chunks=chunks)
+    costs = Costs.uniform(schedule.placement, comm=comm)
+    timeline = simulate(schedule, costs)
+    return (
+        f'{100 * timeline.bubble_window:.1f} %',
+        f'{100 * timeline.bubble_makespan:.1f} %',
+        f'{max(peak(schedule, costs)):g}',
+    )
+
+
+def test_numbers_of_the_schedules():
+    """The two tables of choosing.md are what the simulator says."""
+    text = (ROOT / 'docs' / 'choosing.md').read_text()
+    row = re.compile(r'^\| (`.+?) \| ([\d.]+ %) \[([\d.]+ %)\] \| (.+?) \|', re.M)
+    rows = row.findall(text)
+    assert len(rows) == 9
+    for names, window, makespan, memory in rows:
+        named = re.findall('`(.+?)`', names)
+        found = [simulated(name) for name in named]
+        assert {each[:2] for each in found} == {(window, makespan)}, names
+        assert ', '.join(each[2] for each in found) == memory, names
+    heads = ('1f1b', 'zb-h1', 'zb-v', 'zb-interleaved', 'zb-2p')
+    rows = re.findall(r'^\| ([\d.]+)(?: F)? \|((?: [\d.]+ % \|){5})$', text, re.M)
+    assert len(rows) == 3
+    for comm, cells in rows:
+        options = [{'chunks': 4} if name == 'zb-interleaved' else {} for name in heads]
+        found = [
+            simulated(n, comm=float(comm), **o)[1] for n, o in zip(heads, options, strict=True)
+        ]
+        assert cells.strip(' |').split(' | ') == found
+
+
+def test_number_of_schedules():
+    assert f'[{len(FAMILIES)} schedules](docs/choosing.md)' in pages.README.read_text()
 
 
 def test_every_picture_is_shown():
