@@ -9,6 +9,7 @@ gradients (DistributedDataParallel, a user's hook) sees an ordinary gradient, la
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -140,12 +141,17 @@ class _WeightGradient(torch.autograd.Function):
         ctx, deferred: Deferred, following: Deferred | None, *parameters: torch.nn.Parameter
     ) -> torch.Tensor:
         ctx.deferred, ctx.following = deferred, following
-        return torch.empty((), device=parameters[0].device)  # nobody reads it
+        return _nothing(parameters[0].device).detach()
 
     @staticmethod
     def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         deferred, following = ctx.deferred, ctx.following
         del ctx.deferred, ctx.following  # freed when they have run
         _start(following)  # overlaps with what is computed now
-        with torch.no_grad():
-            return None, None, *deferred.compute()
+        return None, None, *deferred.compute()
+
+
+@functools.lru_cache
+def _nothing(device: torch.device) -> torch.Tensor:
+    """What nobody reads."""
+    return torch.empty((), device=device)

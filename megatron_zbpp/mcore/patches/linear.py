@@ -151,15 +151,39 @@ def _weight_gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of weight and bias; the fused kernel has added the weight's to `main_grad`."""
     weight = parameters[0]
-    columnless = weight.detach()[:, :0]
-    vars(columnless).update(vars(weight))  # main_grad and Megatron's flags beside it
     changed = {
-        'saved_tensors': (input, columnless),
+        'saved_tensors': (input, _Unasked(weight)),
         'main_grad': getattr(weight, 'main_grad', None),
         'allreduce_dgrad': False,
         'sequence_parallel': False,
     }
     gradients = original.backward(SimpleNamespace(**vars(context) | changed), grad_output)
-    if hasattr(weight, 'grad_added_to_main_grad'):
-        weight.grad_added_to_main_grad = columnless.grad_added_to_main_grad
     return gradients[1 : 1 + len(parameters)]
+
+
+class _Unasked:
+    """A weight where nobody asks for the gradient of the input: its product is None, and free.
+
+    Else it is the weight: `main_grad` and the flags beside it are read there and written there.
+    """
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        vars(self)['_weight'] = weight
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._weight, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._weight, name, value)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> None:
+        """Is asked by torch, which does not know what it is.
+
+        Raises:
+            NotImplementedError: for anything but the gradient of the input.
+        """
+        if function is not torch.Tensor.matmul:
+            raise NotImplementedError(f"Megatron's backward uses the weight for {function}")
