@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
             except ModuleNotFoundError as error:
                 parser.exit(2, f'{parser.prog}: error: {error}\n')
         folders = [
-            str(Path(cpu.__file__).parent / 'children'),
+            str(Path(cpu.__file__).parent / 'subprocess_hook'),
             *filter(None, [os.environ.get(PATH)]),
         ]
         os.environ[PATH] = os.pathsep.join(folders)

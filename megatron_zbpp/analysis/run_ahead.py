@@ -48,7 +48,7 @@ def passes_ahead(schedule: Schedule) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def ahead_of(schedule: Schedule, counts: Sequence[int], ranks_ahead: int) -> set[Pass]:
+def passes_run_ahead(schedule: Schedule, counts: Sequence[int], ranks_ahead: int) -> set[Pass]:
     """The passes that run ahead if the first `ranks_ahead` ranks of the chain do.
 
     Args:

@@ -46,10 +46,10 @@ def show(args: Namespace) -> None:
     """A schedule as text: to scale, or with `--order` its orders as they stand, unchecked."""
     width = shutil.get_terminal_size((120, 24)).columns if args.width is None else args.width
     if args.order:
-        schedule = formats.load(args.file) if args.file else inputs.one(args).schedule
+        schedule = formats.load(args.file) if args.file else inputs.load_case(args).schedule
         drawing = grid(schedule, width=width or sys.maxsize, height=sys.maxsize)
         return _print_json({'order': drawing.splitlines()}) if args.json else print(drawing)
-    case = inputs.one(args)
+    case = inputs.load_case(args)
     timeline = case.timeline
     if args.json:
         spans = [
@@ -63,7 +63,7 @@ def show(args: Namespace) -> None:
 
 def simulate_case(args: Namespace) -> None:
     """Makespan, window, bubbles, peak memory, critical path of one schedule."""
-    case = inputs.one(args)
+    case = inputs.load_case(args)
     timeline = case.timeline
     path = critical_path(timeline, case.costs)
     if args.json:
@@ -97,7 +97,7 @@ def check_file(args: Namespace) -> None:
 def compare(args: Namespace) -> None:
     """A table, and a picture, of the named schedules or of all that can be built."""
     picture = _suffix(args.output) if args.output else None
-    found, skipped = inputs.several(args)
+    found, skipped = inputs.load_cases(args)
     ran = ((name, case.timeline) for name, case in found.items())
     timelines = dict(sorted(ran, key=lambda item: item[1].makespan))
     if picture:
@@ -177,7 +177,7 @@ def _draw_frontier(args: Namespace, planned: list[tuple[float, float]]) -> None:
     from megatron_zbpp.render.png import frontier_png
 
     named = {}
-    for case in inputs.named(args):
+    for case in inputs.named_cases(args):
         most = max(peak(case.schedule, case.costs))
         named[case.schedule.name] = most, _bubble(args, case)
     title = f'p = {args.pp}, m = {args.microbatches}, simulated'
@@ -219,7 +219,7 @@ def _frontier_row(limit: float, found: Plan) -> tuple[str, ...]:
 
 def convert(args: Namespace) -> None:
     """Writes a schedule in another format."""
-    case = inputs.one(args)
+    case = inputs.load_case(args)
     if args.to == 'json':
         _write(args.output, case.schedule.to_json())
     elif args.to == 'torch-csv':

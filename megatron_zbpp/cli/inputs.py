@@ -63,7 +63,7 @@ class Case(NamedTuple):
         return simulate(self.schedule, self.costs)
 
 
-def one(args: Namespace, name: str | None = None) -> Case:
+def load_case(args: Namespace, name: str | None = None) -> Case:
     """The schedule that the arguments ask for (or that of family `name`), checked, with costs."""
     name = name or args.schedule
     case = _generated(args, name) if name else _from_file(args)
@@ -71,7 +71,7 @@ def one(args: Namespace, name: str | None = None) -> Case:
     return case
 
 
-def several(args: Namespace) -> tuple[dict[str, Case], dict[str, str]]:
+def load_cases(args: Namespace) -> tuple[dict[str, Case], dict[str, str]]:
     """The cases to compare, and for each family that has none the reason why.
 
     Raises:
@@ -82,7 +82,7 @@ def several(args: Namespace) -> tuple[dict[str, Case], dict[str, str]]:
     with progress('schedules', 'it', len(wanted)) as done:
         for k, name in enumerate(wanted, 1):
             try:
-                found[name] = one(args, name)
+                found[name] = load_case(args, name)
             except ValueError as error:
                 if args.schedules:
                     raise
@@ -93,12 +93,12 @@ def several(args: Namespace) -> tuple[dict[str, Case], dict[str, str]]:
     return found, skipped
 
 
-def named(args: Namespace) -> Iterator[Case]:
+def named_cases(args: Namespace) -> Iterator[Case]:
     """Every named schedule that can be had, with the chunks that it comes with."""
     plain = Namespace(**{**vars(args), 'vpp': None, 'memory_limit': None})
     for name in names():
         with contextlib.suppress(ValueError):  # it is not for such p, m or times
-            yield one(plain, name)
+            yield load_case(plain, name)
 
 
 def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:

@@ -137,7 +137,7 @@ def _wrapper(cls, *args, _original=torch.Tensor._make_wrapper_subclass, **kwargs
 
 
 _STREAM = Stream()
-_LEAVE = 5  # seconds for gloo's threads to come to rest before the process ends
+_DRAIN_S = 5  # seconds for gloo's threads to end before the process ends
 _LET_GO = 0.05  # seconds in which one of them does, or is seen running
 _PROPERTIES = types.SimpleNamespace(
     name='cpu', major=9, minor=0, total_memory=16 << 30, multi_processor_count=1
@@ -272,7 +272,7 @@ def install(alias_sends: bool = True) -> None:
     random = logging.getLogger('megatron.core.tensor_parallel.random')
     random.addFilter(lambda record: 'CPU RNG state changed' not in record.msg)
     _keep_memory()
-    atexit.register(_rest)
+    atexit.register(_drain_gloo_threads)
     _stand_in_for_missing_packages()
     after_import(
         {
@@ -295,13 +295,13 @@ def _keep_memory() -> None:
         mallopt(-4, 0)  # M_MMAP_MAX: no block of its own
 
 
-def _rest() -> None:
+def _drain_gloo_threads() -> None:
     """Waits until gloo's threads have nothing left to do.
 
     Such a thread takes the GIL to let go of a tensor. Where Python is ending, that aborts the
     process: a collective may be over for the program, which ends, before it is for its thread.
     """
-    deadline = time.monotonic() + _LEAVE
+    deadline = time.monotonic() + _DRAIN_S
     time.sleep(_LET_GO)
     while _gloo_runs() and time.monotonic() < deadline:
         time.sleep(_LET_GO)

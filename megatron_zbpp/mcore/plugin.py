@@ -22,7 +22,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.program import Program
-from megatron_zbpp.analysis.run_ahead import ahead_of, passes_ahead, split
+from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.ir import Placement, Schedule, W
 from megatron_zbpp.mcore.import_hook import after_import
 from megatron_zbpp.mcore.iteration.forward_backward import forward_backward
@@ -101,7 +101,7 @@ class Lowered:
             rank: in the pipeline.
             ranks_ahead: how many ranks of the chain go ahead.
         """
-        passes = ahead_of(self.schedule, self.ahead, ranks_ahead)
+        passes = passes_run_ahead(self.schedule, self.ahead, ranks_ahead)
         first, rest = split(self.programs[rank], passes)
         return first + rest, len(first)
 

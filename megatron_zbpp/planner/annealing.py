@@ -92,7 +92,7 @@ def anneal(
     best = Solution(value, [list(order) for order in orders])
     cost = 6 + problem.num_passes / 20
     path, stale = critical(problem, orders, ends), 0
-    while best.value > enough and budget.take(cost):
+    while best.value > enough and budget.charge(cost):
         rank, position = _pick(path, orders, rng)
         part, at, base = folded[rank].locate(position)
         moved = _move(part, at, rng)

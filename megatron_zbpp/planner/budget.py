@@ -37,7 +37,7 @@ class Budget:
         self._reported = time.monotonic()
         self._deadline = self._reported + seconds
 
-    def part(self, share: float) -> Budget:
+    def split_off(self, share: float) -> Budget:
         """A share of what is left; spending it spends of this budget too."""
         part = Budget(0.0)
         part.steps = part.left = self.left * share
@@ -54,11 +54,11 @@ class Budget:
         """Time to the deadline."""
         return self._deadline - time.monotonic() if self._parent is None else self._parent.seconds
 
-    def exert(self, effort: float, overran: bool) -> None:
+    def spend_effort(self, effort: float, overran: bool) -> None:
         """Spends deterministic seconds of CP-SAT, and tells whether the clock ended it."""
         self.overran = self.overran or overran
         if self._parent is not None:
-            self._parent.exert(effort, overran)
+            self._parent.spend_effort(effort, overran)
         self.left -= effort * _STEPS_PER_EFFORT
 
     @property
@@ -66,13 +66,13 @@ class Budget:
         """Share of the steps that is spent, 0 to 1."""
         return 1 - max(self.left, 0.0) / self.steps if self.steps else 1.0
 
-    def take(self, steps: float) -> bool:
+    def charge(self, steps: float) -> bool:
         """Spends `steps`; False if there were none left."""
         if self.left <= 0:
             return False
         self.left -= steps
         if self._parent is not None:
-            return self._parent.take(steps)
+            return self._parent.charge(steps)
         now = time.monotonic()
         if now > self._deadline:
             self.left, self.overran = 0.0, True

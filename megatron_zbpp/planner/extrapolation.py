@@ -17,7 +17,7 @@ _BEATS = (1, 2)  # microbatches in one repetition
 _PLACES = range(10, 95, 3)  # where to repeat, in percent of the time
 
 
-def extend(few: Problem, orders: Orders, many: Problem) -> Solution | None:
+def extrapolate(few: Problem, orders: Orders, many: Problem) -> Solution | None:
     """The best orders of `many` that repeat a part of `orders`; None if no part can be repeated."""
     added = many.num_microbatches - few.num_microbatches
     result = replay(few, orders)

@@ -55,7 +55,7 @@ def grouped(problem: Problem) -> list[Orders]:
     placement = problem.placement
     if placement.num_chunks < 2 or not placement.is_loop:
         return []
-    ranked = sorted(_values(problem.shortened), key=lambda entry: entry[0])
+    ranked = sorted(_values(problem.with_fewer_microbatches), key=lambda entry: entry[0])
     return [grouping.orders(problem) for _, grouping in ranked[:_KEPT]]
 
 

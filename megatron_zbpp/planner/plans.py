@@ -117,21 +117,21 @@ def plan(
 def _search(searches: list[Search], budget: Budget) -> None:
     """In a first round all placements alike, then half of what is left to the next best."""
     for share in _ROUNDS if len(searches) > 1 else (1.0,):
-        part = budget.part(share)
+        part = budget.split_off(share)
         ranked = sorted(searches, key=lambda search: (search.best.value, search.bound))
         for at, search in enumerate(ranked):
             best = min(search.best.value for search in searches)
             if search.bound < best - EPSILON:
                 rest = len(ranked) - at
-                _improve(search, part.part(1 / rest if share < 1 else 1 / min(rest, 2)), best)
+                _improve(search, part.split_off(1 / rest if share < 1 else 1 / min(rest, 2)), best)
 
 
 def _improve(search: Search, budget: Budget, best: float) -> None:
     """Searches; where the problem is small, first briefly and then exactly for less than `best`."""
     if search.problem.num_passes <= _EXACT_PASSES and cp_sat.available():
-        search.improve(budget.part(_BRIEF))
+        search.improve(budget.split_off(_BRIEF))
         if not search.done:
-            _solve(search, budget.part(_EXACT), best)
+            _solve(search, budget.split_off(_EXACT), best)
     if search.bound < best - EPSILON:
         search.improve(budget)
 
@@ -148,7 +148,7 @@ def _solve(search: Search, budget: Budget, best: float) -> None:
         effort=budget.effort,
         seconds=budget.seconds,
     )
-    budget.exert(answer.effort, answer.overran)
+    budget.spend_effort(answer.effort, answer.overran)
     search.bound = answer.bound
     if answer.orders is not None:
         search.add(answer.orders)

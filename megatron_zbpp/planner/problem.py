@@ -47,7 +47,7 @@ class Problem:
     objective: str = 'makespan'
 
     @cached_property
-    def shortened(self) -> Problem:
+    def with_fewer_microbatches(self) -> Problem:
         """The same with fewer microbatches, to try things on; itself where that saves little."""
         m = self.num_microbatches
         few = max(12, self.placement.num_ranks * 5 // 2)

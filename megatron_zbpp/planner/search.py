@@ -12,7 +12,7 @@ from random import Random
 
 from megatron_zbpp.planner.annealing import Solution, anneal, fold, plain
 from megatron_zbpp.planner.budget import Budget
-from megatron_zbpp.planner.extrapolation import extend
+from megatron_zbpp.planner.extrapolation import extrapolate
 from megatron_zbpp.planner.lower_bounds import lower_bound
 from megatron_zbpp.planner.pattern import Pattern, dispatch
 from megatron_zbpp.planner.problem import EPSILON, Orders, Problem, replay
@@ -45,7 +45,7 @@ class Search:
         self.solutions: list[Solution] = []
         self._rng = Random(seed)
         self._pool: list[tuple[float, Pattern]] = []
-        self._few = problem.shortened
+        self._few = problem.with_fewer_microbatches
         self._unit = min((time for time in problem.durations if time > 0), default=0.0)
         for orders in starts:
             self.add(orders)
@@ -69,11 +69,11 @@ class Search:
     def improve(self, budget: Budget) -> None:
         """Spends `budget` on better solutions; returns early with a proven optimum."""
         if not self.done:
-            self._climb(budget.part(0.15 if self._pool else 0.4))
+            self._climb(budget.split_off(0.15 if self._pool else 0.4))
         for done in range(_ROUNDS):
             if self.done:
                 return
-            self._anneal(budget.part(1 / (_ROUNDS - done)), min(done, len(self.solutions) - 1))
+            self._anneal(budget.split_off(1 / (_ROUNDS - done)), min(done, len(self.solutions) - 1))
 
     def _keep(self, solution: Solution) -> None:
         if all(solution.orders != known.orders for known in self.solutions):
@@ -83,7 +83,7 @@ class Search:
         """Tries random patterns, then changes of the best, and keeps the schedules of these."""
         few, pool, rng = self._few, self._pool, self._rng
         explore = 0.0 if pool else _RANDOM
-        while budget.take(2 * few.num_passes):
+        while budget.charge(2 * few.num_passes):
             climb = len(pool) == _POOL and budget.spent > explore
             at = min(int(rng.expovariate(0.5)), _POOL - 1)
             pattern = pool[at][1].mutated(rng) if climb else Pattern.random(few, rng)
@@ -101,7 +101,7 @@ class Search:
         """Makes the schedule of a pattern known, and the one that repeats its steady state."""
         self.add(dispatch(self.problem, pattern))
         if self._few is not self.problem:
-            extended = extend(self._few, dispatch(self._few, pattern), self.problem)
+            extended = extrapolate(self._few, dispatch(self._few, pattern), self.problem)
             if extended is not None:
                 self.add(extended.orders)
 

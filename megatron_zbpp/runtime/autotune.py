@@ -55,7 +55,7 @@ class Measured:
     rank: int
 
 
-def together(
+def merge_measurements(
     found: Sequence[Measured], schedule: Schedule, limit: float | None
 ) -> tuple[Costs, float, float | None]:
     """Costs to plan for; the limit that fits into memory; bytes of an activation on a full rank.
@@ -180,7 +180,7 @@ class AutoPlan:
     def _start(self, schedule: Schedule) -> None:
         """Starts the planner on the first rank."""
         self._before = median(self._spans)
-        self.costs, limit, full = together(self._found, schedule, self.memory_limit)
+        self.costs, limit, full = merge_measurements(self._found, schedule, self.memory_limit)
         if dist.get_rank() == 0:
             self.say(f'auto: {_words(self.costs, full)}; plans within {limit:.3g} activations')
             placement = schedule.placement

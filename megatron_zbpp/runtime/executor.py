@@ -149,29 +149,29 @@ class Executor:
         self._saved.clear()
 
     def _run(self, instructions: Program) -> None:
-        made: torch.Tensor | None = (
+        output: torch.Tensor | None = (
             None  # by the latest pass; lowering puts its use right behind it
         )
         for instruction in instructions:
             if isinstance(instruction, Pass):
-                made = self._timed(instruction)
+                output = self._timed(instruction)
             elif isinstance(instruction, Receive):
                 self._incoming[instruction.consumer] = self.channels.post(
                     self._message, instruction.peer
                 )
             elif isinstance(instruction, Send):
-                self._check(made, instruction)
-                self.channels.send(made, instruction)
+                self._check(output, instruction)
+                self.channels.send(output, instruction)
             else:
-                self._check(made, instruction)
-                self._handed[instruction.consumer] = made
+                self._check(output, instruction)
+                self._handed[instruction.consumer] = output
 
-    def _check(self, made: torch.Tensor | None, instruction: Send | Hand) -> None:
+    def _check(self, output: torch.Tensor | None, instruction: Send | Hand) -> None:
         """Before it reaches another stage: what the latest pass made is a message."""
         message = self._message
-        tensor = isinstance(made, torch.Tensor)
-        if not tensor or made.shape != message.shape or made.dtype != message.dtype:
-            has = f'{tuple(made.shape)} of {made.dtype}' if tensor else f'{made!r:.80}'
+        tensor = isinstance(output, torch.Tensor)
+        if not tensor or output.shape != message.shape or output.dtype != message.dtype:
+            has = f'{tuple(output.shape)} of {output.dtype}' if tensor else f'{output!r:.80}'
             raise ValueError(
                 f'{self.current.words} made {has}, but {instruction.consumer.words} takes '
                 f'{tuple(message.shape)} of {message.dtype}: every stage must keep the shape that '
@@ -187,13 +187,13 @@ class Executor:
         start = self.clock.mark()
         with self._named(p):
             first, *others = _done_by(p)
-            made = self._actions[first](p, received)
+            output = self._actions[first](p, received)
             for kind in others if self.splits else ():  # else autograd has done all at once
                 self._actions[kind](p, None)
         record.marks.append((start, self.clock.mark()))
         record.passes.append(p)
         record.live.append(len(self._saved) + self._store.pending)
-        return made
+        return output
 
     def _take(self, p: Pass) -> torch.Tensor | None:
         """What a neighbouring stage made for `p`; None where the model begins or ends."""
@@ -214,11 +214,11 @@ class Executor:
         with self._store.scope(key if self.splits else None):
             output = stage.forward(p.microbatch, received)
         # keeps the data alive for whoever gets it
-        made = output.detach() if isinstance(output, torch.Tensor) else output
+        detached = output.detach() if isinstance(output, torch.Tensor) else output
         if self._trains:
             self._saved[key] = received, output
             stage.release(output)
-        return made
+        return detached
 
     def _backward(self, p: Pass, gradient: torch.Tensor | None) -> torch.Tensor | None:
         key = (p.stage, p.microbatch)
@@ -230,8 +230,7 @@ class Executor:
             self._store.scope(key if self.splits else None),
             stage.accumulating(p in self._last_backwards),
         ):
-            made = stage.backward(received, output, gradient)
-        return made
+            return stage.backward(received, output, gradient)
 
     def _weights(self, p: Pass, _: None) -> None:
         with self._stages[p.stage].accumulating(p in self._last_weights):

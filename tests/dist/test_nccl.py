@@ -13,7 +13,7 @@ from stages import ROWS, WIDTH, LinearStage, reference
 
 from megatron_zbpp.emulation import nccl
 from megatron_zbpp.ir import W
-from megatron_zbpp.analysis.run_ahead import ahead_of, passes_ahead, split
+from megatron_zbpp.analysis.run_ahead import passes_run_ahead, passes_ahead, split
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.deadlock import DeadlockError, Rule, prove
 from megatron_zbpp.runtime.clock import HostClock
@@ -121,7 +121,7 @@ class Pipeline:
         return {s: stage.losses for s, stage in self.stages.items()}
 
     def _ahead(self):
-        ahead = ahead_of(self.schedule, passes_ahead(self.schedule), self.schedule.num_ranks)
+        ahead = passes_run_ahead(self.schedule, passes_ahead(self.schedule), self.schedule.num_ranks)
         begun, rest = split(self.programs[self.rank], ahead)
         return begun + rest, len(begun)
 

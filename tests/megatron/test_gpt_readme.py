@@ -20,7 +20,7 @@ from megatron_zbpp.launch import CPU_FLAGS
 README = (ROOT / 'examples' / 'gpt' / 'README.md').read_text()
 SETTING, *BLOCKS = re.findall(r'```bash\n(.*?)```', README, re.S)
 SNIPPETS = re.findall(r'```python\n(.*?)```', README, re.S)
-CHILDREN = Path(megatron_zbpp.__file__).parent / 'emulation' / 'children'
+CHILDREN = Path(megatron_zbpp.__file__).parent / 'emulation' / 'subprocess_hook'
 
 
 def megatron_lm(folder: Path) -> Path:

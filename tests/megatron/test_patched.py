@@ -58,7 +58,7 @@ def checkout(folder: Path) -> Path:
 def help_of(folder: Path) -> str:
     """`--help` of the script, started without our launcher, on the CPU; that of 0.18 and later ends
     in a traceback without our flags."""
-    path = [Path(megatron_zbpp.__file__).parent / 'emulation' / 'children', ROOT]
+    path = [Path(megatron_zbpp.__file__).parent / 'emulation' / 'subprocess_hook', ROOT]
     command = [sys.executable, 'pretrain_gpt.py', '--help']
     path = os.pathsep.join(map(str, path))
     return run(command, cwd=folder, env={'PYTHONPATH': path}, timeout=100).stdout

@@ -59,7 +59,7 @@ def test_children_have_it():
     """A process that a run starts emulates Transformer Engine as the run does."""
     import megatron_zbpp
 
-    children = Path(megatron_zbpp.__file__).parent / 'emulation' / 'children'
+    children = Path(megatron_zbpp.__file__).parent / 'emulation' / 'subprocess_hook'
     code = (
         'import megatron.core, json, transformer_engine.pytorch as te\n'
         'from megatron_zbpp.emulation.te import installed\n'

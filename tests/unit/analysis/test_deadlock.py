@@ -16,7 +16,7 @@ from programs import posted_earlier, side_by_side
 from megatron_zbpp.analysis.deadlock import EVERY_RULE, DeadlockError, Rule, prove
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import Receive, Send
-from megatron_zbpp.analysis.run_ahead import ahead_of, passes_ahead, split
+from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.ir import Pass, Placement
 from megatron_zbpp.schedules import build, names
 
@@ -49,7 +49,7 @@ def test_every_family_bears_every_rule(name, microbatches):
         prove(programs, EVERY_RULE)
         counts = passes_ahead(schedule)
         for ranks_ahead in {1, schedule.num_ranks // 2, schedule.num_ranks}:
-            ahead = ahead_of(schedule, counts, ranks_ahead)
+            ahead = passes_run_ahead(schedule, counts, ranks_ahead)
             parts = [split(program, ahead) for program in programs]
             prove([begun + rest for begun, rest in parts], EVERY_RULE)
         prove(list(side_by_side(programs, programs)), EVERY_RULE)

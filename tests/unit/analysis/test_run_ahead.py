@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron_zbpp.analysis.deadlock import prove
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import Receive, Send
-from megatron_zbpp.analysis.run_ahead import ahead_of, chain, passes_ahead, split
+from megatron_zbpp.analysis.run_ahead import chain, passes_ahead, passes_run_ahead, split
 from megatron_zbpp.ir import F, Pass, Placement
 from megatron_zbpp.schedules import FAMILIES, build
 
@@ -29,7 +29,7 @@ def schedules(draw):
 def test_programs_stay_free_of_deadlock_and_in_order(schedule, early):
     """However many ranks go ahead, under every rule of a backend."""
     programs = lower(schedule)
-    ahead = ahead_of(schedule, passes_ahead(schedule), early)
+    ahead = passes_run_ahead(schedule, passes_ahead(schedule), early)
     parts = [split(program, ahead) for program in programs]
     prove([begun + rest for begun, rest in parts])
     for program, (begun, rest) in zip(programs, parts, strict=True):
@@ -41,7 +41,7 @@ def test_programs_stay_free_of_deadlock_and_in_order(schedule, early):
 def test_what_is_ahead_needs_nothing_from_behind(schedule):
     order = chain(schedule.placement)
     counts, rank_of = passes_ahead(schedule), schedule.placement.ranks
-    ahead = ahead_of(schedule, counts, len(order))
+    ahead = passes_run_ahead(schedule, counts, len(order))
     assert counts[order[-1]] == 0
     for p in ahead:
         assert p.kind == F
@@ -56,7 +56,7 @@ def test_what_is_ahead_needs_nothing_from_behind(schedule):
 def test_all_that_is_sent_ahead_is_received_ahead(schedule, early):
     """So that nothing of a dropped forward is left between two ranks."""
     programs = lower(schedule)
-    ahead = ahead_of(schedule, passes_ahead(schedule), early)
+    ahead = passes_run_ahead(schedule, passes_ahead(schedule), early)
     begun = [split(program, ahead)[0] for program in programs]
     sent = [i.consumer for part in begun for i in part if isinstance(i, Send)]
     received = [i.consumer for part in begun for i in part if isinstance(i, Receive)]

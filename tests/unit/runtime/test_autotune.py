@@ -12,7 +12,7 @@ import pytest
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir import BW, B, F, Placement, W
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.runtime.autotune import AutoPlan, Measured, together
+from megatron_zbpp.runtime.autotune import AutoPlan, Measured, merge_measurements
 from megatron_zbpp.runtime.executor import Record
 from megatron_zbpp.runtime.observe.measure import Iteration
 from megatron_zbpp.schedules import build
@@ -63,7 +63,7 @@ def test_activations_as_measured():
     """The fullest rank, here the one with both inner stages, counts as full."""
     held = [(10 * MIB, 5 * MIB), (30 * MIB, 30 * MIB), (10 * MIB, 0), (20 * MIB, 20 * MIB)]
     found = [measured(rank, held, 400 * MIB) for rank in (0, 1)] * 3
-    costs, limit, full = together(found, SCHEDULE, 4.0)
+    costs, limit, full = merge_measurements(found, SCHEDULE, 4.0)
     assert full == 40 * MIB and limit == 4
     assert costs.activation == pytest.approx((0.25, 0.75, 0.25, 0.5))
     assert costs.retained == pytest.approx((0.125, 0.75, 0, 0.5))
@@ -78,14 +78,14 @@ def test_no_more_than_fits():
     """On the rank with the least room."""
     held = [(10 * MIB, 10 * MIB)] * 4
     found = [measured(0, held, 100 * MIB), measured(1, held, 10 * MIB)]
-    assert together(found, SCHEDULE, 4.0)[1] == pytest.approx(2 + 0.9 * 10 / 20)
+    assert merge_measurements(found, SCHEDULE, 4.0)[1] == pytest.approx(2 + 0.9 * 10 / 20)
 
 
 @pytest.mark.parametrize('waiting', [2, 10, 30])
 def test_what_fits_counts_what_waited(waiting):
     """On top of what the measured schedule held in bytes, not in microbatches."""
     found = [measured(rank, [(10 * MIB, waiting * MIB)] * 4, 10 * MIB) for rank in (0, 1)]
-    costs, limit, _ = together(found, SCHEDULE, 40.0)
+    costs, limit, _ = merge_measurements(found, SCHEDULE, 40.0)
     assert costs.retained == pytest.approx((waiting / 20,) * 4)
     assert limit == pytest.approx(min(peak(SCHEDULE, costs)) + 0.9 * 10 / 20)
 
@@ -93,15 +93,15 @@ def test_what_fits_counts_what_waited(waiting):
 def test_without_a_limit():
     """What runs may run on, though more waits for W than 1F1B holds."""
     little = [measured(rank, [(10 * MIB, 10 * MIB)] * 4, 900 * MIB) for rank in (0, 1)]
-    assert together(little, SCHEDULE, None)[1] == 2
+    assert merge_measurements(little, SCHEDULE, None)[1] == 2
     much = [measured(rank, [(10 * MIB, 30 * MIB)] * 4, 900 * MIB) for rank in (0, 1)]
-    costs, limit, _ = together(much, SCHEDULE, None)
+    costs, limit, _ = merge_measurements(much, SCHEDULE, None)
     assert limit == max(peak(SCHEDULE, costs)) > 3
 
 
 @pytest.mark.parametrize('held', [{}, {0: (1.0, 1.0), 3: (1.0, 1.0)}])
 def test_where_nobody_counts(held):
-    costs, limit, full = together([Measured(COSTS, 1.0, held, None, 0)], SCHEDULE, 3.0)
+    costs, limit, full = merge_measurements([Measured(COSTS, 1.0, held, None, 0)], SCHEDULE, 3.0)
     assert (limit, full) == (3, None)
     assert max(peak(build('zb-v', 2, 4), costs)) == max(peak(build('zb-v', 2, 4), COSTS))
 
