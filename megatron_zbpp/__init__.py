@@ -130,7 +130,7 @@ def enable(
         plugin.install()
         _enabled = plugin
     if flags is not None:
-        _enabled.flags = agreement.numbers(flags)
+        _enabled.session.flags = agreement.numbers(flags)
     return _enabled
 
 
@@ -159,15 +159,15 @@ def layout_for(
         ScheduleError: the schedule is not valid.
         ValueError: no such schedule, or too few layers for so many stages.
     """
-    from megatron_zbpp.mcore.plugin import Plugin
+    from megatron_zbpp.mcore.programs import Programs
     from megatron_zbpp.mcore.settings import Settings
 
     placement = schedule
     if not isinstance(schedule, Placement):
-        plugin = Plugin(Settings(schedule, num_chunks))
-        placement = plugin.placement(num_ranks)
+        programs = Programs(Settings(schedule, num_chunks))
+        placement = programs.placement(num_ranks)
         if num_microbatches is not None:
-            plugin.lowered(num_ranks, num_microbatches, forward_only=False)
+            programs.lowered(num_ranks, num_microbatches, forward_only=False)
     layers = layers_per_stage(num_layers, placement, embedding, loss)
     return ModelLayout(placement, tuple(layers))
 
@@ -194,7 +194,7 @@ def guard(what: str) -> AbstractContextManager[None]:
     Args:
         what: its name, for the report of a rank that waits in it.
     """
-    return nullcontext() if _enabled is None else _enabled.watchdog.meeting(what)
+    return nullcontext() if _enabled is None else _enabled.session.watchdog.meeting(what)
 
 
 def observe(device: torch.device, pp_group: dist.ProcessGroup) -> AbstractContextManager[Observer]:

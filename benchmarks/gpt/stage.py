@@ -161,7 +161,7 @@ def measure(job: Job, progress: Progress) -> Row:
     with megatron_zbpp.enable('zb-h1') as plugin:
         progress('F, B and W')
         DEVICE.reset_peak()
-        bench = Bench(job, True, plugin.store)
+        bench = Bench(job, True, plugin.session.store)
         parameters = bench.parameters
         split = _samples(job, bench)
         held = bench.activations()
@@ -171,7 +171,7 @@ def measure(job: Job, progress: Progress) -> Row:
         del bench
         gc.collect()
         progress('fused backward')
-        fused = _samples(job, Bench(job, False, plugin.store))
+        fused = _samples(job, Bench(job, False, plugin.session.store))
     dist.destroy_process_group()
     return _row(job, split, fused, held, step, parameters, peak)
 

@@ -40,7 +40,7 @@ def measure(job: Job, progress: Progress) -> Row:
             latest = marks.copy
         else:
             plugin = stack.enter_context(megatron_zbpp.enable(job.schedule, job.chunks))
-            placement = plugin.placement(job.p)
+            placement = plugin.session.programs.placement(job.p)
             latest = lambda: plugin.latest.record.marks  # noqa: E731
             marks = []
         build.join(job, DEVICE)

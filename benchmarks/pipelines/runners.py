@@ -24,7 +24,7 @@ import megatron_zbpp
 from benchmarks.pipelines import emulated
 from benchmarks.pipelines.emulated import LAYERS, SHAPE, EmulatedChunk, Meter, Store, Times
 from megatron_zbpp.ir import Placement, Schedule
-from megatron_zbpp.mcore.layout import for_megatron
+from megatron_zbpp.mcore.programs import for_megatron
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 
@@ -191,7 +191,7 @@ class ZbppRunner(MegatronRunner):
         self._model = model
         self.plugin = megatron_zbpp.enable(source, post_validation=early and 1)
         placement = for_megatron(schedule).placement
-        self._build(placement, schedule.num_microbatches, self.plugin.store)
+        self._build(placement, schedule.num_microbatches, self.plugin.session.store)
         self._optimizer = self._train() if optimizer else None
         self.plugin.disable()
 

@@ -120,7 +120,7 @@ def _measured(job: Job, hidden: int, sequence: int) -> Row:
         taken = _fused(whole, shape)
         with plugin:
             plugin.install()
-            both = _split(plugin.store, split, shape)
+            both = _split(plugin.session.store, split, shape)
         if number:
             fused.append(taken)
             parts.append(both)

@@ -4,9 +4,7 @@ Megatron asks `TransformerConfig.pipeline_model_parallel_layout` for layer count
 numbers and so the names in sharded checkpoints. Its own layout can express loops only;
 `StageLayout` answers the same questions for any placement.
 
-A schedule whose placement ends on rank 0 (every V) is run with its ranks reversed, as a Λ: loss and
-embedding are on the last rank, where Megatron's loss logging, evaluation, token counts and output
-casts expect the loss. What remains is where the first stage is: see `placing`.
+Where the loss is: see `programs`; where the first stage is: see `patches.placement`.
 """
 
 from __future__ import annotations
@@ -20,27 +18,11 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import refusals
 
 # They divide their pattern among the ranks in order, whatever the layout says.
 _HYBRID_MODELS = ('HybridModel', 'MambaModel')
-
-
-def for_megatron(schedule: Schedule) -> Schedule:
-    """`schedule` with its ranks reversed if that brings the loss to the last rank.
-
-    Raises:
-        ValueError: the loss is on neither end; Megatron reports from the last rank.
-    """
-    last = schedule.num_ranks - 1
-    for candidate in (schedule, schedule.reversed()):
-        if candidate.placement.ranks[-1] == last:
-            return candidate
-    raise ValueError(
-        f'{schedule.name} places the last stage on rank {schedule.placement.ranks[-1]}: '
-        f'Megatron needs it on the first or last rank (0 or {last})'
-    )
 
 
 class StageLayout(PipelineParallelLayerLayout):

@@ -72,14 +72,16 @@ def iteration(argv):
         models = pretrain_gpt.build_model(args)
         pretrain_gpt.build_optimizer(args, models)
         data = pretrain_gpt.iterators(args, pretrain_gpt.build_datasets(args)[0], 0)
-        held = Bytes(plugin.store, [p for model in models for p in model.parameters()])
+        held = Bytes(plugin.session.store, [p for model in models for p in model.parameters()])
         clock = mock.patch.object(
             forward_backward, 'clock_for', lambda *_, **__: SamplingClock(held)
         )
         hooks = torch.autograd.graph.saved_tensors_hooks(held.pack, lambda holder: holder.tensor)
         with clock, hooks:
             pretrain_gpt.run_batch(args, models, data)
-        schedule = plugin.schedule(args.pipeline_model_parallel_size, args.num_microbatches)
+        schedule = plugin.session.programs.schedule(
+            args.pipeline_model_parallel_size, args.num_microbatches
+        )
     forget_groups()
     record = plugin.latest.record
     assert held.count() == (0, 0), 'something outlived the iteration'

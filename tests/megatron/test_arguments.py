@@ -59,7 +59,7 @@ def parse(flags, changes):
     if found.code is not None:
         return found
     placed = {name: getattr(found.result, name) for name in PLACED}
-    return replace(found, result=Parsed(plugin and plugin.source, placed))
+    return replace(found, result=Parsed(plugin and plugin.session.programs.source, placed))
 
 
 def parsed(ranks, *flags, **changes):

@@ -99,7 +99,7 @@ def configured_apart(changes):
     import torch.distributed as dist
 
     from megatron_zbpp.mcore.iteration.alike import agreement
-    from megatron_zbpp.mcore.plugin import Plugin
+    from megatron_zbpp.mcore.session import Session
     from megatron_zbpp.mcore.settings import Settings
     from megatron_zbpp.runtime.channels import Message
 
@@ -109,16 +109,16 @@ def configured_apart(changes):
     layout = SimpleNamespace(layout=values.get('layout'))
     config = SimpleNamespace(num_layers=values['num_layers'], pipeline_model_parallel_layout=layout)
     own = agreement(values['m'], values['chunks'], message, False, config)
-    plugin = Plugin(Settings('zb-v', watchdog_timeout=30))
+    session = Session(Settings('zb-v', watchdog_timeout=30))
     try:
-        plugin.agree(own, dist.group.WORLD)
-        plugin.agree(own, dist.group.WORLD)  # known by now: no collective, as below
+        session.agree(own, dist.group.WORLD)
+        session.agree(own, dist.group.WORLD)  # known by now: no collective, as below
         if dist.get_rank() == 0:
-            plugin.agree(own, dist.group.WORLD)
+            session.agree(own, dist.group.WORLD)
     except ValueError as error:
         return str(error)
     finally:
-        plugin.watchdog.stop()
+        session.watchdog.stop()
     return None
 
 

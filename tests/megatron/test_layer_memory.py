@@ -116,7 +116,7 @@ def measured(sizes):
             ranks = args.tensor_model_parallel_size if args.sequence_parallel else 1
             shape = SEQUENCE // ranks, MICRO_BATCH, HIDDEN
             mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
-            saved, store = Saved([*block.parameters(), mask]), plugin.store
+            saved, store = Saved([*block.parameters(), mask]), plugin.session.store
             hooks = torch.autograd.graph.saved_tensors_hooks
             with store.scope((0, 0)), hooks(saved.pack, lambda holder: holder.tensor):
                 input = torch.randn(shape, dtype=dtype, requires_grad=True)

@@ -62,7 +62,7 @@ def layer_gradients(case, split, dtype_name):
     )
     input_gradients = []
     with kernels, megatron_zbpp.enable('zb-h1') as plugin:
-        store = plugin.store
+        store = plugin.session.store
         for microbatch in range(3):
             rows = 4 // size if sequence_parallel else 4
             x = torch.randn(rows, 2, 8, dtype=dtype, requires_grad=True)
@@ -126,20 +126,20 @@ def left_alive():
     )
     weight = torch.nn.Parameter(torch.ones(3, 4))
     with megatron_zbpp.enable('zb-h1') as plugin:
-        with plugin.store.scope((0, 0)):
+        with plugin.session.store.scope((0, 0)):
             x = torch.ones(2, 4, requires_grad=True) * 2
             y = layers.linear_with_grad_accumulation_and_async_allreduce(
                 x, weight, None, False, False, False, tp_group=group
             )
             node, z = weakref.ref(y.grad_fn), y * 3
-        plugin.store.open((0, 0))
-        with plugin.store.scope((0, 0)):
+        plugin.session.store.open((0, 0))
+        with plugin.session.store.scope((0, 0)):
             z.sum().backward()
         kept = weakref.ref(x.untyped_storage())
         del x, y, z
         gc.collect()
         graph_gone, input_kept = node() is None, kept() is not None
-        plugin.store.run((0, 0))
+        plugin.session.store.run((0, 0))
     torch.distributed.destroy_process_group(group)
     return graph_gone, input_kept, weight.grad.tolist() == [[12.0] * 4] * 3
 

@@ -177,7 +177,7 @@ def delayed(schedule):
     from megatron.core.transformer import TransformerConfig
 
     import megatron_zbpp
-    from megatron_zbpp.mcore import plugin
+    from megatron_zbpp.mcore.patches import transformer_engine
 
     def config(size):
         return TransformerConfig(
@@ -190,7 +190,7 @@ def delayed(schedule):
         )
 
     with (
-        mock.patch.object(plugin, 'find_spec', lambda name: name),
+        mock.patch.object(transformer_engine, 'find_spec', lambda name: name),
         megatron_zbpp.enable(schedule),
     ):
         one, two = config(1), config(2)

@@ -264,7 +264,7 @@ def not_laid_out(schedule, late):
             ends = {'pre_process': False, 'post_process': False, 'vp_stage': 0}
             model = GPTModel(config, get_gpt_layer_local_spec(), 32, 8, **ends)
         with megatron_zbpp.enable(schedule) as plugin:
-            require_placed(model, plugin.placement(2))
+            require_placed(model, plugin.session.programs.placement(2))
     except ValueError as error:
         return str(error)
     finally:

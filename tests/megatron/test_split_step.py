@@ -137,7 +137,7 @@ def several():
         pass
 
     trained = SimpleNamespace(latest='an iteration')
-    steps = stepping.Steps(SimpleNamespace(post_validation=True, next=trained))
+    steps = stepping.Steps(SimpleNamespace(post_validation=True), trained)
     steps._agree = lambda optimizer: True
     one, other = Optimizer(), Optimizer()
     found = [steps._may_be_early(optimizer) for optimizer in (one, one, other, one)]
@@ -156,15 +156,14 @@ def differing():
     from contextlib import redirect_stderr
 
     from megatron_zbpp.mcore.iteration.forward_backward import Arguments
-    from megatron_zbpp.mcore.post_validation import stepping
     from megatron_zbpp.mcore.post_validation.next_iteration import NextIteration
 
     class Script:
         def forward_step(self):
             pass
 
-    plugin, script, model, said = SimpleNamespace(post_validation=True), Script(), object(), []
-    plugin.steps, following = stepping.Steps(plugin), NextIteration(plugin)
+    script, model, said = Script(), object(), []
+    following = NextIteration(SimpleNamespace(post_validation=True))
     sizes = {'num_microbatches': 2, 'seq_length': 1, 'micro_batch_size': 1}
     for function in (script.forward_step, script.forward_step, differing, several):
         with redirect_stderr(io.StringIO()) as written:

@@ -26,6 +26,7 @@ from megatron_zbpp.ir import Placement, Schedule, formats
 from megatron_zbpp.ir.layout import layers_per_stage, layout_string
 from megatron_zbpp.mcore import layout, refusals
 from megatron_zbpp.mcore.plugin import Plugin
+from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
 
 
@@ -202,9 +203,8 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         return None
     require_plain(args)
     source, chunks = source_of(config), num_chunks(args)
-    placement = Plugin(Settings(source, chunks, config.pipeline_schedule_memory_limit)).placement(
-        args.pipeline_model_parallel_size
-    )
+    settings = Settings(source, chunks, config.pipeline_schedule_memory_limit)
+    placement = Programs(settings).placement(args.pipeline_model_parallel_size)
     reasons = list(refusals.refused(args, cpu.installed(), te.installed(), placement))
     if reasons:
         raise NotImplementedError('with --pipeline-schedule, ' + '. '.join(map(str, reasons)))
@@ -222,7 +222,9 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
     if config.enable_optimizer_post_validation and without_reruns(args, sys.argv):
         _say('--rerun-mode disabled, or all ranks would wait for each other in each iteration')
     for num_microbatches in sorted(microbatches(args, int(os.environ.get('WORLD_SIZE', 1)))):
-        plugin.lowered(args.pipeline_model_parallel_size, num_microbatches, forward_only=False)
+        plugin.session.programs.lowered(
+            args.pipeline_model_parallel_size, num_microbatches, forward_only=False
+        )
     place_layers(args, placement)
     return plugin
 

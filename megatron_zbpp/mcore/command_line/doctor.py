@@ -148,31 +148,26 @@ def _make_importable() -> None:
 def patches() -> Iterator[Patch]:
     """Everything that the plugin replaces, tried out and taken back."""
     try:
-        from megatron_zbpp.mcore.plugin import Plugin, looks_up, lookups
+        from megatron_zbpp.mcore.patches.registry import Registry
+        from megatron_zbpp.mcore.plugin import Plugin
         from megatron_zbpp.mcore.settings import Settings
-
-        moved = {name: user for user, name in lookups() if not looks_up(user, name)}
     except (ImportError, AttributeError) as error:
         yield Patch('megatron.core', str(error))
         return
-    for name, user in moved.items():
-        where = f'{user.__module__}.{user.__qualname__}'
-        yield Patch(f'{user.__module__}.{name}', f'{where} does not use it in this release')
+    known = [p for p in Plugin(Settings('zb-v', post_validation=True)).patches() if not p.waits]
+    moved = [Patch(p.target, p.problem()) for p in known if p.problem()]
     if moved:
+        yield from moved
         return
-    plugin = Plugin(Settings('zb-v', post_validation=True))
-    try:
-        plugin.install()
-    except (AttributeError, RuntimeError) as error:
-        yield Patch('megatron.core', str(error))
-        return
-    replaced = plugin.replaced()
+    registry = Registry()
+    registry.install(known)
+    replaced = registry.places()
     try:
         for owner, name, original in replaced:
             kept = getattr(owner, name) is original
             yield Patch(_name(owner, name), 'it was not replaced' if kept else '')
     finally:
-        plugin.disable()
+        registry.undo()
     for owner, name, original in replaced:
         if getattr(owner, name) is not original:
             yield Patch(_name(owner, name), 'it was not put back')

@@ -16,8 +16,8 @@ from megatron_zbpp.mcore import layout, refusals
 from megatron_zbpp.mcore.command_line import arguments
 from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
 from megatron_zbpp.mcore.command_line.layer_memory import LayerMemory, layer_memory
-from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.post_validation.barriers import barriers
+from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
 
 _NO_TRAINING = 'megatron.training is not here: only sizes, parallelism and our flags were read'
@@ -115,25 +115,25 @@ def prospect_of(line: LaunchLine) -> Prospect:
     if config is None or parallel['pipeline'] == 1:
         return Prospect(parallel, notes=(*notes, *([] if config is None else [_NO_PIPELINE])))
     arguments.require_plain(line.args)
-    plugin = Plugin(
+    programs = Programs(
         Settings(
             arguments.source_of(config),
             arguments.num_chunks(line.args),
             config.pipeline_schedule_memory_limit,
         )
     )
-    placement = plugin.placement(parallel['pipeline'])
+    placement = programs.placement(parallel['pipeline'])
     counts = _microbatches(line, parallel['data'])
     if config.enable_optimizer_post_validation:
         arguments.without_reruns(line.args, line.words)
         notes += [f'all ranks wait: {each}' for each in barriers(line.args, placement)]
     return Prospect(
         parallel,
-        plugin.title,
+        programs.key,
         placement.name,
         tuple(map(placement.stages, range(placement.num_ranks))),
         tuple(_layers(line.args, placement)),
-        tuple(_simulated(plugin, placement.num_ranks, count) for count in counts),
+        tuple(_simulated(programs, placement.num_ranks, count) for count in counts),
         layer_memory(line.args),
         tuple(refusals.refused(line.args, line.on_cpu, te.find() is not None, placement)),
         tuple(notes),
@@ -198,9 +198,9 @@ def _layers(args: Namespace, placement: Placement) -> list[int]:
     return layers_per_stage(args.num_layers, placement, embedding, loss)
 
 
-def _simulated(plugin: Plugin, num_ranks: int, num_microbatches: int) -> Simulated:
+def _simulated(programs: Programs, num_ranks: int, num_microbatches: int) -> Simulated:
     """Raises ValueError where there is no such schedule."""
-    schedule = plugin.lowered(num_ranks, num_microbatches, forward_only=False).schedule
+    schedule = programs.lowered(num_ranks, num_microbatches, forward_only=False).schedule
     costs = Costs.uniform(schedule.placement)
     timeline = simulate(schedule, costs)
     return Simulated(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.pipeline_parallel import schedules
@@ -19,20 +20,53 @@ from megatron_zbpp.mcore.iteration.completeness import every_weight_gradient
 from megatron_zbpp.mcore.iteration.ranges import profiled
 from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
 from megatron_zbpp.mcore.patches import transformer_engine
+from megatron_zbpp.mcore.patches.registry import Patch
+from megatron_zbpp.mcore.programs import Lowered
+from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.runtime.channels import Message
 from megatron_zbpp.runtime.clock import clock_for
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.observe.measure import Iteration
 
-if TYPE_CHECKING:
-    from megatron_zbpp.mcore.plugin import Lowered, Plugin
-
+_MODULE = 'megatron.core.pipeline_parallel.schedules'
+_PIPELINED = (
+    'forward_backward_pipelining_with_interleaving',
+    'forward_backward_pipelining_without_interleaving',
+)
 # What Megatron's two pipelined functions read from a collection of process groups.
 _GROUPS = ('tp', 'cp', 'embd', 'pos_embd', 'pp', 'dp_cp')
 
 
-def forward_backward(plugin: Plugin, original: Callable, **arguments: Any) -> list[Any]:
-    """Runs one global batch by the plugin's schedule; arguments and result are Megatron's.
+class Begun(Protocol):
+    """What has been run of iterations before Megatron asked for them."""
+
+    def take(self, arguments: Arguments) -> Batch | None:
+        """Returns the batch that was begun for this call; None: there is none."""
+
+    def replayed(self, iterator: Iterator | None) -> Iterator | None:
+        """Returns what is read instead of the data `iterator`."""
+
+
+def patches(session: Session, begun: Begun) -> Iterator[Patch]:
+    """Yields Megatron's two pipelined functions.
+
+    Args:
+        session: whose schedule runs.
+        begun: asked before each iteration.
+    """
+
+    def ours(original: Callable) -> Callable:
+        function = functools.partial(forward_backward, session, begun, original)
+        return functools.update_wrapper(function, original)
+
+    for name in _PIPELINED:
+        yield Patch(_MODULE, name, ours, (f'{_MODULE}:get_forward_backward_func',))
+
+
+def forward_backward(
+    session: Session, begun: Begun, original: Callable, **arguments: Any
+) -> list[Any]:
+    """Runs one global batch by the session's schedule; arguments and result are Megatron's.
 
     Several modules in one pipeline, which have process groups each, go to `original`.
     """
@@ -41,8 +75,8 @@ def forward_backward(plugin: Plugin, original: Callable, **arguments: Any) -> li
         _refuse_delayed(arguments.get('model'))
         return original(**arguments)
     call = Arguments(**arguments)
-    batch = plugin.next.take(call) or prepare(plugin, call)[0]
-    return batch.run(plugin)
+    batch = begun.take(call) or prepare(session, begun, call)[0]
+    return batch.run(session)
 
 
 def _refuse_delayed(model: torch.nn.Module | list[torch.nn.Module] | None) -> None:
@@ -102,19 +136,19 @@ class Batch:
     lowered: Lowered
     executor: Executor
 
-    def run(self, plugin: Plugin) -> list[Any]:
+    def run(self, session: Session) -> list[Any]:
         """What is left of it; returns the loss function's results on the last rank."""
         looked_at = self.arguments.models if self.executor.splits else ()
         with (
             _timed(self.config),
-            plugin.watchdog.passes(self.executor),
+            session.watchdog.passes(self.executor),
             every_weight_gradient(looked_at),
         ):
             self._gather_parameters()
             record = self.executor.run()
         config, forward_only = self.config, self.arguments.forward_only
         if config.finalize_model_grads_func is not None and not forward_only:
-            with plugin.watchdog.meeting('reduction of gradients among replicas and tied layers'):
+            with session.watchdog.meeting('reduction of gradients among replicas and tied layers'):
                 config.finalize_model_grads_func(
                     self.arguments.models,
                     self.call.num_tokens if config.calculate_per_token_loss else None,
@@ -123,9 +157,9 @@ class Batch:
                 )
         iteration = Iteration(self.lowered.schedule, self.groups.pp, record, self.executor.clock)
         if forward_only:
-            plugin.latest = iteration
+            session.latest = iteration
         else:
-            plugin.trained(iteration)
+            session.on_iteration_end(iteration)
         return self.call.results
 
     def _gather_parameters(self) -> None:
@@ -145,11 +179,14 @@ class Batch:
                 start(model.parameters())
 
 
-def prepare(plugin: Plugin, arguments: Arguments, ranks_ahead: int = 0) -> tuple[Batch, int]:
-    """A batch, and how many of its instructions come ahead.
+def prepare(
+    session: Session, begun: Begun, arguments: Arguments, ranks_ahead: int = 0
+) -> tuple[Batch, int]:
+    """Returns a batch, and how many of its instructions come ahead.
 
     Args:
-        plugin: whose schedule it is.
+        session: whose schedule it is.
+        begun: gives what its stages read.
         arguments: of the call.
         ranks_ahead: how many ranks of the chain go ahead.
     """
@@ -158,7 +195,7 @@ def prepare(plugin: Plugin, arguments: Arguments, ranks_ahead: int = 0) -> tuple
     config = get_model_config(models[0])
     refuse_unsupported(config, arguments.adjust_tensor_shapes_fn)
     call = Call(
-        plugin.store,
+        session.store,
         arguments.forward_step_func,
         arguments.num_microbatches,
         groups.cp.size(),
@@ -168,20 +205,22 @@ def prepare(plugin: Plugin, arguments: Arguments, ranks_ahead: int = 0) -> tuple
         arguments.first_val_step,
     )
     message = _message(arguments, config, groups, call.device)
-    plugin.agree(
+    session.agree(
         agreement(arguments.num_microbatches, len(models), message, arguments.forward_only, config),
         groups.pp,
     )
-    lowered = plugin.lowered(groups.pp.size(), arguments.num_microbatches, arguments.forward_only)
+    lowered = session.programs.lowered(
+        groups.pp.size(), arguments.num_microbatches, arguments.forward_only
+    )
     rank = groups.pp.rank()
     program, count = lowered.program(rank, ranks_ahead)
     executor = Executor(
         program,
-        _stages(call, arguments, plugin.next.tape, lowered.placement, rank),
-        plugin.channels(groups.pp, lowered.placement, call.device),
+        _stages(call, arguments, begun, lowered.placement, rank),
+        session.channels(groups.pp, lowered.placement, call.device),
         message,
-        plugin.store,
-        clock_for(call.device, counting=plugin.auto is not None and plugin.auto.counting),
+        session.store,
+        clock_for(call.device, counting=session.auto is not None and session.auto.counting),
         profiled,
     )
     return Batch(arguments, groups, config, call, lowered, executor), count
@@ -223,9 +262,9 @@ def refuse_unsupported(config: Any, adjust_tensor_shapes_fn: Callable | None) ->
 
 
 def _stages(
-    call: Call, arguments: Arguments, tape: Callable, placement: Placement, rank: int
+    call: Call, arguments: Arguments, begun: Begun, placement: Placement, rank: int
 ) -> dict[int, ModelStage]:
-    """The stages of this rank by number; each reads the `tape` of its data.
+    """Returns the stages of this rank by number.
 
     Raises:
         ValueError: the model was not built for this placement.
@@ -243,7 +282,7 @@ def _stages(
         stage: ModelStage(
             call,
             models[chunk],
-            tape(arguments.iterators[chunk]),
+            begun.replayed(arguments.iterators[chunk]),
             chunk if len(held) > 1 else None,
             stage == placement.num_stages - 1,
         )

@@ -13,16 +13,39 @@ does not track: B never touches the parameter, and no hook on it fires before W.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.patches.shards import Shard, start_all
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 _GATHERED_FROM = 'megatron_zbpp_gathered_from'  # on a tensor: this rank's rows of it, and the group
+
+
+def patches(store: WeightGradStore) -> Iterator[Patch]:
+    """Yields the autograd functions of Megatron's linear layers, which leave it to `store`."""
+    core = 'megatron.core.tensor_parallel'
+    for module, name, ours, user in (
+        (
+            f'{core}.layers',
+            'LinearWithGradAccumulationAndAsyncCommunication',
+            deferring_linear,
+            'linear_with_grad_accumulation_and_async_allreduce',
+        ),
+        (
+            f'{core}.mappings',
+            '_ReduceScatterToSequenceParallelRegion',
+            remembering_reduce_scatter,
+            'reduce_scatter_to_sequence_parallel_region',
+        ),
+    ):
+        replacement = functools.partial(ours, store=store)
+        yield Patch(module, name, replacement, (f'{module}:{user}',))
 
 
 def deferring_linear(original: type, store: WeightGradStore) -> type:

@@ -11,36 +11,38 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING
 
+from megatron_zbpp.mcore.patches.registry import Patch
+from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.runtime.observe.measure import Figures
 
-if TYPE_CHECKING:
-    from megatron_zbpp.mcore.plugin import Plugin
-
-TRAINING = 'megatron.training.training'
+_TRAINING = 'megatron.training.training'
 _LINE = re.compile(r' \[.*?\] iteration +(\d+)/.*\|$')
 _SCALARS = {'pipeline/bubble': 'bubble', 'pipeline/live-activations': 'live'}
 
 
-def training_functions(module: ModuleType, plugin: Plugin) -> Iterator[tuple[Callable, Callable]]:
-    """What prints the line of an iteration."""
-    original = module.print_rank_last
+def patches(session: Session) -> Iterator[Patch]:
+    """Yields what prints the line of an iteration."""
+    ours = functools.partial(_with_figures, session)
+    yield Patch(_TRAINING, 'print_rank_last', ours, everywhere=True, late=True)
 
+
+def _with_figures(session: Session, original: Callable) -> Callable:
     @functools.wraps(original)
     def print_rank_last(message: str) -> None:
         line = _LINE.match(str(message))
-        if line is None or plugin.latest is None:
+        if line is None or session.latest is None:
             original(message)
             return
-        with plugin.watchdog.meeting('figures of the pipeline for the log'):
-            figures = plugin.latest.figures()
+        with session.watchdog.meeting('figures of the pipeline for the log'):
+            figures = session.latest.figures()
         original(f'{message} {figures}')
-        _write(module, figures, int(line[1]))
+        _write(sys.modules[_TRAINING], figures, int(line[1]))
 
-    yield original, print_rank_last
+    return print_rank_last
 
 
 def _write(module: ModuleType, figures: Figures, iteration: int) -> None:

@@ -9,86 +9,63 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import ModuleType
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, utils
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.pipeline_parallel import utils as stage_utils
-from megatron.core.transformer import transformer_config
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore.layout import StageLayout, require_placed, tied_copies
+from megatron_zbpp.mcore.patches.registry import Patch
 
 Placements = Callable[[int], Placement]  # of so many pipeline ranks
-Attribute = tuple[Any, str, Any]  # owner, name, what to put there
-Function = tuple[Callable, Callable]  # what is replaced wherever it was imported, and by what
 Agree = Callable[[Mapping[str, object], dist.ProcessGroup], None]  # on settings, in a group
 LAYOUT = 'PipelineParallelLayerLayout'
 TIED = '_allreduce_word_embedding_grads'
 
+_CONFIG = 'megatron.core.transformer.transformer_config'
+_LANGUAGE = 'megatron.core.models.common.language_module.language_module:LanguageModule'
+_FINALIZE = 'megatron.core.distributed.finalize_model_grads'
 _BATCH = 'get_batch_on_this_tp_rank'
-_LOADERS = 'build_train_valid_test_data_loaders'
-# module of NVIDIA's training loop, or with parts of it: what is replaced there
-TRAINING = {
-    'megatron.training.training': _LOADERS,
-    'megatron.training.utils': _BATCH,  # until 0.17
-    'megatron.core.utils': _BATCH,  # from 0.18
-}
 # While this is not empty, data is built.
 _building: list[bool] = []
 
 
-def functions(placement: Placements, agree: Agree) -> Iterator[Function]:
-    """What answers where the first stage is; ranks `agree` before they make groups."""
-    for original, answering in (
-        (stage_utils.is_pp_first_stage, _is_pp_first_stage),
-        (parallel_state.is_pipeline_first_stage, _is_pipeline_first_stage),
-        (
-            parallel_state.initialize_model_parallel,
-            functools.partial(_with_embedding_ranks, agree),
-        ),
-    ):
-        yield original, answering(original, placement)
+def patches(placement: Placements, agree: Agree) -> Iterator[Patch]:
+    """Yields what answers where the first stage is, and what follows from its place.
 
+    Args:
+        placement: of a number of pipeline ranks.
+        agree: called by ranks before they make groups.
+    """
 
-def attributes(placement: Placements) -> Iterator[Attribute]:
-    """What places the layers, refuses models that cannot be placed, and ties the embedding."""
-    yield transformer_config, LAYOUT, _Layouts(getattr(transformer_config, LAYOUT), placement)
-    yield LanguageModule, '__init__', _refusing(LanguageModule.__init__, placement)
-    setup = LanguageModule.setup_embeddings_and_output_layer
-    yield LanguageModule, setup.__name__, _tying(setup, placement)
-    finalize = finalize_module()
-    yield finalize, TIED, _summing_tied_copies(getattr(finalize, TIED))
+    def wrapped(wrap: Callable[[Any, Placements], Any]) -> Callable[[Any], Any]:
+        return lambda original: wrap(original, placement)
 
+    stage, groups = 'megatron.core.pipeline_parallel.utils', 'megatron.core.parallel_state'
+    asks = (f'{_LANGUAGE}._is_in_embd_group',)
+    ours = wrapped(_is_pp_first_stage)
+    yield Patch(stage, 'is_pp_first_stage', ours, asks, everywhere=True)
+    ours = wrapped(_is_pipeline_first_stage)
+    yield Patch(groups, 'is_pipeline_first_stage', ours, everywhere=True)
+    ours = wrapped(functools.partial(_with_embedding_ranks, agree))
+    yield Patch(groups, 'initialize_model_parallel', ours, everywhere=True)
 
-def training_functions(name: str, placement: Placements) -> Iterator[Function]:
-    """What NVIDIA's training loop makes and reads data with, in the module of that name."""
-    original = getattr(sys.modules.get(name), TRAINING[name], None)
-    if original is not None and original.__module__ == name:
-        wrap = {_BATCH: _with_whole_batch, _LOADERS: _with_data_on_rank_0}[original.__name__]
-        yield original, wrap(original, placement)
+    makes = (f'{_CONFIG}:TransformerConfig.__post_init__',)
+    yield Patch(_CONFIG, LAYOUT, wrapped(_Layouts), makes)
+    yield Patch(_LANGUAGE, '__init__', wrapped(_refusing))
+    yield Patch(_LANGUAGE, 'setup_embeddings_and_output_layer', wrapped(_tying))
+    yield Patch(_FINALIZE, TIED, _summing_tied_copies, (f'{_FINALIZE}:finalize_model_grads',))
 
-
-def everywhere(pairs: Iterable[Function]) -> Iterator[Attribute]:
-    """Every place where a function is found: its own module, and those that imported it by name."""
-    wanted = {id(original): (original, replacement) for original, replacement in pairs}
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType):
-            for name, value in list(vars(module).items()):
-                original, replacement = wanted.get(id(value), (None, None))
-                if original is not None and original is value:
-                    yield module, name, replacement
-
-
-def finalize_module() -> ModuleType:
-    """The module; the package exports a function of its name, which hides it."""
-    return sys.modules['megatron.core.distributed.finalize_model_grads']
+    training = 'megatron.training.training', 'build_train_valid_test_data_loaders'
+    yield Patch(*training, _with_data_on_rank_0, everywhere=True, late=True)
+    moved = hasattr(utils, _BATCH)  # from 0.18
+    owner = utils.__name__ if moved else 'megatron.training.utils'
+    yield Patch(owner, _BATCH, wrapped(_with_whole_batch), everywhere=True, late=True)
 
 
 def _is_pp_first_stage(original: Callable, placement: Placements) -> Callable:
@@ -222,7 +199,7 @@ def _with_whole_batch(original: Callable, placement: Placements) -> Callable:
     return get_batch_on_this_tp_rank
 
 
-def _with_data_on_rank_0(original: Callable, _: Placements) -> Callable:
+def _with_data_on_rank_0(original: Callable) -> Callable:
     """Pipeline rank 0 has data as ever: global rank 0 makes the indices, and knows for all ranks
     whether there is anything to train on."""
 

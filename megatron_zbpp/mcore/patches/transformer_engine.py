@@ -23,11 +23,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.patches.shards import Shard, start_all
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
@@ -35,6 +37,32 @@ _ADDED = 'grad_added_to_main_grad'  # a flag that DistributedDataParallel puts o
 # which of (input, gradient of the output) sequence parallelism gathers, by `parallel_mode`
 _GATHERED = {'column': 0, 'row': 1}
 _NOTHING = contextlib.nullcontext()
+
+
+def patches(splits: Callable[[int], bool]) -> Iterator[Patch]:
+    """Yields what makes configs whose modules leave weight gradients to W.
+
+    Args:
+        splits: whether the schedule of so many pipeline ranks has W passes.
+    """
+    if find_spec('transformer_engine') is not None:
+        config = 'megatron.core.transformer.transformer_config:TransformerConfig'
+        yield Patch(config, '__post_init__', functools.partial(_delaying, splits))
+
+
+def _delaying(splits: Callable[[int], bool], original: Callable) -> Callable:
+    """`TransformerConfig.__post_init__`, and Transformer Engine's modules leave gradients to W."""
+
+    @functools.wraps(original)
+    def __post_init__(self: Any) -> None:
+        split = self.pipeline_model_parallel_size > 1 and splits(self.pipeline_model_parallel_size)
+        if split:
+            self.delay_wgrad_compute = False  # a copy has it, and Megatron would refuse it
+        original(self)
+        if split:
+            delay_weight_gradients(self)
+
+    return __post_init__
 
 
 def delay_weight_gradients(config: Any) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
+
+import torch.distributed as dist
 
 from megatron_zbpp.ir import Placement
 
@@ -19,6 +22,13 @@ _EACH_ITERATION = {
     'num_experts': ('logged losses of routers are summed over all ranks', 'none so far'),
     'async_save': ('ranks ask each other whether a save has ended', 'none while one runs'),
 }
+
+
+def say(why: str) -> None:
+    """Tells the user, once for all ranks, why steps are not validated later."""
+    if dist.get_rank() == 0:
+        message = f'megatron_zbpp: optimizer steps wait for all ranks: {why}'
+        print(message, file=sys.stderr, flush=True)
 
 
 def barriers(args: Any, placement: Placement) -> Iterator[str]:

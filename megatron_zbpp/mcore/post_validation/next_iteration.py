@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_zbpp.mcore.iteration.forward_backward import Arguments, Batch, prepare
+from megatron_zbpp.mcore.post_validation.barriers import say
 from megatron_zbpp.mcore.post_validation.side_effects import Effects
+from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.replay import Tape
-
-if TYPE_CHECKING:
-    from megatron_zbpp.mcore.plugin import Plugin
 
 
 class NextIteration:
-    """What this rank runs ahead: see `optim.post_validation.Ahead`.
+    """What this rank runs ahead: see `post_validation.protocol.Ahead`.
 
     It takes the next call to be like the latest one, once two were alike. Where an evaluation comes
     between, or the batch grows, what was run ahead is dropped: all ranks see that, and do the same.
 
     Args:
-        plugin: that runs the iterations.
+        session: of the iterations.
 
     Attributes:
         latest: the arguments of the latest training call.
     """
 
-    def __init__(self, plugin: Plugin) -> None:
+    def __init__(self, session: Session) -> None:
         self.latest: Arguments | None = None
-        self._plugin = plugin
+        self._session = session
+        self._told = False  # that an iteration is not like the one before
         self._repeats = False  # the latest call was like the one before
         self._tapes: dict[int, Tape] = {}  # by identity of their iterators, which they hold
         self._begun: tuple[Batch, Effects] | None = None
 
-    def tape(self, iterator: Iterator | None) -> Iterator | None:
-        """What the chunks read instead of `iterator`, in training and evaluation alike."""
-        if iterator is None or self._plugin.post_validation is None:
+    def replayed(self, iterator: Iterator | None) -> Iterator | None:
+        """Returns what the chunks read instead of `iterator`, in training and evaluation alike."""
+        if iterator is None or self._session.post_validation is None:
             return iterator
         return self._tapes.setdefault(id(iterator), Tape(iterator))
 
@@ -52,7 +51,7 @@ class NextIteration:
         if not arguments.forward_only:
             self._repeats = self.latest is not None and _alike(self.latest, arguments)
             if self.latest is not None and not self._repeats:
-                self._plugin.steps.differ()
+                self._tell()
             self.latest = arguments
         if begun is None:
             batch = None
@@ -74,6 +73,15 @@ class NextIteration:
             self._tapes = {i: t for i, t in self._tapes.items() if i in used or not t.idle}
         return batch
 
+    def _tell(self) -> None:
+        """Says once why forwards of this iteration could not begin after the one before."""
+        if self._session.post_validation is not None and not self._told:
+            self._told = True
+            say(
+                'the data iterator, the model or forward_step_func is not the one of the iteration '
+                'before: pass the same in every iteration'
+            )
+
     def possible(self) -> bool:
         """Whether there is data for the forwards, and they are expected to be asked for."""
         return self._repeats and all(map(self._reserve, self._iterators().values()))
@@ -84,7 +92,7 @@ class NextIteration:
     def _reserve(self, iterator: Iterator) -> bool:
         """Draws for all forwards that may run ahead as many items as each took in the iteration
         before; False: there are not as many, or some took more than others."""
-        tape = self.tape(iterator)
+        tape = self.replayed(iterator)
         chunks = [c for c, other in enumerate(self.latest.iterators) if other is iterator]
         each, uneven = divmod(tape.given, len(chunks) * self.latest.num_microbatches)
         ahead = sum(chunk in chunks for chunk in self._chunks_ahead())
@@ -92,21 +100,21 @@ class NextIteration:
 
     def _chunks_ahead(self) -> list[int]:
         """The chunk of each pass that this rank may run ahead."""
-        group = self._plugin.latest.pp_group
-        lowered = self._plugin.lowered(group.size(), self.latest.num_microbatches, False)
+        group = self._session.latest.pp_group
+        lowered = self._session.programs.lowered(group.size(), self.latest.num_microbatches, False)
         held = lowered.placement.stages(group.rank())
         passes = lowered.schedule.passes[group.rank()][: lowered.ahead[group.rank()]]
         return [held.index(p.stage) for p in passes]
 
     def run(self, ranks: int) -> None:
         """This rank's part, if so many `ranks` of the chain go ahead."""
-        batch, count = prepare(self._plugin, self.latest, ranks)
+        batch, count = prepare(self._session, self, self.latest, ranks)
         if not count:
             return
         for tape in self._tapes.values():
             tape.mark(keep=True)
         effects = Effects(self.latest.models)
-        watched = self._plugin.watchdog.forwards(batch.executor)
+        watched = self._session.watchdog.forwards(batch.executor)
         with torch.enable_grad(), effects.hidden(), watched:
             batch.executor.run_ahead(count)
         self._begun = batch, effects
@@ -129,7 +137,7 @@ class NextIteration:
         self._repeats = False
 
     def _drop(self, batch: Batch, effects: Effects) -> None:
-        with self._plugin.watchdog.meeting('messages of forwards that are dropped'):
+        with self._session.watchdog.meeting('messages of forwards that are dropped'):
             batch.executor.drop()
         effects.drop()
         for tape in self._tapes.values():

@@ -25,6 +25,7 @@ from megatron.core.optimizer.optimizer import (
     MixedPrecisionOptimizer,
 )
 
+from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.post_validation.partial_state import stands
 from megatron_zbpp.post_validation.protocol import Outcome
 from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES, Stepped, Trial
@@ -32,7 +33,7 @@ from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES, Stepped, 
 # Whose `step` is the beginning of an optimizer step.
 STEPPING = (FP32Optimizer, MixedPrecisionOptimizer, ChainedOptimizer)
 # What `step` of these looks up in its module, and is answered there.
-NORM, CLIP = 'get_grad_norm_fp32', 'clip_grad_by_total_norm_fp32'
+_NORM, _CLIP = 'get_grad_norm_fp32', 'clip_grad_by_total_norm_fp32'
 # Transformer Engine's kernel that scales by a tensor. Where there is one, with megatron-core 0.19,
 # the norm stays a float32 tensor; else its root is taken in float64.
 _SCALE = 'multi_tensor_scale_tensor_impl'
@@ -48,6 +49,17 @@ _REFUSED = {
     'overlap_param_gather_with_optimizer_step': 'parameters are gathered amid the step',
     'reuse_grad_buf_for_mxfp8_param_ag': 'parameters and gradients share a buffer',
 }
+
+
+def patches() -> Iterator[Patch]:
+    """Yields the functions that are answered while a step lasts."""
+    path = module.__name__
+    for name, users in (
+        (_NORM, ('MegatronOptimizer.get_grad_norm', 'ChainedOptimizer.get_grad_norm')),
+        (_CLIP, ('ChainedOptimizer.step',)),
+    ):
+        users = (*users, 'MegatronOptimizer.clip_grad_norm')
+        yield Patch(path, name, None, tuple(f'{path}:{user}' for user in users))
 
 
 def refusal(optimizer: MegatronOptimizer) -> str | None:
@@ -113,7 +125,7 @@ class _Reduction:
 
 
 class MegatronUpdate:
-    """One step of `optimizer`; see `optim.post_validation.Update`.
+    """One step of `optimizer`; see `post_validation.protocol.Update`.
 
     Args:
         optimizer: the outermost one.
@@ -148,7 +160,7 @@ class MegatronUpdate:
                     float(overflow), dist.ReduceOp.MAX, group, self._device
                 )
         if isinstance(self._optimizer, ChainedOptimizer) or self.clip_grad > 0:
-            with _replaced(module, NORM, self._begin_norm(getattr(module, NORM))):
+            with _replaced(module, _NORM, self._begin_norm(getattr(module, _NORM))):
                 self._optimizer.get_grad_norm()
         overflowed = any(reduction.local for reduction in self._overflows.values())
         return self._of_stage(possible and not overflowed)
@@ -215,8 +227,8 @@ class MegatronUpdate:
             for leaf, trial in zip(self._leaves, self._trials, strict=False):
                 step = self._stepping(trial, leaf.optimizer.step)
                 stack.enter_context(_replaced(leaf.optimizer, 'step', step))
-            answer = _answering(norms, getattr(module, NORM))
-            stack.enter_context(_replaced(module, NORM, answer))
+            answer = _answering(norms, getattr(module, _NORM))
+            stack.enter_context(_replaced(module, _NORM, answer))
             stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tuple(in_place)))
             outcome = self.synchronous()
         if self._trials and not outcome.clean:
@@ -226,8 +238,8 @@ class MegatronUpdate:
     def synchronous(self) -> Outcome:
         """The step by Megatron's own code, watched."""
         scale = self._optimizer.get_loss_scale()
-        clip = getattr(module, CLIP)
-        with _replaced(module, CLIP, self._watching(clip)):
+        clip = getattr(module, _CLIP)
+        with _replaced(module, _CLIP, self._watching(clip)):
             result = self._original(self._optimizer)
         # Megatron's scalers make a new one: its value would have to be waited for
         same_scale = scale is self._optimizer.get_loss_scale()

@@ -3,48 +3,43 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import timers
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
 from megatron_zbpp.analysis.run_ahead import chain
+from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.post_validation import split_step
+from megatron_zbpp.mcore.post_validation.barriers import say
+from megatron_zbpp.mcore.post_validation.next_iteration import NextIteration
+from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.partial_state import Chain
 from megatron_zbpp.post_validation.protocol import STEP, PostValidation
 
-if TYPE_CHECKING:
-    from megatron_zbpp.mcore.plugin import Plugin
 
-TRAINING = 'megatron.training.utils'
+def patches(steps: Steps, post_validation: PostValidation | None) -> Iterator[Patch]:
+    """Yields what steps; with post-validation, what would wait for all ranks around that.
 
-
-def attributes(plugin: Plugin) -> Iterator[tuple[Any, str, Any]]:
-    """What steps, and what would wait while the time of an iteration is taken."""
+    NVIDIA's training loop makes ranks agree on results that they have in common, and takes the time
+    of an iteration behind a barrier.
+    """
     for owner in split_step.STEPPING:
-        yield owner, 'step', plugin.steps.stepping(owner.step)
-    if plugin.post_validation is None:
+        yield Patch(f'{owner.__module__}:{owner.__name__}', 'step', steps.stepping)
+    if post_validation is None:
         return
-    yield timers.Timer, 'elapsed', _without_barrier(timers.Timer.elapsed, plugin.post_validation)
-
-
-def training_functions(
-    module: ModuleType, post_validation: PostValidation
-) -> Iterator[tuple[Callable, Callable]]:
-    """What NVIDIA's training loop makes ranks agree with on results that they have in common."""
+    without_barrier = functools.partial(_without_barrier, post_validation)
+    yield Patch('megatron.core.timers:Timer', 'elapsed', without_barrier)
     for name, same in (
         ('logical_and_across_model_parallel_group', lambda value: value is True),
         ('reduce_max_stat_across_model_parallel_group', _as_float32),
     ):
-        original = getattr(module, name)
-        yield original, _without_reduction(original, post_validation, same)
+        without_reduction = functools.partial(_without_reduction, post_validation, same)
+        yield Patch('megatron.training.utils', name, without_reduction, everywhere=True, late=True)
 
 
 def _as_float32(value: float | None) -> float | None:
@@ -53,7 +48,7 @@ def _as_float32(value: float | None) -> float | None:
 
 
 def _without_reduction(
-    original: Callable, post_validation: PostValidation, same: Callable
+    post_validation: PostValidation, same: Callable, original: Callable
 ) -> Callable:
     @functools.wraps(original)
     def reduce(value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +59,7 @@ def _without_reduction(
     return reduce
 
 
-def _without_barrier(original: Callable, post_validation: PostValidation) -> Callable:
+def _without_barrier(post_validation: PostValidation, original: Callable) -> Callable:
     @functools.wraps(original)
     def elapsed(self: Any, reset: bool = True, barrier: bool = False) -> float:
         return original(self, reset=reset, barrier=barrier and not post_validation.agreed)
@@ -73,11 +68,17 @@ def _without_barrier(original: Callable, post_validation: PostValidation) -> Cal
 
 
 class Steps:
-    """Takes the steps of optimizers, with post-validation where that is possible."""
+    """Takes the steps of optimizers, with post-validation where that is possible.
 
-    def __init__(self, plugin: Plugin) -> None:
-        self._plugin = plugin
-        self._possible = self._differ = False
+    Args:
+        session: of the iterations.
+        following: what is run of the next iteration.
+    """
+
+    def __init__(self, session: Session, following: NextIteration) -> None:
+        self._session = session
+        self._following = following
+        self._possible = False
         self._optimizer: weakref.ref[MegatronOptimizer] | None = None
         self._alone: dist.ProcessGroup | None = None
         self._chains: dict[dist.ProcessGroup, Chain] = {}
@@ -87,27 +88,18 @@ class Steps:
 
         @functools.wraps(original)
         def step(optimizer: MegatronOptimizer) -> Any:
-            if self._plugin.latest is None:
+            if self._session.latest is None:
                 return original(optimizer)  # no pipeline, or not ours
             if not self._may_be_early(optimizer):
-                with self._plugin.watchdog.meeting(STEP):
+                with self._session.watchdog.meeting(STEP):
                     return original(optimizer)
             update = split_step.MegatronUpdate(optimizer, original, self._alone)
-            return self._plugin.post_validation.step(update, self._chain(), self._plugin.next)
+            return self._session.post_validation.step(update, self._chain(), self._following)
 
         return step
 
-    def differ(self) -> None:
-        """An iteration is not like the one before, after which its forwards could have begun."""
-        if self._plugin.post_validation is not None and not self._differ:
-            self._differ = True
-            _say(
-                'the data iterator, the model or forward_step_func is not the one of the iteration '
-                'before: pass the same in every iteration'
-            )
-
     def _may_be_early(self, optimizer: MegatronOptimizer) -> bool:
-        if self._plugin.post_validation is None or self._plugin.next.latest is None:
+        if self._session.post_validation is None or self._following.latest is None:
             return False
         known = self._optimizer and self._optimizer()
         if known is None:
@@ -115,32 +107,26 @@ class Steps:
             self._possible = self._agree(optimizer)
         elif known is not optimizer and self._possible:
             self._possible = False
-            _say('there are several, and forwards need the steps of all')
+            say('there are several, and forwards need the steps of all')
         return self._possible
 
     def _agree(self, optimizer: MegatronOptimizer) -> bool:
         """Whether post-validation is possible on all ranks, which is said once if not."""
         reasons: list[str | None] = [None] * dist.get_world_size()
-        with self._plugin.watchdog.meeting('whether optimizer steps can be validated later'):
-            config = get_model_config(self._plugin.next.latest.models[0])
+        with self._session.watchdog.meeting('whether optimizer steps can be validated later'):
+            config = get_model_config(self._following.latest.models[0])
             reason = split_step.refusal(optimizer) or split_step.refusal_of_model(config)
             dist.all_gather_object(reasons, reason)
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         refused = sorted(filter(None, set(reasons)))
         if refused:
-            _say('; '.join(refused))
+            say('; '.join(refused))
         return not refused
 
     def _chain(self) -> Chain:
-        pp_group = self._plugin.latest.pp_group
+        pp_group = self._session.latest.pp_group
         if pp_group not in self._chains:
-            order = chain(self._plugin.placement(pp_group.size()))
-            device = next(self._plugin.next.latest.models[0].parameters()).device
+            order = chain(self._session.programs.placement(pp_group.size()))
+            device = next(self._following.latest.models[0].parameters()).device
             self._chains[pp_group] = Chain(pp_group, order, device)
         return self._chains[pp_group]
-
-
-def _say(why: str) -> None:
-    if dist.get_rank() == 0:
-        message = f'megatron_zbpp: optimizer steps wait for all ranks: {why}'
-        print(message, file=sys.stderr, flush=True)

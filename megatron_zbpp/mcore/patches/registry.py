@@ -1,0 +1,154 @@
+"""Patches as values, and the one mechanism that puts them in place and takes them out again."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from megatron_zbpp.mcore.import_hook import after_import
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Something that is replaced while the plugin is enabled.
+
+    Attributes:
+        owner: the module that has it; for a method, `module:Class`.
+        name: what it is called there.
+        replacement: makes it from the original; None: its user replaces it for a time.
+        looked_up_by: the functions (`module:function`) that must find it by that name in their
+            module when they run.
+        everywhere: whether modules that imported it by name get it, too.
+        late: whether it waits until somebody imports the module.
+    """
+
+    owner: str
+    name: str
+    replacement: Callable[[Any], Any] | None
+    looked_up_by: tuple[str, ...] = ()
+    everywhere: bool = False
+    late: bool = False
+
+    @property
+    def target(self) -> str:
+        """Its full name."""
+        return f'{self.owner}.{self.name}'.replace(':', '.')
+
+    @property
+    def module(self) -> str:
+        """The name of the module."""
+        return self.owner.partition(':')[0]
+
+    @property
+    def waits(self) -> bool:
+        """Whether nobody has imported its module yet."""
+        return self.late and self.module not in sys.modules
+
+    def find_owner(self) -> Any:
+        """Returns the module or class; imports the module."""
+        return resolve_name(self.owner if ':' in self.owner else f'{self.owner}:')
+
+    def problem(self) -> str:
+        """Returns why it would have no effect in the installed release; empty: it has one."""
+        try:
+            original = getattr(self.find_owner(), self.name)
+            users = {path: inspect.unwrap(resolve_name(path)) for path in self.looked_up_by}
+        except (ImportError, AttributeError) as error:
+            return str(error)
+        for path, user in users.items():
+            found = user.__globals__.get(self.name) if self.name in user.__code__.co_names else None
+            if found is not original:
+                return f'{path.replace(":", ".")} does not use it in this release'
+        return ''
+
+
+class Place(NamedTuple):
+    """An attribute of a module or class, and what belongs there."""
+
+    owner: Any
+    name: str
+    value: Any
+
+
+class Registry:
+    """Installs patches, all or none, asserts that each takes effect, and undoes them."""
+
+    def __init__(self) -> None:
+        self._places: list[Place] = []
+        self._functions: list[tuple[Any, Any]] = []  # original and ours: wherever ours is found
+        self._forget_imports: Callable[[], None] | None = None
+
+    @property
+    def installed(self) -> bool:
+        """Whether anything is replaced."""
+        return bool(self._places or self._functions)
+
+    def places(self) -> list[Place]:
+        """Returns all that is replaced now, with the originals."""
+        return [*self._places, *_everywhere((ours, original) for original, ours in self._functions)]
+
+    def install(self, patches: Iterable[Patch]) -> None:
+        """Puts them in place; those of modules that are to be imported later, then.
+
+        Raises:
+            RuntimeError: one would have no effect; nothing is replaced.
+        """
+        here, later = [], defaultdict(list)
+        for patch in patches:
+            (later[patch.module] if patch.waits else here).append(patch)
+        self._put(here)
+        self._forget_imports = after_import(
+            {name: lambda _, waiting=waiting: self._put(waiting) for name, waiting in later.items()}
+        )
+
+    def _put(self, patches: list[Patch]) -> None:
+        for patch in patches:
+            problem = patch.problem()
+            if problem:
+                raise RuntimeError(
+                    f'{patch.target}: {problem}: the patch would have no effect; please report it'
+                )
+        functions, attributes = [], []
+        for patch in patches:
+            if patch.replacement is None:
+                continue
+            owner = patch.find_owner()
+            original = getattr(owner, patch.name)
+            ours = patch.replacement(original)
+            if patch.everywhere:
+                functions.append((original, ours))
+            else:
+                attributes.append(Place(owner, patch.name, ours))
+                self._places.append(Place(owner, patch.name, original))
+        self._functions += functions
+        for owner, name, ours in [*attributes, *_everywhere(functions)]:
+            setattr(owner, name, ours)
+
+    def undo(self) -> None:
+        """Takes everything out again, also where it was imported meanwhile."""
+        if self._forget_imports is not None:
+            self._forget_imports()
+            self._forget_imports = None
+        for owner, name, original in self.places():
+            setattr(owner, name, original)
+        self._places.clear()
+        self._functions.clear()
+
+
+def _everywhere(pairs: Iterable[tuple[Any, Any]]) -> Iterator[Place]:
+    """Every module that has the first of a pair, by whatever name; with the second."""
+    wanted = {id(one): (one, other) for one, other in pairs}
+    if not wanted:
+        return
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            for name, value in list(vars(module).items()):
+                one, other = wanted.get(id(value), (None, None))
+                if one is not None and one is value:
+                    yield Place(module, name, other)

@@ -1,0 +1,180 @@
+"""The schedule that was asked for, as proven programs for whatever sizes a job turns out to have.
+
+A schedule whose placement ends on rank 0 (every V) is run with its ranks reversed, as a Λ: loss and
+embedding are on the last rank, where Megatron's loss logging, evaluation, token counts and output
+casts expect the loss.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.program import Program
+from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
+from megatron_zbpp.ir import Placement, Schedule, W
+from megatron_zbpp.mcore.settings import AUTO, Settings
+from megatron_zbpp.runtime.autotune import start_family
+from megatron_zbpp.runtime.guard import agreement
+from megatron_zbpp.schedules import build
+
+
+def for_megatron(schedule: Schedule) -> Schedule:
+    """Returns `schedule`, its ranks reversed if that brings the loss to the last rank.
+
+    Raises:
+        ValueError: the loss is on neither end; Megatron reports from the last rank.
+    """
+    last = schedule.num_ranks - 1
+    for candidate in (schedule, schedule.reversed()):
+        if candidate.placement.ranks[-1] == last:
+            return candidate
+    raise ValueError(
+        f'{schedule.name} places the last stage on rank {schedule.placement.ranks[-1]}: '
+        f'Megatron needs it on the first or last rank (0 or {last})'
+    )
+
+
+class Family(NamedTuple):
+    """What makes a schedule for any number of microbatches.
+
+    Attributes:
+        name: of the family.
+        num_chunks: stages a rank; None: the family's choice.
+        memory_limit: in activations of one microbatch on a full rank; None: the family's choice.
+    """
+
+    name: str
+    num_chunks: int | None = None
+    memory_limit: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A checked schedule as programs, in Megatron's ranks.
+
+    Attributes:
+        schedule: as it was checked.
+        programs: of all ranks.
+        ahead: how many of its first passes each rank may run before an iteration begins.
+    """
+
+    schedule: Schedule
+    programs: tuple[Program, ...]
+    ahead: tuple[int, ...]
+
+    @property
+    def placement(self) -> Placement:
+        return self.schedule.placement
+
+    @functools.lru_cache(64)  # noqa: B019 - as many as ranks; they end with the session's programs
+    def program(self, rank: int, ranks_ahead: int) -> tuple[Program, int]:
+        """Returns the program of a rank, and how many instructions of it come ahead.
+
+        Args:
+            rank: in the pipeline.
+            ranks_ahead: how many ranks of the chain go ahead.
+        """
+        passes = passes_run_ahead(self.schedule, self.ahead, ranks_ahead)
+        first, rest = split(self.programs[rank], passes)
+        return first + rest, len(first)
+
+
+class Programs:
+    """Makes schedules and their programs, each once.
+
+    Args:
+        settings: what was asked for.
+
+    Attributes:
+        source: a schedule, or the family that makes one.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._to_plan_from = settings.schedule == AUTO
+        self.source: Schedule | Family
+        if isinstance(settings.schedule, Schedule):
+            self.source = settings.schedule
+        elif self._to_plan_from:
+            self.source = Family(start_family(settings.num_chunks), settings.num_chunks)
+        else:
+            self.source = Family(settings.schedule, settings.num_chunks, settings.memory_limit)
+        self._lowered: dict[tuple[int, int, bool], Lowered] = {}
+        self._placements: dict[int, Placement] = {}
+        self._planned: dict[tuple[int, int], Schedule] = {}
+
+    @functools.cached_property
+    def key(self) -> str:
+        """The source in words: equal on two ranks exactly if the source is."""
+        if isinstance(self.source, Schedule):
+            return agreement.words(self.source)
+        name, num_chunks, memory_limit = self.source
+        chunks = f' with {num_chunks} chunks a rank' if num_chunks else ''
+        limit = f' within {memory_limit:g}' if memory_limit else ''
+        return name + chunks + limit + (' to plan from' if self._to_plan_from else '')
+
+    def schedule(self, num_ranks: int, num_microbatches: int) -> Schedule:
+        """Returns the schedule for p ranks and m microbatches, in Megatron's ranks.
+
+        Raises:
+            ValueError: the family cannot make one, or the given one is for another p or m.
+        """
+        if (num_ranks, num_microbatches) in self._planned:
+            return self._planned[num_ranks, num_microbatches]
+        if isinstance(self.source, Schedule):
+            for what, has, needed in (
+                ('pipeline ranks', self.source.num_ranks, num_ranks),
+                ('microbatches', self.source.num_microbatches, num_microbatches),
+            ):
+                if has != needed:
+                    raise ValueError(
+                        f'schedule {self.source.name} is for {has} {what}, not {needed}: change '
+                        'the parallel or batch sizes, or use a family by its name'
+                    )
+            return for_megatron(self.source)
+        name, num_chunks, memory_limit = self.source
+        schedule = build(
+            name,
+            num_ranks,
+            num_microbatches,
+            num_chunks=num_chunks,
+            memory_limit=memory_limit,
+        )
+        return for_megatron(schedule)
+
+    def placement(self, num_ranks: int) -> Placement:
+        """Returns where the stages are, whatever the number of microbatches."""
+        if num_ranks not in self._placements:
+            given = isinstance(self.source, Schedule)
+            schedule = self.schedule(num_ranks, self.source.num_microbatches if given else 1)
+            self._placements[num_ranks] = schedule.placement
+        return self._placements[num_ranks]
+
+    def splits(self, num_ranks: int) -> bool:
+        """Returns whether weight gradients wait for W passes."""
+        given = isinstance(self.source, Schedule)
+        m = self.source.num_microbatches if given else 2 * num_ranks
+        return any(p.kind == W for order in self.schedule(num_ranks, m).passes for p in order)
+
+    def lowered(self, num_ranks: int, num_microbatches: int, forward_only: bool) -> Lowered:
+        """Returns the checked programs, kept or made now.
+
+        Raises:
+            ScheduleError: the schedule is not valid.
+        """
+        key = (num_ranks, num_microbatches, forward_only)
+        if key not in self._lowered:
+            schedule = self.schedule(num_ranks, num_microbatches)
+            schedule = schedule.forward_only() if forward_only else schedule
+            programs = check(schedule).programs
+            self._lowered[key] = Lowered(schedule, programs, passes_ahead(schedule))
+        return self._lowered[key]
+
+    def replace(self, planned: Schedule) -> None:
+        """Runs `planned` from now on where it has the right size."""
+        size = planned.num_ranks, planned.num_microbatches
+        self._planned[size] = planned
+        for forward_only in (False, True):
+            self._lowered.pop((*size, forward_only), None)

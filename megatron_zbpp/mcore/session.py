@@ -1,0 +1,109 @@
+"""What a run knows while the plugin is enabled; nothing that Megatron is patched with is here.
+
+Takes from this room only what is a value: what was asked for, and its programs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.mcore.programs import Programs
+from megatron_zbpp.mcore.settings import AUTO, Settings
+from megatron_zbpp.post_validation.policy import Governor
+from megatron_zbpp.post_validation.protocol import PostValidation
+from megatron_zbpp.runtime.autotune import AutoPlan
+from megatron_zbpp.runtime.channels import Channels
+from megatron_zbpp.runtime.guard import agreement
+from megatron_zbpp.runtime.guard.watchdog import Watchdog
+from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.observe.trace import Tracer
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
+
+
+class Session:
+    """The state of one run on one rank.
+
+    Args:
+        settings: what was asked for.
+
+    Attributes:
+        settings: those.
+        programs: of the schedule, for each number of microbatches.
+        store: the weight gradients that wait for their W.
+        watchdog: ends this process if the pipeline no longer moves.
+        post_validation: of the optimizer steps, where that is asked for.
+        auto: plans, where that is asked for.
+        tracer: draws an iteration, where that is asked for.
+        flags: of the program, that all ranks must have alike: compared before groups are made.
+        latest: the latest iteration of this rank.
+
+    Raises:
+        ValueError: settings that make no sense.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.programs = Programs(settings)
+        self.store = WeightGradStore()
+        self.watchdog = Watchdog(settings.watchdog_timeout)
+        if settings.watchdog_pause_timeout is not None:
+            self.watchdog.limit_pauses(settings.watchdog_pause_timeout)
+        self.post_validation: PostValidation | None = None
+        if settings.post_validation is not None:
+            governor = Governor(settings.post_validation)
+            self.post_validation = PostValidation(governor, self.watchdog.meeting)
+        self.auto: AutoPlan | None = None
+        if settings.schedule == AUTO:
+            objective = 'makespan' if self.post_validation is None else 'window'
+            self.auto = AutoPlan(settings.profile_iters, settings.memory_limit, objective=objective)
+        self.tracer = None if settings.trace_dir is None else Tracer(settings.trace_dir)
+        self.flags: Mapping[str, object] = {}
+        self.latest: Iteration | None = None
+        self._channels: dict[tuple[dist.ProcessGroup, Placement], Channels] = {}
+        self._agreed: set[tuple] = set()
+
+    def agree(self, settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
+        """Returns if all ranks of `group` have these settings: a collective where they are new.
+
+        Settings that are new on some ranks only are a stall, for the watchdog.
+
+        Raises:
+            DisagreementError: they have not.
+        """
+        settings = {'schedule': self.programs.key, **settings}
+        if group is dist.group.WORLD:
+            settings |= self.flags
+        key = (group, *settings.items())
+        if key not in self._agreed:
+            with self.watchdog.meeting(f'handshake about {agreement.words(settings)}'):
+                gathered = agreement.gather(settings, group)
+            agreement.compare(gathered)
+            self._agreed.add(key)
+
+    def channels(
+        self, pp_group: dist.ProcessGroup, placement: Placement, device: torch.device
+    ) -> Channels:
+        """Returns the channels of this rank between neighbouring stages; made once a group."""
+        key = (pp_group, placement)
+        if key not in self._channels:
+            ranks = placement.ranks
+            steps = [(a, b) for a, b in itertools.pairwise(ranks) if a != b]
+            pairs = {*steps, *((b, a) for a, b in steps)}
+            self._channels[key] = Channels(pp_group, pairs, device, self.watchdog.meeting)
+        return self._channels[key]
+
+    def on_iteration_end(self, iteration: Iteration) -> None:
+        """Takes note of an iteration of training; runs what auto has planned from now on."""
+        self.latest = iteration
+        if self.tracer is not None:
+            self.tracer.after(iteration)
+        planned = self.auto.after(iteration) if self.auto is not None else None
+        if planned is not None:
+            self.programs.replace(planned)
+            if self.tracer is not None:
+                self.tracer.switched(self.auto.costs)
