@@ -13,4 +13,6 @@ if [ "$(cat "$VENV/installed" 2> /dev/null)" != "$wanted" ]; then
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -e '.[docs]'
     echo "$wanted" > "$VENV/installed"
 fi
+# mkdocs-material tells of its successor in each build
+export NO_MKDOCS_2_WARNING=1
 exec "$VENV/bin/python" -m mkdocs "${1:-build}"

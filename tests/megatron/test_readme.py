@@ -134,7 +134,7 @@ def checkout(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize('command', [c for c in INSTALL if '--no-deps' in c])
-def test_install_command(command, checkout, tmp_path):
+def test_install_zbpp_command(command, checkout, tmp_path):
     """From a copy of the checkout in place of the address; it then draws, on its own."""
     _, *arguments = shlex.split(command)
     arguments = [re.sub(r'git\+https://.*', f'file://{checkout}', a) for a in arguments]
