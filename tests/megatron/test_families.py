@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from example import run
+from grids import grid
 
 from megatron_zbpp.ir.formats import to_torch_csv
 from megatron_zbpp.schedules import FAMILIES, build
@@ -38,9 +39,10 @@ def assert_same(trained, expected):
     assert trained.optimizer == expected.optimizer
 
 
-@pytest.mark.parametrize(('p', 'm'), [(2, 3), (2, 6), (4, 2), (4, 7)])
-@pytest.mark.parametrize('family', [family.name for family in FAMILIES])
-def test_identical_to_megatron(ranks, data, tmp_path, reference, family, p, m):
+@grid(family=tuple(family.name for family in FAMILIES), shape=((4, 7), (2, 3), (4, 2), (2, 6)))
+def test_identical_to_megatron(ranks, data, tmp_path, reference, family, shape):
+    """With more microbatches than ranks, and with fewer; with as many chunks as usual, and others."""
+    p, m = shape
     for chunks in {None, CHUNKS.get(family)}:
         flags = ['--pipeline-schedule', family]
         flags += ['--num-virtual-stages-per-pipeline-rank', chunks] if chunks else []
