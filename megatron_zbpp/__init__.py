@@ -228,7 +228,7 @@ def add_arguments() -> None:
 
     For a script of Megatron-LM: two lines at its top make it what `megatron_zbpp.launch` makes it.
     """
-    from megatron_zbpp.mcore.import_hook import after_import
+    from megatron_zbpp.runtime.import_hook import after_import
 
     def install(_: object) -> None:
         from megatron_zbpp.mcore.command_line import arguments

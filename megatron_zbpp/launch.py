@@ -12,25 +12,12 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_zbpp.emulation import cpu, te
+from megatron_zbpp.emulation.flags import cpu_flags, wants_transformer_engine
 
 PATH = 'PYTHONPATH'
-# What a machine without a GPU needs; whatever the user gives comes later and so wins.
-_LOCAL = ('--transformer-impl=local', '--no-gradient-accumulation-fusion')
-CPU_FLAGS = (
-    '--transformer-impl=local',
-    '--distributed-backend=gloo',
-    '--no-gradient-accumulation-fusion',
-    '--no-masked-softmax-fusion',
-    '--no-bias-gelu-fusion',
-    '--no-bias-swiglu-fusion',
-    '--no-bias-dropout-fusion',
-    '--no-persist-layer-norm',
-    '--no-rope-fusion',
-)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -76,20 +63,6 @@ def main(argv: list[str] | None = None) -> None:
     before = cpu_flags(args.arguments) if args.cpu else ()
     sys.argv = [str(args.script), *before, *args.arguments]
     runpy.run_path(str(args.script), run_name='__main__')
-
-
-def cpu_flags(words: Sequence[str]) -> tuple[str, ...]:
-    """The flags that a script with the flags `words` needs on a CPU."""
-    emulated = wants_transformer_engine(words)
-    return tuple(flag for flag in CPU_FLAGS if not (emulated and flag in _LOCAL))
-
-
-def wants_transformer_engine(words: Sequence[str]) -> bool:
-    """Whether a script with the flags `words` asks for the layers of Transformer Engine."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument('--transformer-impl')
-    known, _ = parser.parse_known_args(list(words))
-    return known.transformer_impl == 'transformer_engine'
 
 
 if __name__ == '__main__':

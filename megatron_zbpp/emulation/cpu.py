@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._triton import has_triton_package
 
 from megatron_zbpp.emulation import apex
-from megatron_zbpp.mcore.import_hook import after_import
+from megatron_zbpp.runtime.import_hook import after_import
 
 
 def _cpu(device: object) -> object:

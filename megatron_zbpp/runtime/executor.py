@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -20,6 +19,7 @@ from megatron_zbpp.ir import B, F, Pass, W, chain
 from megatron_zbpp.runtime.channels import Channels, Incoming, Message
 from megatron_zbpp.runtime.clock import Clock
 from megatron_zbpp.runtime.observe.profiling import profiled
+from megatron_zbpp.runtime.observe.record import Record
 from megatron_zbpp.runtime.weight_grads import Key, WeightGradStore
 
 _PLAIN = chain(1)  # what each kind of pass does, whatever its stage
@@ -44,21 +44,6 @@ class Stage(Protocol):
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         """Around what accumulates gradients; `last`: these parameters get no more after it."""
-
-
-@dataclass
-class Record:
-    """What one rank did in one iteration.
-
-    Attributes:
-        passes: in order.
-        marks: (start, end) of each, for `Clock.seconds`.
-        live: activations held after each, counted in (stage, microbatch) pairs by chunk.
-    """
-
-    passes: list[Pass] = field(default_factory=list)
-    marks: list[tuple[object, object]] = field(default_factory=list)
-    live: list[int] = field(default_factory=list)
 
 
 class Executor:

@@ -41,7 +41,7 @@ def assert_same(trained, expected):
 
 @grid(family=tuple(family.name for family in FAMILIES), shape=((4, 7), (2, 3), (4, 2), (2, 6)))
 def test_identical_to_megatron(ranks, data, tmp_path, reference, family, shape):
-    """With more microbatches than ranks, and with fewer; with as many chunks as usual, and others."""
+    """With more microbatches than ranks and with fewer; with the usual chunks and with others."""
     p, m = shape
     for chunks in {None, CHUNKS.get(family)}:
         flags = ['--pipeline-schedule', family]

@@ -15,7 +15,7 @@ from nvidia import CHECKOUT, SCRIPT, needs_training
 from paths import ROOT
 
 import megatron_zbpp
-from megatron_zbpp.launch import CPU_FLAGS
+from megatron_zbpp.emulation.flags import CPU_FLAGS
 
 README = (ROOT / 'examples' / 'gpt' / 'README.md').read_text()
 SETTING, *BLOCKS = re.findall(r'```bash\n(.*?)```', README, re.S)

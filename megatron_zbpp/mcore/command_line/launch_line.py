@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from megatron_zbpp.launch import cpu_flags
+from megatron_zbpp.emulation.flags import cpu_flags
 from megatron_zbpp.mcore import refusals
 from megatron_zbpp.mcore.command_line import arguments
 

@@ -13,8 +13,8 @@ from megatron.core.pipeline_parallel import schedules
 
 from megatron_zbpp.ir import BW, F, Pass
 from megatron_zbpp.runtime.clock import clock_for
-from megatron_zbpp.runtime.executor import Record
 from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.observe.record import Record
 from megatron_zbpp.schedules import build
 
 

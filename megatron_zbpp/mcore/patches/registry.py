@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from megatron_zbpp.mcore.import_hook import after_import
+from megatron_zbpp.runtime.import_hook import after_import
 
 
 @dataclass(frozen=True)

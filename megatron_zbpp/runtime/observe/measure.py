@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megatron_zbpp.ir import F, Schedule, W
 from megatron_zbpp.ir.timeline import Timeline, idle
 from megatron_zbpp.runtime.clock import Clock
-from megatron_zbpp.runtime.executor import Record
 from megatron_zbpp.runtime.observe.clock_sync import lead_of_neighbour, on_one_clock
+from megatron_zbpp.runtime.observe.record import Record
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from cuda_double import GPU, Cuda
 from megatron_zbpp.ir import B, Pass
 from megatron_zbpp.post_validation import speculative_step
 from megatron_zbpp.runtime.clock import clock_for
-from megatron_zbpp.runtime.executor import Record
 from megatron_zbpp.runtime.guard.position import Tracker
 from megatron_zbpp.runtime.guard.watchdog import EXIT_CODE, Watchdog
+from megatron_zbpp.runtime.observe.record import Record
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 DEVICE = torch.device('cuda', GPU)

@@ -1,0 +1,22 @@
+"""What is kept of an iteration while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_zbpp.ir import Pass
+
+
+@dataclass
+class Record:
+    """What one rank did in one iteration.
+
+    Attributes:
+        passes: in order.
+        marks: (start, end) of each, for `Clock.seconds`.
+        live: activations held after each, counted in (stage, microbatch) pairs by chunk.
+    """
+
+    passes: list[Pass] = field(default_factory=list)
+    marks: list[tuple[object, object]] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
