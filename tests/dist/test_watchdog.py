@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paths import ROOT
+from paths import ROOT, SUPPORT
 
 import json
 import os
@@ -63,8 +63,8 @@ def ended(tmp_path_factory):
     folder = tmp_path_factory.mktemp('cases')
     cases = folder / 'cases.json'
     cases.write_text(json.dumps(list(CASES.values())))
-    program = ROOT / 'tests' / 'dist' / 'mishaps.py'
-    path = os.pathsep.join([str(ROOT), str(ROOT / 'tests')])
+    program = SUPPORT / 'mishaps.py'
+    path = os.pathsep.join([str(ROOT), str(SUPPORT)])
     done = run([sys.executable, program, cases], env={'PYTHONPATH': path}, timeout=150)
     assert done.returncode == 0, done.stderr
     return dict(zip(CASES, json.loads(done.stdout), strict=True))

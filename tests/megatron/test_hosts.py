@@ -143,7 +143,7 @@ def program(place, folder, data, more):
     """The training whose last rank cuts the link at that place of the fourth iteration."""
     saving = ['--save', folder / 'checkpoints', '--save-interval', 2]
     saving += ['--metrics-file', folder / 'metrics']
-    script = [ROOT / 'tests' / 'megatron' / 'cut_off.py', 1, 4, place, folder / 'cut']
+    script = [SUPPORT / 'cut_off.py', 1, 4, place, folder / 'cut']
     return [*script, *MODEL, '--data-path', data, *FLAGS, *more, *saving, *WATCHED]
 
 

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 from example import run
+from grids import grid
 
 MICROBATCHES = (1, 2, 3, 4, 7, 8, 16)
+ITERATIONS = 10
 CLIPPING, NO_CLIPPING = 0.5, 1e9  # the norm is computed all the same
 
 
-def cases():
-    """(p, precision, m): all; for a large m, whose runs are long, the precisions take turns."""
-    for p, bf16, (index, m) in product((2, 4), (False, True), enumerate(MICROBATCHES)):
-        if m < 7 or bf16 == (index % 2 != (p == 4)):
-            yield p, 'bf16' if bf16 else 'fp32', m
-
-
-@pytest.mark.parametrize(('p', 'precision', 'm'), list(cases()))
-def test_identical_to_megatron(ranks, data, tmp_path, p, precision, m):
-    """Losses, parameters and Adam's state of 20 iterations, for every number of microbatches.
+@grid(m=MICROBATCHES, p=(2, 2, 4, 4, 2, 4, 2), precision=('fp32', 'bf16', 'bf16', 'fp32'))
+def test_identical_to_megatron(ranks, data, tmp_path, m, p, precision):
+    """Losses, parameters and Adam's state, for every number of microbatches.
 
     Tied and untied embeddings take turns, the other way round for bf16 as for fp32; even and uneven
-    layers, the other way round for p = 4 as for p = 2. So each number of microbatches is tried with
-    each of all these.
+    layers, the other way round for p = 4 as for p = 2. So in a full run each number of microbatches
+    is tried with each of all these.
     """
     index = MICROBATCHES.index(m)
     tied = index % 2 == (precision == 'bf16')
@@ -36,14 +29,14 @@ def test_identical_to_megatron(ranks, data, tmp_path, p, precision, m):
     shape += [] if tied else ['--untie-embeddings-and-output-weights']
     shape += ['--bf16'] if precision == 'bf16' else []
     common = ['--pipeline-model-parallel-size', p, '--data-path', data, *shape]
-    common += ['--global-batch-size', m, '--train-iters', 20]
+    common += ['--global-batch-size', m, '--train-iters', ITERATIONS]
 
     def trained(schedule, clip):
         options = ['--pipeline-schedule', schedule, '--clip-grad', clip]
         return run(ranks(p), tmp_path, *common, *options)
 
     clipped = trained('megatron', CLIPPING)
-    assert len(set(clipped.losses)) == 20 and len(clipped.optimizer) > p
+    assert len(set(clipped.losses)) == ITERATIONS and len(clipped.optimizer) > p
     for schedule in ('1f1b', 'zb-h1'):
         assert trained(schedule, CLIPPING) == clipped, schedule
     reference = trained('megatron', NO_CLIPPING)
@@ -58,7 +51,7 @@ def test_identical_to_megatron(ranks, data, tmp_path, p, precision, m):
 def test_clipping_of_another_order(ranks, data, tmp_path, p):
     """ZB-V sums the gradient norm in another order: its clipping differs in the last bits only."""
     common = ['--pipeline-model-parallel-size', p, '--num-layers', 2 * p, '--data-path', data]
-    common += ['--global-batch-size', 8, '--train-iters', 20, '--clip-grad', CLIPPING]
+    common += ['--global-batch-size', 8, '--train-iters', ITERATIONS, '--clip-grad', CLIPPING]
     reference = run(ranks(p), tmp_path, *common, '--pipeline-schedule', 'megatron')
     vee = run(ranks(p), tmp_path, *common, '--pipeline-schedule', 'zb-v')
     for exact in ('losses', 'grad_norms'):

@@ -8,10 +8,10 @@ import sys
 
 import commands
 from example import MODEL, run
-from paths import ROOT
+from paths import ROOT, SUPPORT
 from test_bad_input import survivors
 
-SCRIPT = ROOT / 'tests' / 'megatron' / 'doomed.py'
+SCRIPT = SUPPORT / 'doomed.py'
 TIMEOUT = 60
 NUM_RANKS = 4
 
