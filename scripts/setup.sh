@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the other scripts: makes .venv in the checkout with the package and its pinned
 # development versions, or reuses it. PYTHON chooses the interpreter (default: python3).
 set -euo pipefail

@@ -12,13 +12,13 @@ from cuda_double import GPU, Cuda
 from programs import pairs
 from stages import ROWS, WIDTH, LinearStage, reference
 
-from megatron_zbpp.emulation import nccl
-from megatron_zbpp.ir import F, Pass
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import Send
+from megatron_zbpp.emulation import nccl
+from megatron_zbpp.ir import F, Pass
 from megatron_zbpp.runtime import channels
-from megatron_zbpp.runtime.clock import clock_for
 from megatron_zbpp.runtime.channels import Channels, Message
+from megatron_zbpp.runtime.clock import clock_for
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.observe.measure import Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from programs import pairs
 from stages import ROWS, WIDTH, LinearStage, reference
 
-from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.runtime.clock import HostClock
+from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.runtime.channels import Channels, Message
+from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build
@@ -74,9 +74,7 @@ def test_a_group_for_each_direction(ranks):
     check_run(ranks, build('zb-h1', 4, 5), separate=True)
 
 
-@settings(
-    max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_valid_order(ranks, data):
     """Shuffled schedules: whatever the checker accepts runs, and gives the same bits."""

@@ -11,13 +11,13 @@ from grids import grid
 from programs import pairs, posted_earlier
 from stages import ROWS, WIDTH, LinearStage, reference
 
+from megatron_zbpp.analysis.deadlock import DeadlockError, Rule, prove
+from megatron_zbpp.analysis.lowering import lower
+from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.emulation import nccl
 from megatron_zbpp.ir import W
-from megatron_zbpp.analysis.run_ahead import passes_run_ahead, passes_ahead, split
-from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.analysis.deadlock import DeadlockError, Rule, prove
-from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.channels import Channels, Message
+from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build, names
@@ -121,7 +121,9 @@ class Pipeline:
         return {s: stage.losses for s, stage in self.stages.items()}
 
     def _ahead(self):
-        ahead = passes_run_ahead(self.schedule, passes_ahead(self.schedule), self.schedule.num_ranks)
+        ahead = passes_run_ahead(
+            self.schedule, passes_ahead(self.schedule), self.schedule.num_ranks
+        )
         begun, rest = split(self.programs[self.rank], ahead)
         return begun + rest, len(begun)
 

@@ -11,9 +11,9 @@ import pytest
 
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import Send
-from megatron_zbpp.runtime.observe.record import Record
 from megatron_zbpp.runtime.guard.position import Tracker
 from megatron_zbpp.runtime.guard.termination import Termination
+from megatron_zbpp.runtime.observe.record import Record
 from megatron_zbpp.schedules import build
 
 

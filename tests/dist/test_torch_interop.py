@@ -16,9 +16,8 @@ from test_executor import check_run
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from megatron_zbpp.ir import formats
-from megatron_zbpp.ir import Schedule
 from megatron_zbpp.analysis.checker import ScheduleError, check
+from megatron_zbpp.ir import Schedule, formats
 from megatron_zbpp.schedules import build, names
 
 WIDTH, ROWS = 8, 3  # of a tiny stage's layer, and of one microbatch

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from paths import ROOT, SUPPORT
-
 import json
 import os
 import sys
-from pathlib import Path
 
 import pytest
 from commands import run
+from paths import ROOT, SUPPORT
 
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.runtime.guard.watchdog import EXIT_CODE, Watchdog
