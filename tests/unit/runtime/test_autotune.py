@@ -13,8 +13,8 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir import BW, B, F, Placement, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.runtime.autotune import AutoPlan, Measured, merge_measurements
+from megatron_zbpp.runtime.executor import Record
 from megatron_zbpp.runtime.observe.measure import Iteration
-from megatron_zbpp.runtime.observe.record import Record
 from megatron_zbpp.schedules import build
 
 PLACEMENT = Placement.v(2)
