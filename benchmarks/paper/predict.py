@@ -32,7 +32,6 @@ class Prediction(NamedTuple):
     bubble_rate: float
 
 
-@cache
 def predict(
     schedule: str, model: Model, microbatches: int, times: tuple[float, ...], factor: int = 1
 ) -> Prediction:
@@ -43,27 +42,35 @@ def predict(
         model: a row of Table 3.
         microbatches: m.
         times: T_F, T_B, T_W, T_comm of Table 6, in ms.
-        factor: a microbatch has so many times the samples of Table 3, and each pass takes so many
-            times as long.
+        factor: a microbatch has so many times the samples of Table 3. Each pass and message takes
+            so many times as long, so the schedule and its throughput stay; activations grow.
     """
-    chunks = model.layers if schedule == 'interleaved' else 1
-    costs = _costs(model, times, factor, chunks)
-    options = {'num_chunks': chunks} if chunks > 1 else {}
-    built = build(schedule, model.num_ranks, microbatches, costs=costs, **options)
-    timeline = simulate(built, costs)
-    samples = 1000 * microbatches * model.batch * factor / model.num_ranks
-    layers = [
-        sum(_layers(model, stage, chunks) for stage in built.placement.stages(rank))
-        for rank in range(model.num_ranks)
-    ]
-    states = BYTES_PER_PARAMETER * 12 * model.hidden**2
-    held = [most + states * layer for most, layer in zip(peak(built, costs), layers, strict=True)]
+    timeline, activations, states = _iteration(schedule, model, microbatches, times)
+    samples = 1000 * microbatches * model.batch / model.num_ranks
+    held = (factor * most + own for most, own in zip(activations, states, strict=True))
     return Prediction(
         samples / max(timeline.windows),
         samples / timeline.makespan,
         max(held) / 1e9,
         timeline.bubble_window,
     )
+
+
+@cache
+def _iteration(
+    schedule: str, model: Model, microbatches: int, times: tuple[float, ...]
+) -> tuple[Timeline, tuple[float, ...], tuple[float, ...]]:
+    """Returns the simulated iteration, and bytes of each rank: of activations, of its layers."""
+    chunks = model.layers if schedule == 'interleaved' else 1
+    costs = _costs(model, times, chunks)
+    built = build(schedule, model.num_ranks, microbatches, num_chunks=chunks, costs=costs)
+    layers = (
+        sum(_layers(model, stage, chunks) for stage in built.placement.stages(rank))
+        for rank in range(model.num_ranks)
+    )
+    of_layer = BYTES_PER_PARAMETER * 12 * model.hidden**2
+    states = tuple(of_layer * count for count in layers)
+    return simulate(built, costs), tuple(peak(built, costs)), states
 
 
 def activation_bytes(heads: int, hidden: int, samples: int) -> tuple[int, int]:
@@ -93,12 +100,12 @@ def v_shape_timeline(schedule: str, setting: VShape, factor: int = 1) -> Timelin
     return simulate(built, costs)
 
 
-def _costs(model: Model, times: tuple[float, ...], factor: int, chunks: int) -> Costs:
+def _costs(model: Model, times: tuple[float, ...], chunks: int) -> Costs:
     """Costs of each stage: equal times, as Table 6 has one for all, and its own layers' bytes."""
-    forward, backward, weight, comm = (time * factor for time in times)
+    forward, backward, weight, comm = times
     stages = model.num_ranks * chunks
     layers = [_layers(model, stage, chunks) for stage in range(stages)]
-    activation, retained = activation_bytes(model.heads, model.hidden, model.batch * factor)
+    activation, retained = activation_bytes(model.heads, model.hidden, model.batch)
     return Costs(
         *((time / chunks,) * stages for time in (forward, backward, weight)),
         comm,

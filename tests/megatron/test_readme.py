@@ -122,6 +122,15 @@ def test_zbpp_commands(page, tmp_path, data):
         assert len(losses) == 20 and losses[-1] < 0.7 * losses[0]
 
 
+@pytest.mark.parametrize(
+    'code', sorted({b.text for b in pages.blocks() if b.language == 'python' and not b.title})
+)
+def test_snippet(code):
+    """What has no file of its own."""
+    done = run([sys.executable, '-c', f'{code}\nassert plugin.enabled\nplugin.disable()'])
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope='module')
 def checkout(tmp_path_factory) -> Path:
     """A copy of what is installed, so that nothing is built in ours."""
