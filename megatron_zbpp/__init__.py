@@ -130,7 +130,7 @@ def enable(
         plugin.install()
         _enabled = plugin
     if flags is not None:
-        _enabled.session.flags = agreement.numbers(flags)
+        _enabled.session.flags = agreement.comparable_flags(flags)
     return _enabled
 
 
@@ -194,7 +194,7 @@ def guard(what: str) -> AbstractContextManager[None]:
     Args:
         what: its name, for the report of a rank that waits in it.
     """
-    return nullcontext() if _enabled is None else _enabled.session.watchdog.meeting(what)
+    return nullcontext() if _enabled is None else _enabled.session.watchdog.collective(what)
 
 
 def observe(device: torch.device, pp_group: dist.ProcessGroup) -> AbstractContextManager[Observer]:

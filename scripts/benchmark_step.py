@@ -18,7 +18,12 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_zbpp.emulation import cpu
-from megatron_zbpp.post_validation.speculative_step import BUFFER_BYTES, KEPT_BYTES, Stepped, Trial
+from megatron_zbpp.post_validation.speculative_step import (
+    BUFFER_BYTES,
+    KEPT_BYTES,
+    SpeculativeStep,
+    Stepped,
+)
 
 
 def main() -> None:
@@ -54,7 +59,7 @@ class Row(NamedTuple):
     """Of one size of what is kept.
 
     Attributes:
-        kept_bytes, peak_bytes: of `Trial`.
+        kept_bytes, peak_bytes: of `SpeculativeStep`.
         step: median seconds of a synchronous step.
         later: of one that is tried, and then completed.
     """
@@ -89,11 +94,13 @@ def measure(
         result = function()
         return _now(device) - start, result
 
-    def later(kept_bytes: int) -> Trial:
-        trial = Trial(optimizer, list(map(Stepped, own, read)), kept_bytes=kept_bytes)
-        trial.undo()
-        trial.complete(optimizer.step)
-        return trial
+    def later(kept_bytes: int) -> SpeculativeStep:
+        speculative = SpeculativeStep(
+            optimizer, list(map(Stepped, own, read)), kept_bytes=kept_bytes
+        )
+        speculative.undo()
+        speculative.complete(optimizer.step)
+        return speculative
 
     limits = (0, KEPT_BYTES)
     steps, laters = [], [[] for _ in limits]

@@ -88,7 +88,7 @@ class IdleStage:
     def release(self, output: torch.Tensor) -> None:
         pass
 
-    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+    def grad_sync(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
 

@@ -78,9 +78,9 @@ class Alone:
         self._inner.release(output)
 
     @contextmanager
-    def accumulating(self, last: bool) -> Iterator[None]:
+    def grad_sync(self, last: bool) -> Iterator[None]:
         self._weigh()
-        with self._inner.accumulating(last):
+        with self._inner.grad_sync(last):
             yield
 
     def weigh_last(self) -> None:

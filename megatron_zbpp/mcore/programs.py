@@ -109,7 +109,7 @@ class Programs:
     def key(self) -> str:
         """The source in words: equal on two ranks exactly if the source is."""
         if isinstance(self.source, Schedule):
-            return agreement.words(self.source)
+            return agreement.fingerprint(self.source)
         name, num_chunks, memory_limit = self.source
         chunks = f' with {num_chunks} chunks a rank' if num_chunks else ''
         limit = f' within {memory_limit:g}' if memory_limit else ''

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import AUTO, Settings
-from megatron_zbpp.post_validation.policy import Governor
+from megatron_zbpp.post_validation.policy import EarlyStepPolicy
 from megatron_zbpp.post_validation.protocol import PostValidation
 from megatron_zbpp.runtime.autotune import AutoPlan
 from megatron_zbpp.runtime.channels import Channels
@@ -55,8 +55,8 @@ class Session:
             self.watchdog.limit_pauses(settings.watchdog_pause_timeout)
         self.post_validation: PostValidation | None = None
         if settings.post_validation is not None:
-            governor = Governor(settings.post_validation)
-            self.post_validation = PostValidation(governor, self.watchdog.meeting)
+            policy = EarlyStepPolicy(settings.post_validation)
+            self.post_validation = PostValidation(policy, self.watchdog.collective)
         self.auto: AutoPlan | None = None
         if settings.schedule == AUTO:
             objective = 'makespan' if self.post_validation is None else 'window'
@@ -80,7 +80,7 @@ class Session:
             settings |= self.flags
         key = (group, *settings.items())
         if key not in self._agreed:
-            with self.watchdog.meeting(f'handshake about {agreement.words(settings)}'):
+            with self.watchdog.collective(f'handshake about {agreement.fingerprint(settings)}'):
                 gathered = agreement.gather(settings, group)
             agreement.compare(gathered)
             self._agreed.add(key)
@@ -94,7 +94,7 @@ class Session:
             ranks = placement.ranks
             steps = [(a, b) for a, b in itertools.pairwise(ranks) if a != b]
             pairs = {*steps, *((b, a) for a, b in steps)}
-            self._channels[key] = Channels(pp_group, pairs, device, self.watchdog.meeting)
+            self._channels[key] = Channels(pp_group, pairs, device, self.watchdog.collective)
         return self._channels[key]
 
     def on_iteration_end(self, iteration: Iteration) -> None:

@@ -30,10 +30,10 @@ class Prefix:
     def then(self, squared_norm: float, clip_grad: float) -> Prefix:
         """With one rank more, which goes ahead exactly if the state allows it."""
         total = self.squared_norm + squared_norm
-        return Prefix(total, self.ahead + stands(math.sqrt(total), clip_grad))
+        return Prefix(total, self.ahead + is_clean(math.sqrt(total), clip_grad))
 
 
-def stands(norm: float, clip_grad: float) -> bool:
+def is_clean(norm: float, clip_grad: float) -> bool:
     """Whether a step with gradients of this norm would be neither skipped nor clipped.
 
     Args:
@@ -43,7 +43,7 @@ def stands(norm: float, clip_grad: float) -> bool:
     return math.isfinite(norm) and (clip_grad <= 0 or clip_grad / (norm + 1e-6) >= 1)
 
 
-class Chain:
+class PartialReduction:
     """Passes prefixes from rank to rank.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Governor:
+class EarlyStepPolicy:
     """Decides by what became of the latest steps: alike on all ranks, which see the same results.
 
     Args:

@@ -1,12 +1,12 @@
 """An optimizer step without a barrier: tried on what a rank knows, validated when all is known.
 
 One step goes like this on each rank. The reductions over all ranks are begun, not waited for. The
-state of the ranks before it arrives; if it and the rank's own allow a step, the model gets stepped
-parameters on trial and the rank goes ahead with forwards of the next iteration. Then, before
-anything touches the gradients, the reductions' results are there: the true step is taken, or what
-the trial has taken of it stands, with the synchronous step's bits. If the trial was right, the
-forwards are kept; if not, they are dropped, and their data given again. The caller gets the true
-step's result.
+state of the ranks before it arrives; if it and the rank's own allow a step, the model gets the
+parameters of a speculative step, and the rank goes ahead with forwards of the next iteration. Then,
+before anything touches the gradients, the reductions' results are there: the true step is taken, or
+what the speculative one has taken of it stays, with the synchronous step's bits. If that was right,
+the forwards are kept; if not, they are dropped, and their data given again. The caller gets the
+true step's result.
 
 (Zero Bubble Pipeline Parallelism, section 4, which sends the full state back through the ranks;
 here all get it from the reduction itself, which also gives Megatron's own roundings.)
@@ -19,8 +19,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_zbpp.post_validation.partial_state import Chain
-from megatron_zbpp.post_validation.policy import Governor
+from megatron_zbpp.post_validation.partial_state import PartialReduction
+from megatron_zbpp.post_validation.policy import EarlyStepPolicy
 
 STEP = 'optimizer step'  # as it is called where ranks meet
 
@@ -31,15 +31,15 @@ class Outcome:
 
     Attributes:
         result: what the optimizer's step returns.
-        clean: whether the parameters are what a trial step would have made: neither skipped nor
-            clipped.
+        clean: whether the parameters are what a speculative step would have made: neither skipped
+            nor clipped.
     """
 
     result: Any
     clean: bool
 
 
-class Update(Protocol):
+class OptimizerStep(Protocol):
     """One step of one optimizer."""
 
     clip_grad: float
@@ -68,7 +68,7 @@ class Ahead(Protocol):
         """Runs this rank's part, if so many `ranks` of the chain go ahead; receives what others
         sent in any case."""
 
-    def settle(self, stands: bool) -> None:
+    def settle(self, clean: bool) -> None:
         """Keeps the forwards for the iteration to come, or drops them."""
 
 
@@ -76,8 +76,8 @@ class PostValidation:
     """The steps of one optimizer.
 
     Args:
-        governor: when to step early.
-        meeting: a context around what waits for other ranks, given in words.
+        policy: when to step early.
+        collective: a context around what waits for other ranks, given in words.
 
     Attributes:
         early: how many steps were tried before all ranks had agreed, on this rank.
@@ -86,35 +86,38 @@ class PostValidation:
     """
 
     def __init__(
-        self, governor: Governor, meeting: Callable[[str], AbstractContextManager[None]]
+        self, policy: EarlyStepPolicy, collective: Callable[[str], AbstractContextManager[None]]
     ) -> None:
-        self.governor = governor
-        self._meeting = meeting
+        self.policy = policy
+        self._collective = collective
         self.early = 0
         self.taken_back = 0
         self.agreed = False
 
-    def step(self, update: Update, chain: Chain, ahead: Ahead) -> Any:
+    def step(self, optimizer_step: OptimizerStep, reduction: PartialReduction, ahead: Ahead) -> Any:
         """Takes one step; returns what the optimizer's own returns."""
-        self.agreed = self.governor.engaged
-        if self.governor.engaged:
-            outcome = self._step(update, chain, ahead)
+        self.agreed = self.policy.engaged
+        if self.policy.engaged:
+            outcome = self._step(optimizer_step, reduction, ahead)
         else:
-            with self._meeting(STEP):
-                outcome = update.synchronous()
-        self.governor.after(outcome.clean)
+            with self._collective(STEP):
+                outcome = optimizer_step.synchronous()
+        self.policy.after(outcome.clean)
         return outcome.result
 
-    def _step(self, update: Update, chain: Chain, ahead: Ahead) -> Outcome:
-        with self._meeting(f'{STEP}: the state of the ranks before'):
-            own = update.begin(ahead.possible())
-            prefix = chain.extend(own, update.clip_grad)
-        tried = prefix.ahead > chain.place and not chain.last  # the last rank soon knows everything
+    def _step(
+        self, optimizer_step: OptimizerStep, reduction: PartialReduction, ahead: Ahead
+    ) -> Outcome:
+        with self._collective(f'{STEP}: the state of the ranks before'):
+            own = optimizer_step.begin(ahead.possible())
+            prefix = reduction.extend(own, optimizer_step.clip_grad)
+        goes_ahead = prefix.ahead > reduction.place
+        tried = goes_ahead and not reduction.last  # which soon knows everything
         if tried:
-            update.try_step()
+            optimizer_step.try_step()
         ahead.run(prefix.ahead)
-        with self._meeting(f'{STEP}: the state of all ranks'):
-            outcome = update.finish()
+        with self._collective(f'{STEP}: the state of all ranks'):
+            outcome = optimizer_step.finish()
         ahead.settle(outcome.clean)
         self.early += tried
         self.taken_back += tried and not outcome.clean

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 
-class Tape:
+class ReplayIterator:
     """Gives what `source` gives; items may be drawn early, and given again.
 
     Attributes:
@@ -21,7 +21,7 @@ class Tape:
         self._drawn: deque[Any] = deque()  # from the source, not given yet
         self._kept: list[Any] | None = None  # given since `mark`, where they are kept
 
-    def __iter__(self) -> Tape:
+    def __iter__(self) -> ReplayIterator:
         return self
 
     def __next__(self) -> Any:

@@ -60,7 +60,7 @@ class _Before(NamedTuple):
         optimizer.state[parameter] = self.state
 
 
-class Trial:
+class SpeculativeStep:
     """Puts stepped parameters into the model.
 
     Then `undo` comes, and when it is known whether the step stands, `complete` or `give_back`.
@@ -153,7 +153,7 @@ class Trial:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """The optimizer finds all as before the trial that have not taken the step.
+        """The optimizer finds all as before that have not taken the step.
 
         Saved activations keep the parameters that they were computed with: a step that stands
         writes the same values again, so autograd is not told of a change.
@@ -164,7 +164,7 @@ class Trial:
         self._kept.clear()
 
     def complete(self, step: Callable[[], Any]) -> Any:
-        """The trial was right: takes the step, by `step`, of those that have not taken it."""
+        """It was right: takes the step, by `step`, of those that have not taken it."""
         taken = {id(before.stepped.parameter) for before in self._before}
         if not taken:
             return step()
@@ -178,7 +178,7 @@ class Trial:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """The trial was wrong: the optimizer finds all as before it."""
+        """It was wrong: the optimizer finds all as before."""
         for before in self._before:
             before.restore(self._optimizer)
         self._before.clear()

@@ -62,7 +62,7 @@ class Channels:
         pp_group: the pipeline group; peers are ranks in it.
         pairs: every (sender, receiver) pair of the placement.
         device: where messages live.
-        meeting: around what waits for other ranks, which it is told in words.
+        collective: around what waits for other ranks, which it is told in words.
         separate: whether each direction gets a group of its own; default: unless the backend for
             `device` is gloo.
 
@@ -78,7 +78,7 @@ class Channels:
         pp_group: dist.ProcessGroup,
         pairs: Iterable[tuple[int, int]],
         device: torch.device,
-        meeting: Callable[[str], AbstractContextManager] = nullcontext,
+        collective: Callable[[str], AbstractContextManager] = nullcontext,
         separate: bool | None = None,
     ) -> None:
         self.pp_group = pp_group
@@ -88,7 +88,7 @@ class Channels:
         pairs = list(pairs)
         self._on_host = backend_for(pp_group, device) == 'gloo'
         if separate or (separate is None and not self._on_host):
-            with meeting('making of the groups for messages between stages'):
+            with collective('making of the groups for messages between stages'):
                 groups = directions(pp_group, device, pairs)
         else:
             groups = dict.fromkeys(pairs, pp_group)
@@ -97,20 +97,20 @@ class Channels:
         self._from = {a: self._seen(a, groups[a, b]) for a, b in groups if b == self.rank}
         self._unfinished: dict[int, deque[tuple[dist.Work, torch.Tensor, Send]]]
         self._unfinished = defaultdict(deque)
-        self._use_all_once(pairs, device, meeting)
+        self._use_all_once(pairs, device, collective)
 
     def _use_all_once(
         self,
         pairs: list[tuple[int, int]],
         device: torch.device,
-        meeting: Callable[[str], AbstractContextManager],
+        collective: Callable[[str], AbstractContextManager],
     ) -> None:
         """Sends one element through each channel; pairs without a common rank go at once."""
         tensor = torch.zeros(1, device='cpu' if self._on_host else device)
         for a, b in sorted(pairs, key=lambda pair: (min(pair) % 2, *pair)):
             if self.rank not in (a, b):
                 continue
-            with meeting(f'first message from pipeline rank {a} to {b}'):
+            with collective(f'first message from pipeline rank {a} to {b}'):
                 if self.rank == a:
                     group, peer = self._to[b]
                     group.send([tensor], peer, _TAG).wait()

@@ -42,7 +42,7 @@ class Stage(Protocol):
     def release(self, output: torch.Tensor) -> None:
         """The data of `output` has been passed on; only its graph is still needed."""
 
-    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+    def grad_sync(self, last: bool) -> AbstractContextManager[None]:
         """Around what accumulates gradients; `last`: these parameters get no more after it."""
 
 
@@ -213,12 +213,12 @@ class Executor:
             self._store.open(key, waits=p.kind == B)
         with (
             self._store.scope(key if self.splits else None),
-            stage.accumulating(p in self._last_backwards),
+            stage.grad_sync(p in self._last_backwards),
         ):
             return stage.backward(received, output, gradient)
 
     def _weights(self, p: Pass, _: None) -> None:
-        with self._stages[p.stage].accumulating(p in self._last_weights):
+        with self._stages[p.stage].grad_sync(p in self._last_weights):
             self._store.run((p.stage, p.microbatch))
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from megatron_zbpp.runtime.guard.agreement import DisagreementError, agree, compare, words
+from megatron_zbpp.runtime.guard.agreement import DisagreementError, agree, compare, fingerprint
 from megatron_zbpp.schedules import build
 
 
@@ -48,4 +48,4 @@ def test_schedules_that_differ_in_the_order_of_two_passes():
     one = build('zb-h1', 2, 4)
     first = one.passes[0]
     other = replace(one, passes=((first[1], first[0], *first[2:]), one.passes[1]))
-    assert words(one).startswith('zb-h1 (') and words(one) != words(other)
+    assert fingerprint(one).startswith('zb-h1 (') and fingerprint(one) != fingerprint(other)

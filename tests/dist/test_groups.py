@@ -81,7 +81,7 @@ def first_messages(absent):
     met = []
 
     @contextmanager
-    def meeting(what):
+    def collective(what):
         met.append(what)
         yield
 
@@ -92,7 +92,7 @@ def first_messages(absent):
             if dist.get_rank() == absent:  # makes them with the others, and uses none
                 groups.directions(group, CPU, around)
             else:
-                Channels(group, around, CPU, meeting)
+                Channels(group, around, CPU, collective)
     except nccl.Stuck as stuck:
         return met, str(stuck)
     return met, None

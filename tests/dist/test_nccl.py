@@ -51,8 +51,8 @@ class CoupledStage(LinearStage):
         return output
 
     @contextmanager
-    def accumulating(self, last):
-        with super().accumulating(last):
+    def grad_sync(self, last):
+        with super().grad_sync(last):
             yield
         if last and self.replicas is not None:
             self.reducing = [

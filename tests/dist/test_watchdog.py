@@ -154,7 +154,7 @@ from megatron_zbpp.runtime.guard.watchdog import Watchdog
 
 dist.init_process_group('gloo', f'file://{sys.argv[1]}', rank=0, world_size=1)
 atexit.register(time.sleep, 50)
-with Watchdog(2).meeting('some barrier'):
+with Watchdog(2).collective('some barrier'):
     raise ValueError('what failed')
 """
 
@@ -178,7 +178,7 @@ def save():
 dist.init_process_group('gloo', f'file://{sys.argv[1]}', rank=0, world_size=1)
 watchdog = Watchdog(1)
 watchdog.limit_pauses(float(sys.argv[2]))
-with watchdog.meeting('some step'):
+with watchdog.collective('some step'):
     pass
 save()
 """

@@ -176,7 +176,7 @@ def rerun_mode(words):
     from megatron_zbpp.mcore.command_line import arguments
 
     args = argparse.Namespace(rerun_mode='validate_results')
-    return arguments.without_reruns(args, words), args.rerun_mode
+    return arguments.disable_rerun_checks(args, words), args.rerun_mode
 
 
 def test_reruns_are_left_out_unless_asked_for(ranks):

@@ -23,7 +23,7 @@ def train_apart(flags, data, metrics, compared=True):
     from megatron_zbpp.runtime.guard import agreement
 
     argv = [*MODEL, *COMMON, '--data-path', str(data), *flags[dist.get_rank()]]
-    flags_of = agreement.numbers if compared else lambda flags: {}
+    flags_of = agreement.comparable_flags if compared else lambda flags: {}
     try:
         with mock.patch.object(agreement, 'numbers', flags_of):
             train(argv, metrics)

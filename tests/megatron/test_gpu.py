@@ -92,7 +92,7 @@ class Stage(torch.nn.Module):
     def release(self, output):
         pass
 
-    def accumulating(self, last):
+    def grad_sync(self, last):
         import contextlib
 
         return contextlib.nullcontext()

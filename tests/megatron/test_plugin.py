@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -54,6 +55,11 @@ ASKED = [
     ({'post_validation': 5}, {}, {'post_validation': 20}),
     ({'post_validation': True}, {'post_validation': 10}, {'post_validation': 1}),
     ({}, {'post_validation': False}, {'post_validation': 0}),
+    ({'watchdog_timeout': 9}, {}, {'watchdog_pause_timeout': 90}),
+    ({'watchdog_pause_timeout': 0}, {}, {'watchdog_pause_timeout': None}),
+    ({'schedule': 'auto'}, {'profile_iters': 5}, {'profile_iters': 6}),
+    ({'trace_dir': 'one'}, {'trace_dir': Path('one')}, {'trace_dir': 'other'}),
+    ({}, {'trace_dir': None}, {'trace_dir': 'one'}),
 ]
 
 
@@ -77,6 +83,16 @@ def asked_again(asked, same, other):
                     switched is first or first.enabled,
                     given is again and given is not switched,
                 )
+
+
+def settings_of(changes):
+    """The settings' names, and which of them the changes set."""
+    from dataclasses import fields
+
+    from megatron_zbpp.mcore.settings import Settings
+
+    names = [field.name for field in fields(Settings)]
+    return names, [name for name in names if name in changes]
 
 
 def nonsense(arguments):
@@ -137,6 +153,13 @@ def test_enable_and_disable(ranks):
 @pytest.mark.parametrize(('asked', 'same', 'other'), ASKED, ids=str)
 def test_other_values_switch(ranks, asked, same, other):
     assert ranks(2).run(asked_again, asked, same, other) == [(True, False, True)] * 2
+
+
+def test_every_setting_switches(ranks):
+    """A field that is new in the settings needs rows of its own."""
+    switched = {name: None for _, _, other in ASKED for name in other}
+    for names, found in ranks(2).run(settings_of, switched):
+        assert found == names
 
 
 @pytest.mark.parametrize(

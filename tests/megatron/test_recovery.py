@@ -66,7 +66,7 @@ def test_resume_after_a_rank_was_killed(ranks, data, tmp_path):
 
 
 def test_resume_after_a_rank_was_killed_before_its_step_was_validated(ranks, data, tmp_path):
-    """In a forward of the next iteration that it had begun on trial."""
+    """In a forward of the next iteration that it had begun after a speculative step."""
     common = ['--data-path', data, '--num-layers', 8, '--pipeline-model-parallel-size', NUM_RANKS]
     common += ['--global-batch-size', 6, '--train-iters', 6, '--pipeline-schedule', 'zb-v']
     common += ['--clip-grad', 100]

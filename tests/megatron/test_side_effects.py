@@ -53,7 +53,7 @@ def drawn(tracker):
     import torch
     from megatron.core.tensor_parallel import random
 
-    from megatron_zbpp.mcore.post_validation.side_effects import Effects
+    from megatron_zbpp.mcore.post_validation.side_effects import SideEffects
 
     graph_safe = tracker != 'tensors'
     default = torch.default_generator
@@ -81,7 +81,7 @@ def drawn(tracker):
         random.get_cuda_rng_tracker().add('model-parallel-rng', SEED)
         default.manual_seed(SEED + 1)
 
-    effects = Effects([torch.nn.Linear(2, 2)])
+    effects = SideEffects([torch.nn.Linear(2, 2)])
     with (
         mock.patch.object(torch.cuda, 'default_generators', (default,) * 8),
         mock.patch.object(torch.cuda.CUDAGraph, 'register_generator_state', create=True),
@@ -91,10 +91,10 @@ def drawn(tracker):
             undisturbed = [draw(), draw()]
             begin()
             held = states()
-            with effects.hidden():
+            with effects.capture():
                 found = [draw()]
             found.append(draw())
-            effects.show()
+            effects.commit()
             found.append(draw())
             now = states()
         finally:

@@ -219,20 +219,20 @@ def iteration(kind, model, store, split, order, dtype, params_dtype):
         last = k == backwards[-1]
         with (
             store.scope((0, k) if defers else None),
-            accumulating(model, last),
+            grad_sync(model, last),
             delaying.queueing(),
         ):
             outputs[k].float().square().mean().backward()
     before = grads(model)
     for k in ORDERS[order] if defers else ():
-        with accumulating(model, k == ORDERS[order][-1]):
+        with grad_sync(model, k == ORDERS[order][-1]):
             store.run((0, k))
     assert not store.pending
     model.finish_grad_sync()
     return [x.grad.cpu() for x in inputs], before, grads(model)
 
 
-def accumulating(model, last):
+def grad_sync(model, last):
     return contextlib.nullcontext() if last else model.no_sync()
 
 

@@ -53,7 +53,7 @@ def main() -> None:
         for optimizer in split_step.STEPPING:
             optimizer.step = cutting(optimizer.step)
     elif place == 'validated step':
-        split_step.MegatronUpdate.begin = cutting(split_step.MegatronUpdate.begin)
+        split_step.SplitStep.begin = cutting(split_step.SplitStep.begin)
     else:
         checkpoints = pretrain_gpt.dist_checkpointing
         checkpoints.save = cutting(checkpoints.save)

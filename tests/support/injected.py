@@ -52,7 +52,7 @@ def train(
         events: to happen.
         clean_steps: before steps are tried; 0: they never are.
         variant: one of `_VARIANTS`, or empty.
-        kept_bytes: of the optimizer's old state, that a step on trial keeps.
+        kept_bytes: of the optimizer's old state, that a speculative step keeps.
     """
     import pretrain_gpt
     from example import forget_groups
@@ -67,7 +67,7 @@ def train(
     def enabling(*args, **kwargs):
         plugins.append(enable(*args, **kwargs | {'post_validation': clean_steps or False}))
         if clean_steps:
-            plugins[-1].post_validation.governor.tolerated = 1000  # it shall never step back
+            plugins[-1].post_validation.policy.tolerated = 1000  # it shall never step back
         return plugins[-1]
 
     with ExitStack() as stack:

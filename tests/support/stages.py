@@ -65,7 +65,7 @@ class LinearStage(torch.nn.Module):
         pass
 
     @contextmanager
-    def accumulating(self, last):
+    def grad_sync(self, last):
         yield
         if last:
             self.complete = tuple(p.grad.clone() for p in self.parameters() if p.grad is not None)

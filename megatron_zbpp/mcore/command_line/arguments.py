@@ -219,7 +219,7 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         trace_dir=config.pipeline_trace_dir,
         flags=vars(args),
     )
-    if config.enable_optimizer_post_validation and without_reruns(args, sys.argv):
+    if config.enable_optimizer_post_validation and disable_rerun_checks(args, sys.argv):
         _say('--rerun-mode disabled, or all ranks would wait for each other in each iteration')
     for num_microbatches in sorted(microbatches(args, int(os.environ.get('WORLD_SIZE', 1)))):
         plugin.session.programs.lowered(
@@ -308,7 +308,7 @@ def clean_steps(config: PipelineScheduleConfig) -> int | bool:
     return config.enable_optimizer_post_validation and steps
 
 
-def without_reruns(args: argparse.Namespace, words: Sequence[str]) -> bool:
+def disable_rerun_checks(args: argparse.Namespace, words: Sequence[str]) -> bool:
     """Ranks need not agree in each iteration on whether it is to be run again, unless that was
     asked for: whether anything had to be changed.
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import megatron_zbpp
 
 if TYPE_CHECKING:
-    from megatron_zbpp.mcore.command_line.dry_run import Prospect
+    from megatron_zbpp.mcore.command_line.dry_run import DryRun
 
 _CPU = 'CPU'
 _PACKAGES = ('torch', 'megatron-core', 'transformer-engine', 'apex')
@@ -42,27 +42,27 @@ class Report:
     Attributes:
         versions: of what takes part, by its name.
         patches: what is replaced while the plugin is enabled.
-        prospect: what the launch line would run; None: there was none.
+        dry_run: what the launch line would run; None: there was none.
     """
 
     versions: dict[str, str]
     patches: tuple[Patch, ...]
-    prospect: Prospect | None = None
+    dry_run: DryRun | None = None
 
     @property
     def fine(self) -> bool:
-        refused = self.prospect is not None and self.prospect.refused
+        refused = self.dry_run is not None and self.dry_run.refused
         return not refused and not any(patch.problem for patch in self.patches)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        prospect = None if self.prospect is None else self.prospect.to_dict()
+        dry_run = None if self.dry_run is None else self.dry_run.to_dict()
         found = [asdict(patch) for patch in self.patches]
         return {
             'fine': self.fine,
             'versions': self.versions,
             'patches': found,
-            'launch_line': prospect,
+            'launch_line': dry_run,
         }
 
 
@@ -77,7 +77,7 @@ def examine(words: Sequence[str] = (), gpus: int | None = None) -> Report:
         ValueError: the launch line makes no sense.
     """
     device = _device()
-    prospect = None
+    dry_run = None
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # Megatron's, about packages that it lacks
         if device == _CPU:
@@ -85,10 +85,10 @@ def examine(words: Sequence[str] = (), gpus: int | None = None) -> Report:
         if words:
             _prefer_beside(words)
             from megatron_zbpp.mcore.command_line import launch_line
-            from megatron_zbpp.mcore.command_line.dry_run import prospect_of
+            from megatron_zbpp.mcore.command_line.dry_run import dry_run_of
 
-            prospect = prospect_of(launch_line.read(words, gpus))
-        return Report(versions() | {'device': device}, tuple(patches()), prospect)
+            dry_run = dry_run_of(launch_line.read(words, gpus))
+        return Report(versions() | {'device': device}, tuple(patches()), dry_run)
 
 
 def versions() -> dict[str, str]:
@@ -187,6 +187,6 @@ def words(report: Report) -> str:
     state = f'{len(failed)} without effect' if failed else 'all take effect'
     lines += ['', f'patches: {len(report.patches)}, {state}']
     lines += [f'  {p.target}' + (f': {p.problem}' if p.problem else '') for p in report.patches]
-    if report.prospect is not None:
-        lines += ['', *report.prospect.lines()]
+    if report.dry_run is not None:
+        lines += ['', *report.dry_run.lines()]
     return '\n'.join(lines)

@@ -46,7 +46,7 @@ class Simulated:
 
 
 @dataclass(frozen=True)
-class Prospect:
+class DryRun:
     """What a job would run.
 
     Attributes:
@@ -99,7 +99,7 @@ class Prospect:
         return found + [f'refused: {refusal}' for refusal in self.refused]
 
 
-def prospect_of(line: LaunchLine) -> Prospect:
+def dry_run_of(line: LaunchLine) -> DryRun:
     """What the launch line would run.
 
     Raises:
@@ -113,7 +113,7 @@ def prospect_of(line: LaunchLine) -> Prospect:
     config = arguments.read(line.args)
     parallel = _parallel(line)
     if config is None or parallel['pipeline'] == 1:
-        return Prospect(parallel, notes=(*notes, *([] if config is None else [_NO_PIPELINE])))
+        return DryRun(parallel, notes=(*notes, *([] if config is None else [_NO_PIPELINE])))
     arguments.require_plain(line.args)
     programs = Programs(
         Settings(
@@ -125,9 +125,9 @@ def prospect_of(line: LaunchLine) -> Prospect:
     placement = programs.placement(parallel['pipeline'])
     counts = _microbatches(line, parallel['data'])
     if config.enable_optimizer_post_validation:
-        arguments.without_reruns(line.args, line.words)
+        arguments.disable_rerun_checks(line.args, line.words)
         notes += [f'all ranks wait: {each}' for each in barriers(line.args, placement)]
-    return Prospect(
+    return DryRun(
         parallel,
         programs.key,
         placement.name,

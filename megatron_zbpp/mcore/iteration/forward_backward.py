@@ -148,7 +148,9 @@ class Batch:
             record = self.executor.run()
         config, forward_only = self.config, self.arguments.forward_only
         if config.finalize_model_grads_func is not None and not forward_only:
-            with session.watchdog.meeting('reduction of gradients among replicas and tied layers'):
+            with session.watchdog.collective(
+                'reduction of gradients among replicas and tied layers'
+            ):
                 config.finalize_model_grads_func(
                     self.arguments.models,
                     self.call.num_tokens if config.calculate_per_token_loss else None,

@@ -112,5 +112,5 @@ class ModelStage:
     def release(self, output: torch.Tensor) -> None:
         schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
-    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+    def grad_sync(self, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if last else self._no_sync()

@@ -37,7 +37,7 @@ def _with_figures(session: Session, original: Callable) -> Callable:
         if line is None or session.latest is None:
             original(message)
             return
-        with session.watchdog.meeting('figures of the pipeline for the log'):
+        with session.watchdog.collective('figures of the pipeline for the log'):
             figures = session.latest.figures()
         original(f'{message} {figures}')
         _write(sys.modules[_TRAINING], figures, int(line[1]))

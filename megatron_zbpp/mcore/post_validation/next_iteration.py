@@ -8,9 +8,9 @@ import torch
 
 from megatron_zbpp.mcore.iteration.forward_backward import Arguments, Batch, prepare
 from megatron_zbpp.mcore.post_validation.barriers import say
-from megatron_zbpp.mcore.post_validation.side_effects import Effects
+from megatron_zbpp.mcore.post_validation.side_effects import SideEffects
 from megatron_zbpp.mcore.session import Session
-from megatron_zbpp.post_validation.replay import Tape
+from megatron_zbpp.post_validation.replay import ReplayIterator
 
 
 class NextIteration:
@@ -31,14 +31,15 @@ class NextIteration:
         self._session = session
         self._told = False  # that an iteration is not like the one before
         self._repeats = False  # the latest call was like the one before
-        self._tapes: dict[int, Tape] = {}  # by identity of their iterators, which they hold
-        self._begun: tuple[Batch, Effects] | None = None
+        # by identity of their iterators, which they hold
+        self._replayed: dict[int, ReplayIterator] = {}
+        self._begun: tuple[Batch, SideEffects] | None = None
 
     def replayed(self, iterator: Iterator | None) -> Iterator | None:
         """Returns what the chunks read instead of `iterator`, in training and evaluation alike."""
         if iterator is None or self._session.post_validation is None:
             return iterator
-        return self._tapes.setdefault(id(iterator), Tape(iterator))
+        return self._replayed.setdefault(id(iterator), ReplayIterator(iterator))
 
     def take(self, arguments: Arguments) -> Batch | None:
         """The batch that has been begun for this call; None: there is none.
@@ -65,12 +66,12 @@ class NextIteration:
             )
         else:
             batch, effects = begun
-            effects.show()
+            effects.commit()
         if not arguments.forward_only:
-            for tape in self._tapes.values():
-                tape.mark(keep=False) if batch is None else tape.forget()
+            for replay in self._replayed.values():
+                replay.mark(keep=False) if batch is None else replay.forget()
             used = {id(iterator) for iterator in arguments.iterators}
-            self._tapes = {i: t for i, t in self._tapes.items() if i in used or not t.idle}
+            self._replayed = {i: t for i, t in self._replayed.items() if i in used or not t.idle}
         return batch
 
     def _tell(self) -> None:
@@ -92,11 +93,11 @@ class NextIteration:
     def _reserve(self, iterator: Iterator) -> bool:
         """Draws for all forwards that may run ahead as many items as each took in the iteration
         before; False: there are not as many, or some took more than others."""
-        tape = self.replayed(iterator)
+        replay = self.replayed(iterator)
         chunks = [c for c, other in enumerate(self.latest.iterators) if other is iterator]
-        each, uneven = divmod(tape.given, len(chunks) * self.latest.num_microbatches)
+        each, uneven = divmod(replay.given, len(chunks) * self.latest.num_microbatches)
         ahead = sum(chunk in chunks for chunk in self._chunks_ahead())
-        return not uneven and tape.reserve(each * ahead)
+        return not uneven and replay.reserve(each * ahead)
 
     def _chunks_ahead(self) -> list[int]:
         """The chunk of each pass that this rank may run ahead."""
@@ -111,17 +112,17 @@ class NextIteration:
         batch, count = prepare(self._session, self, self.latest, ranks)
         if not count:
             return
-        for tape in self._tapes.values():
-            tape.mark(keep=True)
-        effects = Effects(self.latest.models)
+        for replay in self._replayed.values():
+            replay.mark(keep=True)
+        effects = SideEffects(self.latest.models)
         watched = self._session.watchdog.forwards(batch.executor)
-        with torch.enable_grad(), effects.hidden(), watched:
+        with torch.enable_grad(), effects.capture(), watched:
             batch.executor.run_ahead(count)
         self._begun = batch, effects
 
-    def settle(self, stands: bool) -> None:
+    def settle(self, clean: bool) -> None:
         """Keeps what was run for the next call, or drops it."""
-        if self._begun is not None and not stands:
+        if self._begun is not None and not clean:
             begun, self._begun = self._begun, None
             self._drop(*begun)
 
@@ -132,16 +133,16 @@ class NextIteration:
         """
         if self._begun is not None:
             self._drop(*self._begun)
-        self._tapes = {i: tape for i, tape in self._tapes.items() if not tape.idle}
+        self._replayed = {i: replay for i, replay in self._replayed.items() if not replay.idle}
         self.latest = self._begun = None
         self._repeats = False
 
-    def _drop(self, batch: Batch, effects: Effects) -> None:
-        with self._session.watchdog.meeting('messages of forwards that are dropped'):
+    def _drop(self, batch: Batch, effects: SideEffects) -> None:
+        with self._session.watchdog.collective('messages of forwards that are dropped'):
             batch.executor.drop()
-        effects.drop()
-        for tape in self._tapes.values():
-            tape.rewind()
+        effects.rollback()
+        for replay in self._replayed.values():
+            replay.rewind()
 
 
 def _alike(one: Arguments, other: Arguments) -> bool:

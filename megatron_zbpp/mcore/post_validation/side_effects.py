@@ -13,8 +13,8 @@ from megatron.core.transformer.moe import moe_utils
 
 
 @dataclass
-class Effects:
-    """Of forwards that run before their iteration begins: they show when it begins, or never.
+class SideEffects:
+    """Those of forwards that run before their iteration begins: seen when it begins, or never.
 
     Args:
         models: the chunks of this rank.
@@ -26,8 +26,8 @@ class Effects:
     _buffers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Random states and logged losses are the same behind as before."""
+    def capture(self) -> Iterator[None]:
+        """Leaves random states and logged losses as they were; keeps what becomes of them."""
         states = _random_states()
         losses = _logged_losses()
         shown = dict(losses)
@@ -42,8 +42,8 @@ class Effects:
             losses.clear()
             losses.update(shown)
 
-    def show(self) -> None:
-        """Their iteration begins: all is as if they had just run."""
+    def commit(self) -> None:
+        """Makes all as if they had just run: their iteration begins."""
         _set_random_states(*self._random)
         losses = _logged_losses()
         for name, entry in self._losses.items():
@@ -53,8 +53,8 @@ class Effects:
                 losses[name] = entry
 
     @torch.no_grad()
-    def drop(self) -> None:
-        """They never ran."""
+    def rollback(self) -> None:
+        """Makes all as if they had never run."""
         for buffer, value in self._buffers:
             buffer.copy_(value)
 

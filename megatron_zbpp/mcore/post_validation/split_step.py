@@ -26,9 +26,9 @@ from megatron.core.optimizer.optimizer import (
 )
 
 from megatron_zbpp.mcore.patches.registry import Patch
-from megatron_zbpp.post_validation.partial_state import stands
+from megatron_zbpp.post_validation.partial_state import is_clean
 from megatron_zbpp.post_validation.protocol import Outcome
-from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES, Stepped, Trial
+from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES, SpeculativeStep, Stepped
 
 # Whose `step` is the beginning of an optimizer step.
 STEPPING = (FP32Optimizer, MixedPrecisionOptimizer, ChainedOptimizer)
@@ -124,8 +124,8 @@ class _Reduction:
         return self.value.pow(0.5)
 
 
-class MegatronUpdate:
-    """One step of `optimizer`; see `post_validation.protocol.Update`.
+class SplitStep:
+    """One step of `optimizer`; see `post_validation.protocol.OptimizerStep`.
 
     Args:
         optimizer: the outermost one.
@@ -147,7 +147,7 @@ class MegatronUpdate:
         self.clip_grad = self._leaves[0].config.clip_grad
         self._overflows: dict[int, _Reduction] = {}  # by place of the leaf
         self._norms: list[_Reduction] = []
-        self._trials: list[Trial] = []
+        self._speculative: list[SpeculativeStep] = []
         self._clipped = False
 
     def begin(self, possible: bool) -> float:
@@ -210,28 +210,30 @@ class MegatronUpdate:
     def try_step(self) -> None:
         left = KEPT_BYTES
         for leaf in self._leaves:
-            self._trials.append(Trial(leaf.optimizer, list(_stepped(leaf)), kept_bytes=left))
-            left -= self._trials[-1].kept_bytes
+            self._speculative.append(
+                SpeculativeStep(leaf.optimizer, list(_stepped(leaf)), kept_bytes=left)
+            )
+            left -= self._speculative[-1].kept_bytes
         self._gather_parameters()
 
     def finish(self) -> Outcome:
         overflows = {at: r.result() > 0 for at, r in self._overflows.items()}
         norms = [reduction.root() for reduction in self._norms]
-        in_place = [p for trial in self._trials for p in trial.in_place]
-        for trial in self._trials:
-            trial.undo()
+        in_place = [p for speculative in self._speculative for p in speculative.in_place]
+        for speculative in self._speculative:
+            speculative.undo()
         with ExitStack() as stack:
             for at, leaf in enumerate(self._leaves):
                 prepared = _prepared(leaf, overflows.get(at))
                 stack.enter_context(_replaced(leaf, 'prepare_grads', prepared))
-            for leaf, trial in zip(self._leaves, self._trials, strict=False):
-                step = self._stepping(trial, leaf.optimizer.step)
+            for leaf, speculative in zip(self._leaves, self._speculative, strict=False):
+                step = self._stepping(speculative, leaf.optimizer.step)
                 stack.enter_context(_replaced(leaf.optimizer, 'step', step))
             answer = _answering(norms, getattr(module, _NORM))
             stack.enter_context(_replaced(module, _NORM, answer))
             stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tuple(in_place)))
             outcome = self.synchronous()
-        if self._trials and not outcome.clean:
+        if self._speculative and not outcome.clean:
             self._take_back(stepped=outcome.result[0])
         return outcome
 
@@ -245,14 +247,14 @@ class MegatronUpdate:
         same_scale = scale is self._optimizer.get_loss_scale()
         return Outcome(result, bool(result[0]) and not self._clipped and same_scale)
 
-    def _stepping(self, trial: Trial, original: Callable) -> Callable:
-        """The inner optimizer's step, of what the trial has not stepped for good."""
+    def _stepping(self, speculative: SpeculativeStep, original: Callable) -> Callable:
+        """The inner optimizer's step, of what the speculative step has not stepped for good."""
 
         def step() -> Any:
             if self._clipped:
-                trial.give_back()
+                speculative.give_back()
                 return original()
-            return trial.complete(original)
+            return speculative.complete(original)
 
         return step
 
@@ -260,7 +262,7 @@ class MegatronUpdate:
         def clip_grad_by_total_norm_fp32(
             parameters: Any, max_norm: float, total_norm: float, *args: Any, **kwargs: Any
         ) -> None:
-            self._clipped |= not stands(total_norm, max_norm)
+            self._clipped |= not is_clean(total_norm, max_norm)
             clip(parameters, max_norm, total_norm, *args, **kwargs)
 
         return clip_grad_by_total_norm_fp32
@@ -268,9 +270,9 @@ class MegatronUpdate:
     def _take_back(self, stepped: bool) -> None:
         """The model reads what the true step left, on all ranks that hold copies of it."""
         if not stepped:
-            for trial in self._trials:
-                trial.give_back()
-                trial.restore_copies()
+            for speculative in self._speculative:
+                speculative.give_back()
+                speculative.restore_copies()
         for chunk in self._chunks():
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
                 if group.param_gather_handle is not None:

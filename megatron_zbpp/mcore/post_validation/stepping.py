@@ -18,7 +18,7 @@ from megatron_zbpp.mcore.post_validation import split_step
 from megatron_zbpp.mcore.post_validation.barriers import say
 from megatron_zbpp.mcore.post_validation.next_iteration import NextIteration
 from megatron_zbpp.mcore.session import Session
-from megatron_zbpp.post_validation.partial_state import Chain
+from megatron_zbpp.post_validation.partial_state import PartialReduction
 from megatron_zbpp.post_validation.protocol import STEP, PostValidation
 
 
@@ -81,7 +81,7 @@ class Steps:
         self._possible = False
         self._optimizer: weakref.ref[MegatronOptimizer] | None = None
         self._alone: dist.ProcessGroup | None = None
-        self._chains: dict[dist.ProcessGroup, Chain] = {}
+        self._reductions: dict[dist.ProcessGroup, PartialReduction] = {}
 
     def stepping(self, original: Callable) -> Callable:
         """`original`, the `step` of a class of optimizers, behind our decision."""
@@ -91,10 +91,10 @@ class Steps:
             if self._session.latest is None:
                 return original(optimizer)  # no pipeline, or not ours
             if not self._may_be_early(optimizer):
-                with self._session.watchdog.meeting(STEP):
+                with self._session.watchdog.collective(STEP):
                     return original(optimizer)
-            update = split_step.MegatronUpdate(optimizer, original, self._alone)
-            return self._session.post_validation.step(update, self._chain(), self._following)
+            split = split_step.SplitStep(optimizer, original, self._alone)
+            return self._session.post_validation.step(split, self._reduction(), self._following)
 
         return step
 
@@ -113,7 +113,7 @@ class Steps:
     def _agree(self, optimizer: MegatronOptimizer) -> bool:
         """Whether post-validation is possible on all ranks, which is said once if not."""
         reasons: list[str | None] = [None] * dist.get_world_size()
-        with self._session.watchdog.meeting('whether optimizer steps can be validated later'):
+        with self._session.watchdog.collective('whether optimizer steps can be validated later'):
             config = get_model_config(self._following.latest.models[0])
             reason = split_step.refusal(optimizer) or split_step.refusal_of_model(config)
             dist.all_gather_object(reasons, reason)
@@ -123,10 +123,10 @@ class Steps:
             say('; '.join(refused))
         return not refused
 
-    def _chain(self) -> Chain:
+    def _reduction(self) -> PartialReduction:
         pp_group = self._session.latest.pp_group
-        if pp_group not in self._chains:
+        if pp_group not in self._reductions:
             order = chain(self._session.programs.placement(pp_group.size()))
             device = next(self._following.latest.models[0].parameters()).device
-            self._chains[pp_group] = Chain(pp_group, order, device)
-        return self._chains[pp_group]
+            self._reductions[pp_group] = PartialReduction(pp_group, order, device)
+        return self._reductions[pp_group]

@@ -15,14 +15,14 @@ class DisagreementError(ValueError):
     """Ranks have different settings; the message names each, with its values by global rank."""
 
 
-def words(value: object) -> str:
+def fingerprint(value: object) -> str:
     """A setting as text that is equal on two ranks exactly if the setting is."""
     if isinstance(value, Schedule):
         return f'{value.name} ({hashlib.sha256(value.to_json().encode()).hexdigest()[:12]})'
     return str(value)
 
 
-def numbers(flags: Mapping[str, object]) -> dict[str, object]:
+def comparable_flags(flags: Mapping[str, object]) -> dict[str, object]:
     """Those flags that are numbers or truth values, but for the rank's own: what must be equal."""
     return {
         name: value
@@ -35,7 +35,7 @@ def gather(settings: Mapping[str, object], group: dist.ProcessGroup) -> dict[int
     """The settings of each global rank of `group`, as text: a collective."""
     ranks = dist.get_process_group_ranks(group)
     gathered: list[dict[str, str]] = [{} for _ in ranks]
-    own = {name: words(value) for name, value in settings.items()}
+    own = {name: fingerprint(value) for name, value in settings.items()}
     dist.all_gather_object(gathered, own, group=group)
     return dict(zip(ranks, gathered, strict=True))
 

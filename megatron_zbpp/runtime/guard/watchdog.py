@@ -65,7 +65,7 @@ class Activity(Protocol):
         """Where it stands, for people."""
 
 
-class Meeting:
+class Collective:
     """A collective call of the pipeline's ranks."""
 
     def __init__(self, what: str) -> None:
@@ -208,9 +208,9 @@ class Watchdog:
             raise ValueError(f'watchdog pause timeout {seconds} is negative: give seconds, or 0')
         self._pause_timeout = seconds
 
-    def meeting(self, what: str) -> AbstractContextManager[None]:
+    def collective(self, what: str) -> AbstractContextManager[None]:
         """The main thread is in a collective call of the pipeline's ranks meanwhile."""
-        return self._watching(Meeting(what))
+        return self._watching(Collective(what))
 
     @contextmanager
     def passes(self, executor: Executor) -> Iterator[None]:
@@ -220,7 +220,7 @@ class Watchdog:
             return
         pp_group = executor.channels.pp_group
         if pp_group not in self._groups:
-            with self.meeting('connecting the watchdogs of the pipeline'):
+            with self.collective('connecting the watchdogs of the pipeline'):
                 self._groups[pp_group] = _host_group(pp_group, 2 * self.timeout)
         with self._watching(Passes(executor, self._groups[pp_group])):
             yield

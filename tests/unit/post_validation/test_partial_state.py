@@ -7,8 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zbpp.post_validation.partial_state import Prefix, stands
-from megatron_zbpp.post_validation.policy import Governor
+from megatron_zbpp.post_validation.partial_state import Prefix, is_clean
+from megatron_zbpp.post_validation.policy import EarlyStepPolicy
 
 norms = st.floats(0, 1e6) | st.sampled_from([math.inf, math.nan])
 
@@ -24,12 +24,12 @@ def test_ranks_ahead_are_the_first_ones(squares, clip_grad):
     assert went == sorted(went, reverse=True)
     assert prefix.ahead == sum(went)
     if all(went):
-        assert stands(math.sqrt(sum(squares)), clip_grad) or clip_grad
+        assert is_clean(math.sqrt(sum(squares)), clip_grad) or clip_grad
 
 
 @given(st.floats(0, 100, width=32), st.floats(0.01, 10))
 def test_stands_as_megatron_clips(norm, clip_grad):
-    assert stands(norm, clip_grad) == (not clip_grad / (norm + 1.0e-6) < 1.0)
+    assert is_clean(norm, clip_grad) == (not clip_grad / (norm + 1.0e-6) < 1.0)
 
 
 @given(st.floats(0, width=32))
@@ -41,24 +41,26 @@ def test_a_norm_gives_its_sum_of_squares_back(total):
     assert torch.tensor([root * root], dtype=torch.float32).item() == total
 
 
-def run(governor, outcomes):
+def run(policy, outcomes):
     states = []
     for clean in outcomes:
-        states.append(governor.engaged)
-        governor.after(clean)
+        states.append(policy.engaged)
+        policy.after(clean)
     return states
 
 
 def test_engages_after_clean_steps_in_a_row():
-    assert run(Governor(3), [True, True, False, True, True, True, True]) == [False] * 6 + [True]
+    assert run(EarlyStepPolicy(3), [True, True, False, True, True, True, True]) == [False] * 6 + [
+        True
+    ]
 
 
 def test_steps_back_when_clipping_is_frequent():
-    governor = Governor(2, window=4, tolerated=1)
+    policy = EarlyStepPolicy(2, window=4, tolerated=1)
     outcomes = [True, True, False, True, False, True, True, True]
-    assert run(governor, outcomes) == [False] * 2 + [True] * 3 + [False] * 2 + [True]
+    assert run(policy, outcomes) == [False] * 2 + [True] * 3 + [False] * 2 + [True]
 
 
 def test_tolerates_rare_failures():
-    governor = Governor(1, window=4, tolerated=1)
-    assert all(run(governor, [True] + [False, True, True, True] * 5)[1:])
+    policy = EarlyStepPolicy(1, window=4, tolerated=1)
+    assert all(run(policy, [True] + [False, True, True, True] * 5)[1:])

@@ -1,32 +1,32 @@
-"""The tape gives what its source gives, whatever is wound back."""
+"""The iterator gives what its source gives, whatever is wound back."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zbpp.post_validation.replay import Tape
+from megatron_zbpp.post_validation.replay import ReplayIterator
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.booleans()), max_size=20))
 def test_rewound_items_come_again(rounds):
     """Each round: reserve, mark, take, and perhaps take it all again."""
-    tape, expected = Tape(iter(range(1000))), 0
+    replay, expected = ReplayIterator(iter(range(1000))), 0
     for reserved, taken, again in rounds:
-        assert tape.reserve(reserved)
-        tape.mark(keep=True)
+        assert replay.reserve(reserved)
+        replay.mark(keep=True)
         for _ in range(1 + again):
-            assert [next(tape) for _ in range(taken)] == list(range(expected, expected + taken))
-            assert tape.given == taken
+            assert [next(replay) for _ in range(taken)] == list(range(expected, expected + taken))
+            assert replay.given == taken
             if again:
-                tape.rewind()
-                tape.mark(keep=False)
+                replay.rewind()
+                replay.mark(keep=False)
                 again = False
         expected += taken
-        tape.forget()
+        replay.forget()
 
 
 def test_the_end_of_the_source():
-    tape = Tape(iter('ab'))
-    assert not tape.reserve(3) and not tape.idle
-    assert list(tape) == ['a', 'b'] and tape.idle
+    replay = ReplayIterator(iter('ab'))
+    assert not replay.reserve(3) and not replay.idle
+    assert list(replay) == ['a', 'b'] and replay.idle

@@ -1,4 +1,4 @@
-"""A trial leaves the optimizer as it was, and the model as a step would."""
+"""A speculative step leaves the optimizer as it was, and the model as a step would."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_zbpp.post_validation.speculative_step import Stepped, Trial
+from megatron_zbpp.post_validation.speculative_step import SpeculativeStep, Stepped
 
 OPTIMIZERS = {
     'adam': lambda p: torch.optim.Adam(p, lr=0.1),
@@ -37,16 +37,16 @@ def everything(optimizer):
     return groups, state
 
 
-NOTHING, SOME, ALL = 0, 2400, 1 << 20  # bytes of state that a trial keeps
+NOTHING, SOME, ALL = 0, 2400, 1 << 20  # bytes of state that it keeps
 
 
-@pytest.mark.parametrize('stands', [True, False])
+@pytest.mark.parametrize('clean', [True, False])
 @pytest.mark.parametrize('kept_bytes', [NOTHING, SOME, ALL])
 @pytest.mark.parametrize('in_place', [True, False], ids=['in place', 'copies'])
 @pytest.mark.parametrize('steps_before', [0, 2])
 @pytest.mark.parametrize('name', OPTIMIZERS)
-def test_trial_then_true_step(name, steps_before, in_place, kept_bytes, stands):
-    """A step that stands is completed; one that does not begins where the trial began."""
+def test_speculative_then_true_step(name, steps_before, in_place, kept_bytes, clean):
+    """A clean step is completed; one that is not begins where the speculative one began."""
     own, reference = parameters(5), parameters(5)
     optimizer, synchronous = OPTIMIZERS[name](own), OPTIMIZERS[name](reference)
     for _ in range(steps_before):
@@ -55,18 +55,18 @@ def test_trial_then_true_step(name, steps_before, in_place, kept_bytes, stands):
     read = [None if in_place else torch.empty(64, dtype=torch.bfloat16) for _ in own]
     before = everything(optimizer)
     stepped = list(map(Stepped, own, read))
-    trial = Trial(optimizer, stepped, buffer_bytes=600, kept_bytes=kept_bytes)
+    speculative = SpeculativeStep(optimizer, stepped, buffer_bytes=600, kept_bytes=kept_bytes)
     synchronous.step()
     for parameter, copy, after in zip(own, read, reference, strict=True):
         seen = parameter if copy is None else copy
         assert torch.equal(seen, after.to(seen.dtype))
-    trial.undo()
+    speculative.undo()
     if kept_bytes == NOTHING:
-        assert trial.kept_bytes == 0 and everything(optimizer) == before
-    if stands:
-        trial.complete(optimizer.step)
+        assert speculative.kept_bytes == 0 and everything(optimizer) == before
+    if clean:
+        speculative.complete(optimizer.step)
     else:
-        trial.give_back()
+        speculative.give_back()
         assert everything(optimizer) == before
         optimizer.step()
     assert everything(optimizer) == everything(synchronous)
@@ -108,10 +108,10 @@ def test_counts_of_groups(kept_bytes, always):
     for _ in range(3):
         stepped = [p for g in own.param_groups for p in g['params'] if p.grad is not None]
         some = [Stepped(p, None) for p in stepped]
-        trial = Trial(own, some, buffer_bytes=512, kept_bytes=kept_bytes)
+        speculative = SpeculativeStep(own, some, buffer_bytes=512, kept_bytes=kept_bytes)
         own.steps = 0
-        trial.undo()
-        trial.complete(own.step)
+        speculative.undo()
+        speculative.complete(own.step)
         assert own.steps == 3 - min(kept_bytes // 512, 3), 'what was kept is not stepped again'
         synchronous.step()
         counts = [
@@ -125,11 +125,13 @@ def test_undone_copies():
     own = parameters(2)
     read = [p.detach().to(torch.bfloat16) for p in own]
     before = [copy.clone() for copy in read]
-    trial = Trial(torch.optim.Adam(own), list(map(Stepped, own, read)), kept_bytes=1024)
+    speculative = SpeculativeStep(
+        torch.optim.Adam(own), list(map(Stepped, own, read)), kept_bytes=1024
+    )
     assert not any(map(torch.equal, read, before))
-    trial.undo()
-    trial.give_back()
-    trial.restore_copies()
+    speculative.undo()
+    speculative.give_back()
+    speculative.restore_copies()
     assert all(map(torch.equal, read, before))
 
 
@@ -169,9 +171,9 @@ def test_memory_is_bounded_by_the_buffers(count, kept_bytes):
     stepped = list(map(Stepped, own, read))
     state = [v for values in optimizer.state.values() for v in values.values()]
     with Allocated([*own, *read, *state]) as allocated:
-        trial = Trial(optimizer, stepped, buffer_bytes, kept_bytes)
-    assert trial.kept_bytes <= kept_bytes < trial.kept_bytes + 4 * own[0].nbytes
-    assert trial.peak_bytes <= buffer_bytes + kept_bytes
+        speculative = SpeculativeStep(optimizer, stepped, buffer_bytes, kept_bytes)
+    assert speculative.kept_bytes <= kept_bytes < speculative.kept_bytes + 4 * own[0].nbytes
+    assert speculative.peak_bytes <= buffer_bytes + kept_bytes
     temporary = 4 * own[0].nbytes  # of Adam itself, for one parameter
-    assert trial.peak_bytes <= allocated.peak <= trial.peak_bytes + temporary
-    assert trial.peak_bytes > (buffer_bytes + kept_bytes) / 2
+    assert speculative.peak_bytes <= allocated.peak <= speculative.peak_bytes + temporary
+    assert speculative.peak_bytes > (buffer_bytes + kept_bytes) / 2

@@ -77,7 +77,7 @@ def test_trial_step(in_place, kept_bytes):
     for device in ('cpu', DEVICE):
         with Cuda() as cuda:
             own, read, optimizer, pairs = stepped(device, in_place)
-            trying = speculative_step.Trial(
+            trying = speculative_step.SpeculativeStep(
                 optimizer, pairs, buffer_bytes=2048, kept_bytes=kept_bytes
             )
             assert bool(trying.kept_bytes) == bool(kept_bytes)
@@ -90,14 +90,14 @@ def test_trial_step(in_place, kept_bytes):
         locked = [call for call in cuda.calls if 'page-locked' in call.what]
         assert bool(locked) == (in_place and device == DEVICE)
     assert found[0] == found[1], 'the same on both'
-    assert found[0][0] != found[0][1], 'the trial took a step'
+    assert found[0][0] != found[0][1], 'the speculative step took a step'
 
 
 def test_plain_memory_in_a_trial_would_be_seen():
     plain = mock.patch.object(speculative_step, '_aside', lambda p: p.detach().to('cpu', copy=True))
     with Cuda() as cuda, plain:
         *_, optimizer, pairs = stepped(DEVICE, in_place=True)
-        speculative_step.Trial(optimizer, pairs, kept_bytes=0).undo()
+        speculative_step.SpeculativeStep(optimizer, pairs, kept_bytes=0).undo()
     assert (
         cuda.waits
         == ['pageable copy to the host in None'] * 3 + ['pageable copy to the device in None'] * 3
@@ -174,7 +174,7 @@ def test_a_watchdog_where_cuda_is_not_used(tmp_path):
     """It makes no context by asking."""
     with alone(tmp_path), mock.patch.object(torch.cuda, 'set_device', side_effect=AssertionError):
         watchdog = Watchdog(timeout=0.2)
-        with watchdog.meeting('some barrier'):
+        with watchdog.collective('some barrier'):
             assert watchdog._device is None
             time.sleep(0.1)
         watchdog.stop()

@@ -33,7 +33,7 @@ def test_passes_that_others_have_not_ended_are_watched_again(watchdog):
     passes = Passes()
     with watchdog._watching(passes):
         pass
-    with watchdog.meeting('gradients'):
+    with watchdog.collective('gradients'):
         assert watchdog._activity.beat() == 'gradients'
     assert watchdog._activity is passes
 
@@ -42,7 +42,7 @@ def test_what_is_over_is_not(watchdog):
     passes = Passes()
     with watchdog._watching(passes):
         passes.over = True
-    with watchdog.meeting('gradients'):
+    with watchdog.collective('gradients'):
         pass
     assert watchdog._activity is not passes and watchdog._activity.beat() is None
 
@@ -63,6 +63,6 @@ def test_a_pause_comes_after_all_that_is_over(watchdog):
     passes.over = True
     first = watchdog._current()
     assert first is watchdog._pause and first.beat() is not None
-    with watchdog.meeting('gradients'):
+    with watchdog.collective('gradients'):
         assert watchdog._current().beat() == 'gradients'
     assert watchdog._current() not in (passes, first), 'its time begins anew'
