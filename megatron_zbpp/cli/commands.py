@@ -191,7 +191,7 @@ def _bubble(args: Namespace, case: Case) -> float:
 
 def _plan_inputs(args: Namespace) -> tuple[Path | None, list[Candidate], int]:
     """Folder of the cache, placements with costs, m."""
-    folder = None if args.no_cache else Path(args.cache or default_folder())
+    folder = None if args.no_cache else Path(args.cache) if args.cache else default_folder()
     return folder, inputs.candidates(args), args.microbatches
 
 

@@ -7,16 +7,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite
 from typing import Any
 
-from megatron_zbpp.ir import B, F, Graph, Placement, W
+from megatron_zbpp.ir import B, F, Graph, Placement, W, strict_json
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.graph import DEVICE
 
@@ -101,18 +98,11 @@ class Costs:
             ValueError: it is not one JSON object, lacks a time, or has a field that is not known or
                 of another type; the message names it.
         """
-        data = json.loads(text)
+        data = strict_json.loads(text)
         if not isinstance(data, dict):
             raise ValueError('costs are one JSON object: {"F": [...], "B": [...], "W": [...]}')
         fields = {F: 'forward', B: 'backward', W: 'weight'}
-        others = ('comm', 'message', *(each.name for each in dataclasses.fields(cls)[5:]))
-        known = (*fields, *others)
-        for name, value in data.items():
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-                hint = f' (did you mean {near[0]!r}?)' if near else ''
-                raise ValueError(f'field {name!r} is not known{hint}: there are {", ".join(known)}')
-            _require_type(name, value)
+        strict_json.require(data, {}, {**dict.fromkeys(fields, _NUMBERS), **_OTHERS})
         for name in fields:
             if name not in data:
                 raise ValueError(f'the times of {name} are missing: give "{name}": [...]')
@@ -200,27 +190,31 @@ class Costs:
                 )
 
 
-def _require_type(name: str, value: object) -> None:
-    """Raises ValueError unless a file's field has the type that its name asks for."""
+def _by_name(value: object) -> str | None:
+    """Checks numbers under names."""
+    fits = isinstance(value, dict) and all(_NUMBERS(entry) is None for entry in value.values())
+    return None if fits else 'an object of lists of numbers, such as {"R": [1, 1]}'
 
-    def numbers(entry: object) -> bool:
-        return isinstance(entry, list) and all(map(number, entry))
 
-    def number(entry: object) -> bool:
-        return isinstance(entry, int | float) and not isinstance(entry, bool)
+def _edge_list(value: object) -> str | None:
+    """Checks latencies between ranks."""
+    fits = isinstance(value, list) and all(
+        isinstance(edge, list)
+        and len(edge) == 3
+        and all(strict_json.integer(rank) is None for rank in edge[:2])
+        and strict_json.number(edge[2]) is None
+        for edge in value
+    )
+    return None if fits else 'a list of [sender, receiver, latency]'
 
-    if name in ('comm', 'message'):
-        fits, wanted = number(value), 'a number'
-    elif name in ('times', 'amounts'):
-        fits = isinstance(value, dict) and all(map(numbers, value.values()))
-        wanted = 'an object of lists of numbers, such as {"R": [1, 1]}'
-    elif name == 'edges':
-        fits = isinstance(value, list) and all(numbers(e) and len(e) == 3 for e in value)
-        wanted = 'a list of [sender, receiver, latency]'
-    else:
-        fits, wanted = numbers(value), 'a list of numbers, one per stage'
-    if not fits:
-        raise ValueError(f'{name} = {json.dumps(value)[:60]} is not {wanted}')
+
+_NUMBERS = strict_json.list_of(strict_json.number, 'numbers')
+_OTHERS = {  # fields of a file, but for the times of F, B and W
+    **dict.fromkeys(('comm', 'message'), strict_json.number),
+    **dict.fromkeys(('activation', 'retained', 'speeds'), _NUMBERS),
+    **dict.fromkeys(('times', 'amounts'), _by_name),
+    'edges': _edge_list,
+}
 
 
 def _require_costs(name: str, values: tuple[float, ...]) -> None:

@@ -20,13 +20,12 @@ is a bubble. It comes in two dialects:
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, Together, W
+from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, Together, W, strict_json
 
 _KINDS = {
     'new': {'F': F, 'I': B, 'W': W, 'B': BW},
@@ -34,9 +33,31 @@ _KINDS = {
 }
 DIALECTS = tuple(_KINDS)
 
-_ACTION = re.compile(r'(\d+)(F|I|BW|B|W)(\d+)')
+# What `zbpp plan --json` prints beside the schedule, for people and scripts; nothing else is taken.
+PLAN_FIELDS = (
+    'name',
+    'ranks',
+    'stages',
+    'microbatches',
+    'placement',
+    'passes',
+    'makespan',
+    'window',
+    'bubble_rate_makespan',
+    'bubble_rate_window',
+    'peak_activations',
+    'objective',
+    'lower_bound',
+    'gap',
+    'best_named',
+    'repeats',
+    'cached',
+    'schedule',
+)
+
+_ACTION = re.compile(r'(\d+)(F|I|BW|B|W)(\d+)', re.ASCII)
 # What torch adds when it lowers a schedule, in its format compute_comms.
-_LOWERED = re.compile(r'\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*')
+_LOWERED = re.compile(r'\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*', re.ASCII)
 _OVERLAP = re.compile(r'\((.*)\)OVERLAP_F_B')
 
 _Action = tuple[int, str, int]  # stage, kind in the file's dialect, microbatch
@@ -45,7 +66,7 @@ _Action = tuple[int, str, int]  # stage, kind in the file's dialect, microbatch
 def load(path: str | Path) -> Schedule:
     """The schedule in a file: ours or `zbpp plan`'s JSON, or torch's CSV, told by its contents.
 
-    It is read, not checked: see `planning.check`.
+    It is read, not checked: see `analysis.checker.check`.
 
     Raises:
         OSError: the file cannot be read.
@@ -64,11 +85,12 @@ def load(path: str | Path) -> Schedule:
 
 
 def from_json(text: str) -> Schedule:
-    """The schedule in our JSON, or in the `schedule` of a plan's."""
-    data = json.loads(text)
-    if isinstance(data, dict) and isinstance(data.get('schedule'), dict):
-        return Schedule.from_json(json.dumps(data['schedule']))
-    return Schedule.from_json(text)
+    """Returns the schedule in our JSON, or in the `schedule` of what `zbpp plan --json` prints."""
+    data = strict_json.loads(text)
+    if isinstance(data, dict) and 'schedule' in data:
+        strict_json.require(data, {}, dict.fromkeys(PLAN_FIELDS, strict_json.anything))
+        data = data['schedule']
+    return Schedule.from_object(data)
 
 
 def to_torch_csv(schedule: Schedule, dialect: str = 'new') -> str:

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from megatron_zbpp.ir import strict_json
 from megatron_zbpp.ir.graph import F, Graph, Need, Task, Technique, chain
 from megatron_zbpp.ir.placement import Placement
 from megatron_zbpp.ir.techniques import applied
 
 _FORMATS = ('megatron_zbpp.schedule/1', 'megatron_zbpp.schedule/2')
-_PASS = re.compile(r'(\d+)([A-Z]+)(\d+)(?:\.(\d+))?')
+_PASS = re.compile(r'(\d+)([A-Z]+)(\d+)(?:\.(\d+))?', re.ASCII)
 
 
 class Pass(NamedTuple):
@@ -208,25 +209,57 @@ class Schedule:
         Raises:
             ValueError: `text` is not JSON, or not a schedule; the message names the field.
         """
-        data = json.loads(text)
-        if not isinstance(data, dict) or data.get('format') not in _FORMATS:
+        return cls.from_object(strict_json.loads(text))
+
+    @classmethod
+    def from_object(cls, data: object) -> Schedule:
+        """Returns the schedule that JSON says, once it has been read.
+
+        Raises:
+            ValueError: it says none; the message names the field.
+        """
+        if not isinstance(data, dict) or 'format' not in data:
             raise ValueError(f'not a schedule: no "format": "{_FORMATS[-1]}" in it')
-        try:
-            where = data['placement']
-            placement = Placement(
-                tuple(where['ranks']),
-                where['name'],
-                tuple(where.get('opposite', ())),
-                tuple(where.get('route', (0,))),
-            )
-            techniques = [Technique(name, _tuples(a)) for name, a in data.get('techniques', ())]
-            graph = applied(placement.num_stages, techniques)
-            orders = [[_entry(entry) for entry in order.split()] for order in data['passes']]
-            return cls.of(data['name'], placement, int(data['num_microbatches']), orders, graph)
-        except (KeyError, TypeError, AttributeError) as error:
+        if data['format'] not in _FORMATS:
             raise ValueError(
-                f'schedule lacks a field or has one of a wrong type: {error!r}'
-            ) from error
+                f'format {data["format"]!r} is not one of {", ".join(_FORMATS)}: is the file of a '
+                'newer release?'
+            )
+        strict_json.require(
+            data,
+            _FIELDS,
+            _OPTIONAL,
+        )
+        where = data['placement']
+        strict_json.require(where, _PLACEMENT, _TWO_WAY)
+        routes = {name: tuple(where[name]) for name in _TWO_WAY if name in where}
+        placement = Placement(tuple(where['ranks']), where['name'], **routes)
+        techniques = [Technique(name, _tuples(a)) for name, a in data.get('techniques', ())]
+        try:
+            graph = applied(placement.num_stages, techniques)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f'techniques: an argument is of a wrong type: {error!r}') from error
+        orders = [[_entry(entry) for entry in order.split()] for order in data['passes']]
+        return cls.of(data['name'], placement, data['num_microbatches'], orders, graph)
+
+
+def _technique(value: object) -> str | None:
+    """Checks the name and the arguments of a technique."""
+    fits = isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
+    return None if fits and isinstance(value[1], list) else 'a name and a list of arguments'
+
+
+_OPTIONAL = {'techniques': strict_json.list_of(_technique, 'names with a list of arguments')}
+_RANKS = strict_json.list_of(strict_json.integer, 'integers')
+_PLACEMENT = {'name': strict_json.text, 'ranks': _RANKS}
+_TWO_WAY = {'opposite': _RANKS, 'route': _RANKS}
+_FIELDS = {
+    'format': strict_json.text,
+    'name': strict_json.text,
+    'placement': strict_json.anything,
+    'num_microbatches': strict_json.integer,
+    'passes': strict_json.list_of(strict_json.text, 'texts'),
+}
 
 
 def _entry(text: str) -> Pass | Together:

@@ -16,19 +16,29 @@ from dataclasses import asdict
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
+from math import isclose
 from pathlib import Path
 
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.errors import ScheduleError
 from megatron_zbpp.planner.plans import Candidate, Plan, plan
 
 _PLAIN = ('objective', 'value', 'lower_bound', 'repeats')  # fields that are JSON as they are
 
 
-def default_folder() -> Path:
-    """Where plans are kept: the user's cache folder (XDG base directory specification)."""
-    home = os.environ.get('XDG_CACHE_HOME')
-    return Path(home or Path.home() / '.cache') / 'megatron_zbpp' / 'plans'
+def default_folder() -> Path | None:
+    """Returns where plans are kept: the user's cache folder (XDG base directory specification).
+
+    None where the user has none: no HOME, and no name in this machine's list of users.
+    """
+    try:
+        home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
+    except RuntimeError:
+        return None
+    return Path(home) / 'megatron_zbpp' / 'plans'
 
 
 def planned(
@@ -60,7 +70,10 @@ def planned(
     file = folder / f'{_digest(asked)}.plan'
     found = _load(file)
     if found is not None:
-        return found, True
+        wrong = _wrong(found, candidates, num_microbatches)
+        if wrong is None:
+            return found, True
+        warnings.warn(f'{file} is damaged ({wrong}): planning anew', stacklevel=2)
     made = plan(candidates, num_microbatches, progress=progress, **inputs)
     _store(file, made)
     return made, False
@@ -86,23 +99,47 @@ def _digest(text: str) -> str:
 
 def _load(file: Path) -> Plan | None:
     """The plan in `file`; None if there is none, or not as it was written."""
+    if not file.exists():
+        return None
+    if not file.is_file():  # a pipe of that name would be waited for
+        warnings.warn(f'{file} is no regular file: planning anew', stacklevel=3)
+        return None
     try:
         digest, _, body = file.read_text(encoding='utf-8').partition('\n')
-    except FileNotFoundError:
-        return None
     except (OSError, UnicodeDecodeError) as error:
         warnings.warn(f'{file} cannot be read ({error}): planning anew', stacklevel=3)
         return None
     if _digest(body) != digest:
         warnings.warn(f'{file} is damaged: planning anew', stacklevel=3)
         return None
-    data = json.loads(body)
-    return Plan(
-        schedule=Schedule.from_json(data['schedule']),
-        costs=Costs(**data['costs']),
-        best_named=data['best_named'] and tuple(data['best_named']),
-        **{name: data[name] for name in _PLAIN},
-    )
+    try:
+        data = json.loads(body)
+        return Plan(
+            schedule=Schedule.from_json(data['schedule']),
+            costs=Costs(**data['costs']),
+            best_named=data['best_named'] and tuple(data['best_named']),
+            **{name: data[name] for name in _PLAIN},
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        warnings.warn(f'{file} is damaged ({error!r}): planning anew', stacklevel=3)
+        return None
+
+
+def _wrong(found: Plan, candidates: Sequence[Candidate], num_microbatches: int) -> str | None:
+    """What a plan says that is not so, though its file is as it was written; None: nothing."""
+    schedule, costs = found.schedule, found.costs
+    if (
+        schedule.num_microbatches != num_microbatches
+        or (schedule.placement, costs) not in candidates
+    ):
+        return 'it is of another question'
+    try:
+        check(schedule)
+    except ScheduleError as error:
+        return error.what
+    timeline = simulate(schedule, costs)
+    value = max(timeline.windows) if found.objective == 'window' else timeline.makespan
+    return None if isclose(value, found.value, rel_tol=1e-9) else f'it takes {value}'
 
 
 def _store(file: Path, made: Plan) -> None:

@@ -1,6 +1,8 @@
 """Plans in a process of its own, so that a training run need not wait: request in, schedule out.
 
-python -m megatron_zbpp.planner.worker < request.json > schedule.json
+    python -m megatron_zbpp.planner.worker schedule.json < request.json
+
+The answer goes to a file, for whatever else the process prints (libraries do) is no schedule.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megatron_zbpp.ir import Placement
@@ -47,7 +50,7 @@ def request(
 
 
 def main() -> None:
-    """Reads a request, plans, writes the schedule."""
+    """Reads a request, plans, writes the schedule to the file that the only argument names."""
     inputs = json.load(sys.stdin)
     candidate = Placement(tuple(inputs['ranks'])), Costs(**inputs['costs'])
     found, _ = planned(
@@ -59,7 +62,7 @@ def main() -> None:
         objective=inputs['objective'],
         seed=0,
     )
-    print(found.schedule.to_json())
+    Path(sys.argv[1]).write_text(found.schedule.to_json(), encoding='utf-8')
 
 
 if __name__ == '__main__':

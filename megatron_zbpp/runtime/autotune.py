@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import IO
 
 import torch.distributed as dist
 
+from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.fit_costs import fit, full_rank, latency, middle, with_bytes
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
@@ -28,6 +30,7 @@ from megatron_zbpp.runtime.observe.measure import Iteration
 
 _WARM_UP = 2  # iterations that are slower than others
 _USABLE = 0.9  # of memory that was never needed: fragments, and what other libraries take
+_LATE = 10  # times the seconds to plan in, after which the planner is taken for stuck
 _WAITING, _KEEP = '', 'keep'  # what the planning rank may say instead of a schedule
 
 
@@ -111,7 +114,9 @@ class AutoPlan:
     memory_limit: float | None = None
     seconds: float = 30.0
     objective: str = 'makespan'
-    say: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True)
+    say: Callable[[str], None] = lambda message: print(
+        f'megatron_zbpp: {message}', file=sys.stderr, flush=True
+    )
     planned: Schedule | None = None
     costs: Costs | None = None
     _num_microbatches: int = 0
@@ -120,6 +125,9 @@ class AutoPlan:
     _found: list[Measured] = field(default_factory=list)
     _process: subprocess.Popen | None = None
     _answer: IO[str] | None = None
+    _original: Schedule | None = None
+    _measured_before: list[float] = field(default_factory=list)
+    _deadline: float = 0.0
     _before: float = 0.0
     _predicted: float = 0.0
     _settled: bool = False
@@ -193,12 +201,19 @@ class AutoPlan:
                 self.seconds,
                 self.objective,
             )
-            self._answer = tempfile.TemporaryFile('w+')  # noqa: SIM115
-            self._process = subprocess.Popen(
-                worker.COMMAND, stdin=subprocess.PIPE, stdout=self._answer, text=True
-            )
-            self._process.stdin.write(request)
-            self._process.stdin.close()
+            self._answer = tempfile.NamedTemporaryFile('r', suffix='.json')  # noqa: SIM115
+            self._deadline = time.monotonic() + _LATE * self.seconds
+            try:
+                self._process = subprocess.Popen(
+                    (*worker.COMMAND, self._answer.name),
+                    stdin=subprocess.PIPE,
+                    stdout=2,  # what it prints is no answer
+                    text=True,
+                )
+                self._process.stdin.write(request)
+                self._process.stdin.close()
+            except OSError as error:
+                self.say(f'auto: the planner cannot be started ({error})')
 
     def _ask(self, schedule: Schedule) -> Schedule | None:
         """What the first rank's planner says: nothing yet, keep, or a schedule."""
@@ -210,19 +225,28 @@ class AutoPlan:
             self._settled = True
             return None
         self.planned = Schedule.from_json(said[0])
+        self._original, self._measured_before = schedule, self._spans
         self._seen, self._spans = 0, []  # measured anew
         return self.planned
 
     def _poll(self, schedule: Schedule) -> str:
-        if self._process.poll() is None:
-            return _WAITING
-        if self._process.returncode:
-            self.say(f'auto: planning failed, see above; {schedule.name} stays')
-            return _KEEP
-        self._answer.seek(0)
-        text = self._answer.read()
+        """What the planner says, on the first rank; whatever becomes of it, training goes on."""
+        if self._process is not None and self._process.poll() is None:
+            if time.monotonic() < self._deadline:
+                return _WAITING
+            self._process.kill()
+            self._process.wait()
+            self.say(f'auto: the planner did not answer within {_LATE * self.seconds:.0f} s')
+        failed = self._process is None or self._process.returncode
+        text = '' if failed else self._answer.read()
         self._answer.close()
-        planned = Schedule.from_json(text)
+        try:
+            planned = Schedule.from_json(text)
+            check(planned)
+        except ValueError as error:
+            why = 'see above' if failed else f'its answer is no schedule: {error}'.splitlines()[0]
+            self.say(f'auto: planning failed, {why}; {schedule.name} stays')
+            return _KEEP
         planned = planned.reversed() if _mirrored(schedule) else planned
         expected, known = (self._simulated(each) for each in (planned, schedule))
         times = f'{known * 1e3:.1f} ms with {schedule.name}, {expected * 1e3:.1f} ms planned'
@@ -241,16 +265,20 @@ class AutoPlan:
         timeline = simulate(schedule, self.costs)
         return max(timeline.windows) if self.objective == 'window' else timeline.makespan
 
-    def _compare(self) -> None:
-        """Tells what the switch has brought."""
+    def _compare(self) -> Schedule | None:
+        """Tells what the switch has brought; goes back where that was a loss beyond noise."""
+        now = median(self._spans)
+        gained = 1 - now / self._before
+        lost = min(self._spans) > max(self._measured_before)
         if dist.get_rank() == 0:
-            now = median(self._spans)
+            change = f'{gained:.1%} faster' if gained >= 0 else f'{-gained:.1%} slower'
             self.say(
                 f'auto: measured {self._before * 1e3:.1f} ms before, {now * 1e3:.1f} ms with the '
-                f'planned schedule ({1 - now / self._before:+.1%} gained, '
-                f'{self._predicted:+.1%} predicted)'
+                f'planned schedule ({change}; {self._predicted:.1%} faster was predicted)'
+                + (f': goes back to {self._original.name}' if lost else '')
             )
         self._settled = True
+        return self._original if lost else None
 
 
 def _words(costs: Costs, full: float | None) -> str:

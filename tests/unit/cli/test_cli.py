@@ -14,6 +14,7 @@ from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli import main
+from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.formats import load, to_torch_csv
 from megatron_zbpp.schedules import FAMILIES, build, names
@@ -468,3 +469,12 @@ def test_every_schedule_is_drawn_and_checked(zbpp, tmp_path: Path, name: str) ->
     zbpp('convert', '--schedule', name, *SHAPE, '--to', 'torch-csv', '-o', file)
     check(load(file))
     assert zbpp('show', '--file', file).count('\n') == 5
+
+
+def test_a_plan_has_the_fields_that_are_taken(zbpp) -> None:
+    """What `--pipeline-schedule-file` reads of it, and no other."""
+    printed = zbpp('plan', '--pp', 2, '--microbatches', 2, '--seconds', 0.1, '--json')
+    assert set(printed) == set(formats.PLAN_FIELDS)
+    assert formats.from_json(json.dumps(printed)).num_ranks == 2
+    with pytest.raises(ValueError, match="field 'memory_limt' is not known"):
+        formats.from_json(json.dumps({**printed, 'memory_limt': 3}))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,6 +54,37 @@ def test_json_and_back(name):
 def test_json_of_something_else(text):
     with pytest.raises(ValueError):
         Schedule.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ('old', 'new', 'said'),
+    [
+        (
+            '"num_microbatches": 2',
+            '"num_microbatches": 2.7',
+            '2.7 is not an integer',
+        ),
+        ('"num_microbatches": 2', '"num_microbatches": true', 'true is not an integer'),
+        ('"num_microbatches": 2', '"num_microbatches": 1e999', '1e999 is not a finite number'),
+        ('"num_microbatches": 2', '"num_microbatches": NaN', 'NaN is not a finite number'),
+        ('"num_microbatches": 2', '"num_microbatches": 2, "m": 2', "field 'm' is not known"),
+        ('"num_microbatches"', '"num_microbatchs"', "did you mean 'num_microbatches'"),
+        ('"num_microbatches": 2,', '', "field 'num_microbatches' is missing"),
+        ('"format"', '"name": "a", "format"', "field 'name' is given twice"),
+        ('"name": "1f1b"', '"name": ["1f1b"]', '"1f1b"] is not text without control'),
+        ('"name": "1f1b"', '"name": null', 'null is not text'),
+        ('"name": "1f1b"', '"name": "a\\u001b[2J"', 'is not text without control characters'),
+        ('"ranks": [0, 1]', '"ranks": [0.0, 1.0]', 'is not a list of integers'),
+        ('"ranks": [0, 1]', '"ranks": [false, true]', 'is not a list of integers'),
+        ('0F0', '0F\u0660', 'is not a pass'),
+        ('schedule/2', 'schedule/9', 'is the file of a newer release?'),
+    ],
+)
+def test_fields_have_the_types_that_they_ask_for(old, new, said):
+    text = json.dumps(json.loads(build('1f1b', 2, 2).to_json()), ensure_ascii=False)
+    assert old in text
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Schedule.from_json(text.replace(old, new, 1))
 
 
 def test_reversed_and_forward_only():

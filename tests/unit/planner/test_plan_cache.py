@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,46 @@ def test_a_damaged_file_is_replaced(tmp_path: Path, harm: str) -> None:
     assert file.read_bytes() == whole
 
 
+def rewritten(file: Path, change) -> None:
+    """Writes the plan with `change` made to it, and the digest that it then has."""
+    data = json.loads(file.read_text().partition('\n')[2])
+    change(data)
+    body = json.dumps(data)
+    file.write_text(f'{cache._digest(body)}\n{body}')
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda data: data.update(schedule=data['schedule'].replace('0F0', '9F9')),
+        lambda data: data.update(schedule=plan(CANDIDATES, 4, **INPUTS).schedule.to_json()),
+        lambda data: data.update(value=data['value'] * 0.9),
+        lambda data: data['costs'].update(forward=[9.0] * 4),
+        lambda data: data.pop('costs'),
+        lambda data: data.update(costs=[1, 2]),
+    ],
+    ids=['invalid', 'another m', 'better than it is', 'other costs', 'no costs', 'a wrong type'],
+)
+def test_a_file_that_lies_is_replaced(tmp_path: Path, change) -> None:
+    """Though its digest is right: nothing but what `plan` would say is served."""
+    made, _ = cache.planned(tmp_path, CANDIDATES, 3, **INPUTS)
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    rewritten(file, change)
+    with pytest.warns(UserWarning, match=r'is damaged \(.*planning anew'):
+        assert cache.planned(tmp_path, CANDIDATES, 3, **INPUTS) == (made, False)
+    assert file.read_bytes() == whole
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    made, _ = cache.planned(tmp_path, CANDIDATES, 3, **INPUTS)
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.warns(UserWarning, match='is no regular file: planning anew'):
+        assert cache.planned(tmp_path, CANDIDATES, 3, **INPUTS) == (made, False)
+
+
 def test_without_a_folder_to_write_to(tmp_path: Path) -> None:
     taken = tmp_path / 'file'
     taken.touch()
@@ -87,3 +129,14 @@ def test_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.delenv('XDG_CACHE_HOME')
     monkeypatch.setenv('HOME', str(tmp_path))
     assert cache.default_folder() == tmp_path / '.cache' / 'megatron_zbpp' / 'plans'
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers with any user number: nothing is kept."""
+    monkeypatch.delenv('XDG_CACHE_HOME', raising=False)
+
+    def nowhere() -> Path:
+        raise RuntimeError('Could not determine home directory.')
+
+    monkeypatch.setattr(Path, 'home', nowhere)
+    assert cache.default_folder() is None

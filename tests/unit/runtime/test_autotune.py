@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -117,3 +118,78 @@ def test_another_batch_size_begins_anew(settled):
     assert not auto.counting
     assert auto.after(SimpleNamespace(schedule=build('zb-v', 2, 6))) is None
     assert planner.returncode and auto.counting and auto.planned is None
+
+
+def asked(monkeypatch, tmp_path, program, seconds=30.0):
+    """What `auto` says, and what it answers, where the planner is this program."""
+    from megatron_zbpp.planner import worker
+    from megatron_zbpp.runtime import autotune
+
+    file = tmp_path / 'planner.py'
+    file.write_text(program)
+    monkeypatch.setattr(worker, 'COMMAND', (sys.executable, str(file)))
+    monkeypatch.setattr(autotune.dist, 'get_rank', lambda *_: 0)
+    said = []
+    found = [Measured(COSTS, 9.0, {}, None, 0)]
+    auto = AutoPlan(seconds=seconds, say=said.append, _spans=[9.0], _found=found)
+    auto._start(SCHEDULE)
+    answer = auto._poll(SCHEDULE)
+    while answer == '':
+        time.sleep(0.01)
+        answer = auto._poll(SCHEDULE)
+    return said[1:], answer
+
+
+BETTER = build('zb-v', 2, 4).to_json()
+NOISY = f"""
+import sys
+sys.stdin.read()
+print('a line of somebody')
+open(sys.argv[1], 'w').write({BETTER!r})
+"""
+
+
+def test_a_planner_that_prints(monkeypatch, tmp_path):
+    """What stands in its file counts, not what somebody prints."""
+    said, answer = asked(monkeypatch, tmp_path, NOISY)
+    assert answer == 'keep' and said[0].startswith('auto: nothing better found (simulated: ')
+
+
+@pytest.mark.parametrize(
+    ('program', 'seconds', 'words'),
+    [
+        ('import sys; sys.exit(3)', 30, 'auto: planning failed, see above; zb-v stays'),
+        ('import os; os.abort()', 30, 'auto: planning failed, see above; zb-v stays'),
+        ('import time; time.sleep(60)', 0.05, 'auto: the planner did not answer within 0 s'),
+        ('', 30, 'auto: planning failed, its answer is no schedule: Expecting value'),
+        (NOISY.replace('0F0', '0F9'), 30, 'auto: planning failed, its answer is no schedule: '),
+    ],
+    ids=['fails', 'dies', 'hangs', 'says nothing', 'lies'],
+)
+def test_a_planner_that_fails(monkeypatch, tmp_path, program, seconds, words):
+    """The schedule that runs stays, and training goes on."""
+    said, answer = asked(monkeypatch, tmp_path, program, seconds)
+    assert answer == 'keep' and said[0].startswith(words) and 'zb-v stays' in said[-1]
+
+
+def test_a_planner_that_cannot_be_started(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, 'executable', str(tmp_path / 'nothing'))
+    said, answer = asked(monkeypatch, tmp_path, '')
+    assert answer == 'keep' and said[0].startswith('auto: the planner cannot be started (')
+
+
+@pytest.mark.parametrize(
+    ('before', 'now', 'back'),
+    [([5, 6, 7], [8, 9, 9], True), ([5, 6, 9], [8, 9, 9], False), ([5, 6, 7], [4, 4, 4], False)],
+)
+def test_back_where_it_was_better(monkeypatch, before, now, back):
+    """Only beyond noise: each iteration now took longer than any before."""
+    from megatron_zbpp.runtime import autotune
+
+    monkeypatch.setattr(autotune.dist, 'get_rank', lambda *_: 0)
+    said = []
+    auto = AutoPlan(say=said.append, _spans=now, _measured_before=before, _original=SCHEDULE)
+    auto._before = float(before[1])
+    assert auto._compare() is (SCHEDULE if back else None)
+    assert ('goes back to zb-v' in said[0]) == back
+    assert ('slower' in said[0]) == (now[1] > before[1])

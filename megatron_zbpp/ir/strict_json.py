@@ -1,0 +1,114 @@
+"""Reads JSON of which every field is known and has exactly the type that it asks for.
+
+>>> loads('{"a": 1, "a": 2}')
+Traceback (most recent call last):
+ValueError: field 'a' is given twice: leave one out
+>>> require({'m': True}, {'m': integer})
+Traceback (most recent call last):
+ValueError: 'm': true is not an integer
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from math import isfinite
+
+Check = Callable[[object], str | None]  # what a value should be, where it is not
+
+
+def loads(text: str) -> object:
+    """Returns what `text` says.
+
+    Raises:
+        ValueError: it is not JSON, has a field twice, or a number that is not finite.
+    """
+    return json.loads(
+        text, object_pairs_hook=_once, parse_float=_finite, parse_constant=_not_finite
+    )
+
+
+def require(
+    data: object, fields: Mapping[str, Check], optional: Mapping[str, Check] | None = None
+) -> None:
+    """Returns if `data` is an object of these fields.
+
+    Args:
+        data: as `loads` returned it.
+        fields: that must be there, each with the check of its value.
+        optional: the same, of those that may be.
+
+    Raises:
+        ValueError: one lacks, is not known, or is of another type; the message names it.
+    """
+    known = {**fields, **(optional or {})}
+    if not isinstance(data, dict):
+        raise ValueError(f'{_short(data)} is not an object with the fields {", ".join(known)}')
+    for name, value in data.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f' (did you mean {near[0]!r}?)' if near else ''
+            raise ValueError(f'field {name!r} is not known{hint}: there are {", ".join(known)}')
+        wanted = known[name](value)
+        if wanted is not None:
+            raise ValueError(f'{name!r}: {_short(value)} is not {wanted}')
+    for name in fields:
+        if name not in data:
+            raise ValueError(f'field {name!r} is missing')
+
+
+def anything(value: object) -> None:
+    """Checks a value that is checked elsewhere, or not read."""
+
+
+def integer(value: object) -> str | None:
+    """Checks an int; true and 1.0 are none."""
+    return None if isinstance(value, int) and not isinstance(value, bool) else 'an integer'
+
+
+def number(value: object) -> str | None:
+    """Checks an int or a float."""
+    fits = isinstance(value, int | float) and not isinstance(value, bool)
+    return None if fits else 'a number'
+
+
+def text(value: object) -> str | None:
+    """Checks text that a terminal can show: no control characters."""
+    fits = isinstance(value, str) and value.isprintable()
+    return None if fits else 'text without control characters'
+
+
+def list_of(check: Check, entries: str) -> Check:
+    """Returns the check of a list, each entry by `check`; `entries` says what they are."""
+
+    def fits(value: object) -> str | None:
+        good = isinstance(value, list) and all(check(entry) is None for entry in value)
+        return None if good else f'a list of {entries}'
+
+    return fits
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of `pairs`, none of which has the name of another."""
+    made: dict[str, object] = {}
+    for name, value in pairs:
+        if name in made:
+            raise ValueError(f'field {name!r} is given twice: leave one out')
+        made[name] = value
+    return made
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    return value if isfinite(value) else _not_finite(digits)
+
+
+def _not_finite(digits: str) -> float:
+    raise ValueError(f'{digits} is not a finite number')
+
+
+def _short(value: object) -> str:
+    """The value as JSON, cut where it is long."""
+    said = json.dumps(value)
+    return said if len(said) <= 60 else said[:59] + '…'
