@@ -44,7 +44,7 @@ def critical_path(timeline: Timeline, costs: Costs) -> tuple[Step, ...]:
         spans.update(zip(order, times, strict=True))
         previous.update(zip(order[1:], order[:-1], strict=True))
     ran = max(spans, key=lambda p: spans[p][1], default=None)
-    steps = []
+    steps: list[Step] = []
     while ran is not None:
         waited, on = _cause(ran, schedule, costs, spans, previous.get(ran))
         rank = schedule.rank_of(ran)

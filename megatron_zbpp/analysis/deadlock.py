@@ -140,15 +140,14 @@ class _Replay:
 
     def _step(self, rank: int, instruction: Instruction | Collective) -> bool:
         """Runs one instruction if it need not wait."""
-        kind = type(instruction)
-        if kind is Pass:
+        if isinstance(instruction, Pass):
             waits = self._synchronises and self._spinning[rank]
             return not waits and not self._missing[rank].get(instruction)
-        if kind is Receive:
+        if isinstance(instruction, Receive):
             return self._post(rank, instruction)
-        if kind is Send:
+        if isinstance(instruction, Send):
             return self._send(rank, instruction)
-        if kind is Collective:
+        if isinstance(instruction, Collective):
             self._met[instruction].add(rank)
             return len(self._met[instruction]) == len(instruction.ranks)
         return True

@@ -57,10 +57,9 @@ class _Flow:
 
     def __init__(self, schedule: Schedule) -> None:
         graph, m = schedule.graph, schedule.num_microbatches
-        cut = graph.num_slices
         flat = compiled(graph)
         self.ranks, self.passes = map(list, zip(*schedule, strict=True))
-        steps = [flat.steps[kind][stage * cut + part] for kind, stage, _, part in self.passes]
+        steps = [flat.step(kind, stage, part) for kind, stage, _, part in self.passes]
         made: dict[int, int] = {}  # by row and microbatch
         for number, (step, p) in enumerate(zip(steps, self.passes, strict=True)):
             for row in step.rows:

@@ -43,8 +43,10 @@ class _Flat(NamedTuple):
     duration: float
 
 
-# By kind, and there by stage * num_slices + slice.
-_Table = dict[str, list[_Flat | None]]
+# By kind, and there by stage * num_slices + slice; where the graph has no such pass, what no pass
+# is looked up by.
+_NO_PASS = _Flat(0, 0.0, (), 0, (), 0.0)
+_Table = dict[str, list[_Flat]]
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -64,9 +66,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     costs.require(schedule.placement)
     spans = _Run(schedule, costs).run()
-    if any(None in own for own in spans):
+    ran = tuple(tuple(span for span in own if span is not None) for own in spans)
+    if any(len(own) < len(order) for own, order in zip(ran, spans, strict=True)):
         raise _stuck(schedule, [own.index(None) if None in own else len(own) for own in spans])
-    return Timeline(schedule, tuple(map(tuple, spans)))
+    return Timeline(schedule, ran)
 
 
 class _Run:
@@ -106,7 +109,10 @@ class _Run:
             return _Flat(*needs[0], tuple(needs[1:]), own[0], tuple(own[1:]), duration)
 
         return {
-            kind: [step and entry(kind, at // self.cut, step) for at, step in enumerate(steps)]
+            kind: [
+                entry(kind, at // self.cut, step) if step else _NO_PASS
+                for at, step in enumerate(steps)
+            ]
             for kind, steps in flat.steps.items()
         }
 

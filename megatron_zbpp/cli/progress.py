@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def progress(text: str, unit: str, total: int) -> Iterator[Callable[[float], None]]:
+def progress(text: str, unit: str, total: int) -> Iterator[Callable[[float], object]]:
     """Shows a bar on stderr while the block runs, if that is a terminal.
 
     Yields:

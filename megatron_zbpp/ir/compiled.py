@@ -60,7 +60,10 @@ class Compiled:
 
     def step(self, kind: str, stage: int, slice: int = 0) -> Step:
         """Returns what such a pass does."""
-        return self.steps[kind][stage * self.graph.num_slices + slice]
+        step = self.steps[kind][stage * self.graph.num_slices + slice]
+        if step is None:
+            raise KeyError((kind, stage, slice))
+        return step
 
     @cached_property
     def num_rows(self) -> int:

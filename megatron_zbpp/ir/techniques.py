@@ -83,7 +83,7 @@ def offload(graph: Graph, stages: Iterable[int], to: str = HOST) -> Graph:
     for task in [t for t in graph.needs if t.kind == F and t.stage in stages]:
         away, here = task._replace(kind=out), task._replace(kind=back)
         # B, or R where that comes first
-        users = [user for user, need in graph.feeds[task] if user.stage == task.stage]
+        users = [user for user, _ in graph.feeds[task] if user.stage == task.stage]
         users = [user for user in users if user.kind != F]
         needs[away], needs[here] = (Need(task),), (Need(away),)
         for user in users:

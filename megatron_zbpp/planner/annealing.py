@@ -14,7 +14,7 @@ from math import log
 from random import Random
 
 from megatron_zbpp.planner.budget import Budget
-from megatron_zbpp.planner.problem import EPSILON, Ends, Orders, Problem, replay
+from megatron_zbpp.planner.problem import EPSILON, Ends, Orders, Problem, replay, replay_whole
 
 _CRITICAL = 0.8  # share of moves that start on the critical path
 _STALE = 20  # moves after which the critical path is traced anew
@@ -88,7 +88,7 @@ def anneal(
         enough: a value at which to stop.
     """
     orders = [part.unfold() for part in folded]
-    value, ends = replay(problem, orders)
+    value, ends = replay_whole(problem, orders)
     best = Solution(value, [list(order) for order in orders])
     cost = 6 + problem.num_passes / 20
     path, stale = critical(problem, orders, ends), 0
@@ -101,7 +101,7 @@ def anneal(
         first, before = moved
         old, orders[rank] = orders[rank], folded[rank].unfold()
         allowed = value - temperature * (1 - budget.spent) * log(1 - rng.random())
-        result = None
+        result: tuple[float, Ends] | None = None
         if problem.fits_rank(rank, orders[rank]):
             result = replay(problem, orders, ends, rank, base + first, allowed)
         if result is None:

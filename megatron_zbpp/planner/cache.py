@@ -18,6 +18,7 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from math import isclose
 from pathlib import Path
+from typing import Any
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.simulator import simulate
@@ -47,7 +48,7 @@ def planned(
     num_microbatches: int,
     *,
     progress: Callable[[float], None] | None = None,
-    **inputs: object,
+    **inputs: Any,
 ) -> tuple[Plan, bool]:
     """What `plan` returns, and whether it was on disk.
 

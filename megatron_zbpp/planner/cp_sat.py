@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner.lower_bounds import lower_bound
-from megatron_zbpp.planner.problem import EPSILON, Orders, Problem, replay
+from megatron_zbpp.planner.problem import EPSILON, Orders, Problem, replay_whole
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -74,7 +74,7 @@ def solve(
         ) from error
     unit, rounded = _unit(problem)
     scaled = _scaled(problem, unit)
-    value, ends = replay(scaled, orders)
+    value, ends = replay_whole(scaled, orders)
     # Rounding times down may also move a window's start by as much as its stages and edges.
     doubt = 2 * problem.placement.num_stages if rounded and problem.objective == 'window' else 0
     solver = cp_model.CpSolver()
@@ -213,7 +213,8 @@ class _Model:
             return
         count, stages = self.problem.placement.num_stages, self.problem.placement.stages(rank)
         unit = gcd(*(changes[queue] for queue in self.problem.queues[rank])) or 1
-        intervals, amounts = [], []
+        intervals: list[cp_model.IntervalVar] = []
+        amounts: list[int] = []
         for stage in stages:
             forward, backward, weight = stage, count + stage, 2 * count + stage
             added = changes[backward]
@@ -250,7 +251,8 @@ class _Model:
 
     def _precede(self, before: tuple[int, int], after: tuple[int, int], condition: Any) -> None:
         start = self.starts[after[0]][after[1]]
-        self.model.add(self._end(*before) <= start).only_enforce_if(condition)
+        constraint = self.model.add(self._end(*before) <= start)
+        constraint.only_enforce_if(condition)  # pyright: ignore[reportUnknownMemberType]
 
     def _minimise(self, least: int, most: int) -> None:
         value = self.model.new_int_var(least, most, '')

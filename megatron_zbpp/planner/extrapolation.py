@@ -60,7 +60,8 @@ def _balanced(order: list[int], num_queues: int, beat: int) -> list[int]:
     """Where the next `num_queues * beat` passes are `beat` of each queue."""
     length = num_queues * beat
     counts = dict.fromkeys(order, 0)
-    exact, starts = 0, []
+    exact = 0
+    starts: list[int] = []
     for position, queue in enumerate(order):
         exact += (counts[queue] + 1 == beat) - (counts[queue] == beat)
         counts[queue] += 1

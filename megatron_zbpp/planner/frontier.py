@@ -36,8 +36,8 @@ def frontier(
     Raises:
         ValueError: as `plan` does.
     """
-    report = progress or (lambda share: None)
-    found = []
+    report = progress or _unseen
+    found: list[tuple[float, Plan, bool]] = []
     for at, limit in enumerate(sorted(set(limits))):
         plan, cached = planned(
             folder,
@@ -51,3 +51,7 @@ def frontier(
         )
         found.append((limit, plan, cached))
     return found
+
+
+def _unseen(share: float) -> None:
+    """Shows nobody how far it is."""

@@ -22,7 +22,7 @@ class Named:
 
 def named(problem: Problem) -> list[Named]:
     """Every named schedule that is on the problem's placement and within its limits, best first."""
-    found = []
+    found: list[Named] = []
     for family in FAMILIES:
         for schedule in _variants(family, problem):
             orders = problem.orders(schedule)

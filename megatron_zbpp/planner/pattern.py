@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
 from random import Random
+from typing import Any
 
 from megatron_zbpp.planner.problem import Ends, Orders, Problem
 
@@ -99,9 +100,7 @@ class Pattern:
         return nudged, self.interval * unit
 
 
-def _mutated(
-    value: float | tuple[float, ...], field: str, rng: Random
-) -> float | tuple[float, ...]:
+def _mutated(value: Any, field: str, rng: Random) -> float | tuple[float, ...]:
     """Another value for this field of a pattern."""
     if field == 'patience':
         return rng.choice(_PATIENCE)
@@ -130,7 +129,7 @@ def dispatch(problem: Problem, pattern: Pattern) -> Orders:
     count, m = problem.placement.num_stages, problem.num_microbatches
     # what a B may raise to: one that does not raise may run at any time
     raising = [cap if rise else inf for cap, rise in zip(problem.caps, problem.raises, strict=True)]
-    ends = [[] for _ in due]
+    ends: Ends = [[] for _ in due]
     held = [0] * problem.placement.num_ranks
 
     def choose(rank: int, now: float) -> tuple[int, float]:
@@ -169,7 +168,7 @@ def _run(
     held: list[int],
 ) -> Orders:
     """Runs the ranks event by event, each free one as `choose` says; fills `ends` and `held`."""
-    orders = [[] for _ in held]
+    orders: Orders = [[] for _ in held]
     busy = [0.0] * len(held)
     events = [(0.0, rank) for rank in range(len(held))]
     while events:

@@ -90,7 +90,8 @@ def plan(
     if objective not in OBJECTIVES:
         raise ValueError(f'objective {objective!r} is unknown: use {" or ".join(OBJECTIVES)}')
     budget = Budget(seconds, progress)
-    searches, names = [], []
+    searches: list[Search] = []
+    names: list[Named] = []
     for placement, costs in _with_room(candidates, memory_limit):
         limits = same_limits(memory_limit, placement.num_ranks)
         problem = Problem(placement, num_microbatches, costs, limits, objective)
@@ -168,7 +169,8 @@ def _with_room(
     Raises:
         ValueError: there are none.
     """
-    found, missing = [], []
+    found: list[Candidate] = []
+    missing: list[tuple[float, float, int, float]] = []
     for placement, costs in candidates:
         limits = same_limits(memory_limit, placement.num_ranks)
         least = _least(placement, costs)

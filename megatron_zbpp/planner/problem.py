@@ -198,7 +198,7 @@ class Problem:
 
     def _passes(self, order: list[int]) -> list[Pass]:
         seen = [0] * self.num_queues
-        passes = []
+        passes: list[Pass] = []
         for queue in order:
             kind, stage, _ = self._tasks[queue]
             passes.append(Pass(kind, stage, seen[queue]))
@@ -228,7 +228,7 @@ def replay(
     Returns:
         None if the orders deadlock, or as soon as their value is known to be above `cap`.
     """
-    ends = (
+    ends: Ends = (
         [[] for _ in problem.durations]
         if known is None
         else _before(problem, orders, known, rank, at)
@@ -237,7 +237,7 @@ def replay(
     durations, needs, edges = problem.durations, problem.needs, problem.edges
     running = [r for r, order in enumerate(orders) if positions[r] < len(order)]
     while running:
-        waiting = []
+        waiting: list[int] = []
         moved = False
         for r in running:
             order, clock, first = orders[r], clocks[r], positions[r]
@@ -268,6 +268,14 @@ def replay(
     return max(clock - origin for clock, origin in zip(clocks, problem.origins, strict=True)), ends
 
 
+def replay_whole(problem: Problem, orders: Orders) -> tuple[float, Ends]:
+    """Returns value and ends of orders that do not deadlock."""
+    result = replay(problem, orders)
+    if result is None:
+        raise ValueError(f'orders that deadlock: {orders}')
+    return result
+
+
 def _before(problem: Problem, orders: Orders, known: Ends, rank: int, at: int) -> Ends:
     """The ends of `known` that a change from position `at` of `rank` on cannot touch."""
     kept = orders[rank][:at]
@@ -281,7 +289,9 @@ def _before(problem: Problem, orders: Orders, known: Ends, rank: int, at: int) -
 
 def _resume(problem: Problem, ends: Ends, cap: float) -> tuple[list[int], list[float], list[float]]:
     """Per rank: position, clock, and how long it may still idle before its value is above `cap`."""
-    positions, clocks, spare = [], [], []
+    positions: list[int] = []
+    clocks: list[float] = []
+    spare: list[float] = []
     for queues, work, origin in zip(problem.queues, problem.work, problem.origins, strict=True):
         position, clock, done = 0, 0.0, 0.0
         for queue in queues:

@@ -15,7 +15,7 @@ from megatron_zbpp.planner.budget import Budget
 from megatron_zbpp.planner.extrapolation import extrapolate
 from megatron_zbpp.planner.lower_bounds import lower_bound
 from megatron_zbpp.planner.pattern import Pattern, dispatch
-from megatron_zbpp.planner.problem import EPSILON, Orders, Problem, replay
+from megatron_zbpp.planner.problem import EPSILON, Orders, Problem, replay, replay_whole
 
 _POOL = 8  # patterns that are climbed at once
 _KEPT = 6  # solutions to restart from
@@ -87,7 +87,7 @@ class Search:
             climb = len(pool) == _POOL and budget.spent > explore
             at = min(int(rng.expovariate(0.5)), _POOL - 1)
             pattern = pool[at][1].mutated(rng) if climb else Pattern.random(few, rng)
-            value = replay(few, dispatch(few, pattern))[0]
+            value, _ = replay_whole(few, dispatch(few, pattern))
             if climb and value <= pool[at][0]:
                 pool[at] = value, pattern
             elif not climb:

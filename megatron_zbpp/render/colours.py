@@ -44,7 +44,7 @@ def kinds(schedules: Iterable[Schedule]) -> dict[str, Kind]:
 def legend(schedules: Iterable[Schedule]) -> list[tuple[str, str]]:
     """(text, colour) of each kind of pass in `schedules`, and of its first and last chunk."""
     schedules = tuple(schedules)
-    entries = []
+    entries: list[tuple[str, str]] = []
     for name, kind in kinds(schedules).items():
         having = (s for s in schedules if any(p.kind == name for _, p in s))
         entries.append((f'{name}: {kind.words}', colour(name)))

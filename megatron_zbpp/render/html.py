@@ -84,7 +84,7 @@ def waits(timeline: Timeline) -> list[list[tuple[int, int]]]:
     ]
 
 
-def _data(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> list[dict]:
+def _data(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> list[dict[str, object]]:
     """What the page's script knows of each panel."""
     orders = [line.schedule.passes for line in timelines.values()]
     return [
@@ -101,7 +101,7 @@ def _data(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> list
     ]
 
 
-def _rows(timeline: Timeline, costs: Costs | None) -> Iterator[dict]:
+def _rows(timeline: Timeline, costs: Costs | None) -> Iterator[dict[str, object]]:
     held = live(timeline.schedule, costs) if costs else [None] * timeline.schedule.num_ranks
     for row, caused, amounts in zip(bars(timeline), waits(timeline), held, strict=True):
         yield {
@@ -166,7 +166,7 @@ def _subtitle(timelines: Mapping[str, Timeline]) -> str:
 
 def _summary(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> str:
     """A table with a line for each timeline."""
-    rows = []
+    rows: list[str] = []
     for name, line in timelines.items():
         cells = [
             number(line.makespan),

@@ -17,6 +17,8 @@ from megatron_zbpp.render.scene import Bar, bars, held
 _MICROSECONDS = 1e6  # the format's unit; a timeline's is taken to be the second
 _INSIDE = 1e-3  # of a pass: an arrow starts so long before its end, to be bound to it
 
+_Event = dict[str, object]
+
 
 def perfetto(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs] | None = None) -> str:
     """The trace as JSON; a unit of time becomes a second.
@@ -25,7 +27,7 @@ def perfetto(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs] | Non
         timelines: by name; each one's ranks are processes of their own.
         costs: by the same names; where given, live activations are counted.
     """
-    events: list[dict] = []
+    events: list[_Event] = []
     arrows, first = count(1), 0
     for name, timeline in timelines.items():
         prefix = f'{name} ' if len(timelines) > 1 else ''
@@ -39,7 +41,7 @@ def perfetto(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs] | Non
     return json.dumps({'traceEvents': events, 'displayTimeUnit': 'ms'}, separators=(',', ':'))
 
 
-def _processes(rows: list[list[Bar]], prefix: str, first: int) -> Iterator[dict]:
+def _processes(rows: list[list[Bar]], prefix: str, first: int) -> Iterator[_Event]:
     for rank in range(len(rows)):
         pid = first + rank
         for key, value in (
@@ -50,7 +52,7 @@ def _processes(rows: list[list[Bar]], prefix: str, first: int) -> Iterator[dict]
             yield {'ph': 'M', 'pid': pid, 'tid': 0, 'name': key, 'args': value}
 
 
-def _passes(rows: list[list[Bar]], timeline: Timeline, first: int) -> Iterator[dict]:
+def _passes(rows: list[list[Bar]], timeline: Timeline, first: int) -> Iterator[_Event]:
     chunk_of = timeline.schedule.placement.chunk_of
     for rank, row in enumerate(rows):
         for ran, start, end, _ in row:
@@ -72,7 +74,7 @@ def _passes(rows: list[list[Bar]], timeline: Timeline, first: int) -> Iterator[d
 
 def _arrows(
     rows: list[list[Bar]], timeline: Timeline, first: int, ids: Iterator[int]
-) -> Iterator[dict]:
+) -> Iterator[_Event]:
     """A start and a finish event for each message between ranks."""
     where = {bar.ran: (rank, bar) for rank, row in enumerate(rows) for bar in row}
     for taker, (rank, bar) in where.items():
@@ -87,7 +89,7 @@ def _arrows(
             yield {'ph': 'f', 'bp': 'e', 'pid': first + rank, 'ts': arrives, **key}
 
 
-def _counters(timeline: Timeline, costs: Costs, first: int) -> Iterator[dict]:
+def _counters(timeline: Timeline, costs: Costs, first: int) -> Iterator[_Event]:
     for rank, curve in enumerate(held(timeline, costs)):
         for time, amount in [(0.0, 0.0), *curve]:
             yield {

@@ -1,5 +1,8 @@
 """Pictures through matplotlib (an extra): timelines, loss curves, bubble against memory."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# (matplotlib leaves much of its keyword arguments open)
+
 from __future__ import annotations
 
 from collections import defaultdict
@@ -97,7 +100,7 @@ def frontier_png(
     hues = list(HUES.values())
     line = sorted(planned)
     axes.plot(*zip(*line, strict=True), 'o-', color=hues[1], label='planned', zorder=3)
-    places = defaultdict(list)
+    places: dict[tuple[float, float], list[str]] = defaultdict(list)
     for name, (memory, idle) in named.items():
         places[round(memory, 3), round(idle, 4)].append(name)
     axes.scatter(*zip(*places, strict=True), color=hues[0], label='named schedules', zorder=2)

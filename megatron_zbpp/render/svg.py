@@ -92,7 +92,7 @@ def _panel(timeline: Timeline, costs: Costs | None, horizon: float, width: int, 
     """The rows of one timeline, from y = 0 on."""
     scale = (width - _GUTTER - _MARGIN) / horizon
     height = BAR_AND_MEMORY if costs else BAR
-    texts = []
+    texts: list[str] = []
     for rank, line in enumerate(bars(timeline)):
         y = (rank + TOP + height / 2) * row + 4
         texts.append(f'<text class="soft right" x="{_GUTTER - 8}" y="{y:.5g}">rank {rank}</text>')
@@ -129,7 +129,8 @@ def _axis(horizon: float, width: int, y: int, unit: str) -> str:
 
 
 def _legend(timelines: Mapping[str, Timeline]) -> str:
-    parts, x = [], _GUTTER
+    parts: list[str] = []
+    x = _GUTTER
     for text, fill in legend(line.schedule for line in timelines.values()):
         parts.append(f'<rect x="{x}" y="12" width="20" height="12" rx="2" fill="{fill}"/>')
         parts.append(f'<text x="{x + 26}" y="22">{escape(text)}</text>')

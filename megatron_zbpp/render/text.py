@@ -45,7 +45,8 @@ def _scale(rows: list[list[Bar]], makespan: float, columns: int) -> float:
 
 def _line(row: list[Bar], scale: float, columns: int, colours: bool) -> str:
     """A rank's bars in `columns` characters, and `…` for what did not fit."""
-    parts, at = [], 0
+    parts: list[str] = []
+    at = 0
     for bar in row:
         first, last = round(bar.start * scale), round(bar.end * scale)
         if first >= columns:

@@ -85,7 +85,7 @@ def _needs(
     """By kind and stage, the kinds and stages of what a pass needs of its microbatch, where there
     are passes of these kinds."""
     graph = chain(num_stages)
-    found = {}
+    found: dict[tuple[str, int], tuple[tuple[str, int], ...]] = {}
     for kind, stage in product(kinds, range(num_stages)):
         own = graph.tasks(kind, stage)
         needs = (need.task for task in own for need in graph.needs[task] if need.task not in own)

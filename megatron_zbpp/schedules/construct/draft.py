@@ -61,6 +61,7 @@ def _steps(placement: Placement, costs: Costs) -> dict[str, list[_Step]]:
                 changes[kind, stage, 0],
             )
             for stage, step in enumerate(steps)
+            if step is not None
         ]
         for kind, steps in compiled(graph).steps.items()
     }

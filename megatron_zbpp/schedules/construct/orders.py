@@ -57,7 +57,7 @@ def chunk_by_chunk(
         first: the first microbatch of the first group.
     """
     through = stages if kind == F else stages[::-1]
-    passes = []
+    passes: list[Pass] = []
     for size in groups:
         passes += [Pass(kind, stage, first + i) for stage in through for i in range(size)]
         first += size
