@@ -332,14 +332,17 @@ class _Delayed:
         Returns:
             A gradient for each of `parameters`, None where it is in `main_grad`.
         """
-        queue = self._module.wgrad_store.context
-        held = [parameter.grad for parameter in self._all]
+        waiting = self._module.wgrad_store.context.queue  # without its locks
+        held = [(parameter, parameter.grad) for parameter in self._all]
         wanted = set(parameters)
-        for parameter in self._all:
-            parameter.grad = None if parameter in wanted else parameter.detach()
+        for parameter, gradient in held:
+            if parameter not in wanted:
+                parameter.grad = parameter.detach()
+            elif gradient is not None:
+                parameter.grad = None
         for tensors, function in entries:
             whole = [t.gather() if isinstance(t, Shard) else t for t in tensors]
-            queue.put([whole, function])
+            waiting.append([whole, function])
         self._running = True
         try:
             self._module.backward_dw()
@@ -347,8 +350,8 @@ class _Delayed:
             return [parameter.grad for parameter in parameters]
         finally:
             self._running = False
-            queue.queue.clear()
-            for parameter, gradient in zip(self._all, held, strict=True):
+            waiting.clear()
+            for parameter, gradient in held:
                 parameter.grad = gradient
 
 
