@@ -14,6 +14,7 @@ import difflib
 import json
 from collections.abc import Callable, Mapping
 from math import isfinite
+from typing import cast
 
 Check = Callable[[object], str | None]  # what a value should be, where it is not
 
@@ -45,7 +46,8 @@ def require(
     known = {**fields, **(optional or {})}
     if not isinstance(data, dict):
         raise ValueError(f'{_short(data)} is not an object with the fields {", ".join(known)}')
-    for name, value in data.items():
+    given = cast('dict[str, object]', data)
+    for name, value in given.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f' (did you mean {near[0]!r}?)' if near else ''
@@ -54,7 +56,7 @@ def require(
         if wanted is not None:
             raise ValueError(f'{name!r}: {_short(value)} is not {wanted}')
     for name in fields:
-        if name not in data:
+        if name not in given:
             raise ValueError(f'field {name!r} is missing')
 
 
@@ -83,7 +85,9 @@ def list_of(check: Check, entries: str) -> Check:
     """Returns the check of a list, each entry by `check`; `entries` says what they are."""
 
     def fits(value: object) -> str | None:
-        good = isinstance(value, list) and all(check(entry) is None for entry in value)
+        good = isinstance(value, list) and all(
+            check(entry) is None for entry in cast('list[object]', value)
+        )
         return None if good else f'a list of {entries}'
 
     return fits
