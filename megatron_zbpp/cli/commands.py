@@ -35,6 +35,8 @@ def list_families(args: Namespace) -> None:
     keys = ('name', 'aliases', 'summary', 'bubble', 'memory', 'source')
     if args.json:
         entries = [{key: getattr(family, key) for key in keys} for family in FAMILIES]
+        for entry in entries:
+            entry |= {key: str(entry[key]) for key in ('bubble', 'memory')}
         return _print_json({'schedules': entries})
     for family in FAMILIES:
         aliases = f'  (also {", ".join(family.aliases)})' if family.aliases else ''

@@ -2,7 +2,7 @@
 
 from megatron_zbpp.ir.graph import BW, B, F, Graph, Hold, Kind, Need, Task, W, chain
 from megatron_zbpp.ir.placement import Placement
-from megatron_zbpp.ir.schedule import Pass, Schedule, Together
+from megatron_zbpp.ir.schedule import Pass, Phase, Schedule, Together
 
 KINDS = tuple(chain(1).kinds)  # of a plain pipeline
 
@@ -16,6 +16,7 @@ __all__ = [
     'Kind',
     'Need',
     'Pass',
+    'Phase',
     'Placement',
     'Schedule',
     'Task',

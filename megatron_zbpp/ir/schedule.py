@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -66,6 +66,13 @@ class Together(NamedTuple):
         return '(' + '&'.join(map(str, self.passes)) + ')'
 
 
+class Phase(NamedTuple):
+    """Passes of a rank that go by one name, such as the warm-up."""
+
+    label: str
+    passes: tuple[Pass, ...]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """For each rank, the order of its passes: an immutable value.
@@ -77,6 +84,8 @@ class Schedule:
         passes: for each rank, its passes in order.
         graph: what the passes mean; default: of a plain pipeline.
         together: (rank, index of the first) of passes that run as one with the one behind them.
+        phases: for each rank, (index of its first pass, label) of each phase, where a family names
+            them. They are for people: neither files nor comparisons know them.
     """
 
     name: str
@@ -85,6 +94,7 @@ class Schedule:
     passes: tuple[tuple[Pass, ...], ...]
     graph: Graph = None  # type: ignore[assignment]  # filled below
     together: frozenset[tuple[int, int]] = frozenset()
+    phases: tuple[tuple[tuple[int, str], ...], ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.graph is None:
@@ -101,21 +111,36 @@ class Schedule:
         name: str,
         placement: Placement,
         num_microbatches: int,
-        orders: Iterable[Iterable[Pass | Together]],
+        orders: Iterable[Iterable[Pass | Together | Phase]],
         graph: Graph | None = None,
     ) -> Schedule:
         """Returns a schedule from any iterables of passes."""
         passes: list[tuple[Pass, ...]] = []
+        phases: list[tuple[tuple[int, str], ...]] = []
         together: set[tuple[int, int]] = set()
         for rank, order in enumerate(orders):
             own: list[Pass] = []
+            labels: list[tuple[int, str]] = []
             for entry in order:
-                parts = entry.passes if isinstance(entry, Together) else (entry,)
-                together |= {(rank, len(own) + k) for k in range(len(parts) - 1)}
-                own += parts
+                if isinstance(entry, Pass):
+                    own.append(entry)
+                    continue
+                if isinstance(entry, Phase):
+                    labels.append((len(own), entry.label))
+                else:
+                    together |= {(rank, len(own) + k) for k in range(len(entry.passes) - 1)}
+                own += entry.passes
             passes.append(tuple(own))
-        graph = graph or chain(placement.num_stages)
-        return cls(name, placement, num_microbatches, tuple(passes), graph, frozenset(together))
+            phases.append(tuple(labels))
+        return cls(
+            name,
+            placement,
+            num_microbatches,
+            tuple(passes),
+            graph or chain(placement.num_stages),
+            frozenset(together),
+            tuple(phases),
+        )
 
     @property
     def num_ranks(self) -> int:
@@ -176,12 +201,14 @@ class Schedule:
             placement=self.placement.reversed(),
             passes=self.passes[::-1],
             together=frozenset((last - rank, at) for rank, at in self.together),
+            phases=self.phases[::-1],
         )
 
     def forward_only(self) -> Schedule:
         """Returns what is left for evaluation: the forward passes, in their order."""
         kept = tuple(tuple(p for p in order if p.kind == F) for order in self.passes)
-        return replace(self, name=f'{self.name} (forward only)', passes=kept, together=frozenset())
+        name = f'{self.name} (forward only)'
+        return replace(self, name=name, passes=kept, together=frozenset(), phases=())
 
     def to_json(self) -> str:
         """Returns one JSON object; `from_json` reads it back to an equal value."""

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from megatron_zbpp.ir import B, Schedule
+from megatron_zbpp.ir import Schedule
 from megatron_zbpp.planner.problem import Orders, Problem, replay
-from megatron_zbpp.schedules.construct.orders import defer_weights
-from megatron_zbpp.schedules.interleaved import in_groups
+from megatron_zbpp.schedules.construct.orders import split_one_forward_one_backward
 
 _AHEAD = (1.0, 1.5)
 _DEFER = (0.0, 0.5, 1.0, 1.5)
@@ -41,8 +40,10 @@ class _Grouping:
         groups = [m // count + (i < m % count) for i in range(count)]
         below = placement.num_ranks - 1
         passes = (
-            defer_weights(
-                in_groups(B, placement, rank, groups, int(self.ahead * (below - rank))),
+            split_one_forward_one_backward(
+                placement.stages(rank),
+                groups,
+                ahead=int(self.ahead * (below - rank)),
                 defer=int(self.defer * rank),
             )
             for rank in range(placement.num_ranks)

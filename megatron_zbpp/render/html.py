@@ -102,8 +102,12 @@ def _data(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> list
 
 
 def _rows(timeline: Timeline, costs: Costs | None) -> Iterator[dict[str, object]]:
-    held = live(timeline.schedule, costs) if costs else [None] * timeline.schedule.num_ranks
-    for row, caused, amounts in zip(bars(timeline), waits(timeline), held, strict=True):
+    schedule = timeline.schedule
+    held = live(schedule, costs) if costs else [None] * schedule.num_ranks
+    phases = schedule.phases or [()] * schedule.num_ranks
+    for row, caused, amounts, named in zip(
+        bars(timeline), waits(timeline), held, phases, strict=True
+    ):
         yield {
             'kinds': [bar.ran.kind for bar in row],
             'stages': [bar.ran.stage for bar in row],
@@ -113,6 +117,7 @@ def _rows(timeline: Timeline, costs: Costs | None) -> Iterator[dict[str, object]
             'ends': [float(f'{bar.end:.9g}') for bar in row],
             'waits': caused,
             'live': amounts,
+            'phases': named,
         }
 
 

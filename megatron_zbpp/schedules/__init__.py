@@ -1,84 +1,53 @@
-"""Every synchronous schedule by its paper's name.
+"""Every synchronous schedule by its paper's name, and those of your own.
 
     >>> from megatron_zbpp.schedules import build, names
     >>> ' '.join(map(str, build('zb-h1', num_ranks=2, num_microbatches=2).passes[1]))
     '1F0 1B0 1F1 1B1 1W0 1W1'
 
-Adding one: a file with one pure function and its `Family`, an entry in `FAMILIES`, a formula test.
+Adding one: a file with a pure function under `@family`, a line here, a formula test. One of your
+own needs no line: `build('package.module:name', ...)` imports its module.
 """
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING
 
 from megatron_zbpp.ir import Schedule
-from megatron_zbpp.schedules import (
-    breadth_first,
-    dualpipe_v,
-    gis,
+
+# Importing a module registers its families; their order is that of `zbpp list`.
+# isort: off
+from megatron_zbpp.schedules import (  # noqa: F401
     gpipe,
-    hanayo,
-    interleaved,
     one_f_one_b,
-    v_1f1b,
-    v_controlled,
-    zb_auto,
+    interleaved,
+    breadth_first,
     zb_h,
-    zb_interleaved,
+    zb_auto,
     zb_v,
+    v_controlled,
+    v_1f1b,
+    zb_interleaved,
+    gis,
+    hanayo,
+    dualpipe_v,
     zeropp,
 )
-from megatron_zbpp.schedules.family import Family
+
+# isort: on
+from megatron_zbpp.schedules.registry import Family, Formula, Sizes, families, family, find
 
 if TYPE_CHECKING:
     from megatron_zbpp.ir.costs import Costs
 
-__all__ = ['FAMILIES', 'Family', 'build', 'find', 'names']
+__all__ = ['FAMILIES', 'Family', 'Formula', 'Sizes', 'build', 'families', 'family', 'find', 'names']
 
-FAMILIES: tuple[Family, ...] = (
-    gpipe.FAMILY,
-    one_f_one_b.FAMILY,
-    interleaved.FAMILY,
-    breadth_first.FAMILY,
-    *zb_h.FAMILIES,
-    *zb_auto.FAMILIES,
-    zb_v.FAMILY,
-    *v_controlled.FAMILIES,
-    v_1f1b.FAMILY,
-    zb_interleaved.FAMILY,
-    *gis.FAMILIES,
-    hanayo.FAMILY,
-    dualpipe_v.FAMILY,
-    zeropp.FAMILY,
-)
-
-
-def _key(name: str) -> str:
-    """What a look-up compares: neither case nor separators matter."""
-    return name.strip().lower().replace('-', '').replace('_', '')
-
-
-_BY_KEY = {_key(name): family for family in FAMILIES for name in (family.name, *family.aliases)}
+FAMILIES: tuple[Family, ...] = tuple(families())
+"""The library's own, in the order of `zbpp list`."""
 
 
 def names() -> tuple[str, ...]:
-    """Canonical names of all families."""
-    return tuple(family.name for family in FAMILIES)
-
-
-def find(name: str) -> Family:
-    """The family of that name or alias.
-
-    Raises:
-        ValueError: none has it; the message names the known ones and the nearest match.
-    """
-    family = _BY_KEY.get(_key(name))
-    if family is None:
-        near = difflib.get_close_matches(_key(name), _BY_KEY, n=1)
-        hint = f' (did you mean {_BY_KEY[near[0]].name!r}?)' if near else ''
-        raise ValueError(f'unknown schedule {name!r}{hint}: known are {", ".join(names())}')
-    return family
+    """Canonical names of all of the library's families."""
+    return tuple(each.name for each in FAMILIES)
 
 
 def build(
@@ -93,7 +62,8 @@ def build(
     """The schedule of that family for p ranks and m microbatches.
 
     Args:
-        name: of the family, or an alias; case, `-` and `_` do not matter.
+        name: of the family, or an alias; case, `-` and `_` do not matter. Of a family of your own
+            `package.module:name`, which imports that module.
         num_ranks: p.
         num_microbatches: m.
         num_chunks: v, stages per rank; the family's own default where None.
@@ -103,52 +73,67 @@ def build(
             in activations of one microbatch on a full rank.
 
     Raises:
-        ValueError: an unknown name, or a value that the family cannot take.
+        ValueError: an unknown name, a value that the family cannot take, or a family of somebody
+            else's that makes no such schedule.
     """
-    family = find(name)
-    if num_ranks < family.min_ranks:
+    found = find(name)
+    if num_ranks < found.min_ranks:
         raise ValueError(
-            f'{family.name} needs at least {family.min_ranks} ranks, not {num_ranks}: '
+            f'{found.name} needs at least {found.min_ranks} ranks, not {num_ranks}: '
             'use more pipeline ranks or another schedule, such as 1f1b'
         )
     if num_microbatches < 1:
         raise ValueError(f'num_microbatches is {num_microbatches}: give at least 1')
-    chunks = _checked_chunks(family, num_chunks)
-    _require_costs(family, costs, num_ranks * chunks)
-    _require_no_limit(family, memory_limit)
+    chunks = _checked_chunks(found, num_chunks)
+    _require_costs(found, costs, num_ranks * chunks)
+    _require_no_limit(found, memory_limit)
     options = {'num_chunks': chunks, 'costs': costs, 'memory_limit': memory_limit}
-    taken = {key: value for key, value in options.items() if key in family.options}
-    return family.generate(num_ranks, num_microbatches, **taken)
+    taken = {key: value for key, value in options.items() if key in found.options}
+    schedule = found.generate(num_ranks, num_microbatches, **taken)
+    _require_as_asked(found, schedule, num_ranks, num_microbatches)
+    return schedule
 
 
-def _checked_chunks(family: Family, num_chunks: int | None) -> int:
+def _require_as_asked(found: Family, schedule: object, num_ranks: int, m: int) -> None:
+    """Raises ValueError unless a generator returned a schedule of the right size."""
+    if not isinstance(schedule, Schedule):
+        raise ValueError(f'{found.name} made {type(schedule).__name__}: return a Schedule from it')
+    made = schedule.num_ranks, schedule.num_microbatches
+    if made != (num_ranks, m):
+        raise ValueError(
+            f'{found.name} made a schedule of {made[0]} ranks and {made[1]} microbatches: return '
+            f'one of the {num_ranks} and {m} that it was asked for'
+        )
+
+
+def _checked_chunks(found: Family, num_chunks: int | None) -> int:
     """The number of chunks to use."""
     if num_chunks is None:
-        return family.default_chunks
-    if num_chunks not in family.chunks:
-        first, step = family.chunks.start, family.chunks.step
-        can = f'exactly {first}' if len(family.chunks) == 1 else f'{first}, {first + step}, ...'
+        return found.default_chunks
+    if num_chunks not in found.chunks:
+        first, step = found.chunks.start, found.chunks.step
+        can = f'exactly {first}' if len(found.chunks) == 1 else f'{first}, {first + step}, ...'
         raise ValueError(
-            f'{family.name} cannot have {num_chunks} chunks per rank: '
-            f'it takes {can}; leave num_chunks out for {family.default_chunks}'
+            f'{found.name} cannot have {num_chunks} chunks per rank: '
+            f'it takes {can}; leave num_chunks out for {found.default_chunks}'
         )
     return num_chunks
 
 
-def _require_costs(family: Family, costs: Costs | None, num_stages: int) -> None:
+def _require_costs(found: Family, costs: Costs | None, num_stages: int) -> None:
     """Raises ValueError unless costs, if given, are of as many stages as the schedule."""
     if costs is not None and len(costs.forward) != num_stages:
         raise ValueError(
-            f'costs are of {len(costs.forward)} stages, but this {family.name} has {num_stages}: '
+            f'costs are of {len(costs.forward)} stages, but this {found.name} has {num_stages}: '
             'give one entry per stage, in model order'
         )
 
 
-def _require_no_limit(family: Family, memory_limit: float | None) -> None:
+def _require_no_limit(found: Family, memory_limit: float | None) -> None:
     """Raises ValueError for a memory limit that the family would not heed."""
-    if memory_limit is not None and 'memory_limit' not in family.options:
+    if memory_limit is not None and 'memory_limit' not in found.options:
         takers = ', '.join(f.name for f in FAMILIES if 'memory_limit' in f.options)
         raise ValueError(
-            f'{family.name} has one peak memory and takes no memory_limit (given {memory_limit}): '
+            f'{found.name} has one peak memory and takes no memory_limit (given {memory_limit}): '
             f'leave it out, or use one that does: {takers}'
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_zbpp.ir import BW, F, Pass, Placement, Schedule
-from megatron_zbpp.schedules.construct.list_scheduling import dispatch
-from megatron_zbpp.schedules.family import EVEN, Family
+from megatron_zbpp.schedules.construct.list_scheduling import list_schedule
+from megatron_zbpp.schedules.registry import EVEN, Formula, family
 
 # What a rank prefers of what is ready: kinds, and for each whether the last chunk comes first.
 _PREFERENCES = (
@@ -14,11 +14,29 @@ _PREFERENCES = (
 )
 
 
+@family(
+    'hanayo',
+    summary='waves: 2W chunks a rank, down and up the ranks',
+    bubble=Formula(
+        'at most 4p(p-1)(F+B+W)/(3pv-2p+2) (F=B=W, m=p)',
+        lambda at: 4 * at.p * (at.p - 1) * at.S / (3 * at.p * at.v - 2 * at.p + 2),
+        lambda at: at.m == at.p and at.equal,
+        at_most=True,
+    ),
+    memory=Formula('p', lambda at: min(at.p, at.m), at_most=True),
+    source='Hanayo, arXiv 2308.15762',
+    aliases=('wave',),
+    chunks=EVEN,
+)
 def hanayo(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """Hanayo: W waves, 2W chunks a rank; whatever is ready runs, within the memory of 1F1B.
 
     Liu et al., Hanayo, arXiv 2308.15762. The paper gives its order by pictures for m = p; here it
     is list scheduling with whichever of three orders of preference has the shortest makespan.
+
+        >>> print(grid(hanayo(2, 3), width=76))
+        rank 0   0F0   0F1   0F2   3F0   3BW0  3F1   3BW1  0BW0  3F2   3BW2  0BW1…
+        rank 1   1F0   2F0   1F1   2F1   2BW0  1BW0  1F2   2F2   2BW1  1BW1  2BW2…
 
     - Bubble: at m = p and B+W = 2F never above the paper's ratio (2p-2)/(3pW+p-1), for p = 2..16
       and W = 1..3; about 2(p-1)/W. That ratio has no m in it, and for m > p no order could be found
@@ -30,7 +48,7 @@ def hanayo(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedu
     """
     placement = Placement.wave(num_ranks, num_chunks)
     drafts = [
-        dispatch(
+        list_schedule(
             placement,
             num_microbatches,
             [
@@ -53,17 +71,3 @@ def _lanes(
         for kind, last_first in preference
         for stage in (reversed(stages) if last_first else stages)
     ]
-
-
-FAMILY = Family(
-    name='hanayo',
-    generate=hanayo,
-    summary='waves: 2W chunks a rank, down and up the ranks',
-    bubble='about 2(p-1)/W (F=B=W=1, m=p)',
-    memory='p',
-    source='Hanayo, arXiv 2308.15762',
-    aliases=('wave',),
-    chunks=EVEN,
-    default_chunks=2,
-    options=('num_chunks',),
-)

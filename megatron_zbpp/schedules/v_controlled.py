@@ -12,17 +12,47 @@ from megatron_zbpp.schedules.construct.building_blocks import (
     without_weights,
 )
 from megatron_zbpp.schedules.construct.draft import Draft
-from megatron_zbpp.schedules.construct.list_scheduling import dispatch
-from megatron_zbpp.schedules.family import TWO, Family
+from megatron_zbpp.schedules.construct.list_scheduling import list_schedule
+from megatron_zbpp.schedules.registry import TWO, Formula, Sizes, family
 
 _INTERVAL = 6  # slots from one microbatch to the next: F, B and W of two chunks
 
 
+def _half_bubble(at: Sizes) -> float:
+    """Of V-Half where F=B=W."""
+    return max(0, 3 * at.p - (4 if at.p % 2 else 7)) / 2 * at.F
+
+
+def _min_bubble(at: Sizes) -> float:
+    """Of V-Min where F=B=W, at most."""
+    return (4 * at.p - (5 if at.p % 3 else 7)) / 2 * at.F
+
+
+@family(
+    'v-half',
+    summary='half the bubble and about half the memory of 1F1B, on a V placement',
+    bubble=Formula(
+        '(3p-7)F/2 even p, (3p-4)F/2 odd p (F=B=W)',
+        _half_bubble,
+        lambda at: at.m >= 2 * at.p and at.equal,
+    ),
+    memory=Formula('floor((p+2)/2)', lambda at: min((at.p + 2) // 2, at.m)),
+    source='Controllable Memory, arXiv 2405.15362',
+    aliases=('half',),
+    chunks=TWO,
+    min_ranks=2,
+)
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     """V-Half: half of 1F1B's memory for half of its bubble.
 
     Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362: a building block
     whose stages are 2 slots apart on the way down the V and 1 on the way up.
+
+        >>> print(grid(v_half(4, 4), width=76))
+        rank 0   0F0  0F1  0F2  0F3  7F0  7B0  7F1  7B1  7W0  7F2  7B2  7W1  7W2…
+        rank 1   1F0  1F1  1F2  1F3  6F0  6F1  6B0  6W0  6F2  6B1  6W1  6B2  1B0…
+        rank 2   2F0  2F1  2F2  5F0  5F1  5F2  5B0  5W0  2F3  5B1  2B0  5B2  5W1…
+        rank 3   3F0  4F0  3F1  4F1  3F2  4F2  4B0  3B0  4W0  3F3  3W0  4F3  4B1…
 
     - Bubble where F=B=W, m >= 2p: (3p-7)/2 for even p >= 4, (3p-4)/2 for odd p; window 0 at p = 2.
     - Peak memory: floor((p+2)/2) activations, at most m. At small p that saves little: 3 of 4 at
@@ -41,11 +71,32 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     return _controlled('v-half', p, num_microbatches, block, peak=(p + 2) // 2)
 
 
+@family(
+    'v-min',
+    summary='a third of the memory of 1F1B, on a V placement; poor where F, B, W differ',
+    bubble=Formula(
+        'at most (4p-5)F/2 (F=B=W)',
+        _min_bubble,
+        lambda at: at.m >= 2 * at.p and at.equal,
+        at_most=True,
+    ),
+    memory=Formula('floor((p+4)/3)', lambda at: min((at.p + 4) // 3, at.m)),
+    source='Controllable Memory, arXiv 2405.15362',
+    aliases=('min',),
+    chunks=TWO,
+    min_ranks=2,
+)
 def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     """V-Min: towards a third of 1F1B's memory, where F, B and W are equal.
 
     Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362: a building block
     whose stages are 1 slot apart on the way down the V and on the way up.
+
+        >>> print(grid(v_min(4, 4), width=76))
+        rank 0   0F0  0F1  0F2  7F0  7B0  7W0  7F1  7B1  7W1  0B0  0F3  0W0  7F2…
+        rank 1   1F0  1F1  6F0  6F1  6B0  6W0  1F2  1B0  6B1  1W0  6W1  6F2  1F3…
+        rank 2   2F0  2F1  5F0  5F1  5B0  5W0  2F2  2B0  2W0  5B1  5F2  5W1  2B1…
+        rank 3   3F0  4F0  3F1  4F1  4B0  3B0  4W0  3F2  3W0  4F2  4B1  3B1  4W1…
 
     - Bubble where F=B=W, m >= 2p: at most (4p-7)/2 if 3 divides p, (4p-5)/2 otherwise.
     - Peak memory: floor((p+4)/3) activations, at most m: 2 of 4 at p = 4, 4 of 8 at p = 8.
@@ -88,32 +139,4 @@ def _draft(
     last = slots[Pass(F, 0, num_microbatches - 1)]
     slots = tighten(without_weights(slots), placement, limit, start=last + 1)
     lanes = [[order] for order in orders(slots, placement)]
-    return dispatch(placement, num_microbatches, lanes, memory_limit=peak)
-
-
-FAMILIES = (
-    Family(
-        name='v-half',
-        generate=v_half,
-        summary='half the bubble and about half the memory of 1F1B, on a V placement',
-        bubble='(3p-7)/2 even p, (3p-4)/2 odd p (F=B=W=1)',
-        memory='floor((p+2)/2)',
-        source='Controllable Memory, arXiv 2405.15362',
-        aliases=('half',),
-        chunks=TWO,
-        default_chunks=2,
-        min_ranks=2,
-    ),
-    Family(
-        name='v-min',
-        generate=v_min,
-        summary='a third of the memory of 1F1B, on a V placement; poor where F, B, W differ',
-        bubble='at most (4p-5)/2 (F=B=W=1)',
-        memory='floor((p+4)/3)',
-        source='Controllable Memory, arXiv 2405.15362',
-        aliases=('min',),
-        chunks=TWO,
-        default_chunks=2,
-        min_ranks=2,
-    ),
-)
+    return list_schedule(placement, num_microbatches, lanes, memory_limit=peak)

@@ -7,12 +7,24 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, W
 from megatron_zbpp.schedules.construct.draft import Draft, within
-from megatron_zbpp.schedules.family import Family
+from megatron_zbpp.schedules.registry import Formula, family
 
 if TYPE_CHECKING:
     from megatron_zbpp.ir.costs import Costs
 
 
+@family(
+    'zb-1p',
+    summary='automatic order for measured times, in the memory of 1F1B',
+    bubble=Formula(
+        '(p-1)(F+B-W)',
+        lambda at: (at.p - 1) * (at.F + at.B - at.W),
+        lambda at: at.m >= 2 * at.p and at.equal,
+    ),
+    memory=Formula('p, or the limit', lambda at: min(at.p, at.m)),
+    source='Zero Bubble, arXiv 2401.10241, section 3.1',
+    aliases=('zero-bubble-heuristic',),
+)
 def zb_1p(
     num_ranks: int,
     num_microbatches: int,
@@ -24,6 +36,11 @@ def zb_1p(
     Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1. It works in rounds
     of one F and one B a rank, puts Ws where a rank would wait, and tries each of three choices both
     ways; the best is the shortest window, then the shortest makespan.
+
+        >>> print(grid(zb_1p(3, 5), width=76))
+        rank 0   0F0  0F1  0F2  0B0  0W0  0F3  0B1  0W1  0F4  0B2  0W2  0B3  0W3…
+        rank 1   1F0  1F1  1B0  1F2  1B1  1W0  1F3  1B2  1W1  1F4  1B3  1W2  1B4…
+        rank 2   2F0  2B0  2F1  2B1  2F2  2B2  2W0  2F3  2B3  2W1  2F4  2B4  2W2…
 
     - Bubble: (p-1)(F+B-W), ZB-H1's, where F=B=W and in every row of the paper's table 5, whose
       rates it has to four decimals.
@@ -38,6 +55,13 @@ def zb_1p(
     return _best('zb-1p', num_ranks, num_microbatches, costs, memory_limit, num_ranks)
 
 
+@family(
+    'zb-2p',
+    summary='automatic order for measured times, in twice that memory; needs post-validation',
+    bubble=Formula('about 0', lambda at: 0.0, lambda at: at.m >= 2 * at.p and at.equal),
+    memory=Formula('2p, or the limit', lambda at: min(2 * at.p, at.m)),
+    source='Zero Bubble, arXiv 2401.10241, section 3.1',
+)
 def zb_2p(
     num_ranks: int,
     num_microbatches: int,
@@ -47,6 +71,11 @@ def zb_2p(
     """ZB-2p: the same scheduler with twice the memory, enough for nearly no bubble in any window.
 
     Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1.
+
+        >>> print(grid(zb_2p(3, 6), width=76))
+        rank 0   0F0  0F1  0F2  0F3  0F4  0B0  0F5  0W0  0B1  0W1  0B2  0W2  0B3…
+        rank 1   1F0  1F1  1F2  1B0  1F3  1B1  1F4  1B2  1F5  1B3  1W0  1B4  1W1…
+        rank 2   2F0  2B0  2F1  2B1  2F2  2B2  2F3  2B3  2F4  2B4  2F5  2B5  2W0…
 
     - Bubble: 0 in each rank's window where F=B=W and m >= 2p; about 0 for other times and m >= 3p
       or so, the rates of the paper's table 5 to four decimals. The makespan, as ranks start one
@@ -240,26 +269,3 @@ class _Scheduler:
         """
         amount = self.costs.activation[rank] + more + self.rises[rank]
         return self.draft.has_room(rank, amount, self.limits[rank])
-
-
-FAMILIES = (
-    Family(
-        name='zb-1p',
-        generate=zb_1p,
-        summary='automatic order for measured times, in the memory of 1F1B',
-        bubble='(p-1)(F+B-W)',
-        memory='p, or the limit',
-        source='Zero Bubble, arXiv 2401.10241, section 3.1',
-        aliases=('zero-bubble-heuristic',),
-        options=('costs', 'memory_limit'),
-    ),
-    Family(
-        name='zb-2p',
-        generate=zb_2p,
-        summary='automatic order for measured times, in twice that memory; needs post-validation',
-        bubble='about 0',
-        memory='2p, or the limit',
-        source='Zero Bubble, arXiv 2401.10241, section 3.1',
-        options=('costs', 'memory_limit'),
-    ),
-)

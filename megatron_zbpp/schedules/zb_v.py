@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from megatron_zbpp.ir import Phase, Placement, Schedule, W
+from megatron_zbpp.schedules.construct.list_scheduling import list_schedule
+from megatron_zbpp.schedules.construct.phases import phases
+from megatron_zbpp.schedules.registry import TWO, Formula, family
 
-from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, W
-from megatron_zbpp.schedules.construct.list_scheduling import dispatch
-from megatron_zbpp.schedules.family import TWO, Family
 
-
+@family(
+    'zb-v',
+    summary='no bubble in any window, in the memory of 1F1B, on a V placement',
+    bubble=Formula(
+        '0 (F=B=W, m >= 2p-1)', lambda at: 0, lambda at: at.m >= 2 * at.p - 1 and at.equal
+    ),
+    memory=Formula('p', lambda at: min(at.p, at.m)),
+    source='Zero Bubble, arXiv 2401.10241, section 6',
+    aliases=('ZBVZeroBubble', 'ScheduleZBVZeroBubble', 'V-ZB', 'zbv-formatted', 'ZBVPP', 'zb'),
+    chunks=TWO,
+    min_ranks=2,
+)
 def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """ZB-V: rank s holds stages s and 2p-1-s, so that the first rank to start also has the loss.
 
     Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6, in closed form. With
     fewer than 2p-1 microbatches (where the paper leaves the order to its scheduler) it is the
     order of 2p-1 without the missing ones, and Ws wherever a rank would wait.
+
+        >>> print(grid(zb_v(2, 4), width=76))
+        rank 0   0F0  0F1  0F2  3F0  3B0  3W0  3F1  3B1  3W1  0F3  0B0  0W0  3F2…
+        rank 1   1F0  2F0  1F1  2F1  2B0  2W0  1F2  1B0  1W0  2F2  2B1  2W1  1F3…
 
     - Bubble where F=B=W: 0 within each rank's window for m >= 2p-1, (p-1)/2 of the makespan, since
       rank p-1 starts as much later. For p <= m < 2p-1 the window has (2p-1-m)/2 and the makespan
@@ -27,45 +42,23 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     p, m = num_ranks, num_microbatches
     placement = Placement.v(p)
-    full = max(m, 2 * p - 1)
-    orders = [[x for x in _closed_form(p, full, rank) if x.microbatch < m] for rank in range(p)]
-    if m == full:
+    orders = [_closed_form(p, m, rank) for rank in range(p)]
+    if m >= 2 * p - 1:
         return Schedule.of('zb-v', placement, m, orders)
-    lanes = [[[x for x in order if x.kind != W]] for order in orders]
-    return dispatch(placement, m, lanes, memory_limit=p).schedule('zb-v')
+    lanes = [[[x for phase in order for x in phase.passes if x.kind != W]] for order in orders]
+    return list_schedule(placement, m, lanes, memory_limit=p).schedule('zb-v')
 
 
-def _closed_form(p: int, m: int, rank: int) -> Iterator[Pass]:
-    """One rank's order for m >= 2p-1; F0 is a forward of chunk 0, and so on."""
-    left = {
-        f'{kind}{chunk}': iter([Pass(kind, stage, i) for i in range(m)])
-        for kind in (F, B, W)
-        for chunk, stage in enumerate((rank, 2 * p - 1 - rank))
-    }
-
-    def emit(times: int, *names: str) -> Iterator[Pass]:
-        for name in names * times:
-            yield from (x for x in [next(left[name], None)] if x is not None)
-
-    yield from emit(2 * (p - rank) - 1, 'F0')
-    yield from emit(rank, 'F1', 'F0')
-    yield from emit(p - rank, 'F1', 'B1', 'W1')
-    yield from emit(m - p, 'F0', 'B0', 'W0', 'F1', 'B1', 'W1')
-    yield from emit(rank, 'B0', 'B1')
-    yield from emit(p - rank, 'B0', 'W0')
-    yield from emit(m, 'W1')
-    yield from emit(m, 'W0')
-
-
-FAMILY = Family(
-    name='zb-v',
-    generate=zb_v,
-    summary='no bubble in any window, in the memory of 1F1B, on a V placement',
-    bubble='0 (F=B=W, m >= 2p-1)',
-    memory='p',
-    source='Zero Bubble, arXiv 2401.10241, section 6',
-    aliases=('ZBVZeroBubble', 'ScheduleZBVZeroBubble', 'V-ZB', 'zbv-formatted', 'ZBVPP', 'zb'),
-    chunks=TWO,
-    default_chunks=2,
-    min_ranks=2,
-)
+def _closed_form(p: int, m: int, rank: int) -> list[Phase]:
+    """One rank's order for m >= 2p-1, and the same for fewer without what is missing."""
+    table = [
+        (2 * (p - rank) - 1, 'F0', 'warm-up: chunk 0'),
+        (rank, 'F1 F0', 'warm-up: both chunks'),
+        (p - rank, 'F1 B1 W1', 'first backwards'),
+        (max(m, 2 * p - 1) - p, 'F0 B0 W0 F1 B1 W1', 'steady'),
+        (rank, 'B0 B1', 'cool-down: both chunks'),
+        (p - rank, 'B0 W0', 'cool-down: chunk 0'),
+        (m, 'W1', 'W left of chunk 1'),
+        (m, 'W0', 'W left of chunk 0'),
+    ]
+    return phases([rank, 2 * p - 1 - rank], m, table)

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-
-from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, W
-from megatron_zbpp.schedules.construct.orders import chunk_by_chunk, even_groups
-from megatron_zbpp.schedules.family import ANY, Family
+from megatron_zbpp.ir import Phase, Placement, Schedule
+from megatron_zbpp.schedules.construct.groups import even_groups
+from megatron_zbpp.schedules.construct.phases import Row, phases
+from megatron_zbpp.schedules.registry import Formula, Sizes, family
 
 
+def _unit(num_ranks: int, num_chunks: int) -> int:
+    """Fewest microbatches of a unit: p, and as many as have the 2(p-1) Ws that rank 0 keeps."""
+    return max(num_ranks, -(-2 * (num_ranks - 1) // num_chunks))
+
+
+def _peak(at: Sizes) -> float:
+    """A unit, and what the Ws hold that it keeps for the next."""
+    return _unit(at.p, at.v) + 2 * (at.p - 1) / at.v
+
+
+def _even(at: Sizes) -> bool:
+    """Whether there are several units of the fewest microbatches."""
+    return at.m >= 2 * _unit(at.p, at.v) and at.m % _unit(at.p, at.v) == 0
+
+
+@family(
+    'zeropp',
+    summary='blocks of F, B and W, a unit of p microbatches at a time, for FSDP',
+    bubble=Formula(
+        '(p-1)(F+B)/v (F=B=W)',
+        lambda at: (at.p - 1) * (at.F + at.B) / at.v,
+        lambda at: at.m >= _unit(at.p, at.v) and at.equal,
+    ),
+    memory=Formula('p + 2(p-1)/v', _peak, _even),
+    source='ZeroPP, arXiv 2402.03791, as far as its abstract tells',
+)
 def zeropp(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """Units of about p microbatches: a block of F per chunk, a block of B per chunk, then Ws.
 
@@ -21,46 +45,34 @@ def zeropp(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedu
     made even as the groups of `interleaved`). On rank s, 2(p-1-s) Ws of each unit are kept for the
     next unit's wait between its last F and its first B.
 
+        >>> print(grid(zeropp(2, 4), width=76))
+        rank 0   0F0  0F1  2F0  2F1  2B0  2B1  0B0  0B1  2W0  2W1  0F2  0F3  2F2…
+        rank 1   1F0  1F1  3F0  3F1  3B0  3B1  1B0  1B1  3W0  3W1  1W0  1W1  1F2…
+
     - Bubble: (p-1)(F+B)/v for F=B=W and m >= U, once and not once a unit.
     - Peak memory: U + 2(p-1)/v activations on rank 0 from the second unit on, where U divides m.
     - When: with FSDP and m too large for `breadth-first`, whose memory grows with m. Without FSDP
       `zb-interleaved` has less bubble in less memory.
     """
     placement = Placement.loop(num_ranks, num_chunks)
-    most_kept = 2 * (num_ranks - 1)  # Ws, which one unit must have
-    units = even_groups(num_microbatches, max(num_ranks, -(-most_kept // num_chunks)))
+    units = even_groups(num_microbatches, _unit(num_ranks, num_chunks))
     orders = (
-        _in_units(placement.stages(rank), units, keep=most_kept - 2 * rank)
+        _in_units(placement.stages(rank), units, keep=2 * (num_ranks - 1 - rank))
         for rank in range(num_ranks)
     )
     return Schedule.of('zeropp', placement, num_microbatches, orders)
 
 
-def _in_units(stages: tuple[int, ...], units: list[int], keep: int) -> Iterator[Pass]:
+def _in_units(stages: tuple[int, ...], units: list[int], keep: int) -> list[Phase]:
     """One rank's order: `keep` of a unit's Ws come after the forwards of the next."""
-    pending: deque[Pass] = deque()
-    first = 0
-    for size in units:
-        yield from chunk_by_chunk(F, stages, [size], first)
-        yield from pending
-        pending.clear()
-        backwards = chunk_by_chunk(B, stages, [size], first)
-        yield from backwards
-        pending.extend(p._replace(kind=W) for p in backwards)
-        while len(pending) > keep:
-            yield pending.popleft()
-        first += size
-    yield from pending
-
-
-FAMILY = Family(
-    name='zeropp',
-    generate=zeropp,
-    summary='blocks of F, B and W, a unit of p microbatches at a time, for FSDP',
-    bubble='(p-1)(F+B)/v (F=B=W)',
-    memory='p + 2(p-1)/v',
-    source='ZeroPP, arXiv 2402.03791, as far as its abstract tells',
-    chunks=ANY,
-    default_chunks=2,
-    options=('num_chunks',),
-)
+    table: list[Row] = []
+    for number, size in enumerate(units):
+        passes = len(stages) * size
+        table += [
+            (passes, 'F', f'unit {number}: F'),
+            (keep, 'W', f'unit {number}: W kept from the one before'),
+            (passes, 'B', f'unit {number}: B'),
+            (passes - keep, 'W', f'unit {number}: W'),
+        ]
+    table.append((keep, 'W', 'W left'))
+    return phases(stages, sum(units), table, units)

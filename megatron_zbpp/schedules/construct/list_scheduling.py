@@ -13,7 +13,7 @@ from megatron_zbpp.schedules.construct.draft import Draft
 Lane = Iterable[Pass]
 
 
-def dispatch(
+def list_schedule(
     placement: Placement,
     num_microbatches: int,
     lanes: Sequence[Sequence[Lane]],

@@ -1,64 +1,68 @@
-"""Building blocks of orders that several families share."""
+"""The orders that most families are made of: 1F1B with a whole backward, and with a split one."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
-from megatron_zbpp.ir import B, F, Pass, W
+from megatron_zbpp.ir import Phase
+from megatron_zbpp.schedules.construct.phases import phases
 
 
 def one_forward_one_backward(
-    forwards: Sequence[Pass], backwards: Sequence[Pass], warmup: int
-) -> Iterator[Pass]:
-    """`warmup` forwards, then a forward and a backward by turns, then the rest of the backwards."""
-    warmup = min(warmup, len(forwards))
-    yield from forwards[:warmup]
-    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
-        yield forward
-        yield backward
-    yield from backwards[len(forwards) - warmup :]
+    stages: Sequence[int], groups: Sequence[int], ahead: int
+) -> list[Phase]:
+    """Returns a rank's order of 1F1B: a warm-up, F and BW by turns, and the backwards left.
 
-
-def defer_weights(order: Iterable[Pass], defer: int) -> Iterator[Pass]:
-    """`order` with its W passes: a W follows a B once more than `defer` Bs have none yet.
-
-    First B, first W; what is left comes at the end.
-    """
-    pending: deque[Pass] = deque()
-    for p in order:
-        yield p
-        if p.kind == B:
-            pending.append(p._replace(kind=W))
-            if len(pending) > defer:
-                yield pending.popleft()
-    yield from pending
-
-
-def even_groups(num_microbatches: int, size: int) -> list[int]:
-    """Sizes of as many groups of at least `size` microbatches as there can be, as even as possible.
-
-    One group of all where there are fewer than `size`.
-    """
-    count = max(1, num_microbatches // size)
-    smaller, larger = divmod(num_microbatches, count)
-    return [smaller + 1] * larger + [smaller] * (count - larger)
-
-
-def chunk_by_chunk(
-    kind: str, stages: Sequence[int], groups: Iterable[int], first: int = 0
-) -> list[Pass]:
-    """For each group of microbatches, all of one stage, then all of the next.
+        >>> for label, passes in one_forward_one_backward([0, 2], groups=[2], ahead=1):
+        ...     print(f'{label:10}', *passes)
+        warm-up    0F0 0F1 2F0
+        steady     2F1 2BW0
+        cool-down  2BW1 0BW0 0BW1
 
     Args:
-        kind: of the passes.
-        stages: of one rank, in model order. F goes up through them, anything else down.
-        groups: sizes of the groups.
-        first: the first microbatch of the first group.
+        stages: of the rank, in model order.
+        groups: sizes of the groups in which microbatches go chunk by chunk, the largest first.
+        ahead: forwards in the warm-up beyond those of all chunks but the last.
     """
-    through = stages if kind == F else stages[::-1]
-    passes: list[Pass] = []
-    for size in groups:
-        passes += [Pass(kind, stage, first + i) for stage in through for i in range(size)]
-        first += size
-    return passes
+    warmup, count = _sizes(stages, groups, ahead)
+    table = [
+        (warmup, 'F', 'warm-up'),
+        (count - warmup, 'F BW', 'steady'),
+        (warmup, 'BW', 'cool-down'),
+    ]
+    return phases(stages, sum(groups), table, groups)
+
+
+def split_one_forward_one_backward(
+    stages: Sequence[int], groups: Sequence[int], ahead: int, defer: int
+) -> list[Phase]:
+    """Returns a rank's order of 1F1B with B and W, where W follows B once `defer` others wait.
+
+        >>> for label, passes in split_one_forward_one_backward([0], [4], ahead=1, defer=1):
+        ...     print(f'{label:10}', *passes)
+        warm-up    0F0
+        W deferred 0F1 0B0
+        steady     0F2 0B1 0W0 0F3 0B2 0W1
+        cool-down  0B3 0W2
+        W left     0W3
+
+    Args:
+        stages: of the rank, in model order.
+        groups: sizes of the groups in which microbatches go chunk by chunk, the largest first.
+        ahead: forwards in the warm-up beyond those of all chunks but the last.
+        defer: Bs that have no W yet when W begins.
+    """
+    warmup, count = _sizes(stages, groups, ahead)
+    table = [
+        (warmup, 'F', 'warm-up'),
+        (defer, 'F B', 'W deferred'),
+        (count - warmup - defer, 'F B W', 'steady'),
+        (warmup, 'B W', 'cool-down'),
+        (defer, 'W', 'W left'),
+    ]
+    return phases(stages, sum(groups), table, groups)
+
+
+def _sizes(stages: Sequence[int], groups: Sequence[int], ahead: int) -> tuple[int, int]:
+    """Forwards in the warm-up, and in all."""
+    return (len(stages) - 1) * groups[0] + ahead, len(stages) * sum(groups)

@@ -109,6 +109,16 @@ def test_hover_explains_the_pass(page: chromium.Page) -> None:
     assert troubles(page) == []
 
 
+def test_hover_names_the_phase(page: chromium.Page) -> None:
+    """Of a pass in the middle of each phase, and of its last one."""
+    for rank, phases in enumerate(SCHEDULE.phases):
+        ends = [first for first, _ in phases[1:]] + [len(SCHEDULE.passes[rank])]
+        for (first, label), end in zip(phases, ends, strict=True):
+            for index in {(first + end) // 2, end - 1}:
+                page.mouse('mouseMoved', *place(page, rank, index))
+                assert f'phase: {label}\n' in tooltip(page)
+
+
 def test_every_pass_is_found_under_the_pointer(page: chromium.Page) -> None:
     for rank in range(4):
         for index in range(0, len(SCHEDULE.passes[rank]), 7):

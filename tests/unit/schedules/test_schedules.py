@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zbpp import schedules
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir import BW, B, F, Schedule, W
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.schedules import FAMILIES, Family, build, find, names
+from megatron_zbpp.schedules import FAMILIES, Family, build, find, names, registry
 
 LIBRARY = {
     'gpipe',
@@ -124,7 +121,7 @@ def test_names_of_others(alias, name):
 
 
 def test_no_name_means_two_families():
-    keys = [schedules._key(name) for f in FAMILIES for name in (f.name, *f.aliases)]
+    keys = [registry._key(name) for f in FAMILIES for name in (f.name, *f.aliases)]
     assert sorted(keys) == sorted(set(keys))
 
 
@@ -133,6 +130,7 @@ def test_each_family_says_what_it_is(family: Family):
     text = family.generate.__doc__
     assert all(part in text for part in ('Bubble', 'Peak memory', 'When:', 'arXiv'))
     assert family.default_chunks in family.chunks
+    assert f'>>> print(grid({family.generate.__name__}(' in text
     assert all((family.summary, family.bubble, family.memory, family.source))
     assert ('num_chunks' in family.options) == (len(family.chunks) > 1)
 
@@ -222,7 +220,3 @@ def test_with_one_chunk_the_interleaved_ones_are_their_plain_selves(p, m):
         ('breadth-first', 'gpipe'),
     ]:
         assert relabelled(build(chunked, p, m, num_chunks=1), plain) == build(plain, p, m)
-
-
-def test_doctest():
-    assert doctest.testmod(schedules).failed == 0

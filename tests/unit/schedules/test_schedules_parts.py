@@ -12,7 +12,7 @@ from oracle import needs
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, W
+from megatron_zbpp.ir import BW, B, F, Pass, Phase, Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules.construct.building_blocks import (
     orders,
@@ -22,42 +22,105 @@ from megatron_zbpp.schedules.construct.building_blocks import (
     without_weights,
 )
 from megatron_zbpp.schedules.construct.draft import Draft
-from megatron_zbpp.schedules.construct.list_scheduling import dispatch
+from megatron_zbpp.schedules.construct.groups import chunk_by_chunk, even_groups
+from megatron_zbpp.schedules.construct.list_scheduling import list_schedule
 from megatron_zbpp.schedules.construct.orders import (
-    chunk_by_chunk,
-    defer_weights,
-    even_groups,
     one_forward_one_backward,
+    split_one_forward_one_backward,
 )
+from megatron_zbpp.schedules.construct.phases import first_microbatches, phases
 
 
 def passes(text: str) -> list[Pass]:
     return [Pass.parse(word) for word in text.split()]
 
 
+def flat(found: list[Phase]) -> list[Pass]:
+    return [p for phase in found for p in phase.passes]
+
+
 @pytest.mark.parametrize(
-    ('warmup', 'order'),
+    ('ahead', 'order'),
     [
-        (0, '0F0 0B0 0F1 0B1 0F2 0B2'),
-        (1, '0F0 0F1 0B0 0F2 0B1 0B2'),
-        (9, '0F0 0F1 0F2 0B0 0B1 0B2'),
+        (0, '0F0 0BW0 0F1 0BW1 0F2 0BW2'),
+        (1, '0F0 0F1 0BW0 0F2 0BW1 0BW2'),
+        (9, '0F0 0F1 0F2 0BW0 0BW1 0BW2'),
     ],
 )
-def test_one_forward_one_backward(warmup, order):
-    forwards, backwards = passes('0F0 0F1 0F2'), passes('0B0 0B1 0B2')
-    assert list(one_forward_one_backward(forwards, backwards, warmup)) == passes(order)
+def test_one_forward_one_backward(ahead, order):
+    assert flat(one_forward_one_backward([0], [3], ahead)) == passes(order)
 
 
 @pytest.mark.parametrize(
     ('defer', 'order'),
     [
-        (0, '0F0 1B0 1W0 0B0 0W0'),
-        (1, '0F0 1B0 0B0 1W0 0W0'),
-        (5, '0F0 1B0 0B0 1W0 0W0'),
+        (0, '0F0 1F0 1B0 1W0 0B0 0W0'),
+        (1, '0F0 1F0 1B0 0B0 1W0 0W0'),
+        (5, '0F0 1F0 1B0 0B0 1W0 0W0'),
     ],
 )
-def test_defer_weights(defer, order):
-    assert list(defer_weights(passes('0F0 1B0 0B0'), defer)) == passes(order)
+def test_weights_deferred(defer, order):
+    assert flat(split_one_forward_one_backward([0, 1], [1], 0, defer)) == passes(order)
+
+
+@given(
+    chunks=st.integers(1, 3),
+    groups=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    ahead=st.integers(0, 9),
+    defer=st.integers(0, 15),
+)
+def test_no_more_than_so_many_weights_wait(chunks, groups, ahead, defer):
+    """Whatever the sizes: each pass once, F before B before W, a W as soon as enough wait."""
+    groups = sorted(groups, reverse=True)
+    order = flat(split_one_forward_one_backward(range(chunks), groups, ahead, defer))
+    m = sum(groups)
+    every = {Pass(k, stage, i) for k in (F, B, W) for stage in range(chunks) for i in range(m)}
+    assert len(order) == len(every) and set(order) == every
+    backwards = [p for p in order if p.kind == B]
+    assert [p for p in order if p.kind == W] == [p._replace(kind=W) for p in backwards]
+    at = {p: place for place, p in enumerate(order)}
+    assert all(at[p._replace(kind=F)] < at[p] < at[p._replace(kind=W)] for p in backwards)
+    for number, p in enumerate(backwards[defer:]):
+        assert order[at[p] + 1] == backwards[number]._replace(kind=W)
+
+
+def test_phases_leave_out_what_has_come_to_its_end():
+    """One table for any number of microbatches; no row runs less than never."""
+    table = [
+        (2, 'F0', 'a'), (-1, 'F1', 'never'), (9, 'F1 F0 B1', 'b'), (2, 'W1 B0', 'c'), (2, 'W0', 'd')
+    ]  # fmt: skip
+    found = phases([0, 3], 2, table)
+    assert [phase.label for phase in found] == ['a', 'b', 'c', 'd']
+    assert flat(found) == passes('0F0 0F1 3F0 3B0 3F1 3B1 3W0 0B0 3W1 0B1 0W0 0W1')
+    assert flat(first_microbatches(found, 1)) == passes('0F0 3F0 3B0 3W0 0B0 0W0')
+
+
+@pytest.mark.parametrize(
+    ('table', 'says'),
+    [
+        ([(2, 'F', ''), (1, 'BW', '')], 'ends before 0B1'),
+        ([(2, 'F B', ''), (1, 'W', '')], 'ends before 0W1'),
+        ([(2, 'F1 BW1', '')], "'F1' names no pass of a rank with 1 chunks"),
+        ([(2, 'F X', '')], "'X' names no pass"),
+        ([(2, 'F B W W0', '')], 'W and W0 in one table'),
+    ],
+)
+def test_a_table_of_phases_is_refused(table, says):
+    with pytest.raises(ValueError, match=says):
+        phases([0], 2, table)
+
+
+def test_phases_are_names_and_no_more():
+    """They tell people what a pass is about; a schedule with others is the same schedule."""
+    table = [(1, 'F', 'up'), (1, 'BW', 'down')]
+    schedule = Schedule.of('s', Placement.loop(2), 1, [phases([r], 1, table) for r in range(2)])
+    assert schedule.phases == (((0, 'up'), (1, 'down')),) * 2
+    plain = Schedule.of('s', Placement.loop(2), 1, schedule.passes)
+    assert plain.phases == ((), ())
+    assert plain == schedule and hash(plain) == hash(schedule)
+    assert plain.to_json() == schedule.to_json()
+    assert schedule.reversed().phases == schedule.phases[::-1]
+    assert schedule.forward_only().phases == ()
 
 
 @given(st.integers(1, 200), st.integers(1, 20))
@@ -96,7 +159,7 @@ def test_a_draft_keeps_the_time():
 
 @settings(max_examples=100)
 @given(st.integers(1, 5), st.integers(1, 8), st.integers(1, 4), st.data())
-def test_dispatch_takes_any_preference(p, m, v, data):
+def test_list_scheduling_takes_any_preference(p, m, v, data):
     """Whatever ranks prefer, every lane ends, within a limit that holds one microbatch or more."""
     placement = Placement.wave(p, v)
     limit = data.draw(st.floats(1, m + 1))
@@ -116,24 +179,24 @@ def test_dispatch_takes_any_preference(p, m, v, data):
         ]
         for rank in range(p)
     ]
-    draft = dispatch(placement, m, lanes, limit)
+    draft = list_schedule(placement, m, lanes, limit)
     schedule = draft.schedule('any')
     costs = Costs.uniform(placement, *([v] * 3))  # so that F, B and W of a stage take 1
     check(schedule, memory_limit=limit, costs=costs)
     assert simulate(schedule, costs).makespan == pytest.approx(draft.makespan)
 
 
-def test_dispatch_puts_weights_in_gaps():
+def test_list_scheduling_puts_weights_in_gaps():
     lanes = [[passes('0F0 0F1 0B0 0B1')], [passes('1F0 1B0 1F1 1B1')]]
-    draft = dispatch(Placement.loop(2), 2, lanes)
+    draft = list_schedule(Placement.loop(2), 2, lanes)
     assert draft.orders[0] == passes('0F0 0F1 0B0 0W0 0B1 0W1')
     assert draft.orders[1] == passes('1F0 1B0 1F1 1B1 1W0 1W1')
 
 
-def test_dispatch_refuses_a_limit_that_stops_it():
+def test_list_scheduling_refuses_a_limit_that_stops_it():
     lanes = [[passes('0F0 0F1 0B0 0B1')]]
     with pytest.raises(ValueError, match=r'memory_limit 1\.5 is too small'):
-        dispatch(Placement.loop(1), 2, lanes, memory_limit=1.5)
+        list_schedule(Placement.loop(1), 2, lanes, memory_limit=1.5)
 
 
 def test_repeat_and_orders():

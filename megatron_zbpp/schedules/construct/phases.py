@@ -1,0 +1,157 @@
+"""One rank's order as a table of phases: how many times, which passes, by what name.
+
+>>> from megatron_zbpp.schedules.construct.phases import phases
+>>> one_f_one_b = [(1, 'F', 'warm-up'), (2, 'F BW', 'steady'), (1, 'BW', 'cool-down')]
+>>> for label, passes in phases([2], 3, one_f_one_b):
+...     print(f'{label:10}', *passes)
+warm-up    2F0
+steady     2F1 2BW0 2F2 2BW1
+cool-down  2BW2
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from megatron_zbpp.ir import BW, B, F, Pass, Phase, W
+from megatron_zbpp.schedules.construct.groups import chunk_by_chunk
+
+_NAME = re.compile(f'({F}|{B}|{W}|{BW})([0-9]*)')
+
+Row = tuple[int, str, str]
+
+
+def phases(
+    stages: Sequence[int],
+    num_microbatches: int,
+    table: Iterable[Row],
+    groups: Sequence[int] | None = None,
+) -> list[Phase]:
+    """Returns the order of the rank that holds `stages`.
+
+    Each row of the table is (times, passes, label): the passes that it names run one after another,
+    so many times (none below 1). A pass whose kind has come to its end is left out, so that one
+    table serves any number of microbatches. The names:
+
+    - `F0`, `B0`, `BW0`: the next of chunk 0, in microbatch order. A microbatch has B or BW.
+    - `W0`: that W of chunk 0 which has waited longest, where one waits.
+    - `F`, `B`, `BW`, `W`: the same of the whole rank, chunk by chunk in groups of microbatches.
+
+    Args:
+        stages: of the rank, in model order: entry c is its chunk c.
+        num_microbatches: m.
+        table: in the order of time.
+        groups: sizes of the groups, for names without a chunk; by default one of all microbatches.
+
+    Raises:
+        ValueError: a name is none of these, or the table ends before the passes do.
+    """
+    rows = [(times, names.split(), label) for times, names, label in table]
+    named = dict.fromkeys(name for _, names, _ in rows for name in names)
+    line = _Line(stages, num_microbatches, groups or [num_microbatches], W in named)
+    take = {name: line.taker(name) for name in named}
+    found = [
+        Phase(label, tuple(_run(times, [take[name] for name in names])))
+        for times, names, label in rows
+    ]
+    line.require_end()
+    return [phase for phase in found if phase.passes]
+
+
+def first_microbatches(found: Iterable[Phase], num_microbatches: int) -> list[Phase]:
+    """Returns `found` without the passes of microbatches from `num_microbatches` on."""
+    kept = (
+        Phase(label, tuple(p for p in passes if p.microbatch < num_microbatches))
+        for label, passes in found
+    )
+    return [phase for phase in kept if phase.passes]
+
+
+Take = Callable[[], 'Pass | None']
+
+
+def _run(times: int, takes: Sequence[Take]) -> Iterator[Pass]:
+    """What `takes` give by turns, until all are at their end or it is enough."""
+    for _ in range(times):
+        row = [p for take in takes if (p := take()) is not None]
+        if not row:
+            return
+        yield from row
+
+
+class _Line:
+    """What is still to come on a rank.
+
+    Attributes:
+        coming: for F and for the backwards, by chunk (None: by groups) what is to come.
+        waiting: by chunk (None: of the whole rank) the Ws whose B has been.
+    """
+
+    def __init__(
+        self, stages: Sequence[int], m: int, groups: Sequence[int], one_queue: bool
+    ) -> None:
+        self.stages, self.m, self.groups = stages, m, groups
+        self.one_queue = one_queue
+        self.coming: dict[tuple[str, int | None], Iterator[Pass]] = {}
+        self.waiting: dict[int | None, deque[Pass]] = {}
+
+    def taker(self, name: str) -> Take:
+        """Returns the function that gives the next pass of `name`."""
+        match = _NAME.fullmatch(name)
+        chunk = int(match[2]) if match and match[2] else None
+        if match is None or (chunk is not None and chunk >= len(self.stages)):
+            raise ValueError(
+                f'{name!r} names no pass of a rank with {len(self.stages)} chunks: give F, B, W or '
+                'BW, and behind it a chunk from 0 up where one is meant'
+            )
+        kind = match[1]
+        if kind == W:
+            return self._weights(chunk)
+        coming = self._coming(F if kind == F else B, chunk)
+        if kind == F:
+            return lambda: next(coming, None)
+        if kind == BW:
+            return lambda: next((Pass(BW, p.stage, p.microbatch) for p in coming), None)
+        return self._split(coming)
+
+    def _coming(self, kind: str, chunk: int | None) -> Iterator[Pass]:
+        """What is to come of one chunk, or of all: one iterator for B and BW."""
+        if (kind, chunk) not in self.coming:
+            stages, groups = self.stages, self.groups
+            if chunk is not None:
+                stages, groups = [self.stages[chunk]], [self.m]
+            self.coming[kind, chunk] = iter(chunk_by_chunk(kind, stages, groups))
+        return self.coming[kind, chunk]
+
+    def _split(self, coming: Iterator[Pass]) -> Take:
+        """The next B, whose W waits from then on."""
+        queues = {
+            stage: self._queue(None if self.one_queue else chunk)
+            for chunk, stage in enumerate(self.stages)
+        }
+
+        def take() -> Pass | None:
+            p = next(coming, None)
+            if p is not None:
+                queues[p.stage].append(Pass(W, p.stage, p.microbatch))
+            return p
+
+        return take
+
+    def _weights(self, chunk: int | None) -> Take:
+        if self.one_queue and chunk is not None:
+            raise ValueError(f'W and W{chunk} in one table: name the chunk of every W, or of none')
+        queue = self._queue(chunk)
+        return lambda: queue.popleft() if queue else None
+
+    def _queue(self, chunk: int | None) -> deque[Pass]:
+        return self.waiting.setdefault(chunk, deque())
+
+    def require_end(self) -> None:
+        """Raises ValueError if something is still to come."""
+        left = [next(iter(each), None) for each in (*self.coming.values(), *self.waiting.values())]
+        for p in left:
+            if p is not None:
+                raise ValueError(f'the table of phases ends before {p}: raise the times of a row')

@@ -1,0 +1,255 @@
+"""The registry: a decorator enters a generator under its name, with what a table says of it.
+
+    >>> from megatron_zbpp.schedules.registry import find
+    >>> zb_v = find('zb-v')
+    >>> str(zb_v.bubble), zb_v.bubble(Sizes(p=8, m=24)), zb_v.memory(Sizes(p=8, m=24))
+    ('0 (F=B=W, m >= 2p-1)', 0, 8)
+
+A family of a user's own module has the address `package.module:name`, and looking it up by that
+imports the module.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from megatron_zbpp.ir import Schedule
+
+ONE = range(1, 2)
+TWO = range(2, 3)
+ANY = range(1, sys.maxsize)
+EVEN = range(2, sys.maxsize, 2)
+
+_OPTIONS = ('num_chunks', 'costs', 'memory_limit')
+_OURS = 'megatron_zbpp.'  # what names of our own modules begin with
+
+Generator = TypeVar('Generator', bound=Callable[..., Schedule])
+
+
+class Sizes(NamedTuple):
+    """What the bubble and the memory of a family depend on.
+
+    Attributes:
+        p: ranks.
+        m: microbatches.
+        v: chunks per rank.
+        F: time of a forward of one microbatch on a full rank, of all its chunks together.
+        B: the same of its input gradient.
+        W: the same of its weight gradient.
+    """
+
+    p: int
+    m: int
+    v: int = 1
+    F: float = 1.0
+    B: float = 1.0
+    W: float = 1.0
+
+    @property
+    def S(self) -> float:
+        """All the work of one microbatch on a full rank."""
+        return self.F + self.B + self.W
+
+    @property
+    def equal(self) -> bool:
+        """Whether F, B and W take the same time."""
+        return self.F == self.B == self.W
+
+
+def _everywhere(sizes: Sizes) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A number that follows from sizes, and how a table writes it.
+
+    Attributes:
+        text: for people, the condition included: `(p-1)(F+B+W)/v (m >= p)`.
+        value: the number.
+        where: whether the number is promised at these sizes: tests hold it against simulation.
+        at_most: whether what is promised is no more than the number, and not just it.
+    """
+
+    text: str
+    value: Callable[[Sizes], float]
+    where: Callable[[Sizes], bool] = _everywhere
+    at_most: bool = False
+
+    def __call__(self, sizes: Sizes) -> float:
+        """Returns the number, also where it is not promised."""
+        return self.value(sizes)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Family:
+    """A schedule family: how to generate it, and what a table says of it.
+
+    Attributes:
+        name: the canonical name; case, `-` and `_` do not matter in a look-up. For a family of
+            somebody else's module its address, `package.module:name`.
+        generate: `generate(num_ranks, num_microbatches, **options)` returns the Schedule.
+        summary: one line.
+        bubble: idle time of the worst rank within its window.
+        memory: peak on the worst rank, in activations of one microbatch on a full rank.
+        source: the paper, and where in it.
+        aliases: other names, of torch, Megatron, the research fork and others.
+        chunks: the numbers of chunks per rank that the family can take.
+        default_chunks: the number of chunks where the caller names none.
+        options: which of `num_chunks`, `costs`, `memory_limit` the generator takes.
+        min_ranks: fewest ranks that it can take.
+    """
+
+    name: str
+    generate: Callable[..., Schedule] = field(repr=False)
+    summary: str
+    bubble: Formula | None
+    memory: Formula | None
+    source: str
+    aliases: tuple[str, ...] = ()
+    chunks: range = ONE
+    default_chunks: int = 1
+    options: tuple[str, ...] = ()
+    min_ranks: int = 1
+
+
+_FAMILIES: dict[str, Family] = {}  # by name, in the order of registration
+_NAMES: dict[str, str] = {}  # of each name and alias, as look-ups compare them, the family's name
+
+
+def family(
+    name: str,
+    *,
+    summary: str = '',
+    bubble: Formula | None = None,
+    memory: Formula | None = None,
+    source: str = '',
+    aliases: tuple[str, ...] = (),
+    chunks: range | None = None,
+    min_ranks: int = 1,
+) -> Callable[[Generator], Generator]:
+    """Returns a decorator that registers a generator as a family, and gives it back unchanged.
+
+    The generator takes `num_ranks` and `num_microbatches`, and of `num_chunks`, `costs` and
+    `memory_limit` those that its signature has; the default of its `num_chunks` is the family's.
+
+    Args:
+        name: case, `-` and `_` do not matter.
+        summary: one line; by default the first of the generator's docstring.
+        bubble: idle time of the worst rank within its window, if there is a formula.
+        memory: peak on the worst rank, if there is a formula.
+        source: the paper, and where in it.
+        aliases: other names.
+        chunks: the numbers of chunks per rank that it can take; by default any if it takes
+            `num_chunks`, else one.
+        min_ranks: fewest ranks that it can take.
+
+    Raises:
+        ValueError: another family has one of the names already.
+    """
+
+    def register(generate: Generator) -> Generator:
+        parameters = inspect.signature(generate).parameters
+        taken = ANY if 'num_chunks' in parameters else ONE
+        allowed = taken if chunks is None else chunks
+        default = parameters['num_chunks'].default if 'num_chunks' in parameters else allowed.start
+        module = generate.__module__
+        ours = module.startswith(_OURS)
+        text = summary or (inspect.getdoc(generate) or 'no description').splitlines()[0]
+        _enter(
+            Family(
+                name=name if ours else f'{module}:{name}',
+                generate=generate,
+                summary=text,
+                bubble=bubble,
+                memory=memory,
+                source=source or module,
+                aliases=aliases if ours else (name, f'{module}:{generate.__name__}', *aliases),
+                chunks=allowed,
+                default_chunks=allowed.start if default is inspect.Parameter.empty else default,
+                options=tuple(option for option in _OPTIONS if option in parameters),
+                min_ranks=min_ranks,
+            )
+        )
+        return generate
+
+    return register
+
+
+def _enter(entry: Family) -> None:
+    """Registers a family under all its names; one of the same name takes the place of the old."""
+    keys = {_key(name) for name in (entry.name, *entry.aliases)}
+    for key in keys:
+        holder = _NAMES.get(key, entry.name)
+        if holder != entry.name:
+            raise ValueError(
+                f'schedule {entry.name!r} wants the name {key!r}, which {holder!r} has: '
+                'choose another'
+            )
+    _FAMILIES[entry.name] = entry
+    _NAMES.update(dict.fromkeys(keys, entry.name))
+
+
+def families() -> Iterator[Family]:
+    """All that are registered, in order of registration: the library's own come first."""
+    return iter(tuple(_FAMILIES.values()))
+
+
+def find(name: str) -> Family:
+    """Returns the family of that name, alias or address; an address has its module imported.
+
+    Raises:
+        ValueError: none has it; the message names the known ones and the nearest match, or what is
+            wrong with the module.
+    """
+    module = name.strip().rpartition(':')[0]
+    if module and _key(name) not in _NAMES:
+        _import(module, name)
+    if _key(name) in _NAMES:
+        return _FAMILIES[_NAMES[_key(name)]]
+    if module:
+        own = [known for known in _FAMILIES if known.startswith(f'{module}:')]
+        raise ValueError(
+            f'unknown schedule {name!r}: module {module!r} registers '
+            f'{", ".join(own) or "none"}; put @family(...) above the function that makes it'
+        )
+    near = difflib.get_close_matches(_key(name), _NAMES, n=1)
+    hint = f' (did you mean {_NAMES[near[0]]!r}?)' if near else ''
+    raise ValueError(
+        f'unknown schedule {name!r}{hint}: known are {", ".join(_FAMILIES)}; one of your own is '
+        'package.module:name'
+    )
+
+
+def _import(module: str, name: str) -> None:
+    """Imports the module of the schedule `name`.
+
+    Raises:
+        ValueError: there is none, or it fails; the message says which.
+    """
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f'{module}.'.startswith(f'{error.name}.'):
+            raise ValueError(f'schedule {name!r}: importing {module!r} fails: {error}') from error
+        raise ValueError(
+            f'schedule {name!r}: there is no module {error.name!r}: install it on every host, or '
+            'name its folder in PYTHONPATH'
+        ) from error
+    except Exception as error:
+        raise ValueError(f'schedule {name!r}: importing {module!r} fails: {error!r}') from error
+
+
+def _key(name: str) -> str:
+    """What a look-up compares: neither case nor separators matter, but in the module's name."""
+    module, colon, last = name.strip().rpartition(':')
+    return module + colon + last.lower().replace('-', '').replace('_', '')

@@ -1,0 +1,24 @@
+"""The examples in docstrings are true."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import pytest
+from paths import ROOT
+
+from megatron_zbpp.ir.grid import grid
+
+MODULES = [
+    '.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__')
+    for path in sorted((ROOT / 'megatron_zbpp').rglob('*.py'))
+    if '>>> ' in path.read_text()
+]
+
+
+@pytest.mark.parametrize('name', MODULES)
+def test_doctest(name: str):
+    """Drawings of schedules have `grid` at hand."""
+    result = doctest.testmod(importlib.import_module(name), extraglobs={'grid': grid})
+    assert result.attempted and not result.failed
