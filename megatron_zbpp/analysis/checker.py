@@ -19,7 +19,7 @@ sent: `lower` posts their receives in the order of the sends.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,8 +65,8 @@ def check(
     graph = schedule.graph
     trains = any(p.kind != F for _, p in schedule)
     wanted = [task for task in graph.needs if trains or task.kind == F]
-    for rank in range(schedule.num_ranks):
-        _check_rank(schedule, rank, wanted)
+    for rank, tasks in enumerate(_by_rank(schedule, wanted)):
+        _check_rank(schedule, rank, tasks)
     costs = costs or Costs.uniform(schedule.placement)
     costs.require(schedule.placement)
     programs = _proven_programs(schedule)
@@ -86,6 +86,17 @@ def _check_shape(schedule: Schedule) -> None:
             'give one order per rank',
             schedule,
         )
+
+
+def _by_rank(schedule: Schedule, wanted: Iterable[Task]) -> list[list[Task]]:
+    """Those of the `wanted` tasks that each rank does, of some microbatches at least."""
+    placement = schedule.placement
+    found: list[list[Task]] = [[] for _ in schedule.passes]
+    for task in wanted:
+        routes = range(len(placement.routes))
+        for rank in {placement.on_route(route, task.stage) for route in routes}:
+            found[rank].append(task)
+    return found
 
 
 class _Turn(NamedTuple):
@@ -148,11 +159,11 @@ def _turns(
 
 
 def _microbatches(schedule: Schedule, rank: int, task: Task) -> Sequence[int]:
-    """The microbatches for which `rank` does `task`, in order."""
+    """The microbatches for which `rank` does `task`, one of its own, in order."""
     m, every = schedule.num_microbatches, schedule.graph.kinds[task.kind].every
     placement = schedule.placement
     if len(placement.routes) == 1:
-        return range(every - 1, m, every) if placement.rank_of(task.stage) == rank else ()
+        return range(every - 1, m, every)
     return [i for i in range(every - 1, m, every) if placement.rank_of(task.stage, i) == rank]
 
 

@@ -106,8 +106,11 @@ class _Replay:
         self._missing = [Counter(i.consumer for i in own if type(i) is Receive) for own in programs]
         self._spinning = [0] * len(programs)
         self._met: dict[Collective, set[int]] = defaultdict(set)
-        while sum(self._advance(rank) for rank in range(len(programs))):
-            pass
+        ready = dict.fromkeys(range(len(programs)))  # in order, each once
+        while ready:
+            rank = next(iter(ready))
+            del ready[rank]
+            ready.update(dict.fromkeys(self._advance(rank)))
 
     def stuck(self) -> dict[int, str]:
         """Where each rank stands that has not reached its end."""
@@ -129,30 +132,36 @@ class _Replay:
             return str(instruction)
         return f'{instruction} for {", ".join(map(str, waited))}'
 
-    def _advance(self, rank: int) -> bool:
-        """Runs `rank` as far as it goes; whether that is any further."""
-        program, first = self._programs[rank], self._cursor[rank]
-        at = first
-        while at < len(program) and self._step(rank, program[at]):
+    def _advance(self, rank: int) -> set[int]:
+        """Runs `rank` as far as it goes; returns the ranks that may have waited for that."""
+        program, at = self._programs[rank], self._cursor[rank]
+        missing, spinning = self._missing[rank], self._spinning
+        wakes: set[int] = set()
+        while at < len(program):
+            instruction = program[at]
+            if isinstance(instruction, Pass):
+                if missing.get(instruction) or (self._synchronises and spinning[rank]):
+                    break
+            elif isinstance(instruction, Send):
+                if not self._send(rank, instruction):
+                    break
+                wakes.add(instruction.peer)
+            elif isinstance(instruction, Receive):
+                if not self._post(rank, instruction):
+                    break
+                wakes.add(instruction.peer)
+            elif isinstance(instruction, Collective):
+                met = self._met[instruction]
+                met.add(rank)
+                if len(met) < len(instruction.ranks):
+                    break
+                wakes |= met
             at += 1
         self._cursor[rank] = at
-        return at > first
-
-    def _step(self, rank: int, instruction: Instruction | Collective) -> bool:
-        """Runs one instruction if it need not wait."""
-        if isinstance(instruction, Pass):
-            waits = self._synchronises and self._spinning[rank]
-            return not waits and not self._missing[rank].get(instruction)
-        if isinstance(instruction, Receive):
-            return self._post(rank, instruction)
-        if isinstance(instruction, Send):
-            return self._send(rank, instruction)
-        if isinstance(instruction, Collective):
-            self._met[instruction].add(rank)
-            return len(self._met[instruction]) == len(instruction.ranks)
-        return True
+        return wakes - {rank}
 
     def _post(self, rank: int, receive: Receive) -> bool:
+        """Posts a receive, if it need not wait."""
         channel = receive.peer, rank
         posted = self._posted[channel]
         if self._in_order and len(posted) > self._sent[channel]:
@@ -162,17 +171,19 @@ class _Replay:
         return True
 
     def _send(self, rank: int, send: Send) -> bool:
-        channel = rank, send.peer
+        """Sends, if the receive has been posted."""
+        peer = send.peer
+        channel = rank, peer
         sent, posted = self._sent[channel], self._posted[channel]
         if sent == len(posted):
             return False
         awaited = posted[sent]
-        if (awaited.producer, awaited.consumer) != (send.producer, send.consumer):
+        if awaited.producer != send.producer or awaited.consumer != send.consumer:
             raise ValueError(
                 f'rank {rank} sends what {send.producer} made for {send.consumer} where rank '
-                f'{send.peer} awaits what {awaited.producer} makes for {awaited.consumer}'
+                f'{peer} awaits what {awaited.producer} makes for {awaited.consumer}'
             )
-        self._sent[channel] += 1
-        self._missing[send.peer][send.consumer] -= 1
-        self._spinning[send.peer] -= 1
+        self._sent[channel] = sent + 1
+        self._missing[peer][send.consumer] -= 1
+        self._spinning[peer] -= 1
         return True

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator
 
 from megatron_zbpp.analysis.deadlock import prove
 from megatron_zbpp.analysis.program import Hand, Instruction, Program, Receive, Send
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Schedule
-from megatron_zbpp.ir.compiled import compiled
+from megatron_zbpp.ir.compiled import Compiled, compiled
 from megatron_zbpp.ir.costs import Costs
 
 # Of a message, in passes of a rank. That there is some puts passes of neighbours that end together
@@ -37,10 +36,7 @@ def lower(schedule: Schedule) -> tuple[Program, ...]:
     Raises:
         ScheduleError: passes wait for each other across ranks.
     """
-    programs: list[list[Instruction]] = [[] for _ in schedule.passes]
-    for rank, instruction in _one_by_one(schedule):
-        programs[rank].append(instruction)
-    lowered = tuple(map(tuple, programs))
+    lowered = tuple(map(tuple, _one_by_one(schedule)))
     prove(lowered)
     return lowered
 
@@ -56,59 +52,91 @@ class _Flow:
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        graph, m = schedule.graph, schedule.num_microbatches
-        flat = compiled(graph)
-        self.ranks, self.passes = map(list, zip(*schedule, strict=True))
-        steps = [flat.step(kind, stage, part) for kind, stage, _, part in self.passes]
-        made: dict[int, int] = {}  # by row and microbatch
-        for number, (step, p) in enumerate(zip(steps, self.passes, strict=True)):
-            for row in step.rows:
-                made[row * m + p.microbatch] = number
-        self.takers: dict[int, list[int]] = {}
-        self.givers: dict[int, list[int]] = {}
-        for number, (step, p) in enumerate(zip(steps, self.passes, strict=True)):
-            for link in step.links:
-                if link.message and p.microbatch >= link.back:
-                    giver = made[link.row * m + p.microbatch - link.back]
-                    self.takers.setdefault(giver, []).append(number)
-                    self.givers.setdefault(number, []).append(giver)
+        m, cut = schedule.num_microbatches, schedule.graph.num_slices
+        flat = compiled(schedule.graph)
+        self.passes = list(itertools.chain.from_iterable(schedule.passes))
+        self.ranks = [rank for rank, order in enumerate(schedule.passes) for _ in order]
+        made = [0] * (flat.num_rows * m)  # by row and microbatch, the pass that makes it
+        rows = {
+            kind: [step.rows if step else () for step in flat.steps[kind]] for kind in flat.steps
+        }
+        for number, (kind, stage, microbatch, part) in enumerate(self.passes):
+            for row in rows[kind][stage * cut + part]:
+                made[row * m + microbatch] = number
+        self.takers: list[tuple[int, ...]] = [()] * len(self.passes)
+        self.givers = self.takers.copy()
+        messages = _messages(flat)
+        for number, (kind, stage, microbatch, part) in enumerate(self.passes):
+            for row, back in messages[kind][stage * cut + part]:
+                if microbatch >= back:
+                    giver = made[row * m + microbatch - back]
+                    self.takers[giver] += (number,)
+                    self.givers[number] += (giver,)
+
+
+def _messages(flat: Compiled) -> dict[str, list[list[tuple[int, int]]]]:
+    """By kind, and there by stage and slice: row and `back` of the messages that a pass takes."""
+    return {
+        kind: [
+            [(link.row, link.back) for link in step.links if link.message] if step else []
+            for step in steps
+        ]
+        for kind, steps in flat.steps.items()
+    }
 
 
 def takers(schedule: Schedule) -> dict[Pass, list[Pass]]:
     """For each pass whose result others take, those passes: on other ranks by messages."""
     flow = _Flow(schedule)
     return {
-        flow.passes[giver]: [flow.passes[taker] for taker in found]
-        for giver, found in flow.takers.items()
+        p: [flow.passes[taker] for taker in found]
+        for p, found in zip(flow.passes, flow.takers, strict=True)
+        if found
     }
 
 
-def _one_by_one(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
+def _one_by_one(schedule: Schedule) -> list[list[Instruction]]:
     """All instructions in one order: by the ends of passes, if equal work takes equal time.
 
     A message has come when its taker runs, and a rank knows that a pass of its peer has run when it
     takes what that peer made later: so each send knows how many of its channel may not have come.
+
+    Returns:
+        for each rank, its part of that order.
     """
     flow = _Flow(schedule)
-    passes, ranks = flow.passes, flow.ranks
-    costs = Costs.uniform(schedule.placement, comm=_LATENCY)
-    spans = itertools.chain.from_iterable(simulate(schedule, costs).spans)
-    latest: dict[tuple[int, int], int] = {}  # by rank and peer: pass of the peer known to have run
-    under_way: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # takers, by rank and peer
-    for _, number in sorted((end, number) for number, (_, end) in enumerate(spans)):
+    passes, ranks, takers, givers = flow.passes, flow.ranks, flow.takers, flow.givers
+    programs: list[list[Instruction]] = [[] for _ in schedule.passes]
+    size = len(programs)
+    # by rank * size + peer: the last pass of the peer that is known to have run, ...
+    latest: dict[int, int] = {}
+    # ... and those that take what is on the way there
+    under_way: dict[int, deque[int]] = defaultdict(deque)
+    for number in _by_end(schedule):
         rank, p = ranks[number], passes[number]
-        yield rank, p
-        for giver in flow.givers.get(number, ()):
-            pair = rank, ranks[giver]
-            latest[pair] = max(giver, latest.get(pair, -1))
-        for number_taking in flow.takers.get(number, ()):
-            peer, taker = ranks[number_taking], passes[number_taking]
+        program = programs[rank]
+        program.append(p)
+        for giver in givers[number]:
+            channel = rank * size + ranks[giver]
+            if giver > latest.get(channel, -1):
+                latest[channel] = giver
+        for taker in takers[number]:
+            peer, consumer = ranks[taker], passes[taker]
             if peer == rank:
-                yield rank, Hand(p, taker)
+                program.append(Hand(p, consumer))
                 continue
-            channel = under_way[rank, peer]
-            while channel and channel[0] < latest.get((rank, peer), -1):
-                channel.popleft()
-            channel.append(number_taking)
-            yield rank, Send(p, taker, peer, len(channel))
-            yield peer, Receive(p, taker, rank)
+            channel = rank * size + peer
+            waiting, known = under_way[channel], latest.get(channel, -1)
+            while waiting and waiting[0] < known:
+                waiting.popleft()
+            waiting.append(taker)
+            program.append(Send(p, consumer, peer, len(waiting)))
+            programs[peer].append(Receive(p, consumer, rank))
+    return programs
+
+
+def _by_end(schedule: Schedule) -> list[int]:
+    """The numbers of all passes, in the order in which they end."""
+    costs = Costs.uniform(schedule.placement, comm=_LATENCY)
+    ends = [end for spans in simulate(schedule, costs).spans for _, end in spans]
+    return sorted(range(len(ends)), key=ends.__getitem__)
