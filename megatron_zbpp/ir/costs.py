@@ -48,8 +48,8 @@ class Costs:
     message: float = 0.0
     activation: tuple[float, ...] = ()
     retained: tuple[float, ...] = ()
-    times: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    amounts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    times: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
+    amounts: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
     edges: tuple[tuple[int, int, float], ...] = ()
     speeds: tuple[float, ...] = ()
 
@@ -98,8 +98,8 @@ class Costs:
             ValueError: it is not one JSON object, lacks a time, or has a field that is not known or
                 of another type; the message names it.
         """
-        data = strict_json.loads(text)
-        if not isinstance(data, dict):
+        data: Any = strict_json.loads(text)
+        if not strict_json.is_object(data):
             raise ValueError('costs are one JSON object: {"F": [...], "B": [...], "W": [...]}')
         fields = {F: 'forward', B: 'backward', W: 'weight'}
         strict_json.require(data, {}, {**dict.fromkeys(fields, _NUMBERS), **_OTHERS})
@@ -190,16 +190,16 @@ class Costs:
                 )
 
 
-def _by_name(value: object) -> str | None:
+def _by_name(value: Any) -> str | None:
     """Checks numbers under names."""
-    fits = isinstance(value, dict) and all(_NUMBERS(entry) is None for entry in value.values())
+    fits = strict_json.is_object(value) and all(_NUMBERS(entry) is None for entry in value.values())
     return None if fits else 'an object of lists of numbers, such as {"R": [1, 1]}'
 
 
-def _edge_list(value: object) -> str | None:
+def _edge_list(value: Any) -> str | None:
     """Checks latencies between ranks."""
-    fits = isinstance(value, list) and all(
-        isinstance(edge, list)
+    fits = strict_json.is_list(value) and all(
+        strict_json.is_list(edge)
         and len(edge) == 3
         and all(strict_json.integer(rank) is None for rank in edge[:2])
         and strict_json.number(edge[2]) is None

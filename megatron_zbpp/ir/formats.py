@@ -24,6 +24,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, Together, W, strict_json
 
@@ -86,8 +87,8 @@ def load(path: str | Path) -> Schedule:
 
 def from_json(text: str) -> Schedule:
     """Returns the schedule in our JSON, or in the `schedule` of what `zbpp plan --json` prints."""
-    data = strict_json.loads(text)
-    if isinstance(data, dict) and 'schedule' in data:
+    data: Any = strict_json.loads(text)
+    if strict_json.is_object(data) and 'schedule' in data:
         strict_json.require(data, {}, dict.fromkeys(PLAN_FIELDS, strict_json.anything))
         data = data['schedule']
     return Schedule.from_object(data)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_zbpp.ir import strict_json
 from megatron_zbpp.ir.graph import F, Graph, Need, Task, Technique, chain
@@ -97,7 +97,7 @@ class Schedule:
     phases: tuple[tuple[tuple[int, str], ...], ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.graph is None:
+        if self.graph is None:  # pyright: ignore[reportUnnecessaryComparison]
             object.__setattr__(self, 'graph', chain(self.placement.num_stages))
         if self.graph.num_stages != self.placement.num_stages:
             raise ValueError(
@@ -239,13 +239,13 @@ class Schedule:
         return cls.from_object(strict_json.loads(text))
 
     @classmethod
-    def from_object(cls, data: object) -> Schedule:
+    def from_object(cls, data: Any) -> Schedule:
         """Returns the schedule that JSON says, once it has been read.
 
         Raises:
             ValueError: it says none; the message names the field.
         """
-        if not isinstance(data, dict) or 'format' not in data:
+        if not strict_json.is_object(data) or 'format' not in data:
             raise ValueError(f'not a schedule: no "format": "{_FORMATS[-1]}" in it')
         if data['format'] not in _FORMATS:
             raise ValueError(
@@ -270,10 +270,10 @@ class Schedule:
         return cls.of(data['name'], placement, data['num_microbatches'], orders, graph)
 
 
-def _technique(value: object) -> str | None:
+def _technique(value: Any) -> str | None:
     """Checks the name and the arguments of a technique."""
-    fits = isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
-    return None if fits and isinstance(value[1], list) else 'a name and a list of arguments'
+    fits = strict_json.is_list(value) and len(value) == 2 and isinstance(value[0], str)
+    return None if fits and strict_json.is_list(value[1]) else 'a name and a list of arguments'
 
 
 _OPTIONAL = {'techniques': strict_json.list_of(_technique, 'names with a list of arguments')}
@@ -296,6 +296,6 @@ def _entry(text: str) -> Pass | Together:
     return Pass.parse(text)
 
 
-def _tuples(value: object) -> object:
+def _tuples(value: Any) -> Any:
     """Returns `value` with JSON's lists as tuples."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+    return tuple(map(_tuples, value)) if strict_json.is_list(value) else value

@@ -14,7 +14,7 @@ import difflib
 import json
 from collections.abc import Callable, Mapping
 from math import isfinite
-from typing import cast
+from typing import Any, TypeGuard
 
 Check = Callable[[object], str | None]  # what a value should be, where it is not
 
@@ -28,6 +28,16 @@ def loads(text: str) -> object:
     return json.loads(
         text, object_pairs_hook=_once, parse_float=_finite, parse_constant=_not_finite
     )
+
+
+def is_object(value: object) -> TypeGuard[dict[str, Any]]:
+    """Returns whether `value` is what JSON calls an object."""
+    return isinstance(value, dict)
+
+
+def is_list(value: object) -> TypeGuard[list[Any]]:
+    """Returns whether `value` is a list."""
+    return isinstance(value, list)
 
 
 def require(
@@ -44,10 +54,9 @@ def require(
         ValueError: one lacks, is not known, or is of another type; the message names it.
     """
     known = {**fields, **(optional or {})}
-    if not isinstance(data, dict):
+    if not is_object(data):
         raise ValueError(f'{_short(data)} is not an object with the fields {", ".join(known)}')
-    given = cast('dict[str, object]', data)
-    for name, value in given.items():
+    for name, value in data.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f' (did you mean {near[0]!r}?)' if near else ''
@@ -56,7 +65,7 @@ def require(
         if wanted is not None:
             raise ValueError(f'{name!r}: {_short(value)} is not {wanted}')
     for name in fields:
-        if name not in given:
+        if name not in data:
             raise ValueError(f'field {name!r} is missing')
 
 
@@ -85,9 +94,7 @@ def list_of(check: Check, entries: str) -> Check:
     """Returns the check of a list, each entry by `check`; `entries` says what they are."""
 
     def fits(value: object) -> str | None:
-        good = isinstance(value, list) and all(
-            check(entry) is None for entry in cast('list[object]', value)
-        )
+        good = is_list(value) and all(check(entry) is None for entry in value)
         return None if good else f'a list of {entries}'
 
     return fits

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_zbpp.ir import Schedule
 
+# pyright: reportUnusedImport=false
 # Importing a module registers its families; their order is that of `zbpp list`.
 # isort: off
 from megatron_zbpp.schedules import (  # noqa: F401

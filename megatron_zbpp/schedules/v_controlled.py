@@ -62,7 +62,7 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     p = num_ranks
     shift = 3 if p % 2 == 0 else 0
-    block = {}
+    block: dict[tuple[str, int], int] = {}
     for down, up in zip(range(p), reversed(range(p, 2 * p)), strict=True):
         block[F, down] = 2 * down
         block[F, up] = 3 * p - 2 - down
@@ -107,7 +107,7 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     p = num_ranks
     shift = 2 if p % 3 == 0 else 0
-    block = {}
+    block: dict[tuple[str, int], int] = {}
     for down, up in zip(range(p), reversed(range(p, 2 * p)), strict=True):
         block[F, down] = down
         block[F, up] = up

@@ -114,7 +114,7 @@ def _best(
     activations: int,
 ) -> Schedule:
     """The draft with the shortest window over all choices, then the shortest makespan."""
-    drafts = []
+    drafts: list[Draft] = []
     for choices in product((False, True), repeat=3):
         draft = Draft(Placement.loop(num_ranks), num_microbatches, costs)
         _Scheduler(draft, memory_limit, activations, _Choices(*choices)).run()

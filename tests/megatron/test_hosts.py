@@ -31,7 +31,7 @@ WATCHED = ['--pipeline-watchdog-timeout', TIMEOUT, '--pipeline-watchdog-pause-ti
 EARLY = ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 1]
 START = 400  # seconds that everything may take on a busy machine
 AHEAD = 3600  # seconds between the starts of the hosts
-MARGIN = 15  # seconds for all processes to end
+MARGIN = 30  # seconds for all processes to end
 
 
 @dataclass(frozen=True)
