@@ -130,7 +130,7 @@ def test_plan(ranks):
     assert line['layers'] == [1, *[2] * 7, *[1] * 7, 0]
     (iteration,) = line['iterations']
     assert iteration['microbatches'] == 24
-    # the README's table
+    # the table of docs/choosing.md
     assert round(iteration['bubble_makespan'], 3) == 0.046 and iteration['bubble_window'] == 0
     assert iteration['window'] == 72 and max(iteration['peaks']) == 8
     assert 'megatron.training is not here' in line['notes'][0]

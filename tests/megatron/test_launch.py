@@ -9,7 +9,10 @@ from nvidia import known, needs_training, run, since
 pytestmark = needs_training
 
 PIPELINE = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 8]
-NO_CLIPPING = ['--clip-grad', 1e9]  # the norm is computed all the same; see the README on clipping
+NO_CLIPPING = [
+    '--clip-grad',
+    1e9,
+]  # the norm is computed all the same; see docs/exactness.md on clipping
 LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --group-query-attention
     --num-query-groups 2 --disable-bias-linear --untie-embeddings-and-output-weights""".split()
 MOE = """--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2
