@@ -98,8 +98,8 @@ def enable(
             validated later, once 10 in a row were neither clipped nor skipped; or how many of them.
         profile_iters: iterations that 'auto' measures before it plans.
         trace_dir: where to draw an iteration of the first pipeline as a page, and for Perfetto.
-        flags: of the program, by name: all ranks must have those that are numbers alike, or they
-            stop before they train.
+        flags: of the program, by name: all ranks must have them alike, but for paths and their own
+            numbers, or they stop before they train.
 
     Returns:
         The plugin: `disable()` undoes everything, as does leaving its `with` block.

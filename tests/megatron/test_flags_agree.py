@@ -25,7 +25,7 @@ def train_apart(flags, data, metrics, compared=True):
     argv = [*MODEL, *COMMON, '--data-path', str(data), *flags[dist.get_rank()]]
     flags_of = agreement.comparable_flags if compared else lambda flags: {}
     try:
-        with mock.patch.object(agreement, 'numbers', flags_of):
+        with mock.patch.object(agreement, 'comparable_flags', flags_of):
             train(argv, metrics)
     except agreement.DisagreementError as error:
         return str(error), metrics.exists()
@@ -68,8 +68,12 @@ def train_apart(flags, data, metrics, compared=True):
             [[], ['--account-for-embedding-in-pipeline-split', '--num-layers', '7']],
             'account_for_embedding_in_pipeline_split: False on rank 0; True on rank 1',
         ),
+        (
+            [['--lr-decay-style', 'cosine'], ['--lr-decay-style', 'linear']],
+            'lr_decay_style: cosine on rank 0; linear on rank 1',
+        ),
     ],
-    ids=['schedule', 'chunks', 'microbatches', 'hidden', 'dtype', 'layers', 'split'],
+    ids=['schedule', 'chunks', 'microbatches', 'hidden', 'dtype', 'layers', 'split', 'words'],
 )
 def test_named_instead_of_hanging(ranks, data, tmp_path, flags, said):
     start = time.monotonic()

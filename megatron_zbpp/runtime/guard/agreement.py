@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections import defaultdict
 from collections.abc import Mapping
+from enum import Enum
 
 import torch.distributed as dist
 
@@ -23,12 +26,34 @@ def fingerprint(value: object) -> str:
 
 
 def comparable_flags(flags: Mapping[str, object]) -> dict[str, object]:
-    """Those flags that are numbers or truth values, but for the rank's own: what must be equal."""
+    """Returns those flags that must be equal on all ranks: plain values, and lists of them.
+
+    What a rank has for itself is left out: its number, and paths, which hosts may have elsewhere.
+    """
     return {
         name: value
         for name, value in flags.items()
-        if isinstance(value, int | float) and name not in ('rank', 'local_rank')
+        if _is_plain(value) and not _OWN.search(name) and not _has_path(value)
     }
+
+
+# flags that say who a rank is, or where it finds and leaves files
+_OWN = re.compile(
+    r'^(save|load|(local_|node_|group_)?rank)$|(_path|_dir|_file|_folder|_checkpoint|_prefix)s?$'
+)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether equal values have equal texts."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | Enum)
+
+
+def _has_path(value: object) -> bool:
+    """Whether there is a path in it."""
+    values = value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(entry, str) and os.sep in entry for entry in values)
 
 
 def gather(settings: Mapping[str, object], group: dist.ProcessGroup) -> dict[int, dict[str, str]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from megatron_zbpp.analysis.program import Receive, Send
 from megatron_zbpp.ir import F, Pass
 from megatron_zbpp.runtime.executor import Executor
@@ -60,6 +62,14 @@ class Tracker:
         """Whether the device has ended every pass."""
         total = sum(isinstance(i, Pass) for i in self._executor.program)
         return self.position().done == total
+
+    def waits(self) -> tuple[int, ...]:
+        """Returns the global ranks that this one waits for."""
+        ranks = self._executor.channels.ranks
+        waits = self.position().waits
+        if waits is not None:
+            return (ranks[waits.peer],)
+        return tuple(r for r in ranks if r != dist.get_rank()) if self.complete else ()
 
     def lines(self) -> list[str]:
         """The position and the latest ten passes, for people."""

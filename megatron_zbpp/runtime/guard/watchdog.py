@@ -22,7 +22,9 @@ import traceback
 import uuid
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from math import inf
 from typing import Protocol
 
 import torch
@@ -30,6 +32,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.guard.culprit import Statement
+from megatron_zbpp.runtime.guard.heartbeats import Heartbeats
 from megatron_zbpp.runtime.guard.position import Tracker
 from megatron_zbpp.runtime.guard.termination import Termination
 
@@ -37,7 +41,7 @@ EXIT_CODE = 124  # as of timeout(1)
 _LOOKS = 8  # in each timeout
 _PAUSE = 600  # seconds that a pause may last at least
 _LAST_WORDS = 5  # seconds to write them
-_NEWS = 1  # seconds in which a loss is heard of that the main thread has noticed
+_PEER_LOSS_GRACE_S = 1  # seconds in which a loss is heard of that the main thread has noticed
 _FRAMES = 4
 _FOLDERS = {
     'torch.distributed': os.path.dirname(dist.__file__),
@@ -64,6 +68,9 @@ class Activity(Protocol):
     def lines(self) -> list[str]:
         """Where it stands, for people."""
 
+    def waits(self) -> tuple[int, ...]:
+        """Returns the global ranks that it waits for; those that may be late."""
+
 
 class Collective:
     """A collective call of the pipeline's ranks."""
@@ -82,6 +89,9 @@ class Collective:
 
     def lines(self) -> list[str]:
         return [f'now: {self._what}', 'waits for: the other ranks of the pipeline to come there']
+
+    def waits(self) -> tuple[int, ...]:
+        return _others()
 
 
 class Passes:
@@ -118,6 +128,9 @@ class Passes:
     def lines(self) -> list[str]:
         return self._tracker.lines()
 
+    def waits(self) -> tuple[int, ...]:
+        return self._tracker.waits()
+
 
 class Forwards:
     """What `executor` runs ahead of the others: its own part ends it."""
@@ -137,6 +150,9 @@ class Forwards:
 
     def lines(self) -> list[str]:
         return self._tracker.lines()
+
+    def waits(self) -> tuple[int, ...]:
+        return self._tracker.waits()
 
 
 class Pause:
@@ -167,6 +183,9 @@ class Pause:
             waits = f'the other ranks to come to {[*of_torch][-1].name} of torch.distributed'
         return [f'now: between passes, in {_words(caller)}', f'waits for: {waits}']
 
+    def waits(self) -> tuple[int, ...]:
+        return _others() if _is_distributed(_calls(self._thread)[0]) else ()
+
 
 class Watchdog:
     """Watches one process.
@@ -192,6 +211,8 @@ class Watchdog:
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._termination: Termination | None = None
+        self._heartbeats: Heartbeats | None = None
+        self._stalled = 0.0  # seconds without a step forward
         self._groups: dict[dist.ProcessGroup, dist.ProcessGroupGloo] = {}
         self._rank = self._watched = 0  # global rank; identity of the thread
         self._device: int | None = None  # that the main thread computes on
@@ -252,7 +273,7 @@ class Watchdog:
                 self._activity = before
         except BaseException as error:
             self._failed = True
-            self._report(f'{type(error).__name__}: {error}'.partition('\n')[0])
+            self._report(f'{type(error).__name__}: {error}'.partition('\n')[0], error)
             raise
 
     def stop(self) -> None:
@@ -262,22 +283,23 @@ class Watchdog:
             return
         if self._lost():
             self._failed = True
-            self._report('another rank of the pipeline is gone')
+            self._report('another rank of the pipeline is gone', dist.DistError())
             return
         self._stopping = True
         self._termination.wake()
         self._thread.join()
+        self._heartbeats.end()
         self._termination.remove()
-        self._thread = self._termination = self._activity = self._pause = None
+        self._thread = self._termination = self._activity = self._pause = self._heartbeats = None
         self._groups.clear()  # and their threads: one that is busy when Python ends aborts it
 
     def _lost(self) -> bool:
         """Whether the main thread leaves because a rank died when it had no more passes itself."""
-        deadline = time.monotonic() + _NEWS
+        deadline = time.monotonic() + _PEER_LOSS_GRACE_S
         while self._activity.beat() is not None and time.monotonic() < deadline:
             if self._activity.lost():
                 return True
-            time.sleep(_NEWS / 100)
+            time.sleep(_PEER_LOSS_GRACE_S / 100)
         return False
 
     def _start(self) -> None:
@@ -285,6 +307,7 @@ class Watchdog:
             self._rank, self._watched = dist.get_rank(), threading.get_ident()
             self._stopping = False
             self._termination = Termination()
+            self._heartbeats = Heartbeats(self._rank, dist.get_world_size())
             self._thread = threading.Thread(target=self._run, name='watchdog', daemon=True)
             self._thread.start()
             atexit.register(self.stop)
@@ -302,6 +325,10 @@ class Watchdog:
             now = activity, beat, failed
             looks = looks + 1 if beat is not None and now == seen else 0
             seen = now
+            self._stalled = looks * between
+            current = activity or self._pause
+            if current is not None:
+                self._heartbeats.say(self._statement(current))
             limit = self._pause_timeout if activity is self._pause else self.timeout
             if limit and looks * between >= limit:
                 self._end(f'no step forward for {limit:g} s', EXIT_CODE, failed)
@@ -331,24 +358,48 @@ class Watchdog:
 
     def _say(self, why: str, failed: bool) -> None:
         self._enter_device()
-        if failed:
-            _write([f'{self._title}: ended after its failure ({why})'])
-        else:
+        if not failed:
             self._report(why, stack=True)
-        sys.stdout.flush()
+        elif why != 'SIGTERM' or not self._reported:
+            _write([f'{self._title}: ended after its failure ({why})'])
+        with self._reporting:  # of the main thread, to its end
+            sys.stdout.flush()
 
-    def _report(self, why: str, stack: bool = False) -> None:
-        """Once for each activity: the main thread may hear of a loss while its time runs out."""
+    def _report(self, why: str, error: BaseException | None = None, stack: bool = False) -> None:
+        """Once for each activity: the main thread may hear of a loss while its time runs out.
+
+        Args:
+            why: the reason, in a line.
+            error: that the activity ended with; None: it did not end.
+            stack: whether to say in which calls the main thread is.
+        """
         with self._reporting:
             if self._reported:
                 return
             self._reported = True
-            lines = [*self._current().lines(), *([_stack(self._watched)] if stack else [])]
-            _write([f'{self._title}: {why}', *lines])
+            current = self._current()
+            lines = [*current.lines(), *([_stack(self._watched)] if stack else [])]
+            own = self._statement(current)
+            if why != 'SIGTERM' and not (own.waits and isinstance(error, RuntimeError | None)):
+                own = replace(own, waits=(), failure=why)
+            own = replace(own, ending=True)
+            stalled = self._stalled if error is None else inf
+            _write([f'{self._title}: {why}', *lines, self._heartbeats.accuse(own, stalled)])
+            self._heartbeats.linger()
+
+    def _statement(self, activity: Activity) -> Statement:
+        """What this rank says of itself to the others."""
+        now = activity.lines()[0].removeprefix('now: ')
+        return Statement(now, activity.waits(), self._stalled)
 
     @property
     def _title(self) -> str:
         return f'pipeline watchdog: global rank {self._rank} on {platform.node()}'
+
+
+def _others() -> tuple[int, ...]:
+    """All ranks of the job but this one."""
+    return tuple(rank for rank in range(dist.get_world_size()) if rank != dist.get_rank())
 
 
 def _host_group(pp_group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroupGloo:
