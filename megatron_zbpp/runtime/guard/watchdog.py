@@ -34,6 +34,7 @@ from torch.distributed import distributed_c10d
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.guard.culprit import Statement
 from megatron_zbpp.runtime.guard.heartbeats import Heartbeats
+from megatron_zbpp.runtime.guard.orphans import end_with_parent
 from megatron_zbpp.runtime.guard.position import Tracker
 from megatron_zbpp.runtime.guard.termination import Termination
 
@@ -307,6 +308,7 @@ class Watchdog:
             self._rank, self._watched = dist.get_rank(), threading.get_ident()
             self._stopping = False
             self._termination = Termination()
+            end_with_parent()
             self._heartbeats = Heartbeats(self._rank, dist.get_world_size())
             self._thread = threading.Thread(target=self._run, name='watchdog', daemon=True)
             self._thread.start()
