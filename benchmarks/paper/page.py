@@ -192,12 +192,8 @@ def _arxiv_table_6(speedup: Ratios) -> str:
 
 def _arxiv_table_7() -> str:
     rows = [
-        [
-            paper.MODELS[i + 1].name,
-            *(_cell(cells[i][1] / cells[i][0], 1.0) for cells in by_schedule),
-        ]
-        for by_schedule in [list(paper.DOUBLED.values())]
-        for i in range(3)
+        [model.name, *(_cell(after / before, 1.0) for before, after in of_schedules)]
+        for model, *of_schedules in zip(paper.MODELS[1:], *paper.DOUBLED.values(), strict=True)
     ]
     heads = ['model', *(LABELS[name] for name in paper.DOUBLED)]
     return _section('arXiv Table 7: what twice the samples in a microbatch gain', heads, rows)
