@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_zbpp.analysis import collector
 from megatron_zbpp.analysis.deadlock import DeadlockError
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import RESOLUTION, highest
@@ -65,11 +66,12 @@ def check(
     graph = schedule.graph
     trains = any(p.kind != F for _, p in schedule)
     wanted = [task for task in graph.needs if trains or task.kind == F]
-    for rank, tasks in enumerate(_by_rank(schedule, wanted)):
-        _check_rank(schedule, rank, tasks)
     costs = costs or Costs.uniform(schedule.placement)
-    costs.require(schedule.placement)
-    programs = _proven_programs(schedule)
+    with collector.held_off():
+        for rank, tasks in enumerate(_by_rank(schedule, wanted)):
+            _check_rank(schedule, rank, tasks)
+        costs.require(schedule.placement)
+        programs = _proven_programs(schedule)
     if memory_limit is not None:
         _check_memory(schedule, memory_limit, costs)
     return Checked(schedule, programs)

@@ -7,7 +7,7 @@ first; NCCL may have all three, and which of them may depend on the pass.
 from __future__ import annotations
 
 import enum
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -99,9 +99,8 @@ class _Replay:
         self._synchronises = Rule.SYNCHRONISATION in rules
         self._in_order = Rule.LAUNCH_ORDER in rules
         self._cursor = [0] * len(programs)
-        # by sender and receiver: whose messages have been posted, and how many of them sent
-        self._posted: dict[tuple[int, int], list[Receive]] = defaultdict(list)
-        self._sent: dict[tuple[int, int], int] = defaultdict(int)
+        # by receiver and sender: the receives that are posted, and whose message is not sent yet
+        self._open: list[dict[int, deque[Receive]]] = [defaultdict(deque) for _ in programs]
         # by rank: how many messages are still to come for whom, and how many of them are posted
         self._missing = [Counter(i.consumer for i in own if type(i) is Receive) for own in programs]
         self._spinning = [0] * len(programs)
@@ -162,28 +161,25 @@ class _Replay:
 
     def _post(self, rank: int, receive: Receive) -> bool:
         """Posts a receive, if it need not wait."""
-        channel = receive.peer, rank
-        posted = self._posted[channel]
-        if self._in_order and len(posted) > self._sent[channel]:
+        waiting = self._open[rank][receive.peer]
+        if self._in_order and waiting:
             return False
-        posted.append(receive)
+        waiting.append(receive)
         self._spinning[rank] += 1
         return True
 
     def _send(self, rank: int, send: Send) -> bool:
         """Sends, if the receive has been posted."""
         peer = send.peer
-        channel = rank, peer
-        sent, posted = self._sent[channel], self._posted[channel]
-        if sent == len(posted):
+        waiting = self._open[peer][rank]
+        if not waiting:
             return False
-        awaited = posted[sent]
+        awaited = waiting.popleft()
         if awaited.producer != send.producer or awaited.consumer != send.consumer:
             raise ValueError(
                 f'rank {rank} sends what {send.producer} made for {send.consumer} where rank '
                 f'{peer} awaits what {awaited.producer} makes for {awaited.consumer}'
             )
-        self._sent[channel] = sent + 1
         self._missing[peer][send.consumer] -= 1
         self._spinning[peer] -= 1
         return True

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
+from itertools import product
 
 from megatron_zbpp.ir import F, Pass, Placement, chain
 from megatron_zbpp.schedules.construct.draft import Draft
@@ -39,6 +40,7 @@ def list_schedule(
     draft = Draft(placement, num_microbatches)
     queues = [[*map(deque, of_rank), draft.pending[rank]] for rank, of_rank in enumerate(lanes)]
     needs = _needs(draft, lanes)
+    receivers = _receivers(placement)
     wakes = [(0.0, rank) for rank in range(placement.num_ranks)]
     while wakes:
         now, rank = heappop(wakes)
@@ -48,7 +50,7 @@ def list_schedule(
         if p is not None:
             end = draft.put(p, not_before=now)
             heappush(wakes, (end, rank))
-            for neighbour in _receivers(placement, p):
+            for neighbour in receivers[p.kind, p.stage]:
                 heappush(wakes, (end + draft.costs.edge(rank, neighbour), neighbour))
     if any(queue for of_rank in queues for queue in of_rank):
         raise ValueError(f'memory_limit {memory_limit} is too small: no rank can go on; raise it')
@@ -79,8 +81,11 @@ def _next(
     return pending[0] if pending else None
 
 
-def _receivers(placement: Placement, p: Pass) -> set[int]:
-    """Other ranks that may have waited for `p`."""
-    graph = chain(placement.num_stages)
-    fed = (taker for task in graph.tasks(p.kind, p.stage) for taker, _ in graph.feeds[task])
-    return {placement.ranks[taker.stage] for taker in fed} - {placement.ranks[p.stage]}
+def _receivers(placement: Placement) -> dict[tuple[str, int], set[int]]:
+    """By kind and stage of a pass, other ranks that may have waited for it."""
+    graph, ranks = chain(placement.num_stages), placement.ranks
+    found: dict[tuple[str, int], set[int]] = {}
+    for kind, stage in product(graph.kinds, range(placement.num_stages)):
+        fed = (taker for task in graph.tasks(kind, stage) for taker, _ in graph.feeds[task])
+        found[kind, stage] = {ranks[taker.stage] for taker in fed} - {ranks[stage]}
+    return found
