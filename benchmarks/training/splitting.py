@@ -3,8 +3,9 @@
 The same layers twice in the same processes, in turns: as Megatron alone runs them (one BW for each
 microbatch), and with their weight gradients left to a W. Times are those of the core that a rank
 has: what else the machine does, and waiting for other ranks, is not in them. Large layers show the
-price where products take the time; small ones show what our hooks take of the host. On a CPU
-Transformer Engine's kernels are emulated, and its own Python runs.
+price where products take the time; small ones show what our hooks take of the host, and what
+autograd, DistributedDataParallel and Transformer Engine take for the second visit of each layer. On
+a CPU Transformer Engine's kernels are emulated, and its own Python runs.
 """
 
 from __future__ import annotations
@@ -210,10 +211,13 @@ def _split(store: Any, model: Any, shape: tuple[int, ...]) -> tuple[float, float
 
 
 def _timed(function: Callable[[], None]) -> float:
-    """Seconds of this thread's work."""
-    start = time.thread_time()
-    function()
-    return time.thread_time() - start
+    """Seconds of this thread's work, without those of the emulation that looks at devices."""
+    from megatron_zbpp.emulation import cpu
+
+    with cpu.untranslated():
+        start = time.thread_time()
+        function()
+        return time.thread_time() - start
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -18,7 +18,7 @@ import sys
 import time
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -136,6 +136,7 @@ def _wrapper(cls, *args, _original=torch.Tensor._make_wrapper_subclass, **kwargs
     return _original(cls, *args, **kwargs)
 
 
+_MODE = CudaMeansCpu()
 _STREAM = Stream()
 _DRAIN_S = 5  # seconds for gloo's threads to end before the process ends
 _LET_GO = 0.05  # seconds in which one of them does, or is seen running
@@ -224,6 +225,21 @@ def installed() -> bool:
     return isinstance(torch.Tensor.is_cuda, property)
 
 
+@contextlib.contextmanager
+def untranslated() -> Iterator[None]:
+    """Each call of torch costs what torch takes, without what it takes us to look at its devices.
+
+    For timing. What runs inside finds `torch.cuda.current_device()` to be the CPU, and fails where
+    it names CUDA itself.
+    """
+    _MODE.__exit__(None, None, None)
+    try:
+        with mock.patch.object(torch.cuda, 'current_device', lambda: 'cpu'):
+            yield
+    finally:
+        _MODE.__enter__()
+
+
 def device() -> torch.device:
     """Where to train: this process's GPU, or the CPU, made ready, where there is none."""
     if not installed() and torch.cuda.is_available():
@@ -267,7 +283,7 @@ def install(alias_sends: bool = True) -> None:
         setattr(torch.Tensor, name, value)
     # DataLoader(pin_memory=True) asks this one
     torch.accelerator.is_available = lambda: False
-    CudaMeansCpu().__enter__()
+    _MODE.__enter__()
     # the CPU's random state is the GPU's, too: Megatron would warn whenever it uses that
     random = logging.getLogger('megatron.core.tensor_parallel.random')
     random.addFilter(lambda record: 'CPU RNG state changed' not in record.msg)

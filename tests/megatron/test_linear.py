@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import types
 import weakref
 from unittest import mock
 
 import pytest
 from example import forget_groups
+from gpu import CUDA
 
 CASES = ['plain', 'bias', 'fused', 'fused-flagged', 'sequence-parallel', 'frozen-bias']
 
@@ -22,8 +24,12 @@ def fused_kernels():
     return types.SimpleNamespace(wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate)
 
 
-def layer_gradients(case, split, dtype_name):
-    """Gradients of three microbatches through a column-parallel and a row-parallel layer."""
+def layer_gradients(case, split, dtype_name, apex):
+    """Gradients of three microbatches through a column-parallel and a row-parallel layer.
+
+    Args:
+        apex: whether its own kernels add to main_grad.
+    """
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.tensor_parallel import layers
@@ -57,15 +63,15 @@ def layer_gradients(case, split, dtype_name):
             parameter.grad_added_to_main_grad = False
     if case == 'frozen-bias':
         column.bias.requires_grad_(False)
-    kernels = mock.patch.object(
-        layers, 'fused_weight_gradient_mlp_cuda', fused_kernels(), create=True
-    )
+    name = 'fused_weight_gradient_mlp_cuda'
+    kernels = importlib.import_module(name) if apex else fused_kernels()
     input_gradients = []
-    with kernels, megatron_zbpp.enable('zb-h1') as plugin:
+    replaced = mock.patch.object(layers, name, kernels, create=True)
+    with replaced, megatron_zbpp.enable('zb-h1') as plugin:
         store = plugin.session.store
         for microbatch in range(3):
             rows = 4 // size if sequence_parallel else 4
-            x = torch.randn(rows, 2, 8, dtype=dtype, requires_grad=True)
+            x = torch.randn(rows, 2, 8, dtype=dtype, device='cuda').requires_grad_()
             with store.scope((0, microbatch) if split else None):
                 loss = (row(torch.tanh(column(x)[0]))[0].float() ** 2).sum()
             if split:
@@ -92,12 +98,12 @@ def layer_gradients(case, split, dtype_name):
     return input_gradients, results, flags
 
 
-def compare(case, dtype_name):
+def compare(case, dtype_name, apex=False):
     """On each rank: whether everything is the same, whole and split."""
     import torch
 
-    whole = layer_gradients(case, False, dtype_name)
-    split = layer_gradients(case, True, dtype_name)
+    whole = layer_gradients(case, False, dtype_name, apex)
+    split = layer_gradients(case, True, dtype_name, apex)
     same = all(map(torch.equal, whole[0], split[0])) and whole[2] == split[2]
     for one, other in zip(whole[1], split[1], strict=True):
         for a, b in zip(one, other, strict=True):
@@ -112,6 +118,59 @@ def test_gradients_to_the_bit(ranks, case, dtype):
     for same, computed in ranks(2).run(compare, case, dtype):
         assert same
         assert computed == {'bias': 4, 'frozen-bias': 3}.get(case, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason='needs an NVIDIA GPU')
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('case', ['fused', 'fused-flagged'])
+def test_kernels_of_apex(ranks, case, dtype):
+    pytest.importorskip('fused_weight_gradient_mlp_cuda', reason='needs apex with its extensions')
+    assert ranks(1).run(compare, case, dtype, True) == [(True, 2)]
+
+
+def switches(forward, backward):
+    """Whether autocast is on for CUDA where a W computes, as in Megatron's own backward."""
+    import torch
+    from megatron.core.tensor_parallel import layers
+
+    import megatron_zbpp
+
+    group = torch.distributed.new_group(
+        [torch.distributed.get_rank()], use_local_synchronization=True
+    )
+    seen = []
+
+    def accumulate(total_input, grad_output, main_grad):
+        seen.append(torch.is_autocast_enabled('cuda'))
+
+    kernels = types.SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
+    weight = torch.nn.Parameter(torch.ones(3, 4))
+    weight.main_grad = torch.zeros(3, 4)
+    with (
+        mock.patch.object(layers, 'fused_weight_gradient_mlp_cuda', kernels, create=True),
+        megatron_zbpp.enable('zb-h1') as plugin,
+    ):
+        store = plugin.session.store
+        for key in (None, (0, 0)):
+            x = torch.ones(2, 4, requires_grad=True)
+            with store.scope(key), torch.autocast('cuda', torch.bfloat16, enabled=forward):
+                y = layers.linear_with_grad_accumulation_and_async_allreduce(
+                    x, weight, None, True, False, False, tp_group=group
+                )
+            store.open((0, 0))
+            with torch.autocast('cuda', torch.bfloat16, enabled=backward):
+                with store.scope(key):
+                    y.sum().backward()
+                store.run((0, 0))
+    torch.distributed.destroy_process_group(group)
+    return seen
+
+
+@pytest.mark.parametrize('backward', [False, True])
+@pytest.mark.parametrize('forward', [False, True])
+def test_autocast_is_as_in_forward(ranks, forward, backward):
+    assert ranks(2).run(switches, forward, backward) == [[forward, forward]] * 2
 
 
 def left_alive():

@@ -19,6 +19,7 @@ from megatron_zbpp.mcore.command_line.layer_memory import LayerMemory, layer_mem
 from megatron_zbpp.mcore.post_validation.barriers import barriers
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.post_validation.speculative_step import BUFFER_BYTES, KEPT_BYTES
 
 _NO_TRAINING = 'megatron.training is not here: only sizes, parallelism and our flags were read'
 _NO_PIPELINE = 'one pipeline rank has no pipeline: --pipeline-schedule changes nothing'
@@ -127,6 +128,10 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     if config.enable_optimizer_post_validation:
         arguments.disable_rerun_checks(line.args, line.words)
         notes += [f'all ranks wait: {each}' for each in barriers(line.args, placement)]
+        notes.append(
+            f'an early step takes up to {(KEPT_BYTES + BUFFER_BYTES) >> 20} MiB more on each rank, '
+            'and more than that only where one parameter with its optimizer state does'
+        )
     return DryRun(
         parallel,
         programs.key,
