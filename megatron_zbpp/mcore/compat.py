@@ -1,13 +1,91 @@
-"""What differs between Megatron-Core releases, told by features and not by version strings."""
+"""What Megatron-Core keeps to itself, or spells otherwise from release to release.
+
+Releases are told apart by features and not by version strings. A test holds that the installed one
+has what is used here; the registry of patches holds the rest, which is replaced.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core import utils
+from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import moe_utils
+
+GET_BATCH = 'get_batch_on_this_tp_rank'
+# Transformer Engine's kernel, in `clip_grads`: with megatron-core 0.19, if it has one
+SCALE_BY_TENSOR = 'multi_tensor_scale_tensor_impl'
+
+# (host's, device's, tracked by name)
+random_states = random._get_all_rng_states
+set_random_states = random._set_all_rng_states
 
 
 @functools.cache
 def takes(function: Callable, parameter: str) -> bool:
-    """Whether `function` has a parameter of that name."""
+    """Returns whether `function` has a parameter of that name."""
     return parameter in inspect.signature(function).parameters
+
+
+def backward_arguments(model: torch.nn.Module, config: Any) -> tuple[Any, ...]:
+    """Returns what `backward_step` takes behind the tensors."""
+    if takes(schedules.backward_step, 'model_type'):  # until 0.16
+        return schedules.get_model_type(model), config
+    return (config,)
+
+
+def get_batch_module() -> str:
+    """Returns where `GET_BATCH` is defined: since 0.18 in the core."""
+    return utils.__name__ if hasattr(utils, GET_BATCH) else 'megatron.training.utils'
+
+
+def nvtx_enabled() -> bool:
+    """Returns whether a program has asked for Megatron's ranges by `configure_nvtx_profiling`."""
+    return utils._nvtx_enabled
+
+
+def logged_losses() -> dict[str, Any]:
+    """Returns what routers of experts add their losses to, by name."""
+    metrics: Callable | None = getattr(moe_utils, 'get_moe_metrics_tracker', None)  # from 0.18
+    if metrics is not None:
+        return metrics()._metrics
+    return moe_utils.get_moe_layer_wise_logging_tracker()
+
+
+def logged_values(entry: Any) -> torch.Tensor:
+    """Returns the values of an entry of `logged_losses`."""
+    return entry['values'] if isinstance(entry, dict) else entry.values
+
+
+def has_tensor_norms() -> bool:
+    """Returns whether norms of gradients are float32 tensors; else they are roots in float64."""
+    return getattr(clip_grads, SCALE_BY_TENSOR, None) is not None
+
+
+def model_copies(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields each parameter that `optimizer` steps in float32, and its copy in the model."""
+    if isinstance(optimizer, DistributedOptimizer):
+        stepped, copies = optimizer.shard_fp32_from_float16_groups, optimizer.shard_float16_groups
+    elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        stepped, copies = optimizer.fp32_from_float16_groups, optimizer.float16_groups
+    else:
+        return
+    for parameters, theirs in zip(stepped, copies, strict=True):
+        yield from zip(parameters, theirs, strict=True)
+
+
+def forget_gathered(chunk: Any) -> None:
+    """Makes a chunk with sharded parameters gather them anew; waits for what is under way."""
+    for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+        if group.param_gather_handle is not None:
+            group.param_gather_handle.wait()
+            group.param_gather_handle = None
+        group.param_gather_dispatched = False

@@ -156,11 +156,10 @@ class SpeculativeStep:
         """The optimizer finds all as before that have not taken the step.
 
         Saved activations keep the parameters that they were computed with: a step that stands
-        writes the same values again, so autograd is not told of a change.
+        writes the same values again, so autograd is not told of a change, by way of `data`.
         """
-        with torch.autograd._unsafe_preserve_version_counter(tuple(self.in_place)):
-            for parameter, value in self._kept:
-                parameter.copy_(value, non_blocking=True)
+        for parameter, value in self._kept:
+            parameter.data.copy_(value, non_blocking=True)
         self._kept.clear()
 
     def complete(self, step: Callable[[], Any]) -> Any:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_zbpp.runtime import compat
+
 # Of a message. A receive is a kernel that spins until its message comes: each of these takes the
 # place of a block of the passes that compute meanwhile.
 _MOST_CTAS = 4
@@ -65,10 +67,10 @@ def directions(
 
 def like(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
     """Arguments of `new_group` for one that carries messages of `device` as `group` does."""
-    options = getattr(group._get_backend(device), 'options', None)
+    options = compat.group_options(group, device)
     return {
         'backend': backend_for(group, device),
-        'timeout': getattr(options, '_timeout', None),  # Megatron's --distributed-timeout-minutes
+        'timeout': compat.group_timeout(options),  # Megatron's --distributed-timeout-minutes
         'pg_options': _few_ctas(options) if hasattr(options, 'config') else None,
     }
 

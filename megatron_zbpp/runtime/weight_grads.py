@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_zbpp.runtime import compat
+
 Key = tuple[int, int]  # (stage, microbatch)
 Gradients = Sequence[torch.Tensor | None]
 
@@ -118,7 +120,7 @@ class WeightGradStore:
             roots.append(_WeightGradient.apply(deferred, following, *deferred.parameters))
             following = deferred
         # as `torch.autograd.backward` does once it has made a gradient of each: nobody reads it
-        torch.autograd.Variable._execution_engine.run_backward(
+        compat.run_backward(
             tuple(roots), tuple(roots), False, False, (), True, accumulate_grad=True
         )
 

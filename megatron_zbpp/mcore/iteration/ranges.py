@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-import torch
 from megatron.core import utils
 
 from megatron_zbpp.ir import Pass
+from megatron_zbpp.mcore import compat
+from megatron_zbpp.runtime.compat import profiler_enabled
 from megatron_zbpp.runtime.observe import profiling
 
 
 def profiled(p: Pass) -> AbstractContextManager:
     """As `runtime.profiling.profiled`; and under nsys, where a program has asked for Megatron's
     ranges by `configure_nvtx_profiling` without torch's emit_nvtx."""
-    if utils._nvtx_enabled and not torch.autograd._profiler_enabled():
+    if compat.nvtx_enabled() and not profiler_enabled():
         return _nvtx(profiling.name(p))
     return profiling.profiled(p)
 

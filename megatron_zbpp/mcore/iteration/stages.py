@@ -12,7 +12,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
-from megatron_zbpp.mcore.compat import takes
+from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.patches import transformer_engine
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
@@ -71,9 +71,7 @@ class ModelStage:
         self._vp_stage = vp_stage
         self._is_last = is_last
         self._config = get_model_config(model)
-        self._context = [self._config]  # what `backward_step` takes behind the tensors
-        if takes(schedules.backward_step, 'model_type'):  # until 0.16
-            self._context.insert(0, schedules.get_model_type(model))
+        self._context = compat.backward_arguments(model, self._config)
         self._delaying = transformer_engine.Delaying(model, call.store)
         no_sync = self._config.no_sync_func  # one for all chunks, or a list of theirs
         if isinstance(no_sync, list | tuple):

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, utils
+from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from megatron_zbpp.ir import Placement
+from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.layout import StageLayout, require_placed, tied_copies
 from megatron_zbpp.mcore.patches.registry import Patch
 
@@ -30,7 +31,6 @@ TIED = '_allreduce_word_embedding_grads'
 _CONFIG = 'megatron.core.transformer.transformer_config'
 _LANGUAGE = 'megatron.core.models.common.language_module.language_module:LanguageModule'
 _FINALIZE = 'megatron.core.distributed.finalize_model_grads'
-_BATCH = 'get_batch_on_this_tp_rank'
 # While this is not empty, data is built.
 _building: list[bool] = []
 
@@ -63,9 +63,8 @@ def patches(placement: Placements, agree: Agree) -> Iterator[Patch]:
 
     training = 'megatron.training.training', 'build_train_valid_test_data_loaders'
     yield Patch(*training, _with_data_on_rank_0, everywhere=True, late=True)
-    moved = hasattr(utils, _BATCH)  # from 0.18
-    owner = utils.__name__ if moved else 'megatron.training.utils'
-    yield Patch(owner, _BATCH, wrapped(_with_whole_batch), everywhere=True, late=True)
+    batch = compat.get_batch_module(), compat.GET_BATCH
+    yield Patch(*batch, wrapped(_with_whole_batch), everywhere=True, late=True)
 
 
 def _is_pp_first_stage(original: Callable, placement: Placements) -> Callable:

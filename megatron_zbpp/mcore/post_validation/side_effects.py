@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import random
-from megatron.core.transformer.moe import moe_utils
+
+from megatron_zbpp.mcore import compat
 
 
 @dataclass
@@ -29,7 +29,7 @@ class SideEffects:
     def capture(self) -> Iterator[None]:
         """Leaves random states and logged losses as they were; keeps what becomes of them."""
         states = _random_states()
-        losses = _logged_losses()
+        losses = compat.logged_losses()
         shown = dict(losses)
         losses.clear()
         self._buffers = [(b, b.detach().clone()) for m in self.models for _, b in m.named_buffers()]
@@ -45,10 +45,11 @@ class SideEffects:
     def commit(self) -> None:
         """Makes all as if they had just run: their iteration begins."""
         _set_random_states(*self._random)
-        losses = _logged_losses()
+        losses = compat.logged_losses()
         for name, entry in self._losses.items():
             if name in losses:
-                _values(losses[name]).add_(_values(entry))  # cleared since: nothing is rounded
+                shown = compat.logged_values(losses[name])  # cleared since: nothing is rounded
+                shown.add_(compat.logged_values(entry))
             else:
                 losses[name] = entry
 
@@ -61,7 +62,7 @@ class SideEffects:
 
 def _random_states() -> tuple:
     """Values of the host's, the device's and the tracked random states."""
-    host, device, tracked = random._get_all_rng_states()
+    host, device, tracked = compat.random_states()
     return host, _value(device), {name: _value(state) for name, state in tracked.items()}
 
 
@@ -72,23 +73,11 @@ def _value(state: torch.Tensor | torch.Generator) -> torch.Tensor:
 
 def _set_random_states(host: torch.Tensor, device: torch.Tensor, tracked: dict) -> None:
     """Sets the values; generators stay the ones that Transformer Engine and graphs know."""
-    _, held, generators = random._get_all_rng_states()
+    _, held, generators = compat.random_states()
     if not isinstance(held, torch.Generator):
-        random._set_all_rng_states(host, device, tracked)
+        compat.set_random_states(host, device, tracked)
         return
     torch.set_rng_state(host)
     held.set_state(device)
     for name, value in tracked.items():
         generators[name].set_state(value)
-
-
-def _logged_losses() -> dict[str, Any]:
-    """What routers of experts add their losses to, by name."""
-    metrics: Callable | None = getattr(moe_utils, 'get_moe_metrics_tracker', None)  # from 0.18
-    if metrics is not None:
-        return metrics()._metrics
-    return moe_utils.get_moe_layer_wise_logging_tracker()
-
-
-def _values(entry: Any) -> torch.Tensor:
-    return entry['values'] if isinstance(entry, dict) else entry.values

@@ -25,18 +25,17 @@ from megatron.core.optimizer.optimizer import (
     MixedPrecisionOptimizer,
 )
 
+from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.post_validation.partial_state import is_clean
 from megatron_zbpp.post_validation.protocol import Outcome
 from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES, SpeculativeStep, Stepped
+from megatron_zbpp.runtime.compat import unseen_by_autograd
 
 # Whose `step` is the beginning of an optimizer step.
 STEPPING = (FP32Optimizer, MixedPrecisionOptimizer, ChainedOptimizer)
 # What `step` of these looks up in its module, and is answered there.
 _NORM, _CLIP = 'get_grad_norm_fp32', 'clip_grad_by_total_norm_fp32'
-# Transformer Engine's kernel that scales by a tensor. Where there is one, with megatron-core 0.19,
-# the norm stays a float32 tensor; else its root is taken in float64.
-_SCALE = 'multi_tensor_scale_tensor_impl'
 
 _ABSENT = object()
 _KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
@@ -118,7 +117,7 @@ class _Reduction:
 
     def root(self) -> float | torch.Tensor:
         """As `get_grad_norm_fp32` gives it."""
-        if getattr(clip_grads, _SCALE, None) is None:
+        if not compat.has_tensor_norms():
             return self.result() ** 0.5
         self.work.wait()
         return self.value.pow(0.5)
@@ -181,7 +180,7 @@ class SplitStep:
         def get_grad_norm_fp32(
             grads: Any, norm_type: float = 2, grad_stats_parallel_group: Any = None
         ) -> float:
-            with _replaced(clip_grads, _SCALE, None):
+            with _replaced(clip_grads, compat.SCALE_BY_TENSOR, None):
                 norm = original(grads, norm_type, grad_stats_parallel_group=self._alone)
             # the root of a float32, in float64: its square rounds to that float32 again
             self._norms.append(
@@ -231,7 +230,7 @@ class SplitStep:
                 stack.enter_context(_replaced(leaf.optimizer, 'step', step))
             answer = _answering(norms, getattr(module, _NORM))
             stack.enter_context(_replaced(module, _NORM, answer))
-            stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tuple(in_place)))
+            stack.enter_context(unseen_by_autograd(tuple(in_place)))
             outcome = self.synchronous()
         if self._speculative and not outcome.clean:
             self._take_back(stepped=outcome.result[0])
@@ -274,11 +273,7 @@ class SplitStep:
                 speculative.give_back()
                 speculative.restore_copies()
         for chunk in self._chunks():
-            for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
-                if group.param_gather_handle is not None:
-                    group.param_gather_handle.wait()
-                    group.param_gather_handle = None
-                group.param_gather_dispatched = False
+            compat.forget_gathered(chunk)
         if not stepped:
             self._gather_parameters()
 
@@ -296,16 +291,7 @@ class SplitStep:
 
 def _stepped(leaf: MegatronOptimizer) -> Iterator[Stepped]:
     """What the inner optimizer steps, and what the model reads."""
-    read: dict[int, torch.Tensor] = {}
-    if isinstance(leaf, DistributedOptimizer):
-        pairs = zip(leaf.shard_fp32_from_float16_groups, leaf.shard_float16_groups, strict=True)
-    elif isinstance(leaf, Float16OptimizerWithFloat16Params):
-        pairs = zip(leaf.fp32_from_float16_groups, leaf.float16_groups, strict=True)
-    else:
-        pairs = iter(())
-    for parameters, copies in pairs:
-        for parameter, copy in zip(parameters, copies, strict=True):
-            read[id(parameter)] = copy.detach()
+    read = {id(parameter): copy.detach() for parameter, copy in compat.model_copies(leaf)}
     for group in leaf.optimizer.param_groups:
         for parameter in group['params']:
             if parameter.grad is not None:

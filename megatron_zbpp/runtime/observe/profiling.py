@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from megatron_zbpp.ir import Pass
+from megatron_zbpp.runtime.compat import profiler_enabled
 
 _NOTHING = nullcontext()  # shared: between profiles, a pass costs no more than asking
 
@@ -16,7 +17,7 @@ def profiled(p: Pass) -> AbstractContextManager:
 
     That is torch.profiler, or emit_nvtx, whose ranges nsys shows: Megatron's --profile runs one.
     """
-    if torch.autograd._profiler_enabled():
+    if profiler_enabled():
         return torch.profiler.record_function(name(p))
     return _NOTHING
 

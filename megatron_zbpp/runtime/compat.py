@@ -1,0 +1,36 @@
+"""What torch keeps to itself and we need; a test holds that the installed release has it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+# what `torch.autograd.backward` calls once it has made a gradient of each root
+run_backward = torch.autograd.Variable._execution_engine.run_backward
+# whether torch.profiler or emit_nvtx is on
+profiler_enabled = torch.autograd._profiler_enabled
+
+
+def unseen_by_autograd(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[None]:
+    """Lets `tensors` be written to, as if nothing were, for graphs that have saved them."""
+    return torch.autograd._unsafe_preserve_version_counter(tensors)
+
+
+def default_store() -> dist.Store:
+    """Returns where the ranks of the world met."""
+    return distributed_c10d._get_default_store()
+
+
+def group_options(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Returns the options of the group's backend for `device`; None: it keeps none."""
+    return getattr(group._get_backend(device), 'options', None)
+
+
+def group_timeout(options: Any) -> timedelta | None:
+    """Returns that of a group with these options; None: it keeps none."""
+    return getattr(options, '_timeout', None)
