@@ -45,9 +45,10 @@ def parse(flags, changes):
     """On each rank: our flags behind a parser that stands for Megatron's, on two ranks."""
     import megatron_zbpp
     from megatron_zbpp.mcore.command_line import arguments
+    from megatron_zbpp.mcore.command_line import flags as ours
 
     parser = argparse.ArgumentParser()
-    arguments.add_arguments(parser)
+    ours.add_arguments(parser)
     parser.set_defaults(**{**MEGATRONS, **changes})
     parser.parse_known_args = arguments._preparing(parser.parse_known_args)
     megatron_zbpp._enabled = None
@@ -173,10 +174,10 @@ def test_post_validation_after_no_steps(ranks, steps):
 
 
 def rerun_mode(words):
-    from megatron_zbpp.mcore.command_line import arguments
+    from megatron_zbpp.mcore.command_line import sizes
 
     args = argparse.Namespace(rerun_mode='validate_results')
-    return arguments.disable_rerun_checks(args, words), args.rerun_mode
+    return sizes.disable_rerun_checks(args, words), args.rerun_mode
 
 
 def test_reruns_are_left_out_unless_asked_for(ranks):
@@ -360,9 +361,9 @@ def test_layers_are_placed(ranks, schedule, changes, expected):
 
 
 def numbers_of_microbatches(changes):
-    from megatron_zbpp.mcore.command_line import arguments
+    from megatron_zbpp.mcore.command_line import sizes
 
-    return arguments.microbatches(argparse.Namespace(**{**MEGATRONS, **changes}), 4)
+    return sizes.microbatches(argparse.Namespace(**{**MEGATRONS, **changes}), 4)
 
 
 @pytest.mark.parametrize(

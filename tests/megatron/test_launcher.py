@@ -31,7 +31,7 @@ def documented():
     """Each field of our config, and the text under it."""
     import docstring_parser
 
-    from megatron_zbpp.mcore.command_line.arguments import PipelineScheduleConfig
+    from megatron_zbpp.mcore.command_line.flags import PipelineScheduleConfig
 
     params = docstring_parser.parse_from_object(PipelineScheduleConfig).params
     texts = {param.arg_name: ' '.join(param.description.split()) for param in params}

@@ -80,6 +80,8 @@ def late() -> tuple[bool, bool]:
     from types import ModuleType
     from unittest import mock
 
+    import megatron_zbpp.mcore.command_line.arguments  # what it imports is to stay
+
     module, package = ModuleType('megatron.training.arguments'), ModuleType('megatron.training')
     exec(ARGUMENTS, vars(module))
     package.arguments = module

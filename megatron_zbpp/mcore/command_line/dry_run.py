@@ -13,7 +13,7 @@ from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.layout import layers_per_stage
 from megatron_zbpp.mcore import layout, refusals
-from megatron_zbpp.mcore.command_line import arguments
+from megatron_zbpp.mcore.command_line import flags, sizes
 from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
 from megatron_zbpp.mcore.command_line.layer_memory import LayerMemory, layer_memory
 from megatron_zbpp.mcore.post_validation.barriers import barriers
@@ -111,22 +111,22 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     if line.unknown:
         words = ' '.join(line.unknown)
         notes.append(f'no flags of Megatron, unless the script adds them: {words}')
-    config = arguments.read(line.args)
+    config = flags.read(line.args)
     parallel = _parallel(line)
     if config is None or parallel['pipeline'] == 1:
         return DryRun(parallel, notes=(*notes, *([] if config is None else [_NO_PIPELINE])))
-    arguments.require_plain(line.args)
+    sizes.require_plain(line.args)
     programs = Programs(
         Settings(
-            arguments.source_of(config),
-            arguments.num_chunks(line.args),
+            flags.source_of(config),
+            sizes.num_chunks(line.args),
             config.pipeline_schedule_memory_limit,
         )
     )
     placement = programs.placement(parallel['pipeline'])
     counts = _microbatches(line, parallel['data'])
     if config.enable_optimizer_post_validation:
-        arguments.disable_rerun_checks(line.args, line.words)
+        sizes.disable_rerun_checks(line.args, line.words)
         notes += [f'all ranks wait: {each}' for each in barriers(line.args, placement)]
         notes.append(
             f'an early step takes up to {(KEPT_BYTES + BUFFER_BYTES) >> 20} MiB more on each rank, '
@@ -180,7 +180,7 @@ def _microbatches(line: LaunchLine, replicas: int) -> list[int]:
             f'--global-batch-size {whole} does not divide by {step} (--micro-batch-size {micro} x '
             f'{replicas} data parallel): give a multiple'
         )
-    return sorted(arguments.microbatches(line.args, line.world_size))
+    return sorted(sizes.microbatches(line.args, line.world_size))
 
 
 def _layers(args: Namespace, placement: Placement) -> list[int]:
@@ -189,12 +189,12 @@ def _layers(args: Namespace, placement: Placement) -> list[int]:
     Raises:
         ValueError: they cannot be placed.
     """
-    segments = arguments.hybrid_layers(args)
+    segments = sizes.hybrid_layers(args)
     if segments is not None and not placement.is_loop:
         return []  # refused
     embedding = args.account_for_embedding_in_pipeline_split
     loss = args.account_for_loss_in_pipeline_split
-    arguments.place_layers(args, placement)
+    sizes.place_layers(args, placement)
     if segments is not None:
         even = [sum(segments) // placement.num_stages] * placement.num_stages
         return segments if len(segments) > 1 else even

@@ -15,7 +15,8 @@ from typing import NoReturn
 
 from megatron_zbpp.emulation.flags import cpu_flags
 from megatron_zbpp.mcore import refusals
-from megatron_zbpp.mcore.command_line import arguments
+from megatron_zbpp.mcore.command_line.flags import add_arguments
+from megatron_zbpp.mcore.command_line.messages import flag
 
 # Megatron's flags that say how many layers, ranks and microbatches there are
 _NUMBERS = {
@@ -120,17 +121,17 @@ def _megatrons_parser() -> argparse.ArgumentParser:
     parser = _Parser(allow_abbrev=False)
     add = megatrons.add_megatron_arguments
     add = getattr(add, '__wrapped__', add)  # ours are added below
-    arguments.add_arguments(add(parser))
+    add_arguments(add(parser))
     return parser
 
 
 def _own_parser() -> argparse.ArgumentParser:
     parser = _Parser(allow_abbrev=False)
-    arguments.add_arguments(parser)
+    add_arguments(parser)
     for name, default in _NUMBERS.items():
-        parser.add_argument(arguments.flag(name), type=int, default=default)
+        parser.add_argument(flag(name), type=int, default=default)
     for name in _SWITCHES:
-        parser.add_argument(arguments.flag(name), action='store_true')
+        parser.add_argument(flag(name), action='store_true')
     parser.add_argument('--pipeline-model-parallel-layout')
     parser.add_argument('--recompute-granularity')
     parser.add_argument('--hidden-dropout', type=float, default=0.1)
@@ -140,7 +141,7 @@ def _own_parser() -> argparse.ArgumentParser:
     parser.add_argument('--transformer-impl', default='transformer_engine')
     for name in refusals.settings():
         if name not in ('fp8', 'fp4', 'context_parallel_size', 'transformer_impl'):
-            parser.add_argument(arguments.flag(name), nargs='?', const=True)
+            parser.add_argument(flag(name), nargs='?', const=True)
     return parser
 
 
@@ -154,9 +155,7 @@ def _processes(launcher: list[str]) -> int | None:
         return int(os.environ.get('WORLD_SIZE', 0)) or None
     for name, value in vars(args).items():
         if not value.isdecimal() or int(value) == 0:
-            raise ValueError(
-                f'launch line: {arguments.flag(name)} {value} is no number: give --gpus'
-            )
+            raise ValueError(f'launch line: {flag(name)} {value} is no number: give --gpus')
     return int(args.nproc_per_node) * int(args.nnodes)
 
 

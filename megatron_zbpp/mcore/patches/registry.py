@@ -64,7 +64,7 @@ class Patch:
         for path, user in users.items():
             found = user.__globals__.get(self.name) if self.name in user.__code__.co_names else None
             if found is not original:
-                return f'{path.replace(":", ".")} does not use it in this release'
+                return f'{path.replace(":", ".")} does not use {self.name} in this release'
         return ''
 
 
@@ -111,9 +111,7 @@ class Registry:
         for patch in patches:
             problem = patch.problem()
             if problem:
-                raise RuntimeError(
-                    f'{patch.target}: {problem}: the patch would have no effect; please report it'
-                )
+                raise RuntimeError(f'{problem}: the patch would have no effect; please report it')
         functions, attributes = [], []
         for patch in patches:
             if patch.replacement is None:

@@ -1,0 +1,73 @@
+"""What other forks call our flags: understood, with a word on what to use instead."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megatron_zbpp.mcore.command_line.messages import flag, say
+
+_V_SCHEDULES = {'zb': 'zb-v', 'half': 'v-half', 'min': 'v-min'}
+_LIMIT = '--zero-bubble-max-pending-backward'
+_ALIASES: dict[str, dict[str, Any]] = {
+    '--enable-zero-bubble': {'action': 'store_true'},
+    '--zero-bubble-v-schedule': {'action': 'store_true'},
+    '--zero-bubble-v-schedule-mem-setup': {'choices': list(_V_SCHEDULES)},
+    _LIMIT: {'metavar': 'A'},
+    '--enable-1f1b-v': {'action': 'store_true'},
+    '--enable-zbh1-pipeline': {'action': 'store_true'},
+    '--allow-padding-num-layers': {'action': 'store_true'},
+    '--enable-exactly-numeric-match': {'action': 'store_true'},
+    '--zero-bubble-pipeline-timers-start-iter': {'metavar': 'N'},
+    '--zero-bubble-pipeline-timers-end-iter': {'metavar': 'N'},
+}
+_NEEDLESS = {
+    'allow_padding_num_layers': 'layers need not divide among the stages',
+    'enable_exactly_numeric_match': 'all numbers match exactly, always',
+    'zero_bubble_pipeline_timers_start_iter': 'see --pipeline-schedule-profile-iters',
+    'zero_bubble_pipeline_timers_end_iter': 'see --pipeline-schedule-profile-iters',
+}
+
+
+def add_aliases(parser: argparse.ArgumentParser) -> None:
+    """Adds a group for them."""
+    aliases = parser.add_argument_group('pipeline schedule: names of other forks, deprecated')
+    for alias, options in _ALIASES.items():
+        aliases.add_argument(alias, help='says what to use instead', **options)
+
+
+def translate(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the values of our fields that flags of other forks stand for.
+
+    Raises:
+        ValueError: flags that contradict each other, or a limit that is no number.
+    """
+    setup, limit = args.zero_bubble_v_schedule_mem_setup, args.zero_bubble_max_pending_backward
+    meant = {
+        '1f1b-v': args.enable_1f1b_v,
+        'zb-h1': args.enable_zbh1_pipeline,
+        _V_SCHEDULES[setup or 'zb']: args.zero_bubble_v_schedule or setup,
+    }
+    names = [name for name, given in meant.items() if given]
+    if len(names) > 1:
+        raise ValueError(f'flags that mean {" and ".join(names)}: give --pipeline-schedule instead')
+    if names or not args.enable_zero_bubble:
+        if limit is not None:
+            say(f'{_LIMIT} {limit} has no effect: it is a limit for --enable-zero-bubble alone')
+        return {'pipeline_schedule': names[0]} if names else {}
+    if limit in (None, 'auto'):
+        return {'pipeline_schedule': 'zb-1p'}
+    try:
+        return {'pipeline_schedule': 'zb-1p', 'pipeline_schedule_memory_limit': float(limit)}
+    except ValueError:
+        raise ValueError(f'{_LIMIT} {limit}: give a number, or auto') from None
+
+
+def announce(args: argparse.Namespace, translated: dict[str, Any]) -> None:
+    """Says which of our flags to give instead, and which of the others have no effect."""
+    if translated:
+        instead = ' '.join(f'{flag(name)} {value}' for name, value in translated.items())
+        say(f'deprecated flags: use {instead}')
+    for name, why in _NEEDLESS.items():
+        if getattr(args, name):
+            say(f'{flag(name)} has no effect: {why}')

@@ -1,0 +1,130 @@
+"""Our flags: the fields of `PipelineScheduleConfig`, their docstrings the help."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import docstring_parser
+
+from megatron_zbpp.ir import Schedule, formats
+from megatron_zbpp.mcore.command_line.aliases import add_aliases, announce, translate
+from megatron_zbpp.mcore.command_line.messages import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineScheduleConfig:
+    """What the user asks for."""
+
+    pipeline_schedule: str | None = None
+    """The pipeline schedule by its name, such as zb-v or zb-h1 (`zbpp list` prints all); or auto,
+    which measures some iterations, plans a schedule for their times beside the training, and
+    switches to it. Without this flag, everything is Megatron's own."""
+
+    pipeline_schedule_file: Path | None = None
+    """A schedule to run instead of one by name: JSON as of `zbpp plan`, or CSV as of torch."""
+
+    pipeline_schedule_memory_limit: float | None = None
+    """Most that a rank may hold, in activations of one microbatch on a full rank (1F1B holds as
+    many as there are pipeline ranks); for auto, and schedules that take a limit, such as zb-1p."""
+
+    pipeline_schedule_profile_iters: int = 5
+    """How many iterations auto measures before it plans."""
+
+    pipeline_trace_dir: Path | None = None
+    """Folder for pictures of an early iteration, and of one after auto has switched, the clocks of
+    all hosts aligned: a page for a browser, planned beside measured, and one trace of all ranks of
+    the first pipeline for Perfetto."""
+
+    pipeline_watchdog_timeout: float = 300.0
+    """Seconds without progress inside a schedule after which a rank reports what it waits for and
+    ends the job. 0: wait for ever."""
+
+    pipeline_watchdog_pause_timeout: float | None = None
+    """As --pipeline-watchdog-timeout, which must not be 0, for what comes between two schedules:
+    checkpoints, evaluation, data. 0: no limit. Default: ten times that, at least 600."""
+
+    enable_optimizer_post_validation: bool = False
+    """Optimizer steps do not wait for all ranks: each rank steps on what it knows, begins the next
+    iteration, and takes the step back if the gradients have to be clipped or overflow. Losses and
+    parameters stay the same to the bit. `zbpp doctor` names what else would make ranks wait."""
+
+    optimizer_post_validation_clean_steps: int = 10
+    """After how many steps in a row that were neither clipped nor skipped this begins."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds one group for `PipelineScheduleConfig`, and one for what other forks call it."""
+    group = parser.add_argument_group('pipeline schedule (megatron_zbpp)')
+    types = get_type_hints(PipelineScheduleConfig)
+    helps = {
+        param.arg_name: param.description
+        for param in docstring_parser.parse_from_object(PipelineScheduleConfig).params
+    }
+    for field in fields(PipelineScheduleConfig):
+        kind = next(t for t in (*get_args(types[field.name]), types[field.name]) if t is not None)
+        text = ' '.join(helps[field.name].split())
+        if kind is bool:
+            group.add_argument(flag(field.name), action='store_true', help=text)
+            continue
+        default = '' if field.default is None else f' Default: {field.default:g}.'
+        group.add_argument(
+            flag(field.name),
+            type=kind,
+            default=field.default,
+            metavar={str: 'NAME', Path: 'PATH', float: 'NUMBER', int: 'N'}[kind],
+            help=text + default,
+        )
+    add_aliases(parser)
+
+
+def read(args: argparse.Namespace) -> PipelineScheduleConfig | None:
+    """Returns what the flags ask for, those of other forks translated with a word; None: nothing.
+
+    Raises:
+        ValueError: flags that contradict each other.
+    """
+    values = {field.name: getattr(args, field.name) for field in fields(PipelineScheduleConfig)}
+    translated = translate(args)
+    for name, value in translated.items():
+        if values[name] not in (None, value):
+            raise ValueError(
+                f'{flag(name)} {values[name]} and a flag that means {value}: give one of them'
+            )
+    announce(args, translated)
+    config = PipelineScheduleConfig(**values | translated)
+    if config.pipeline_schedule is None and config.pipeline_schedule_file is None:
+        return None
+    return config
+
+
+def source_of(config: PipelineScheduleConfig) -> str | Schedule:
+    """Returns the schedule's name, or the schedule in the file.
+
+    Raises:
+        ValueError: both a name and a file, or a file that makes no sense.
+        OSError: the file cannot be read.
+    """
+    if config.pipeline_schedule_file is None:
+        return config.pipeline_schedule
+    if config.pipeline_schedule is not None:
+        raise ValueError(
+            f'--pipeline-schedule {config.pipeline_schedule} and --pipeline-schedule-file '
+            f'{config.pipeline_schedule_file}: give one of them'
+        )
+    return formats.load(config.pipeline_schedule_file)
+
+
+def clean_steps(config: PipelineScheduleConfig) -> int | bool:
+    """Returns what `megatron_zbpp.enable` takes for post-validation.
+
+    Raises:
+        ValueError: a number of steps that makes no sense.
+    """
+    steps = config.optimizer_post_validation_clean_steps
+    if steps < 1:
+        name = flag('optimizer_post_validation_clean_steps')
+        raise ValueError(f'{name} {steps}: give 1 or more')
+    return config.enable_optimizer_post_validation and steps

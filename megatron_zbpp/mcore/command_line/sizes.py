@@ -1,0 +1,146 @@
+"""What Megatron's own arguments say of layers, chunks and microbatches, not validated yet."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir.layout import layers_per_stage, layout_string
+from megatron_zbpp.mcore import layout, refusals
+from megatron_zbpp.mcore.command_line.messages import flag
+
+
+def require_plain(args: argparse.Namespace) -> None:
+    """Raises where the layers are not known yet, or are given in a way that no layout can take.
+
+    Raises:
+        ValueError: names the flag.
+    """
+    for name, cure in (
+        ('yaml_cfg', 'give the arguments as flags'),
+        ('use_checkpoint_args', 'give the arguments of the checkpoint as flags'),
+        ('decoder_first_pipeline_num_layers', 'use --pipeline-model-parallel-layout'),
+        ('decoder_last_pipeline_num_layers', 'use --pipeline-model-parallel-layout'),
+    ):
+        if getattr(args, name, None):
+            raise ValueError(f'{flag(name)} does not work with --pipeline-schedule: {cure}')
+    if args.num_layers is None and hybrid_layers(args) in (None, [None]):
+        raise ValueError('--num-layers is missing')
+
+
+def num_chunks(args: argparse.Namespace) -> int | None:
+    """Returns chunks a rank, as Megatron's own flags give them; None: the schedule's choice.
+
+    Raises:
+        ValueError: they do not divide.
+    """
+    ranks = args.pipeline_model_parallel_size
+    segments = hybrid_layers(args)
+    if segments is not None:
+        return len(segments) // ranks if len(segments) > ranks else None
+    text = args.pipeline_model_parallel_layout
+    if text is not None:
+        try:
+            stages = layout.StageLayout.get_num_stages_from_str(text)
+        except AssertionError as error:
+            raise ValueError(f'--pipeline-model-parallel-layout {text}: {error}') from None
+        if stages % ranks:
+            raise ValueError(
+                f'--pipeline-model-parallel-layout {text} has {stages} stages, which do not divide '
+                f'among {ranks} pipeline ranks: give each rank as many, divided by |'
+            )
+        return stages // ranks
+    each = args.num_layers_per_virtual_pipeline_stage
+    if each is None:
+        return args.num_virtual_stages_per_pipeline_rank
+    counted = args.num_layers + sum(_ends(args))
+    if counted % (ranks * each):
+        raise ValueError(
+            f'--num-layers-per-virtual-pipeline-stage {each} does not divide {counted} layers '
+            f'among {ranks} pipeline ranks: leave it out, or change --num-layers'
+        )
+    return counted // (ranks * each)
+
+
+def hybrid_layers(args: argparse.Namespace) -> list[int] | None:
+    """Returns the layers of each segment of a hybrid model's pattern; None: it is no hybrid model.
+
+    The pattern may end in those of multi-token prediction. Without segments it is divided evenly
+    among the ranks.
+    """
+    name = refusals.hybrid(args)
+    if name is None:
+        return None
+    pattern = getattr(args, name)
+    if not isinstance(pattern, str):  # a ratio, of releases that know no segments
+        return [args.num_layers]
+    return [len(segment) for segment in pattern.partition('/')[0].split('|')]
+
+
+def _ends(args: argparse.Namespace) -> tuple[bool, bool]:
+    """Whether embedding and loss count as a layer each."""
+    return args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
+
+
+def place_layers(args: argparse.Namespace, placement: Placement) -> None:
+    """Writes the layout of the layers for `placement` into Megatron's arguments.
+
+    One chunk a rank, in a loop, is what Megatron does by itself if all get as many; and a hybrid
+    model's layers are where its pattern says.
+
+    Raises:
+        ValueError: too few layers, or another number of segments than stages.
+    """
+    segments = hybrid_layers(args)
+    if segments is not None:
+        undivided = len(segments) == placement.num_chunks == 1
+        if len(segments) != placement.num_stages and not undivided:
+            raise ValueError(
+                f'--hybrid-layer-pattern has {len(segments)} segments, but the schedule places '
+                f'{placement.num_stages} stages: give that many, divided by |'
+            )
+        return
+    embedding, loss = _ends(args)
+    uneven = (args.num_layers + embedding + loss) % placement.num_stages
+    if placement == Placement.loop(placement.num_ranks) and not uneven:
+        return
+    if args.pipeline_model_parallel_layout is None:
+        layers = layers_per_stage(args.num_layers, placement, embedding, loss)
+        args.pipeline_model_parallel_layout = layout_string(layers)
+    args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
+    args.num_layers_per_virtual_pipeline_stage = args.num_virtual_stages_per_pipeline_rank = None
+    args.overlap_p2p_comm = True  # else Megatron refuses two ranks with chunks; ours always overlap
+
+
+def microbatches(args: argparse.Namespace, world_size: int) -> set[int]:
+    """Returns with how many microbatches training begins and ends, and its steps between."""
+    model = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    step = world_size // model * (args.micro_batch_size or 0)
+    ramp = getattr(args, 'rampup_batch_size', None) or []
+    steps = re.findall(r':\s*(\d+)', getattr(args, 'step_batch_size_schedule', None) or '')
+    sizes = {*map(int, [*steps, *ramp[:1]])}
+    if not steps:
+        sizes.add(args.global_batch_size or step)
+    # sizes that do not divide are Megatron's to refuse
+    return {size // step for size in sizes if step and size >= step}
+
+
+def disable_rerun_checks(args: argparse.Namespace, words: Sequence[str]) -> bool:
+    """Ranks need not agree in each iteration on whether it is to be run again, unless that was
+    asked for: whether anything had to be changed.
+
+    Args:
+        args: Megatron's arguments; `rerun_mode` is written into them.
+        words: the command line that they come from.
+    """
+    asked = any(word.partition('=')[0] == '--rerun-mode' for word in words)
+    if asked or getattr(args, 'rerun_mode', 'disabled') == 'disabled':
+        return False
+    args.rerun_mode = 'disabled'
+    return True
