@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from megatron_zbpp.runtime import compat
 from megatron_zbpp.runtime.guard.culprit import Statement, accuse
 
 _POLL = 0.25  # seconds between two looks whether somebody asks
@@ -123,7 +123,7 @@ class Heartbeats:
 
 def _store() -> dist.Store:
     """A connection of its own to the store of the job: a call on another's may wait for it."""
-    store = distributed_c10d._get_default_store()
+    store = compat.default_store()
     if hasattr(store, 'clone'):
         store = store.clone()
     return dist.PrefixStore('megatron_zbpp heartbeats', store)
