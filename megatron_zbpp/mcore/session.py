@@ -78,7 +78,8 @@ class Session:
         settings = {'schedule': self.programs.key, **settings}
         if group is dist.group.WORLD:
             settings |= self.flags
-        key = (group, *settings.items())
+        # as text, as they are compared: some are lists
+        key = (group, *((name, agreement.fingerprint(v)) for name, v in settings.items()))
         if key not in self._agreed:
             with self.watchdog.collective(f'handshake about {agreement.fingerprint(settings)}'):
                 gathered = agreement.gather(settings, group)

@@ -114,6 +114,7 @@ def configured_apart(changes):
     config = SimpleNamespace(num_layers=values['num_layers'], pipeline_model_parallel_layout=layout)
     own = agreement(values['m'], values['chunks'], message, False, config)
     session = Session(Settings('zb-v', watchdog_timeout=30))
+    session.flags = {'data_path': ['one', 'other']}  # some flags are lists
     try:
         session.agree(own, dist.group.WORLD)
         session.agree(own, dist.group.WORLD)  # known by now: no collective, as below
