@@ -32,6 +32,7 @@ from megatron_zbpp.ir.formats import load
 from megatron_zbpp.ir.layout import ModelLayout, layers_per_stage
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.schedules import FAMILIES, Family, build
+from megatron_zbpp.version import __version__
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from megatron_zbpp.mcore.plugin import Plugin
     from megatron_zbpp.runtime.observe.measure import Figures
 
-__version__ = '0.1.0'
 __all__ = [
     'Costs',
     'Family',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from megatron_zbpp.ir.grid import grid
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.planner.cache import default_folder, planned
 from megatron_zbpp.planner.frontier import frontier
-from megatron_zbpp.planner.plans import Candidate, Plan
+from megatron_zbpp.planner.plans import Candidate, Plan, PlanningInterrupted
 from megatron_zbpp.render.html import html
 from megatron_zbpp.render.perfetto import perfetto
 from megatron_zbpp.render.png import timeline_png
@@ -28,6 +29,9 @@ from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.svg import svg
 from megatron_zbpp.render.text import timeline_text
 from megatron_zbpp.schedules import FAMILIES
+
+_IDLE = 'idle, all ranks'
+_MEANING = 'bubble: idle share of the busiest rank; idle: of the time of all ranks, what is lost'
 
 
 def list_families(args: Namespace) -> None:
@@ -108,32 +112,52 @@ def compare(args: Namespace) -> None:
     if args.json:
         left_out = [{'name': name, 'reason': reason} for name, reason in skipped.items()]
         return _print_json({'schedules': facts, 'skipped': left_out, 'picture': args.output})
-    heads = ('schedule', 'makespan', 'its bubble', 'window', 'its bubble', 'peak activations')
+    heads = (
+        'schedule',
+        'makespan',
+        'its bubble',
+        'window',
+        'its bubble',
+        _IDLE,
+        'peak activations',
+    )
     _print_table(heads, map(_row, facts))
+    print(_MEANING)
     for name, reason in skipped.items():
         print(f'without {name}: {reason}')
     if args.output:
         print(f'wrote {args.output}')
 
 
-def plan_schedule(args: Namespace) -> None:
+def plan_schedule(args: Namespace) -> int:
     """The best schedule that the planner finds, its lower bound, the best named one."""
     if args.frontier:
-        return _plan_frontier(args)
-    if args.output:
-        raise ValueError(f'--output {args.output} draws a --frontier: give its memory limits')
-    with progress('planning', '%', 100) as done:
-        found, cached = planned(
-            *_plan_inputs(args),
-            memory_limit=args.memory_limit,
-            seconds=args.seconds,
-            objective=args.objective,
-            seed=args.seed,
-            progress=done,
-        )
+        _plan_frontier(args)
+        return 0
+    picture = _planned_output(args)
+    status = 0
+    try:
+        with progress('planning', '%', 100) as done:
+            found, cached = planned(
+                *_plan_inputs(args),
+                memory_limit=args.memory_limit,
+                seconds=args.seconds,
+                objective=args.objective,
+                seed=args.seed,
+                progress=done,
+            )
+    except PlanningInterrupted as interruption:
+        print('zbpp: interrupted: this is the best plan by then', file=sys.stderr)
+        found, cached, status = interruption.best, False, 128 + signal.SIGINT
     facts = _plan_facts(found, cached)
+    if args.output and picture is None:
+        _write(args.output, json.dumps(facts, indent=1))
+    elif args.output:
+        case = Case(found.schedule, found.costs)
+        _draw(args.output, picture, {'plan': case}, {'plan': case.timeline})
     if args.json:
-        return _print_json(facts)
+        _print_json(facts)
+        return status
     print(_headline(found.schedule))
     _print_summary(facts)
     print(f'lower bound of the {found.objective} {number(found.lower_bound)}, gap {found.gap:.2%}')
@@ -142,8 +166,22 @@ def plan_schedule(args: Namespace) -> None:
         print(f'best named schedule: {name}, {found.objective} {number(value)}')
     else:
         print('no named schedule fits the memory limit')
+    chunks = found.schedule.num_stages // found.schedule.num_ranks
+    print(f'needs {found.schedule.num_stages} layers or more: {chunks} chunks on each rank (--vpp)')
     if cached:
         print('planned before with the same inputs; --no-cache plans anew')
+    if args.output:
+        print(f'wrote {args.output}')
+    return status
+
+
+def _planned_output(args: Namespace) -> str | None:
+    """The picture that --output asks for; None: a plan."""
+    if not args.output or args.output.endswith('.json'):
+        return None
+    if Path(args.output).suffix[1:].lower() not in ('html', 'svg', 'png'):
+        raise ValueError(f'-o {args.output}: name .json for the plan, or .html, .svg or .png')
+    return _suffix(args.output)
 
 
 def _plan_frontier(args: Namespace) -> None:
@@ -170,8 +208,9 @@ def _plan_frontier(args: Namespace) -> None:
     if args.json:
         found = [{'memory_limit': at, **_plan_facts(*point)} for at, *point in points]
         return _print_json({'frontier': found})
-    heads = ('limit', 'makespan', 'its bubble', 'window', 'its bubble', 'gap', 'best named')
+    heads = ('limit', 'makespan', 'its bubble', 'window', 'its bubble', _IDLE, 'gap', 'best named')
     _print_table(heads, [_frontier_row(limit, found) for limit, found, _ in points])
+    print(_MEANING)
 
 
 def _draw_frontier(args: Namespace, planned: list[tuple[float, float]]) -> None:
@@ -216,7 +255,7 @@ def _frontier_row(limit: float, found: Plan) -> tuple[str, ...]:
     facts = _facts(case := Case(found.schedule, found.costs), case.timeline)
     name, value = found.best_named or ('none fits', None)
     best = name if value is None else f'{name} {number(value)}'
-    return (number(limit), *_row(facts)[1:5], f'{found.gap:.2%}', best)
+    return (number(limit), *_row(facts)[1:6], f'{found.gap:.2%}', best)
 
 
 def convert(args: Namespace) -> None:
@@ -276,6 +315,7 @@ def _facts(case: Case, timeline: Timeline) -> dict:
         'window': max(timeline.windows),
         'bubble_rate_makespan': timeline.bubble_makespan,
         'bubble_rate_window': timeline.bubble_window,
+        'idle_all_ranks': timeline.idle_all_ranks,
         'peak_activations': peak(case.schedule, case.costs),
     }
 
@@ -287,6 +327,7 @@ def _row(facts: dict) -> tuple[str, ...]:
         f'{facts["bubble_rate_makespan"]:.2%}',
         number(facts['window']),
         f'{facts["bubble_rate_window"]:.2%}',
+        f'{facts["idle_all_ranks"]:.2%}',
         number(max(facts['peak_activations'])),
     )
 
@@ -302,6 +343,7 @@ def _headline(schedule: Schedule) -> str:
 def _print_summary(facts: dict) -> None:
     print(f'makespan {number(facts["makespan"])}, bubble {facts["bubble_rate_makespan"]:.2%}')
     print(f'window   {number(facts["window"])}, bubble {facts["bubble_rate_window"]:.2%}')
+    print(f'idle, all ranks {facts["idle_all_ranks"]:.2%} ({_MEANING})')
     print(f'peak activations {number(max(facts["peak_activations"]))}')
 
 

@@ -75,7 +75,7 @@ def load_cases(args: Namespace) -> tuple[dict[str, Case], dict[str, str]]:
     """The cases to compare, and for each family that has none the reason why.
 
     Raises:
-        ValueError: nothing is left to compare, or a schedule asked for by name cannot be had.
+        ValueError: nothing is left to compare, or a name is not known.
     """
     found, skipped = {}, {}
     wanted = args.schedules or names()
@@ -84,8 +84,7 @@ def load_cases(args: Namespace) -> tuple[dict[str, Case], dict[str, str]]:
             try:
                 found[name] = load_case(args, name)
             except ValueError as error:
-                if args.schedules:
-                    raise
+                find(name)  # one that is misspelt is no matter of sizes
                 skipped[name] = str(error).partition('\n')[0]
             done(k / len(wanted))
     if not found:
@@ -105,6 +104,8 @@ def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
     """The placements that `plan` may use, each once, with the costs of their stages."""
     stages = _stages(args.times)
     allowed = args.vpp or ([1, 2, 4] if stages is None else [stages // args.pp])
+    if args.layers is not None:
+        allowed = _within(args, allowed)
     placements = {}
     for asked in allowed:
         chunks = _chunks(args.times, args.pp, asked, asked)
@@ -119,6 +120,22 @@ def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
             'v takes 2, wave takes 2 or more, loop any'
         )
     return [(placement, _costs(args, placement)) for placement in placements.values()]
+
+
+def _within(args: Namespace, allowed: list[int]) -> list[int]:
+    """The chunks per rank of which each stage still gets a layer.
+
+    Raises:
+        ValueError: none are left.
+    """
+    fitting = [chunks for chunks in allowed if args.pp * chunks <= args.layers]
+    if not fitting:
+        fewest = args.pp * min(allowed)
+        raise ValueError(
+            f'--layers {args.layers} are fewer than {fewest} stages, of --pp {args.pp} and --vpp '
+            f'{min(allowed)}: use fewer ranks or chunks'
+        )
+    return fitting
 
 
 def _generated(args: Namespace, name: str) -> Case:

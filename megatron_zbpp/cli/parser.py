@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from megatron_zbpp.cli import commands
 from megatron_zbpp.cli.inputs import PLACEMENTS, StageCosts, Times
 from megatron_zbpp.ir import formats
 from megatron_zbpp.planner.problem import OBJECTIVES
+from megatron_zbpp.version import __version__
 
 _FORMATS = ('json', 'torch-csv', 'html', 'svg', 'png', 'perfetto')
 
@@ -28,7 +30,7 @@ zbpp list                                              every schedule, its bubbl
 zbpp show --schedule zb-v --pp 4 --microbatches 8      draw it here
 zbpp simulate --schedule zb-1p --pp 8 --microbatches 24 --times 18.5,18.1,9.3 --comm 0.6
 zbpp compare --pp 8 --microbatches 24 --times 1,1.2,0.8 -o compare.html
-zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --memory-limit 8 --json > plan.json
+zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --memory-limit 8 --layers 32 -o plan.json
 zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --frontier 3,4,5,6,7,8 --seconds 60
 zbpp doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py --pipeline-schedule zb-v ...
 zbpp check plan.json                                   ours, a plan's or torch's CSV
@@ -45,13 +47,20 @@ activations of one microbatch on a full rank.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`; returns its exit code."""
-    args = _parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else list(argv)
+    if not given:
+        _parser().print_help()
+        return 0
+    args = _parser().parse_args(given)
     status = None
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _note
             status = args.run(args)
             sys.stdout.flush()
+    except KeyboardInterrupt:
+        print('zbpp: interrupted', file=sys.stderr)
+        return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ScheduleError as error:
@@ -86,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_epilog('zbpp'),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument('--version', action='version', version=f'zbpp {__version__}')
     subparsers = parser.add_subparsers(required=True, metavar='COMMAND')
 
     def command(name: str, run: Callable, text: str) -> argparse.ArgumentParser:
@@ -182,7 +192,11 @@ def _add_planning(planned: argparse.ArgumentParser) -> None:
         '-o',
         '--output',
         metavar='FILE',
-        help='picture of --frontier beside the named schedules: .png or .svg',
+        help='the plan (.json, for --pipeline-schedule-file) or its picture (.html, .svg, .png); '
+        'with --frontier a picture of it beside the named schedules (.png, .svg)',
+    )
+    planned.add_argument(
+        '--layers', type=_count, metavar='N', help='of the model: no more stages than that'
     )
     caching = planned.add_mutually_exclusive_group()
     caching.add_argument(

@@ -34,7 +34,7 @@ _KINDS = {
 }
 DIALECTS = tuple(_KINDS)
 
-# What `zbpp plan --json` prints beside the schedule, for people and scripts; nothing else is taken.
+# What `zbpp plan`, `zbpp show` and measurements have beside the schedule, for people and scripts.
 PLAN_FIELDS = (
     'name',
     'ranks',
@@ -46,6 +46,7 @@ PLAN_FIELDS = (
     'window',
     'bubble_rate_makespan',
     'bubble_rate_window',
+    'idle_all_ranks',
     'peak_activations',
     'objective',
     'lower_bound',
@@ -54,6 +55,8 @@ PLAN_FIELDS = (
     'repeats',
     'cached',
     'schedule',
+    'timeline',
+    'spans',
 )
 
 _ACTION = re.compile(r'(\d+)(F|I|BW|B|W)(\d+)', re.ASCII)

@@ -57,6 +57,12 @@ class Timeline:
         """(W - m*S) / W of the longest window W: "bubble rate" (arXiv 2401.10241, section 5)."""
         return idle(max(self.windows), self._work)
 
+    @property
+    def idle_all_ranks(self) -> float:
+        """Share of all ranks' time, first start to last end, that no pass takes: what is lost."""
+        ranks = range(len(self.spans))
+        return idle(self.makespan * len(ranks), fsum(map(self.busy, ranks)))
+
 
 def idle(span: float, work: float) -> float:
     """Share of `span` that is not `work`."""

@@ -57,6 +57,18 @@ class Plan:
         return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
+class PlanningInterrupted(KeyboardInterrupt):
+    """Ctrl-C while planning.
+
+    Attributes:
+        best: the best plan by then.
+    """
+
+    def __init__(self, best: Plan) -> None:
+        super().__init__()
+        self.best = best
+
+
 def plan(
     candidates: Sequence[Candidate],
     num_microbatches: int,
@@ -83,6 +95,7 @@ def plan(
         progress: called now and then with the share of the budget that is spent.
 
     Raises:
+        PlanningInterrupted: by Ctrl-C; it has the best plan by then.
         ValueError: no candidates, an unknown objective, or a limit that no schedule can keep.
     """
     if not candidates:
@@ -100,11 +113,15 @@ def plan(
         given = [problem.orders(s) for s in starts if s.placement.ranks == placement.ranks]
         starts_here = [*(entry.orders for entry in known), *grouped(problem), *given]
         searches.append(Search(problem, starts_here, seed))
-    _search(searches, budget)
+    interrupted = False
+    try:
+        _search(searches, budget)
+    except KeyboardInterrupt:
+        interrupted = True
     best = min(searches, key=lambda search: search.best.value)
     schedule = best.problem.schedule(best.best.orders, 'auto')
     check(schedule)
-    return Plan(
+    made = Plan(
         schedule,
         best.problem.costs,
         objective,
@@ -113,6 +130,9 @@ def plan(
         _best(names),
         not budget.overran,
     )
+    if interrupted:
+        raise PlanningInterrupted(made)
+    return made
 
 
 def _search(searches: list[Search], budget: Budget) -> None:

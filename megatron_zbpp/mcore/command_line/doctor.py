@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import megatron_zbpp
+from megatron_zbpp.version import __version__
 
 if TYPE_CHECKING:
     from megatron_zbpp.mcore.command_line.dry_run import DryRun
@@ -93,7 +93,7 @@ def examine(words: Sequence[str] = (), gpus: int | None = None) -> Report:
 
 def versions() -> dict[str, str]:
     """Of everything that takes part."""
-    found = {'megatron_zbpp': megatron_zbpp.__version__, 'python': platform.python_version()}
+    found = {'megatron_zbpp': __version__, 'python': platform.python_version()}
     for name in _PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)

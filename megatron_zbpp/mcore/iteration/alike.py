@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import megatron_zbpp
 from megatron_zbpp.runtime.channels import Message
+from megatron_zbpp.version import __version__
 
 # of TransformerConfig: what gives stages their shape, and what makes ranks communicate
 _CONFIG = (
@@ -51,7 +51,7 @@ def agreement(
         'message dtype': message.dtype,
         **{name: getattr(config, name, None) for name in _CONFIG},
         'layers (by rank and chunk)': _layers(config),
-        'megatron_zbpp': megatron_zbpp.__version__,
+        'megatron_zbpp': __version__,
     }
 
 

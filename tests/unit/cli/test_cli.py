@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from zero_bubble import TABLE_5, paper_costs
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.cli import main
+from megatron_zbpp.cli import commands, main
 from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.formats import load, to_torch_csv
@@ -197,7 +198,8 @@ def test_compare_sorts_and_draws(zbpp, tmp_path: Path) -> None:
     assert spans == sorted(spans)
     done = {entry['name'] for entry in found['schedules'] + found['skipped']}
     assert done == set(names())
-    table = zbpp('compare', *shape, *some).splitlines()
+    *table, meaning = zbpp('compare', *shape, *some).splitlines()
+    assert meaning.startswith('bubble: idle share of the busiest rank')
     assert [line.split()[0] for line in table] == ['schedule', 'zb-v', 'zb-h1', '1f1b']
 
 
@@ -260,7 +262,8 @@ def test_plan_frontier(zbpp) -> None:
     spans = [point['makespan'] for point in points]
     assert spans == sorted(spans, reverse=True) and spans[0] > spans[-1]
     assert all(max(point['peak_activations']) <= point['memory_limit'] for point in points)
-    table = zbpp(*case, '--frontier', '4,2,3').splitlines()
+    *table, meaning = zbpp(*case, '--frontier', '4,2,3').splitlines()
+    assert meaning.startswith('bubble: ')
     assert [line.split()[0] for line in table] == ['limit', '2', '3', '4']
 
 
@@ -331,7 +334,6 @@ def test_refused_schedule_is_drawn(capsys: pytest.CaptureFixture, tmp_path: Path
 @pytest.mark.parametrize(
     ('argv', 'said'),
     [
-        ([], ['COMMAND']),
         (['draw'], ["'draw'", 'simulate']),
         (['simulate', '--schedule', 'zb-w', *SHAPE], ["'zb-w'", "'zb-v'", 'zb-h1']),
         (['simulate', '--schedule', 'zb-v'], ['--pp']),
@@ -368,7 +370,8 @@ def test_refused_schedule_is_drawn(capsys: pytest.CaptureFixture, tmp_path: Path
         (['plan', *SHAPE, '--frontier', '0.5,2'], ['limit 0.5', 'at least 1']),
         (['plan', *SHAPE, '--frontier', '2,x'], ["'x'"]),
         (['plan', *SHAPE, '--frontier', '2', '--memory-limit', '2'], ['leave --memory-limit out']),
-        (['plan', *SHAPE, '-o', 'a.png'], ['a.png', '--frontier']),
+        (['plan', *SHAPE, '-o', 'a.txt'], ['a.txt', '.json for the plan']),
+        (['plan', *SHAPE, '--layers', '1'], ['--layers 1', 'use fewer ranks or chunks']),
         (['plan', *SHAPE, '--frontier', '2', '-o', 'b/a.png'], ['there is no folder b']),
         (['plan', *SHAPE, '--frontier', '2', '-o', 'a.txt'], ['a.txt', '.png or .svg']),
         (['plan', *SHAPE, '--cache', 'here', '--no-cache'], ['not allowed']),
@@ -474,7 +477,66 @@ def test_every_schedule_is_drawn_and_checked(zbpp, tmp_path: Path, name: str) ->
 def test_a_plan_has_the_fields_that_are_taken(zbpp) -> None:
     """What `--pipeline-schedule-file` reads of it, and no other."""
     printed = zbpp('plan', '--pp', 2, '--microbatches', 2, '--seconds', 0.1, '--json')
-    assert set(printed) == set(formats.PLAN_FIELDS)
+    assert set(printed) == set(formats.PLAN_FIELDS) - {'timeline', 'spans'}
+    shown = zbpp('show', *ZB_V, '--json')
+    assert formats.from_json(json.dumps(shown)).name == 'zb-v'
     assert formats.from_json(json.dumps(printed)).num_ranks == 2
     with pytest.raises(ValueError, match="field 'memory_limt' is not known"):
         formats.from_json(json.dumps({**printed, 'memory_limt': 3}))
+
+
+def test_without_a_command(capsys: pytest.CaptureFixture) -> None:
+    """It teaches."""
+    assert main([]) == 0
+    assert 'zbpp plan --pp 8' in capsys.readouterr().out
+    with pytest.raises(SystemExit, match='0'):
+        main(['--version'])
+    assert capsys.readouterr().out.startswith('zbpp 0.')
+
+
+def test_a_plan_for_a_model(zbpp, tmp_path: Path) -> None:
+    """It has no more stages than the model has layers, and is saved where -o says."""
+    case = ['plan', '--pp', 4, '--microbatches', 8, '--seconds', 0.5, '--no-cache']
+    for layers, most in ((4, 4), (8, 8), (15, 8), (16, 16)):
+        file = tmp_path / f'{layers}.json'
+        printed = zbpp(*case, '--layers', layers, '-o', file)
+        stages = load(file).num_stages
+        assert stages <= most and f'needs {stages} layers or more' in printed
+    picture = tmp_path / 'plan.svg'
+    zbpp(*case, '-o', picture)
+    assert picture.read_text().startswith('<svg')
+
+
+def test_idle_time_of_all_ranks(zbpp) -> None:
+    """Where ranks differ, the busiest one's bubble hides what the others lose."""
+    found = zbpp('simulate', *ZB_V, '--json')
+    timeline = simulate(build('zb-v', 4, 8), Costs.uniform(build('zb-v', 4, 8).placement))
+    work = sum(timeline.busy(rank) for rank in range(4))
+    assert found['idle_all_ranks'] == pytest.approx(1 - work / (4 * timeline.makespan))
+    assert 'idle, all ranks ' in zbpp('simulate', *ZB_V)
+
+
+def test_compare_leaves_out_what_does_not_fit(zbpp) -> None:
+    """With a note, whether it was named or not; a misspelt name is an error."""
+    some = ['--schedules', 'zb-v,1f1b', '--pp', 4, '--microbatches', 8]
+    assert 'without 1f1b: 1f1b cannot have 2 chunks per rank' in zbpp('compare', *some, '--vpp', 2)
+    assert main(['compare', '--schedules', 'zb-v,zb-w', '--pp', '4', '--microbatches', '8']) == 2
+
+
+def test_an_interrupted_plan(monkeypatch, capsys: pytest.CaptureFixture, cache_folder) -> None:
+    """Ctrl-C ends with the best by then, which is not kept."""
+
+    @contextlib.contextmanager
+    def interrupted(*_: object):
+        def done(share: float) -> None:
+            raise KeyboardInterrupt
+
+        yield done
+
+    monkeypatch.setattr(commands, 'progress', interrupted)
+    shape = ['--pp', '8', '--microbatches', '24', '--times', '1,1.2,0.8', '--memory-limit', '6']
+    assert main(['plan', *shape, '--seconds', '60', '--json']) == 130
+    printed = capsys.readouterr()
+    assert printed.err == 'zbpp: interrupted: this is the best plan by then\n'
+    check(formats.from_json(printed.out), memory_limit=None)
+    assert not cache_folder.exists()

@@ -1,0 +1,3 @@
+"""The version of this package, once for all."""
+
+__version__ = '0.1.0'
