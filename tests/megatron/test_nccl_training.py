@@ -81,3 +81,28 @@ def test_same_bits(ranks, data, tmp_path, setup, schedule):
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert tuple(line['loss'] for line in lines if 'loss' in line) == stock.losses
     assert lines[-1]['parameters_sha256'] == stock.parameters
+
+
+def plan(argv, metrics, mode):
+    """Runs on each rank: `auto`, whose plan is taken for better; what it says."""
+    import injected
+    from test_auto import told
+
+    from megatron_zbpp.emulation import nccl
+
+    with nccl.Device(**mode) as device, emulated(device), told(None, switching=True) as said:
+        injected.train(argv, metrics, [], 0, '')
+    return said
+
+
+def test_auto_switches(ranks, data, tmp_path):
+    """Ranks measure, agree and go over to other channels, and nothing waits for ever."""
+    common = [*COMMON, '--train-iters', 16, '--data-path', data]
+    stock = run_stock(ranks(2), tmp_path, *common, '--pipeline-schedule', 'megatron')
+    argv = [*MODEL, *common, '--log-interval', 1000, '--pipeline-schedule', 'auto']
+    metrics, mode = tmp_path / 'emulated.jsonl', {'in_order': True, 'synchronises': True}
+    said = ranks(2).run(plan, list(map(str, argv)), metrics, mode, timeout=200)
+    assert 'switches' in said[0][0]
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert tuple(line['loss'] for line in lines if 'loss' in line) == stock.losses
+    assert lines[-1]['parameters_sha256'] == stock.parameters
