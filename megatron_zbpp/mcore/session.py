@@ -41,6 +41,7 @@ class Session:
         tracer: draws an iteration, where that is asked for.
         flags: of the program, that all ranks must have alike: compared before groups are made.
         latest: the latest iteration of this rank.
+        announced: whether the user has been told what runs.
 
     Raises:
         ValueError: settings that make no sense.
@@ -64,6 +65,7 @@ class Session:
         self.tracer = None if settings.trace_dir is None else Tracer(settings.trace_dir)
         self.flags: Mapping[str, object] = {}
         self.latest: Iteration | None = None
+        self.announced = False
         self._channels: dict[tuple[dist.ProcessGroup, Placement], Channels] = {}
         self._agreed: set[tuple] = set()
 

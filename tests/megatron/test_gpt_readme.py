@@ -79,7 +79,13 @@ def test_blocks_are_all_run():
 
 def test_example(tmp_path, data):
     (block,) = [block for block in BLOCKS if 'pretrain_gpt.py' in block and 'LM' not in block]
-    assert trained(outcome(block, tmp_path, data))
+    said = outcome(block, tmp_path, data)
+    assert trained(said)
+    told = [line for line in said.splitlines() if line.startswith('megatron_zbpp')]
+    assert len(told) == 4, 'one rank says what runs, once'
+    assert told[0].endswith(': zb-v on 2 ranks x 2 chunks, 8 microbatches')
+    assert told[1] == 'megatron_zbpp: layers of each rank, by chunk: 2+2, 2+2'
+    assert ': simulated with F = B = W: bubble ' in told[2] and 'activations' in told[3]
 
 
 def test_minimal(tmp_path, data):

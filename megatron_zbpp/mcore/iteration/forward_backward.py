@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import layout, refusals
 from megatron_zbpp.mcore.iteration.alike import agreement
+from megatron_zbpp.mcore.iteration.announcement import announce
 from megatron_zbpp.mcore.iteration.completeness import every_weight_gradient
 from megatron_zbpp.mcore.iteration.ranges import profiled
 from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
@@ -214,6 +215,9 @@ def prepare(
     lowered = session.programs.lowered(
         groups.pp.size(), arguments.num_microbatches, arguments.forward_only
     )
+    if not arguments.forward_only and not session.announced:
+        session.announced = True
+        announce(lowered.schedule, config)
     rank = groups.pp.rank()
     program, count = lowered.program(rank, ranks_ahead)
     executor = Executor(

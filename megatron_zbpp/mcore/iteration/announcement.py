@@ -1,0 +1,54 @@
+"""Says at the start of a training, once and on one rank, what runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.version import __version__
+
+
+def announce(schedule: Schedule, config: Any) -> None:
+    """Prints what runs, on the first rank of the job.
+
+    Args:
+        schedule: in Megatron's ranks.
+        config: of the model: its layout says which layers are where.
+    """
+    if dist.get_rank() == 0:
+        print('\n'.join(lines(schedule, config)), file=sys.stderr, flush=True)
+
+
+def lines(schedule: Schedule, config: Any) -> list[str]:
+    """Returns schedule and sizes, layers of each rank, simulated bubble, simulated memory."""
+    placement = schedule.placement
+    costs = Costs.uniform(placement)
+    timeline = simulate(schedule, costs)
+    found = [
+        f'{__version__}: {schedule.name} on {schedule.num_ranks} ranks x {placement.num_chunks} '
+        f'chunks, {schedule.num_microbatches} microbatches',
+        f'layers of each rank, by chunk: {_layers(schedule, config)}',
+        f'simulated with F = B = W: bubble {timeline.bubble_makespan:.1%} of the busiest rank; '
+        f'idle, all ranks {timeline.idle_all_ranks:.1%}',
+        f'simulated memory: {max(peak(schedule, costs)):.1f} activations of a microbatch on a full '
+        'rank',
+    ]
+    return [f'megatron_zbpp {found[0]}', *(f'megatron_zbpp: {line}' for line in found[1:])]
+
+
+def _layers(schedule: Schedule, config: Any) -> str:
+    """Such as `2+2, 2+2`; as Megatron divides them where no layout says otherwise."""
+    placement = schedule.placement
+    layout = getattr(config, 'pipeline_model_parallel_layout', None)
+    by_stage = getattr(layout, 'num_layers', None)
+    if by_stage is None:
+        total = getattr(config, 'num_layers', None)
+        return 'as the model has them' if total is None else f'{total} in all, divided by Megatron'
+    ranks = (placement.stages(rank) for rank in range(placement.num_ranks))
+    return ', '.join('+'.join(str(by_stage[stage]) for stage in own) for own in ranks)
