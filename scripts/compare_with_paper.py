@@ -1,5 +1,6 @@
-"""Prints what the Zero Bubble papers measured on A100s beside what our simulator predicts from
-their own pass times, as Markdown: docs/benchmarks/paper.md.
+"""Prints what the Zero Bubble papers measured on A100s beside what our simulator predicts.
+
+It predicts from their own pass times. As Markdown, this is docs/benchmarks/paper.md.
 
     python scripts/compare_with_paper.py
 """

@@ -107,7 +107,7 @@ def schedules(texts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def microbatches(text: str, p: int) -> int:
-    """m from `24`, or from `3p`, so many a rank.
+    """M from `24`, or from `3p`, so many a rank.
 
     Raises:
         ValueError: neither.

@@ -44,8 +44,10 @@ def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
 
 
 def lags(timeline: Timeline) -> dict[tuple[int, int], float]:
-    """By (rank, other rank): the shortest time from the end of a pass on the first to the start of
-    what needs it on the other. Below 0 only where their clocks differ."""
+    """Returns the shortest time from the end of a pass to the start of what needs it.
+
+    By (rank of the pass, other rank). Below 0 only where their clocks differ.
+    """
     schedule = timeline.schedule
     spans = {
         p: span

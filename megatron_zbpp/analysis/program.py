@@ -28,8 +28,7 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Post the receive of what `producer` makes on `peer` for `consumer`, a later pass of this
-    rank."""
+    """Post the receive of what `producer` makes on `peer`, for a later pass of this rank."""
 
     producer: Pass
     consumer: Pass

@@ -83,8 +83,10 @@ class Compiled:
 
     @cached_property
     def changes(self) -> Mapping[str, Mapping[tuple[str, int, int], Mapping[str, int]]]:
-        """By pool, then by kind, stage and slice: how many of which amount a pass adds, all in
-        all."""
+        """How many of which amount a pass adds, all in all.
+
+        By pool, then by kind, stage and slice.
+        """
         pools: dict[str, dict[tuple[str, int, int], dict[str, int]]] = {}
         graph = self.graph
         for kind, steps in self.steps.items():

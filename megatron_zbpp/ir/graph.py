@@ -57,8 +57,9 @@ class Need(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """What a task does to memory: at its start if all its changes of a pool add up to more, at its
-    end if to less.
+    """What a task does to memory.
+
+    At its start if all its changes of a pool add up to more, at its end if to less.
 
     Attributes:
         pool: 'device', 'host' or 'partner'.

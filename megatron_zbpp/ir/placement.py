@@ -89,8 +89,10 @@ class Placement:
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
-        """Chunk of each stage on the first route: its index among the stages of its rank
-        (Megatron's vp_stage)."""
+        """Chunk of each stage on the first route: Megatron's vp_stage.
+
+        That is its index among the stages of its rank.
+        """
         return tuple(self._stages[rank].index(stage) for stage, rank in enumerate(self.ranks))
 
     def chunk_of(self, stage: int) -> int:

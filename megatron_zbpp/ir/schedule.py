@@ -23,8 +23,11 @@ _PASS = re.compile(r'(\d+)([A-Z]+)(\d+)(?:\.(\d+))?', re.ASCII)
 
 
 class Pass(NamedTuple):
-    """One entry of a rank's order: what (`kind`), where in the model (`stage`), on which
-    `microbatch`, and on which `slice` of its sequence."""
+    """One entry of a rank's order.
+
+    What (`kind`), where in the model (`stage`), on which `microbatch`, and on which `slice` of its
+    sequence.
+    """
 
     kind: str
     stage: int

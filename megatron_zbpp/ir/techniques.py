@@ -102,10 +102,10 @@ def offload(graph: Graph, stages: Iterable[int], to: str = HOST) -> Graph:
 
 
 def sliced(graph: Graph, slices: int) -> Graph:
-    """Each sequence is cut: F of a slice needs that of the slice before (its keys and values), B
-    that of the slice behind (their gradients).
+    """Each sequence is cut into slices (Seq1F1B, arXiv 2406.03488).
 
-    (Seq1F1B, arXiv 2406.03488.)
+    F of a slice needs that of the slice before (its keys and values), B that of the slice behind
+    (their gradients).
     """
     if slices < 1:
         raise ValueError(f'{slices} slices: give at least 1')

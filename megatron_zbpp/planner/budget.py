@@ -25,7 +25,8 @@ class Budget:
     """
 
     def __init__(self, seconds: float, report: Callable[[float], None] | None = None) -> None:
-        """
+        """Turns seconds into steps.
+
         Args:
             seconds: at most; about half of it where nothing else runs.
             report: called now and then with the share of the steps that is spent.

@@ -134,7 +134,8 @@ class _Model:
     """Start times as variables, and what they must obey."""
 
     def __init__(self, model: cp_model.CpModel, problem: Problem, least: int, most: int) -> None:
-        """
+        """Writes the problem into the model.
+
         Args:
             model: an empty one.
             problem: with whole numbers for times.

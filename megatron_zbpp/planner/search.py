@@ -34,7 +34,8 @@ class Search:
     """
 
     def __init__(self, problem: Problem, starts: Iterable[Orders], seed: int) -> None:
-        """
+        """Begins with the best of `starts`.
+
         Args:
             problem: with limits that hold one microbatch.
             starts: orders within the limits, to start from.

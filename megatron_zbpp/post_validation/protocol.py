@@ -45,8 +45,11 @@ class OptimizerStep(Protocol):
     clip_grad: float
 
     def begin(self, possible: bool) -> float:
-        """Starts all reductions; the squared norm of this stage's gradients, infinite if one of its
-        ranks found an overflow or says that going ahead is not `possible`."""
+        """Starts all reductions; returns the squared norm of this stage's gradients.
+
+        It is infinite if one of its ranks found an overflow, or says that going ahead is not
+        `possible`.
+        """
 
     def try_step(self) -> None:
         """The model gets the parameters after a step."""
@@ -65,8 +68,10 @@ class Ahead(Protocol):
         """Whether this rank can run them: has their data, and nothing forbids it."""
 
     def run(self, ranks: int) -> None:
-        """Runs this rank's part, if so many `ranks` of the chain go ahead; receives what others
-        sent in any case."""
+        """Runs this rank's part, if so many `ranks` of the chain go ahead.
+
+        Receives what others sent in any case.
+        """
 
     def settle(self, clean: bool) -> None:
         """Keeps the forwards for the iteration to come, or drops them."""

@@ -76,8 +76,10 @@ def like(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
 
 
 def _few_ctas(theirs: Any) -> Any:
-    """NCCL's options as the group's, which Megatron reads from --nccl-communicator-config-path;
-    messages take few of the device's processors unless it says how many."""
+    """Returns NCCL's options as the group's, which --nccl-communicator-config-path may give.
+
+    Messages take few of the device's processors unless it says how many.
+    """
     options = dist.ProcessGroupNCCL.Options()
     unset = options.config.max_ctas
     options.is_high_priority_stream = theirs.is_high_priority_stream

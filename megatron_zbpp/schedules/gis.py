@@ -9,7 +9,7 @@ from megatron_zbpp.schedules.registry import Formula, Sizes, family
 
 
 def _half(num_ranks: int) -> int:
-    """g of GIS-H."""
+    """G of GIS-H."""
     return (num_ranks + 1) // 2
 
 

@@ -63,7 +63,7 @@ _TORCH = {
 
 
 def torch_dtype(dtype: Any, default: torch.dtype | None = None) -> torch.dtype:
-    """torch's type for any spelling of a type; `default` for None.
+    """Torch's type for any spelling of a type; `default` for None.
 
     Raises:
         NotImplementedError: torch has no such type.

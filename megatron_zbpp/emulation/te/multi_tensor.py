@@ -98,8 +98,10 @@ def multi_tensor_adam(
 def multi_tensor_adam_param_remainder(
     chunk_size: int, noop: torch.Tensor, lists: Lists, *settings: Any
 ) -> None:
-    """As `multi_tensor_adam`; parameters are the upper half of those in fp32, rounded, the last
-    list has the lower half."""
+    """Steps as `multi_tensor_adam` does, where parameters are the upper half of those in fp32.
+
+    That half is rounded; the last list has the lower one.
+    """
     for grad, parameter, first, second, remainder in zip(*lists, strict=True):
         # rounding up is where the lower half, with a sign, is negative
         upper = parameter.view(torch.int16).int() - (remainder < 0).int()
@@ -114,8 +116,11 @@ def multi_tensor_adam_param_remainder(
 def multi_tensor_adam_fp8(
     chunk_size: int, noop: torch.Tensor, lists: Lists, *settings: Any
 ) -> None:
-    """As `multi_tensor_adam`; parameters are FP8 codes, with their scales, largest values and
-    inverse scales in three more lists; the last setting is the codes' type."""
+    """Steps as `multi_tensor_adam` does, where parameters are FP8 codes.
+
+    Their scales, largest values and inverse scales are in three more lists; the last setting is the
+    codes' type.
+    """
     *settings, dtype = settings
     for grad, codes, first, second, main, scale, amax, scale_inv in zip(*lists, strict=True):
         main.copy_(_adam(grad.float(), main.float(), first, second, *settings))
@@ -139,8 +144,10 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: torch.Tensor,
 ) -> None:
-    """As `multi_tensor_adam`, with numbers that are on the device; gradients are scaled in their
-    place, and nothing is done where something is not finite."""
+    """Steps as `multi_tensor_adam` does, with numbers that are on the device.
+
+    Gradients are scaled in their place, and nothing is done where something is not finite.
+    """
     if noop.item() == 1:
         return
     for grad in lists[0]:

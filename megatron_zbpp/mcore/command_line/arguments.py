@@ -61,8 +61,10 @@ def _with_our_flags(original: Callable) -> Callable:
 
 
 def _make_printable(parser: argparse.ArgumentParser) -> None:
-    """Doubles the percent signs of texts that argparse cannot format: 0.18 and later have one, so
-    that their --help ends in a traceback."""
+    """Doubles the percent signs of texts that argparse cannot format.
+
+    Megatron-Core 0.18 and later have one, so that their --help ends in a traceback.
+    """
     for action in filter(lambda action: action.help, parser._actions):
         try:
             parser._get_formatter()._expand_help(action)

@@ -132,8 +132,9 @@ def microbatches(args: argparse.Namespace, world_size: int) -> set[int]:
 
 
 def disable_rerun_checks(args: argparse.Namespace, words: Sequence[str]) -> bool:
-    """Ranks need not agree in each iteration on whether it is to be run again, unless that was
-    asked for: whether anything had to be changed.
+    """Returns whether ranks had to be told not to agree on whether an iteration is run again.
+
+    They need not, unless that was asked for.
 
     Args:
         args: Megatron's arguments; `rerun_mode` is written into them.

@@ -14,8 +14,11 @@ from megatron_zbpp.runtime.observe import profiling
 
 
 def profiled(p: Pass) -> AbstractContextManager:
-    """As `runtime.profiling.profiled`; and under nsys, where a program has asked for Megatron's
-    ranges by `configure_nvtx_profiling` without torch's emit_nvtx."""
+    """Makes a range as `runtime.observe.profiling.profiled` does, and under nsys.
+
+    There, a program may have asked for Megatron's ranges by `configure_nvtx_profiling`, without
+    torch's emit_nvtx.
+    """
     if compat.nvtx_enabled() and not profiler_enabled():
         return _nvtx(profiling.name(p))
     return profiling.profiled(p)

@@ -199,8 +199,10 @@ def _with_whole_batch(original: Callable, placement: Placements) -> Callable:
 
 
 def _with_data_on_rank_0(original: Callable) -> Callable:
-    """Pipeline rank 0 has data as ever: global rank 0 makes the indices, and knows for all ranks
-    whether there is anything to train on."""
+    """Pipeline rank 0 has data as ever.
+
+    Global rank 0 makes the indices, and knows for all ranks whether there is anything to train on.
+    """
 
     @functools.wraps(original)
     def build_train_valid_test_data_loaders(*args: Any, **kwargs: Any) -> Any:

@@ -91,8 +91,11 @@ class NextIteration:
         return {id(i): i for i in self.latest.iterators if i is not None}
 
     def _reserve(self, iterator: Iterator) -> bool:
-        """Draws for all forwards that may run ahead as many items as each took in the iteration
-        before; False: there are not as many, or some took more than others."""
+        """Draws what all forwards that may run ahead took in the iteration before.
+
+        Returns:
+            False: there are not as many items, or some took more than others.
+        """
         replay = self.replayed(iterator)
         chunks = [c for c, other in enumerate(self.latest.iterators) if other is iterator]
         each, uneven = divmod(replay.given, len(chunks) * self.latest.num_microbatches)

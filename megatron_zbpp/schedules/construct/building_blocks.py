@@ -82,8 +82,10 @@ def _width(p: Pass) -> int:
 def _needs(
     num_stages: int, kinds: frozenset[str]
 ) -> dict[tuple[str, int], tuple[tuple[str, int], ...]]:
-    """By kind and stage, the kinds and stages of what a pass needs of its microbatch, where there
-    are passes of these kinds."""
+    """Returns the kinds and stages of what a pass needs of its microbatch, by its own.
+
+    Only of passes of these `kinds`.
+    """
     graph = chain(num_stages)
     found: dict[tuple[str, int], tuple[tuple[str, int], ...]] = {}
     for kind, stage in product(kinds, range(num_stages)):
