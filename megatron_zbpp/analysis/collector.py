@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 
 @contextmanager
-def held_off() -> Iterator[None]:
+def held_off() -> Generator[None, None, None]:
     """Collects nothing within: each collection would look at all that has been made, in vain."""
     enabled = gc.isenabled()
     gc.disable()
