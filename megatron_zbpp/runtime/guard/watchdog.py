@@ -29,8 +29,8 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from megatron_zbpp.runtime import compat
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.guard.culprit import Statement
 from megatron_zbpp.runtime.guard.heartbeats import Heartbeats
@@ -412,7 +412,7 @@ def _host_group(pp_group: dist.ProcessGroup, timeout: float) -> dist.ProcessGrou
     """
     name = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, group=pp_group, group_src=0)
-    store = dist.PrefixStore(f'watchdog {name[0]}', distributed_c10d._get_default_store())
+    store = dist.PrefixStore(f'watchdog {name[0]}', compat.default_store())
     rank, size = dist.get_rank(pp_group), dist.get_world_size(pp_group)
     return dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=timeout))
 
