@@ -104,6 +104,7 @@ class Programs:
         self._lowered: dict[tuple[int, int, bool], Lowered] = {}
         self._placements: dict[int, Placement] = {}
         self._planned: dict[tuple[int, int], Schedule] = {}
+        self._fingerprints: dict[tuple[int, int], dict[str, str]] = {}
 
     @functools.cached_property
     def key(self) -> str:
@@ -114,6 +115,20 @@ class Programs:
         chunks = f' with {num_chunks} chunks a rank' if num_chunks else ''
         limit = f' within {memory_limit:g}' if memory_limit else ''
         return name + chunks + limit + (' to plan from' if self._to_plan_from else '')
+
+    def fingerprint(self, num_ranks: int, num_microbatches: int) -> dict[str, str]:
+        """Returns what a family of somebody's own module makes, by its name, for ranks to compare.
+
+        Of the library's families nothing: a release makes the same everywhere. A module of one's
+        own may be another on another host.
+        """
+        if isinstance(self.source, Schedule) or ':' not in self.source.name:
+            return {}
+        sizes = num_ranks, num_microbatches
+        if sizes not in self._fingerprints:
+            made = agreement.fingerprint(self.schedule(*sizes))
+            self._fingerprints[sizes] = {f'what {self.source.name} makes': made}
+        return self._fingerprints[sizes]
 
     def schedule(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """Returns the schedule for p ranks and m microbatches, in Megatron's ranks.

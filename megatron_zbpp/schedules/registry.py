@@ -5,8 +5,8 @@
     >>> str(zb_v.bubble), zb_v.bubble(Sizes(p=8, m=24)), zb_v.memory(Sizes(p=8, m=24))
     ('0 (F=B=W, m >= 2p-1)', 0, 8)
 
-A family of a user's own module has the address `package.module:name`, and looking it up by that
-imports the module.
+A family of a user's own module has the address `package.module:name`, which is its name and all
+its names: looking it up by that imports the module.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ def family(
     `memory_limit` those that its signature has; the default of its `num_chunks` is the family's.
 
     Args:
-        name: case, `-` and `_` do not matter.
+        name: case, `-` and `_` do not matter. Outside this package `package.module:` is put before
+            it, and before other names; the name of the function is one of them.
         summary: one line; by default the first of the generator's docstring.
         bubble: idle time of the worst rank within its window, if there is a formula.
         memory: peak on the worst rank, if there is a formula.
@@ -163,17 +164,18 @@ def family(
         allowed = taken if chunks is None else chunks
         default = parameters['num_chunks'].default if 'num_chunks' in parameters else allowed.start
         module = generate.__module__
-        ours = module.startswith(_OURS)
+        where = '' if module.startswith(_OURS) else f'{module}:'
+        others = (*aliases, generate.__name__) if where else aliases
         text = summary or (inspect.getdoc(generate) or 'no description').splitlines()[0]
         _enter(
             Family(
-                name=name if ours else f'{module}:{name}',
+                name=where + name,
                 generate=generate,
                 summary=text,
                 bubble=bubble,
                 memory=memory,
                 source=source or module,
-                aliases=aliases if ours else (name, f'{module}:{generate.__name__}', *aliases),
+                aliases=tuple(where + other for other in others),
                 chunks=allowed,
                 default_chunks=allowed.start if default is inspect.Parameter.empty else default,
                 options=tuple(option for option in _OPTIONS if option in parameters),

@@ -208,13 +208,10 @@ def prepare(
         arguments.first_val_step,
     )
     message = _message(arguments, config, groups, call.device)
-    session.agree(
-        agreement(arguments.num_microbatches, len(models), message, arguments.forward_only, config),
-        groups.pp,
-    )
-    lowered = session.programs.lowered(
-        groups.pp.size(), arguments.num_microbatches, arguments.forward_only
-    )
+    sizes = groups.pp.size(), arguments.num_microbatches
+    alike = agreement(sizes[1], len(models), message, arguments.forward_only, config)
+    session.agree(alike | session.programs.fingerprint(*sizes), groups.pp)
+    lowered = session.programs.lowered(*sizes, arguments.forward_only)
     if not arguments.forward_only and not session.announced:
         session.announced = True
         announce(lowered.schedule, config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from itertools import product
 from pathlib import Path
 
 import pages
@@ -57,10 +58,10 @@ def test_messages_are_those_of_the_code():
 
 def test_the_schedule_of_one_s_own_is_zb_h1():
     page = ROOT / 'docs' / 'your-own-schedule.md'
-    text = pages.files(page)['mine.py']
-    assert len([line for line in text.splitlines() if line.strip()]) <= 15
-    exec(text, names := {'__name__': 'mine'})
-    for sizes in ((2, 8), (4, 3), (8, 24)):
+    files = pages.files(page)
+    assert len([line for line in files['mine.py'].splitlines() if line.strip()]) <= 15
+    for module, sizes in product(('mine', 'table'), ((2, 8), (4, 3), (8, 24))):
+        exec(files[f'{module}.py'], names := {'__name__': module})
         assert names['deferred'](*sizes).passes == build('zb-h1', *sizes).passes
 
 

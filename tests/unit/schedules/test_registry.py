@@ -64,7 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / 'ownzb' / 'lacking.py').write_text('import no_such_module_at_all\n')
     (folder / 'ownzb' / 'thief.py').write_text(
         'from megatron_zbpp.schedules import family\n\n\n'
-        "@family('ZB_V')\ndef mine(num_ranks, num_microbatches):\n    pass\n"
+        "@family('a')\ndef b(num_ranks, num_microbatches):\n    pass\n\n\n"
+        "@family('b')\ndef c(num_ranks, num_microbatches):\n    pass\n"
     )
     sys.path.insert(0, str(folder))
     yield folder
@@ -81,7 +82,7 @@ def test_it_is_found_by_its_address(own: Family, folder: Path):
     assert own.name == 'ownzb.orders:Eager_Up'
     assert own.summary == 'All forwards, then all backwards.' and own.source == 'ownzb.orders'
     assert (own.default_chunks, own.chunks, own.options) == (3, ANY, ('num_chunks',))
-    for name in ('ownzb.orders:EAGERUP', ' ownzb.orders:eager', 'eager-up', 'up'):
+    for name in ('ownzb.orders:EAGERUP', ' ownzb.orders:eager', 'ownzb.orders:Up'):
         assert find(name) is own
     assert find('ownzb.orders:nothing').chunks == ONE
     assert (folder / 'ownzb' / 'imports').read_text() == 'x', 'imported more than once'
@@ -110,8 +111,9 @@ def test_the_library_stays_what_it_is(own: Family):
         ('ownzb.orders:plain', ["unknown schedule 'ownzb.orders:plain'", '@family']),
         ('ownzb.orders:', ["unknown schedule 'ownzb.orders:'"]),
         (':up', ["unknown schedule ':up'"]),
+        ('up', ["unknown schedule 'up'", 'package.module:name']),
         ('zb-x', ["unknown schedule 'zb-x'", 'package.module:name']),
-        ('ownzb.thief:mine', ["wants the name 'zbv', which 'zb-v' has"]),
+        ('ownzb.thief:c', ["wants the name 'ownzb.thief:b', which 'ownzb.thief:a' has"]),
     ],
 )
 def test_refusals_name_the_module_and_the_cure(own: Family, name: str, says: list[str]):
