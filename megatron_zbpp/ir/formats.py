@@ -64,6 +64,13 @@ _ACTION = re.compile(r'(\d+)(F|I|BW|B|W)(\d+)', re.ASCII)
 _LOWERED = re.compile(r'\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*', re.ASCII)
 _OVERLAP = re.compile(r'\((.*)\)OVERLAP_F_B')
 
+# Of a schedule in a file: to prove one takes about half a kilobyte a pass. A file may be longer
+# than its passes, as empty cells of a CSV are bubbles.
+MOST_PASSES = 4_000_000
+_BYTES = 64
+_SHORTEST = len('0F0 ')
+_ANY_PASS = re.compile(r'[0-9][A-Z]+[0-9]', re.ASCII)
+
 _Action = tuple[int, str, int]  # stage, kind in the file's dialect, microbatch
 
 
@@ -78,7 +85,7 @@ def load(path: str | Path) -> Schedule:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding='utf-8-sig')
+        text = _text(path)
         if not text.lstrip().startswith('{'):
             return from_torch_csv(text, path.stem)
         return from_json(text)
@@ -86,6 +93,25 @@ def load(path: str | Path) -> Schedule:
         raise ValueError(f'{path}: not a schedule: brackets are nested too deep') from error
     except ValueError as error:
         raise ValueError(f'{path}: {error}') from error
+
+
+def _text(path: Path) -> str:
+    """Returns what is in a file, unless it has more passes than can be checked.
+
+    Raises:
+        ValueError: it has.
+    """
+    size = path.stat().st_size
+    if size > _BYTES * MOST_PASSES:
+        raise ValueError(f'{size} bytes: give at most {_BYTES * MOST_PASSES}')
+    text = path.read_text(encoding='utf-8-sig')
+    if len(text) > _SHORTEST * MOST_PASSES:
+        passes = sum(1 for _ in _ANY_PASS.finditer(text))
+        if passes > MOST_PASSES:
+            raise ValueError(
+                f'{passes} passes: at most {MOST_PASSES} can be checked; give fewer microbatches'
+            )
+    return text
 
 
 def from_json(text: str) -> Schedule:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.ir import KINDS, Pass, Placement, Schedule, chain
+from megatron_zbpp.ir import KINDS, Pass, Placement, Schedule, chain, formats
 from megatron_zbpp.ir.formats import DIALECTS, from_torch_csv, load, to_torch_csv
 from megatron_zbpp.ir.techniques import recompute
 from megatron_zbpp.schedules import build, names
@@ -154,3 +154,18 @@ def test_byte_order_mark_and_windows_lines(tmp_path: Path) -> None:
     text = to_torch_csv(build('1f1b', 2, 2)).replace('\n', '\r\n')
     file.write_bytes(b'\xef\xbb\xbf' + text.encode())
     assert load(file) == build('1f1b', 2, 2)
+
+
+@pytest.mark.parametrize('write', [Schedule.to_json, to_torch_csv])
+def test_a_file_of_too_many_passes_is_refused_before_they_are_made(tmp_path, monkeypatch, write):
+    schedule = build('zb-h1', 3, 40)
+    file = tmp_path / 'large'
+    file.write_text(write(schedule))
+    monkeypatch.setattr(formats, 'MOST_PASSES', 360)
+    assert formats.load(file).passes == schedule.passes
+    monkeypatch.setattr(formats, 'MOST_PASSES', 359)
+    with pytest.raises(ValueError, match='360 passes: at most 359 can be checked; give fewer'):
+        formats.load(file)
+    monkeypatch.setattr(formats, 'MOST_PASSES', 10)
+    with pytest.raises(ValueError, match=r'bytes: give at most 640'):
+        formats.load(file)
