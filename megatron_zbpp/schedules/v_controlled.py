@@ -54,6 +54,13 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
         rank 2   2F0  2F1  2F2  5F0  5F1  5F2  5B0  5W0  2F3  5B1  2B0  5B2  5W1…
         rank 3   3F0  4F0  3F1  4F1  3F2  4F2  4B0  3B0  4W0  3F3  3W0  4F3  4B1…
 
+    The block, on rank r: F of chunk 0 in slot 2r; after the fold F of chunk 1 in 3p-2-r; from the
+    loss on B of chunk 1 in 3p-1+2r; after the fold B of chunk 0 in 6p-2-r. So an activation of
+    chunk 0 lives for 6p-2-3r slots and one of chunk 1 for 3r+1: 6p-1 together on every rank. With a
+    microbatch every 6 slots that is p activations of a chunk, or half of 1F1B's p of a full rank.
+    No two of a rank's four slots may be equal modulo 6. F of chunk 1 and B of chunk 0 are 3p apart,
+    which for even p is 0: then every B comes 3 slots later, and no other pair meets.
+
     - Bubble where F=B=W, m >= 2p: (3p-7)/2 for even p >= 4, (3p-4)/2 for odd p; window 0 at p = 2.
     - Peak memory: floor((p+2)/2) activations, at most m. At small p that saves little: 3 of 4 at
       p = 4, 5 of 8 at p = 8.
@@ -97,6 +104,12 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
         rank 1   1F0  1F1  6F0  6F1  6B0  6W0  1F2  1B0  6B1  1W0  6W1  6F2  1F3…
         rank 2   2F0  2F1  5F0  5F1  5B0  5W0  2F2  2B0  2W0  5B1  5F2  5W1  2B1…
         rank 3   3F0  4F0  3F1  4F1  4B0  3B0  4W0  3F2  3W0  4F2  4B1  3B1  4W1…
+
+    The block, on rank r: F of chunk 0 in slot r, of chunk 1 in 2p-1-r; B of chunk 1 in 2p+r, of
+    chunk 0 in 4p-1-r. An activation of chunk 0 lives for 4p-1-2r slots and one of chunk 1 for 2r+1:
+    4p together on every rank, which with a microbatch every 6 slots is a third of 1F1B's. Modulo 6
+    a rank's F of one chunk and B of the other are 2p apart, which is 0 where 3 divides p: then
+    every B comes 2 slots later. All other pairs are an odd number apart.
 
     - Bubble where F=B=W, m >= 2p: at most (4p-7)/2 if 3 divides p, (4p-5)/2 otherwise.
     - Peak memory: floor((p+4)/3) activations, at most m: 2 of 4 at p = 4, 4 of 8 at p = 8.

@@ -1,4 +1,25 @@
-"""ZB-1p and ZB-2p: the automatic zero-bubble scheduler, under a memory limit."""
+"""ZB-1p and ZB-2p: the automatic zero-bubble scheduler, under a memory limit.
+
+What section 3.1 of Zero Bubble (arXiv 2401.10241) says in words, as lines that the code names:
+
+     1  for each of 2 x 2 x 2 choices:                                        (_best)
+     2      F of microbatch 0 on all ranks                                    (_warm_up)
+     3      on each rank as many more F as memory has room for and as do not
+     4          delay its first B, or one that does: choice delay_b
+     5      B of microbatch 0 on all ranks, the last rank first
+     6      for each further microbatch:                                      (run)
+     7          on each rank, if it has F left and all ranks below forward:   (_who_forwards)
+     8              no F if it is 2 ahead of the rank below and would only
+     9                  hold up the next B: choice skip_f                     (_is_worth)
+    10              W while memory has no room for an F                       (_forward)
+    11              W while the wait for the input of F is as long as a W,    (_fill)
+    12                  or would make this rank the most idle; or in every
+    13                  wait: choice fill_all
+    14              F
+    15          on each rank, the last first: W as in lines 10 to 13; B       (_backward)
+    16      all W that are left                                               (_flush)
+    17  the shortest, by the longest window of a rank, then by the makespan
+"""
 
 from __future__ import annotations
 
@@ -115,11 +136,11 @@ def _best(
 ) -> Schedule:
     """The draft with the shortest window over all choices, then the shortest makespan."""
     drafts: list[Draft] = []
-    for choices in product((False, True), repeat=3):
+    for choices in product((False, True), repeat=3):  # line 1
         draft = Draft(Placement.loop(num_ranks), num_microbatches, costs)
         _Scheduler(draft, memory_limit, activations, _Choices(*choices)).run()
         drafts.append(draft)
-    shortest = min(draft.window for draft in drafts)
+    shortest = min(draft.window for draft in drafts)  # line 17
     best = (draft for draft in drafts if within(draft.window, shortest))
     return min(best, key=lambda draft: draft.makespan).schedule(name)
 
@@ -146,25 +167,25 @@ class _Scheduler:
     def run(self) -> None:
         """Warm-up, a round for each further B, and the Ws that are left."""
         self._warm_up()
-        for microbatch in range(1, self.m):
+        for microbatch in range(1, self.m):  # line 6
             chosen = self._who_forwards()
             for rank in range(self.p):
                 if chosen[rank]:
                     self._forward(rank)
-            for rank in reversed(range(self.p)):
+            for rank in reversed(range(self.p)):  # line 15
                 self._backward(rank, microbatch)
-        for rank in range(self.p):
+        for rank in range(self.p):  # line 16
             self._flush(rank)
 
     def _warm_up(self) -> None:
         """F of microbatch 0, as many more as come before the first B, and B of microbatch 0."""
-        for rank in range(self.p):
+        for rank in range(self.p):  # line 2
             self._forward(rank)
         counts = self._warm_up_counts()
-        for rank in range(self.p):
+        for rank in range(self.p):  # lines 3 and 4
             while self.forwards[rank] < counts[rank]:
                 self._forward(rank)
-        for rank in reversed(range(self.p)):
+        for rank in reversed(range(self.p)):  # line 5
             self.draft.put(Pass(B, rank, 0))
 
     def _warm_up_counts(self) -> list[int]:
@@ -188,9 +209,10 @@ class _Scheduler:
 
     def _who_forwards(self) -> list[bool]:
         """Which ranks run an F in this round: those with one left, and only if all below do."""
-        chosen = [count < self.m for count in self.forwards]
+        chosen = [count < self.m for count in self.forwards]  # line 7
         for rank in reversed(range(self.p - 1)):
             below = self.forwards[rank + 1]
+            # lines 8 and 9
             if self.choices.skip_f and self.forwards[rank] >= below + 2:
                 chosen[rank] = chosen[rank] and self._is_worth(rank)
             chosen[rank] = chosen[rank] and (chosen[rank + 1] or below == self.m)
@@ -214,7 +236,7 @@ class _Scheduler:
     def _forward(self, rank: int) -> None:
         """Puts the next F of `rank`, after the Ws that make room for it and fill its wait."""
         pending = self.draft.pending[rank]
-        while not self._has_room(rank):
+        while not self._has_room(rank):  # line 10
             if not pending:
                 raise ValueError(
                     f'memory_limit {self.limits[rank]} is too small for rank {rank}: give at least '
@@ -223,7 +245,7 @@ class _Scheduler:
             self.draft.put(pending[0])
         p = Pass(F, rank, self.forwards[rank])
         self._fill(p)
-        self.draft.put(p)
+        self.draft.put(p)  # line 14
         self.forwards[rank] += 1
 
     def _backward(self, rank: int, microbatch: int) -> None:
@@ -245,7 +267,7 @@ class _Scheduler:
             wait = self.draft.arrival(p) - self.draft.clock[rank]
             if wait <= 0:
                 return
-            too_long = self._time(W, rank) > wait
+            too_long = self._time(W, rank) > wait  # lines 11 to 13
             if too_long and not self.choices.fill_all and self._may_idle(rank, wait):
                 return
             self.draft.put(pending[0])
