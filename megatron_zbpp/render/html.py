@@ -149,6 +149,7 @@ def _panel(index: int, name: str, timeline: Timeline, costs: Costs | None, horiz
             for rank, most in enumerate(peak(timeline.schedule, costs))
         ]
     facts = f'makespan {number(timeline.makespan)}, bubble {timeline.bubble_makespan:.1%}'
+    facts += f', idle, all ranks {timeline.idle_all_ranks:.1%}'
     return (
         f'<section><h2>{escape(name)}</h2><div class="facts">{facts}</div>'
         f'<svg class="view" id="panel-{index}" height="{ranks * row + 26}" role="img" '
@@ -178,6 +179,7 @@ def _summary(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> s
             number(max(line.windows)),
             f'{line.bubble_makespan:.2%}',
             f'{line.bubble_window:.2%}',
+            f'{line.idle_all_ranks:.2%}',
             number(max(peak(line.schedule, costs[name]))) if name in costs else 'unknown',
         ]
         rows.append(f'<tr><td>{escape(name)}</td>{"".join(f"<td>{c}</td>" for c in cells)}</tr>')
@@ -186,6 +188,7 @@ def _summary(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> s
         'longest window',
         'bubble of makespan',
         'bubble of window',
+        'idle, all ranks',
         'peak activations',
     )
     head = ''.join(f'<th>{text}</th>' for text in heads)

@@ -45,7 +45,9 @@ def timeline_png(
     longest = max(line.makespan for line in timelines.values()) or 1.0
     for axes, (name, timeline) in zip(rows[:, 0], timelines.items(), strict=True):
         _draw(axes, timeline, digit=_DIGIT * longest / width)
-        axes.set_title(f'{name}   bubble {timeline.bubble_makespan:.1%}', loc='left', fontsize=11)
+        title = f'{name}   bubble {timeline.bubble_makespan:.1%}'
+        title += f', idle, all ranks {timeline.idle_all_ranks:.1%}'
+        axes.set_title(title, loc='left', fontsize=11)
         axes.set_xlim(0, longest)
     rows[-1, 0].set_xlabel(f'time ({unit})' if unit else 'time')
     _legend(figure, [line.schedule for line in timelines.values()])

@@ -48,6 +48,7 @@ def svg(
         cost = (costs or {}).get(name)
         row = _MEMORY_ROW if cost else _ROW
         title = f'{escape(name)}: bubble {timeline.bubble_makespan:.1%}'
+        title += f', idle, all ranks {timeline.idle_all_ranks:.1%}'
         parts.append(f'<text class="name" x="{_GUTTER}" y="{y}">{title}</text>')
         panel = _panel(timeline, cost, horizon, width, row)
         parts.append(f'<g transform="translate(0 {y + 10})">{panel}</g>')

@@ -13,7 +13,10 @@ from nvidia import needs_training, run
 
 from megatron_zbpp.ir import F, Pass
 
-FIGURES = re.compile(r'\| pipeline bubble: (\d+\.\d)% \| live activations: (\d+\.\d) \|$')
+FIGURES = re.compile(
+    r'\| pipeline bubble: (\d+\.\d)% \| idle, all ranks: (\d+\.\d)% '
+    r'\| live activations: (\d+\.\d) \|$'
+)
 
 
 @contextmanager
@@ -50,12 +53,12 @@ def test_log_line(ranks):
             if ' iteration ' in line and 'loss scale' in line
         }
         assert list(found)[-2:] == [2, 4] and all(found.values()), lines
-        assert {match[2] for match in found.values()} == {'2.0'}
+        assert {match[3] for match in found.values()} == {'2.0'}
         ours = {name: value for i, name, value in scalars if name.startswith('pipeline/')}
         assert {i for i, name, _ in scalars if name.startswith('pipeline/')} == {4}
         assert ours['pipeline/live-activations'] == 2
         assert f'{ours["pipeline/bubble"]:.1%}' == f'{found[4][1]}%'
-        assert 0 <= ours['pipeline/bubble'] < 1
+        assert 0 <= ours['pipeline/bubble'] <= ours['pipeline/idle-all-ranks'] < 1
         assert sum('pipeline bubble' in line for line in lines) == len(found)
 
 
@@ -76,8 +79,8 @@ def test_example(ranks, data, tmp_path, schedule):
     lines = [line for line in found if ' iteration ' in line and 'grad norm' in line]
     assert len(lines) == 2
     for line in lines:
-        bubble, live = map(float, FIGURES.search(line).groups())
-        assert 0 < bubble < 100 and live == 2
+        bubble, idle, live = map(float, FIGURES.search(line).groups())
+        assert 0 < bubble <= idle < 100 and live == 2
 
 
 def test_megatrons_ranges():

@@ -1,6 +1,6 @@
 """The pipeline's figures in the log line of NVIDIA's training loop, and where its scalars go.
 
-    ... | number of nan iterations:   0 | pipeline bubble: 3.1% | live activations: 4.0 |
+    ... | number of nan iterations:   0 | pipeline bubble: 3.1% | idle, all ranks: 4.0% | live ...
 
 All ranks come to the line, and the last one prints it. There, where Megatron gathers its timers
 from all ranks, too, the figures of the line's own iteration are gathered from those of a pipeline.
@@ -21,7 +21,11 @@ from megatron_zbpp.runtime.observe.measure import Figures
 
 _TRAINING = 'megatron.training.training'
 _LINE = re.compile(r' \[.*?\] iteration +(\d+)/.*\|$')
-_SCALARS = {'pipeline/bubble': 'bubble', 'pipeline/live-activations': 'live'}
+_SCALARS = {
+    'pipeline/bubble': 'bubble',
+    'pipeline/idle-all-ranks': 'idle',
+    'pipeline/live-activations': 'live',
+}
 
 
 def patches(session: Session) -> Iterator[Patch]:

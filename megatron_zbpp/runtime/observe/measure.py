@@ -51,18 +51,23 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Figures:
-    """One iteration in two numbers, which need no common clock.
+    """One iteration in three numbers, which need no common clock.
 
     Attributes:
         bubble: share of the longest window in which even the busiest rank idles.
+        idle: share of all ranks' time in the longest window that no pass takes: what is lost.
         live: most that any rank held, in activations of one microbatch on a full rank.
     """
 
     bubble: float
+    idle: float
     live: float
 
     def __str__(self) -> str:
-        return f'pipeline bubble: {self.bubble:.1%} | live activations: {self.live:.1f} |'
+        return (
+            f'pipeline bubble: {self.bubble:.1%} | idle, all ranks: {self.idle:.1%} | '
+            f'live activations: {self.live:.1f} |'
+        )
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,8 @@ class Iteration:
         window = spans[-1][1] - spans[0][0] if spans else 0.0
         busy = fsum(end - start for start, end in spans)
         windows, work, peaks = self._from_all((window, busy, self.peak()))
-        return Figures(idle(max(windows), max(work)), max(peaks))
+        lost = idle(max(windows) * len(work), fsum(work))
+        return Figures(idle(max(windows), max(work)), lost, max(peaks))
 
     def _from_all(self, own: tuple) -> Iterator[tuple]:
         """Each entry of what all ranks have, by rank."""

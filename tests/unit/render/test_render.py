@@ -197,7 +197,9 @@ def test_svg_has_every_pass_and_curve(with_memory: bool) -> None:
     curves = [p for p in root.iter(f'{SVG}path') if p.get('class') == 'memory']
     assert [curve.get('d').count('M') for curve in curves] == ([4, 4] if with_memory else [])
     texts = [text.text for text in root.iter(f'{SVG}text')]
-    assert f'zb-v: bubble {lines["zb-v"].bubble_makespan:.1%}' in texts
+    line = lines['zb-v']
+    figures = f'bubble {line.bubble_makespan:.1%}, idle, all ranks {line.idle_all_ranks:.1%}'
+    assert f'zb-v: {figures}' in texts
     assert 'ms' in texts
     assert ('max 4' in texts) == with_memory
 

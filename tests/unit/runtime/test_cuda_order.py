@@ -132,6 +132,9 @@ class Passes:
     def lines(self):
         return self.tracker.lines()
 
+    def waits(self):
+        return self.tracker.waits()
+
 
 @contextmanager
 def alone(folder):
