@@ -29,6 +29,7 @@ pytest_add_cli_args_test_selection = [
     "tests/unit/schedules",
     "tests/unit/analysis",
     "tests/unit/planner",
+    "tests/unit/runtime/test_clock_sync.py",
 ]
 pytest_add_cli_args = [
     "-p", "no:cacheprovider",
