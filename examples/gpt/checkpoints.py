@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.utils import get_attr_wrapped_model
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -30,6 +31,10 @@ SHAPE = (
     'position_embedding_type',
     'untie_embeddings_and_output_weights',
 )
+
+
+# what reading a damaged checkpoint raises
+_UNREADABLE = (CheckpointingException, EOFError, OSError, RuntimeError, pickle.UnpicklingError)
 
 
 class InputError(ValueError):
@@ -90,7 +95,7 @@ def load(folder: Path, models: list[Any], optimizer: Any, scheduler: Any) -> int
     state = _state(models, optimizer, scheduler, loading=True)
     try:
         state = dist_checkpointing.load(state, str(folder))
-    except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+    except _UNREADABLE as error:
         reason = f'{type(error).__name__}: {error}'.splitlines()[0]
         raise InputError(
             f'{folder} cannot be read ({reason}); {_instead(folder.parent)}'
@@ -143,7 +148,7 @@ def _damage(folder: Path) -> str | None:
 
     What stands in them is not compared: neither torch nor Megatron keeps checksums.
     """
-    for name in ('.metadata', 'common.pt', 'metadata.json'):
+    for name in ('.metadata', 'metadata.json'):
         if not (folder / name).is_file():
             return f'{folder} is not whole: it has no {name}'
     try:
@@ -160,6 +165,11 @@ def _damage(folder: Path) -> str | None:
             return f'{folder} is not whole: it has no {name}'
         if file.stat().st_size < length:
             return f'{file} is damaged: {file.stat().st_size} bytes, not {length}'
+    try:
+        dist_checkpointing.load_common_state_dict(str(folder))
+    except _UNREADABLE as error:
+        reason = str(error).splitlines()[0]
+        return f'{folder}: what is common to all ranks cannot be read ({reason})'
     return None
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 from megatron_zbpp.ir import Schedule
-from megatron_zbpp.schedules import find
+from megatron_zbpp.schedules import Family, checked_chunks, find, require_no_limit
 
 AUTO = 'auto'
 _CLEAN_STEPS = 10
@@ -28,7 +29,7 @@ class Settings:
         trace_dir: where to draw an iteration; None: nowhere.
 
     Raises:
-        ValueError: no such schedule.
+        ValueError: no such schedule, or a value that makes no sense; the message names it.
     """
 
     schedule: str | Schedule = 'zb-h1'
@@ -41,11 +42,53 @@ class Settings:
     trace_dir: Path | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.schedule, str) and self.schedule != AUTO:
-            object.__setattr__(self, 'schedule', find(self.schedule).name)
+        self._require_numbers()
+        found = self._family()
+        if found is not None:
+            object.__setattr__(self, 'schedule', found.name)
+            checked_chunks(found, self.num_chunks)
+            require_no_limit(found, self.memory_limit)
         if isinstance(self.post_validation, bool):
             steps = _CLEAN_STEPS if self.post_validation else None
             object.__setattr__(self, 'post_validation', steps)
         object.__setattr__(self, 'watchdog_timeout', self.watchdog_timeout or 0)
         if self.trace_dir is not None:
             object.__setattr__(self, 'trace_dir', Path(self.trace_dir))
+
+    def _family(self) -> Family | None:
+        """The family that is asked for; None: a schedule itself, or one that is planned."""
+        if isinstance(self.schedule, str):
+            if self.schedule.endswith(('.json', '.csv')):
+                raise ValueError(
+                    f'schedule {self.schedule!r} is a file: give megatron_zbpp.load of it, or its '
+                    'path to --pipeline-schedule-file'
+                )
+            return None if self.schedule == AUTO else find(self.schedule)
+        if not isinstance(self.schedule, Schedule):
+            raise ValueError(
+                f'schedule {self.schedule!r} is neither the name of one (zbpp list prints them), '
+                f'nor {AUTO!r}, nor a Schedule'
+            )
+        for name in ('num_chunks', 'memory_limit'):
+            if getattr(self, name) is not None:
+                raise ValueError(f'{name}: the schedule that is given has its own: leave it out')
+        return None
+
+    def _require_numbers(self) -> None:
+        """Raises ValueError unless each number is one, and has a sense."""
+        for name, least, whole in (
+            ('num_chunks', 1, True),
+            ('memory_limit', 0, False),
+            ('watchdog_timeout', 0, False),
+            ('watchdog_pause_timeout', 0, False),
+            ('post_validation', 0, True),
+            ('profile_iters', 1, True),
+        ):
+            value = getattr(self, name)
+            if value is None or (name == 'post_validation' and isinstance(value, bool)):
+                continue
+            number = isinstance(value, int if whole else int | float)
+            if not number or isinstance(value, bool) or not isfinite(value) or value < least:
+                kind = 'a whole number' if whole else 'a number'
+                or_else = ', True or False' if name == 'post_validation' else ''
+                raise ValueError(f'{name} is {value!r}: give {kind} from {least} up{or_else}')

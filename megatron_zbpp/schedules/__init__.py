@@ -85,9 +85,9 @@ def build(
         )
     if num_microbatches < 1:
         raise ValueError(f'num_microbatches is {num_microbatches}: give at least 1')
-    chunks = _checked_chunks(found, num_chunks)
+    chunks = checked_chunks(found, num_chunks)
     _require_costs(found, costs, num_ranks * chunks)
-    _require_no_limit(found, memory_limit)
+    require_no_limit(found, memory_limit)
     options = {'num_chunks': chunks, 'costs': costs, 'memory_limit': memory_limit}
     taken = {key: value for key, value in options.items() if key in found.options}
     schedule = found.generate(num_ranks, num_microbatches, **taken)
@@ -107,7 +107,7 @@ def _require_as_asked(found: Family, schedule: object, num_ranks: int, m: int) -
         )
 
 
-def _checked_chunks(found: Family, num_chunks: int | None) -> int:
+def checked_chunks(found: Family, num_chunks: int | None) -> int:
     """The number of chunks to use."""
     if num_chunks is None:
         return found.default_chunks
@@ -130,7 +130,7 @@ def _require_costs(found: Family, costs: Costs | None, num_stages: int) -> None:
         )
 
 
-def _require_no_limit(found: Family, memory_limit: float | None) -> None:
+def require_no_limit(found: Family, memory_limit: float | None) -> None:
     """Raises ValueError for a memory limit that the family would not heed."""
     if memory_limit is not None and 'memory_limit' not in found.options:
         takers = ', '.join(f.name for f in FAMILIES if 'memory_limit' in f.options)

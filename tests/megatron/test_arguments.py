@@ -222,7 +222,7 @@ def test_file(ranks, tmp_path):
         (
             '--pipeline-schedule zb-v --pipeline-watchdog-timeout -1',
             {},
-            ('timeout -1.0 is negative', '0 for none'),
+            ('watchdog_timeout is -1.0', 'from 0 up'),
         ),
         ('--pipeline-schedule zb-v', {'num_layers': 3}, ('3 layers', '4 stages', '--num-layers')),
         ('--pipeline-schedule zb-h1', {'num_layers': 1}, ('1 layers', '2 stages', '--num-layers')),

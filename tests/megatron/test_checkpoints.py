@@ -73,7 +73,7 @@ def empty_tracker(root):
 
 def spoil_all(root):
     lose_metadata(root)
-    (root / 'iter_0000002' / 'common.pt').unlink()
+    (root / 'iter_0000002' / 'metadata.json').unlink()
 
 
 OTHER = 'give --ckpt-step 2 to go on from iter_0000002, which is whole'

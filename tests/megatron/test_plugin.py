@@ -166,8 +166,11 @@ def test_every_setting_switches(ranks):
     ('arguments', 'said'),
     [
         ({'schedule': 'zb-w'}, "unknown schedule 'zb-w'"),
-        ({'watchdog_timeout': -1}, 'timeout -1 is negative'),
-        ({'post_validation': -1}, 'clean_steps is -1'),
+        ({'watchdog_timeout': -1}, 'watchdog_timeout is -1: give a number from 0 up'),
+        (
+            {'post_validation': -1},
+            'post_validation is -1: give a whole number from 0 up, True or False',
+        ),
     ],
     ids=str,
 )
