@@ -81,7 +81,7 @@ def enable(
     trace_dir: str | Path | None = None,
     flags: Mapping[str, object] | None = None,
 ) -> Plugin:
-    """Makes Megatron-Core's pipelined forward_backward functions run `schedule`.
+    """Make Megatron-Core's pipelined forward_backward functions run `schedule`.
 
     Calling it again with equal arguments changes nothing; with others it switches.
 
@@ -144,7 +144,7 @@ def layout_for(
     embedding: bool = False,
     loss: bool = False,
 ) -> ModelLayout:
-    """Returns which rank builds which layers.
+    """Return which rank builds which layers.
 
     Args:
         schedule: as for `enable`; or a placement: `Placement.loop(p)` is Megatron's own.
@@ -173,12 +173,12 @@ def layout_for(
 
 
 def families() -> tuple[Family, ...]:
-    """Returns all families of schedules, as `zbpp list` prints them."""
+    """Return all families of schedules, as `zbpp list` prints them."""
     return FAMILIES
 
 
 def device() -> torch.device:
-    """Returns where to train: this process's GPU; or the CPU, made ready, where there is none.
+    """Return where to train: this process's GPU; or the CPU, made ready, where there is none.
 
     Raises:
         RuntimeError: the CPU was to be made ready, but megatron.core had been imported before.
@@ -213,7 +213,7 @@ def observe(device: torch.device, pp_group: dist.ProcessGroup) -> AbstractContex
 
 
 def figures() -> Figures | None:
-    """Returns bubble, idle time and memory of the latest iteration: a collective of the pipeline.
+    """Return bubble, idle time and memory of the latest iteration: a collective of the pipeline.
 
     None where no iteration of training has ended under the plugin.
     """
@@ -224,7 +224,7 @@ def figures() -> Figures | None:
 
 
 def add_arguments() -> None:
-    """Adds our flags to the command line of `megatron.training`, now or once it is imported.
+    """Add our flags to the command line of `megatron.training`, now or once it is imported.
 
     For a script of Megatron-LM: two lines at its top make it what `megatron_zbpp.launch` makes it.
     """

@@ -21,7 +21,7 @@ PATH = 'PYTHONPATH'
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the script as if it had been started by itself.
+    """Run the script as if it had been started by itself.
 
     Args:
         argv: our options, the script, and its arguments; default: the command line.

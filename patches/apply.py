@@ -30,7 +30,7 @@ class PatchError(Exception):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns its exit status."""
+    """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def script_of(checkout: Path) -> Path:
-    """The script to patch.
+    """Return the script to patch.
 
     Raises:
         PatchError: the folder is none of Megatron-LM.
@@ -72,7 +72,7 @@ def times_patched(text: str) -> int:
 
 
 def applied(text: str) -> str:
-    """The script with our lines.
+    """Return the script with our lines.
 
     Raises:
         PatchError: it has them already, or they would not run first.
@@ -93,7 +93,7 @@ def applied(text: str) -> str:
 
 
 def reverted(text: str) -> str:
-    """The script without our lines; where they stand more than once, without the first.
+    """Return the script without our lines; where they stand more than once, without the first.
 
     Raises:
         PatchError: it has none.
@@ -120,7 +120,7 @@ def _parsed(text: str) -> ast.Module:
 
 
 def _git_apply(text: str, *options: str) -> str:
-    """What git makes of `text`, in a folder of its own.
+    """Return what git makes of `text`, in a folder of its own.
 
     In a folder that belongs to another repository git would look for the script at that one's top.
     """

@@ -36,7 +36,7 @@ Other numbers: `zbpp show --schedule NAME --pp P --microbatches M`, or `zbpp com
 
 
 def on_files(files, config):
-    """Adds the page and its pictures to mkdocs' files."""
+    """Add the page and its pictures to mkdocs' files."""
     from mkdocs.structure.files import File
 
     files.append(File.generated(config, 'schedules.md', content=gallery()))
@@ -47,7 +47,7 @@ def on_files(files, config):
 
 
 def gallery() -> str:
-    """Returns the page: a table of all families, and a section for each."""
+    """Return the page: a table of all families, and a section for each."""
     rows = ''.join(
         f'| [`{family.name}`](#{family.name}) | {window:.1%} | {makespan:.1%} | {memory:g} |\n'
         for family in FAMILIES
@@ -57,13 +57,13 @@ def gallery() -> str:
 
 
 def picture(family: Family) -> str:
-    """Returns the family's schedule as SVG."""
+    """Return the family's schedule as SVG."""
     timeline, costs = _case(family)
     return svg({family.name: timeline}, {family.name: costs}, width=1100)
 
 
 def fenced(docstring: str) -> str:
-    """Returns the text with a fence around each run of lines that begins with `>>>`."""
+    """Return the text with a fence around each run of lines that begins with `>>>`."""
     return _EXAMPLE.sub(lambda found: f'```pycon\n{found[0]}\n```', docstring)
 
 
@@ -86,14 +86,14 @@ def _section(family: Family) -> str:
 
 
 def _facts(family: Family) -> tuple[float, float, float]:
-    """Returns the bubbles of window and makespan, and the peak memory."""
+    """Return the bubbles of window and makespan, and the peak memory."""
     timeline, costs = _case(family)
     most = max(peak(timeline.schedule, costs))
     return timeline.bubble_window, timeline.bubble_makespan, most
 
 
 def _case(family: Family):
-    """Returns the family's timeline with its own number of chunks, and the costs."""
+    """Return the family's timeline with its own number of chunks, and the costs."""
     schedule = family.generate(RANKS, MICROBATCHES)
     costs = Costs.uniform(schedule.placement)
     return simulate(schedule, costs), costs

@@ -55,7 +55,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def prepare(args: argparse.Namespace) -> Path:
-    """The data set: made once for each choice of input."""
+    """Return the data set: made once for each choice of input."""
     inputs = [str(path.resolve()) for path in args.input or ()]
     data = args.output / 'data' / (re.sub(r'\W+', '_', ' '.join(inputs))[-80:] or 'python')
     command = [sys.executable, EXAMPLE / 'prepare_data.py', '--output', data]
@@ -71,7 +71,7 @@ def environment() -> dict[str, str]:
 
 
 def train(args: argparse.Namespace, data: Path, schedule: str) -> Result:
-    """Runs the example under torchrun, showing its progress."""
+    """Run the example under torchrun, showing its progress."""
     metrics = args.output / f'{schedule}.metrics.jsonl'
     timeline = args.output / f'{schedule}.timeline.json'
     metrics.unlink(missing_ok=True)
@@ -117,7 +117,7 @@ def train(args: argparse.Namespace, data: Path, schedule: str) -> Result:
 
 
 def table(results: dict[str, Result]) -> str:
-    """The comparison, a row a schedule."""
+    """Return the comparison, a row a schedule."""
     reference = results['megatron'].losses
     rows = [
         (

@@ -136,7 +136,7 @@ def drawing(schedule: Schedule) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the cost of a schedule's passes; the exit status is 1 if it is above the limit."""
+    """Print the cost of a schedule's passes; the exit status is 1 if it is above the limit."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog='example: python scripts/benchmark_overhead.py --schedules zb-v,1f1b --profile',
@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _profile(program: Program, gradients: int) -> None:
-    """Prints what took most, of ten iterations."""
+    """Print what took most, of ten iterations."""
     profile = cProfile.Profile()
     for _ in range(10):
         profile.runcall(run, program, gradients)

@@ -23,7 +23,7 @@ _ENVIRONMENT = {
 
 
 def spawned(function: Callable, num_ranks: int, job: Any) -> Iterator[Any]:
-    """What `function(rank, job, port, queue)` puts into `queue` on any rank, as it comes.
+    """Yield what `function(rank, job, port, queue)` puts into `queue` on any rank, as it comes.
 
     Raises:
         RuntimeError: a rank failed; the message has its traceback.
@@ -51,7 +51,7 @@ def spawned(function: Callable, num_ranks: int, job: Any) -> Iterator[Any]:
 def collected(
     found: Iterable[tuple[int, Sample | None]], titles: Sequence[str], rounds: int
 ) -> list[list[Sample]]:
-    """The samples of each of several, which take turns; None does not count. Shows progress.
+    """Return the samples of each of several, which take turns; None does not count. Shows progress.
 
     Args:
         found: (index of the one measured, its sample).

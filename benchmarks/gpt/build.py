@@ -99,7 +99,7 @@ def chunk(
 
 
 def chunks(job: Job, model: Model, placement: Placement) -> tuple[TransformerConfig, list]:
-    """This rank's chunks of the model, before they are wrapped.
+    """Return this rank's chunks of the model, before they are wrapped.
 
     Raises:
         ValueError: too few layers for so many stages.
@@ -162,6 +162,6 @@ def forward_step(data: Iterator, model: torch.nn.Module) -> tuple[torch.Tensor, 
 
 
 def loss_func(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The mean, and itself for the log."""
+    """Return the mean, and itself for the log."""
     loss = losses.float().mean()
     return loss, {'lm loss': loss.detach().clone()}  # Megatron divides `loss` in place

@@ -57,7 +57,7 @@ memory: most that tensors take on a GPU. --help of scripts/benchmark_pipelines.p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses, checks, measures, reports; the exit status: 1 if nothing could be measured."""
+    """Parse, check, measure, report; the exit status: 1 if nothing could be measured."""
     arguments = parser()
     args = arguments.parse_args(argv)
     try:
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     made = argparse.ArgumentParser(
         description=_ABOUT, epilog=_MORE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -118,7 +118,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _jobs(args: argparse.Namespace) -> list[Job]:
-    """What to measure.
+    """Return what to measure.
 
     Raises:
         ValueError: a value that makes no sense, or not on this machine.
@@ -167,7 +167,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 def _check_machine(args: argparse.Namespace, chosen: list[str]) -> None:
-    """Raises where this machine cannot do it."""
+    """Raise where this machine cannot do it."""
     world = int(os.environ.get('WORLD_SIZE', 0))
     if args.single_gpu and world > 1:
         raise ValueError('--single-gpu takes one process: start it without torchrun')
@@ -210,7 +210,7 @@ def _measure(args: argparse.Namespace, crew: Crew, jobs: list[Job], results: Res
 
 
 def _pipelines(args: argparse.Namespace) -> list[predict.Pipeline]:
-    """What to predict.
+    """Return what to predict.
 
     Raises:
         ValueError: a schedule or number is not known.

@@ -39,7 +39,7 @@ class Gpu:
         self.peak_tflops: float | None = matches[0] if matches else None
 
     def synchronize(self) -> None:
-        """Waits for all work."""
+        """Wait for all work."""
         torch.cuda.synchronize()
 
     def reset_peak(self) -> None:
@@ -55,7 +55,7 @@ class Gpu:
         yield self
 
     def held_bytes(self) -> int:
-        """What tensors take now."""
+        """Return what tensors take now."""
         return torch.cuda.memory_allocated()
 
 
@@ -75,7 +75,7 @@ class Host:
         """Work on the CPU is done when the call returns."""
 
     def reset_peak(self) -> None:
-        """The system's count of a process cannot be reset."""
+        """Do nothing: the system's count of a process cannot be reset."""
 
     def peak_bytes(self) -> int:
         """Most that this process has had resident, ever."""
@@ -89,7 +89,7 @@ class Host:
         self._followed = None
 
     def held_bytes(self) -> int:
-        """What tensors that were made inside `following` take now."""
+        """Return what tensors that were made inside `following` take now."""
         return self._followed.alive()
 
 
@@ -120,6 +120,6 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def find() -> Gpu | Host:
-    """This process's device; to be called before megatron.core is imported."""
+    """Return this process's device; to be called before megatron.core is imported."""
     device = cpu.device()
     return Gpu(device) if device.type == 'cuda' else Host(device)

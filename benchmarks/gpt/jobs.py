@@ -64,12 +64,12 @@ class Job:
         return self.m * self.micro_batch * self.replicas
 
     def as_row(self) -> dict[str, Any]:
-        """What identifies it in the result."""
+        """Return what identifies it in the result."""
         return asdict(self)
 
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> Job:
-        """The job that a row is of."""
+        """Return the job that a row is of."""
         return cls(**{field.name: row[field.name] for field in fields(cls)})
 
     def refusal(self) -> str | None:

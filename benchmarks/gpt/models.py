@@ -34,7 +34,7 @@ class Model:
     words: int = _GPT2_WORDS
 
     def vocabulary(self, tensor: int) -> int:
-        """Padded as Megatron does, to whole 128 for each tensor-parallel rank."""
+        """Pad as Megatron does, to whole 128 for each tensor-parallel rank."""
         step = 128 * tensor
         return -(-self.words // step) * step
 
@@ -67,7 +67,7 @@ MODELS = {
 
 
 def find(name: str) -> Model:
-    """The model of that name.
+    """Return the model of that name.
 
     Raises:
         ValueError: there is none; the message lists them.

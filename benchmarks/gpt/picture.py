@@ -18,7 +18,7 @@ _ALWAYS = ('1f1b', 'interleaved')
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """A panel for each model, measured above predicted.
+    """Draw a panel for each model, measured above predicted.
 
     Args:
         rows: of one result.

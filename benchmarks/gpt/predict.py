@@ -45,7 +45,7 @@ class Pipeline:
 def predictions(
     stages: Sequence[Row], pipelines: Sequence[Pipeline], processes: int
 ) -> Iterator[list[Row]]:
-    """The rows of each pipeline, as they are done: small ones first.
+    """Yield the rows of each pipeline, as they are done: small ones first.
 
     Args:
         stages: measured rows.
@@ -59,7 +59,7 @@ def predictions(
 
 
 def predicted(stages: Sequence[Row], pipeline: Pipeline) -> list[Row]:
-    """A row for each measured stage; none where the schedule cannot be had."""
+    """Return a row for each measured stage; none where the schedule cannot be had."""
     try:
         schedule = build(pipeline.schedule, pipeline.p, pipeline.m, num_chunks=pipeline.chunks)
     except ValueError:

@@ -56,7 +56,7 @@ class Crew:
         signal.signal(signal.SIGTERM, _ended)  # torchrun's way to say so
 
     def share(self, value: str) -> str:
-        """What rank 0 gives, on all ranks."""
+        """Return what rank 0 gives, on all ranks."""
         self._jobs += 1
         key = f'{self._jobs}/shared'
         if self.rank == 0:
@@ -64,7 +64,7 @@ class Crew:
         return self._store.get(key).decode()
 
     def run(self, module: str, job: Job, progress: Callable[[str], None]) -> Row:
-        """The row of `job`, on rank 0; with `error` in place of figures where it failed.
+        """Return the row of `job`, on rank 0; with `error` in place of figures where it failed.
 
         Args:
             module: that a rank's process runs.
@@ -94,7 +94,7 @@ class Crew:
     def _start(
         self, module: str, job: Job, folder: Path, port: str, output: object
     ) -> subprocess.Popen:
-        """The process of this rank."""
+        """Return the process of this rank."""
         command = [sys.executable, '-m', module, json.dumps(job.as_row()), str(folder)]
         # its rendezvous is not torchrun's
         kept = {k: v for k, v in os.environ.items() if not k.startswith('TORCHELASTIC_')}
@@ -111,7 +111,7 @@ class Crew:
         )
 
     def _follow(self, folder: Path, progress: Callable[[str], None], log: Path) -> None:
-        """Returns when this rank's process has ended, or the job has failed elsewhere."""
+        """Return when this rank's process has ended, or the job has failed elsewhere."""
         deadline = time.monotonic() + self._timeout
         while (status := self._child.poll()) is None:
             if self._store.check([self._failed]):

@@ -53,7 +53,7 @@ class Results:
         )
 
     def add(self, job: Job, found: Row) -> Row:
-        """Writes what came of `job`; an earlier failure of it makes room."""
+        """Write what came of `job`; an earlier failure of it makes room."""
         kind = FAILED if 'error' in found else MEASURED
         self.rows = [r for r in self.rows if r['kind'] == PREDICTED or Job.of_row(r) != job]
         row = {'kind': kind, **job.as_row(), **found}
@@ -69,7 +69,7 @@ class Results:
         return all((s['model'], *own, *rest, s['f_seconds']) in known for s in stages)
 
     def predict(self, rows: Iterable[Row]) -> None:
-        """Writes predictions, in place of those of the same things."""
+        """Write predictions, in place of those of the same things."""
         new = [self._with_mfu({'kind': PREDICTED, **row}) for row in rows]
         names = {_prediction(row)[:5] for row in new}
         self.rows = [
@@ -95,7 +95,7 @@ class Results:
 
 
 def _prediction(row: Row) -> tuple:
-    """What a predicted row is of (the first five), and what it was made from."""
+    """Return what a predicted row is of (the first five), and what it was made from."""
     names = ('model', 'runner', 'schedule', 'p', 'm', 'chunks', 'link_bytes_per_second')
     return (*(row[name] for name in names), row['stage_f_seconds'])
 
@@ -131,7 +131,7 @@ def _speed(row: Row) -> float:
 
 
 def title(row: Row) -> str:
-    """The schedule's name; of Megatron's own with the library."""
+    """Return the schedule's name; of Megatron's own with the library."""
     return f'{MEGATRON}:{row["schedule"]}' if row['runner'] == MEGATRON else row['schedule']
 
 
@@ -170,7 +170,7 @@ def _share(value: float | None) -> str:
 
 
 def _aligned(lines: list[list[Any]], names: int) -> str:
-    """A table whose first columns are names."""
+    """Return a table whose first columns are names."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return '\n'.join(
         '  '.join(

@@ -84,7 +84,7 @@ class Alone:
             yield
 
     def weigh_last(self) -> None:
-        """What is still held when all is done."""
+        """Raise where something is still held when all is done."""
         self._weigh()
 
     def _weigh(self) -> None:
@@ -156,7 +156,7 @@ class Bench:
 
 
 def measure(job: Job, progress: Progress) -> Row:
-    """The row of `job`."""
+    """Return the row of `job`."""
     build.join(job, DEVICE)
     with megatron_zbpp.enable('zb-h1') as plugin:
         progress('F, B and W')
@@ -181,7 +181,7 @@ def _samples(job: Job, bench: Bench) -> list[tuple[float, ...]]:
 
 
 def _optimizer_seconds(job: Job, bench: Bench) -> float:
-    """A step of Megatron's optimizer on this stage, without other ranks."""
+    """Return a step of Megatron's optimizer on this stage, without other ranks."""
     optimizer = build.optimizer(bench.models)
     seconds = []
     for _ in range(job.warm_up + job.iterations):
@@ -211,7 +211,7 @@ def _row(
     parameters: int,
     peak: int,
 ) -> Row:
-    """What was measured."""
+    """Return what was measured."""
     model = find(job.model)
     f, b, w = _medians(split)
     fused_f, fused_bw = _medians(fused)

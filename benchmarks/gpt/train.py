@@ -30,7 +30,7 @@ Marks = list[tuple[object, object]]  # start and end of each pass
 
 
 def measure(job: Job, progress: Progress) -> Row:
-    """The row of `job`, the same on every rank."""
+    """Return the row of `job`, the same on every rank."""
     progress('building the model')
     model = find(job.model)
     with ExitStack() as stack:
@@ -128,7 +128,7 @@ def _largest(*values: float) -> list[float]:
 
 
 def _row(job: Job, samples: list[float], bubbles: list[float], loss: float) -> Row:
-    """What was measured.
+    """Return what was measured.
 
     Raises:
         ValueError: the loss is not a number: this was no training.

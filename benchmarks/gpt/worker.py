@@ -26,7 +26,7 @@ def error_file(folder: Path, rank: int) -> Path:
 
 
 def work(measure: Callable[[Job, Progress], Row]) -> None:
-    """Does what the command line says; ends the process.
+    """Do what the command line says; end the process.
 
     Args:
         measure: the job to a row, on every rank; that of rank 0 is kept.

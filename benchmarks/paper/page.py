@@ -22,7 +22,7 @@ LABELS = {
 
 
 def page() -> str:
-    """Returns all sections: first the summary of what the others hold."""
+    """Return all sections: first the summary of what the others hold."""
     throughput: Ratios = defaultdict(list)
     memory: Ratios = defaultdict(list)
     speedup: Ratios = defaultdict(list)
@@ -227,7 +227,7 @@ def _predicted(name: str, i: int, k: int, factor: int = 1) -> Prediction:
 
 
 def _cell(measured: float, predicted: float, ratios: list[float] | None = None) -> str:
-    """Returns both and their ratio, which goes to `ratios`, too."""
+    """Return both and their ratio, which goes to `ratios`, too."""
     ratio = measured / predicted
     if ratios is not None:
         ratios.append(ratio)

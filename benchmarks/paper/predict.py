@@ -35,7 +35,7 @@ class Prediction(NamedTuple):
 def predict(
     schedule: str, model: Model, microbatches: int, times: tuple[float, ...], factor: int = 1
 ) -> Prediction:
-    """Returns what `schedule` reaches with `model`.
+    """Return what `schedule` reaches with `model`.
 
     Args:
         schedule: a name of the registry.
@@ -60,7 +60,7 @@ def predict(
 def _iteration(
     schedule: str, model: Model, microbatches: int, times: tuple[float, ...]
 ) -> tuple[Timeline, tuple[float, ...], tuple[float, ...]]:
-    """Returns the simulated iteration, and bytes of each rank: of activations, of its layers."""
+    """Return the simulated iteration, and bytes of each rank: of activations, of its layers."""
     chunks = model.layers if schedule == 'interleaved' else 1
     costs = _costs(model, times, chunks)
     built = build(schedule, model.num_ranks, microbatches, num_chunks=chunks, costs=costs)
@@ -74,7 +74,7 @@ def _iteration(
 
 
 def activation_bytes(heads: int, hidden: int, samples: int) -> tuple[int, int]:
-    """Returns M_B and M_W of one layer (Table 1): held from F to B, and from B to W."""
+    """Return M_B and M_W of one layer (Table 1): held from F to B, and from B to W."""
     return (
         SEQUENCE * samples * (34 * hidden + 5 * heads * SEQUENCE),
         32 * SEQUENCE * samples * hidden,
@@ -82,7 +82,7 @@ def activation_bytes(heads: int, hidden: int, samples: int) -> tuple[int, int]:
 
 
 def v_shape_timeline(schedule: str, setting: VShape, factor: int = 1) -> Timeline:
-    """Returns the simulated iteration of a setting of arXiv Tables 6 and 8.
+    """Return the simulated iteration of a setting of arXiv Tables 6 and 8.
 
     Args:
         schedule: a name of the registry.

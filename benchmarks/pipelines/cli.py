@@ -45,7 +45,7 @@ pass, how long a rank's thread was ready and all cores were taken: more ranks th
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses, checks, measures, reports; the exit status."""
+    """Parse, check, measure, report; the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _job(args: argparse.Namespace) -> tuple[Job, dict[str, str]]:
-    """What to measure, and what cannot be with the reason.
+    """Return what to measure, and what cannot be with the reason.
 
     Raises:
         ValueError: a value that makes no sense.
@@ -160,7 +160,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
 def _entries(
     chosen: list[tuple[str, str]], p: int, m: int, times: Times, strict: bool
 ) -> tuple[list[Entry], dict[str, str]]:
-    """The entries, and titles with reasons of those that p and m do not fit.
+    """Return the entries, and titles with reasons of those that p and m do not fit.
 
     Raises:
         ValueError: the same, where they were asked for by name (`strict`).
@@ -179,7 +179,7 @@ def _entries(
 
 @contextmanager
 def _planning_bar(shown: bool) -> Iterator[Callable[[float], None]]:
-    """A progress bar, and the function that moves it."""
+    """Show a progress bar; yield the function that moves it."""
     hidden = None if shown else True  # None: shown on a terminal
     with tqdm(total=100, desc='planning', unit='%', leave=False, disable=hidden) as bar:
         yield lambda share: bar.update(round(100 * share) - bar.n)

@@ -48,7 +48,7 @@ class Store(Protocol):
         """Whether the pass that runs now leaves its weight gradients for later."""
 
     def defer(self, parameters: Sequence[torch.nn.Parameter], compute: Callable) -> None:
-        """Takes what `compute()` will return: one gradient for each of `parameters`."""
+        """Take what `compute()` will return: one gradient for each of `parameters`."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Meter:
 
 
 def sleep_until(deadline: float) -> float:
-    """Returns at `deadline`, in seconds of `time.perf_counter`, to some microseconds.
+    """Return at `deadline`, in seconds of `time.perf_counter`, to some microseconds.
 
     Returns:
         How many seconds of it were slept.
@@ -181,11 +181,11 @@ class EmulatedChunk(torch.nn.Module):
         self._received: list[torch.Tensor | None] = [None]
 
     def set_input_tensor(self, received: list[torch.Tensor | None]) -> None:
-        """What the stage before has made: how Megatron hands it over."""
+        """Take what the stage before has made, as Megatron hands it over."""
         self._received[:] = received
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What was set, or else `x`, through all layers."""
+        """Return what was set, or else `x`, through all layers."""
         (received,) = self._received
         x = x if received is None else received
         if self.pre_process:
@@ -198,7 +198,7 @@ class EmulatedChunk(torch.nn.Module):
 def stage_layers(
     stage: int, placement: Placement, times: Times, store: Store, meter: Meter
 ) -> list[EmulatedLayer]:
-    """The layers of a stage.
+    """Return the layers of a stage.
 
     Args:
         stage: in model order.
@@ -215,7 +215,7 @@ def stage_layers(
 
 
 def inputs(num_microbatches: int) -> list[torch.Tensor]:
-    """What the first stage gets: the same for every runner."""
+    """Return what the first stage gets: the same for every runner."""
     generator = torch.Generator().manual_seed(1234)
     return [torch.randn(SHAPE, generator=generator) for _ in range(num_microbatches)]
 

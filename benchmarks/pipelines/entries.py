@@ -72,7 +72,7 @@ def selected(texts: Iterable[str] | None) -> list[tuple[str, str]]:
 
 
 def _named(text: str) -> list[tuple[str, str]]:
-    """What one word of `--schedules` means."""
+    """Return what one word of `--schedules` means."""
     if text in LIBRARIES:
         return [(text, name) for name in known()[text]]
     library, _, name = text.rpartition(':')
@@ -101,7 +101,7 @@ def entry(
     times: Times,
     progress: Callable[[float], None] | None = None,
 ) -> Entry:
-    """The entry for that p, m and these times.
+    """Return the entry for that p, m and these times.
 
     Args:
         runner, name: as `selected` returns them.
@@ -142,7 +142,7 @@ def _schedule(
 
 
 def _plan(p: int, m: int, times: Times, progress: Callable[[float], None] | None) -> Schedule:
-    """The planner's, in the memory of 1F1B, on one or two stages a rank."""
+    """Return the planner's, in the memory of 1F1B, on one or two stages a rank."""
     placements = (Placement.v(p), Placement.loop(p, 2), Placement.loop(p))
     found, _ = planned(
         default_folder(),

@@ -79,7 +79,7 @@ class Runner(Protocol):
         """Of this rank, with their gradients in `main_grad` or `grad`."""
 
     def ready(self) -> Any:
-        """A context around iterations; what it does is not timed."""
+        """Return a context around iterations; what it does is not timed."""
 
     def iterate(self) -> None:
         """One iteration."""
@@ -112,7 +112,7 @@ def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
 
 
 def _runner(entry: Entry, job: Job) -> Runner:
-    """What runs `entry`."""
+    """Return what runs `entry`."""
     if entry.runner == TORCH:
         from benchmarks.pipelines.torch_runner import TorchRunner
 
@@ -169,7 +169,7 @@ def _core_wait() -> float | None:
 
 
 def _agreed_start() -> float:
-    """A moment soon, in seconds of `time.perf_counter`, which is one clock on a host."""
+    """Return a moment soon, in seconds of `time.perf_counter`, which is one clock on a host."""
     import torch
     import torch.distributed as dist
 

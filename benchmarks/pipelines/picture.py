@@ -17,7 +17,7 @@ _TITLES = {
 
 
 def require_matplotlib() -> None:
-    """Returns if pictures can be drawn.
+    """Return if pictures can be drawn.
 
     Raises:
         ImportError: matplotlib is not installed; the message tells how.

@@ -45,7 +45,7 @@ class Model(Protocol):
         """Microbatches without end; each iteration gets the same."""
 
     def forward_step(self, data: Iterator[Any], model: torch.nn.Module) -> tuple:
-        """What Megatron calls for each microbatch on each chunk."""
+        """Return what Megatron calls for each microbatch on each chunk."""
 
     def ready(self) -> AbstractContextManager[None]:
         """Around iterations."""
@@ -108,7 +108,7 @@ class MegatronRunner:
         return self._model.meter
 
     def _build(self, placement: Placement, m: int, store: WeightGradStore) -> None:
-        """This rank's chunks of the model."""
+        """Build this rank's chunks of the model."""
         self._models = self._model.chunks(placement, store)
         self._config = self._models[0].config
         self._num_microbatches = m
@@ -117,7 +117,7 @@ class MegatronRunner:
         self._sizes = placement.num_ranks, len(self._models) if many else None
 
     def _train(self) -> Any:
-        """Wraps the model as a training script does; its optimizer."""
+        """Wrap the model as a training script does; its optimizer."""
         config = self._config
         self._models = [DDP(config, DistributedDataParallelConfig(), m) for m in self._models]
         no_syncs = [model.no_sync for model in self._models]
@@ -197,7 +197,7 @@ class ZbppRunner(MegatronRunner):
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """The plugin is enabled, once and for all its iterations: it keeps what it has lowered."""
+        """Enable the plugin, once and for all its iterations: it keeps what it has lowered."""
         self.plugin.install()
         try:
             with super().ready():
@@ -208,7 +208,7 @@ class ZbppRunner(MegatronRunner):
 
 @contextmanager
 def _without_shim() -> Iterator[None]:
-    """What `cpu.install` does for Megatron's loop, cheaper: it sees to every single torch call.
+    """Do what `cpu.install` does for Megatron's loop, cheaper: it sees to every single torch call.
 
     A GPU would not take that time. What the loop needs of it are tensors on the CPU.
     """

@@ -32,7 +32,7 @@ _CLASSES: dict[str, tuple[type, Callable[[int], Placement]]] = {
 
 
 def order(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
-    """What torch will run, as a schedule of ours.
+    """Return what torch will run, as a schedule of ours.
 
     Raises:
         ValueError: torch has none for this p and m.
@@ -69,7 +69,7 @@ class _Deferred:
         self._pending.append((parameters, compute))
 
     def dw_builder(self) -> Callable[[], None]:
-        """Called after each backward: returns what its W is to do."""
+        """Return what the W of this backward is to do; called after each."""
         pending, self._pending = self._pending, []
 
         def run() -> None:

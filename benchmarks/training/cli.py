@@ -71,7 +71,7 @@ def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
 
 
 def _runner(name: str, job: Job) -> Any:
-    """What trains by this schedule."""
+    """Return what trains by this schedule."""
     from benchmarks.pipelines.runners import MegatronRunner, ZbppRunner
     from benchmarks.training.model import Gpt
 
@@ -147,7 +147,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table; the exit status."""
+    """Print the table; the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -182,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _job(args: argparse.Namespace) -> Job:
-    """What to measure.
+    """Return what to measure.
 
     Raises:
         ValueError: a value that makes no sense.

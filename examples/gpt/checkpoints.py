@@ -44,7 +44,7 @@ class InputError(ValueError):
 def save(
     args: argparse.Namespace, models: list[Any], optimizer: Any, scheduler: Any, iteration: int
 ) -> None:
-    """Saves under --save; the tracker file names the checkpoint once it is whole."""
+    """Save under --save; the tracker file names the checkpoint once it is whole."""
     folder = _folder(args.save, iteration)
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def save(
 
 
 def to_load(args: argparse.Namespace) -> Path | None:
-    """Returns the checkpoint to load, once it is known to be whole and of this model.
+    """Return the checkpoint to load, once it is known to be whole and of this model.
 
     That is the one of --ckpt-step, or the one that the tracker in --load names.
 
@@ -87,7 +87,7 @@ def to_load(args: argparse.Namespace) -> Path | None:
 
 
 def load(folder: Path, models: list[Any], optimizer: Any, scheduler: Any) -> int:
-    """Loads in place; returns the iteration after which it was saved.
+    """Load in place; return the iteration after which it was saved.
 
     Raises:
         InputError: what is in its files cannot be read.
@@ -108,7 +108,7 @@ def load(folder: Path, models: list[Any], optimizer: Any, scheduler: Any) -> int
 
 
 def _state(models: list[Any], optimizer: Any, scheduler: Any, loading: bool) -> dict:
-    """What is saved: sharded by global layer number, so that any placement can load it."""
+    """Return what is saved: sharded by global layer number, so that any placement can load it."""
     states = {f'model{i}': _unwrapped(m).sharded_state_dict() for i, m in enumerate(models)}
     metadata = {'distrib_optim_sharding_type': 'fully_reshardable'}
     return {
@@ -119,7 +119,7 @@ def _state(models: list[Any], optimizer: Any, scheduler: Any, loading: bool) -> 
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The chunk inside its wrappers."""
+    """Return the chunk inside its wrappers."""
     return get_attr_wrapped_model(model, 'pre_process', return_model_obj=True)
 
 
@@ -129,7 +129,7 @@ def _folder(root: Path, iteration: int) -> Path:
 
 
 def _tracked(root: Path) -> int:
-    """The iteration that the tracker names.
+    """Return the iteration that the tracker names.
 
     Raises:
         InputError: there is no tracker, or no number in it.
@@ -144,7 +144,7 @@ def _tracked(root: Path) -> int:
 
 
 def _damage(folder: Path) -> str | None:
-    """What is missing of a checkpoint, as a sentence; None: all files are there, whole in length.
+    """Return what is missing of a checkpoint, as a sentence; None: nothing.
 
     What stands in them is not compared: neither torch nor Megatron keeps checksums.
     """
@@ -182,7 +182,7 @@ def _instead(root: Path, but: int | None = None) -> str:
 
 
 def _steps(root: Path) -> Iterator[int]:
-    """Iterations of the whole checkpoints in `root`, the latest first."""
+    """Yield iterations of the whole checkpoints in `root`, the latest first."""
     for folder in sorted(root.glob('iter_*'), reverse=True):
         number = folder.name.removeprefix('iter_')
         if number.isdigit() and _damage(folder) is None:

@@ -34,7 +34,7 @@ TEXT = torch.tensor(list(Path(__file__).read_bytes()))
 
 
 def build_model(layout: megatron_zbpp.ModelLayout) -> list[DDP]:
-    """Returns this rank's chunks of the model: with zb-v, the ends of a Λ over the ranks."""
+    """Return this rank's chunks of the model: with zb-v, the ends of a Λ over the ranks."""
     config = TransformerConfig(
         num_layers=LAYERS,
         hidden_size=64,
@@ -62,7 +62,7 @@ def build_model(layout: megatron_zbpp.ModelLayout) -> list[DDP]:
 
 
 def batches() -> Iterator[torch.Tensor]:
-    """Yields microbatches of bytes, each sequence one byte longer than the model reads."""
+    """Yield microbatches of bytes, each sequence one byte longer than the model reads."""
     draw = torch.Generator().manual_seed(1234)  # the first and the last stage read the same
     while True:
         starts = torch.randint(len(TEXT) - SEQUENCE, (MICRO_BATCH,), generator=draw).tolist()
@@ -70,13 +70,13 @@ def batches() -> Iterator[torch.Tensor]:
 
 
 def loss_func(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns the mean loss of a microbatch, and what of it is reported."""
+    """Return the mean loss of a microbatch, and what of it is reported."""
     loss = losses.float().mean()
     return loss, {'loss': loss.detach().clone()}  # Megatron scales the first in place
 
 
 def forward_step(data: Iterator[torch.Tensor], model: DDP) -> tuple[torch.Tensor, partial]:
-    """Runs one chunk on one microbatch, for Megatron."""
+    """Run one chunk on one microbatch, for Megatron."""
     text = next(data)
     positions = torch.arange(SEQUENCE, device=DEVICE).expand(MICRO_BATCH, -1)
     return model(text[:, :-1], positions, None, labels=text[:, 1:]), loss_func

@@ -35,7 +35,7 @@ def tokenizer():
 
 
 def text_files(inputs: list[Path]) -> Iterator[Path]:
-    """The files among `inputs`, and the .py, .txt and .md files below the folders among them."""
+    """Yield files among `inputs`, and .py, .txt and .md files below the folders among them."""
     for path in inputs:
         if path.is_dir():
             kept = (p for p in path.rglob('*') if p.suffix in ('.py', '.txt', '.md'))
@@ -45,7 +45,7 @@ def text_files(inputs: list[Path]) -> Iterator[Path]:
 
 
 def prepare(output: Path, inputs: list[Path] | None = None, max_bytes: int = 8_000_000) -> Path:
-    """Writes OUTPUT.bin and OUTPUT.idx; does nothing where both are there already.
+    """Write OUTPUT.bin and OUTPUT.idx; do nothing where both are there already.
 
     Args:
         output: prefix of the two files.

@@ -56,7 +56,7 @@ PAUSE = 'the same between iterations, as in checkpoints (default: ten times that
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; ends the program with status 2 and a reason where it makes no sense."""
+    """Return the command line; where it makes no sense, end with status 2 and a reason."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -123,7 +123,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def check_args(args: argparse.Namespace, world_size: int) -> None:
-    """Derives data-parallel size, number of microbatches and placement.
+    """Derive data-parallel size, number of microbatches and placement.
 
     Raises:
         ValueError: a value that cannot work, with the cure.
@@ -183,7 +183,7 @@ def initialize(args: argparse.Namespace) -> None:
 
 
 def build_model(args: argparse.Namespace) -> list[DDP]:
-    """This rank's chunks of the model, wrapped, with weights drawn by layer."""
+    """Return this rank's chunks of the model, wrapped, with weights drawn by layer."""
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     config = TransformerConfig(
         num_layers=args.num_layers,
@@ -232,7 +232,7 @@ def build_model(args: argparse.Namespace) -> list[DDP]:
 
 
 def gpt(model: torch.nn.Module) -> GPTModel:
-    """The chunk inside its wrappers."""
+    """Return the chunk inside its wrappers."""
     return get_attr_wrapped_model(model, 'pre_process', return_model_obj=True)
 
 
@@ -283,7 +283,7 @@ def build_optimizer(args: argparse.Namespace, models: list[DDP]) -> tuple[Any, A
 
 
 def check_data(args: argparse.Namespace) -> None:
-    """Raises where Megatron would search an empty part of the data for ever.
+    """Raise where Megatron would search an empty part of the data for ever.
 
     Raises:
         InputError: no data at --data-path, or too little for --split.
@@ -329,7 +329,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[GPTDataset, GPTDataset | N
 def batches(
     args: argparse.Namespace, dataset: GPTDataset, iteration: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """This data-parallel rank's microbatches, from the start of `iteration` on."""
+    """Yield this data-parallel rank's microbatches, from the start of `iteration` on."""
     rank, size = parallel_state.get_data_parallel_rank(), args.micro_batch_size
     start = iteration * args.global_batch_size + rank * size
     while True:
@@ -340,7 +340,7 @@ def batches(
 
 
 def on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the device, which nobody waits for: a GPU fetches it from page-locked memory."""
+    """Return a copy on the device; nobody waits: a GPU fetches it from page-locked memory."""
     if DEVICE.type == 'cuda':
         tensor = tensor.pin_memory()
     return tensor.to(DEVICE, non_blocking=True)
@@ -375,7 +375,7 @@ def forward_step(data_iterator: Iterator | None, model: DDP) -> tuple[torch.Tens
 def run_batch(
     args: argparse.Namespace, models: list[DDP], data: list[Iterator | None], **options: Any
 ) -> float | None:
-    """Runs one global batch; returns its mean loss, on the last pipeline rank.
+    """Run one global batch; return its mean loss, on the last pipeline rank.
 
     Raises:
         FloatingPointError: that is NaN or infinite, and checked.
@@ -422,7 +422,7 @@ def evaluate(
 
 
 def enable(args: argparse.Namespace, stack: ExitStack) -> Any | None:
-    """The plugin, until `stack` ends; None where Megatron's own schedule is to run."""
+    """Return the plugin, until `stack` ends; None where Megatron's own schedule is to run."""
     if args.pipeline_schedule == 'megatron':
         return None
     plugin = megatron_zbpp.enable(
@@ -440,7 +440,7 @@ def enable(args: argparse.Namespace, stack: ExitStack) -> Any | None:
 
 
 def train(args: argparse.Namespace) -> None:
-    """The training loop, from process groups to the last line of metrics."""
+    """Train, from process groups to the last line of metrics."""
     with ExitStack() as stack:
         plugin = enable(args, stack)
         initialize(args)

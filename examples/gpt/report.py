@@ -17,12 +17,12 @@ from megatron.core.utils import get_attr_wrapped_model
 
 
 def is_reporter() -> bool:
-    """The last process: it has the loss, and Megatron logs there."""
+    """Return the last process: it has the loss, and Megatron logs there."""
     return dist.get_rank() == dist.get_world_size() - 1
 
 
 def write_line(path: Path | None, line: dict) -> None:
-    """Appends a JSON line to `path`, where there is one, on the reporting rank."""
+    """Append a JSON line to `path`, where there is one, on the reporting rank."""
     if path is not None and is_reporter():
         with path.open('a') as file:
             file.write(json.dumps(line) + '\n')
@@ -127,7 +127,7 @@ def _sha256(values: Iterable[Any]) -> str:
 
 
 def write_median(path: Path, measured: list[Any]) -> None:
-    """Writes the iteration with the median time on the reporting rank, of all but the first."""
+    """Write the iteration with the median time on the reporting rank, of all but the first."""
 
     def span(index: int) -> float:
         iteration = measured[index]

@@ -51,7 +51,7 @@ class Checked:
 def check(
     schedule: Schedule, *, memory_limit: float | None = None, costs: Costs | None = None
 ) -> Checked:
-    """Returns `schedule` with its programs, if it may run: see the module's text.
+    """Return `schedule` with its programs, if it may run: see the module's text.
 
     Args:
         schedule: any.
@@ -161,7 +161,7 @@ def _turns(
 
 
 def _microbatches(schedule: Schedule, rank: int, task: Task) -> Sequence[int]:
-    """The microbatches for which `rank` does `task`, one of its own, in order."""
+    """Return the microbatches for which `rank` does `task`, one of its own, in order."""
     m, every = schedule.num_microbatches, schedule.graph.kinds[task.kind].every
     placement = schedule.placement
     if len(placement.routes) == 1:
@@ -170,7 +170,7 @@ def _microbatches(schedule: Schedule, rank: int, task: Task) -> Sequence[int]:
 
 
 def _foreign(schedule: Schedule, rank: int, at: int) -> ScheduleError:
-    """The error for a pass that has no business on this rank."""
+    """Return the error for a pass that has no business on this rank."""
     p, graph = schedule.passes[rank][at], schedule.graph
     tasks = graph.tasks(*p[:2], p.slice) if p.kind in graph.kinds else ()
     if not tasks:
@@ -191,7 +191,7 @@ def _foreign(schedule: Schedule, rank: int, at: int) -> ScheduleError:
 
 
 def _repeated(schedule: Schedule, rank: int, at: int, task: Task) -> ScheduleError:
-    """The error for a pass that does again what has been done."""
+    """Return the error for a pass that does again what has been done."""
     p, what = schedule.passes[rank][at], schedule.graph.kinds[task.kind].words
     first = _doer(schedule, rank, task, p.microbatch)
     message = f'{p} on rank {rank} repeats the {what} that {first} has done: keep one of them'
@@ -199,7 +199,7 @@ def _repeated(schedule: Schedule, rank: int, at: int, task: Task) -> ScheduleErr
 
 
 def _out_of_turn(schedule: Schedule, rank: int, at: int, task: Task, turn: int) -> ScheduleError:
-    """The error for a pass that does `task` when it is the turn of microbatch `turn`."""
+    """Return the error for a pass that does `task` when it is the turn of microbatch `turn`."""
     p, what = schedule.passes[rank][at], schedule.graph.kinds[task.kind].words
     later = _doer(schedule, rank, task, turn)
     if later is None:
@@ -212,7 +212,7 @@ def _out_of_turn(schedule: Schedule, rank: int, at: int, task: Task, turn: int) 
 
 
 def _too_early(schedule: Schedule, rank: int, at: int, need: Need) -> ScheduleError:
-    """The error for a pass that comes before the pass of its own stage that it needs."""
+    """Return the error for a pass that comes before the pass of its own stage that it needs."""
     p = schedule.passes[rank][at]
     microbatch = p.microbatch - need.back
     needed = _doer(schedule, rank, need.task, microbatch)
@@ -225,7 +225,7 @@ def _too_early(schedule: Schedule, rank: int, at: int, need: Need) -> ScheduleEr
 def _missing(
     schedule: Schedule, rank: int, task: Task, microbatch: int, at: int | None = None
 ) -> ScheduleError:
-    """The error for a task that no pass on its rank does; noticed at cell `at`, else at the end."""
+    """Return the error for a task that no pass of its rank does, noticed at cell `at`."""
     graph, order = schedule.graph, schedule.passes[rank]
     found = {p.kind for p in order if p[1:] == (task.stage, microbatch, task.slice)}
     done = {each for kind in found & set(graph.kinds) for each in graph.tasks(kind, task.stage)}
@@ -243,14 +243,14 @@ def _missing(
 
 
 def _doer(schedule: Schedule, rank: int, task: Task, microbatch: int) -> Pass | None:
-    """The first pass of `rank` that does `task` of `microbatch`."""
+    """Return the first pass of `rank` that does `task` of `microbatch`."""
     kinds = schedule.graph.doers[task.kind]
     passes = {Pass(kind, task.stage, microbatch, task.slice) for kind in kinds}
     return next((p for p in schedule.passes[rank] if p in passes), None)
 
 
 def _proven_programs(schedule: Schedule) -> tuple[Program, ...]:
-    """The instructions that the runtime will issue: they end, and receive in the order of sends."""
+    """Return what the runtime will issue: it ends, and receives in the order of sends."""
     try:
         return lower(schedule)
     except DeadlockError as error:

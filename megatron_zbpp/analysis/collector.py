@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def held_off() -> Generator[None, None, None]:
-    """Collects nothing within: each collection would look at all that has been made, in vain."""
+    """Collect nothing within: each collection would look at all that has been made, in vain."""
     enabled = gc.isenabled()
     gc.disable()
     try:

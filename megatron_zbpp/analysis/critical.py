@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
 
 def critical_path(timeline: Timeline, costs: Costs) -> tuple[Step, ...]:
-    """The passes that set the makespan, first to last, each with what it waited for.
+    """Return the passes that set the makespan, first to last, each with what it waited for.
 
     In a simulated timeline each step starts when the one before ends, plus `costs.edge` where it
     waited for communication. In a measured one, what gaps remain is time that costs do not explain.
@@ -60,7 +60,7 @@ def _cause(
     spans: dict[Pass, tuple[float, float]],
     previous: Pass | None,
 ) -> tuple[str, Pass | None]:
-    """What let `p` start last of all that it had to wait for: `Step.waited` and `Step.on`."""
+    """Return what let `p` start last of all that it waited for: `Step.waited` and `Step.on`."""
     rank_of = schedule.rank_of
     causes = [(spans[previous][1], 'rank', previous)] if previous else []
     for need, q in schedule.needs(p):

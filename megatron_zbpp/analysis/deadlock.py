@@ -76,7 +76,7 @@ class DeadlockError(ValueError):
 
 
 def prove(programs: Sequence[Sequence[Instruction | Collective]], rules: Rule = EVERY_RULE) -> None:
-    """Returns if `programs` end under `rules`; takes time linear in their length.
+    """Return if `programs` end under `rules`; take time linear in their length.
 
     Raises:
         DeadlockError: some rank never reaches its end.
@@ -124,7 +124,7 @@ class _Replay:
         return sum(type(i) is Pass for i in self._programs[rank][: self._cursor[rank]])
 
     def _words(self, rank: int, instruction: Instruction | Collective) -> str:
-        """What it stands at; of a pass, the receives that are open."""
+        """Return what it stands at; of a pass, the receives that are open."""
         posted = self._programs[rank][: self._cursor[rank]]
         waited = [i for i in posted if type(i) is Receive and self._missing[rank][i.consumer]]
         if type(instruction) is not Pass or not waited:
@@ -132,7 +132,7 @@ class _Replay:
         return f'{instruction} for {", ".join(map(str, waited))}'
 
     def _advance(self, rank: int) -> set[int]:
-        """Runs `rank` as far as it goes; returns the ranks that may have waited for that."""
+        """Run `rank` as far as it goes; return the ranks that may have waited for that."""
         program, at = self._programs[rank], self._cursor[rank]
         missing, spinning = self._missing[rank], self._spinning
         wakes: set[int] = set()
@@ -160,7 +160,7 @@ class _Replay:
         return wakes - {rank}
 
     def _post(self, rank: int, receive: Receive) -> bool:
-        """Posts a receive, if it need not wait."""
+        """Post a receive, if it need not wait."""
         waiting = self._open[rank][receive.peer]
         if self._in_order and waiting:
             return False
@@ -169,7 +169,7 @@ class _Replay:
         return True
 
     def _send(self, rank: int, send: Send) -> bool:
-        """Sends, if the receive has been posted."""
+        """Send, if the receive has been posted."""
         peer = send.peer
         waiting = self._open[peer][rank]
         if not waiting:

@@ -44,7 +44,7 @@ def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
 
 
 def lags(timeline: Timeline) -> dict[tuple[int, int], float]:
-    """Returns the shortest time from the end of a pass to the start of what needs it.
+    """Return the shortest time from the end of a pass to the start of what needs it.
 
     By (rank of the pass, other rank). Below 0 only where their clocks differ.
     """

@@ -28,7 +28,7 @@ _LATENCY = 0.01
 
 
 def lower(schedule: Schedule) -> tuple[Program, ...]:
-    """The program of each rank, proven to end under every rule of a backend.
+    """Return the program of each rank, proven to end under every rule of a backend.
 
     Args:
         schedule: a complete schedule (`check` tells).
@@ -136,7 +136,7 @@ def _one_by_one(schedule: Schedule) -> list[list[Instruction]]:
 
 
 def _by_end(schedule: Schedule) -> list[int]:
-    """The numbers of all passes, in the order in which they end."""
+    """Return the numbers of all passes, in the order in which they end."""
     costs = Costs.uniform(schedule.placement, comm=_LATENCY)
     ends = [end for spans in simulate(schedule, costs).spans for _, end in spans]
     return sorted(range(len(ends)), key=ends.__getitem__)

@@ -49,7 +49,7 @@ def passes_ahead(schedule: Schedule) -> tuple[int, ...]:
 
 
 def passes_run_ahead(schedule: Schedule, counts: Sequence[int], ranks_ahead: int) -> set[Pass]:
-    """The passes that run ahead if the first `ranks_ahead` ranks of the chain do.
+    """Return the passes that run ahead if the first `ranks_ahead` ranks of the chain do.
 
     Args:
         schedule: any.
@@ -61,7 +61,7 @@ def passes_run_ahead(schedule: Schedule, counts: Sequence[int], ranks_ahead: int
 
 
 def split(program: Program, ahead: Set[Pass]) -> tuple[Program, Program]:
-    """A rank's program in two: what runs ahead, with all that it receives of it, and the rest.
+    """Return a program in two: what runs ahead, with all that it receives of it, and the rest.
 
     Args:
         program: of one rank.

@@ -50,7 +50,7 @@ _Table = dict[str, list[_Flat]]
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Runs each rank's order as early as its dependencies allow.
+    """Run each rank's order as early as its dependencies allow.
 
     A message between ranks takes `costs.edge`, which occupies no device; between stages on one rank
     it takes nothing. Passes that run together start together and hand on at the end of the last.
@@ -95,7 +95,7 @@ class _Run:
         self.engines = list(_engines(schedule, flat))
 
     def _table(self, flat: Compiled, route: int) -> _Table:
-        """Passes of microbatches on `route`."""
+        """Return passes of microbatches on `route`."""
         placement = self.schedule.placement
 
         def entry(kind: str, stage: int, step: Step) -> _Flat:
@@ -176,7 +176,7 @@ class _Run:
         return self.spans
 
     def _latest(self, needs: Iterable[tuple[int, float]], microbatch: int) -> tuple[int, float]:
-        """The entry that is there last, or one that is not there, and when a pass may start."""
+        """Return the entry there last, or one that is not there, and when a pass may start."""
         found = [(self.ends[need + microbatch] + edge, need + microbatch) for need, edge in needs]
         missing = [each for each in found if each[0] == _PENDING]
         start, need = missing[0] if missing else max(found)
@@ -194,7 +194,7 @@ class _Run:
         return group
 
     def _joined(self, rank: int, first: int) -> _Flat:
-        """A group as one, its entries those of its own microbatches."""
+        """Return a group as one, its entries those of its own microbatches."""
         group = self._group(rank, first)
         own = [row + mb for mb, flat in group for row in (flat.own, *flat.also)]
         needs = [
@@ -207,7 +207,7 @@ class _Run:
         return _Flat(*needs[0], tuple(needs[1:]), own[0], tuple(own[1:]), duration)
 
     def _share(self, rank: int, first: int, start: float) -> None:
-        """Gives each of a group its part of the time, one after the other."""
+        """Give each of a group its part of the time, one after the other."""
         for at, (_, flat) in enumerate(self._group(rank, first), first):
             self.spans[rank][at] = start, start + flat.duration
             start += flat.duration
@@ -229,7 +229,7 @@ def _engines(schedule: Schedule, flat: Compiled) -> Iterator[tuple[int, Sequence
 
 
 def _stuck(schedule: Schedule, cursors: list[int]) -> ScheduleError:
-    """The error for ranks that cannot run the pass at their cursor; a cycle among them first."""
+    """Return the error for ranks stuck at the pass at their cursor; a cycle among them first."""
     done = {p for order, at in zip(schedule.passes, cursors, strict=True) for p in order[:at]}
     waits = {
         rank: _wait(schedule, done, rank, order[at])

@@ -49,7 +49,7 @@ def list_families(args: Namespace) -> None:
 
 
 def show(args: Namespace) -> None:
-    """A schedule as text: to scale, or with `--order` its orders as they stand, unchecked."""
+    """Print a schedule: to scale, or with `--order` its orders as they stand, unchecked."""
     width = shutil.get_terminal_size((120, 24)).columns if args.width is None else args.width
     if args.order:
         schedule = formats.load(args.file) if args.file else inputs.load_case(args).schedule
@@ -101,7 +101,7 @@ def check_file(args: Namespace) -> None:
 
 
 def compare(args: Namespace) -> None:
-    """A table, and a picture, of the named schedules or of all that can be built."""
+    """Print a table, and draw a picture, of the named schedules or of all that can be built."""
     picture = _suffix(args.output) if args.output else None
     found, skipped = inputs.load_cases(args)
     ran = ((name, case.timeline) for name, case in found.items())
@@ -130,7 +130,7 @@ def compare(args: Namespace) -> None:
 
 
 def plan_schedule(args: Namespace) -> int:
-    """The best schedule that the planner finds, its lower bound, the best named one."""
+    """Return the best schedule that the planner finds, its lower bound, the best named one."""
     if args.frontier:
         _plan_frontier(args)
         return 0
@@ -176,7 +176,7 @@ def plan_schedule(args: Namespace) -> int:
 
 
 def _planned_output(args: Namespace) -> str | None:
-    """The picture that --output asks for; None: a plan."""
+    """Return the picture that --output asks for; None: a plan."""
     if not args.output or args.output.endswith('.json'):
         return None
     if Path(args.output).suffix[1:].lower() not in ('html', 'svg', 'png'):
@@ -185,7 +185,7 @@ def _planned_output(args: Namespace) -> str | None:
 
 
 def _plan_frontier(args: Namespace) -> None:
-    """A plan under each of several memory limits."""
+    """Plan under each of several memory limits."""
     if args.memory_limit is not None:
         raise ValueError('--frontier has the memory limits: leave --memory-limit out')
     if args.output and not args.output.endswith(('.png', '.svg')):
@@ -259,7 +259,7 @@ def _frontier_row(limit: float, found: Plan) -> tuple[str, ...]:
 
 
 def convert(args: Namespace) -> None:
-    """Writes a schedule in another format."""
+    """Write a schedule in another format."""
     case = inputs.load_case(args)
     if args.to == 'json':
         _write(args.output, case.schedule.to_json())
@@ -274,7 +274,7 @@ def convert(args: Namespace) -> None:
 
 
 def doctor(args: Namespace) -> int:
-    """What is installed, whether our patches fit it, and what a launch line would run."""
+    """Return what is installed, whether our patches fit it, and what a launch line would run."""
     from megatron_zbpp.mcore.command_line.doctor import examine, words  # takes torch and Megatron
 
     report = examine(args.line, args.gpus)
@@ -361,7 +361,7 @@ def _print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None
 
 
 def _suffix(path: str) -> str:
-    """The format that a picture's path asks for."""
+    """Return the format that a picture's path asks for."""
     suffix = Path(path).suffix[1:].lower()
     if suffix not in ('html', 'svg', 'png'):
         raise ValueError(f'-o {path}: name a .html, .svg or .png file')
@@ -369,7 +369,7 @@ def _suffix(path: str) -> str:
 
 
 def _draw(path: str, to: str, shown: dict[str, Case], timelines: dict[str, Timeline]) -> None:
-    """Writes the picture of `timelines` in format `to`."""
+    """Write the picture of `timelines` in format `to`."""
     if to == 'png':
         return timeline_png(timelines, path)
     draw: Callable[..., str] = {'html': html, 'svg': svg, 'perfetto': perfetto}[to]

@@ -42,7 +42,7 @@ class StageCosts(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> StageCosts:
-        """What the file says.
+        """Return what the file says.
 
         Raises:
             OSError: it cannot be read.
@@ -64,7 +64,7 @@ class Case(NamedTuple):
 
 
 def load_case(args: Namespace, name: str | None = None) -> Case:
-    """The schedule that the arguments ask for (or that of family `name`), checked, with costs."""
+    """Return the schedule that is asked for (or that of family `name`), checked, with costs."""
     name = name or args.schedule
     case = _generated(args, name) if name else _from_file(args)
     check(case.schedule, memory_limit=args.memory_limit, costs=case.costs)
@@ -72,7 +72,7 @@ def load_case(args: Namespace, name: str | None = None) -> Case:
 
 
 def load_cases(args: Namespace) -> tuple[dict[str, Case], dict[str, str]]:
-    """The cases to compare, and for each family that has none the reason why.
+    """Return the cases to compare, and for each family that has none the reason why.
 
     Raises:
         ValueError: nothing is left to compare, or a name is not known.
@@ -101,7 +101,7 @@ def named_cases(args: Namespace) -> Iterator[Case]:
 
 
 def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
-    """The placements that `plan` may use, each once, with the costs of their stages."""
+    """Return the placements that `plan` may use, each once, with the costs of their stages."""
     stages = _stages(args.times)
     allowed = args.vpp or ([1, 2, 4] if stages is None else [stages // args.pp])
     if args.layers is not None:
@@ -123,7 +123,7 @@ def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
 
 
 def _within(args: Namespace, allowed: list[int]) -> list[int]:
-    """The chunks per rank of which each stage still gets a layer.
+    """Return the chunks per rank of which each stage still gets a layer.
 
     Raises:
         ValueError: none are left.

@@ -46,7 +46,7 @@ activations of one microbatch on a full rank.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`; returns its exit code."""
+    """Run the command line `argv`; return its exit code."""
     given = sys.argv[1:] if argv is None else list(argv)
     if not given:
         _parser().print_help()
@@ -160,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_planning(planned: argparse.ArgumentParser) -> None:
-    """What `plan` takes."""
+    """Add what `plan` takes."""
     _add_shape(planned, required=True, chunks=_counts)
     _add_costs(planned)
     planned.add_argument(
@@ -206,7 +206,7 @@ def _add_planning(planned: argparse.ArgumentParser) -> None:
 
 
 def _epilog(prefix: str) -> str:
-    """The examples that start with `prefix`, and what their numbers mean."""
+    """Return the examples that start with `prefix`, and what their numbers mean."""
     lines = [f'  {line}' for line in _EXAMPLES.splitlines() if line.startswith(prefix)]
     return '\n'.join(['examples:', *lines, _UNITS])
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress(text: str, unit: str, total: int) -> Iterator[Callable[[float], object]]:
-    """Shows a bar on stderr while the block runs, if that is a terminal.
+    """Show a bar on stderr while the block runs, if that is a terminal.
 
     Yields:
         What is told the share that is done, from 0 to 1.

@@ -14,7 +14,7 @@ NAME = 'fused_weight_gradient_mlp_cuda'  # which Megatron's own linear layers im
 def wgrad_gemm_accum_fp32(
     input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
 ) -> None:
-    """Adds the gradient of a weight, computed in fp32, to `main_grad`."""
+    """Add the gradient of a weight, computed in fp32, to `main_grad`."""
     with torch.no_grad():
         main_grad.add_(grad_output.t().float() @ input.float())
 
@@ -28,7 +28,7 @@ def wgrad_gemm_accum_fp16(
 
 
 def install() -> None:
-    """Makes the kernel importable where it is not built."""
+    """Make the kernel importable where it is not built."""
     module = types.ModuleType(NAME, __doc__)
     module.__spec__ = ModuleSpec(NAME, None)
     module.wgrad_gemm_accum_fp32 = wgrad_gemm_accum_fp32

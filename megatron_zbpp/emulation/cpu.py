@@ -34,7 +34,7 @@ from megatron_zbpp.runtime.import_hook import after_import
 
 
 def _cpu(device: object) -> object:
-    """The CPU for any spelling of a CUDA device; everything else as it is."""
+    """Return the CPU for any spelling of a CUDA device; everything else as it is."""
     if type(device) is int:  # torch.cuda.current_device()
         return 'cpu'
     if isinstance(device, str) and device.startswith('cuda'):
@@ -130,7 +130,7 @@ def _tensor_type(self, *args, _original=torch.Tensor.type, **kwargs):
 
 
 def _wrapper(cls, *args, _original=torch.Tensor._make_wrapper_subclass, **kwargs):
-    """What tensors of other kinds, such as quantized ones, are made of: no mode intercepts it."""
+    """Leave alone what tensors of other kinds, such as quantized ones, are made of."""
     if 'device' in kwargs:
         kwargs['device'] = _cpu(kwargs['device'])
     return _original(cls, *args, **kwargs)
@@ -187,7 +187,7 @@ _GATHERS = ('allgather_into_tensor_coalesced', 'all_gather_single_coalesced')
 
 
 def _aliased_isend(tensor: torch.Tensor, *args, _original=distributed_c10d.isend, **kwargs):
-    """Sends an alias, which keeps the memory.
+    """Send an alias, which keeps the memory.
 
     Megatron's interleaved schedule frees what it sends (`deallocate_output_tensor`) before the send
     is waited for. CUDA's allocator keeps such memory for the stream that reads it; gloo's send
@@ -251,7 +251,7 @@ def device() -> torch.device:
 
 
 def install(alias_sends: bool = True) -> None:
-    """Makes this process run Megatron-Core on CPU and gloo; again does nothing more.
+    """Make this process run Megatron-Core on CPU and gloo; again does nothing more.
 
     Args:
         alias_sends: also protect Megatron's own interleaved schedule: see `_aliased_isend`.
@@ -302,7 +302,7 @@ def install(alias_sends: bool = True) -> None:
 
 
 def _keep_memory() -> None:
-    """What tensors free stays with the process, as PyTorch keeps it on a GPU.
+    """Keep what tensors free with the process, as PyTorch keeps it on a GPU.
 
     glibc gives large blocks back to the system; taking them anew, page by page, would cost a fifth
     of the backwards of a schedule that holds activations from B to W, and nothing of a fused one.
@@ -314,7 +314,7 @@ def _keep_memory() -> None:
 
 
 def _drain_gloo_threads() -> None:
-    """Waits until gloo's threads have nothing left to do.
+    """Wait until gloo's threads have nothing left to do.
 
     Such a thread takes the GIL to let go of a tensor. Where Python is ending, that aborts the
     process: a collective may be over for the program, which ends, before it is for its thread.

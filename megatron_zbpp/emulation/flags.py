@@ -21,7 +21,7 @@ CPU_FLAGS = (
 
 
 def cpu_flags(words: Sequence[str]) -> tuple[str, ...]:
-    """The flags that a script with the flags `words` needs on a CPU."""
+    """Return the flags that a script with the flags `words` needs on a CPU."""
     emulated = wants_transformer_engine(words)
     return tuple(flag for flag in CPU_FLAGS if not (emulated and flag in _LOCAL))
 

@@ -58,13 +58,13 @@ class Device:
             self._changed.notify_all()
 
     def launch(self, work: Work) -> None:
-        """Takes note of an operation."""
+        """Take note of an operation."""
         with self._changed:
             work.number = next(self._numbers)
             self._waiting[work.number] = work
 
     def start(self, work: Work) -> None:
-        """Returns when `work` may start: that before it on its communicator has ended."""
+        """Return when `work` may start: that before it on its communicator has ended."""
         with self._changed:
             if self.in_order:
                 self._changed.wait_for(lambda: self.closed or min(self._waiting) == work.number)
@@ -80,12 +80,12 @@ class Device:
             self._changed.notify_all()
 
     def synchronize(self, *_: object) -> None:
-        """Waits for all that was launched: torch.cuda.synchronize."""
+        """Wait for all that was launched: torch.cuda.synchronize."""
         self.until(lambda: not self._waiting and not self._running, 'its device')
 
     @contextmanager
     def passing(self, what: object) -> Iterator[None]:
-        """Computes meanwhile."""
+        """Compute meanwhile."""
         if self.synchronises:
             self.until(lambda: not self._waiting and not self._running, f'its device, in {what}')
         if self.in_order:
@@ -93,7 +93,7 @@ class Device:
         yield
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Waits for `condition`.
+        """Wait for `condition`.
 
         Raises:
             Stuck: it is not met for long.
@@ -108,7 +108,7 @@ class Device:
         self._raise(what)
 
     def look(self, condition: Callable[[], bool], what: str | None = None) -> None:
-        """Looks for `condition`, which other ranks bring about.
+        """Look for `condition`, which other ranks bring about.
 
         Raises:
             Stuck: it is not met for long, and this is the host, which waits for `what`.
@@ -142,7 +142,7 @@ class Device:
 
 
 def _client() -> dist.Store:
-    """A connection of its own: others wait on theirs, and hold it meanwhile."""
+    """Return a connection of its own: others wait on theirs, and hold it meanwhile."""
     store = distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

@@ -46,7 +46,7 @@ class Communicator:
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def issue(self, what: str, run: Callable[[], None]) -> Work:
-        """Launches an operation; the first one waits for all members."""
+        """Launch an operation; the first one waits for all members."""
         if not self._made:
             self.meet('made', f'the others to make a communicator for {what}')
             self._made = True
@@ -56,7 +56,7 @@ class Communicator:
         return work
 
     def meet(self, what: str, words: str | None = None) -> None:
-        """Waits until all members have come there."""
+        """Wait until all members have come there."""
         key, store = f'{self.name} {what}', self.device.store
         store.add(key, 1)
         self.device.look(lambda: store.add(key, 0) == self._size, words)
@@ -114,7 +114,7 @@ class Group(dist.ProcessGroup):
         return self._communicators[members]
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Work:
-        """Sends what the tensor holds when the operation starts."""
+        """Send what the tensor holds when the operation starts."""
         (tensor,) = tensors
         key, store = self._message(self.rank(), peer), self.device.store
         words = f'a send to {self._words(peer)}'
@@ -149,7 +149,7 @@ class Group(dist.ProcessGroup):
         return f'rank {dist.get_global_rank(self, peer)}'
 
     def collective(self, name: str, *args: object, **options: object) -> Work:
-        """An operation of all ranks."""
+        """Return an operation of all ranks."""
         communicator = self._communicator(())
         self._counts[name] += 1
         turn = f'{name} {self._counts[name]}'
@@ -164,7 +164,7 @@ class Group(dist.ProcessGroup):
         return communicator.issue(words, run)
 
     def _over_gloo(self) -> dist.ProcessGroup:
-        """The same ranks, for what collectives compute."""
+        """Return the same ranks, for what collectives compute."""
         rank, size = self.rank(), self.size()
         limit = timedelta(seconds=self.device.patience)
         gloo = dist.ProcessGroupGloo(self._store, rank, size, limit)

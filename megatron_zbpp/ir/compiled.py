@@ -59,7 +59,7 @@ class Compiled:
     steps: Mapping[str, tuple[Step | None, ...]]
 
     def step(self, kind: str, stage: int, slice: int = 0) -> Step:
-        """Returns what such a pass does."""
+        """Return what such a pass does."""
         step = self.steps[kind][stage * self.graph.num_slices + slice]
         if step is None:
             raise KeyError((kind, stage, slice))
@@ -103,7 +103,7 @@ class Compiled:
 
 @lru_cache(64)
 def compiled(graph: Graph) -> Compiled:
-    """Returns `graph` in flat numbers."""
+    """Return `graph` in flat numbers."""
     rows = {task: row for row, task in enumerate(graph.needs)}
     waits = _without_implied(graph, rows)
     awaited = {link.row for links in waits.values() for link in links}
@@ -125,7 +125,7 @@ def compiled(graph: Graph) -> Compiled:
 
 
 def _without_implied(graph: Graph, rows: Mapping[Task, int]) -> dict[Task, tuple[Link, ...]]:
-    """The needs of each task but those that another of them needs, too, and that send nothing."""
+    """Return the needs of each task but those that another needs, too, and that send nothing."""
     before: dict[Task, int] = {}  # all that come before, one bit a row
 
     def ancestors(task: Task) -> int:

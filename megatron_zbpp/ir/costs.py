@@ -88,7 +88,7 @@ class Costs:
 
     @classmethod
     def from_json(cls, text: str, **defaults: Any) -> Costs:
-        """Returns the costs that a file says: F, B and W by stage, and any other field by its name.
+        """Return the costs that a file says: F, B and W by stage, and any other field by its name.
 
         Args:
             text: of the file.
@@ -134,7 +134,7 @@ class Costs:
         return len(self.forward)
 
     def edge(self, sender: int, receiver: int) -> float:
-        """Returns the time from the end of a pass to when another rank may start on what it sent.
+        """Return the time from the end of a pass to when another rank may start on what it sent.
 
         Between stages of one rank it is 0.
         """
@@ -164,7 +164,7 @@ class Costs:
         return 0.0 if own is None else own[stage]
 
     def changes(self, graph: Graph, pool: str = DEVICE) -> dict[tuple[str, int, int], float]:
-        """What each pass adds to `pool`, by its kind, stage and slice."""
+        """Return what each pass adds to `pool`, by its kind, stage and slice."""
         return {
             key: sum([count * self.amount(name, key[1]) for name, count in counts.items()])
             / graph.num_slices
@@ -172,7 +172,7 @@ class Costs:
         }
 
     def require(self, placement: Placement) -> None:
-        """Raises ValueError unless there is one entry for each stage and rank of `placement`."""
+        """Raise ValueError unless there is one entry for each stage and rank of `placement`."""
         if self.num_stages != placement.num_stages:
             raise ValueError(
                 f'costs of {self.num_stages} stages do not fit a placement of '
@@ -191,13 +191,13 @@ class Costs:
 
 
 def _by_name(value: Any) -> str | None:
-    """Checks numbers under names."""
+    """Check numbers under names."""
     fits = strict_json.is_object(value) and all(_NUMBERS(entry) is None for entry in value.values())
     return None if fits else 'an object of lists of numbers, such as {"R": [1, 1]}'
 
 
 def _edge_list(value: Any) -> str | None:
-    """Checks latencies between ranks."""
+    """Check latencies between ranks."""
     fits = strict_json.is_list(value) and all(
         strict_json.is_list(edge)
         and len(edge) == 3
@@ -218,7 +218,7 @@ _OTHERS = {  # fields of a file, but for the times of F, B and W
 
 
 def _require_costs(name: str, values: tuple[float, ...]) -> None:
-    """Raises ValueError unless all of `values` are finite and not negative."""
+    """Raise ValueError unless all of `values` are finite and not negative."""
     for value in values:
         if not (isfinite(value) and value >= 0):
             raise ValueError(f'{name} = {value} is not a cost: give finite numbers from 0 up')

@@ -16,7 +16,7 @@ class ScheduleError(ValueError):
     def __init__(
         self, what: str, schedule: Schedule, cells: Iterable[tuple[int, int]] = ()
     ) -> None:
-        """Makes the message.
+        """Make the message.
 
         Args:
             what: what is wrong, where, and the cure: one line.

@@ -75,7 +75,7 @@ _Action = tuple[int, str, int]  # stage, kind in the file's dialect, microbatch
 
 
 def load(path: str | Path) -> Schedule:
-    """The schedule in a file: ours or `zbpp plan`'s JSON, or torch's CSV, told by its contents.
+    """Return the schedule in a file: our JSON, a plan's, or torch's CSV, told by its contents.
 
     It is read, not checked: see `analysis.checker.check`.
 
@@ -96,7 +96,7 @@ def load(path: str | Path) -> Schedule:
 
 
 def _text(path: Path) -> str:
-    """Returns what is in a file, unless it has more passes than can be checked.
+    """Return what is in a file, unless it has more passes than can be checked.
 
     Raises:
         ValueError: it has.
@@ -115,7 +115,7 @@ def _text(path: Path) -> str:
 
 
 def from_json(text: str) -> Schedule:
-    """Returns the schedule in our JSON, or in the `schedule` of what `zbpp plan --json` prints."""
+    """Return the schedule in our JSON, or in the `schedule` of what `zbpp plan --json` prints."""
     data: Any = strict_json.loads(text)
     if strict_json.is_object(data) and 'schedule' in data:
         strict_json.require(data, {}, dict.fromkeys(PLAN_FIELDS, strict_json.anything))
@@ -124,7 +124,7 @@ def from_json(text: str) -> Schedule:
 
 
 def to_torch_csv(schedule: Schedule, dialect: str = 'new') -> str:
-    """What torch's `_PipelineScheduleRuntime._load_csv` reads (its format compute_only).
+    """Return what torch's `_PipelineScheduleRuntime._load_csv` reads (its format compute_only).
 
     Raises:
         ValueError: the schedule has passes that torch has no name for.
@@ -143,7 +143,7 @@ def to_torch_csv(schedule: Schedule, dialect: str = 'new') -> str:
 
 
 def from_torch_csv(text: str, name: str = 'torch-csv', dialect: str | None = None) -> Schedule:
-    """The schedule in torch's CSV. Rows say which rank holds which stage.
+    """Return the schedule in torch's CSV. Rows say which rank holds which stage.
 
     Sends, receives and other lowered actions (format compute_comms) are dropped with a warning:
     our own lowering makes them anew. The passes of an `OVERLAP_F_B` run together.
@@ -188,7 +188,7 @@ def _kinds(dialect: str) -> dict[str, str]:
 
 
 def _cells(row: str, rank: int) -> Iterator[list[_Action]]:
-    """What the cells of a row say; nothing for what torch's lowering added."""
+    """Yield what the cells of a row say; nothing for what torch's lowering added."""
     for column, cell in enumerate(map(str.strip, row.split(','))):
         overlap = _OVERLAP.fullmatch(cell)
         texts = [text.strip() for text in overlap[1].split(';')] if overlap else [cell]
@@ -198,7 +198,7 @@ def _cells(row: str, rank: int) -> Iterator[list[_Action]]:
 
 
 def _action(text: str, rank: int, column: int) -> _Action | None:
-    """What one action says; None for what torch's lowering added."""
+    """Return what one action says; None for what torch's lowering added."""
     if _LOWERED.fullmatch(text):
         return None
     if match := _ACTION.fullmatch(text):
@@ -210,7 +210,7 @@ def _action(text: str, rank: int, column: int) -> _Action | None:
 
 
 def _dialect(kinds: set[str]) -> str:
-    """The dialect in which `kinds` make sense: in the new one there is no W without I."""
+    """Return the dialect in which `kinds` make sense: in the new one there is no W without I."""
     if {'I', 'BW'} <= kinds:
         raise ValueError(
             "'I' and 'BW' in one file: I is torch's since 2.6, BW from before; use one"

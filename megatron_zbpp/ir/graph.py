@@ -123,7 +123,7 @@ class Graph:
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def tasks(self, kind: str, stage: int, slice: int = 0) -> tuple[Task, ...]:
-        """Returns what a pass of `kind` does."""
+        """Return what a pass of `kind` does."""
         return tuple(Task(part, stage, slice) for part in self.kinds[kind].parts or (kind,))
 
     @cached_property
@@ -157,7 +157,7 @@ class Graph:
 
 @lru_cache(64)
 def chain(num_stages: int) -> Graph:
-    """Returns the graph of a plain pipeline: F down the stages, B back up, W after its B.
+    """Return the graph of a plain pipeline: F down the stages, B back up, W after its B.
 
     (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.1: B hands on the gradient of the
     input, W needs it of its own stage only.) F holds an activation; what W needs of it is

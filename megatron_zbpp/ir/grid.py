@@ -51,7 +51,7 @@ def _names(names: list[str], mark: int | None) -> list[str]:
 
 
 def _line(names: list[str], cell: int, fitting: int, mark: int | None, index: int) -> str:
-    """The `fitting` cells of a row around its mark, or else around `index`."""
+    """Return the `fitting` cells of a row around its mark, or else around `index`."""
     first, last = _around(index if mark is None else mark, len(names), fitting)
     shown = (
         (f'[{name}]' if i == mark else f' {name} ').ljust(cell)
@@ -62,6 +62,6 @@ def _line(names: list[str], cell: int, fitting: int, mark: int | None, index: in
 
 
 def _around(center: int, count: int, most: int) -> tuple[int, int]:
-    """The half-open range of at most `most` of `count` places that has `center` near its middle."""
+    """Return the half-open range of at most `most` of `count` places, `center` near its middle."""
     first = max(0, min(center - most // 2, count - most))
     return first, min(count, first + most)

@@ -16,7 +16,7 @@ from megatron_zbpp.ir.placement import Placement
 def layers_per_stage(
     num_layers: int, placement: Placement, embedding: bool = False, loss: bool = False
 ) -> list[int]:
-    """Transformer layers of each stage, in model order, as even as can be.
+    """Return transformer layers of each stage, in model order, as even as can be.
 
     Args:
         num_layers: of the model.
@@ -55,7 +55,7 @@ def layers_per_stage(
 
 
 def layout_string(layers: Sequence[int]) -> str:
-    """The layout of stages with so many layers each, in the language of Megatron's own flag.
+    """Return the layout of stages with so many layers each, in the language of Megatron's own flag.
 
     Args:
         layers: transformer layers of each stage, in model order.
@@ -89,7 +89,7 @@ class ModelLayout:
         return layout_string(self.layers) if self.placement.num_stages > 1 else None
 
     def stages(self, rank: int) -> tuple[int, ...]:
-        """The stages of a pipeline rank, a chunk each."""
+        """Return the stages of a pipeline rank, a chunk each."""
         return self.placement.stages(rank)
 
     def is_first(self, stage: int) -> bool:

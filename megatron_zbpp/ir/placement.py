@@ -69,22 +69,22 @@ class Placement:
         return tuple(tuple(sorted(stages)) for stages in held)
 
     def stages(self, rank: int) -> tuple[int, ...]:
-        """Returns the stages that `rank` holds, in model order: entry c is its chunk c."""
+        """Return the stages that `rank` holds, in model order: entry c is its chunk c."""
         return self._stages[rank]
 
     def route_of(self, microbatch: int) -> int:
-        """Returns the route that `microbatch` takes."""
+        """Return the route that `microbatch` takes."""
         return self.route[microbatch % len(self.route)]
 
     def rank_of(self, stage: int, microbatch: int = 0) -> int:
-        """Returns the rank that runs `stage` of `microbatch`.
+        """Return the rank that runs `stage` of `microbatch`.
 
         Behind the last stage comes what each rank has one of: see `ir.graph.Task`.
         """
         return self.on_route(self.route_of(microbatch), stage)
 
     def on_route(self, route: int, stage: int) -> int:
-        """Returns the rank that runs `stage` of microbatches on `route`."""
+        """Return the rank that runs `stage` of microbatches on `route`."""
         return self.routes[route][stage] if stage < self.num_stages else stage - self.num_stages
 
     @cached_property
@@ -96,7 +96,7 @@ class Placement:
         return tuple(self._stages[rank].index(stage) for stage, rank in enumerate(self.ranks))
 
     def chunk_of(self, stage: int) -> int:
-        """Returns the chunk of `stage`; the first for what each rank has one of."""
+        """Return the chunk of `stage`; the first for what each rank has one of."""
         return self.chunks[stage] if stage < self.num_stages else 0
 
     @cached_property
@@ -110,7 +110,7 @@ class Placement:
         return self.routes == Placement.loop(self.num_ranks, self.num_chunks).routes
 
     def reversed(self) -> Placement:
-        """Returns the same placement with rank r renamed to p-1-r (a V becomes a Λ and back)."""
+        """Return the same placement with rank r renamed to p-1-r (a V becomes a Λ and back)."""
         last = self.num_ranks - 1
         ranks, opposite = (
             tuple(last - rank for rank in route) for route in (self.ranks, self.opposite)
@@ -119,23 +119,23 @@ class Placement:
 
     @classmethod
     def loop(cls, num_ranks: int, num_chunks: int = 1) -> Placement:
-        """Returns stage s on rank s mod p, as Megatron (PTD-P, arXiv 2104.04473, section 2.2)."""
+        """Return stage s on rank s mod p, as Megatron (PTD-P, arXiv 2104.04473, section 2.2)."""
         return cls(tuple(range(num_ranks)) * num_chunks, 'loop')
 
     @classmethod
     def wave(cls, num_ranks: int, num_chunks: int = 2) -> Placement:
-        """Returns down, up, down, ...: stages snake over the ranks (Hanayo, arXiv 2308.15762)."""
+        """Return down, up, down, ...: stages snake over the ranks (Hanayo, arXiv 2308.15762)."""
         down = tuple(range(num_ranks))
         ranks = sum((down[::-1] if chunk % 2 else down for chunk in range(num_chunks)), ())
         return cls(ranks, 'v' if num_chunks == 2 else 'wave')
 
     @classmethod
     def v(cls, num_ranks: int) -> Placement:
-        """Returns stages s and 2p-1-s on rank s (ZB-V, arXiv 2401.10241, section 6)."""
+        """Return stages s and 2p-1-s on rank s (ZB-V, arXiv 2401.10241, section 6)."""
         return cls.wave(num_ranks, 2)
 
     @classmethod
     def two_way(cls, num_ranks: int, route: tuple[int, ...] = (0, 1)) -> Placement:
-        """Returns two loops against each other (Chimera, arXiv 2107.06925)."""
+        """Return two loops against each other (Chimera, arXiv 2107.06925)."""
         down = tuple(range(num_ranks))
         return cls(down, 'two-way', down[::-1], route)

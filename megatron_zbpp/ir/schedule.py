@@ -46,7 +46,7 @@ class Pass(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Pass:
-        """Returns the pass that `text` names, for example `3F1`: stage 3, forward, microbatch 1.
+        """Return the pass that `text` names, for example `3F1`: stage 3, forward, microbatch 1.
 
         Raises:
             ValueError: `text` is not of that form.
@@ -117,7 +117,7 @@ class Schedule:
         orders: Iterable[Iterable[Pass | Together | Phase]],
         graph: Graph | None = None,
     ) -> Schedule:
-        """Returns a schedule from any iterables of passes."""
+        """Return a schedule from any iterables of passes."""
         passes: list[tuple[Pass, ...]] = []
         phases: list[tuple[tuple[int, str], ...]] = []
         together: set[tuple[int, int]] = set()
@@ -154,7 +154,7 @@ class Schedule:
         return self.placement.num_stages
 
     def rank_of(self, p: Pass) -> int:
-        """Returns the rank that runs `p`."""
+        """Return the rank that runs `p`."""
         return self.placement.rank_of(p.stage, p.microbatch)
 
     def __iter__(self) -> Iterator[tuple[int, Pass]]:
@@ -162,7 +162,7 @@ class Schedule:
         return ((rank, p) for rank, order in enumerate(self.passes) for p in order)
 
     def order(self, rank: int) -> Iterator[Pass | Together]:
-        """Returns the order of `rank`, with those that run as one as one."""
+        """Return the order of `rank`, with those that run as one as one."""
         joined: list[Pass] = []
         for at, p in enumerate(self.passes[rank]):
             joined.append(p)
@@ -180,7 +180,7 @@ class Schedule:
         }
 
     def needs(self, p: Pass) -> Iterator[tuple[Need, Pass]]:
-        """Returns what must end before `p` starts, on whatever rank: each need, and who fills it.
+        """Return what must end before `p` starts, on whatever rank: each need, and who fills it.
 
         What the schedule lacks is left out: `check` tells.
         """
@@ -193,11 +193,11 @@ class Schedule:
                         yield need, found
 
     def predecessors(self, p: Pass) -> tuple[Pass, ...]:
-        """Returns the passes that must end before `p` starts."""
+        """Return the passes that must end before `p` starts."""
         return tuple(dict.fromkeys(q for _, q in self.needs(p)))
 
     def reversed(self) -> Schedule:
-        """Returns the same schedule with rank r renamed to p-1-r."""
+        """Return the same schedule with rank r renamed to p-1-r."""
         last = self.num_ranks - 1
         return replace(
             self,
@@ -208,13 +208,13 @@ class Schedule:
         )
 
     def forward_only(self) -> Schedule:
-        """Returns what is left for evaluation: the forward passes, in their order."""
+        """Return what is left for evaluation: the forward passes, in their order."""
         kept = tuple(tuple(p for p in order if p.kind == F) for order in self.passes)
         name = f'{self.name} (forward only)'
         return replace(self, name=name, passes=kept, together=frozenset(), phases=())
 
     def to_json(self) -> str:
-        """Returns one JSON object; `from_json` reads it back to an equal value."""
+        """Return one JSON object; `from_json` reads it back to an equal value."""
         placement = {'name': self.placement.name, 'ranks': self.placement.ranks}
         if self.placement.opposite:
             placement |= {'opposite': self.placement.opposite, 'route': self.placement.route}
@@ -234,7 +234,7 @@ class Schedule:
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
-        """Returns the schedule that `to_json` wrote, now or before there were techniques.
+        """Return the schedule that `to_json` wrote, now or before there were techniques.
 
         Raises:
             ValueError: `text` is not JSON, or not a schedule; the message names the field.
@@ -243,7 +243,7 @@ class Schedule:
 
     @classmethod
     def from_object(cls, data: Any) -> Schedule:
-        """Returns the schedule that JSON says, once it has been read.
+        """Return the schedule that JSON says, once it has been read.
 
         Raises:
             ValueError: it says none; the message names the field.
@@ -274,7 +274,7 @@ class Schedule:
 
 
 def _technique(value: Any) -> str | None:
-    """Checks the name and the arguments of a technique."""
+    """Check the name and the arguments of a technique."""
     fits = strict_json.is_list(value) and len(value) == 2 and isinstance(value[0], str)
     return None if fits and strict_json.is_list(value[1]) else 'a name and a list of arguments'
 
@@ -293,12 +293,12 @@ _FIELDS = {
 
 
 def _entry(text: str) -> Pass | Together:
-    """Returns what an entry of an order says: `3F1`, or `(3F1&0B0)`."""
+    """Return what an entry of an order says: `3F1`, or `(3F1&0B0)`."""
     if text.startswith('(') and text.endswith(')'):
         return Together(tuple(map(Pass.parse, text[1:-1].split('&'))))
     return Pass.parse(text)
 
 
 def _tuples(value: Any) -> Any:
-    """Returns `value` with JSON's lists as tuples."""
+    """Return `value` with JSON's lists as tuples."""
     return tuple(map(_tuples, value)) if strict_json.is_list(value) else value

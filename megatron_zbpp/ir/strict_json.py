@@ -20,7 +20,7 @@ Check = Callable[[object], str | None]  # what a value should be, where it is no
 
 
 def loads(text: str) -> object:
-    """Returns what `text` says.
+    """Return what `text` says.
 
     Raises:
         ValueError: it is not JSON, has a field twice, or a number that is not finite.
@@ -31,19 +31,19 @@ def loads(text: str) -> object:
 
 
 def is_object(value: object) -> TypeGuard[dict[str, Any]]:
-    """Returns whether `value` is what JSON calls an object."""
+    """Return whether `value` is what JSON calls an object."""
     return isinstance(value, dict)
 
 
 def is_list(value: object) -> TypeGuard[list[Any]]:
-    """Returns whether `value` is a list."""
+    """Return whether `value` is a list."""
     return isinstance(value, list)
 
 
 def require(
     data: object, fields: Mapping[str, Check], optional: Mapping[str, Check] | None = None
 ) -> None:
-    """Returns if `data` is an object of these fields.
+    """Return if `data` is an object of these fields.
 
     Args:
         data: as `loads` returned it.
@@ -70,28 +70,28 @@ def require(
 
 
 def anything(value: object) -> None:
-    """Checks a value that is checked elsewhere, or not read."""
+    """Check a value that is checked elsewhere, or not read."""
 
 
 def integer(value: object) -> str | None:
-    """Checks an int; true and 1.0 are none."""
+    """Check an int; true and 1.0 are none."""
     return None if isinstance(value, int) and not isinstance(value, bool) else 'an integer'
 
 
 def number(value: object) -> str | None:
-    """Checks an int or a float."""
+    """Check an int or a float."""
     fits = isinstance(value, int | float) and not isinstance(value, bool)
     return None if fits else 'a number'
 
 
 def text(value: object) -> str | None:
-    """Checks text that a terminal can show: no control characters."""
+    """Check text that a terminal can show: no control characters."""
     fits = isinstance(value, str) and value.isprintable()
     return None if fits else 'text without control characters'
 
 
 def list_of(check: Check, entries: str) -> Check:
-    """Returns the check of a list, each entry by `check`; `entries` says what they are."""
+    """Return the check of a list, each entry by `check`; `entries` says what they are."""
 
     def fits(value: object) -> str | None:
         good = is_list(value) and all(check(entry) is None for entry in value)
@@ -101,7 +101,7 @@ def list_of(check: Check, entries: str) -> Check:
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """An object of `pairs`, none of which has the name of another."""
+    """Return an object of `pairs`, none of which has the name of another."""
     made: dict[str, object] = {}
     for name, value in pairs:
         if name in made:
@@ -120,6 +120,6 @@ def _not_finite(digits: str) -> float:
 
 
 def _short(value: object) -> str:
-    """The value as JSON, cut where it is long."""
+    """Return the value as JSON, cut where it is long."""
     said = json.dumps(value)
     return said if len(said) <= 60 else said[:59] + '…'

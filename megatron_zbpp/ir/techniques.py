@@ -39,7 +39,7 @@ _Holds = dict[Task, tuple[Hold, ...]]
 
 
 def recompute(graph: Graph, stages: Iterable[int]) -> Graph:
-    """Forwards of `stages` keep their input only; R makes the activation again, before B.
+    """Make forwards of `stages` keep their input only; R makes the activation again, before B.
 
     (Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174; per stage as in
     GPipe, arXiv 1811.06965, section 2.3.)
@@ -66,7 +66,7 @@ def recompute(graph: Graph, stages: Iterable[int]) -> Graph:
 
 
 def offload(graph: Graph, stages: Iterable[int], to: str = HOST) -> Graph:
-    """What forwards of `stages` hold waits elsewhere: moved out after F, and back before B.
+    """Return what forwards of `stages` hold waits elsewhere: moved out after F, and back before B.
 
     (PipeOffload, arXiv 2503.01328; to a partner: BPipe, ICML 2023.)
 
@@ -188,7 +188,7 @@ TECHNIQUES: Mapping[str, Callable[..., Graph]] = {
 
 
 def applied(num_stages: int, techniques: Iterable[Technique]) -> Graph:
-    """Returns the graph that these techniques make of a plain pipeline.
+    """Return the graph that these techniques make of a plain pipeline.
 
     Raises:
         ValueError: no such technique, or arguments that it does not take.
@@ -212,14 +212,14 @@ copyreg.pickle(Graph, _reduced)  # small, and made anew where it arrives
 
 
 def _between(graph: Graph, first: Task, last: Task) -> Iterator[Task]:
-    """Yields `last`, what it needs of its stage, and so on until `first`."""
+    """Yield `last`, what it needs of its stage, and so on until `first`."""
     yield last
     if last != first:
         yield from _between(graph, first, graph.needs[last][0].task)
 
 
 def _known(graph: Graph, stages: Iterable[int]) -> tuple[int, ...]:
-    """Returns `stages`, ascending, each once.
+    """Return `stages`, ascending, each once.
 
     Raises:
         ValueError: one is not of the graph.

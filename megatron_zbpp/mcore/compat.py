@@ -31,29 +31,29 @@ set_random_states = random._set_all_rng_states
 
 @functools.cache
 def takes(function: Callable, parameter: str) -> bool:
-    """Returns whether `function` has a parameter of that name."""
+    """Return whether `function` has a parameter of that name."""
     return parameter in inspect.signature(function).parameters
 
 
 def backward_arguments(model: torch.nn.Module, config: Any) -> tuple[Any, ...]:
-    """Returns what `backward_step` takes behind the tensors."""
+    """Return what `backward_step` takes behind the tensors."""
     if takes(schedules.backward_step, 'model_type'):  # until 0.16
         return schedules.get_model_type(model), config
     return (config,)
 
 
 def get_batch_module() -> str:
-    """Returns where `GET_BATCH` is defined: since 0.18 in the core."""
+    """Return where `GET_BATCH` is defined: since 0.18 in the core."""
     return utils.__name__ if hasattr(utils, GET_BATCH) else 'megatron.training.utils'
 
 
 def nvtx_enabled() -> bool:
-    """Returns whether a program has asked for Megatron's ranges by `configure_nvtx_profiling`."""
+    """Return whether a program has asked for Megatron's ranges by `configure_nvtx_profiling`."""
     return utils._nvtx_enabled
 
 
 def logged_losses() -> dict[str, Any]:
-    """Returns what routers of experts add their losses to, by name."""
+    """Return what routers of experts add their losses to, by name."""
     metrics: Callable | None = getattr(moe_utils, 'get_moe_metrics_tracker', None)  # from 0.18
     if metrics is not None:
         return metrics()._metrics
@@ -61,17 +61,17 @@ def logged_losses() -> dict[str, Any]:
 
 
 def logged_values(entry: Any) -> torch.Tensor:
-    """Returns the values of an entry of `logged_losses`."""
+    """Return the values of an entry of `logged_losses`."""
     return entry['values'] if isinstance(entry, dict) else entry.values
 
 
 def has_tensor_norms() -> bool:
-    """Returns whether norms of gradients are float32 tensors; else they are roots in float64."""
+    """Return whether norms of gradients are float32 tensors; else they are roots in float64."""
     return getattr(clip_grads, SCALE_BY_TENSOR, None) is not None
 
 
 def model_copies(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields each parameter that `optimizer` steps in float32, and its copy in the model."""
+    """Yield each parameter that `optimizer` steps in float32, and its copy in the model."""
     if isinstance(optimizer, DistributedOptimizer):
         stepped, copies = optimizer.shard_fp32_from_float16_groups, optimizer.shard_float16_groups
     elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
@@ -83,7 +83,7 @@ def model_copies(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, t
 
 
 def forget_gathered(chunk: Any) -> None:
-    """Makes a chunk with sharded parameters gather them anew; waits for what is under way."""
+    """Make a chunk with sharded parameters gather them anew; wait for what is under way."""
     for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
         if group.param_gather_handle is not None:
             group.param_gather_handle.wait()

@@ -53,7 +53,7 @@ class Plugin:
         return self._registry.installed
 
     def patches(self) -> Iterator[Patch]:
-        """Yields everything that is replaced."""
+        """Yield everything that is replaced."""
         session = self.session
         return itertools.chain(
             forward_backward.patches(session, self._next),
@@ -66,7 +66,7 @@ class Plugin:
         )
 
     def install(self) -> None:
-        """Puts everything in place and asserts that Megatron now finds it.
+        """Put everything in place and assert that Megatron now finds it.
 
         Raises:
             RuntimeError: Megatron's code has moved.
@@ -74,7 +74,7 @@ class Plugin:
         self._registry.install(self.patches())
 
     def disable(self) -> None:
-        """Takes everything out again; later calls do nothing."""
+        """Take everything out again; later calls do nothing."""
         if self.enabled:
             self._next.close()
             self.session.watchdog.stop()

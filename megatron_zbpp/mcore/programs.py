@@ -22,7 +22,7 @@ from megatron_zbpp.schedules import build
 
 
 def for_megatron(schedule: Schedule) -> Schedule:
-    """Returns `schedule`, its ranks reversed if that brings the loss to the last rank.
+    """Return `schedule`, its ranks reversed if that brings the loss to the last rank.
 
     Raises:
         ValueError: the loss is on neither end; Megatron reports from the last rank.
@@ -71,7 +71,7 @@ class Lowered:
 
     @functools.lru_cache(64)  # noqa: B019 - as many as ranks; they end with the session's programs
     def program(self, rank: int, ranks_ahead: int) -> tuple[Program, int]:
-        """Returns the program of a rank, and how many instructions of it come ahead.
+        """Return the program of a rank, and how many instructions of it come ahead.
 
         Args:
             rank: in the pipeline.
@@ -117,7 +117,7 @@ class Programs:
         return name + chunks + limit + (' to plan from' if self._to_plan_from else '')
 
     def fingerprint(self, num_ranks: int, num_microbatches: int) -> dict[str, str]:
-        """Returns what a family of somebody's own module makes, by its name, for ranks to compare.
+        """Return what a family of somebody's own module makes, by its name, for ranks to compare.
 
         Of the library's families nothing: a release makes the same everywhere. A module of one's
         own may be another on another host.
@@ -131,7 +131,7 @@ class Programs:
         return self._fingerprints[sizes]
 
     def schedule(self, num_ranks: int, num_microbatches: int) -> Schedule:
-        """Returns the schedule for p ranks and m microbatches, in Megatron's ranks.
+        """Return the schedule for p ranks and m microbatches, in Megatron's ranks.
 
         Raises:
             ValueError: the family cannot make one, or the given one is for another p or m.
@@ -160,7 +160,7 @@ class Programs:
         return for_megatron(schedule)
 
     def placement(self, num_ranks: int) -> Placement:
-        """Returns where the stages are, whatever the number of microbatches."""
+        """Return where the stages are, whatever the number of microbatches."""
         if num_ranks not in self._placements:
             given = isinstance(self.source, Schedule)
             schedule = self.schedule(num_ranks, self.source.num_microbatches if given else 1)
@@ -168,13 +168,13 @@ class Programs:
         return self._placements[num_ranks]
 
     def splits(self, num_ranks: int) -> bool:
-        """Returns whether weight gradients wait for W passes."""
+        """Return whether weight gradients wait for W passes."""
         given = isinstance(self.source, Schedule)
         m = self.source.num_microbatches if given else 2 * num_ranks
         return any(p.kind == W for order in self.schedule(num_ranks, m).passes for p in order)
 
     def lowered(self, num_ranks: int, num_microbatches: int, forward_only: bool) -> Lowered:
-        """Returns the checked programs, kept or made now.
+        """Return the checked programs, kept or made now.
 
         Raises:
             ScheduleError: the schedule is not valid.
@@ -188,7 +188,7 @@ class Programs:
         return self._lowered[key]
 
     def replace(self, planned: Schedule) -> None:
-        """Runs `planned` from now on where it has the right size."""
+        """Run `planned` from now on where it has the right size."""
         size = planned.num_ranks, planned.num_microbatches
         self._planned[size] = planned
         for forward_only in (False, True):

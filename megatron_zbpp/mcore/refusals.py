@@ -151,7 +151,7 @@ def settings() -> tuple[str, ...]:
 
 
 def hybrid(settings: Any) -> str | None:
-    """The setting that makes it a HybridModel or MambaModel; None: there is none."""
+    """Return the setting that makes it a HybridModel or MambaModel; None: there is none."""
     return next((name for name in _HYBRID if getattr(settings, name, None)), None)
 
 

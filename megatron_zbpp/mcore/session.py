@@ -70,7 +70,7 @@ class Session:
         self._agreed: set[tuple] = set()
 
     def agree(self, settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
-        """Returns if all ranks of `group` have these settings: a collective where they are new.
+        """Return if all ranks of `group` have these settings: a collective where they are new.
 
         Settings that are new on some ranks only are a stall, for the watchdog.
 
@@ -91,7 +91,7 @@ class Session:
     def channels(
         self, pp_group: dist.ProcessGroup, placement: Placement, device: torch.device
     ) -> Channels:
-        """Returns the channels of this rank between neighbouring stages; made once a group."""
+        """Return the channels of this rank between neighbouring stages; made once a group."""
         key = (pp_group, placement)
         if key not in self._channels:
             ranks = placement.ranks
@@ -101,7 +101,7 @@ class Session:
         return self._channels[key]
 
     def on_iteration_end(self, iteration: Iteration) -> None:
-        """Takes note of an iteration of training; runs what auto has planned from now on."""
+        """Take note of an iteration of training; run what auto has planned from now on."""
         self.latest = iteration
         if self.tracer is not None:
             self.tracer.after(iteration)

@@ -56,7 +56,7 @@ class Settings:
             object.__setattr__(self, 'trace_dir', Path(self.trace_dir))
 
     def _family(self) -> Family | None:
-        """The family that is asked for; None: a schedule itself, or one that is planned."""
+        """Return the family that is asked for; None: a schedule itself, or one that is planned."""
         if isinstance(self.schedule, str):
             if self.schedule.endswith(('.json', '.csv')):
                 raise ValueError(
@@ -75,7 +75,7 @@ class Settings:
         return None
 
     def _require_numbers(self) -> None:
-        """Raises ValueError unless each number is one, and has a sense."""
+        """Raise ValueError unless each number is one, and has a sense."""
         for name, least, whole in (
             ('num_chunks', 1, True),
             ('memory_limit', 0, False),

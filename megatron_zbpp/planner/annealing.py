@@ -41,7 +41,7 @@ class Folded:
         return self.head + self.body * self.copies + self.tail
 
     def locate(self, position: int) -> tuple[list[int], int, int]:
-        """The part that holds this position, the position in it, and where the part starts."""
+        """Return the part that holds this position, the position in it, and the part's start."""
         start, repeated = len(self.head), len(self.body) * self.copies
         if position < start:
             return self.head, position, 0
@@ -51,12 +51,12 @@ class Folded:
 
 
 def plain(order: list[int]) -> Folded:
-    """The order as it is, nothing repeated."""
+    """Return the order as it is, nothing repeated."""
     return Folded(list(order), [], 0, [])
 
 
 def fold(order: list[int], period: int) -> Folded:
-    """The order with its longest repetition of `period` passes folded."""
+    """Return the order with its longest repetition of `period` passes folded."""
     best = run = end = 0
     for position in range(period, len(order)):
         run = run + 1 if order[position] == order[position - period] else 0
@@ -77,7 +77,7 @@ def anneal(
     temperature: float,
     enough: float,
 ) -> Solution:
-    """The best orders met while `temperature` falls to 0, never worse than the given ones.
+    """Return the best orders met while `temperature` falls to 0, never worse than the given ones.
 
     Args:
         problem: what the orders are for.
@@ -125,7 +125,7 @@ def _pick(path: list[tuple[int, int]], orders: Orders, rng: Random) -> tuple[int
 
 
 def _move(part: list[int], at: int, rng: Random) -> tuple[int, list[int]] | None:
-    """Moves one pass a few places; where the change begins and what was there; None if none."""
+    """Move one pass a few places; where the change begins and what was there; None if none."""
     distance = 1 + int(rng.expovariate(0.6))
     to = at + distance if rng.random() < 0.5 else at - distance
     if not 0 <= to < len(part):

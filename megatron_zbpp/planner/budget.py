@@ -25,7 +25,7 @@ class Budget:
     """
 
     def __init__(self, seconds: float, report: Callable[[float], None] | None = None) -> None:
-        """Turns seconds into steps.
+        """Turn seconds into steps.
 
         Args:
             seconds: at most; about half of it where nothing else runs.
@@ -39,7 +39,7 @@ class Budget:
         self._deadline = self._reported + seconds
 
     def split_off(self, share: float) -> Budget:
-        """A share of what is left; spending it spends of this budget too."""
+        """Return a share of what is left; spending it spends of this budget too."""
         part = Budget(0.0)
         part.steps = part.left = self.left * share
         part._parent = self

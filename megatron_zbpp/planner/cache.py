@@ -31,7 +31,7 @@ _PLAIN = ('objective', 'value', 'lower_bound', 'repeats')  # fields that are JSO
 
 
 def default_folder() -> Path | None:
-    """Returns where plans are kept: the user's cache folder (XDG base directory specification).
+    """Return where plans are kept: the user's cache folder (XDG base directory specification).
 
     None where the user has none: no HOME, and no name in this machine's list of users.
     """
@@ -50,7 +50,7 @@ def planned(
     progress: Callable[[float], None] | None = None,
     **inputs: Any,
 ) -> tuple[Plan, bool]:
-    """What `plan` returns, and whether it was on disk.
+    """Return what `plan` returns, and whether it was on disk.
 
     A damaged file is replaced, a folder that cannot be written to is done without; both with a
     warning.
@@ -99,7 +99,7 @@ def _digest(text: str) -> str:
 
 
 def _load(file: Path) -> Plan | None:
-    """The plan in `file`; None if there is none, or not as it was written."""
+    """Return the plan in `file`; None if there is none, or not as it was written."""
     if not file.exists():
         return None
     if not file.is_file():  # a pipe of that name would be waited for
@@ -127,7 +127,7 @@ def _load(file: Path) -> Plan | None:
 
 
 def _wrong(found: Plan, candidates: Sequence[Candidate], num_microbatches: int) -> str | None:
-    """What a plan says that is not so, though its file is as it was written; None: nothing."""
+    """Return what a plan says that is not so, though its file is as written; None: nothing."""
     schedule, costs = found.schedule, found.costs
     if (
         schedule.num_microbatches != num_microbatches
@@ -144,7 +144,7 @@ def _wrong(found: Plan, candidates: Sequence[Candidate], num_microbatches: int) 
 
 
 def _store(file: Path, made: Plan) -> None:
-    """Writes a file that holds all of the plan at any time that it is there."""
+    """Write a file that holds all of the plan at any time that it is there."""
     data = {
         'schedule': made.schedule.to_json(),
         'costs': asdict(made.costs),

@@ -53,7 +53,7 @@ def available() -> bool:
 def solve(
     problem: Problem, orders: Orders, bound: float, enough: float, effort: float, seconds: float
 ) -> Answer:
-    """Looks for better orders, or a proof that there are none.
+    """Look for better orders, or a proof that there are none.
 
     Args:
         problem: with tens of passes a rank.
@@ -98,7 +98,7 @@ def solve(
 
 
 def _unit(problem: Problem) -> tuple[float, bool]:
-    """The time that is 1 for the solver, and whether times must be rounded down to multiples."""
+    """Return the time that is 1 for the solver, and whether times must be rounded down to it."""
     times = (*problem.durations, *problem.edges)
     for denominator in _DENOMINATORS:
         if all(abs(time * denominator - round(time * denominator)) < EPSILON for time in times):
@@ -107,7 +107,7 @@ def _unit(problem: Problem) -> tuple[float, bool]:
 
 
 def _scaled(problem: Problem, unit: float) -> Problem:
-    """The problem with whole numbers for times, none longer than it was."""
+    """Return the problem with whole numbers for times, none longer than it was."""
 
     def whole(time: float) -> float:
         return float(floor(time / unit + EPSILON))
@@ -134,7 +134,7 @@ class _Model:
     """Start times as variables, and what they must obey."""
 
     def __init__(self, model: cp_model.CpModel, problem: Problem, least: int, most: int) -> None:
-        """Writes the problem into the model.
+        """Write the problem into the model.
 
         Args:
             model: an empty one.
@@ -155,13 +155,13 @@ class _Model:
         self._minimise(least, most)
 
     def hint(self, ends: list[list[float]]) -> None:
-        """Starts the search from these ends."""
+        """Start the search from these ends."""
         for variables, own, length in zip(self.starts, ends, self.lengths, strict=True):
             for variable, end in zip(variables, own, strict=True):
                 self.model.add_hint(variable, round(end) - length)
 
     def orders(self, solver: cp_model.CpSolver) -> Orders:
-        """The orders of the solution; passes that take no time come before those at their start."""
+        """Return the solution's orders; passes without a time come before those at their start."""
         return [
             [queue for _, _, queue in sorted(self._runs(solver, queues))]
             for queues in self.problem.queues
@@ -205,7 +205,7 @@ class _Model:
         )
 
     def _limit_memory(self, rank: int) -> None:
-        """What B releases is held until its end, the rest and what B adds until the end of W.
+        """Hold what B releases until its end, the rest and what B adds until the end of W.
 
         What it adds counts from its start, which is the same: no other pass of the rank runs then.
         """

@@ -18,7 +18,7 @@ _PLACES = range(10, 95, 3)  # where to repeat, in percent of the time
 
 
 def extrapolate(few: Problem, orders: Orders, many: Problem) -> Solution | None:
-    """The best orders of `many` that repeat a part of `orders`; None if no part can be repeated."""
+    """Return the best orders of `many` that repeat a part of `orders`; None if none can be."""
     added = many.num_microbatches - few.num_microbatches
     result = replay(few, orders)
     best = None

@@ -54,4 +54,4 @@ def frontier(
 
 
 def _unseen(share: float) -> None:
-    """Shows nobody how far it is."""
+    """Show nobody how far it is."""

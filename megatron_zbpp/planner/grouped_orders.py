@@ -52,7 +52,7 @@ class _Grouping:
 
 
 def grouped(problem: Problem) -> list[Orders]:
-    """The best few of the family within the limits; none but on a loop of several chunks."""
+    """Return the best few of the family within the limits; none but on a loop of several chunks."""
     placement = problem.placement
     if placement.num_chunks < 2 or not placement.is_loop:
         return []

@@ -26,7 +26,7 @@ from megatron_zbpp.planner.problem import Problem
 
 
 def lower_bound(problem: Problem) -> float:
-    """A value that no orders within the limits can be below."""
+    """Return a value that no orders within the limits can be below."""
     ranks = range(problem.placement.num_ranks)
     queues = max(_queue_bound(problem, queue) for queue in range(problem.num_queues))
     works = max(_work_bound(problem, rank) for rank in ranks)
@@ -40,7 +40,7 @@ def _queue_bound(problem: Problem, queue: int) -> float:
 
 
 def _work_bound(problem: Problem, rank: int) -> float:
-    """The rank's work and what it must idle before its first B and after its last F."""
+    """Return the rank's work and what it must idle before its first B and after its last F."""
     count, m = problem.placement.num_stages, problem.num_microbatches
     stages = problem.placement.stages(rank)
     first, work, cap = problem.firsts[rank], problem.work[rank], problem.caps[rank]

@@ -33,7 +33,7 @@ def named(problem: Problem) -> list[Named]:
 
 
 def _variants(family: Family, problem: Problem) -> Iterator[Schedule]:
-    """What the family can do on the problem's placement: as it is, and under the limit."""
+    """Yield what the family can do on the problem's placement: as it is, and under the limit."""
     probe = _built(family, problem, 1)
     if probe is None or probe.placement.ranks != problem.placement.ranks:
         return

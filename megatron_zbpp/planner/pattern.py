@@ -74,7 +74,7 @@ class Pattern:
         )
 
     def mutated(self, rng: Random) -> Pattern:
-        """A pattern that differs a little in one to three places."""
+        """Return a pattern that differs a little in one to three places."""
         pattern = self
         for _ in range(rng.choice((1, 1, 2, 3))):
             field = rng.choice(_FIELDS)
@@ -121,7 +121,7 @@ def _mutated(value: Any, field: str, rng: Random) -> float | tuple[float, ...]:
 
 
 def dispatch(problem: Problem, pattern: Pattern) -> Orders:
-    """The orders in which ranks run when they follow `pattern`, within the limits."""
+    """Return the orders in which ranks run when they follow `pattern`, within the limits."""
     unit = max(problem.work) / problem.num_microbatches
     due, interval = pattern.due(problem)
     lead = pattern.lead * unit
@@ -133,7 +133,7 @@ def dispatch(problem: Problem, pattern: Pattern) -> Orders:
     held = [0] * problem.placement.num_ranks
 
     def choose(rank: int, now: float) -> tuple[int, float]:
-        """The queue that `rank` starts now; or -1, and when one may start."""
+        """Return the queue that `rank` starts now; or -1, and when one may start."""
         best, first = -1, inf
         awaited, soon = inf, inf
         for queue in problem.queues[rank]:
@@ -167,7 +167,7 @@ def _run(
     ends: Ends,
     held: list[int],
 ) -> Orders:
-    """Runs the ranks event by event, each free one as `choose` says; fills `ends` and `held`."""
+    """Run the ranks event by event, each free one as `choose` says; fill `ends` and `held`."""
     orders: Orders = [[] for _ in held]
     busy = [0.0] * len(held)
     events = [(0.0, rank) for rank in range(len(held))]
@@ -212,7 +212,7 @@ def _safe(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> boo
 
 
 def _without_backward(problem: Problem, rank: int, ends: Ends) -> int:
-    """What the rank holds of forwards whose B has not run: all that Ws cannot make room for."""
+    """Return what the rank holds of forwards whose B has not run: what no W makes room for."""
     count = problem.placement.num_stages
     return sum(
         problem.changes[stage] * (len(ends[stage]) - len(ends[count + stage]))

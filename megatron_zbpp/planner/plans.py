@@ -80,7 +80,7 @@ def plan(
     starts: Iterable[Schedule] = (),
     progress: Callable[[float], None] | None = None,
 ) -> Plan:
-    """The best schedule found on any of the candidates.
+    """Return the best schedule found on any of the candidates.
 
     Args:
         candidates: placements that may be used, each with the costs of its stages.
@@ -148,7 +148,7 @@ def _search(searches: list[Search], budget: Budget) -> None:
 
 
 def _improve(search: Search, budget: Budget, best: float) -> None:
-    """Searches; where the problem is small, first briefly and then exactly for less than `best`."""
+    """Search; where the problem is small, first briefly and then exactly for less than `best`."""
     if search.problem.num_passes <= _EXACT_PASSES and cp_sat.available():
         search.improve(budget.split_off(_BRIEF))
         if not search.done:
@@ -184,7 +184,7 @@ def _best(names: list[Named]) -> tuple[str, float] | None:
 def _with_room(
     candidates: Sequence[Candidate], memory_limit: float | Sequence[float] | None
 ) -> list[Candidate]:
-    """The candidates on which one microbatch fits: its activations on a rank are held together.
+    """Return the candidates on which one microbatch fits: a rank holds its activations together.
 
     Raises:
         ValueError: there are none.

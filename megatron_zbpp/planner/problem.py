@@ -183,7 +183,7 @@ class Problem:
         return self.caps[rank] == inf or max(held) <= self.caps[rank]
 
     def orders(self, schedule: Schedule) -> Orders:
-        """The orders of a schedule on this placement."""
+        """Return the orders of a schedule on this placement."""
         graph, rows = self._flat.graph, self._flat.rows
         return [
             [rows[task] for p in order for task in graph.tasks(p.kind, p.stage)]
@@ -191,7 +191,7 @@ class Problem:
         ]
 
     def schedule(self, orders: Orders, name: str) -> Schedule:
-        """The schedule of these orders."""
+        """Return the schedule of these orders."""
         return Schedule.of(
             name, self.placement, self.num_microbatches, (self._passes(order) for order in orders)
         )
@@ -269,7 +269,7 @@ def replay(
 
 
 def replay_whole(problem: Problem, orders: Orders) -> tuple[float, Ends]:
-    """Returns value and ends of orders that do not deadlock."""
+    """Return value and end of orders that do not deadlock."""
     result = replay(problem, orders)
     if result is None:
         raise ValueError(f'orders that deadlock: {orders}')
@@ -277,7 +277,7 @@ def replay_whole(problem: Problem, orders: Orders) -> tuple[float, Ends]:
 
 
 def _before(problem: Problem, orders: Orders, known: Ends, rank: int, at: int) -> Ends:
-    """The ends of `known` that a change from position `at` of `rank` on cannot touch."""
+    """Return the ends of `known` that a change from position `at` of `rank` on cannot touch."""
     kept = orders[rank][:at]
     counts = {queue: kept.count(queue) for queue in problem.queues[rank]}
     change = known[kept[-1]][counts[kept[-1]] - 1] if kept else 0.0

@@ -62,7 +62,7 @@ class Search:
         return self.best.value <= self.bound + EPSILON
 
     def add(self, orders: Orders) -> None:
-        """Makes orders known; those that deadlock or exceed a limit are forgotten at once."""
+        """Make orders known; those that deadlock or exceed a limit are forgotten at once."""
         result = replay(self.problem, orders) if self.problem.fits(orders) else None
         if result is not None:
             self._keep(Solution(result[0], orders))
@@ -81,7 +81,7 @@ class Search:
             self.solutions = sorted([*self.solutions, solution], key=lambda s: s.value)[:_KEPT]
 
     def _climb(self, budget: Budget) -> None:
-        """Tries random patterns, then changes of the best, and keeps the schedules of these."""
+        """Try random patterns, then changes of the best, and keep the schedules of these."""
         few, pool, rng = self._few, self._pool, self._rng
         explore = 0.0 if pool else _RANDOM
         while budget.charge(2 * few.num_passes):
@@ -99,7 +99,7 @@ class Search:
             self._follow(pattern)
 
     def _follow(self, pattern: Pattern) -> None:
-        """Makes the schedule of a pattern known, and the one that repeats its steady state."""
+        """Make the schedule of a pattern known, and the one that repeats its steady state."""
         self.add(dispatch(self.problem, pattern))
         if self._few is not self.problem:
             extended = extrapolate(self._few, dispatch(self._few, pattern), self.problem)

@@ -28,7 +28,7 @@ def request(
     seconds: float,
     objective: str,
 ) -> str:
-    """What the worker reads.
+    """Return what the worker reads.
 
     Args:
         placement: to plan on; its stage 0 is on rank 0.
@@ -50,7 +50,7 @@ def request(
 
 
 def main() -> None:
-    """Reads a request, plans, writes the schedule to the file that the only argument names."""
+    """Read a request, plan, write the schedule to the file that the only argument names."""
     inputs = json.load(sys.stdin)
     candidate = Placement(tuple(inputs['ranks'])), Costs(**inputs['costs'])
     found, _ = planned(

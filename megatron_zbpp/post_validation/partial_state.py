@@ -69,7 +69,7 @@ class PartialReduction:
         self._leaving: tuple[dist.Work, torch.Tensor] | None = None
 
     def extend(self, squared_norm: float, clip_grad: float) -> Prefix:
-        """Waits for the ranks before, adds this one, and tells the ranks behind."""
+        """Wait for the ranks before, add this one, and tell the ranks behind."""
         prefix = self._receive().then(squared_norm, clip_grad)
         if self._behind is not None:
             if self._leaving is not None:

@@ -30,7 +30,7 @@ class EarlyStepPolicy:
         self.engaged = self.clean_steps == 0
 
     def after(self, clean: bool) -> None:
-        """Takes note of a step."""
+        """Take note of a step."""
         self._in_a_row = self._in_a_row + 1 if clean else 0
         if not self.engaged:
             self.engaged = self._in_a_row >= max(self.clean_steps, 1)

@@ -45,20 +45,20 @@ class OptimizerStep(Protocol):
     clip_grad: float
 
     def begin(self, possible: bool) -> float:
-        """Starts all reductions; returns the squared norm of this stage's gradients.
+        """Start all reductions; return the squared norm of this stage's gradients.
 
         It is infinite if one of its ranks found an overflow, or says that going ahead is not
         `possible`.
         """
 
     def try_step(self) -> None:
-        """The model gets the parameters after a step."""
+        """Give the model the parameters after a step."""
 
     def finish(self) -> Outcome:
-        """Waits for the reductions and takes the true step."""
+        """Wait for the reductions and take the true step."""
 
     def synchronous(self) -> Outcome:
-        """The step as it is without all this."""
+        """Return the step as it is without all this."""
 
 
 class Ahead(Protocol):
@@ -68,13 +68,13 @@ class Ahead(Protocol):
         """Whether this rank can run them: has their data, and nothing forbids it."""
 
     def run(self, ranks: int) -> None:
-        """Runs this rank's part, if so many `ranks` of the chain go ahead.
+        """Run this rank's part, if so many `ranks` of the chain go ahead.
 
         Receives what others sent in any case.
         """
 
     def settle(self, clean: bool) -> None:
-        """Keeps the forwards for the iteration to come, or drops them."""
+        """Keep the forwards for the iteration to come, or drop them."""
 
 
 class PostValidation:
@@ -100,7 +100,7 @@ class PostValidation:
         self.agreed = False
 
     def step(self, optimizer_step: OptimizerStep, reduction: PartialReduction, ahead: Ahead) -> Any:
-        """Takes one step; returns what the optimizer's own returns."""
+        """Take one step; return what the optimizer's own returns."""
         self.agreed = self.policy.engaged
         if self.policy.engaged:
             outcome = self._step(optimizer_step, reduction, ahead)

@@ -46,7 +46,7 @@ class ReplayIterator:
         return True
 
     def mark(self, keep: bool) -> None:
-        """Counts from here; `keep`: so that `rewind` can come back."""
+        """Count from here; `keep`: so that `rewind` can come back."""
         self.given = 0
         self._kept = [] if keep else None
 

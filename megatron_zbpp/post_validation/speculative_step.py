@@ -49,7 +49,7 @@ class _Before(NamedTuple):
     copies: dict[str, torch.Tensor]
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """Puts it back."""
+        """Put it back."""
         parameter = self.stepped.parameter
         parameter.copy_(self.value)
         if self.state is None:
@@ -101,7 +101,7 @@ class SpeculativeStep:
                 self._step_copies(part, buffer)
 
     def _step(self, most: int) -> int:
-        """Steps the first parameters, whose old values take `most` bytes; how many they take."""
+        """Step the first parameters, whose old values take `most` bytes; how many they take."""
         optimizer, size, fitting = self._optimizer, 0, []
         for one in self._stepped:
             if size + _bytes(optimizer, one) > most:
@@ -153,7 +153,7 @@ class SpeculativeStep:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """The optimizer finds all as before that have not taken the step.
+        """Let the optimizer find all as before that have not taken the step.
 
         Saved activations keep the parameters that they were computed with: a step that stands
         writes the same values again, so autograd is not told of a change, by way of `data`.
@@ -163,7 +163,7 @@ class SpeculativeStep:
         self._kept.clear()
 
     def complete(self, step: Callable[[], Any]) -> Any:
-        """It was right: takes the step, by `step`, of those that have not taken it."""
+        """Take the step, which was right, by `step` for those that have not taken it."""
         taken = {id(before.stepped.parameter) for before in self._before}
         if not taken:
             return step()
@@ -177,21 +177,21 @@ class SpeculativeStep:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """It was wrong: the optimizer finds all as before."""
+        """Take the step back, which was wrong: the optimizer finds all as before."""
         for before in self._before:
             before.restore(self._optimizer)
         self._before.clear()
 
     @torch.no_grad()
     def restore_copies(self) -> None:
-        """The model reads what the parameters are now."""
+        """Let the model read what the parameters are now."""
         for parameter, read in self._stepped:
             if read is not None:
                 read.copy_(parameter)
 
 
 def _aside(parameter: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory, which the host itself never reads: so it need not wait for it.
+    """Return a copy in the host's memory, which never reads it and so need not wait for it.
 
     A GPU copies to and from page-locked memory in the order of its stream; PyTorch keeps such
     memory until the stream is done with it, and uses it again for the next step.
@@ -222,7 +222,7 @@ def _parts(
 def _only(
     optimizer: torch.optim.Optimizer, chosen: set[int], empty: bool = False
 ) -> Iterator[list[tuple[dict, dict]]]:
-    """The optimizer steps these only; its groups, which some keep a step count in, stay as is.
+    """Let the optimizer step these only; its groups, which some count steps in, stay as is.
 
     Args:
         optimizer: to restrict.
@@ -257,11 +257,11 @@ class _Buffer:
         self._used = 0
 
     def clear(self) -> None:
-        """What was copied is no longer needed."""
+        """Forget what was copied: it is no longer needed."""
         self._used = 0
 
     def copy(self, value: Any) -> Any:
-        """A copy of a tensor; what is none, or elsewhere, is small."""
+        """Return a copy of a tensor; what is none, or elsewhere, is small."""
         if not isinstance(value, torch.Tensor):
             return value
         if value.device != self._memory.device:
@@ -272,7 +272,7 @@ class _Buffer:
 
 
 def _bytes(optimizer: torch.optim.Optimizer, stepped: Stepped) -> int:
-    """What copies of a parameter and its state take."""
+    """Return what copies of a parameter and its state take."""
     parameter, state = stepped.parameter, optimizer.state.get(stepped.parameter, {})
     tensors = (v for v in (parameter, *state.values()) if isinstance(v, torch.Tensor))
     return sum(_aligned(v.nbytes) for v in tensors)

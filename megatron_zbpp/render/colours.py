@@ -26,14 +26,14 @@ def colour(kind: str, chunk: int = 0, num_chunks: int = 1) -> str:
 
 
 def _another(kind: str) -> str:
-    """A hue for a kind that has none, by its name."""
+    """Return a hue for a kind that has none, by its name."""
     place = int.from_bytes(kind.encode(), 'big') * _GOLDEN % 1
     channels = colorsys.hls_to_rgb(place, 0.45, 0.55)
     return '#' + ''.join(f'{round(255 * c):02x}' for c in channels)
 
 
 def kinds(schedules: Iterable[Schedule]) -> dict[str, Kind]:
-    """The kinds of pass that occur in `schedules`."""
+    """Return the kinds of pass that occur in `schedules`."""
     found: dict[str, Kind] = {}
     for schedule in schedules:
         ran = {p.kind for _, p in schedule}

@@ -27,7 +27,7 @@ def html(
     title: str = 'Pipeline timeline',
     unit: str = '',
 ) -> str:
-    """A page of all `timelines`; those with equal orders explain each other when hovered.
+    """Return a page of all `timelines`; those with equal orders explain each other when hovered.
 
     Args:
         timelines: by name, such as `simulated` and `measured`. Two stand side by side at first.
@@ -85,7 +85,7 @@ def waits(timeline: Timeline) -> list[list[tuple[int, int]]]:
 
 
 def _data(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> list[dict[str, object]]:
-    """What the page's script knows of each panel."""
+    """Return what the page's script knows of each panel."""
     orders = [line.schedule.passes for line in timelines.values()]
     return [
         {
@@ -135,7 +135,7 @@ def _row_height(timeline: Timeline) -> int:
 
 
 def _panel(index: int, name: str, timeline: Timeline, costs: Costs | None, horizon: float) -> str:
-    """The frame of one timeline; the page's script sets widths and draws labels and axis."""
+    """Return the frame of one timeline; the page's script sets widths and draws labels and axis."""
     ranks, row = timeline.schedule.num_ranks, _row_height(timeline)
     middle = TOP + (BAR_AND_MEMORY if costs else BAR) / 2
     texts = [
@@ -171,7 +171,7 @@ def _subtitle(timelines: Mapping[str, Timeline]) -> str:
 
 
 def _summary(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> str:
-    """A table with a line for each timeline."""
+    """Return a table with a line for each timeline."""
     rows: list[str] = []
     for name, line in timelines.items():
         cells = [

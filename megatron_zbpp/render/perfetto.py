@@ -21,7 +21,7 @@ _Event = dict[str, object]
 
 
 def perfetto(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs] | None = None) -> str:
-    """The trace as JSON; a unit of time becomes a second.
+    """Return the trace as JSON; a unit of time becomes a second.
 
     Args:
         timelines: by name; each one's ranks are processes of their own.
@@ -75,7 +75,7 @@ def _passes(rows: list[list[Bar]], timeline: Timeline, first: int) -> Iterator[_
 def _arrows(
     rows: list[list[Bar]], timeline: Timeline, first: int, ids: Iterator[int]
 ) -> Iterator[_Event]:
-    """A start and a finish event for each message between ranks."""
+    """Yield a start and a finish event for each message between ranks."""
     where = {bar.ran: (rank, bar) for rank, row in enumerate(rows) for bar in row}
     for taker, (rank, bar) in where.items():
         for maker in timeline.schedule.predecessors(taker):

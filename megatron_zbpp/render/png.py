@@ -125,7 +125,7 @@ def _row(entry: tuple[tuple[float, float], list[str]]) -> tuple[float, float]:
 
 
 def _figure(width: float, height: float) -> Figure:
-    """An empty figure that draws without a display."""
+    """Return an empty figure that draws without a display."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -134,7 +134,7 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _draw(axes: Axes, timeline: Timeline, digit: float) -> None:
-    """Puts the passes of `timeline` on `axes`; `digit` is the time as wide as a digit."""
+    """Put the passes of `timeline` on `axes`; `digit` is the time as wide as a digit."""
     schedule = timeline.schedule
     chunks, num_chunks = schedule.placement.chunks, schedule.placement.num_chunks
     origin = min((spans[0][0] for spans in timeline.spans if spans), default=0.0)

@@ -23,7 +23,7 @@ class Bar(NamedTuple):
 
 
 def bars(timeline: Timeline) -> list[list[Bar]]:
-    """The bars of each rank, in time order."""
+    """Return the bars of each rank, in time order."""
     placement = timeline.schedule.placement
     origin = min((spans[0][0] for spans in timeline.spans if spans), default=0.0)
     graph = timeline.schedule.graph
@@ -78,7 +78,7 @@ def _changes(
 
 
 def _steps(changes: list[tuple[float, float]], slack: float) -> list[tuple[float, float]]:
-    """A step within `slack` of the one before replaces it: memory released and taken at once."""
+    """Return steps; one within `slack` of the one before replaces it: all at once."""
     steps: list[tuple[float, float]] = []
     for time, amount in changes:
         if steps and time - steps[-1][0] <= slack:

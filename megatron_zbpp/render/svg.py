@@ -62,7 +62,7 @@ def svg(
 
 
 def shapes(timeline: Timeline, costs: Costs | None, horizon: float) -> str:
-    """The background, bars and memory curves in the coordinates (time, rank)."""
+    """Return the background, bars and memory curves in the coordinates (time, rank)."""
     height = BAR_AND_MEMORY if costs else BAR
     paths: dict[str, list[str]] = defaultdict(list)
     for rank, row in enumerate(bars(timeline)):
@@ -90,7 +90,7 @@ def _curves(timeline: Timeline, costs: Costs) -> Iterator[str]:
 
 
 def _panel(timeline: Timeline, costs: Costs | None, horizon: float, width: int, row: int) -> str:
-    """The rows of one timeline, from y = 0 on."""
+    """Return the rows of one timeline, from y = 0 on."""
     scale = (width - _GUTTER - _MARGIN) / horizon
     height = BAR_AND_MEMORY if costs else BAR
     texts: list[str] = []

@@ -44,7 +44,7 @@ def _scale(rows: list[list[Bar]], makespan: float, columns: int) -> float:
 
 
 def _line(row: list[Bar], scale: float, columns: int, colours: bool) -> str:
-    """A rank's bars in `columns` characters, and `…` for what did not fit."""
+    """Return a rank's bars in `columns` characters, and `…` for what did not fit."""
     parts: list[str] = []
     at = 0
     for bar in row:
@@ -59,7 +59,7 @@ def _line(row: list[Bar], scale: float, columns: int, colours: bool) -> str:
 
 
 def _label(bar: Bar, room: int) -> str:
-    """What fits in `room` with a space behind it, or else the letter of the kind."""
+    """Return what fits in `room` with a space behind it, or else the letter of the kind."""
     kind = bar.ran.kind
     names = (str(bar.ran), f'{kind}{bar.ran.microbatch}', kind[0])
     return next((name for name in names if len(name) < room), kind[0])[:room]

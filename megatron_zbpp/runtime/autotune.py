@@ -35,7 +35,7 @@ _WAITING, _KEEP = '', 'keep'  # what the planning rank may say instead of a sche
 
 
 def start_family(num_chunks: int | None) -> str:
-    """The named schedule to measure under, which fixes the placement."""
+    """Return the named schedule to measure under, which fixes the placement."""
     return {None: 'zb-v', 1: 'zb-h1', 2: 'zb-v'}.get(num_chunks, 'zb-interleaved')
 
 
@@ -138,7 +138,7 @@ class AutoPlan:
         return not self._settled and self.planned is None
 
     def after(self, iteration: Iteration) -> Schedule | None:
-        """What to run from now on, in the ranks of `iteration`; None: the same. A collective.
+        """Return what to run now, in the ranks of `iteration`; None: the same. A collective.
 
         Args:
             iteration: that has ended, of training.
@@ -169,7 +169,7 @@ class AutoPlan:
         self._spans, self._found = [], []
 
     def _measure(self, iteration: Iteration) -> None:
-        """Adds what all pipelines measured; starts planning when there is enough of it."""
+        """Add what all pipelines measured; start planning when there is enough of it."""
         timeline = iteration.gather().timeline
         own = Measured(
             fit(timeline, latency(timeline)),
@@ -186,7 +186,7 @@ class AutoPlan:
             self._start(iteration.schedule)
 
     def _start(self, schedule: Schedule) -> None:
-        """Starts the planner on the first rank."""
+        """Start the planner on the first rank."""
         self._before = median(self._spans)
         self.costs, limit, full = merge_measurements(self._found, schedule, self.memory_limit)
         if dist.get_rank() == 0:
@@ -216,7 +216,7 @@ class AutoPlan:
                 self.say(f'auto: the planner cannot be started ({error})')
 
     def _ask(self, schedule: Schedule) -> Schedule | None:
-        """What the first rank's planner says: nothing yet, keep, or a schedule."""
+        """Return what the first rank's planner says: nothing yet, keep, or a schedule."""
         said = [self._poll(schedule) if dist.get_rank() == 0 else _WAITING]
         dist.broadcast_object_list(said, src=0)
         if said[0] == _WAITING:
@@ -230,7 +230,7 @@ class AutoPlan:
         return self.planned
 
     def _poll(self, schedule: Schedule) -> str:
-        """What the planner says, on the first rank; whatever becomes of it, training goes on."""
+        """Return what the planner says; whatever becomes of it, training goes on."""
         if self._process is not None and self._process.poll() is None:
             if time.monotonic() < self._deadline:
                 return _WAITING
@@ -282,7 +282,7 @@ class AutoPlan:
 
 
 def _words(costs: Costs, full: float | None) -> str:
-    """What was measured."""
+    """Return what was measured."""
     kinds = (('F', costs.forward), ('B', costs.backward), ('W', costs.weight))
     parts = [f'{kind} {min(t) * 1e3:.3g} to {max(t) * 1e3:.3g} ms' for kind, t in kinds]
     parts.append(f'messages {(costs.comm + costs.message) * 1e3:.3g} ms')

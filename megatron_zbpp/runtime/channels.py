@@ -50,7 +50,7 @@ class Incoming(NamedTuple):
     device: torch.device | None = None  # where it belongs, if it comes by way of the host
 
     def wait(self) -> torch.Tensor:
-        """The tensor, arrived (on CUDA: for whatever the current stream does next)."""
+        """Return the tensor, arrived (on CUDA: for whatever the current stream does next)."""
         self.work.wait()
         return self.tensor if self.device is None else self.tensor.to(self.device)
 
@@ -105,7 +105,7 @@ class Channels:
         device: torch.device,
         collective: Callable[[str], AbstractContextManager],
     ) -> None:
-        """Sends one element through each channel; pairs without a common rank go at once."""
+        """Send one element through each channel; pairs without a common rank go at once."""
         tensor = torch.zeros(1, device='cpu' if self._on_host else device)
         for a, b in sorted(pairs, key=lambda pair: (min(pair) % 2, *pair)):
             if self.rank not in (a, b):
@@ -120,7 +120,7 @@ class Channels:
                 tensor.item()  # waits for the device
 
     def send(self, tensor: torch.Tensor, send: Send) -> None:
-        """Starts sending `tensor`, which is held until it has left.
+        """Start sending `tensor`, which is held until it has left.
 
         Args:
             tensor: what to send; its storage must not be written to until the peer has it.
@@ -138,7 +138,7 @@ class Channels:
             self._finish_oldest(unfinished)
 
     def let_go(self) -> None:
-        """Holds no longer what has left by now; never waits. Of gloo only `finish` can tell."""
+        """Hold no longer what has left by now; never waits. Of gloo only `finish` can tell."""
         if self._on_host:
             return
         for unfinished in self._unfinished.values():
@@ -146,7 +146,7 @@ class Channels:
                 self._finish_oldest(unfinished)
 
     def post(self, message: Message, peer: int) -> Incoming:
-        """Posts the receive of the next message from `peer`."""
+        """Post the receive of the next message from `peer`."""
         copied = self._on_host and not message.on_cpu
         device = 'cpu' if copied else message.device
         tensor = torch.empty(message.shape, dtype=message.dtype, device=device)
@@ -155,7 +155,7 @@ class Channels:
         return Incoming(tensor, work, message.device if copied else None)
 
     def finish(self) -> None:
-        """Waits for every send."""
+        """Wait for every send."""
         for unfinished in self._unfinished.values():
             while unfinished:
                 self._finish_oldest(unfinished)

@@ -12,7 +12,7 @@ class Clock(Protocol):
     """Takes marks while passes run; turns them into seconds afterwards."""
 
     def mark(self) -> object:
-        """A point in time, cheap to take."""
+        """Return a point in time, cheap to take."""
 
     def seconds(self, mark: object) -> float:
         """`mark` in seconds of the host's monotonic clock; may synchronise."""
@@ -116,7 +116,7 @@ def _recorded() -> torch.cuda.Event:
 
 
 def clock_for(device: torch.device, counting: bool = False) -> Clock:
-    """The clock that sees the work of `device`.
+    """Return the clock that sees the work of `device`.
 
     Args:
         device: that passes run on.

@@ -22,15 +22,15 @@ def unseen_by_autograd(tensors: tuple[torch.Tensor, ...]) -> AbstractContextMana
 
 
 def default_store() -> dist.Store:
-    """Returns where the ranks of the world met."""
+    """Return where the ranks of the world met."""
     return distributed_c10d._get_default_store()
 
 
 def group_options(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Returns the options of the group's backend for `device`; None: it keeps none."""
+    """Return the options of the group's backend for `device`; None: it keeps none."""
     return getattr(group._get_backend(device), 'options', None)
 
 
 def group_timeout(options: Any) -> timedelta | None:
-    """Returns that of a group with these options; None: it keeps none."""
+    """Return that of a group with these options; None: it keeps none."""
     return getattr(options, '_timeout', None)

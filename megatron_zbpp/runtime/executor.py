@@ -40,7 +40,7 @@ class Stage(Protocol):
         """Gradient with respect to `received`; `gradient` is None on the last stage."""
 
     def release(self, output: torch.Tensor) -> None:
-        """The data of `output` has been passed on; only its graph is still needed."""
+        """Release the data of `output`, which has been passed on; its graph is still needed."""
 
     def grad_sync(self, last: bool) -> AbstractContextManager[None]:
         """Around what accumulates gradients; `last`: these parameters get no more after it."""
@@ -113,7 +113,7 @@ class Executor:
         return self.record
 
     def run_ahead(self, count: int) -> None:
-        """The first `count` instructions, which are forwards and what goes with them.
+        """Run the first `count` instructions, which are forwards and what goes with them.
 
         Raises:
             ValueError: as `run`.
@@ -164,7 +164,7 @@ class Executor:
             )
 
     def _timed(self, p: Pass) -> torch.Tensor | None:
-        """Runs `p` once its input is there, and writes down when it ran and what is held after."""
+        """Run `p` once its input is there, and write down when it ran and what is held after."""
         record = self.record
         self.current = p
         received = self._take(p)
@@ -181,7 +181,7 @@ class Executor:
         return output
 
     def _take(self, p: Pass) -> torch.Tensor | None:
-        """What a neighbouring stage made for `p`; None where the model begins or ends."""
+        """Return what a neighbouring stage made for `p`; None where the model begins or ends."""
         if p in self._handed:
             return self._handed.pop(p)
         if p not in self._incoming:
@@ -228,12 +228,12 @@ def _done_by(p: Pass) -> tuple[str, ...]:
 
 
 def _last(passes: Sequence[Pass], kind: str) -> set[Pass]:
-    """The last pass of each stage that does a task of `kind`."""
+    """Return the last pass of each stage that does a task of `kind`."""
     return set({p.stage: p for p in passes if kind in _done_by(p)}.values())
 
 
 def _refuse_others(passes: Sequence[Pass]) -> None:
-    """Raises for what only the planner and the pictures know so far.
+    """Raise for what only the planner and the pictures know so far.
 
     Raises:
         NotImplementedError: names the pass.

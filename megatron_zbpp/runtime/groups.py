@@ -16,7 +16,7 @@ _MOST_CTAS = 4
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """The backend for each type of device that the group takes tensors of.
+    """Return the backend for each type of device that the group takes tensors of.
 
     `get_backend` answers with what the group was asked for: 'undefined', or all of these in one.
     """
@@ -25,7 +25,7 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that carries the tensors of `device`.
+    """Return the backend that carries the tensors of `device`.
 
     Raises:
         ValueError: the group takes no such tensors.
@@ -40,14 +40,14 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def host_device(group: dist.ProcessGroup) -> str:
-    """The type of device whose tensors the group carries, the host's if it can."""
+    """Return the type of device whose tensors the group carries, the host's if it can."""
     return 'cpu' if 'cpu' in backends(group) else 'cuda'
 
 
 def directions(
     group: dist.ProcessGroup, device: torch.device, pairs: Iterable[tuple[int, int]]
 ) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """A group of two ranks for each pair of ranks in `group`, made by all ranks of all pipelines.
+    """Return a group for each pair of ranks in `group`, made by all ranks of all pipelines.
 
     All make all of them, in one order. Made by their members alone, groups would get a name from
     how many each member is in already, which differs between the ranks of a pipeline.
@@ -76,7 +76,7 @@ def like(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
 
 
 def _few_ctas(theirs: Any) -> Any:
-    """Returns NCCL's options as the group's, which --nccl-communicator-config-path may give.
+    """Return NCCL's options as the group's, which --nccl-communicator-config-path may give.
 
     Messages take few of the device's processors unless it says how many.
     """

@@ -33,7 +33,7 @@ class _Finder:
 def after_import(
     functions: Mapping[str, Callable[[types.ModuleType], None]],
 ) -> Callable[[], None]:
-    """Calls each function with its module when that has been imported, once.
+    """Call each function with its module when that has been imported, once.
 
     Args:
         functions: by the module's full name; modules that are imported already are not looked at.

@@ -95,7 +95,7 @@ class WeightGradStore:
         held: Callable[[], Iterable[torch.Tensor]] | None = None,
         start: Callable[[], None] | None = None,
     ) -> None:
-        """Called by a layer's backward in a pass that defers; arguments as of `Deferred`."""
+        """Keep what a layer's backward defers, which calls this; arguments as of `Deferred`."""
         self._pending[self._key].append(Deferred(parameters, compute, held, start))
 
     def held(self, key: Key) -> int:
@@ -103,7 +103,7 @@ class WeightGradStore:
         return sum(dict(pair for d in self._pending[key] for pair in d.storages).values())
 
     def run(self, key: Key) -> None:
-        """The W pass of `key`: computes its gradients and lets autograd accumulate them.
+        """Run the W pass of `key`: compute its gradients and let autograd accumulate them.
 
         Layers are visited in the order of a fused backward, last first; a parameter that was used
         twice gets the sum of both gradients in one accumulation, as there. Each record is freed as
@@ -155,5 +155,5 @@ class _WeightGradient(torch.autograd.Function):
 
 @functools.lru_cache
 def _nothing(device: torch.device) -> torch.Tensor:
-    """What nobody reads."""
+    """Return what nobody reads."""
     return torch.empty((), device=device)

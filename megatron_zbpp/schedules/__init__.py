@@ -60,7 +60,7 @@ def build(
     costs: Costs | None = None,
     memory_limit: float | None = None,
 ) -> Schedule:
-    """The schedule of that family for p ranks and m microbatches.
+    """Return the schedule of that family for p ranks and m microbatches.
 
     Args:
         name: of the family, or an alias; case, `-` and `_` do not matter. Of a family of your own
@@ -96,7 +96,7 @@ def build(
 
 
 def _require_as_asked(found: Family, schedule: object, num_ranks: int, m: int) -> None:
-    """Raises ValueError unless a generator returned a schedule of the right size."""
+    """Raise ValueError unless a generator returned a schedule of the right size."""
     if not isinstance(schedule, Schedule):
         raise ValueError(f'{found.name} made {type(schedule).__name__}: return a Schedule from it')
     made = schedule.num_ranks, schedule.num_microbatches
@@ -108,7 +108,7 @@ def _require_as_asked(found: Family, schedule: object, num_ranks: int, m: int) -
 
 
 def checked_chunks(found: Family, num_chunks: int | None) -> int:
-    """The number of chunks to use."""
+    """Return the number of chunks to use."""
     if num_chunks is None:
         return found.default_chunks
     if num_chunks not in found.chunks:
@@ -122,7 +122,7 @@ def checked_chunks(found: Family, num_chunks: int | None) -> int:
 
 
 def _require_costs(found: Family, costs: Costs | None, num_stages: int) -> None:
-    """Raises ValueError unless costs, if given, are of as many stages as the schedule."""
+    """Raise ValueError unless costs, if given, are of as many stages as the schedule."""
     if costs is not None and len(costs.forward) != num_stages:
         raise ValueError(
             f'costs are of {len(costs.forward)} stages, but this {found.name} has {num_stages}: '
@@ -131,7 +131,7 @@ def _require_costs(found: Family, costs: Costs | None, num_stages: int) -> None:
 
 
 def require_no_limit(found: Family, memory_limit: float | None) -> None:
-    """Raises ValueError for a memory limit that the family would not heed."""
+    """Raise ValueError for a memory limit that the family would not heed."""
     if memory_limit is not None and 'memory_limit' not in found.options:
         takers = ', '.join(f.name for f in FAMILIES if 'memory_limit' in f.options)
         raise ValueError(

@@ -65,7 +65,7 @@ def hanayo(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedu
 def _lanes(
     stages: tuple[int, ...], num_microbatches: int, preference: tuple[tuple[str, bool], ...]
 ) -> list[list[Pass]]:
-    """A lane for each kind and stage of a rank."""
+    """Return a lane for each kind and stage of a rank."""
     return [
         [Pass(kind, stage, i) for i in range(num_microbatches)]
         for kind, last_first in preference

@@ -83,7 +83,7 @@ class Formula:
     at_most: bool = False
 
     def __call__(self, sizes: Sizes) -> float:
-        """Returns the number, also where it is not promised."""
+        """Return the number, also where it is not promised."""
         return self.value(sizes)
 
     def __str__(self) -> str:
@@ -137,7 +137,7 @@ def family(
     chunks: range | None = None,
     min_ranks: int = 1,
 ) -> Callable[[Generator], Generator]:
-    """Returns a decorator that registers a generator as a family, and gives it back unchanged.
+    """Return a decorator that registers a generator as a family, and give it back unchanged.
 
     The generator takes `num_ranks` and `num_microbatches`, and of `num_chunks`, `costs` and
     `memory_limit` those that its signature has; the default of its `num_chunks` is the family's.
@@ -188,7 +188,7 @@ def family(
 
 
 def _enter(entry: Family) -> None:
-    """Registers a family under all its names; one of the same name takes the place of the old."""
+    """Register a family under all its names; one of the same name takes the place of the old."""
     keys = {_key(name) for name in (entry.name, *entry.aliases)}
     for key in keys:
         holder = _NAMES.get(key, entry.name)
@@ -207,7 +207,7 @@ def families() -> Iterator[Family]:
 
 
 def find(name: str) -> Family:
-    """Returns the family of that name, alias or address; an address has its module imported.
+    """Return the family of that name, alias or address; an address has its module imported.
 
     Raises:
         ValueError: none has it; the message names the known ones and the nearest match, or what is
@@ -233,7 +233,7 @@ def find(name: str) -> Family:
 
 
 def _import(module: str, name: str) -> None:
-    """Imports the module of the schedule `name`.
+    """Import the module of the schedule `name`.
 
     Raises:
         ValueError: there is none, or it fails; the message says which.
@@ -252,6 +252,6 @@ def _import(module: str, name: str) -> None:
 
 
 def _key(name: str) -> str:
-    """What a look-up compares: neither case nor separators matter, but in the module's name."""
+    """Return what a look-up compares: no case, no separators, but in the module's name."""
     module, colon, last = name.strip().rpartition(':')
     return module + colon + last.lower().replace('-', '').replace('_', '')

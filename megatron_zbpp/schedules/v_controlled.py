@@ -132,7 +132,7 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
 def _controlled(
     name: str, num_ranks: int, num_microbatches: int, block: dict[tuple[str, int], int], peak: int
 ) -> Schedule:
-    """The block repeated, its ends tightened within the peak, and Ws put in the gaps.
+    """Return the block repeated, its ends tightened within the peak, and Ws put in the gaps.
 
     Tightening the steady state too is mostly better and seldom worse: the better of both.
     """

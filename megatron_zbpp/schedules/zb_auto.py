@@ -134,7 +134,7 @@ def _best(
     memory_limit: float | None,
     activations: int,
 ) -> Schedule:
-    """The draft with the shortest window over all choices, then the shortest makespan."""
+    """Return the draft with the shortest window over all choices, then the shortest makespan."""
     drafts: list[Draft] = []
     for choices in product((False, True), repeat=3):  # line 1
         draft = Draft(Placement.loop(num_ranks), num_microbatches, costs)
@@ -189,7 +189,7 @@ class _Scheduler:
             self.draft.put(Pass(B, rank, 0))
 
     def _warm_up_counts(self) -> list[int]:
-        """Forwards per rank before its first B: what fits its memory and the wait for that B."""
+        """Return forwards per rank before its first B: what fits memory and the wait for that B."""
         counts = [1] * self.p
         first_b = self.draft.clock[-1]  # when the gradient for the last rank's first B is there
         for rank in reversed(range(self.p)):
@@ -234,7 +234,7 @@ class _Scheduler:
         return within(end, next_b) or not self._may_idle(rank, next_b - now)
 
     def _forward(self, rank: int) -> None:
-        """Puts the next F of `rank`, after the Ws that make room for it and fill its wait."""
+        """Put the next F of `rank`, after the Ws that make room for it and fill its wait."""
         pending = self.draft.pending[rank]
         while not self._has_room(rank):  # line 10
             if not pending:
@@ -249,7 +249,7 @@ class _Scheduler:
         self.forwards[rank] += 1
 
     def _backward(self, rank: int, microbatch: int) -> None:
-        """Puts a B of `rank`, after Ws that fill its wait; nobody waits for those of rank 0."""
+        """Put a B of `rank`, after Ws that fill its wait; nobody waits for those of rank 0."""
         if rank == 0 and self.forwards[0] == self.m:
             self._flush(0)
         p = Pass(B, rank, microbatch)
@@ -260,7 +260,7 @@ class _Scheduler:
         self.draft.put(p)
 
     def _fill(self, p: Pass) -> None:
-        """Puts Ws while the rank would wait for the input of `p`; a longer one only if need be."""
+        """Put Ws while the rank would wait for the input of `p`; a longer one only if need be."""
         rank = p.stage
         pending = self.draft.pending[rank]
         while pending:

@@ -52,13 +52,13 @@ def installed() -> bool:
 
 
 def find() -> Path | None:
-    """The folder on sys.path that holds the package `transformer_engine`; None: there is none."""
+    """Return the folder of sys.path with the package `transformer_engine`; None: there is none."""
     spec = importlib.util.find_spec('transformer_engine')
     return None if spec is None else Path(spec.submodule_search_locations[0]).parent
 
 
 def install(folder: str | Path | None = None) -> None:
-    """Makes `import transformer_engine.pytorch` work in this process; again does nothing more.
+    """Make `import transformer_engine.pytorch` work in this process; again does nothing more.
 
     Args:
         folder: that holds the package `transformer_engine`; default: where `find` finds it.
@@ -101,7 +101,7 @@ def install_as_parent() -> None:
 
 
 def fill_uninitialized_memory() -> None:
-    """Fills with NaN, or the largest integer, what this process allocates and does not initialise.
+    """Fill with NaN, or the largest integer, what this process allocates and does not initialise.
 
     Fresh pages are zero on a CPU: what reads memory that nobody wrote looks right there.
     """
@@ -110,7 +110,7 @@ def fill_uninitialized_memory() -> None:
 
 
 def _load_common(folder: Path) -> None:
-    """Loads the real module `transformer_engine.common`, but for the extension that it loads."""
+    """Load the real module `transformer_engine.common`, but for the extension that it loads."""
     name = 'transformer_engine.common'
     spec = importlib.util.spec_from_file_location(
         name, folder / '__init__.py', submodule_search_locations=[str(folder)]

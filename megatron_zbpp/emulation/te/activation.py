@@ -65,7 +65,7 @@ def _backward(
 def _backward_with_bias(
     activation: Activation, grad: torch.Tensor, x: torch.Tensor, quantizer: Any = None
 ) -> tuple[torch.Tensor, Any]:
-    """Returns the gradients of the bias that was added to x, and of x."""
+    """Return the gradients of the bias that was added to x, and of x."""
     derivative = _derivative(activation, grad, x)
     dbias = derivative.float().reshape(-1, derivative.shape[-1]).sum(0)
     return dbias.to(derivative.dtype), quantized(derivative, quantizer)

@@ -17,12 +17,12 @@ calls: Counter[str] = Counter()  # how often each kernel was called
 
 
 def kernel(function: Callable) -> Callable:
-    """Registers `function` as the extension's function of that name."""
+    """Register `function` as the extension's function of that name."""
     return registered(function.__name__, function)
 
 
 def registered(name: str, function: Callable) -> Callable:
-    """Registers `function` as the extension's function `name`, and returns it as it is.
+    """Register `function` as the extension's function `name`, and return it as it is.
 
     Autograd does not see into the extension: TE writes the backwards itself.
     """
@@ -128,7 +128,7 @@ class _ByName(type):
 
 @functools.cache
 def named(name: str) -> type:
-    """The class `name` of the extension: its members are there by name; it cannot be made."""
+    """Return the class `name` of the extension: members are there by name; it cannot be made."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f'{NAME}.{name} on the CPU')

@@ -36,7 +36,7 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> tuple[Any, torch.Tensor | None, None, None]:
-    """Returns the product, and with `grad` the gradient of the bias.
+    """Return the product, and with `grad` the gradient of the bias.
 
     cuBLAS is column-major: rows of the result are B's, its columns A's.
 
@@ -84,7 +84,7 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     math_sm_count: int,
 ) -> Sequence[torch.Tensor]:
-    """Puts the products into `D`, or one below the other into its only tensor.
+    """Put the products into `D`, or one below the other into its only tensor.
 
     With `grad` the gradients of biases go into `bias`, which is returned.
     """
@@ -108,7 +108,7 @@ def _product(A: Any, transa: bool, B: Any, transb: bool) -> torch.Tensor:
 
 
 def _operand(x: Any, columnwise: bool) -> torch.Tensor:
-    """Returns an operand's rows in fp32, from the codes that the product reads.
+    """Return an operand's rows in fp32, from the codes that the product reads.
 
     Raises:
         RuntimeError: of a Float8 tensor they have been dropped.
@@ -128,6 +128,6 @@ def _is_float8(x: Any) -> bool:
 
 
 def _add(out: torch.Tensor, target: torch.Tensor, accumulate: bool) -> torch.Tensor:
-    """Puts `out` into `target`, on top of what is there with `accumulate`."""
+    """Put `out` into `target`, on top of what is there with `accumulate`."""
     out = out.view(target.shape)
     return target.copy_(target.float() + out if accumulate else out)

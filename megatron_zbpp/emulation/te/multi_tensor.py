@@ -21,7 +21,7 @@ Lists = Sequence[Sequence[torch.Tensor]]
 def multi_tensor_scale(
     chunk_size: int, noop: torch.Tensor, lists: Lists, scale: float | torch.Tensor
 ) -> None:
-    """Puts the first list, times `scale`, into the second; reports what is not finite."""
+    """Put the first list, time `scale`, into the second; report what is not finite."""
     for source, target in zip(*lists, strict=True):
         if not source.isfinite().all():
             noop.fill_(1)
@@ -40,7 +40,7 @@ def multi_tensor_scale_tensor(
 def multi_tensor_l2norm(
     chunk_size: int, noop: torch.Tensor, lists: Lists, per_tensor: bool | None = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the norm of all tensors, and with `per_tensor` that of each."""
+    """Return the norm of all tensors, and with `per_tensor` that of each."""
     return _norms([tensor.float() for tensor in lists[0]], per_tensor)
 
 
@@ -78,7 +78,7 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Steps parameters.
+    """Step parameters.
 
     Args:
         lists: gradients, parameters, both moments, and parameters in fp32 where those are not.
@@ -98,7 +98,7 @@ def multi_tensor_adam(
 def multi_tensor_adam_param_remainder(
     chunk_size: int, noop: torch.Tensor, lists: Lists, *settings: Any
 ) -> None:
-    """Steps as `multi_tensor_adam` does, where parameters are the upper half of those in fp32.
+    """Step as `multi_tensor_adam` does, where parameters are the upper half of those in fp32.
 
     That half is rounded; the last list has the lower one.
     """
@@ -116,7 +116,7 @@ def multi_tensor_adam_param_remainder(
 def multi_tensor_adam_fp8(
     chunk_size: int, noop: torch.Tensor, lists: Lists, *settings: Any
 ) -> None:
-    """Steps as `multi_tensor_adam` does, where parameters are FP8 codes.
+    """Step as `multi_tensor_adam` does, where parameters are FP8 codes.
 
     Their scales, largest values and inverse scales are in three more lists; the last setting is the
     codes' type.
@@ -144,7 +144,7 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: torch.Tensor,
 ) -> None:
-    """Steps as `multi_tensor_adam` does, with numbers that are on the device.
+    """Step as `multi_tensor_adam` does, with numbers that are on the device.
 
     Gradients are scaled in their place, and nothing is done where something is not finite.
     """
@@ -178,7 +178,7 @@ def _adam(
     bias_correction: int,
     weight_decay: float,
 ) -> torch.Tensor:
-    """Returns the stepped parameter in fp32; the moments are stepped in their place."""
+    """Return the stepped parameter in fp32; the moments are stepped in their place."""
     if mode == 0:
         grad = grad + weight_decay * parameter
     mean = first.float() * beta1 + (1 - beta1) * grad
@@ -207,7 +207,7 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """Steps parameters where `noop` is not set.
+    """Step parameters where `noop` is not set.
 
     Args:
         lists: gradients, parameters, momenta, and copies of parameters in another type, if any.
@@ -240,7 +240,7 @@ def multi_tensor_compute_scale_and_scale_inv(
     force_pow_2_scales: bool,
     epsilon: float,
 ) -> None:
-    """Puts scales and their inverses, by the largest values, into the second and third list."""
+    """Put scales and their inverses, by the largest values, into the second and third list."""
     for amax, scale, scale_inv in zip(*lists, strict=True):
         scale.copy_(scale_of(amax, max_fp8, force_pow_2_scales, epsilon))
         scale_inv.copy_(scale.reciprocal())

@@ -22,7 +22,7 @@ def layernorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """Returns the norm of each row, the rows' means and their reciprocal deviations in fp32."""
+    """Return the norm of each row, the rows' means and their reciprocal deviations in fp32."""
     v = x.float()
     mean = v.mean(-1)
     rsigma = (v.var(-1, unbiased=False) + eps).rsqrt()
@@ -42,7 +42,7 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[Any, None, torch.Tensor]:
-    """Returns the norm of each row, and the reciprocals of the rows' root mean squares in fp32."""
+    """Return the norm of each row, and the reciprocals of the rows' root mean squares in fp32."""
     v = x.float()
     rsigma = (v.square().mean(-1) + eps).rsqrt()
     y = v * rsigma[..., None] * _gamma(weight, zero_centered_gamma)
@@ -59,7 +59,7 @@ def layernorm_bwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the gradients of x, gamma and beta."""
+    """Return the gradients of x, gamma and beta."""
     rsigma = rsigma.view(*x.shape[:-1], 1)
     hat = (x.float() - mu.view(*x.shape[:-1], 1)) * rsigma
     grad = dz.float()
@@ -78,7 +78,7 @@ def rmsnorm_bwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the gradients of x and gamma."""
+    """Return the gradients of x and gamma."""
     rsigma = rsigma.view(*x.shape[:-1], 1)
     hat = x.float() * rsigma
     grad = dz.float()

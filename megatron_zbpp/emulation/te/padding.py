@@ -13,7 +13,7 @@ from megatron_zbpp.emulation.te.extension import kernel
 def fused_multi_row_padding(
     x: torch.Tensor, out: torch.Tensor, splits: Sequence[int], padded_splits: Sequence[int]
 ) -> None:
-    """Puts the parts of `x` into those of `out`, which are longer: zeros below each."""
+    """Put the parts of `x` into those of `out`, which are longer: zeros below each."""
     out.zero_()
     _copy_parts(x.split(list(splits)), out.split(list(padded_splits)))
 
@@ -22,7 +22,7 @@ def fused_multi_row_padding(
 def fused_multi_row_unpadding(
     x: torch.Tensor, out: torch.Tensor, padded_splits: Sequence[int], splits: Sequence[int]
 ) -> None:
-    """Puts the upper rows of the parts of `x` into those of `out`, which are shorter."""
+    """Put the upper rows of the parts of `x` into those of `out`, which are shorter."""
     _copy_parts(x.split(list(padded_splits)), out.split(list(splits)))
 
 

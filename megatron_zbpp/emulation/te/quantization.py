@@ -29,7 +29,7 @@ def quantized(value: torch.Tensor, quantizer: Any) -> Any:
 def quantize(
     tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None
 ) -> Any:
-    """Returns `tensor` in FP8, in `output` where there is one; as that is where `noop` is set."""
+    """Return `tensor` in FP8, in `output` where there is one; as that is where `noop` is set."""
     if noop is not None and noop.item():
         return output
     if output is None:
@@ -44,13 +44,13 @@ def quantize(
 
 @kernel
 def dequantize(tensor: Any, dtype: Any) -> torch.Tensor:
-    """Returns the values of a Float8 tensor."""
+    """Return the values of a Float8 tensor."""
     return values(tensor._data, tensor).to(torch_dtype(dtype))
 
 
 @kernel
 def bgrad_quantize(grad: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, Any]:
-    """Returns the gradient of a bias, and the output's gradient quantized."""
+    """Return the gradient of a bias, and the output's gradient quantized."""
     dbias = grad.float().reshape(-1, grad.shape[-1]).sum(0)
     return dbias.to(grad.dtype), quantized(grad, quantizer)
 
@@ -62,7 +62,7 @@ def split_quantize(
     quantizers: Sequence[Any],
     disable_bulk_allocation: bool = False,
 ) -> list[Any]:
-    """Returns the parts of `tensor` along its rows, each by its own quantizer."""
+    """Return the parts of `tensor` along its rows, each by its own quantizer."""
     return [quantized(t, q) for t, q in zip(tensor.split(splits), quantizers, strict=True)]
 
 
@@ -81,7 +81,7 @@ def create_empty_quantized_tensor(
 def fp8_transpose(
     data: torch.Tensor, dtype: Any, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns codes with their last dimension first."""
+    """Return codes with their last dimension first."""
     moved = data.movedim(-1, 0)
     return moved.contiguous() if out is None else out.copy_(moved.reshape(out.shape))
 
@@ -92,20 +92,20 @@ def compute_amax(tensor: torch.Tensor, amax: torch.Tensor) -> None:
 
 
 def encode(tensor: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns `tensor` × `scale` as codes of `dtype`; what is too large becomes the largest."""
+    """Return `tensor` × `scale` as codes of `dtype`; what is too large becomes the largest."""
     largest = torch.finfo(dtype).max
     return (tensor.float() * scale).clamp(-largest, largest).to(dtype).view(torch.uint8)
 
 
 def values(codes: torch.Tensor, tensor: Any) -> torch.Tensor:
-    """Returns what `codes` of a Float8 tensor, by rows or by columns, stand for, in fp32."""
+    """Return what `codes` of a Float8 tensor, by rows or by columns, stand for, in fp32."""
     return codes.view(torch_dtype(tensor._fp8_dtype)).float() * tensor._scale_inv.view(())
 
 
 def scale_of(
     amax: torch.Tensor, largest: float, power_of_2: bool = False, epsilon: float = 0.0
 ) -> torch.Tensor:
-    """Returns the scale that takes `amax` to `largest`; 1 where there is none."""
+    """Return the scale that takes `amax` to `largest`; 1 where there is none."""
     amax = amax.clamp(min=epsilon)
     scale = (largest / amax).clamp(max=torch.finfo(torch.float32).max)
     if power_of_2:
@@ -114,7 +114,7 @@ def scale_of(
 
 
 def _scale(tensor: torch.Tensor, quantizer: Any) -> torch.Tensor:
-    """Returns the quantizer's scale; takes note of the largest value, of which later ones depend.
+    """Return the quantizer's scale; take note of the largest value, of which later ones depend.
 
     Raises:
         NotImplementedError: it scales in another way.
@@ -139,7 +139,7 @@ def _amax(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _write(output: Any, codes: torch.Tensor, quantizer: Any) -> None:
-    """Puts codes into the tensor, by rows and by columns as the quantizer uses them."""
+    """Put codes into the tensor, by rows and by columns as the quantizer uses them."""
     if not quantizer.rowwise_usage:
         output._data = None
     elif output._data is None:
@@ -157,7 +157,7 @@ def _write(output: Any, codes: torch.Tensor, quantizer: Any) -> None:
 
 
 def _new(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
-    """Returns a Float8 tensor without content: a torch.Tensor, or TE's storage for its own use.
+    """Return a Float8 tensor without content: a torch.Tensor, or TE's storage for its own use.
 
     Raises:
         NotImplementedError: the quantizer makes tensors of another kind.

@@ -33,7 +33,7 @@ registered(
 
 
 def _backward(grad: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
-    """Returns the gradient of what was scaled; y: what the forward gave."""
+    """Return the gradient of what was scaled; y: what the forward gave."""
     g, p = grad.float(), y.float()
     return (scale * p * (g - (g * p).sum(-1, keepdim=True))).to(y.dtype)
 

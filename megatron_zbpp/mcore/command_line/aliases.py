@@ -30,14 +30,14 @@ _NEEDLESS = {
 
 
 def add_aliases(parser: argparse.ArgumentParser) -> None:
-    """Adds a group for them."""
+    """Add a group for them."""
     aliases = parser.add_argument_group('pipeline schedule: names of other forks, deprecated')
     for alias, options in _ALIASES.items():
         aliases.add_argument(alias, help='says what to use instead', **options)
 
 
 def translate(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the values of our fields that flags of other forks stand for.
+    """Return the values of our fields that flags of other forks stand for.
 
     Raises:
         ValueError: flags that contradict each other, or a limit that is no number.

@@ -29,7 +29,7 @@ _OURS = '_with_our_flags'  # on a function: it adds our flags already
 
 
 def install() -> None:
-    """Adds our flags to the command line of `megatron.training`; again does nothing more.
+    """Add our flags to the command line of `megatron.training`; again does nothing more.
 
     Raises:
         RuntimeError: it has no command line where we know it.
@@ -93,7 +93,7 @@ def _preparing(parse: Callable) -> Callable:
 
 
 def prepare(args: argparse.Namespace) -> Plugin | None:
-    """Does what the flags ask for; None where they ask for nothing.
+    """Do what the flags ask for; None where they ask for nothing.
 
     Args:
         args: Megatron's arguments, not validated yet; the layout of layers is written into them.

@@ -67,7 +67,7 @@ class Report:
 
 
 def examine(words: Sequence[str] = (), gpus: int | None = None) -> Report:
-    """Looks at the installation, and at a launch line if there is one.
+    """Look at the installation, and at a launch line if there is one.
 
     Args:
         words: of the launch line: see `launch_line.read`.
@@ -131,7 +131,7 @@ def _device() -> str:
 
 
 def _prefer_beside(words: Sequence[str]) -> None:
-    """The megatron beside the script is the one that the job would use."""
+    """Look first beside the script for the megatron that the job would use."""
     for script in (Path(word) for word in words if word.endswith('.py')):
         folder = str(script.resolve().parent)
         if script.is_file() and folder not in sys.path:
@@ -180,7 +180,7 @@ def _name(owner: Any, name: str) -> str:
 
 
 def words(report: Report) -> str:
-    """The report for people."""
+    """Return the report for people."""
     width = max(map(len, report.versions))
     lines = [f'{name:{width}}  {version}' for name, version in report.versions.items()]
     failed = [patch for patch in report.patches if patch.problem]

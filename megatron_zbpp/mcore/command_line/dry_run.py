@@ -101,7 +101,7 @@ class DryRun:
 
 
 def dry_run_of(line: LaunchLine) -> DryRun:
-    """What the launch line would run.
+    """Return what the launch line would run.
 
     Raises:
         ValueError: a value that cannot work, with the cure.
@@ -184,7 +184,7 @@ def _microbatches(line: LaunchLine, replicas: int) -> list[int]:
 
 
 def _layers(args: Namespace, placement: Placement) -> list[int]:
-    """Transformer layers of each stage.
+    """Return transformer layers of each stage.
 
     Raises:
         ValueError: they cannot be placed.
@@ -204,7 +204,7 @@ def _layers(args: Namespace, placement: Placement) -> list[int]:
 
 
 def _simulated(programs: Programs, num_ranks: int, num_microbatches: int) -> Simulated:
-    """Raises ValueError where there is no such schedule."""
+    """Raise ValueError where there is no such schedule."""
     schedule = programs.lowered(num_ranks, num_microbatches, forward_only=False).schedule
     costs = Costs.uniform(schedule.placement)
     timeline = simulate(schedule, costs)

@@ -56,7 +56,7 @@ class PipelineScheduleConfig:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds one group for `PipelineScheduleConfig`, and one for what other forks call it."""
+    """Add one group for `PipelineScheduleConfig`, and one for what other forks call it."""
     group = parser.add_argument_group('pipeline schedule (megatron_zbpp)')
     types = get_type_hints(PipelineScheduleConfig)
     helps = {
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read(args: argparse.Namespace) -> PipelineScheduleConfig | None:
-    """Returns what the flags ask for, those of other forks translated with a word; None: nothing.
+    """Return what the flags ask for, those of other forks translated with a word; None: nothing.
 
     Raises:
         ValueError: flags that contradict each other.
@@ -101,7 +101,7 @@ def read(args: argparse.Namespace) -> PipelineScheduleConfig | None:
 
 
 def source_of(config: PipelineScheduleConfig) -> str | Schedule:
-    """Returns the schedule's name, or the schedule in the file.
+    """Return the schedule's name, or the schedule in the file.
 
     Raises:
         ValueError: both a name and a file, or a file that makes no sense.
@@ -118,7 +118,7 @@ def source_of(config: PipelineScheduleConfig) -> str | Schedule:
 
 
 def clean_steps(config: PipelineScheduleConfig) -> int | bool:
-    """Returns what `megatron_zbpp.enable` takes for post-validation.
+    """Return what `megatron_zbpp.enable` takes for post-validation.
 
     Raises:
         ValueError: a number of steps that makes no sense.

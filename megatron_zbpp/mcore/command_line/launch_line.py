@@ -80,7 +80,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read(words: Sequence[str], gpus: int | None = None) -> LaunchLine:
-    """What a launch line says.
+    """Return what a launch line says.
 
     Args:
         words: `torchrun ... pretrain_gpt.py FLAG ...`, or the flags alone.
@@ -101,7 +101,7 @@ def read(words: Sequence[str], gpus: int | None = None) -> LaunchLine:
 
 
 def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What launches the script, and the script's own words."""
+    """Return what launches the script, and the script's own words."""
     for index, word in enumerate(words):
         if word.endswith('.py') and not word.startswith('-'):
             return list(words[:index]), list(words[index + 1 :])
@@ -160,7 +160,7 @@ def _processes(launcher: list[str]) -> int | None:
 
 
 def _fewest(args: argparse.Namespace) -> int:
-    """Processes of one replica of the model."""
+    """Return processes of one replica of the model."""
     return (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size

@@ -7,7 +7,7 @@ import sys
 
 
 def flag(name: str) -> str:
-    """Returns the flag that sets the argument of that name."""
+    """Return the flag that sets the argument of that name."""
     return '--' + name.replace('_', '-')
 
 

@@ -13,7 +13,7 @@ from megatron_zbpp.mcore.command_line.messages import flag
 
 
 def require_plain(args: argparse.Namespace) -> None:
-    """Raises where the layers are not known yet, or are given in a way that no layout can take.
+    """Raise where the layers are not known yet, or are given in a way that no layout can take.
 
     Raises:
         ValueError: names the flag.
@@ -31,7 +31,7 @@ def require_plain(args: argparse.Namespace) -> None:
 
 
 def num_chunks(args: argparse.Namespace) -> int | None:
-    """Returns chunks a rank, as Megatron's own flags give them; None: the schedule's choice.
+    """Return chunks a rank, as Megatron's own flags give them; None: the schedule's choice.
 
     Raises:
         ValueError: they do not divide.
@@ -65,7 +65,7 @@ def num_chunks(args: argparse.Namespace) -> int | None:
 
 
 def hybrid_layers(args: argparse.Namespace) -> list[int] | None:
-    """Returns the layers of each segment of a hybrid model's pattern; None: it is no hybrid model.
+    """Return the layers of each segment of a hybrid model's pattern; None: it is no hybrid model.
 
     The pattern may end in those of multi-token prediction. Without segments it is divided evenly
     among the ranks.
@@ -85,7 +85,7 @@ def _ends(args: argparse.Namespace) -> tuple[bool, bool]:
 
 
 def place_layers(args: argparse.Namespace, placement: Placement) -> None:
-    """Writes the layout of the layers for `placement` into Megatron's arguments.
+    """Write the layout of the layers for `placement` into Megatron's arguments.
 
     One chunk a rank, in a loop, is what Megatron does by itself if all get as many; and a hybrid
     model's layers are where its pattern says.
@@ -115,7 +115,7 @@ def place_layers(args: argparse.Namespace, placement: Placement) -> None:
 
 
 def microbatches(args: argparse.Namespace, world_size: int) -> set[int]:
-    """Returns with how many microbatches training begins and ends, and its steps between."""
+    """Return with how many microbatches training begins and ends, and its steps between."""
     model = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size
@@ -132,7 +132,7 @@ def microbatches(args: argparse.Namespace, world_size: int) -> set[int]:
 
 
 def disable_rerun_checks(args: argparse.Namespace, words: Sequence[str]) -> bool:
-    """Returns whether ranks had to be told not to agree on whether an iteration is run again.
+    """Return whether ranks had to be told not to agree on whether an iteration is run again.
 
     They need not, unless that was asked for.
 

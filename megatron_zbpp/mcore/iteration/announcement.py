@@ -15,7 +15,7 @@ from megatron_zbpp.version import __version__
 
 
 def announce(schedule: Schedule, config: Any) -> None:
-    """Prints what runs, on the first rank of the job.
+    """Print what runs, on the first rank of the job.
 
     Args:
         schedule: in Megatron's ranks.
@@ -26,7 +26,7 @@ def announce(schedule: Schedule, config: Any) -> None:
 
 
 def lines(schedule: Schedule, config: Any) -> list[str]:
-    """Returns schedule and sizes, layers of each rank, simulated bubble, simulated memory."""
+    """Return schedule and sizes, layers of each rank, simulated bubble, simulated memory."""
     placement = schedule.placement
     costs = Costs.uniform(placement)
     timeline = simulate(schedule, costs)

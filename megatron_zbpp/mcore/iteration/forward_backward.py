@@ -42,14 +42,14 @@ class Begun(Protocol):
     """What has been run of iterations before Megatron asked for them."""
 
     def take(self, arguments: Arguments) -> Batch | None:
-        """Returns the batch that was begun for this call; None: there is none."""
+        """Return the batch that was begun for this call; None: there is none."""
 
     def replayed(self, iterator: Iterator | None) -> Iterator | None:
-        """Returns what is read instead of the data `iterator`."""
+        """Return what is read instead of the data `iterator`."""
 
 
 def patches(session: Session, begun: Begun) -> Iterator[Patch]:
-    """Yields Megatron's two pipelined functions.
+    """Yield Megatron's two pipelined functions.
 
     Args:
         session: whose schedule runs.
@@ -67,7 +67,7 @@ def patches(session: Session, begun: Begun) -> Iterator[Patch]:
 def forward_backward(
     session: Session, begun: Begun, original: Callable, **arguments: Any
 ) -> list[Any]:
-    """Runs one global batch by the session's schedule; arguments and result are Megatron's.
+    """Run one global batch by the session's schedule; arguments and result are Megatron's.
 
     Several modules in one pipeline, which have process groups each, go to `original`.
     """
@@ -81,7 +81,7 @@ def forward_backward(
 
 
 def _refuse_delayed(model: torch.nn.Module | list[torch.nn.Module] | None) -> None:
-    """Raises for modules whose weight gradients only our W passes would compute.
+    """Raise for modules whose weight gradients only our W passes would compute.
 
     Raises:
         NotImplementedError: the model was built for one of our schedules.
@@ -138,7 +138,7 @@ class Batch:
     executor: Executor
 
     def run(self, session: Session) -> list[Any]:
-        """What is left of it; returns the loss function's results on the last rank."""
+        """Return what is left of it; returns the loss function's results on the last rank."""
         looked_at = self.arguments.models if self.executor.splits else ()
         with (
             _timed(self.config),
@@ -166,7 +166,7 @@ class Batch:
         return self.call.results
 
     def _gather_parameters(self) -> None:
-        """Sends for what forwards of chunks that have run none will wait for: other ranks' shards.
+        """Send for what forwards of chunks that have run none will wait for: other ranks' shards.
 
         Megatron's interleaved schedule does so where --overlap-param-gather keeps parameters; its
         1F1B does not: there one part of the parameters sends for the next.
@@ -185,7 +185,7 @@ class Batch:
 def prepare(
     session: Session, begun: Begun, arguments: Arguments, ranks_ahead: int = 0
 ) -> tuple[Batch, int]:
-    """Returns a batch, and how many of its instructions come ahead.
+    """Return a batch, and how many of its instructions come ahead.
 
     Args:
         session: whose schedule it is.
@@ -230,7 +230,7 @@ def prepare(
 
 
 def _device() -> torch.device:
-    """This rank's, where Megatron, too, puts what it receives, wherever the parameters are."""
+    """Return this rank's, where Megatron puts what it receives, wherever parameters are."""
     return torch.empty(0, device=torch.cuda.current_device()).device
 
 
@@ -249,7 +249,7 @@ def _message(
 
 
 def refuse_unsupported(config: Any, adjust_tensor_shapes_fn: Callable | None) -> None:
-    """Raises for what would be silently wrong, with the cure.
+    """Raise for what would be silently wrong, with the cure.
 
     Raises:
         NotImplementedError: names the setting.
@@ -267,7 +267,7 @@ def refuse_unsupported(config: Any, adjust_tensor_shapes_fn: Callable | None) ->
 def _stages(
     call: Call, arguments: Arguments, begun: Begun, placement: Placement, rank: int
 ) -> dict[int, ModelStage]:
-    """Returns the stages of this rank by number.
+    """Return the stages of this rank by number.
 
     Raises:
         ValueError: the model was not built for this placement.

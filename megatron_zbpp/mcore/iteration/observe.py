@@ -71,7 +71,7 @@ class Observer:
 
 @contextmanager
 def observe(device: torch.device, pp_group: dist.ProcessGroup) -> Iterator[Observer]:
-    """Times what Megatron's 1F1B runs on this rank while inside."""
+    """Time what Megatron's 1F1B runs on this rank while inside."""
     observer = Observer(device, pp_group)
     forward_step, backward_step = schedules.forward_step, schedules.backward_step
 

@@ -14,7 +14,7 @@ from megatron_zbpp.runtime.observe import profiling
 
 
 def profiled(p: Pass) -> AbstractContextManager:
-    """Makes a range as `runtime.observe.profiling.profiled` does, and under nsys.
+    """Make a range as `runtime.observe.profiling.profiled` does, and under nsys.
 
     There, a program may have asked for Megatron's ranges by `configure_nvtx_profiling`, without
     torch's emit_nvtx.

@@ -28,7 +28,7 @@ _GATHERED_FROM = 'megatron_zbpp_gathered_from'  # on a tensor: this rank's rows 
 
 
 def patches(store: WeightGradStore) -> Iterator[Patch]:
-    """Yields the autograd functions of Megatron's linear layers, which leave it to `store`."""
+    """Yield the autograd functions of Megatron's linear layers, which leave it to `store`."""
     core = 'megatron.core.tensor_parallel'
     for module, name, ours, user in (
         (
@@ -49,7 +49,7 @@ def patches(store: WeightGradStore) -> Iterator[Patch]:
 
 
 def deferring_linear(original: type, store: WeightGradStore) -> type:
-    """A drop-in for Megatron's `LinearWithGradAccumulationAndAsyncCommunication`.
+    """Return a drop-in for Megatron's `LinearWithGradAccumulationAndAsyncCommunication`.
 
     Args:
         original: that class.
@@ -162,7 +162,7 @@ def _defer(
 
 
 def remembering_reduce_scatter(original: type, store: WeightGradStore) -> type:
-    """A drop-in for Megatron's `_ReduceScatterToSequenceParallelRegion`, row-parallel layers' end.
+    """Return a drop-in for Megatron's `_ReduceScatterToSequenceParallelRegion`.
 
     Its backward gathers; the layer before it may keep the rows that it gathered them from.
     """

@@ -29,7 +29,7 @@ _SCALARS = {
 
 
 def patches(session: Session) -> Iterator[Patch]:
-    """Yields what prints the line of an iteration."""
+    """Yield what prints the line of an iteration."""
     ours = functools.partial(_with_figures, session)
     yield Patch(_TRAINING, 'print_rank_last', ours, everywhere=True, late=True)
 

@@ -36,7 +36,7 @@ _building: list[bool] = []
 
 
 def patches(placement: Placements, agree: Agree) -> Iterator[Patch]:
-    """Yields what answers where the first stage is, and what follows from its place.
+    """Yield what answers where the first stage is, and what follows from its place.
 
     Args:
         placement: of a number of pipeline ranks.

@@ -51,11 +51,11 @@ class Patch:
         return self.late and self.module not in sys.modules
 
     def find_owner(self) -> Any:
-        """Returns the module or class; imports the module."""
+        """Return the module or class; import the module."""
         return resolve_name(self.owner if ':' in self.owner else f'{self.owner}:')
 
     def problem(self) -> str:
-        """Returns why it would have no effect in the installed release; empty: it has one."""
+        """Return why it would have no effect in the installed release; empty: it has one."""
         try:
             original = getattr(self.find_owner(), self.name)
             users = {path: inspect.unwrap(resolve_name(path)) for path in self.looked_up_by}
@@ -90,11 +90,11 @@ class Registry:
         return bool(self._places or self._functions)
 
     def places(self) -> list[Place]:
-        """Returns all that is replaced now, with the originals."""
+        """Return all that is replaced now, with the originals."""
         return [*self._places, *_everywhere((ours, original) for original, ours in self._functions)]
 
     def install(self, patches: Iterable[Patch]) -> None:
-        """Puts them in place; those of modules that are to be imported later, then.
+        """Put them in place; those of modules that are to be imported later, then.
 
         Raises:
             RuntimeError: one would have no effect; nothing is replaced.
@@ -129,7 +129,7 @@ class Registry:
             setattr(owner, name, ours)
 
     def undo(self) -> None:
-        """Takes everything out again, also where it was imported meanwhile."""
+        """Take everything out again, also where it was imported meanwhile."""
         if self._forget_imports is not None:
             self._forget_imports()
             self._forget_imports = None

@@ -23,7 +23,7 @@ class Shard:
 
     @classmethod
     def of(cls, whole: torch.Tensor, group: dist.ProcessGroup) -> Shard:
-        """A copy of this rank's rows, so that `whole` can go."""
+        """Return a copy of this rank's rows, so that `whole` can go."""
         return cls(whole.chunk(group.size())[group.rank()].clone(), group)
 
     def start(self) -> None:
@@ -36,7 +36,7 @@ class Shard:
             )
 
     def gather(self) -> torch.Tensor:
-        """The whole tensor; what it is computed from next waits for it."""
+        """Return the whole tensor; what it is computed from next waits for it."""
         self.start()
         self._work.wait()
         whole, self._whole, self._work = self._whole, None, None
@@ -44,7 +44,7 @@ class Shard:
 
 
 def start_all(shards: Sequence[Shard]) -> Callable[[], None] | None:
-    """What begins their gathers; None where there is none."""
+    """Return what begins their gathers; None where there is none."""
 
     def start() -> None:
         for shard in shards:

@@ -40,7 +40,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def patches(splits: Callable[[int], bool]) -> Iterator[Patch]:
-    """Yields what makes configs whose modules leave weight gradients to W.
+    """Yield what makes configs whose modules leave weight gradients to W.
 
     Args:
         splits: whether the schedule of so many pipeline ranks has W passes.
@@ -66,7 +66,7 @@ def _delaying(splits: Callable[[int], bool], original: Callable) -> Callable:
 
 
 def delay_weight_gradients(config: Any) -> None:
-    """Makes TE modules built from `config` leave their weight gradients to `backward_dw`.
+    """Make TE modules built from `config` leave their weight gradients to `backward_dw`.
 
     To be called between the construction of the config, which refuses the setting without
     `overlap_moe_expert_parallel_comm`, and that of the model.
@@ -83,7 +83,7 @@ def delay_weight_gradients(config: Any) -> None:
 
 
 def delaying_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The TE modules in `model` that were built to delay their weight gradients.
+    """Return the TE modules in `model` that were built to delay their weight gradients.
 
     Raises:
         NotImplementedError: one of them keeps its weight in parts, or reduces it by itself.
@@ -149,7 +149,7 @@ def left_over(model: torch.nn.Module) -> set[torch.nn.Parameter]:
 
 @contextlib.contextmanager
 def strays() -> Iterator[list[tuple[torch.Size, ...]]]:
-    """Collects what TE's stores take in meanwhile that are not ours to run: shapes of operands.
+    """Collect what TE's stores take in meanwhile that are not ours to run: shapes of operands.
 
     Such are those of modules that `model.modules()` does not find.
     """
@@ -214,7 +214,7 @@ class _Backward:
 
 
 def _delayed(module: torch.nn.Module) -> _Delayed:
-    """That of `module`, made at its first use."""
+    """Return that of `module`, made at its first use."""
     put = vars(module.wgrad_store).get('put')
     return _Delayed(module) if put is None else put.__self__
 
@@ -265,11 +265,11 @@ class _Delayed:
         self.waiting = 0
 
     def delays(self) -> bool:
-        """What TE asks, in forward and in backward."""
+        """Return what TE asks, in forward and in backward."""
         return self._running or self.chunk.store.deferring
 
     def put(self, tensors: list, function: Callable) -> None:
-        """Called by TE's backward.
+        """Take note of a backward of TE, which calls this.
 
         Raises:
             RuntimeError: nobody would run it.
@@ -301,7 +301,7 @@ class _Delayed:
         self.waiting += 1
 
     def _least(self, tensors: list) -> list:
-        """What W needs of them: FP8 data by columns, and this rank's rows of what was gathered."""
+        """Return what W needs: FP8 data by columns, this rank's rows of what was gathered."""
         for item in tensors:
             for tensor in item if isinstance(item, list | tuple) else (item,):
                 if type(tensor) is torch.Tensor:  # nor are the others quantized
@@ -318,7 +318,7 @@ class _Delayed:
         return kept
 
     def _held(self, entries: list[list]) -> Iterator[torch.Tensor]:
-        """What waits; not `main_grad`, which lives as long as its parameter."""
+        """Yield what waits; not `main_grad`, which lives as long as its parameter."""
         fused = self._module.fuse_wgrad_accumulation
         permanent = {id(getattr(p, 'main_grad', None)) for p in self.trained} if fused else set()
         for tensors, _ in entries:
@@ -327,7 +327,7 @@ class _Delayed:
     def _compute(
         self, parameters: list[torch.nn.Parameter], entries: list[list]
     ) -> list[torch.Tensor | None]:
-        """Runs what one backward put off; `backward_dw` leaves alone what is not in `parameters`.
+        """Run what one backward put off; `backward_dw` leaves alone what is not in `parameters`.
 
         Returns:
             A gradient for each of `parameters`, None where it is in `main_grad`.
@@ -402,7 +402,7 @@ def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def _inner(tensors: Any) -> Iterator[torch.Tensor]:
-    """The tensors with memory: in lists, in quantized ones, and the rows of shards."""
+    """Yield the tensors with memory: in lists, in quantized ones, and the rows of shards."""
     for item in tensors:
         if isinstance(item, list | tuple):
             yield from _inner(item)

@@ -36,13 +36,13 @@ class NextIteration:
         self._begun: tuple[Batch, SideEffects] | None = None
 
     def replayed(self, iterator: Iterator | None) -> Iterator | None:
-        """Returns what the chunks read instead of `iterator`, in training and evaluation alike."""
+        """Return what the chunks read instead of `iterator`, in training and evaluation alike."""
         if iterator is None or self._session.post_validation is None:
             return iterator
         return self._replayed.setdefault(id(iterator), ReplayIterator(iterator))
 
     def take(self, arguments: Arguments) -> Batch | None:
-        """The batch that has been begun for this call; None: there is none.
+        """Return the batch that has been begun for this call; None: there is none.
 
         Raises:
             RuntimeError: one was begun with other data, another model or function; it cannot be
@@ -103,7 +103,7 @@ class NextIteration:
         return not uneven and replay.reserve(each * ahead)
 
     def _chunks_ahead(self) -> list[int]:
-        """The chunk of each pass that this rank may run ahead."""
+        """Return the chunk of each pass that this rank may run ahead."""
         group = self._session.latest.pp_group
         lowered = self._session.programs.lowered(group.size(), self.latest.num_microbatches, False)
         held = lowered.placement.stages(group.rank())
@@ -111,7 +111,7 @@ class NextIteration:
         return [held.index(p.stage) for p in passes]
 
     def run(self, ranks: int) -> None:
-        """This rank's part, if so many `ranks` of the chain go ahead."""
+        """Run this rank's part, if so many `ranks` of the chain go ahead."""
         batch, count = prepare(self._session, self, self.latest, ranks)
         if not count:
             return
@@ -124,7 +124,7 @@ class NextIteration:
         self._begun = batch, effects
 
     def settle(self, clean: bool) -> None:
-        """Keeps what was run for the next call, or drops it."""
+        """Keep what was run for the next call, or drop it."""
         if self._begun is not None and not clean:
             begun, self._begun = self._begun, None
             self._drop(*begun)

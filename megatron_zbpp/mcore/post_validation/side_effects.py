@@ -43,7 +43,7 @@ class SideEffects:
             losses.update(shown)
 
     def commit(self) -> None:
-        """Makes all as if they had just run: their iteration begins."""
+        """Make all as if they had just run: their iteration begins."""
         _set_random_states(*self._random)
         losses = compat.logged_losses()
         for name, entry in self._losses.items():
@@ -55,7 +55,7 @@ class SideEffects:
 
     @torch.no_grad()
     def rollback(self) -> None:
-        """Makes all as if they had never run."""
+        """Make all as if they had never run."""
         for buffer, value in self._buffers:
             buffer.copy_(value)
 
@@ -67,12 +67,12 @@ def _random_states() -> tuple:
 
 
 def _value(state: torch.Tensor | torch.Generator) -> torch.Tensor:
-    """A copy; trackers made for CUDA graphs (Transformer Engine's always is) hold generators."""
+    """Return a copy; trackers made for CUDA graphs, as Transformer Engine's, hold generators."""
     return state.get_state() if isinstance(state, torch.Generator) else state.clone()
 
 
 def _set_random_states(host: torch.Tensor, device: torch.Tensor, tracked: dict) -> None:
-    """Sets the values; generators stay the ones that Transformer Engine and graphs know."""
+    """Set the values; generators stay the ones that Transformer Engine and graphs know."""
     _, held, generators = compat.random_states()
     if not isinstance(held, torch.Generator):
         compat.set_random_states(host, device, tracked)

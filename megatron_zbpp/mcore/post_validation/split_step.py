@@ -51,7 +51,7 @@ _REFUSED = {
 
 
 def patches() -> Iterator[Patch]:
-    """Yields the functions that are answered while a step lasts."""
+    """Yield the functions that are answered while a step lasts."""
     path = module.__name__
     for name, users in (
         (_NORM, ('MegatronOptimizer.get_grad_norm', 'ChainedOptimizer.get_grad_norm')),
@@ -91,7 +91,7 @@ def refusal_of_model(config: Any) -> str | None:
 
 
 def leaves(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers of a chain; of one that is none, itself."""
+    """Return the optimizers of a chain; of one that is none, itself."""
     return list(getattr(optimizer, 'chained_optimizers', [optimizer]))
 
 
@@ -193,7 +193,7 @@ class SplitStep:
         return get_grad_norm_fp32
 
     def _of_stage(self, possible: bool) -> float:
-        """The squared norm over all ranks of this pipeline stage, alike on each of them."""
+        """Return the squared norm over all ranks of this pipeline stage, alike on each of them."""
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         members = set(dist.get_process_group_ranks(group))
         total = 0.0 if possible else float('inf')
@@ -237,7 +237,7 @@ class SplitStep:
         return outcome
 
     def synchronous(self) -> Outcome:
-        """The step by Megatron's own code, watched."""
+        """Return the step by Megatron's own code, watched."""
         scale = self._optimizer.get_loss_scale()
         clip = getattr(module, _CLIP)
         with _replaced(module, _CLIP, self._watching(clip)):
@@ -247,7 +247,7 @@ class SplitStep:
         return Outcome(result, bool(result[0]) and not self._clipped and same_scale)
 
     def _stepping(self, speculative: SpeculativeStep, original: Callable) -> Callable:
-        """The inner optimizer's step, of what the speculative step has not stepped for good."""
+        """Take the inner optimizer's step of what the speculative one has not stepped for good."""
 
         def step() -> Any:
             if self._clipped:
@@ -267,7 +267,7 @@ class SplitStep:
         return clip_grad_by_total_norm_fp32
 
     def _take_back(self, stepped: bool) -> None:
-        """The model reads what the true step left, on all ranks that hold copies of it."""
+        """Let the model read what the true step left, on all ranks that hold copies of it."""
         if not stepped:
             for speculative in self._speculative:
                 speculative.give_back()
@@ -290,7 +290,7 @@ class SplitStep:
 
 
 def _stepped(leaf: MegatronOptimizer) -> Iterator[Stepped]:
-    """What the inner optimizer steps, and what the model reads."""
+    """Yield what the inner optimizer steps, and what the model reads."""
     read = {id(parameter): copy.detach() for parameter, copy in compat.model_copies(leaf)}
     for group in leaf.optimizer.param_groups:
         for parameter in group['params']:
@@ -299,7 +299,7 @@ def _stepped(leaf: MegatronOptimizer) -> Iterator[Stepped]:
 
 
 def _prepared(leaf: MegatronOptimizer, overflow: bool | None) -> Callable[[], bool]:
-    """What `prepare_grads` does behind its reduction."""
+    """Return what `prepare_grads` does behind its reduction."""
 
     def prepare_grads() -> bool:
         if overflow is not None:
@@ -310,7 +310,7 @@ def _prepared(leaf: MegatronOptimizer, overflow: bool | None) -> Callable[[], bo
 
 
 def _answering(norms: list[float | torch.Tensor], original: Callable) -> Callable:
-    """Gives these norms in their order; others are computed as ever."""
+    """Give these norms in their order; others are computed as ever."""
     left = iter(norms)
 
     def get_grad_norm_fp32(*args: Any, **kwargs: Any) -> float | torch.Tensor:

@@ -23,7 +23,7 @@ from megatron_zbpp.post_validation.protocol import STEP, PostValidation
 
 
 def patches(steps: Steps, post_validation: PostValidation | None) -> Iterator[Patch]:
-    """Yields what steps; with post-validation, what would wait for all ranks around that.
+    """Yield what steps; with post-validation, what would wait for all ranks around that.
 
     NVIDIA's training loop makes ranks agree on results that they have in common, and takes the time
     of an iteration behind a barrier.

@@ -19,14 +19,14 @@ class DisagreementError(ValueError):
 
 
 def fingerprint(value: object) -> str:
-    """A setting as text that is equal on two ranks exactly if the setting is."""
+    """Return a setting as text that is equal on two ranks exactly if the setting is."""
     if isinstance(value, Schedule):
         return f'{value.name} ({hashlib.sha256(value.to_json().encode()).hexdigest()[:12]})'
     return str(value)
 
 
 def comparable_flags(flags: Mapping[str, object]) -> dict[str, object]:
-    """Returns those flags that must be equal on all ranks: plain values, and lists of them.
+    """Return those flags that must be equal on all ranks: plain values, and lists of them.
 
     What a rank has for itself is left out: its number, and paths, which hosts may have elsewhere.
     """
@@ -57,7 +57,7 @@ def _has_path(value: object) -> bool:
 
 
 def gather(settings: Mapping[str, object], group: dist.ProcessGroup) -> dict[int, dict[str, str]]:
-    """The settings of each global rank of `group`, as text: a collective."""
+    """Return the settings of each global rank of `group`, as text: a collective."""
     ranks = dist.get_process_group_ranks(group)
     gathered: list[dict[str, str]] = [{} for _ in ranks]
     own = {name: fingerprint(value) for name, value in settings.items()}
@@ -66,7 +66,7 @@ def gather(settings: Mapping[str, object], group: dist.ProcessGroup) -> dict[int
 
 
 def compare(settings: Mapping[int, Mapping[str, str]]) -> None:
-    """Returns if all ranks have the same.
+    """Return if all ranks have the same.
 
     Args:
         settings: of each rank.
@@ -90,7 +90,7 @@ def compare(settings: Mapping[int, Mapping[str, str]]) -> None:
 
 
 def agree(settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
-    """Returns if all ranks of `group` have the same settings: a collective.
+    """Return if all ranks of `group` have the same settings: a collective.
 
     Raises:
         DisagreementError: they have not; on all of them.

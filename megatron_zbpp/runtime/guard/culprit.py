@@ -34,12 +34,12 @@ class Statement:
     over: bool = False
 
     def to_json(self) -> str:
-        """Returns it for the store."""
+        """Return it for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Statement:
-        """Returns what `to_json` wrote."""
+        """Return what `to_json` wrote."""
         said = json.loads(text)
         return cls(**said | {'waits': tuple(said['waits'])})
 
@@ -50,7 +50,7 @@ def accuse(
     answering: Collection[int],
     stalled: float = inf,
 ) -> str:
-    """Returns one line: who keeps the others waiting, and who waits for whom.
+    """Return one line: who keeps the others waiting, and who waits for whom.
 
     Args:
         rank: that asks: the search follows what it waits for, and what those wait for.
@@ -61,7 +61,7 @@ def accuse(
     """
 
     def guilt(one: int) -> str:
-        """What `one` does instead of what others wait for; empty: nothing to blame it for."""
+        """Return what `one` does instead of what others wait for; empty: it is not to blame."""
         if one not in said:
             return 'has never said where it is'
         own = said[one]

@@ -43,7 +43,7 @@ class Heartbeats:
         self._thread.start()
 
     def say(self, statement: Statement) -> None:
-        """Takes note of where the rank stands, until it has said its last word; never waits."""
+        """Take note of where the rank stands, until it has said its last word; never waits."""
         if not self._statement.ending:
             self._statement = statement
 
@@ -54,7 +54,7 @@ class Heartbeats:
         self._thread.join(_PATIENCE)
 
     def accuse(self, own: Statement, stalled: float) -> str:
-        """Returns who is to blame, in one line, after a second or two.
+        """Return who is to blame, in one line, after a second or two.
 
         Args:
             own: the last statement of this rank.
@@ -71,12 +71,12 @@ class Heartbeats:
         return lines[-1]
 
     def linger(self) -> None:
-        """Waits a moment on rank 0, with which the store may go: others are still to ask."""
+        """Wait a moment on rank 0, with which the store may go: others are still to ask."""
         if self._rank == 0:
             time.sleep(_ANSWER)
 
     def _run(self) -> None:
-        """Writes what is new, and answers; ends with the training, or with the store."""
+        """Write what is new, and answer; end with the training, or with the store."""
         try:
             store = _store()
             while not self._ended.wait(_POLL):
@@ -114,7 +114,7 @@ class Heartbeats:
             return  # what is said then stands in `lines` already
 
     def _said(self, store: dist.Store) -> Iterator[tuple[int, tuple[int, Statement]]]:
-        """Number of the latest question that it has heard, and statement, of each rank."""
+        """Yield number of the latest question that it has heard, and statement, of each rank."""
         for rank in range(self._size):
             if store.check([f'said {rank}']):
                 number, _, statement = store.get(f'said {rank}').decode().partition(' ')
@@ -122,7 +122,7 @@ class Heartbeats:
 
 
 def _store() -> dist.Store:
-    """A connection of its own to the store of the job: a call on another's may wait for it."""
+    """Return a connection of its own to the job's store: a call on another's may wait for it."""
     store = compat.default_store()
     if hasattr(store, 'clone'):
         store = store.clone()

@@ -64,7 +64,7 @@ class Tracker:
         return self.position().done == total
 
     def waits(self) -> tuple[int, ...]:
-        """Returns the global ranks that this one waits for."""
+        """Return the global ranks that this one waits for."""
         ranks = self._executor.channels.ranks
         waits = self.position().waits
         if waits is not None:
@@ -72,7 +72,7 @@ class Tracker:
         return tuple(r for r in ranks if r != dist.get_rank()) if self.complete else ()
 
     def lines(self) -> list[str]:
-        """The position and the latest ten passes, for people."""
+        """Return the position and the latest ten passes, for people."""
         position = self.position()
         latest = self._executor.record.passes[: position.done][-_LATEST:]
         return [

@@ -43,11 +43,11 @@ class Termination:
         return signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is _caught
 
     def wake(self) -> None:
-        """Ends a `wait` at once."""
+        """End a `wait` at once."""
         os.write(self._writer, b'\0')
 
     def remove(self) -> None:
-        """Gives SIGTERM back; once nobody waits any more, on the main thread."""
+        """Give SIGTERM back; once nobody waits any more, on the main thread."""
         if not _on_main_thread():
             return  # the interpreter may still write to the descriptor
         self._give_back()

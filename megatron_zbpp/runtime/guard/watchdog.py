@@ -58,7 +58,7 @@ class Activity(Protocol):
     """What the main thread does and must not take for ever."""
 
     def ended(self) -> None:
-        """The main thread has done its part."""
+        """Take note that the main thread has done its part."""
 
     def beat(self) -> Hashable:
         """Something that changes with each step; None when all is over. Never waits."""
@@ -70,7 +70,7 @@ class Activity(Protocol):
         """Where it stands, for people."""
 
     def waits(self) -> tuple[int, ...]:
-        """Returns the global ranks that it waits for; those that may be late."""
+        """Return the global ranks that it waits for; those that may be late."""
 
 
 class Collective:
@@ -219,7 +219,7 @@ class Watchdog:
         self._device: int | None = None  # that the main thread computes on
 
     def limit_pauses(self, seconds: float) -> None:
-        """Sets how long a pause may last, before anything is watched; 0: any time.
+        """Set how long a pause may last, before anything is watched; 0: any time.
 
         What is set otherwise is ten timeouts, and not less than ten minutes.
 
@@ -231,7 +231,7 @@ class Watchdog:
         self._pause_timeout = seconds
 
     def collective(self, what: str) -> AbstractContextManager[None]:
-        """The main thread is in a collective call of the pipeline's ranks meanwhile."""
+        """Return the main thread is in a collective call of the pipeline's ranks meanwhile."""
         return self._watching(Collective(what))
 
     @contextmanager
@@ -278,7 +278,7 @@ class Watchdog:
             raise
 
     def stop(self) -> None:
-        """Ends watching, unless something failed: then the process is still to end in time."""
+        """End watching, unless something failed: then the process is still to end in time."""
         atexit.unregister(self.stop)
         if self._thread is None or self._failed:
             return
@@ -336,17 +336,17 @@ class Watchdog:
                 self._end(f'no step forward for {limit:g} s', EXIT_CODE, failed)
 
     def _current(self) -> Activity | None:
-        """What is to come to an end."""
+        """Return what is to come to an end."""
         activity = self._activity
         return self._pause if activity is None or activity.beat() is None else activity
 
     def _enter_device(self) -> None:
-        """A thread begins on GPU 0: asking events there would make a context on it."""
+        """Leave GPU 0, where a thread begins: asking events there would make a context on it."""
         if self._device is not None:
             torch.cuda.set_device(self._device)
 
     def _end(self, why: str, code: int, failed: bool) -> None:
-        """Reports and ends the process, even if nobody reads what it writes."""
+        """Report and end the process, even if nobody reads what it writes."""
         last_words = threading.Thread(target=self._say, args=(why, failed), daemon=True)
         try:
             last_words.start()
@@ -390,7 +390,7 @@ class Watchdog:
             self._heartbeats.linger()
 
     def _statement(self, activity: Activity) -> Statement:
-        """What this rank says of itself to the others."""
+        """Return what this rank says of itself to the others."""
         now = activity.lines()[0].removeprefix('now: ')
         return Statement(now, activity.waits(), self._stalled)
 
@@ -405,7 +405,7 @@ def _others() -> tuple[int, ...]:
 
 
 def _host_group(pp_group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroupGloo:
-    """The same ranks, connected by their hosts: a collective of these ranks alone.
+    """Return the same ranks, connected by their hosts: a collective of these ranks alone.
 
     `new_group` would need every rank of the world, or, with `use_local_synchronization`, ranks that
     are all in equally many groups (it makes the name from that): those of a pipeline are not.
@@ -418,7 +418,7 @@ def _host_group(pp_group: dist.ProcessGroup, timeout: float) -> dist.ProcessGrou
 
 
 def _calls(thread: int) -> list[traceback.FrameSummary]:
-    """The calls that a thread is in, innermost first, without those that only decorate."""
+    """Return the calls that a thread is in, innermost first, without those that only decorate."""
     calls = reversed(traceback.extract_stack(sys._current_frames()[thread]))
     return [call for call in calls if call.name not in _DECORATING]
 
@@ -439,7 +439,7 @@ def _words(call: traceback.FrameSummary) -> str:
 
 
 def _stack(thread: int) -> str:
-    """The innermost calls of a thread, on one line."""
+    """Return the innermost calls of a thread, on one line."""
     return f'in: {" < ".join(map(_words, _calls(thread)[:_FRAMES]))}'
 
 

@@ -42,7 +42,7 @@ class Measurement:
 
     @classmethod
     def from_json(cls, text: str) -> Measurement:
-        """The measurement that `to_json` wrote."""
+        """Return the measurement that `to_json` wrote."""
         data = json.loads(text)
         spans = tuple(tuple((start, end) for start, end in rank) for rank in data['spans'])
         schedule = Schedule.from_json(json.dumps(data['schedule']))
@@ -116,13 +116,13 @@ class Iteration:
         return found
 
     def gather(self) -> Measurement:
-        """The same iteration of all ranks, on one clock: a collective."""
+        """Return the same iteration of all ranks, on one clock: a collective."""
         lead = lead_of_neighbour(self.clock, self.pp_group)
         spans, peaks, leads = self._from_all((self.spans(), self.peak(), lead))
         return Measurement(on_one_clock(Timeline(self.schedule, spans), leads), peaks)
 
     def figures(self) -> Figures:
-        """What a log line tells of the same iteration on all ranks: a small collective."""
+        """Return what a log line tells of the same iteration on all ranks: a small collective."""
         spans = self.spans()
         window = spans[-1][1] - spans[0][0] if spans else 0.0
         busy = fsum(end - start for start, end in spans)

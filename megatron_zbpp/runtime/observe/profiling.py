@@ -13,7 +13,7 @@ _NOTHING = nullcontext()  # shared: between profiles, a pass costs no more than 
 
 
 def profiled(p: Pass) -> AbstractContextManager:
-    """A range around `p` while a profiler of torch's is on.
+    """Return a range around `p` while a profiler of torch's is on.
 
     That is torch.profiler, or emit_nvtx, whose ranges nsys shows: Megatron's --profile runs one.
     """

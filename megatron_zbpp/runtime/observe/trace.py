@@ -49,7 +49,7 @@ class Tracer:
         self._seen, self._costs = 0, costs
 
     def draw(self, measured: Timeline) -> None:
-        """Writes the files."""
+        """Write the files."""
         fitted = fit(measured, latency(measured))
         planned = simulate(measured.schedule, self._costs or fitted)
         lines = {'planned': planned, 'measured': measured}

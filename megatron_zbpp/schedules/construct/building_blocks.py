@@ -82,7 +82,7 @@ def _width(p: Pass) -> int:
 def _needs(
     num_stages: int, kinds: frozenset[str]
 ) -> dict[tuple[str, int], tuple[tuple[str, int], ...]]:
-    """Returns the kinds and stages of what a pass needs of its microbatch, by its own.
+    """Return the kinds and stages of what a pass needs of its microbatch, by its own.
 
     Only of passes of these `kinds`.
     """
@@ -100,7 +100,7 @@ def _needs(
 def _before(
     p: Pass, needs: Mapping[tuple[str, int], tuple[tuple[str, int], ...]]
 ) -> Iterator[Pass]:
-    """What must end before `p` starts, the same pass of the previous microbatch included."""
+    """Yield what must end before `p` starts, the same pass of the previous microbatch included."""
     for kind, stage in needs[p.kind, p.stage]:
         yield Pass(kind, stage, p.microbatch)
     if p.microbatch:
@@ -122,7 +122,7 @@ class _Row:
         self.held = list(accumulate(change))
 
     def take_after(self, slot: int) -> int:
-        """The first free slot after `slot`, which is now taken."""
+        """Return the first free slot after `slot`, which is now taken."""
         free = self.taken.find(0, slot + 1)
         if free < 0:
             free = len(self.taken)
@@ -131,7 +131,7 @@ class _Row:
         return free
 
     def move_up(self, kind: str, slot: int, earliest: int, limit: int) -> int:
-        """Moves the pass at `slot` to the earliest slot that it can have; returns that."""
+        """Move the pass at `slot` to the earliest slot that it can have; return that."""
         width = 2 if kind == BW else 1
         self.taken[slot : slot + width] = bytes(width)
         if kind == F:

@@ -24,7 +24,7 @@ def within(amount: float, limit: float) -> bool:
 
 
 def equal_costs(placement: Placement) -> Costs:
-    """Returns costs where F, B and W of a stage take 1 each, and messages nothing.
+    """Return costs where F, B and W of a stage take 1 each, and messages nothing.
 
     A full rank holds one activation a microbatch, all of it until the end of W.
     """
@@ -117,7 +117,7 @@ class Draft:
         return within(held + amount, limit)
 
     def put(self, p: Pass, not_before: float = 0.0) -> float:
-        """Appends `p` to its rank's order, as early as it may start; returns its end."""
+        """Append `p` to its rank's order, as early as it may start; return its end."""
         kind, stage, microbatch, _ = p
         rank = self.placement.ranks[stage]
         start = max(self.clock[rank], self.arrival(p), not_before)

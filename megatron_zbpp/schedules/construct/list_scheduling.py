@@ -20,7 +20,7 @@ def list_schedule(
     lanes: Sequence[Sequence[Lane]],
     memory_limit: float = math.inf,
 ) -> Draft:
-    """Runs the lanes against the clock, each F, B and W of a stage taking the same time.
+    """Run the lanes against the clock, each F, B and W of a stage taking the same time.
 
     A lane is a queue: only its first pass may start. A rank takes from the first of its lanes whose
     first pass has its inputs and, if it is a forward, fits the memory; else the oldest W whose B is
@@ -71,7 +71,7 @@ def _needs(draft: Draft, lanes: Sequence[Sequence[Lane]]) -> list[float]:
 def _next(
     draft: Draft, queues: Sequence[deque[Pass]], now: float, needs: list[float], limit: float
 ) -> Pass | None:
-    """What the rank of `queues` starts now; taken from its lane. The last queue is of its Ws."""
+    """Return what the rank of `queues` starts now, from its lane. The last queue is of its Ws."""
     *lanes, pending = queues
     for lane in lanes:
         if not lane or draft.arrival(lane[0]) > now:

@@ -11,7 +11,7 @@ from megatron_zbpp.schedules.construct.phases import phases
 def one_forward_one_backward(
     stages: Sequence[int], groups: Sequence[int], ahead: int
 ) -> list[Phase]:
-    """Returns a rank's order of 1F1B: a warm-up, F and BW by turns, and the backwards left.
+    """Return a rank's order of 1F1B: a warm-up, F and BW by turns, and the backwards left.
 
         >>> for label, passes in one_forward_one_backward([0, 2], groups=[2], ahead=1):
         ...     print(f'{label:10}', *passes)
@@ -36,7 +36,7 @@ def one_forward_one_backward(
 def split_one_forward_one_backward(
     stages: Sequence[int], groups: Sequence[int], ahead: int, defer: int
 ) -> list[Phase]:
-    """Returns a rank's order of 1F1B with B and W, where W follows B once `defer` others wait.
+    """Return a rank's order of 1F1B with B and W, where W follows B once `defer` others wait.
 
         >>> for label, passes in split_one_forward_one_backward([0], [4], ahead=1, defer=1):
         ...     print(f'{label:10}', *passes)
@@ -64,5 +64,5 @@ def split_one_forward_one_backward(
 
 
 def _sizes(stages: Sequence[int], groups: Sequence[int], ahead: int) -> tuple[int, int]:
-    """Forwards in the warm-up, and in all."""
+    """Return forwards in the warm-up, and in all."""
     return (len(stages) - 1) * groups[0] + ahead, len(stages) * sum(groups)

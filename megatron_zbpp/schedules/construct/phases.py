@@ -29,7 +29,7 @@ def phases(
     table: Iterable[Row],
     groups: Sequence[int] | None = None,
 ) -> list[Phase]:
-    """Returns the order of the rank that holds `stages`.
+    """Return the order of the rank that holds `stages`.
 
     Each row of the table is (times, passes, label): the passes that it names run one after another,
     so many times (none below 1). A pass whose kind has come to its end is left out, so that one
@@ -61,7 +61,7 @@ def phases(
 
 
 def first_microbatches(found: Iterable[Phase], num_microbatches: int) -> list[Phase]:
-    """Returns `found` without the passes of microbatches from `num_microbatches` on."""
+    """Return `found` without the passes of microbatches from `num_microbatches` on."""
     kept = (
         Phase(label, tuple(p for p in passes if p.microbatch < num_microbatches))
         for label, passes in found
@@ -73,7 +73,7 @@ Take = Callable[[], 'Pass | None']
 
 
 def _run(times: int, takes: Sequence[Take]) -> Iterator[Pass]:
-    """What `takes` give by turns, until all are at their end or it is enough."""
+    """Yield what `takes` give by turns, until all are at their end or it is enough."""
     for _ in range(times):
         row = [p for take in takes if (p := take()) is not None]
         if not row:
@@ -98,7 +98,7 @@ class _Line:
         self.waiting: dict[int | None, deque[Pass]] = {}
 
     def taker(self, name: str) -> Take:
-        """Returns the function that gives the next pass of `name`."""
+        """Return the function that gives the next pass of `name`."""
         match = _NAME.fullmatch(name)
         chunk = int(match[2]) if match and match[2] else None
         if match is None or (chunk is not None and chunk >= len(self.stages)):
@@ -117,7 +117,7 @@ class _Line:
         return self._split(coming)
 
     def _coming(self, kind: str, chunk: int | None) -> Iterator[Pass]:
-        """What is to come of one chunk, or of all: one iterator for B and BW."""
+        """Return what is to come of one chunk, or of all: one iterator for B and BW."""
         if (kind, chunk) not in self.coming:
             stages, groups = self.stages, self.groups
             if chunk is not None:
@@ -126,7 +126,7 @@ class _Line:
         return self.coming[kind, chunk]
 
     def _split(self, coming: Iterator[Pass]) -> Take:
-        """The next B, whose W waits from then on."""
+        """Return the next B, whose W waits from then on."""
         queues = {
             stage: self._queue(None if self.one_queue else chunk)
             for chunk, stage in enumerate(self.stages)
@@ -150,7 +150,7 @@ class _Line:
         return self.waiting.setdefault(chunk, deque())
 
     def require_end(self) -> None:
-        """Raises ValueError if something is still to come."""
+        """Raise ValueError if something is still to come."""
         left = [next(iter(each), None) for each in (*self.coming.values(), *self.waiting.values())]
         for p in left:
             if p is not None:
