@@ -55,8 +55,8 @@ def main() -> None:
     elif place == 'validated step':
         split_step.SplitStep.begin = cutting(split_step.SplitStep.begin)
     else:
-        checkpoints = pretrain_gpt.dist_checkpointing
-        checkpoints.save = cutting(checkpoints.save)
+        saving = pretrain_gpt.checkpoints.dist_checkpointing
+        saving.save = cutting(saving.save)
     pretrain_gpt.main()
 
 
