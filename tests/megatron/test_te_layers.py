@@ -192,7 +192,7 @@ def layer_gradients(split, order, layer, dtype, setting, overlap):
     made = KINDS[kind](config, 'bias' in setting, *activation).cuda()
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap)
     model = DistributedDataParallel(config, ddp, made)
-    store = megatron_zbpp.enable('zb-h1').store
+    store = megatron_zbpp.enable('zb-h1').session.store
     torch.manual_seed(2 + torch.distributed.get_rank())
     return [iteration(kind, model, store, split, order, dtype, config.params_dtype) for _ in '12']
 
