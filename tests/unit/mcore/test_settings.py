@@ -1,0 +1,49 @@
+"""What `enable` is asked for makes sense, or is refused by its name."""
+
+from __future__ import annotations
+
+from math import inf, nan
+
+import pytest
+
+from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.schedules import build
+
+
+@pytest.mark.parametrize(
+    ('asked', 'said'),
+    [
+        ({'schedule': None}, 'schedule None is neither the name of one'),
+        ({'schedule': 5}, 'schedule 5 is neither'),
+        ({'schedule': 'plan.json'}, "'plan.json' is a file: give megatron_zbpp.load of it"),
+        ({'schedule': 'zb-v', 'num_chunks': 3}, 'zb-v cannot have 3 chunks per rank'),
+        ({'num_chunks': 0}, 'num_chunks is 0: give a whole number from 1 up'),
+        ({'schedule': 'interleaved', 'num_chunks': 2.5}, 'num_chunks is 2.5: give a whole number'),
+        ({'schedule': 'interleaved', 'num_chunks': True}, 'num_chunks is True'),
+        ({'schedule': 'auto', 'memory_limit': -1}, 'memory_limit is -1: give a number from 0 up'),
+        ({'schedule': 'auto', 'memory_limit': nan}, 'memory_limit is nan'),
+        ({'schedule': 'zb-v', 'memory_limit': 4}, 'zb-v has one peak memory'),
+        ({'watchdog_timeout': 'abc'}, "watchdog_timeout is 'abc': give a number from 0 up"),
+        ({'watchdog_timeout': inf}, 'watchdog_timeout is inf'),
+        ({'watchdog_pause_timeout': -3}, 'watchdog_pause_timeout is -3'),
+        (
+            {'post_validation': 'yes'},
+            "post_validation is 'yes': give a whole number",
+        ),
+        ({'post_validation': -3}, 'post_validation is -3'),
+        ({'profile_iters': 0}, 'profile_iters is 0: give a whole number from 1 up'),
+        ({'schedule': build('1f1b', 2, 2), 'num_chunks': 1}, 'num_chunks: the schedule that is'),
+    ],
+    ids=str,
+)
+def test_nonsense_is_named(asked, said):
+    with pytest.raises(ValueError) as error:
+        Settings(**asked)
+    assert said in str(error.value)
+
+
+def test_sense():
+    assert Settings('ZB_V', 2) == Settings('zb-v', 2)
+    assert Settings(post_validation=True) == Settings(post_validation=10)
+    assert Settings('auto', memory_limit=4).memory_limit == 4
+    assert Settings(build('1f1b', 2, 2)).schedule.name == '1f1b'
