@@ -113,8 +113,13 @@ class Crew:
     def _follow(self, folder: Path, progress: Callable[[str], None], log: Path) -> None:
         """Return when this rank's process has ended, or the job has failed elsewhere."""
         deadline = time.monotonic() + self._timeout
+        said = error_file(folder, self.rank)
         while (status := self._child.poll()) is None:
             if self._store.check([self._failed]):
+                return
+            if said.exists():
+                time.sleep(2 * _POLL)  # a rank ended by a signal is the first to be told of
+                self._fail(said.read_text())
                 return
             if time.monotonic() > deadline:
                 self._fail(f'not done after {self._timeout:g} s (--timeout); see {log}')
@@ -123,12 +128,11 @@ class Crew:
                 progress((folder / PROGRESS).read_text())
             time.sleep(_POLL)
         if status:
-            said = error_file(folder, self.rank)
             by = f'ended by signal {-status}' if status < 0 else f'exit status {status}'
-            self._fail(said.read_text() if said.exists() else f'{by}; see {log}')
+            self._fail(f'{by}; see {log}')
 
     def _fail(self, text: str) -> None:
-        """Tells all supervisors, unless another rank was first."""
+        """Tell all supervisors, unless another rank was first."""
         self._store.compare_set(self._failed, '', f'rank {self.rank}: {text}')
 
     def _wait_for_all(self) -> None:

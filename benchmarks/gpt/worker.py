@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,12 @@ from benchmarks.gpt.jobs import Job
 Row = dict[str, Any]
 Progress = Callable[[str], None]
 ROW, PROGRESS = 'row.json', 'progress'
+_NOTICED = 60  # seconds, within which a supervisor that lives has read the error
 
 
 def error_file(folder: Path, rank: int) -> Path:
     """Where the process of that rank says why it failed."""
-    return folder / f'error.{rank}'
+    return folder / f'{rank}.error'
 
 
 def work(measure: Callable[[Job, Progress], Row]) -> None:
@@ -44,9 +46,14 @@ def work(measure: Callable[[Job, Progress], Row]) -> None:
             (folder / ROW).write_text(json.dumps(row))
     except Exception as error:
         traceback.print_exc()
-        error_file(folder, rank).write_text(_in_words(error))
         sys.stderr.flush()
-        os._exit(1)  # at once: leaving in order would wait for ranks that wait for this one
+        part = error_file(folder, rank).with_suffix('.part')
+        part.write_text(_in_words(error))
+        part.rename(error_file(folder, rank))
+        # The supervisor ends this process once it has told the others why: if its connections
+        # closed before, another rank could be the first to fail, by that.
+        time.sleep(_NOTICED)
+        os._exit(1)  # in order would wait for ranks that wait for this one
 
 
 def _in_words(error: Exception) -> str:

@@ -5,6 +5,9 @@ at once; activations within the limit. Two things make it fast enough for p = 4,
 from the search's best orders and bound, and where two stages of a rank have equal W, their Ws run
 in the order of their Bs: swapping Ws that do not changes neither times nor memory.
 
+Passes that take no time (the W of frozen weights) have an order, too, on which memory depends. So
+where there are any, each takes one tick, of which a unit of time has more than there are passes.
+
 A single worker with a deterministic time limit: the same question has the same answer.
 """
 
@@ -73,8 +76,10 @@ def solve(
             'the exact solver needs OR-tools: pip install "megatron_zbpp[exact]", or plan without'
         ) from error
     unit, rounded = _unit(problem)
-    scaled = _scaled(problem, unit)
+    ticks = _ticks(problem, unit)
+    scaled = _scaled(problem, unit, ticks)
     value, ends = replay_whole(scaled, orders)
+    value //= ticks
     # Rounding times down may also move a window's start by as much as its stages and edges.
     doubt = 2 * problem.placement.num_stages if rounded and problem.objective == 'window' else 0
     solver = cp_model.CpSolver()
@@ -83,8 +88,8 @@ def solve(
     solver.parameters.max_deterministic_time = effort
     solver.parameters.max_time_in_seconds = max(seconds, 0.0)
     most = min(round(value), floor(enough / unit + EPSILON) + doubt)
-    least = min(floor(lower_bound(scaled) if rounded else bound / unit), most)
-    model = _Model(cp_model.CpModel(), scaled, least, most)
+    least = min(floor(lower_bound(scaled) / ticks if rounded else bound / unit), most)
+    model = _Model(cp_model.CpModel(), scaled, ticks, least, most)
     if value <= most:
         model.hint(ends)
     status = solver.solve(model.model)
@@ -106,14 +111,26 @@ def _unit(problem: Problem) -> tuple[float, bool]:
     return max(times) / _FINE, True
 
 
-def _scaled(problem: Problem, unit: float) -> Problem:
-    """Return the problem with whole numbers for times, none longer than it was."""
+def _whole(time: float, unit: float) -> float:
+    """Return how many units are in that time."""
+    return float(floor(time / unit + EPSILON))
+
+
+def _ticks(problem: Problem, unit: float) -> int:
+    """Return how many ticks a unit has: one, or more than there are passes."""
+    if all(_whole(time, unit) for time in problem.durations):
+        return 1
+    return 1 + problem.num_queues * problem.num_microbatches
+
+
+def _scaled(problem: Problem, unit: float, ticks: int) -> Problem:
+    """Return the problem in ticks: whole units, none longer than they were, and one for no time."""
 
     def whole(time: float) -> float:
-        return float(floor(time / unit + EPSILON))
+        return ticks * _whole(time, unit)
 
     count = problem.placement.num_stages
-    times = tuple(map(whole, problem.durations))
+    times = tuple(whole(time) or 1.0 for time in problem.durations)
     edges = {
         (problem.ranks[need], problem.ranks[queue]): whole(edge)
         for queue, (need, edge) in enumerate(zip(problem.needs, problem.edges, strict=True))
@@ -133,18 +150,22 @@ def _scaled(problem: Problem, unit: float) -> Problem:
 class _Model:
     """Start times as variables, and what they must obey."""
 
-    def __init__(self, model: cp_model.CpModel, problem: Problem, least: int, most: int) -> None:
+    def __init__(
+        self, model: cp_model.CpModel, problem: Problem, ticks: int, least: int, most: int
+    ) -> None:
         """Write the problem into the model.
 
         Args:
             model: an empty one.
-            problem: with whole numbers for times.
-            least: the objective is no less.
+            problem: in ticks.
+            ticks: of a unit.
+            least: the objective is no less, in units.
             most: and no more.
         """
         self.model = model
         self.problem = problem
-        self.horizon = most + int(max(problem.origins))
+        self.ticks = ticks
+        self.horizon = (most + 1) * ticks - 1 + int(max(problem.origins))
         self.lengths = [int(time) for time in problem.durations]
         self.starts = [self._starts(queue) for queue in range(problem.num_queues)]
         self._order_queues()
@@ -161,19 +182,18 @@ class _Model:
                 self.model.add_hint(variable, round(end) - length)
 
     def orders(self, solver: cp_model.CpSolver) -> Orders:
-        """Return the solution's orders; passes without a time come before those at their start."""
+        """Return the solution's orders."""
         return [
-            [queue for _, _, queue in sorted(self._runs(solver, queues))]
+            [queue for _, queue in sorted(self._runs(solver, queues))]
             for queues in self.problem.queues
         ]
 
     def _runs(
         self, solver: cp_model.CpSolver, queues: tuple[int, ...]
-    ) -> Iterator[tuple[int, int, int]]:
+    ) -> Iterator[tuple[int, int]]:
         for queue in queues:
             for variable in self.starts[queue]:
-                start = solver.value(variable)
-                yield start, start + self.lengths[queue], queue
+                yield solver.value(variable), queue
 
     def _end(self, queue: int, microbatch: int) -> Any:
         return self.starts[queue][microbatch] + self.lengths[queue]
@@ -256,9 +276,11 @@ class _Model:
         constraint.only_enforce_if(condition)  # pyright: ignore[reportUnknownMemberType]
 
     def _minimise(self, least: int, most: int) -> None:
+        """Minimise whole units: the ticks of passes that take no time are less than one."""
         value = self.model.new_int_var(least, most, '')
-        count = self.problem.placement.num_stages
+        count, rest = self.problem.placement.num_stages, self.ticks - 1
         for queue in range(2 * count, 3 * count):
-            origin = int(self.problem.origins[self.problem.ranks[queue]])
-            self.model.add(value >= self._end(queue, -1) - origin)
+            origin = int(self.problem.origins[self.problem.ranks[queue]]) // self.ticks
+            start = origin * self.ticks
+            self.model.add(value * self.ticks + rest >= self._end(queue, -1) - start)
         self.model.minimize(value)

@@ -7,7 +7,7 @@ from itertools import product
 from math import inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_zbpp.ir import Placement
@@ -60,6 +60,9 @@ def optimum(problem: Problem) -> float:
     st.sampled_from([(1.0, 1.0), (0.25, 0.5), (1.5, 2.0)]),
     st.sampled_from(['makespan', 'window']),
 )
+@example(*[(0.0, 0.0)] * 3, 0.3, 1.0, (1.0, 1.0), 'makespan')
+@example(*[(0.0, 0.0)] * 3, 0.3, [2.0, 1.0], (1.5, 2.0), 'window')
+@example((1.0, 0.0), (0.0, 1.7), (0.0, 0.0), 0.0, 1.0, (0.25, 0.5), 'makespan')
 def test_agrees_with_trying_all(forward, backward, weight, comm, limit, retained, objective):
     """Also where B adds to what its rank holds."""
     costs = Costs(forward, backward, weight, comm, retained=retained)
