@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ from megatron_zbpp.cli.progress import progress
 from megatron_zbpp.ir import Placement, Schedule, formats
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
-from megatron_zbpp.schedules import build, find, names
+from megatron_zbpp.schedules import FAMILIES, build, find, names
 
 _MOST_PASSES = 10_000_000
 # How many chunks a rank may have on each placement that `plan` knows.
@@ -48,7 +49,10 @@ class StageCosts(NamedTuple):
             OSError: it cannot be read.
             ValueError: it has no costs.
         """
-        text = path.read_text(encoding='utf-8')
+        try:
+            text = path.read_text(encoding='utf-8')
+        except UnicodeDecodeError as error:
+            raise ValueError('it is not text') from error
         return cls(text, Costs.from_json(text).num_stages)
 
 
@@ -92,20 +96,19 @@ def load_cases(args: Namespace) -> tuple[dict[str, Case], dict[str, str]]:
     return found, skipped
 
 
-def named_cases(args: Namespace) -> Iterator[Case]:
-    """Every named schedule that can be had, with the chunks that it comes with."""
-    plain = Namespace(**{**vars(args), 'vpp': None, 'memory_limit': None})
-    for name in names():
-        with contextlib.suppress(ValueError):  # it is not for such p, m or times
-            yield load_case(plain, name)
+def named_cases(args: Namespace) -> Iterator[tuple[str, Case]]:
+    """Every named schedule that can be had with chunks that `plan` may use, with its label."""
+    for family, chunks in itertools.product(FAMILIES, _allowed_chunks(args)):
+        if chunks < family.default_chunks == 2 and 'num_chunks' in family.options:
+            continue  # of one chunk a rank there are others, as good
+        plain = Namespace(**{**vars(args), 'vpp': chunks, 'memory_limit': None})
+        with contextlib.suppress(ValueError):  # it is not for such p, m, chunks or times
+            yield family.label(chunks), load_case(plain, family.name)
 
 
 def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
     """Return the placements that `plan` may use, each once, with the costs of their stages."""
-    stages = _stages(args.times)
-    allowed = args.vpp or ([1, 2, 4] if stages is None else [stages // args.pp])
-    if args.layers is not None:
-        allowed = _within(args, allowed)
+    allowed = _allowed_chunks(args)
     placements = {}
     for asked in allowed:
         chunks = _chunks(args.times, args.pp, asked, asked)
@@ -120,6 +123,13 @@ def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
             'v takes 2, wave takes 2 or more, loop any'
         )
     return [(placement, _costs(args, placement)) for placement in placements.values()]
+
+
+def _allowed_chunks(args: Namespace) -> list[int]:
+    """Return the chunks per rank that `plan` may use."""
+    stages = _stages(args.times)
+    allowed = args.vpp or ([1, 2, 4] if stages is None else [stages // args.pp])
+    return allowed if args.layers is None else _within(args, allowed)
 
 
 def _within(args: Namespace, allowed: list[int]) -> list[int]:
@@ -162,6 +172,16 @@ def _from_file(args: Namespace) -> Case:
         if asked not in (None, found):
             raise ValueError(f'{flag} {asked}, but {args.file} has {found}: leave {flag} out')
     return Case(schedule, _costs(args, schedule.placement))
+
+
+def times_in_words(args: Namespace) -> str:
+    """Return `--times` as a title says them."""
+    if isinstance(args.times, StageCosts):
+        return 'times of each stage'
+    forward, backward, weight = args.times
+    if forward == backward == weight:
+        return 'F = B = W'
+    return f'F, B, W = {forward:g}, {backward:g}, {weight:g}'
 
 
 def _stages(times: Times | StageCosts) -> int | None:

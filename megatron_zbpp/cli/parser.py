@@ -143,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = command('doctor', commands.doctor, 'what is installed, and what a job would run')
     doctor.add_argument('--gpus', type=_count, metavar='N', help='of the job; default: as it says')
+    doctor.add_argument('--verbose', action='store_true', help='name each patch, each version')
     doctor.add_argument('line', nargs='*', metavar='-- LAUNCH LINE', help='of pretrain_gpt.py')
 
     converted = command('convert', commands.convert, 'write a schedule in another format')

@@ -86,9 +86,11 @@ def load(path: str | Path) -> Schedule:
     path = Path(path)
     try:
         text = _text(path)
-        if not text.lstrip().startswith('{'):
+        if not text.lstrip().startswith(('{', '[')):  # no pass of a CSV begins so
             return from_torch_csv(text, path.stem)
         return from_json(text)
+    except UnicodeDecodeError as error:
+        raise ValueError(f'{path}: not text: give a file of JSON, or of CSV') from error
     except RecursionError as error:
         raise ValueError(f'{path}: not a schedule: brackets are nested too deep') from error
     except ValueError as error:

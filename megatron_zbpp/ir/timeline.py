@@ -8,6 +8,9 @@ from math import fsum
 
 from megatron_zbpp.ir import Schedule
 
+# What stands under every table and picture that shows the two.
+MEANING = 'bubble: idle share of the busiest rank; idle, all ranks: share of all time lost'
+
 
 @dataclass(frozen=True)
 class Timeline:

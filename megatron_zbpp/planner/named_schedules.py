@@ -13,7 +13,7 @@ from megatron_zbpp.schedules import FAMILIES, Family, build
 
 @dataclass(frozen=True)
 class Named:
-    """A named schedule with its value on a problem."""
+    """A named schedule, with its chunks where they are not its default, and what it takes."""
 
     name: str
     value: float
@@ -28,7 +28,8 @@ def named(problem: Problem) -> list[Named]:
             orders = problem.orders(schedule)
             result = replay(problem, orders) if problem.fits(orders) else None
             if result is not None:
-                found.append(Named(family.name, result[0], orders))
+                name = family.label(problem.placement.num_chunks)
+                found.append(Named(name, result[0], orders))
     return sorted(found, key=lambda entry: entry.value)
 
 

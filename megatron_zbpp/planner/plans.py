@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.ir import Placement, Schedule
@@ -55,6 +56,12 @@ class Plan:
     def gap(self) -> float:
         """How far the value may be above the optimum, as a share of the bound."""
         return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
+
+    @property
+    def as_good_as(self) -> str | None:
+        """The name of a schedule that takes no more than this; None: it beats all that fit."""
+        name, value = self.best_named or (None, inf)
+        return name if value <= self.value + EPSILON else None
 
 
 class PlanningInterrupted(KeyboardInterrupt):
@@ -119,7 +126,7 @@ def plan(
     except KeyboardInterrupt:
         interrupted = True
     best = min(searches, key=lambda search: search.best.value)
-    schedule = best.problem.schedule(best.best.orders, 'auto')
+    schedule = best.problem.schedule(best.best.orders, 'planned')
     check(schedule)
     made = Plan(
         schedule,

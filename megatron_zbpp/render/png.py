@@ -1,4 +1,4 @@
-"""Pictures through matplotlib (an extra): timelines, loss curves, bubble against memory."""
+"""Pictures through matplotlib (an extra): timelines, loss curves."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # (matplotlib leaves much of its keyword arguments open)
@@ -38,7 +38,7 @@ def timeline_png(
         ImportError: matplotlib is not installed; the message tells how.
     """
     heights = [0.9 + 0.3 * line.schedule.num_ranks for line in timelines.values()]
-    figure = _figure(width, min(sum(heights) + 0.6, 100.0))
+    figure = new_figure(width, min(sum(heights) + 0.6, 100.0))
     rows = figure.subplots(
         len(heights), 1, sharex=True, squeeze=False, gridspec_kw={'height_ratios': heights}
     )
@@ -64,7 +64,7 @@ def loss_png(curves: Mapping[str, Sequence[float]], path: str | Path) -> None:
     Raises:
         ImportError: matplotlib is not installed; the message tells how.
     """
-    figure = _figure(8.0, 4.5)
+    figure = new_figure(8.0, 4.5)
     axes = figure.subplots()
     hues = list(HUES.values())
     for i, (name, losses) in enumerate(curves.items()):
@@ -78,53 +78,7 @@ def loss_png(curves: Mapping[str, Sequence[float]], path: str | Path) -> None:
     figure.savefig(path, dpi=130, format='png')
 
 
-def frontier_png(
-    planned: Sequence[tuple[float, float]],
-    named: Mapping[str, tuple[float, float]],
-    path: str | Path,
-    title: str,
-    bubble: str,
-) -> None:
-    """Draws bubble against memory: a line of plans, a point for each named schedule.
-
-    Args:
-        planned: (memory limit, bubble), memory in activations of one microbatch on a full rank.
-        named: (most memory, bubble) by name; names at one point share it.
-        path: where to write, as PNG or SVG by its suffix.
-        title: heads the picture.
-        bubble: what the bubble is a share of.
-
-    Raises:
-        ImportError: matplotlib is not installed; the message tells how.
-    """
-    figure = _figure(9.0, 5.5)
-    axes = figure.subplots()
-    hues = list(HUES.values())
-    line = sorted(planned)
-    axes.plot(*zip(*line, strict=True), 'o-', color=hues[1], label='planned', zorder=3)
-    places: dict[tuple[float, float], list[str]] = defaultdict(list)
-    for name, (memory, idle) in named.items():
-        places[round(memory, 3), round(idle, 4)].append(name)
-    axes.scatter(*zip(*places, strict=True), color=hues[0], label='named schedules', zorder=2)
-    for at, (place, names) in enumerate(sorted(places.items(), key=_row)):
-        above = (5, 4) if at % 2 else (5, -12)  # neighbours' names do not cover each other
-        axes.annotate(', '.join(names), place, xytext=above, textcoords='offset points', fontsize=8)
-    axes.set_xlabel('most activations of a rank, of one microbatch on a full rank')
-    axes.set_ylabel(bubble)
-    axes.yaxis.set_major_formatter(lambda share, _: f'{share:.0%}')
-    axes.set_title(title)
-    axes.margins(x=0.12)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=130)
-
-
-def _row(entry: tuple[tuple[float, float], list[str]]) -> tuple[float, float]:
-    (memory, idle), _ = entry
-    return idle, memory
-
-
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     """Return an empty figure that draws without a display."""
     try:
         from matplotlib.figure import Figure

@@ -9,14 +9,13 @@ from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.colours import ink
 from megatron_zbpp.render.scene import Bar, bars
 
-_LEAST = 2  # characters of a typical pass, below which a picture is cut instead
 _IDLE = '·'
 
 
 def timeline_text(timeline: Timeline, width: int = 100, colours: bool = False) -> str:
     """Draws each rank's passes to scale: `3F1`, or less of that where there is less room.
 
-    The whole timeline if passes stay legible in `width`, otherwise its first part and `…`.
+    The whole timeline if each pass gets a letter in `width`, otherwise its first part and `…`.
 
     Args:
         timeline: simulated or measured.
@@ -24,13 +23,31 @@ def timeline_text(timeline: Timeline, width: int = 100, colours: bool = False) -
         colours: with ANSI colours, as in the other pictures.
     """
     rows = bars(timeline)
-    label = len(f'rank {len(rows) - 1}') + 2
-    columns = max(1, width - label - 1) if width else sys.maxsize
+    label = _gutter(timeline)
+    columns = _columns(timeline, width)
     scale = _scale(rows, timeline.makespan, columns)
     return '\n'.join(
         (f'rank {rank}'.ljust(label) + _line(row, scale, columns, colours)).rstrip()
         for rank, row in enumerate(rows)
     )
+
+
+def time_shown(timeline: Timeline, width: int = 100) -> float:
+    """Return how much of the makespan `timeline_text` shows in that width."""
+    columns = _columns(timeline, width)
+    scale = _scale(bars(timeline), timeline.makespan, columns)
+    needed = round(timeline.makespan * scale)
+    return timeline.makespan if needed <= columns else columns / scale
+
+
+def _gutter(timeline: Timeline) -> int:
+    """Characters before the first pass: `rank 12  `."""
+    return len(f'rank {timeline.schedule.num_ranks - 1}') + 2
+
+
+def _columns(timeline: Timeline, width: int) -> int:
+    """Characters that passes may take."""
+    return max(1, width - _gutter(timeline) - 1) if width else sys.maxsize
 
 
 def _scale(rows: list[list[Bar]], makespan: float, columns: int) -> float:
@@ -40,7 +57,7 @@ def _scale(rows: list[list[Bar]], makespan: float, columns: int) -> float:
         return 0.0
     enough = 1 + max(len(str(bar.ran)) for row in rows for bar in row)
     characters = min(int(columns * typical / makespan), enough)
-    return (characters if characters >= _LEAST else enough) / typical
+    return (characters or enough) / typical
 
 
 def _line(row: list[Bar], scale: float, columns: int, colours: bool) -> str:

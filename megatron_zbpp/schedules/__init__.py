@@ -116,7 +116,7 @@ def checked_chunks(found: Family, num_chunks: int | None) -> int:
         can = f'exactly {first}' if len(found.chunks) == 1 else f'{first}, {first + step}, ...'
         raise ValueError(
             f'{found.name} cannot have {num_chunks} chunks per rank: '
-            f'it takes {can}; leave num_chunks out for {found.default_chunks}'
+            f'it takes {can}; leave the number out for {found.default_chunks}'
         )
     return num_chunks
 

@@ -121,6 +121,10 @@ class Family:
     options: tuple[str, ...] = ()
     min_ranks: int = 1
 
+    def label(self, num_chunks: int) -> str:
+        """Return the name, and the chunks per rank where they are not the default: `gis v=4`."""
+        return self.name if num_chunks == self.default_chunks else f'{self.name} v={num_chunks}'
+
 
 _FAMILIES: dict[str, Family] = {}  # by name, in the order of registration
 _NAMES: dict[str, str] = {}  # of each name and alias, as look-ups compare them, the family's name

@@ -31,7 +31,7 @@ def told(training, switching=False):
         return poll(self, schedule)
 
     def halved(self, schedule):
-        return simulated(self, schedule) / (2 if schedule.name == 'auto' else 1)
+        return simulated(self, schedule) / (2 if schedule.name == 'planned' else 1)
 
     taken = mock.patch.object(AutoPlan, '_simulated', halved if switching else simulated)
     with mock.patch.object(AutoPlan, '_poll', wait), taken:

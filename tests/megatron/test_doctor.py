@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -63,6 +64,13 @@ def test_command():
     assert done.returncode == 0 and not done.stderr, done.stderr
     for said in ('megatron-core', 'python', 'all take effect', 'rank 0: stage 7: 2, stage 8: 1'):
         assert said in done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[0] == 'schedule: zb-v', 'what was asked for comes first'
+    assert 'bubble 4.6%' in lines[2] and 'idle, all ranks 4.6%' in lines[2]
+    assert lines[3].startswith('bubble: idle share of the busiest rank; idle, all ranks: ')
+    assert 'parallel_state.initialize_model_parallel' not in done.stdout
+    told = run([zbpp, 'doctor', '--verbose', '--', *words]).stdout
+    assert '  megatron.core.parallel_state.initialize_model_parallel\n' in told
 
 
 def test_installation(ranks):
@@ -237,8 +245,10 @@ def test_nothing_to_do(ranks, size):
         (['--pipeline-schedule', 'zb-v', '--micro-batch-size', '0'], '--micro-batch-size'),
         (['--pipeline-schedule', 'zb-v', '--tensor-model-parallel-size', '3'], '--gpus'),
         (['--pipeline-schedule-file', 'no-such-file.json'], 'no-such-file.json'),
+        (['--pipeline-shedule', 'zb-v'], 'not known: did you mean --pipeline-schedule?'),
+        (['--enable-optimiser-post-validation'], 'mean --enable-optimizer-post-validation?'),
     ],
-    ids=['name', 'layers', 'number', 'batch', 'micro', 'gpus', 'file'],
+    ids=['name', 'layers', 'number', 'batch', 'micro', 'gpus', 'file', 'flag', 'switch'],
 )
 def test_bad_input(ranks, words, said):
     assert said in refusal(ranks, '--gpus', 8, '--', *SIZES, '--global-batch-size', 48, *words)
@@ -260,8 +270,27 @@ def test_by_megatrons_own_parser(ranks):
         '--mtp-num-layers',
         1,
     ]
-    code, found = report(ranks, '--', *words, '--mistaken', training=True)
+    mistaken = ['--mistaken', '--untie-embedding-and-output-weights']
+    code, found = report(ranks, '--', *words, *mistaken, training=True)
     line = found['launch_line']
     assert code == 1 and line['refused'][0]['setting'] == 'mtp_num_layers'
     assert line['layers'] == [1, *[2] * 7, *[1] * 7, 0]
-    assert line['notes'] == ['no flags of Megatron, unless the script adds them: --mistaken']
+    (note,) = line['notes']
+    assert note == (
+        'no flags of Megatron, unless the script adds them: --mistaken '
+        '--untie-embedding-and-output-weights (did you mean --untie-embeddings-and-output-weights?)'
+    )
+
+
+@needs_training
+def test_no_flag_of_megatron_is_taken_for_a_misspelt_one(ranks):
+    ranks(2).run(every_flag)
+
+
+def every_flag():
+    from megatron_zbpp.mcore.command_line import flags, launch_line
+
+    ours = argparse.ArgumentParser()
+    flags.add_arguments(ours)
+    theirs = launch_line._megatrons_parser()._option_string_actions.keys()
+    launch_line.require_spelt(sorted(theirs - ours._option_string_actions.keys()))

@@ -179,14 +179,24 @@ def _name(owner: Any, name: str) -> str:
     return f'{owner.__module__}.{owner.__qualname__}.{name}'
 
 
-def words(report: Report) -> str:
-    """Return the report for people."""
-    width = max(map(len, report.versions))
-    lines = [f'{name:{width}}  {version}' for name, version in report.versions.items()]
+def words(report: Report, verbose: bool = False) -> str:
+    """Return the report for people: what was asked for comes first.
+
+    Args:
+        report: for whom.
+        verbose: name each patch, and each version also where a launch line was given.
+    """
+    lines = [] if report.dry_run is None else [*report.dry_run.lines(), '']
+    if verbose or report.dry_run is None:
+        width = max(map(len, report.versions))
+        lines += [f'{name:{width}}  {version}' for name, version in report.versions.items()]
+    else:
+        found = (f'{name} {version}' for name, version in report.versions.items())
+        lines.append(', '.join(text for text in found if ' not ' not in text))
     failed = [patch for patch in report.patches if patch.problem]
     state = f'{len(failed)} without effect' if failed else 'all take effect'
-    lines += ['', f'patches: {len(report.patches)}, {state}']
-    lines += [f'  {p.target}' + (f': {p.problem}' if p.problem else '') for p in report.patches]
-    if report.dry_run is not None:
-        lines += ['', *report.dry_run.lines()]
+    hint = '' if verbose else ' (--verbose lists them)'
+    lines.append(f'patches: {len(report.patches)}, {state}{hint}')
+    listed = report.patches if verbose else failed
+    lines += [f'  {p.target}' + (f': {p.problem}' if p.problem else '') for p in listed]
     return '\n'.join(lines)

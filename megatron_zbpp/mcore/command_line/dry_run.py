@@ -12,6 +12,7 @@ from megatron_zbpp.emulation import te
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.layout import layers_per_stage
+from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.mcore import layout, refusals
 from megatron_zbpp.mcore.command_line import flags, sizes
 from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
@@ -35,6 +36,7 @@ class Simulated:
         bubble_makespan: share of it in which even the busiest rank idles.
         window: the longest of a rank.
         bubble_window: the same of it.
+        idle_all_ranks: share of all ranks' time that no pass takes.
         peaks: most activations of each rank, in those of one microbatch on a full rank.
     """
 
@@ -43,6 +45,7 @@ class Simulated:
     bubble_makespan: float
     window: float
     bubble_window: float
+    idle_all_ranks: float
     peaks: tuple[float, ...]
 
 
@@ -81,7 +84,17 @@ class DryRun:
         """For people."""
         sizes = ', '.join(f'{name} {size}' for name, size in self.parallel.items())
         own = "Megatron's own"
-        found = [f'schedule: {self.schedule or own}', f'parallel: {sizes}']
+        found = [f'refused: {refusal}' for refusal in self.refused]
+        found += [f'schedule: {self.schedule or own}', f'parallel: {sizes}']
+        for each in self.iterations:
+            found.append(
+                f'{each.microbatches} microbatches (F = B = W = 1, simulated): makespan '
+                f'{each.makespan:g}, bubble {each.bubble_makespan:.1%}; window {each.window:g}, '
+                f'bubble {each.bubble_window:.1%}; idle, all ranks {each.idle_all_ranks:.1%}; '
+                f'peak activations {max(each.peaks):g}'
+            )
+        found += [MEANING] if self.iterations else []
+        found += [] if self.layer is None else [str(self.layer)]
         if self.schedule is not None:
             found.append(f'placement: {self.placement}; layers of each stage by pipeline rank:')
             for rank, stages in enumerate(self.stages):
@@ -89,15 +102,7 @@ class DryRun:
                     f'stage {s}' + (f': {self.layers[s]}' if self.layers else '') for s in stages
                 ]
                 found.append(f'  rank {rank}: {", ".join(held)}')
-        for each in self.iterations:
-            found.append(
-                f'{each.microbatches} microbatches (F = B = W = 1, simulated): makespan '
-                f'{each.makespan:g}, bubble {each.bubble_makespan:.1%}; window {each.window:g}, '
-                f'bubble {each.bubble_window:.1%}; peak activations {max(each.peaks):g}'
-            )
-        found += [] if self.layer is None else [str(self.layer)]
-        found += [f'note: {note}' for note in self.notes]
-        return found + [f'refused: {refusal}' for refusal in self.refused]
+        return found + [f'note: {note}' for note in self.notes]
 
 
 def dry_run_of(line: LaunchLine) -> DryRun:
@@ -214,5 +219,6 @@ def _simulated(programs: Programs, num_ranks: int, num_microbatches: int) -> Sim
         timeline.bubble_makespan,
         max(timeline.windows),
         timeline.bubble_window,
+        timeline.idle_all_ranks,
         peak(schedule, costs),
     )

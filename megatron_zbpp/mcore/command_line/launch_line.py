@@ -7,9 +7,10 @@ the sizes and the parallelism.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -18,6 +19,8 @@ from megatron_zbpp.mcore import refusals
 from megatron_zbpp.mcore.command_line.flags import add_arguments
 from megatron_zbpp.mcore.command_line.messages import flag
 
+# How like a flag of ours, or of Megatron's, a word must be to be taken for it.
+_OURS, _THEIRS = 0.85, 0.8
 # Megatron's flags that say how many layers, ranks and microbatches there are
 _NUMBERS = {
     'num_layers': None,
@@ -94,10 +97,38 @@ def read(words: Sequence[str], gpus: int | None = None) -> LaunchLine:
     parser = _megatrons_parser() if whole else _own_parser()
     on_cpu = '--cpu' in launcher
     args, unknown = parser.parse_known_args([*(cpu_flags(flags) if on_cpu else ()), *flags])
+    require_spelt(unknown)
     world_size = gpus or _processes(launcher) or _fewest(args)
-    return LaunchLine(
-        args, tuple(unknown if whole else ()), whole, world_size, on_cpu, tuple(flags)
+    hinted = (
+        tuple(_hinted(word, parser._option_string_actions) for word in unknown) if whole else ()
     )
+    return LaunchLine(args, hinted, whole, world_size, on_cpu, tuple(flags))
+
+
+def require_spelt(unknown: Sequence[str]) -> None:
+    """Raise for a flag that nobody knows and that is nearly one of ours.
+
+    Raises:
+        ValueError: names both.
+    """
+    parser = _Parser(allow_abbrev=False, add_help=False)
+    add_arguments(parser)
+    for word in unknown:
+        near = _nearest(word, parser._option_string_actions, _OURS)
+        if near is not None:
+            raise ValueError(f'launch line: {word} is not known: did you mean {near}?')
+
+
+def _hinted(word: str, known: Collection[str]) -> str:
+    near = _nearest(word, known, _THEIRS)
+    return word if near is None else f'{word} (did you mean {near}?)'
+
+
+def _nearest(word: str, known: Collection[str], cutoff: float) -> str | None:
+    """Return the flag that is meant, by its likeness from 0 to 1; None: none, or no flag."""
+    name = word.partition('=')[0]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return near[0] if near and name.startswith('--') else None
 
 
 def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,11 @@ from zero_bubble import TABLE_5, paper_costs
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.cli import commands, main
+from megatron_zbpp.cli import main, planning
 from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.formats import load, to_torch_csv
+from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.schedules import FAMILIES, build, names
 
 SHAPE = ['--pp', '4', '--microbatches', '8']
@@ -106,6 +108,7 @@ def test_simulate_for_people(zbpp) -> None:
     assert lines[0] == 'zb-v: 4 ranks, 8 stages (v), 8 microbatches, 192 passes'
     assert lines[1] == 'makespan 25.5, bubble 5.88%'
     assert lines[2] == 'window   24, bubble 0.00%'
+    assert lines[5] == MEANING and max(map(len, lines)) <= 80
     assert [line.split() for line in lines[-4:]] == [
         [str(r), '24', '24', '0', '4'] for r in range(4)
     ]
@@ -171,7 +174,14 @@ def test_times_of_stages_fix_the_chunks(zbpp, tmp_path: Path) -> None:
 def test_show_draws_to_scale(zbpp) -> None:
     lines = zbpp('show', *ZB_V, '--width', 0).splitlines()
     assert lines[1].startswith('rank 0  0F0 0F1 0F2') and lines[1].endswith('0W7')
-    assert '…' in zbpp('show', *ZB_V, '--width', 40)
+    fits = zbpp('show', *ZB_V, '--width', 80).splitlines()
+    assert '…' not in ''.join(fits) and max(map(len, fits)) <= 80, 'letters are dropped first'
+    assert re.findall('[FBW]', fits[1]) == [p.kind for p in build('zb-v', 4, 8).passes[0]]
+    assert fits[-2].startswith('makespan 25.5, bubble 5.88%, idle, all ranks 5.88%, peak')
+    assert fits[-1] == MEANING
+    cut = zbpp('show', *ZB_V, '--width', 40).splitlines()
+    assert cut[1].endswith('…')
+    assert cut[5] == '… 3.88 of 25.5 time units shown: --width 0 shows all'
     data = zbpp('show', *ZB_V, '--json')
     assert data['timeline'][0][0] == ['0F0', 0.0, 0.5]
     assert data['schedule']['name'] == 'zb-v'
@@ -229,10 +239,10 @@ def test_plan_beats_the_named_and_reaches_the_bound(zbpp, tmp_path: Path) -> Non
 
 def test_plan_for_people_and_the_window(zbpp) -> None:
     text = zbpp('plan', *SHAPE, '--objective', 'window', '--seconds', 1)
-    assert text.startswith('auto: 4 ranks')
+    assert text.startswith('planned: 4 ranks')
     assert 'window   24, bubble 0.00%' in text
     assert 'lower bound of the window 24, gap 0.00%' in text
-    assert 'best named schedule: ' in text
+    assert 'no better than a named schedule: zb-h2 has the same window' in text
 
 
 def test_plans_are_kept_on_disk(zbpp, cache_folder: Path, tmp_path: Path) -> None:
@@ -253,6 +263,9 @@ def test_frontier_is_drawn(zbpp, tmp_path) -> None:
     zbpp(*case)
     drawn = (tmp_path / 'frontier.svg').read_text()
     assert '<svg' in drawn and 'planned' in drawn
+    for said in ('zb-interleaved v=4 = planned', 'p = 4, m = 8, F = B = W; simulated', MEANING):
+        assert f'<!-- {said} -->' in drawn, 'of every number of chunks that plans may have'
+    assert 'interleaved v=1' not in drawn and 'v=3' not in drawn
 
 
 def test_plan_frontier(zbpp) -> None:
@@ -422,11 +435,23 @@ def test_garbage_files(refusal, tmp_path: Path) -> None:
         b'{"a": ',
         b'{}',
         b'[]',
+        b'[{"a": 1',
         b'0F0,zebra',
         b'{"schedule": 3}',
     ):
         file.write_bytes(content)
-        assert str(file) in refusal('check', file)
+        said = refusal('check', file)
+        assert str(file) in said and 'codec' not in said
+    assert 'not text: give a file of JSON' in refuse_bytes(refusal, file, b'\xff\xfe')
+    assert 'torch' not in refuse_bytes(refusal, file, b'[{"format": ')
+    nine = build('1f1b', 2, 2).to_json().replace('schedule/2', 'schedule/9')
+    assert "'megatron_zbpp.schedule/9' is not one of" in refuse_bytes(refusal, file, nine.encode())
+
+
+def refuse_bytes(refusal, file: Path, content: bytes) -> str:
+    """What is said of a file of `content`."""
+    file.write_bytes(content)
+    return refusal('check', file)
 
 
 # The command itself
@@ -471,7 +496,7 @@ def test_every_schedule_is_drawn_and_checked(zbpp, tmp_path: Path, name: str) ->
     file = tmp_path / 'schedule.csv'
     zbpp('convert', '--schedule', name, *SHAPE, '--to', 'torch-csv', '-o', file)
     check(load(file))
-    assert zbpp('show', '--file', file).count('\n') == 5
+    assert zbpp('show', '--file', file).count('\n') == 7
 
 
 def test_a_plan_has_the_fields_that_are_taken(zbpp) -> None:
@@ -533,7 +558,7 @@ def test_an_interrupted_plan(monkeypatch, capsys: pytest.CaptureFixture, cache_f
 
         yield done
 
-    monkeypatch.setattr(commands, 'progress', interrupted)
+    monkeypatch.setattr(planning, 'progress', interrupted)
     shape = ['--pp', '8', '--microbatches', '24', '--times', '1,1.2,0.8', '--memory-limit', '6']
     assert main(['plan', *shape, '--seconds', '60', '--json']) == 130
     printed = capsys.readouterr()

@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from matplotlib.text import Text
 from oracle import needs
 
 from megatron_zbpp.analysis.memory import peak
@@ -17,13 +18,14 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import KINDS, Pass, Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
+from megatron_zbpp.render import frontier, png
 from megatron_zbpp.render.colours import HUES, colour, ink, legend
 from megatron_zbpp.render.html import html, waits
 from megatron_zbpp.render.perfetto import perfetto
 from megatron_zbpp.render.png import loss_png, timeline_png
 from megatron_zbpp.render.scene import bars, held, number, ticks
 from megatron_zbpp.render.svg import svg
-from megatron_zbpp.render.text import timeline_text
+from megatron_zbpp.render.text import time_shown, timeline_text
 from megatron_zbpp.schedules import build
 
 COMM = 0.25
@@ -148,13 +150,15 @@ def test_text_is_to_scale() -> None:
     ]
 
 
-@pytest.mark.parametrize('width', [20, 80, 300])
+@pytest.mark.parametrize('width', [20, 80, 120])
 @pytest.mark.parametrize('name', ['1f1b', 'zb-v'])
 def test_text_keeps_its_width(name: str, width: int) -> None:
     timeline, _ = simulated(name, 12, 40)
     lines = timeline_text(timeline, width).splitlines()
     assert len(lines) == 12 and max(map(len, lines)) <= width
     assert lines[0].endswith('…')
+    assert 0 < time_shown(timeline, width) < timeline.makespan
+    assert time_shown(timeline, 0) == timeline.makespan
 
 
 def test_uncut_text_names_every_pass() -> None:
@@ -234,6 +238,33 @@ def test_png_without_matplotlib_says_what_to_install(
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
     with pytest.raises(ImportError, match=r'pip install megatron_zbpp\[plot\]'):
         loss_png({'a': [1.0]}, tmp_path / 'loss.png')
+
+
+# Bubble against memory
+
+
+def test_labels_do_not_collide(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of twelve schedules, eleven in one corner."""
+    figures = []
+
+    def kept(*size: float):
+        figures.append(png.new_figure(*size))
+        return figures[-1]
+
+    monkeypatch.setattr(frontier, 'new_figure', kept)
+    named = {f'schedule {k}': (8.0 + k / 9, 0.05 + k / 900) for k in range(11)}
+    planned = {(4.0, 0.3): '', (8.0, 0.05): 'schedule 0', (12.0, 0.04): 'schedule 1'}
+    frontier.frontier_png(
+        planned, named | {'1f1b': (8.0, 0.3)}, tmp_path / 'f.png', 'p = 2', 'bubble'
+    )
+    (axes,) = figures[0].axes
+    labels = [note for note in axes.texts if note.get_text()]
+    said = {note.get_text() for note in labels}
+    assert {'1f1b', 'schedule 0 = planned', 'schedule 1, too'} <= said and len(labels) == 13
+    boxes = [Text.get_window_extent(note) for note in labels]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    marks = axes.transData.transform([*planned, *named.values()])
+    assert not any(box.contains(*mark) for box in boxes for mark in marks)
 
 
 # Perfetto

@@ -1,0 +1,166 @@
+"""`zbpp plan`: one plan, or one for each of several memory limits."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.cli import inputs
+from megatron_zbpp.cli.inputs import Case
+from megatron_zbpp.cli.printing import (
+    IDLE,
+    draw,
+    facts,
+    headline,
+    picture_format,
+    print_json,
+    print_summary,
+    print_table,
+    row,
+    write,
+)
+from megatron_zbpp.cli.progress import progress
+from megatron_zbpp.ir.timeline import MEANING
+from megatron_zbpp.planner.cache import default_folder, planned
+from megatron_zbpp.planner.frontier import frontier
+from megatron_zbpp.planner.plans import Candidate, Plan, PlanningInterrupted
+from megatron_zbpp.render.scene import number
+
+
+def plan_schedule(args: Namespace) -> int:
+    """Return 0, or 130 where Ctrl-C ended the search; prints and writes the best plan."""
+    if args.frontier:
+        _plan_frontier(args)
+        return 0
+    picture = _planned_output(args)
+    status = 0
+    try:
+        with progress('planning', '%', 100) as done:
+            found, cached = planned(
+                *_plan_inputs(args),
+                memory_limit=args.memory_limit,
+                seconds=args.seconds,
+                objective=args.objective,
+                seed=args.seed,
+                progress=done,
+            )
+    except PlanningInterrupted as interruption:
+        print('zbpp: interrupted: this is the best plan by then', file=sys.stderr)
+        found, cached, status = interruption.best, False, 128 + signal.SIGINT
+    made = _plan_facts(found, cached)
+    if args.output and picture is None:
+        write(args.output, json.dumps(made, indent=1))
+    elif args.output:
+        case = Case(found.schedule, found.costs)
+        draw(args.output, picture, {'plan': case}, {'plan': case.timeline})
+    print_json(made) if args.json else _print_plan(found, made)
+    if args.output and not args.json:
+        print(f'wrote {args.output}')
+    return status
+
+
+def _print_plan(found: Plan, made: dict) -> None:
+    """Print a plan for people: how good it is, and what it takes to run it."""
+    print(headline(found.schedule))
+    print_summary(made)
+    print(f'lower bound of the {found.objective} {number(found.lower_bound)}, gap {found.gap:.2%}')
+    if found.best_named is None:
+        print('no named schedule fits the memory limit')
+    elif found.as_good_as:
+        print(f'no better than a named schedule: {found.as_good_as} has the same {found.objective}')
+    else:
+        name, value = found.best_named
+        print(f'best named schedule: {name}, {found.objective} {number(value)}')
+    chunks = found.schedule.num_stages // found.schedule.num_ranks
+    each = f'{chunks} chunks' if chunks > 1 else '1 chunk'
+    print(f'needs {found.schedule.num_stages} layers or more: {each} on each rank (--vpp)')
+    if made['cached']:
+        print('planned before with the same inputs; --no-cache plans anew')
+
+
+def _planned_output(args: Namespace) -> str | None:
+    """Return the picture that --output asks for; None: a plan."""
+    if not args.output or args.output.endswith('.json'):
+        return None
+    return picture_format(args.output, 'name .json for the plan, or .html, .svg or .png')
+
+
+def _plan_frontier(args: Namespace) -> None:
+    """Plan under each of several memory limits."""
+    if args.memory_limit is not None:
+        raise ValueError('--frontier has the memory limits: leave --memory-limit out')
+    if args.output and not args.output.endswith(('.png', '.svg')):
+        raise ValueError(f'--output {args.output}: let its name end in .png or .svg')
+    if args.output and not Path(args.output).absolute().parent.is_dir():
+        raise ValueError(f'--output {args.output}: there is no folder {Path(args.output).parent}')
+    with progress('planning', '%', 100) as done:
+        points = frontier(
+            *_plan_inputs(args),
+            args.frontier,
+            seconds=args.seconds,
+            objective=args.objective,
+            seed=args.seed,
+            progress=done,
+        )
+    if args.output:
+        _draw_frontier(args, [(limit, found) for limit, found, _ in points])
+    if args.json:
+        made = [{'memory_limit': at, **_plan_facts(*point)} for at, *point in points]
+        return print_json({'frontier': made})
+    heads = ('limit', 'makespan', 'its bubble', 'window', 'its bubble', IDLE, 'gap', 'best named')
+    print_table(heads, [_frontier_row(limit, found) for limit, found, _ in points])
+    print(MEANING)
+    if args.output:
+        print(f'wrote {args.output}')
+
+
+def _draw_frontier(args: Namespace, points: list[tuple[float, Plan]]) -> None:
+    """Bubble against memory: of the plans, and of every named schedule that can be had."""
+    from megatron_zbpp.render.frontier import frontier_png
+
+    named, plans = {}, {}
+    for label, case in inputs.named_cases(args):
+        named[label] = max(peak(case.schedule, case.costs)), _bubble(args, case)
+    for limit, found in points:
+        place = limit, _bubble(args, Case(found.schedule, found.costs))
+        plans[place] = found.as_good_as or ''
+    title = f'p = {args.pp}, m = {args.microbatches}, {inputs.times_in_words(args)}; simulated'
+    frontier_png(plans, named, args.output, title, f'bubble of the {args.objective}')
+
+
+def _bubble(args: Namespace, case: Case) -> float:
+    timeline = case.timeline
+    return timeline.bubble_window if args.objective == 'window' else timeline.bubble_makespan
+
+
+def _plan_inputs(args: Namespace) -> tuple[Path | None, list[Candidate], int]:
+    """Folder of the cache, placements with costs, m."""
+    folder = None if args.no_cache else Path(args.cache) if args.cache else default_folder()
+    return folder, inputs.candidates(args), args.microbatches
+
+
+def _plan_facts(found: Plan, cached: bool) -> dict:
+    case = Case(found.schedule, found.costs)
+    name, value = found.best_named or (None, None)
+    return {
+        **facts(case, case.timeline),
+        'objective': found.objective,
+        'lower_bound': found.lower_bound,
+        'gap': found.gap,
+        'best_named': {'name': name, found.objective: value} if name else None,
+        'repeats': found.repeats,
+        'cached': cached,
+        'schedule': json.loads(found.schedule.to_json()),
+    }
+
+
+def _frontier_row(limit: float, found: Plan) -> tuple[str, ...]:
+    made = facts(case := Case(found.schedule, found.costs), case.timeline)
+    name, value = found.best_named or ('none fits', None)
+    best = name if value is None else f'{name} {number(value)}'
+    best += ', as good' if found.as_good_as else ''
+    return (number(limit), *row(made)[1:6], f'{found.gap:.2%}', best)

@@ -1,0 +1,114 @@
+"""What the subcommands of `zbpp` print and write: facts, tables, pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.cli.inputs import Case
+from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.timeline import MEANING, Timeline
+from megatron_zbpp.render.html import html
+from megatron_zbpp.render.perfetto import perfetto
+from megatron_zbpp.render.png import timeline_png
+from megatron_zbpp.render.scene import number
+from megatron_zbpp.render.svg import svg
+
+IDLE = 'idle, all ranks'
+
+
+def shape(schedule: Schedule) -> dict:
+    """Return name and sizes."""
+    placement = schedule.placement
+    return {
+        'name': schedule.name,
+        'ranks': schedule.num_ranks,
+        'stages': schedule.num_stages,
+        'microbatches': schedule.num_microbatches,
+        'placement': placement.name,
+        'passes': sum(map(len, schedule.passes)),
+    }
+
+
+def facts(case: Case, timeline: Timeline) -> dict:
+    """Return what a script may want to know of a schedule, and a table shows."""
+    return {
+        **shape(case.schedule),
+        'makespan': timeline.makespan,
+        'window': max(timeline.windows),
+        'bubble_rate_makespan': timeline.bubble_makespan,
+        'bubble_rate_window': timeline.bubble_window,
+        'idle_all_ranks': timeline.idle_all_ranks,
+        'peak_activations': peak(case.schedule, case.costs),
+    }
+
+
+def row(found: dict) -> tuple[str, ...]:
+    """Return the facts as a line of a table."""
+    return (
+        found['name'],
+        number(found['makespan']),
+        f'{found["bubble_rate_makespan"]:.2%}',
+        number(found['window']),
+        f'{found["bubble_rate_window"]:.2%}',
+        f'{found["idle_all_ranks"]:.2%}',
+        number(max(found['peak_activations'])),
+    )
+
+
+def headline(schedule: Schedule) -> str:
+    """Return name and sizes in a line."""
+    sizes = shape(schedule)
+    return (
+        f'{sizes["name"]}: {sizes["ranks"]} ranks, {sizes["stages"]} stages '
+        f'({sizes["placement"]}), {sizes["microbatches"]} microbatches, {sizes["passes"]} passes'
+    )
+
+
+def print_summary(found: dict) -> None:
+    """Print the facts of one schedule."""
+    print(f'makespan {number(found["makespan"])}, bubble {found["bubble_rate_makespan"]:.2%}')
+    print(f'window   {number(found["window"])}, bubble {found["bubble_rate_window"]:.2%}')
+    print(f'{IDLE} {found["idle_all_ranks"]:.2%}')
+    print(f'peak activations {number(max(found["peak_activations"]))}\n{MEANING}')
+
+
+def print_json(value: dict) -> None:
+    """Print one JSON object."""
+    print(json.dumps(value))
+
+
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Columns as wide as they need be: the first to the left, numbers to the right."""
+    lines = [tuple(map(str, line)) for line in (heads, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for first, *others in lines:
+        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        print('  '.join([first.ljust(widths[0]), *cells]))
+
+
+def picture_format(path: str, cure: str = 'name a .html, .svg or .png file') -> str:
+    """Return the format that a picture's path asks for.
+
+    Raises:
+        ValueError: none that there is; the message ends in `cure`.
+    """
+    suffix = Path(path).suffix[1:].lower()
+    if suffix not in ('html', 'svg', 'png'):
+        raise ValueError(f'-o {path}: {cure}')
+    return suffix
+
+
+def draw(path: str, to: str, shown: dict[str, Case], timelines: dict[str, Timeline]) -> None:
+    """Write the picture of `timelines` in format `to`."""
+    if to == 'png':
+        return timeline_png(timelines, path)
+    picture: Callable[..., str] = {'html': html, 'svg': svg, 'perfetto': perfetto}[to]
+    write(path, picture(timelines, {name: case.costs for name, case in shown.items()}))
+
+
+def write(path: str, text: str) -> None:
+    """Write a file of text."""
+    Path(path).write_text(text, encoding='utf-8')
