@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import sys
 
 import commands
+import psutil
 from example import MODEL, run
 from paths import ROOT, SUPPORT
 from test_bad_input import survivors
@@ -27,6 +30,16 @@ def killed(argv, rank, iteration, forwards):
     return done.returncode, done.stderr
 
 
+def left_by(pid):
+    """Command lines of what a process has started and has not taken along."""
+    started = []
+    for process in psutil.process_iter(['cmdline']):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(process.pid) == pid:
+                started.append(process.info['cmdline'])
+    return started
+
+
 def test_resume_after_a_rank_was_killed(ranks, data, tmp_path):
     common = ['--data-path', data, '--num-layers', 8, '--pipeline-model-parallel-size', NUM_RANKS]
     common += ['--global-batch-size', 6, '--train-iters', 7, '--pipeline-schedule', 'zb-v']
@@ -37,7 +50,8 @@ def test_resume_after_a_rank_was_killed(ranks, data, tmp_path):
     watchdog = ['--pipeline-watchdog-timeout', TIMEOUT]
     code, error = killed([*common, *saving, *watchdog], rank=1, iteration=6, forwards=11)
     assert code != 0
-    assert 'Signal 9 (SIGKILL) received by PID' in error
+    (victim,) = re.findall(r'Signal 9 \(SIGKILL\) received by PID (\d+)', error)
+    assert not left_by(int(victim)), 'such as what keeps the queue of its checkpoint writers'
     reports = re.findall(
         r'pipeline watchdog: global rank (\d) .*\n  now: (.*)\n  waits for: (.*)\n'
         r'  last passes: (.*)\n',

@@ -1,4 +1,4 @@
-"""A forked child ends with its parent, though that is killed."""
+"""A forked or spawned child ends with its parent, though that is killed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from paths import ROOT
 
 PROGRAM = """
-import os, signal, sys, threading, time
+import multiprocessing, os, signal, sys, threading, time
+from multiprocessing import resource_tracker
 from megatron_zbpp.runtime.guard.orphans import end_with_parent
 
 def fork():
@@ -22,41 +23,47 @@ def fork():
         os._exit(0)
     print(child, flush=True)
 
-if sys.argv[1] != 'as it was':
+def spawn():  # as Megatron does for the queue of its writers
+    global manager
+    manager = multiprocessing.get_context('spawn').Manager()
+    print(manager._process.pid, resource_tracker._resource_tracker._pid, flush=True)
+
+how, bound, place = sys.argv[1:]
+start = {'fork': fork, 'spawn': spawn}[how]
+if bound == 'bound':
     end_with_parent()
-if sys.argv[1] == 'of a thread':
-    thread = threading.Thread(target=fork)
+if place == 'thread':
+    thread = threading.Thread(target=start)
     thread.start()
     thread.join()
     time.sleep(0.5)  # the thread has ended: its child has not
 else:
-    fork()
+    start()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith('linux'), reason='by a call of Linux')
 @pytest.mark.parametrize(
-    ('how', 'lives'), [('ending with it', False), ('of a thread', True), ('as it was', True)]
+    ('bound', 'place', 'lives'),
+    [('bound', 'main', False), ('bound', 'thread', True), ('as it was', 'main', True)],
 )
-def test_a_child_of_a_killed_process(how, lives, tmp_path):
-    said = tmp_path / 'said'
-    with said.open('w') as out:
-        command = [sys.executable, '-c', PROGRAM, how]
-        done = commands.run(command, env={'PYTHONPATH': str(ROOT)}, stdout=out, stderr=out)
-    assert done.returncode == -signal.SIGKILL
-    child = (
-        psutil.Process(int(said.read_text())) if psutil.pid_exists(int(said.read_text())) else None
-    )
+@pytest.mark.parametrize('how', ['fork', 'spawn'])
+def test_children_of_a_killed_process(how, bound, place, lives):
+    command = [sys.executable, '-c', PROGRAM, how, bound, place]
+    done = commands.run(command, env={'PYTHONPATH': str(ROOT)})
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    children = [int(pid) for pid in done.stdout.split()]
+    assert len(children) == (2 if how == 'spawn' else 1)
     try:
         deadline = time.monotonic() + (1 if lives else 10)
-        while child and _runs(child) and time.monotonic() < deadline:
+        while any(map(_runs, children)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert bool(child and _runs(child)) == lives
+        assert [*map(_runs, children)] == [lives] * len(children)
     finally:
-        if child and _runs(child):
-            child.kill()
+        for child in filter(_runs, children):
+            psutil.Process(child).kill()
 
 
-def _runs(process):
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+def _runs(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
