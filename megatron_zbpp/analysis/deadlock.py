@@ -60,6 +60,9 @@ class Collective(NamedTuple):
         return f'{self.name} of ranks {", ".join(map(str, self.ranks))}'
 
 
+_Program = Sequence[Instruction | Collective]
+
+
 class DeadlockError(ValueError):
     """The programs stop before their end.
 
@@ -75,7 +78,7 @@ class DeadlockError(ValueError):
         super().__init__(f'deadlock, by the rules of {rules.words}: {where}')
 
 
-def prove(programs: Sequence[Sequence[Instruction | Collective]], rules: Rule = EVERY_RULE) -> None:
+def prove(programs: Sequence[_Program], rules: Rule = EVERY_RULE) -> None:
     """Return if `programs` end under `rules`; take time linear in their length.
 
     Raises:
@@ -94,22 +97,28 @@ def prove(programs: Sequence[Sequence[Instruction | Collective]], rules: Rule = 
 class _Replay:
     """Runs programs as far as they go."""
 
-    def __init__(self, programs: Sequence[Sequence[Instruction | Collective]], rules: Rule) -> None:
+    def __init__(self, programs: Sequence[_Program], rules: Rule) -> None:
         self._programs = programs
         self._synchronises = Rule.SYNCHRONISATION in rules
         self._in_order = Rule.LAUNCH_ORDER in rules
         self._cursor = [0] * len(programs)
         # by receiver and sender: the receives that are posted, and whose message is not sent yet
         self._open: list[dict[int, deque[Receive]]] = [defaultdict(deque) for _ in programs]
-        # by rank: how many messages are still to come for whom, and how many of them are posted
-        self._missing = [Counter(i.consumer for i in own if type(i) is Receive) for own in programs]
+        # by rank: how many messages are still to come for whom; where each pass waits for all that
+        # are posted, of those only that are posted behind their pass
+        awaited = _posted_late if self._synchronises else _awaited
+        self._missing = [awaited(program) for program in programs]
         self._spinning = [0] * len(programs)
         self._met: dict[Collective, set[int]] = defaultdict(set)
-        ready = dict.fromkeys(range(len(programs)))  # in order, each once
+        ready = deque(range(len(programs)))
+        waiting = [True] * len(programs)  # in `ready`, where each is once
         while ready:
-            rank = next(iter(ready))
-            del ready[rank]
-            ready.update(dict.fromkeys(self._advance(rank)))
+            rank = ready.popleft()
+            waiting[rank] = False
+            for woken in self._advance(rank):
+                if not waiting[woken]:
+                    waiting[woken] = True
+                    ready.append(woken)
 
     def stuck(self) -> dict[int, str]:
         """Where each rank stands that has not reached its end."""
@@ -126,60 +135,76 @@ class _Replay:
     def _words(self, rank: int, instruction: Instruction | Collective) -> str:
         """Return what it stands at; of a pass, the receives that are open."""
         posted = self._programs[rank][: self._cursor[rank]]
-        waited = [i for i in posted if type(i) is Receive and self._missing[rank][i.consumer]]
+        opened = self._open[rank]
+        waited = [i for i in posted if type(i) is Receive and i in opened[i.peer]]
         if type(instruction) is not Pass or not waited:
             return str(instruction)
         return f'{instruction} for {", ".join(map(str, waited))}'
 
     def _advance(self, rank: int) -> set[int]:
         """Run `rank` as far as it goes; return the ranks that may have waited for that."""
-        program, at = self._programs[rank], self._cursor[rank]
-        missing, spinning = self._missing[rank], self._spinning
+        program, begun = self._programs[rank], self._cursor[rank]
+        missing, spinning, open_here = self._missing[rank], self._spinning, self._open[rank]
+        synchronises, in_order = self._synchronises, self._in_order
         wakes: set[int] = set()
-        while at < len(program):
+        at = begun
+        for at in range(begun, len(program)):
             instruction = program[at]
             if isinstance(instruction, Pass):
-                if missing.get(instruction) or (self._synchronises and spinning[rank]):
+                if (synchronises and spinning[rank]) or (missing and missing.get(instruction)):
                     break
             elif isinstance(instruction, Send):
-                if not self._send(rank, instruction):
+                peer = instruction.peer
+                waiting = self._open[peer][rank]
+                if not waiting:
                     break
-                wakes.add(instruction.peer)
+                self._take(rank, instruction, waiting.popleft())
+                wakes.add(peer)
             elif isinstance(instruction, Receive):
-                if not self._post(rank, instruction):
+                peer = instruction.peer
+                waiting = open_here[peer]
+                if in_order and waiting:
                     break
-                wakes.add(instruction.peer)
+                waiting.append(instruction)
+                spinning[rank] += 1
+                wakes.add(peer)
             elif isinstance(instruction, Collective):
                 met = self._met[instruction]
                 met.add(rank)
                 if len(met) < len(instruction.ranks):
                     break
                 wakes |= met
-            at += 1
+        else:
+            at = len(program)
         self._cursor[rank] = at
-        return wakes - {rank}
+        wakes.discard(rank)
+        return wakes
 
-    def _post(self, rank: int, receive: Receive) -> bool:
-        """Post a receive, if it need not wait."""
-        waiting = self._open[rank][receive.peer]
-        if self._in_order and waiting:
-            return False
-        waiting.append(receive)
-        self._spinning[rank] += 1
-        return True
-
-    def _send(self, rank: int, send: Send) -> bool:
-        """Send, if the receive has been posted."""
-        peer = send.peer
-        waiting = self._open[peer][rank]
-        if not waiting:
-            return False
-        awaited = waiting.popleft()
-        if awaited.producer != send.producer or awaited.consumer != send.consumer:
+    def _take(self, rank: int, send: Send, awaited: Receive) -> None:
+        """Bring what `rank` sends to who awaits it."""
+        peer, consumer = send.peer, send.consumer
+        if awaited.producer != send.producer or awaited.consumer != consumer:
             raise ValueError(
-                f'rank {rank} sends what {send.producer} made for {send.consumer} where rank '
+                f'rank {rank} sends what {send.producer} made for {consumer} where rank '
                 f'{peer} awaits what {awaited.producer} makes for {awaited.consumer}'
             )
-        self._missing[peer][send.consumer] -= 1
+        if not self._synchronises:
+            self._missing[peer][consumer] -= 1
         self._spinning[peer] -= 1
-        return True
+
+
+def _awaited(program: _Program) -> Counter[Pass]:
+    """How many messages come for each pass."""
+    return Counter(i.consumer for i in program if isinstance(i, Receive))
+
+
+def _posted_late(program: _Program) -> Counter[Pass]:
+    """How many messages have a receive that is posted behind the pass that takes them."""
+    ran: set[Pass] = set()
+    late: Counter[Pass] = Counter()
+    for i in program:
+        if isinstance(i, Pass):
+            ran.add(i)
+        elif isinstance(i, Receive) and i.consumer in ran:
+            late[i.consumer] += 1
+    return late

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict, deque
 
+from megatron_zbpp.analysis import collector
 from megatron_zbpp.analysis.deadlock import prove
 from megatron_zbpp.analysis.program import Hand, Instruction, Program, Receive, Send
 from megatron_zbpp.analysis.simulator import simulate
@@ -36,8 +37,9 @@ def lower(schedule: Schedule) -> tuple[Program, ...]:
     Raises:
         ScheduleError: passes wait for each other across ranks.
     """
-    lowered = tuple(map(tuple, _one_by_one(schedule)))
-    prove(lowered)
+    with collector.held_off():
+        lowered = tuple(map(tuple, _one_by_one(schedule)))
+        prove(lowered)
     return lowered
 
 
@@ -107,27 +109,25 @@ def _one_by_one(schedule: Schedule) -> list[list[Instruction]]:
     flow = _Flow(schedule)
     passes, ranks, takers, givers = flow.passes, flow.ranks, flow.takers, flow.givers
     programs: list[list[Instruction]] = [[] for _ in schedule.passes]
-    size = len(programs)
-    # by rank * size + peer: the last pass of the peer that is known to have run, ...
-    latest: dict[int, int] = {}
+    # by rank and peer: the last pass of the peer that is known to have run, ...
+    latest: list[dict[int, int]] = [{} for _ in programs]
     # ... and those that take what is on the way there
-    under_way: dict[int, deque[int]] = defaultdict(deque)
+    under_way: list[dict[int, deque[int]]] = [defaultdict(deque) for _ in programs]
     for number in _by_end(schedule):
         rank, p = ranks[number], passes[number]
-        program = programs[rank]
+        program, known = programs[rank], latest[rank]
         program.append(p)
         for giver in givers[number]:
-            channel = rank * size + ranks[giver]
-            if giver > latest.get(channel, -1):
-                latest[channel] = giver
+            peer = ranks[giver]
+            if giver > known.get(peer, -1):
+                known[peer] = giver
         for taker in takers[number]:
             peer, consumer = ranks[taker], passes[taker]
             if peer == rank:
                 program.append(Hand(p, consumer))
                 continue
-            channel = rank * size + peer
-            waiting, known = under_way[channel], latest.get(channel, -1)
-            while waiting and waiting[0] < known:
+            waiting, ran = under_way[rank][peer], known.get(peer, -1)
+            while waiting and waiting[0] < ran:
                 waiting.popleft()
             waiting.append(taker)
             program.append(Send(p, consumer, peer, len(waiting)))
@@ -138,5 +138,6 @@ def _one_by_one(schedule: Schedule) -> list[list[Instruction]]:
 def _by_end(schedule: Schedule) -> list[int]:
     """Return the numbers of all passes, in the order in which they end."""
     costs = Costs.uniform(schedule.placement, comm=_LATENCY)
-    ends = [end for spans in simulate(schedule, costs).spans for _, end in spans]
+    spans = itertools.chain.from_iterable(simulate(schedule, costs).spans)
+    ends = [end for _, end in spans]
     return sorted(range(len(ends)), key=ends.__getitem__)

@@ -21,6 +21,7 @@ from megatron_zbpp.ir.timeline import Timeline
 _PENDING = -inf
 
 _Span = tuple[float, float]
+_NEVER: _Span = (inf, inf)  # of passes that have not run
 
 
 class _Flat(NamedTuple):
@@ -65,11 +66,11 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         ValueError: `costs` has another number of stages.
     """
     costs.require(schedule.placement)
-    spans = _Run(schedule, costs).run()
-    ran = tuple(tuple(span for span in own if span is not None) for own in spans)
-    if any(len(own) < len(order) for own, order in zip(ran, spans, strict=True)):
-        raise _stuck(schedule, [own.index(None) if None in own else len(own) for own in spans])
-    return Timeline(schedule, ran)
+    run = _Run(schedule, costs)
+    if not run.to_the_end():
+        unrun = [own.index(_NEVER) if _NEVER in own else len(own) for own in run.spans]
+        raise _stuck(schedule, unrun)
+    return Timeline(schedule, tuple(map(tuple, run.spans)))
 
 
 class _Run:
@@ -91,7 +92,7 @@ class _Run:
         self.tables = [self._table(flat, r) for r in range(len(schedule.placement.routes))]
         row = [0.0] * self.before + [_PENDING] * schedule.num_microbatches
         self.ends = [0.0] * self.entries + row * (flat.num_rows + 1)
-        self.spans: list[list[_Span | None]] = [[None] * len(order) for order in schedule.passes]
+        self.spans: list[list[_Span]] = [[_NEVER] * len(order) for order in schedule.passes]
         self.engines = list(_engines(schedule, flat))
 
     def _table(self, flat: Compiled, route: int) -> _Table:
@@ -125,8 +126,8 @@ class _Run:
             return 0.0
         return self.costs.edge(self.schedule.placement.on_route(route, link.stage), rank)
 
-    def run(self) -> list[list[_Span | None]]:
-        """Spans of all passes, per rank; None for those that can never run."""
+    def to_the_end(self) -> bool:
+        """Fill `spans`, as far as passes can run; return whether all of them do."""
         ends, tables, cut = self.ends, self.tables, self.cut
         route, cycle = self.schedule.placement.route, len(self.schedule.placement.route)
         only = tables[0] if len(tables) == 1 else None
@@ -173,7 +174,9 @@ class _Run:
             else:
                 cursors[engine] = len(places)
             clocks[engine] = now
-        return self.spans
+        return all(
+            cursor == len(places) for cursor, (_, places) in zip(cursors, self.engines, strict=True)
+        )
 
     def _latest(self, needs: Iterable[tuple[int, float]], microbatch: int) -> tuple[int, float]:
         """Return the entry there last, or one that is not there, and when a pass may start."""
