@@ -121,7 +121,7 @@ def enable(
         watchdog_pause_timeout,
         post_validation,
         profile_iters,
-        trace_dir,
+        None if trace_dir is None else Path(trace_dir),
     )
     if _enabled is None or not _enabled.enabled or _enabled.settings != settings:
         plugin = Plugin(settings)  # refuses what makes no sense before anything is undone
@@ -162,8 +162,9 @@ def layout_for(
     from megatron_zbpp.mcore.programs import Programs
     from megatron_zbpp.mcore.settings import Settings
 
-    placement = schedule
-    if not isinstance(schedule, Placement):
+    if isinstance(schedule, Placement):
+        placement = schedule
+    else:
         programs = Programs(Settings(schedule, num_chunks))
         placement = programs.placement(num_ranks)
         if num_microbatches is not None:

@@ -52,11 +52,11 @@ def plan_schedule(args: Namespace) -> int:
         print('zbpp: interrupted: this is the best plan by then', file=sys.stderr)
         found, cached, status = interruption.best, False, 128 + signal.SIGINT
     made = _plan_facts(found, cached)
-    if args.output and picture is None:
-        write(args.output, json.dumps(made, indent=1))
-    elif args.output:
+    if picture is not None:
         case = Case(found.schedule, found.costs)
         draw(args.output, picture, {'plan': case}, {'plan': case.timeline})
+    elif args.output:
+        write(args.output, json.dumps(made, indent=1))
     print_json(made) if args.json else _print_plan(found, made)
     if args.output and not args.json:
         print(f'wrote {args.output}')
@@ -109,7 +109,7 @@ def _plan_frontier(args: Namespace) -> None:
     if args.output:
         _draw_frontier(args, [(limit, found) for limit, found, _ in points])
     if args.json:
-        made = [{'memory_limit': at, **_plan_facts(*point)} for at, *point in points]
+        made = [{'memory_limit': at, **_plan_facts(found, cached)} for at, found, cached in points]
         return print_json({'frontier': made})
     heads = ('limit', 'makespan', 'its bubble', 'window', 'its bubble', IDLE, 'gap', 'best named')
     print_table(heads, [_frontier_row(limit, found) for limit, found, _ in points])

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def progress(text: str, unit: str, total: int) -> Iterator[Callable[[float], object]]:
+def progress(text: str, unit: str, total: int) -> Iterator[Callable[[float], None]]:
     """Show a bar on stderr while the block runs, if that is a terminal.
 
     Yields:
@@ -20,4 +20,8 @@ def progress(text: str, unit: str, total: int) -> Iterator[Callable[[float], obj
     from tqdm import tqdm
 
     with tqdm(desc=text, unit=unit, total=total, leave=False) as bar:
-        yield lambda share: bar.update(round(total * share) - bar.n)
+
+        def show(share: float) -> None:
+            bar.update(round(total * share) - bar.n)
+
+        yield show

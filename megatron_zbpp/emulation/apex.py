@@ -31,6 +31,6 @@ def install() -> None:
     """Make the kernel importable where it is not built."""
     module = types.ModuleType(NAME, __doc__)
     module.__spec__ = ModuleSpec(NAME, None)
-    module.wgrad_gemm_accum_fp32 = wgrad_gemm_accum_fp32
-    module.wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp16
+    for kernel in (wgrad_gemm_accum_fp32, wgrad_gemm_accum_fp16):
+        setattr(module, kernel.__name__, kernel)
     sys.modules[NAME] = module

@@ -20,10 +20,12 @@ import types
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
@@ -33,7 +35,7 @@ from megatron_zbpp.emulation import apex
 from megatron_zbpp.runtime.import_hook import after_import
 
 
-def _cpu(device: object) -> object:
+def _cpu(device: Any) -> Any:
     """Return the CPU for any spelling of a CUDA device; everything else as it is."""
     if type(device) is int:  # torch.cuda.current_device()
         return 'cpu'
@@ -54,7 +56,7 @@ class CudaMeansCpu(TorchFunctionMode):
             args = (args[0], _cpu(args[1]), *args[2:])
         if func is torch.device:
             args = ('cuda', *args) if args and type(args[0]) is int else args
-            return _cpu(func(*args, **(kwargs or {})))
+            return _cpu(torch.device(*args, **(kwargs or {})))
         if func in (torch.Tensor.backward, torch.autograd.backward):
             with self:  # torch leaves the mode while it runs `func`: layers' backwards need it
                 return _backward(*args, **(kwargs or {}))
@@ -338,9 +340,7 @@ def _stand_in_for_missing_packages() -> None:
     apex.install()
     # megatron.training 0.18, 0.19 on Python 3.11: from typing import override
     if not hasattr(typing, 'override'):
-        from typing_extensions import override
-
-        typing.override = override
+        setattr(typing, 'override', typing_extensions.override)  # noqa: B010
     # megatron.core 0.18, 0.19 and megatron.training 0.16 import triton for kernels that the CPU
     # never runs; torch keeps the answer it gives here and goes on without triton
     if not has_triton_package():
@@ -357,9 +357,9 @@ def _patch_dataset_helpers(module: types.ModuleType) -> None:
     # 'make' for helpers_cpp: the wheel has the built file and no Makefile, so that 'make' fails
     # there and ends the program
     if importlib.util.find_spec('megatron.core.datasets.helpers_cpp'):
-        module.compile_helpers = lambda: None
+        vars(module)['compile_helpers'] = lambda: None
 
 
 def _patch_fused_kernels(module: types.ModuleType) -> None:
     # 0.16 asks nvcc for its version; it builds nothing
-    module.load = lambda args: None
+    vars(module)['load'] = lambda args: None

@@ -8,9 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    TCPStore,  # public in torch.distributed, but for type checkers
+)
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore
 
 _LOOK = 0.001  # seconds between looks at what the others have done
 _SPEAK = 0.5  # seconds until a rank says where it stands
@@ -141,16 +146,16 @@ class Device:
         raise Stuck('; '.join(places))
 
 
-def _client() -> dist.Store:
+def _client() -> Any:  # a Store; its stubs know no bytes
     """Return a connection of its own: others wait on theirs, and hold it meanwhile."""
-    store = distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
+    store: Any = distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
-    own = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
-    return dist.PrefixStore('nccl', own)
+    own = TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+    return PrefixStore('nccl', own)
 
 
-class Work(dist._Work):
+class Work(distributed_c10d.Work):
     """One operation."""
 
     def __init__(self, device: Device, what: str, run: Callable[[], None]) -> None:

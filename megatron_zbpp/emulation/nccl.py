@@ -28,6 +28,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from megatron_zbpp.emulation.launches import Device, Stuck, Work
 
@@ -79,8 +80,9 @@ class Communicator:
 class Group(dist.ProcessGroup):
     """A process group on `Device.current`."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]  # missing in the stubs
+        assert Device.current is not None, 'such groups are made within `with Device()`'
         self.device = Device.current
         self.options = SimpleNamespace(_timeout=timeout)
         if rank == 0:

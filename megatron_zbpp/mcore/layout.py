@@ -108,7 +108,9 @@ def require_placed(model: torch.nn.Module, placement: Placement, config: Any = N
 
 def tied_copies(model: list[torch.nn.Module]) -> tuple[torch.nn.Parameter, ...]:
     """Return the word embedding and the output layer's copy, where two chunks here hold both."""
-    chunks = [get_attr_wrapped_model(m, 'pre_process', return_model_obj=True) for m in model]
+    chunks: list[Any] = [
+        get_attr_wrapped_model(m, 'pre_process', return_model_obj=True) for m in model
+    ]
     ends = [c for c in chunks if c.pre_process != c.post_process]
     if len(ends) < 2 or not all(c.share_embeddings_and_output_weights for c in ends):
         return ()

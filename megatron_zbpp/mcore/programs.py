@@ -162,16 +162,19 @@ class Programs:
     def placement(self, num_ranks: int) -> Placement:
         """Return where the stages are, whatever the number of microbatches."""
         if num_ranks not in self._placements:
-            given = isinstance(self.source, Schedule)
-            schedule = self.schedule(num_ranks, self.source.num_microbatches if given else 1)
-            self._placements[num_ranks] = schedule.placement
+            self._placements[num_ranks] = self._example(num_ranks, 1).placement
         return self._placements[num_ranks]
 
     def splits(self, num_ranks: int) -> bool:
         """Return whether weight gradients wait for W passes."""
-        given = isinstance(self.source, Schedule)
-        m = self.source.num_microbatches if given else 2 * num_ranks
-        return any(p.kind == W for order in self.schedule(num_ranks, m).passes for p in order)
+        example = self._example(num_ranks, 2 * num_ranks)
+        return any(p.kind == W for order in example.passes for p in order)
+
+    def _example(self, num_ranks: int, num_microbatches: int) -> Schedule:
+        """Return the schedule for p ranks and, where that can be chosen, so many microbatches."""
+        if isinstance(self.source, Schedule):
+            num_microbatches = self.source.num_microbatches
+        return self.schedule(num_ranks, num_microbatches)
 
     def lowered(self, num_ranks: int, num_microbatches: int, forward_only: bool) -> Lowered:
         """Return the checked programs, kept or made now.

@@ -51,7 +51,7 @@ class Session:
         self.settings = settings
         self.programs = Programs(settings)
         self.store = WeightGradStore()
-        self.watchdog = Watchdog(settings.watchdog_timeout)
+        self.watchdog = Watchdog(settings.watchdog_timeout or 0)
         if settings.watchdog_pause_timeout is not None:
             self.watchdog.limit_pauses(settings.watchdog_pause_timeout)
         self.post_validation: PostValidation | None = None
@@ -78,12 +78,13 @@ class Session:
             DisagreementError: they have not.
         """
         settings = {'schedule': self.programs.key, **settings}
+        what = f'handshake about {agreement.fingerprint(settings)}'  # some 900 flags say less
         if group is dist.group.WORLD:
             settings |= self.flags
         # as text, as they are compared: some are lists
         key = (group, *((name, agreement.fingerprint(v)) for name, v in settings.items()))
         if key not in self._agreed:
-            with self.watchdog.collective(f'handshake about {agreement.fingerprint(settings)}'):
+            with self.watchdog.collective(what):
                 gathered = agreement.gather(settings, group)
             agreement.compare(gathered)
             self._agreed.add(key)
@@ -105,8 +106,9 @@ class Session:
         self.latest = iteration
         if self.tracer is not None:
             self.tracer.after(iteration)
-        planned = self.auto.after(iteration) if self.auto is not None else None
-        if planned is not None:
+        auto = self.auto
+        planned = None if auto is None else auto.after(iteration)
+        if auto is not None and planned is not None:
             self.programs.replace(planned)
             if self.tracer is not None:
-                self.tracer.switched(self.auto.costs)
+                self.tracer.switched(auto.costs)

@@ -52,8 +52,6 @@ class Settings:
             steps = _CLEAN_STEPS if self.post_validation else None
             object.__setattr__(self, 'post_validation', steps)
         object.__setattr__(self, 'watchdog_timeout', self.watchdog_timeout or 0)
-        if self.trace_dir is not None:
-            object.__setattr__(self, 'trace_dir', Path(self.trace_dir))
 
     def _family(self) -> Family | None:
         """Return the family that is asked for; None: a schedule itself, or one that is planned."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,7 +77,7 @@ class PartialReduction:
                 self._leaving[0].wait()
             values = [prefix.squared_norm, prefix.ahead]
             tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
-            work = dist.isend(tensor, self._behind, group=self._pp_group, tag=_TAG)
+            work: Any = dist.isend(tensor, self._behind, group=self._pp_group, tag=_TAG)
             self._leaving = work, tensor  # held until it has left
         return prefix
 

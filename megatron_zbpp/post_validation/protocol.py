@@ -50,15 +50,18 @@ class OptimizerStep(Protocol):
         It is infinite if one of its ranks found an overflow, or says that going ahead is not
         `possible`.
         """
+        ...
 
     def try_step(self) -> None:
         """Give the model the parameters after a step."""
 
     def finish(self) -> Outcome:
         """Wait for the reductions and take the true step."""
+        ...
 
     def synchronous(self) -> Outcome:
         """Return the step as it is without all this."""
+        ...
 
 
 class Ahead(Protocol):
@@ -66,6 +69,7 @@ class Ahead(Protocol):
 
     def possible(self) -> bool:
         """Whether this rank can run them: has their data, and nothing forbids it."""
+        ...
 
     def run(self, ranks: int) -> None:
         """Run this rank's part, if so many `ranks` of the chain go ahead.

@@ -7,15 +7,11 @@ ranks make it together.
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import IO
 
 import torch.distributed as dist
 
@@ -26,6 +22,7 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner import worker
+from megatron_zbpp.planner.process import PlannerProcess
 from megatron_zbpp.runtime.observe.measure import Iteration
 
 _WARM_UP = 2  # iterations that are slower than others
@@ -123,12 +120,9 @@ class AutoPlan:
     _seen: int = 0
     _spans: list[float] = field(default_factory=list)
     _found: list[Measured] = field(default_factory=list)
-    _process: subprocess.Popen | None = None
-    _answer: IO[str] | None = None
+    _planner: PlannerProcess | None = None
     _original: Schedule | None = None
     _measured_before: list[float] = field(default_factory=list)
-    _deadline: float = 0.0
-    _before: float = 0.0
     _predicted: float = 0.0
     _settled: bool = False
 
@@ -159,12 +153,10 @@ class AutoPlan:
         return self._ask(schedule)
 
     def _begin(self, num_microbatches: int) -> None:
-        """Forgets what was for another batch size; a planner that still runs for it is ended."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._answer.close()
-        self._process = self._answer = self.planned = self.costs = None
+        """Forget what was for another batch size; end a planner that still runs for it."""
+        if self._planner is not None:
+            self._planner.end()
+        self._planner = self.planned = self.costs = None
         self._num_microbatches, self._seen, self._settled = num_microbatches, 0, False
         self._spans, self._found = [], []
 
@@ -187,33 +179,20 @@ class AutoPlan:
 
     def _start(self, schedule: Schedule) -> None:
         """Start the planner on the first rank."""
-        self._before = median(self._spans)
         self.costs, limit, full = merge_measurements(self._found, schedule, self.memory_limit)
-        if dist.get_rank() == 0:
-            self.say(f'auto: {_words(self.costs, full)}; plans within {limit:.3g} activations')
-            placement = schedule.placement
-            placement = placement.reversed() if _mirrored(schedule) else placement
-            request = worker.request(
-                placement,
-                self.costs,
-                schedule.num_microbatches,
-                limit,
-                self.seconds,
-                self.objective,
-            )
-            self._answer = tempfile.NamedTemporaryFile('r', suffix='.json')  # noqa: SIM115
-            self._deadline = time.monotonic() + _LATE * self.seconds
-            try:
-                self._process = subprocess.Popen(
-                    (*worker.COMMAND, self._answer.name),
-                    stdin=subprocess.PIPE,
-                    stdout=2,  # what it prints is no answer
-                    text=True,
-                )
-                self._process.stdin.write(request)
-                self._process.stdin.close()
-            except OSError as error:
-                self.say(f'auto: the planner cannot be started ({error})')
+        if dist.get_rank() != 0:
+            return
+        self.say(f'auto: {_words(self.costs, full)}; plans within {limit:.3g} activations')
+        placement = schedule.placement
+        placement = placement.reversed() if _mirrored(schedule) else placement
+        num_microbatches = schedule.num_microbatches
+        request = worker.request(
+            placement, self.costs, num_microbatches, limit, self.seconds, self.objective
+        )
+        try:
+            self._planner = PlannerProcess(request, _LATE * self.seconds)
+        except OSError as error:
+            self.say(f'auto: the planner cannot be started ({error})')
 
     def _ask(self, schedule: Schedule) -> Schedule | None:
         """Return what the first rank's planner says: nothing yet, keep, or a schedule."""
@@ -231,54 +210,55 @@ class AutoPlan:
 
     def _poll(self, schedule: Schedule) -> str:
         """Return what the planner says; whatever becomes of it, training goes on."""
-        if self._process is not None and self._process.poll() is None:
-            if time.monotonic() < self._deadline:
+        planner, costs = self._planner, self.costs
+        assert costs is not None  # `_start` has them
+        if planner is not None and planner.runs:
+            if not planner.late:
                 return _WAITING
-            self._process.kill()
-            self._process.wait()
+            planner.end()
             self.say(f'auto: the planner did not answer within {_LATE * self.seconds:.0f} s')
-        failed = self._process is None or self._process.returncode
-        text = '' if failed else self._answer.read()
-        self._answer.close()
+        text = None if planner is None else planner.answer()
         try:
-            planned = Schedule.from_json(text)
+            planned = Schedule.from_json(text or '')
             check(planned)
         except ValueError as error:
-            why = 'see above' if failed else f'its answer is no schedule: {error}'.splitlines()[0]
+            no_schedule = f'its answer is no schedule: {error}'.splitlines()[0]
+            why = 'see above' if text is None else no_schedule
             self.say(f'auto: planning failed, {why}; {schedule.name} stays')
             return _KEEP
         planned = planned.reversed() if _mirrored(schedule) else planned
-        expected, known = (self._simulated(each) for each in (planned, schedule))
+        expected, known = (self._simulated(each, costs) for each in (planned, schedule))
         times = f'{known * 1e3:.1f} ms with {schedule.name}, {expected * 1e3:.1f} ms planned'
         if expected >= known:
             self.say(f'auto: nothing better found (simulated: {times}); {schedule.name} stays')
             return _KEEP
         self._predicted = 1 - expected / known
-        holds = max(peak(planned, self.costs))
+        holds = max(peak(planned, costs))
         self.say(
             f'auto: switches to a planned schedule, which holds {holds:.3g} activations '
             f'(simulated: {times}, {self._predicted:+.1%} predicted)'
         )
         return planned.to_json()
 
-    def _simulated(self, schedule: Schedule) -> float:
-        timeline = simulate(schedule, self.costs)
+    def _simulated(self, schedule: Schedule, costs: Costs) -> float:
+        timeline = simulate(schedule, costs)
         return max(timeline.windows) if self.objective == 'window' else timeline.makespan
 
     def _compare(self) -> Schedule | None:
-        """Tells what the switch has brought; goes back where that was a loss beyond noise."""
-        now = median(self._spans)
-        gained = 1 - now / self._before
+        """Tell what the switch has brought; go back where that was a loss beyond noise."""
+        before, now = median(self._measured_before), median(self._spans)
+        gained = 1 - now / before
         lost = min(self._spans) > max(self._measured_before)
+        back = self._original if lost else None
         if dist.get_rank() == 0:
             change = f'{gained:.1%} faster' if gained >= 0 else f'{-gained:.1%} slower'
             self.say(
-                f'auto: measured {self._before * 1e3:.1f} ms before, {now * 1e3:.1f} ms with the '
+                f'auto: measured {before * 1e3:.1f} ms before, {now * 1e3:.1f} ms with the '
                 f'planned schedule ({change}; {self._predicted:.1%} faster was predicted)'
-                + (f': goes back to {self._original.name}' if lost else '')
+                + (f': goes back to {back.name}' if back else '')
             )
         self._settled = True
-        return self._original if lost else None
+        return back
 
 
 def _words(costs: Costs, full: float | None) -> str:

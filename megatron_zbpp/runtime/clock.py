@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -11,23 +11,29 @@ import torch
 class Clock(Protocol):
     """Takes marks while passes run; turns them into seconds afterwards."""
 
-    def mark(self) -> object:
-        """Return a point in time, cheap to take."""
+    def mark(self) -> Any:
+        """Return a point in time, cheap to take; only the clock itself knows what it is."""
+        ...
 
-    def seconds(self, mark: object) -> float:
+    def seconds(self, mark: Any) -> float:
         """`mark` in seconds of the host's monotonic clock; may synchronise."""
+        ...
 
-    def reached(self, mark: object) -> bool:
+    def reached(self, mark: Any) -> bool:
         """Whether the device has come to `mark`; never waits."""
+        ...
 
     def now(self) -> float:
         """Seconds of the host's monotonic clock."""
+        ...
 
-    def allocated(self, mark: object) -> int | None:
+    def allocated(self, mark: Any) -> int | None:
         """Bytes that were allocated when `mark` was taken; None where nobody counts them."""
+        ...
 
     def spare(self) -> int | None:
         """Bytes that were never needed so far; None where nobody counts them."""
+        ...
 
 
 class HostClock:

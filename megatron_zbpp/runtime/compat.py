@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import grad_mode
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store
 
 # what `torch.autograd.backward` calls once it has made a gradient of each root
 run_backward = torch.autograd.Variable._execution_engine.run_backward
 # whether torch.profiler or emit_nvtx is on
-profiler_enabled = torch.autograd._profiler_enabled
+profiler_enabled: Callable[[], bool] = vars(torch.autograd)['_profiler_enabled']
 
 
 def unseen_by_autograd(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[None]:
-    """Lets `tensors` be written to, as if nothing were, for graphs that have saved them."""
-    return torch.autograd._unsafe_preserve_version_counter(tensors)
+    """Let `tensors` be written to, as if nothing were, for graphs that have saved them."""
+    return grad_mode._unsafe_preserve_version_counter(tensors)
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """Return where the ranks of the world met."""
     return distributed_c10d._get_default_store()
 

@@ -2,8 +2,8 @@
 
 It knows passes, messages and the weight-gradient store. In a schedule with W passes, a pass of
 several tasks does them one by one; in one without, backward is autograd's own and nothing is
-deferred. What a stage computes
-it is told by a `Stage`; where its neighbours are, by `Channels`. Nothing here knows Megatron.
+deferred. What a stage computes it is told by a `Stage`; where its neighbours are, by `Channels`.
+Nothing here knows Megatron.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ class Stage(Protocol):
 
         The last returns its loss: where no backward follows, that may be anything.
         """
+        ...
 
     def backward(
         self, received: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Gradient with respect to `received`; `gradient` is None on the last stage."""
+        ...
 
     def release(self, output: torch.Tensor) -> None:
         """Release the data of `output`, which has been passed on; its graph is still needed."""
 
     def grad_sync(self, last: bool) -> AbstractContextManager[None]:
         """Around what accumulates gradients; `last`: these parameters get no more after it."""
+        ...
 
 
 class Executor:
@@ -122,7 +125,7 @@ class Executor:
         self._done = count
 
     def drop(self) -> None:
-        """Forgets what has been run ahead, once all that was sent for it has arrived.
+        """Forget what has been run ahead, once all that was sent for it has arrived.
 
         A message whose receive is given up would block its connection for ever (gloo), or be taken
         for the next one.
@@ -145,23 +148,24 @@ class Executor:
                     self._message, instruction.peer
                 )
             elif isinstance(instruction, Send):
-                self._check(output, instruction)
-                self.channels.send(output, instruction)
+                self.channels.send(self._checked(output, instruction), instruction)
             else:
-                self._check(output, instruction)
-                self._handed[instruction.consumer] = output
+                self._handed[instruction.consumer] = self._checked(output, instruction)
 
-    def _check(self, output: torch.Tensor | None, instruction: Send | Hand) -> None:
-        """Before it reaches another stage: what the latest pass made is a message."""
+    def _checked(self, output: object, instruction: Send | Hand) -> torch.Tensor:
+        """Return what the latest pass made, which goes to another stage, if it is a message."""
         message = self._message
-        tensor = isinstance(output, torch.Tensor)
-        if not tensor or output.shape != message.shape or output.dtype != message.dtype:
-            has = f'{tuple(output.shape)} of {output.dtype}' if tensor else f'{output!r:.80}'
-            raise ValueError(
-                f'{self.current.words} made {has}, but {instruction.consumer.words} takes '
-                f'{tuple(message.shape)} of {message.dtype}: every stage must keep the shape that '
-                'sequence length, micro batch and hidden size give, and the dtype of the pipeline'
-            )
+        if not isinstance(output, torch.Tensor):
+            has = f'{output!r:.80}'
+        elif output.shape != message.shape or output.dtype != message.dtype:
+            has = f'{tuple(output.shape)} of {output.dtype}'
+        else:
+            return output
+        raise ValueError(
+            f'{self.record.passes[-1].words} made {has}, but {instruction.consumer.words} takes '
+            f'{tuple(message.shape)} of {message.dtype}: every stage must keep the shape that '
+            'sequence length, micro batch and hidden size give, and the dtype of the pipeline'
+        )
 
     def _timed(self, p: Pass) -> torch.Tensor | None:
         """Run `p` once its input is there, and write down when it ran and what is held after."""

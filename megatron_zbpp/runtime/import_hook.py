@@ -18,7 +18,7 @@ class _Finder:
         if function is None:
             return None
         spec = importlib.util.find_spec(name)
-        if spec is None:
+        if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 

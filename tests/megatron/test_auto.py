@@ -26,12 +26,12 @@ def told(training, switching=False):
     said, poll, simulated = [], AutoPlan._poll, AutoPlan._simulated
 
     def wait(self, schedule):
-        self._process.wait()
+        self._planner.wait()
         self.say = said.append
         return poll(self, schedule)
 
-    def halved(self, schedule):
-        return simulated(self, schedule) / (2 if schedule.name == 'planned' else 1)
+    def halved(self, schedule, costs):
+        return simulated(self, schedule, costs) / (2 if schedule.name == 'planned' else 1)
 
     taken = mock.patch.object(AutoPlan, '_simulated', halved if switching else simulated)
     with mock.patch.object(AutoPlan, '_poll', wait), taken:

@@ -14,10 +14,14 @@ are not those of a GPU's kernels; what Transformer Engine does around them is it
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -54,7 +58,8 @@ def installed() -> bool:
 def find() -> Path | None:
     """Return the folder of sys.path with the package `transformer_engine`; None: there is none."""
     spec = importlib.util.find_spec('transformer_engine')
-    return None if spec is None else Path(spec.submodule_search_locations[0]).parent
+    folders = None if spec is None else spec.submodule_search_locations
+    return Path(folders[0]).parent if folders else None
 
 
 def install(folder: str | Path | None = None) -> None:
@@ -105,7 +110,8 @@ def fill_uninitialized_memory() -> None:
 
     Fresh pages are zero on a CPU: what reads memory that nobody wrote looks right there.
     """
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    deterministic: Any = torch.utils.deterministic  # a module with properties of its class's
+    deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
@@ -115,19 +121,19 @@ def _load_common(folder: Path) -> None:
     spec = importlib.util.spec_from_file_location(
         name, folder / '__init__.py', submodule_search_locations=[str(folder)]
     )
+    assert spec is not None and spec.loader is not None, folder
     common = importlib.util.module_from_spec(spec)
     sys.modules[name] = common
     spec.loader.exec_module(common)
-    common.load_framework_extension = lambda framework: None
-    import transformer_engine
+    vars(common)['load_framework_extension'] = lambda framework: None
+    # as the import system does where it loads the module
+    vars(importlib.import_module('transformer_engine'))['common'] = common
 
-    transformer_engine.common = common  # as the import system does where it loads the module
 
-
-class _Triton:
+class _Triton(Loader):
     """Finds every module of triton, whose kernels the CPU never runs."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name.partition('.')[0] == 'triton':
             return importlib.util.spec_from_loader(name, self, is_package=True)
         return None

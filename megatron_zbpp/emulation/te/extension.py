@@ -69,7 +69,7 @@ def torch_dtype(dtype: Any, default: torch.dtype | None = None) -> torch.dtype:
         NotImplementedError: torch has no such type.
     """
     if dtype is None:
-        return default
+        dtype = default
     if isinstance(dtype, torch.dtype):
         return dtype
     found = DType(int(dtype))
@@ -108,6 +108,8 @@ class FP8TensorMeta:
 
 class _Member(int):
     """Of an enumeration that is known by name only."""
+
+    name: str
 
 
 class _ByName(type):

@@ -85,11 +85,10 @@ def multi_tensor_adam(
         mode: 0: decay is added to gradients; 1: to steps, as in AdamW.
     """
     for grad, parameter, *rest in zip(*lists, strict=True):
-        moments, main = rest[:2], rest[2] if len(rest) > 2 else parameter
-        stepped = _adam(
-            *(grad.float(), main.float(), *moments, lr, beta1, beta2, epsilon, step, mode),
-            *(bias_correction, weight_decay),
-        )
+        first, second, main = rest if len(rest) > 2 else (*rest, parameter)
+        moments = grad.float(), main.float(), first, second
+        settings = lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay
+        stepped = _adam(*moments, *settings)
         main.copy_(stepped)
         parameter.copy_(stepped)
 
@@ -121,9 +120,9 @@ def multi_tensor_adam_fp8(
     Their scales, largest values and inverse scales are in three more lists; the last setting is the
     codes' type.
     """
-    *settings, dtype = settings
+    *others, dtype = settings
     for grad, codes, first, second, main, scale, amax, scale_inv in zip(*lists, strict=True):
-        main.copy_(_adam(grad.float(), main.float(), first, second, *settings))
+        main.copy_(_adam(grad.float(), main.float(), first, second, *others))
         codes.copy_(encode(main, scale, torch_dtype(dtype)))
         amax.copy_(torch.maximum(amax, main.abs().amax().view(amax.shape)))
         scale_inv.copy_(scale.reciprocal())

@@ -7,6 +7,7 @@ is what products need that go along the columns; its value is code × scale_inv.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -182,6 +183,5 @@ def _new(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
 
 @functools.cache
 def _classes() -> tuple[type, type, type]:
-    from transformer_engine.pytorch.tensor import float8_tensor as module
-
+    module = importlib.import_module('transformer_engine.pytorch.tensor.float8_tensor')
     return module.Float8CurrentScalingQuantizer, module.Float8Quantizer, module.Float8Tensor

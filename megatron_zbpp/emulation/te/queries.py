@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from pathlib import Path
 from typing import Any
 
 from megatron_zbpp.emulation.te.extension import kernel, named
@@ -44,7 +44,5 @@ def get_fused_attn_backend(*_: Any, **__: Any) -> Any:
     """No fused attention: TE's own unfused one runs. Newer releases want to know why."""
     none = named('NVTE_Fused_Attn_Backend').NVTE_No_Backend
     asking = sys.modules['transformer_engine.pytorch.attention.dot_product_attention.utils']
-    wants_reason = (
-        'reject_message = tex.get_fused_attn_backend' in Path(asking.__file__).read_text()
-    )
+    wants_reason = 'reject_message = tex.get_fused_attn_backend' in inspect.getsource(asking)
     return (none, 'the CPU has none') if wants_reason else none

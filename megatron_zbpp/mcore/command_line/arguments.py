@@ -61,15 +61,15 @@ def _with_our_flags(original: Callable) -> Callable:
 
 
 def _make_printable(parser: argparse.ArgumentParser) -> None:
-    """Doubles the percent signs of texts that argparse cannot format.
+    """Double the percent signs of texts that argparse cannot format.
 
     Megatron-Core 0.18 and later have one, so that their --help ends in a traceback.
     """
-    for action in filter(lambda action: action.help, parser._actions):
+    for action in parser._actions:
         try:
             parser._get_formatter()._expand_help(action)
         except (ValueError, TypeError, KeyError):
-            action.help = action.help.replace('%', '%%')
+            action.help = (action.help or '').replace('%', '%%')
 
 
 def _preparing(parse: Callable) -> Callable:

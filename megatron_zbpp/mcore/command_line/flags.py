@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group('pipeline schedule (megatron_zbpp)')
     types = get_type_hints(PipelineScheduleConfig)
     helps = {
-        param.arg_name: param.description
+        param.arg_name: param.description or ''
         for param in docstring_parser.parse_from_object(PipelineScheduleConfig).params
     }
     for field in fields(PipelineScheduleConfig):
@@ -107,14 +107,15 @@ def source_of(config: PipelineScheduleConfig) -> str | Schedule:
         ValueError: both a name and a file, or a file that makes no sense.
         OSError: the file cannot be read.
     """
-    if config.pipeline_schedule_file is None:
-        return config.pipeline_schedule
-    if config.pipeline_schedule is not None:
+    name, file = config.pipeline_schedule, config.pipeline_schedule_file
+    if file is None:
+        assert name is not None  # `read` returns no config where both are missing
+        return name
+    if name is not None:
         raise ValueError(
-            f'--pipeline-schedule {config.pipeline_schedule} and --pipeline-schedule-file '
-            f'{config.pipeline_schedule_file}: give one of them'
+            f'--pipeline-schedule {name} and --pipeline-schedule-file {file}: give one of them'
         )
-    return formats.load(config.pipeline_schedule_file)
+    return formats.load(file)
 
 
 def clean_steps(config: PipelineScheduleConfig) -> int | bool:

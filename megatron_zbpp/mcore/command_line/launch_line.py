@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import importlib.util
 import os
 from collections.abc import Collection, Sequence
@@ -147,8 +148,7 @@ def _has_training() -> bool:
 
 
 def _megatrons_parser() -> argparse.ArgumentParser:
-    from megatron.training import arguments as megatrons
-
+    megatrons = importlib.import_module('megatron.training.arguments')
     parser = _Parser(allow_abbrev=False)
     add = megatrons.add_megatron_arguments
     add = getattr(add, '__wrapped__', add)  # ours are added below

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from megatron.core.pipeline_parallel import schedules
@@ -43,9 +43,11 @@ class Begun(Protocol):
 
     def take(self, arguments: Arguments) -> Batch | None:
         """Return the batch that was begun for this call; None: there is none."""
+        ...
 
     def replayed(self, iterator: Iterator | None) -> Iterator | None:
         """Return what is read instead of the data `iterator`."""
+        ...
 
 
 def patches(session: Session, begun: Begun) -> Iterator[Patch]:
@@ -105,7 +107,7 @@ class Arguments:
     num_microbatches: int
     seq_length: int
     micro_batch_size: int
-    decoder_seq_length: int | None = None
+    decoder_seq_length: Any = None  # where Megatron passes it on, it is an int or None
     forward_only: bool = False
     collect_non_loss_data: bool = False
     first_val_step: bool | None = None
@@ -122,8 +124,9 @@ class Arguments:
     @property
     def iterators(self) -> list[Iterator | None]:
         """The data of each chunk."""
-        many = isinstance(self.data_iterator, list)
-        return self.data_iterator if many else [self.data_iterator] * len(self.models)
+        if isinstance(self.data_iterator, list):
+            return self.data_iterator
+        return [self.data_iterator] * len(self.models)
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ class Batch:
     executor: Executor
 
     def run(self, session: Session) -> list[Any]:
-        """Return what is left of it; returns the loss function's results on the last rank."""
+        """Run what is left of it; return the loss function's results on the last rank."""
         looked_at = self.arguments.models if self.executor.splits else ()
         with (
             _timed(self.config),
@@ -275,7 +278,7 @@ def _stages(
     held = placement.stages(rank)
     models = arguments.models
     for model in models:
-        layout.require_placed(unwrap_model(model), placement)
+        layout.require_placed(cast(torch.nn.Module, unwrap_model(model)), placement)
     if len(models) != len(held):
         raise ValueError(
             f'rank {rank} has {len(models)} model chunks, but the schedule places {len(held)} '

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.pipeline_parallel import schedules
@@ -80,7 +80,7 @@ class ModelStage:
 
     def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         call = self._call
-        output, num_tokens = schedules.forward_step(
+        made = schedules.forward_step(
             call.forward_step_func,
             self._data_iterator,
             self._model,
@@ -97,6 +97,8 @@ class ModelStage:
             vp_stage=self._vp_stage,
             is_last_stage=self._is_last,
         )
+        # lists of tensors, of which Megatron's annotations speak, are for several modules at once
+        output, num_tokens = cast(tuple[torch.Tensor, torch.Tensor], made)
         if self._is_last:
             call.num_tokens += num_tokens
         return output
@@ -105,7 +107,8 @@ class ModelStage:
         self, received: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
         with self._delaying.queueing():
-            return schedules.backward_step(received, output, gradient, *self._context)
+            made = schedules.backward_step(received, output, gradient, *self._context)
+        return cast(torch.Tensor | None, made)
 
     def release(self, output: torch.Tensor) -> None:
         schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)

@@ -142,8 +142,8 @@ def _defer(
     grad_output: torch.Tensor,
     store: WeightGradStore,
 ) -> None:
-    """Leaves the rest to W; of what is gathered over `tp_group`, this rank's rows."""
-    operands = [input, grad_output]
+    """Leave the rest to W; of what is gathered over `tp_group`, this rank's rows."""
+    operands: list[torch.Tensor | Shard] = [input, grad_output]
     if context.sequence_parallel:
         operands[0] = Shard(input, context.tp_group)
     gathered = getattr(grad_output, _GATHERED_FROM, None)

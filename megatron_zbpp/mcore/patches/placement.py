@@ -106,7 +106,8 @@ def _with_embedding_ranks(agree: Agree, original: Callable, placement: Placement
 
         plain = (int, str, type(None))
         sizes = {name: value for name, value in bound.arguments.items() if isinstance(value, plain)}
-        agree(sizes, dist.group.WORLD)  # ranks that want other groups would wait for each other
+        if dist.group.WORLD is not None:  # without, Megatron says what is missing
+            agree(sizes, dist.group.WORLD)  # ranks that want other groups would wait for each other
         bound.arguments['get_embedding_ranks'] = get_embedding_ranks
         original(*bound.args, **bound.kwargs)
 
@@ -144,7 +145,8 @@ def _tying(original: Callable, placement: Placements) -> Callable:
 
     Megatron does it by an all-reduce between first and last rank, and does not see such a pair.
     """
-    latest: list[weakref.ref] = []  # the latest chunk with an embedding; chunks are built in order
+    # the latest chunk with an embedding; chunks are built in order
+    latest: list[Callable[[], Any]] = []
 
     @functools.wraps(original)
     def setup_embeddings_and_output_layer(self: LanguageModule) -> None:
@@ -170,9 +172,8 @@ def _summing_tied_copies(original: Callable) -> Callable:
         if not copies:
             original(model, *args, **kwargs)
             return
-        one, other = (
-            copy.main_grad if hasattr(copy, 'main_grad') else copy.grad for copy in copies
-        )
+        gradients: list[Any] = [getattr(copy, 'main_grad', copy.grad) for copy in copies]
+        one, other = gradients
         one.add_(other)
         other.copy_(one)
 

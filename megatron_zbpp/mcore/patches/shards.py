@@ -7,6 +7,7 @@ it needs the whole lets it overlap with the computation in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,7 @@ class Shard:
     def __init__(self, rows: torch.Tensor, group: dist.ProcessGroup) -> None:
         self.rows = rows.detach().contiguous()  # a thread of the backend writes: it sees no no_grad
         self._group = group
-        self._whole: torch.Tensor | None = None
-        self._work: dist.Work | None = None
+        self._coming: tuple[torch.Tensor, dist.Work] | None = None  # the whole
 
     @classmethod
     def of(cls, whole: torch.Tensor, group: dist.ProcessGroup) -> Shard:
@@ -27,20 +27,23 @@ class Shard:
         return cls(whole.chunk(group.size())[group.rank()].clone(), group)
 
     def start(self) -> None:
-        """Begins the gather."""
-        if self._work is None:
-            rows, ranks = self.rows, self._group.size()
-            self._whole = rows.new_empty((rows.shape[0] * ranks, *rows.shape[1:]))
-            self._work = dist.all_gather_into_tensor(
-                self._whole, rows, group=self._group, async_op=True
-            )
+        """Begin the gather."""
+        self._coming = self._started()
 
     def gather(self) -> torch.Tensor:
         """Return the whole tensor; what it is computed from next waits for it."""
-        self.start()
-        self._work.wait()
-        whole, self._whole, self._work = self._whole, None, None
+        whole, work = self._started()
+        work.wait()
+        self._coming = None
         return whole
+
+    def _started(self) -> tuple[torch.Tensor, dist.Work]:
+        if self._coming is not None:
+            return self._coming
+        rows, ranks = self.rows, self._group.size()
+        whole = rows.new_empty((rows.shape[0] * ranks, *rows.shape[1:]))
+        work: Any = dist.all_gather_into_tensor(whole, rows, group=self._group, async_op=True)
+        return whole, work
 
 
 def start_all(shards: Sequence[Shard]) -> Callable[[], None] | None:

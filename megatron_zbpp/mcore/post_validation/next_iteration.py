@@ -75,7 +75,7 @@ class NextIteration:
         return batch
 
     def _tell(self) -> None:
-        """Says once why forwards of this iteration could not begin after the one before."""
+        """Say once why forwards of this iteration could not begin after the one before."""
         if self._session.post_validation is not None and not self._told:
             self._told = True
             say(
@@ -85,33 +85,37 @@ class NextIteration:
 
     def possible(self) -> bool:
         """Whether there is data for the forwards, and they are expected to be asked for."""
-        return self._repeats and all(map(self._reserve, self._iterators().values()))
+        latest = self.latest
+        if latest is None or not self._repeats:
+            return False
+        iterators = {id(i): i for i in latest.iterators if i is not None}
+        return all(self._reserve(iterator, latest) for iterator in iterators.values())
 
-    def _iterators(self) -> dict[int, Iterator]:
-        return {id(i): i for i in self.latest.iterators if i is not None}
-
-    def _reserve(self, iterator: Iterator) -> bool:
-        """Draws what all forwards that may run ahead took in the iteration before.
+    def _reserve(self, iterator: Iterator, latest: Arguments) -> bool:
+        """Draw what all forwards that may run ahead took in the iteration before.
 
         Returns:
             False: there are not as many items, or some took more than others.
         """
-        replay = self.replayed(iterator)
-        chunks = [c for c, other in enumerate(self.latest.iterators) if other is iterator]
-        each, uneven = divmod(replay.given, len(chunks) * self.latest.num_microbatches)
-        ahead = sum(chunk in chunks for chunk in self._chunks_ahead())
+        replay = self._replayed[id(iterator)]
+        chunks = [c for c, other in enumerate(latest.iterators) if other is iterator]
+        each, uneven = divmod(replay.given, len(chunks) * latest.num_microbatches)
+        ahead = sum(chunk in chunks for chunk in self._chunks_ahead(latest.num_microbatches))
         return not uneven and replay.reserve(each * ahead)
 
-    def _chunks_ahead(self) -> list[int]:
+    def _chunks_ahead(self, num_microbatches: int) -> list[int]:
         """Return the chunk of each pass that this rank may run ahead."""
-        group = self._session.latest.pp_group
-        lowered = self._session.programs.lowered(group.size(), self.latest.num_microbatches, False)
+        iteration = self._session.latest
+        assert iteration is not None  # its optimizer step is where this is asked
+        group = iteration.pp_group
+        lowered = self._session.programs.lowered(group.size(), num_microbatches, False)
         held = lowered.placement.stages(group.rank())
         passes = lowered.schedule.passes[group.rank()][: lowered.ahead[group.rank()]]
         return [held.index(p.stage) for p in passes]
 
     def run(self, ranks: int) -> None:
-        """Run this rank's part, if so many `ranks` of the chain go ahead."""
+        """Run this rank's part, if so many `ranks` of the chain go ahead; where `possible`."""
+        assert self.latest is not None
         batch, count = prepare(self._session, self, self.latest, ranks)
         if not count:
             return
@@ -130,7 +134,7 @@ class NextIteration:
             self._drop(*begun)
 
     def close(self) -> None:
-        """There is no next iteration for now: lets go of models and activations, on all ranks.
+        """Let go of models and activations, on all ranks: there is no next iteration for now.
 
         Data that was drawn for it stays here, for when the same iterator is trained with again.
         """

@@ -109,7 +109,8 @@ class _Reduction:
         cls, local: float, op: Any, group: dist.ProcessGroup, device: torch.device
     ) -> _Reduction:
         value = torch.tensor([local], dtype=torch.float32, device=device)
-        return cls(local, value, group, dist.all_reduce(value, op, group, async_op=True))
+        work: Any = dist.all_reduce(value, op, group, async_op=True)
+        return cls(local, value, group, work)
 
     def result(self) -> float:
         self.work.wait()
@@ -194,7 +195,7 @@ class SplitStep:
 
     def _of_stage(self, possible: bool) -> float:
         """Return the squared norm over all ranks of this pipeline stage, alike on each of them."""
-        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        group: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         members = set(dist.get_process_group_ranks(group))
         total = 0.0 if possible else float('inf')
         for reduction in self._norms:
@@ -298,8 +299,8 @@ def _stepped(leaf: MegatronOptimizer) -> Iterator[Stepped]:
                 yield Stepped(parameter, read.get(id(parameter)))
 
 
-def _prepared(leaf: MegatronOptimizer, overflow: bool | None) -> Callable[[], bool]:
-    """Return what `prepare_grads` does behind its reduction."""
+def _prepared(leaf: Any, overflow: bool | None) -> Callable[[], bool]:
+    """Return what `prepare_grads` of an optimizer does behind its reduction."""
 
     def prepare_grads() -> bool:
         if overflow is not None:
@@ -321,7 +322,7 @@ def _answering(norms: list[float | torch.Tensor], original: Callable) -> Callabl
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, replacement: Callable) -> Iterator[None]:
+def _replaced(owner: Any, name: str, replacement: Callable | None) -> Iterator[None]:
     """`owner` has `replacement` by that name while this lasts."""
     own = vars(owner).get(name, _ABSENT)
     setattr(owner, name, replacement)

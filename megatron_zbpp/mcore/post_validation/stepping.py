@@ -13,6 +13,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
 from megatron_zbpp.analysis.run_ahead import chain
+from megatron_zbpp.mcore.iteration.forward_backward import Arguments
 from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.post_validation import split_step
 from megatron_zbpp.mcore.post_validation.barriers import say
@@ -80,7 +81,7 @@ class Steps:
         self._following = following
         self._possible = False
         self._optimizer: weakref.ref[MegatronOptimizer] | None = None
-        self._alone: dist.ProcessGroup | None = None
+        self._alone: Any = None  # a group of this rank only
         self._reductions: dict[dist.ProcessGroup, PartialReduction] = {}
 
     def stepping(self, original: Callable) -> Callable:
@@ -88,33 +89,34 @@ class Steps:
 
         @functools.wraps(original)
         def step(optimizer: MegatronOptimizer) -> Any:
-            if self._session.latest is None:
+            session, following = self._session, self._following
+            if session.latest is None:
                 return original(optimizer)  # no pipeline, or not ours
-            if not self._may_be_early(optimizer):
-                with self._session.watchdog.collective(STEP):
+            post_validation, call = session.post_validation, following.latest
+            if post_validation is None or call is None or not self._possible_for(optimizer, call):
+                with session.watchdog.collective(STEP):
                     return original(optimizer)
             split = split_step.SplitStep(optimizer, original, self._alone)
-            return self._session.post_validation.step(split, self._reduction(), self._following)
+            reduction = self._reduction(session.latest.pp_group, call)
+            return post_validation.step(split, reduction, following)
 
         return step
 
-    def _may_be_early(self, optimizer: MegatronOptimizer) -> bool:
-        if self._session.post_validation is None or self._following.latest is None:
-            return False
+    def _possible_for(self, optimizer: MegatronOptimizer, call: Arguments) -> bool:
         known = self._optimizer and self._optimizer()
         if known is None:
             self._optimizer = weakref.ref(optimizer)
-            self._possible = self._agree(optimizer)
+            self._possible = self._agree(optimizer, call)
         elif known is not optimizer and self._possible:
             self._possible = False
             say('there are several, and forwards need the steps of all')
         return self._possible
 
-    def _agree(self, optimizer: MegatronOptimizer) -> bool:
+    def _agree(self, optimizer: MegatronOptimizer, call: Arguments) -> bool:
         """Whether post-validation is possible on all ranks, which is said once if not."""
         reasons: list[str | None] = [None] * dist.get_world_size()
         with self._session.watchdog.collective('whether optimizer steps can be validated later'):
-            config = get_model_config(self._following.latest.models[0])
+            config = get_model_config(call.models[0])
             reason = split_step.refusal(optimizer) or split_step.refusal_of_model(config)
             dist.all_gather_object(reasons, reason)
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -123,10 +125,9 @@ class Steps:
             say('; '.join(refused))
         return not refused
 
-    def _reduction(self) -> PartialReduction:
-        pp_group = self._session.latest.pp_group
+    def _reduction(self, pp_group: dist.ProcessGroup, call: Arguments) -> PartialReduction:
         if pp_group not in self._reductions:
             order = chain(self._session.programs.placement(pp_group.size()))
-            device = next(self._following.latest.models[0].parameters()).device
+            device = next(call.models[0].parameters()).device
             self._reductions[pp_group] = PartialReduction(pp_group, order, device)
         return self._reductions[pp_group]

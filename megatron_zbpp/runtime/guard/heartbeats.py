@@ -10,8 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megatron_zbpp.runtime import compat
 from megatron_zbpp.runtime.guard.culprit import Statement, accuse
@@ -48,7 +49,7 @@ class Heartbeats:
             self._statement = statement
 
     def end(self) -> None:
-        """Says that the training is over."""
+        """Say that the training is over."""
         self._statement = Statement('the end', over=True)
         self._ended.set()
         self._thread.join(_PATIENCE)
@@ -85,7 +86,7 @@ class Heartbeats:
         except RuntimeError:  # the store is gone: a question will find that out and say so
             return
 
-    def _write(self, store: dist.Store) -> None:
+    def _write(self, store: Store) -> None:
         asked = self._answered
         while store.check([f'asked {asked + 1}']):
             asked += 1
@@ -113,17 +114,17 @@ class Heartbeats:
         except RuntimeError:
             return  # what is said then stands in `lines` already
 
-    def _said(self, store: dist.Store) -> Iterator[tuple[int, tuple[int, Statement]]]:
-        """Yield number of the latest question that it has heard, and statement, of each rank."""
+    def _said(self, store: Store) -> Iterator[tuple[int, tuple[int, Statement]]]:
+        """Yield each rank with the latest question that it has heard, by number, and its word."""
         for rank in range(self._size):
             if store.check([f'said {rank}']):
                 number, _, statement = store.get(f'said {rank}').decode().partition(' ')
                 yield rank, (int(number), Statement.from_json(statement))
 
 
-def _store() -> dist.Store:
+def _store() -> Store:
     """Return a connection of its own to the job's store: a call on another's may wait for it."""
-    store = compat.default_store()
+    store: Any = compat.default_store()
     if hasattr(store, 'clone'):
         store = store.clone()
-    return dist.PrefixStore('megatron_zbpp heartbeats', store)
+    return PrefixStore('megatron_zbpp heartbeats', store)

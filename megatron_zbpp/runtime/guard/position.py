@@ -50,7 +50,7 @@ class Tracker:
             current, awaiting = passes[ended], not clock.reached(marks[ended][0])
         else:
             current, awaiting = executor.current, executor.awaiting
-        waits = self._receive(current) if awaiting else executor.channels.leaving
+        waits = self._receive(current) if current and awaiting else executor.channels.leaving
         return Position(ended, current, waits)
 
     def _receive(self, consumer: Pass) -> Receive | None:

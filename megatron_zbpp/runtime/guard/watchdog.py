@@ -25,10 +25,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from math import inf
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from megatron_zbpp.runtime import compat
 from megatron_zbpp.runtime.executor import Executor
@@ -62,15 +63,19 @@ class Activity(Protocol):
 
     def beat(self) -> Hashable:
         """Something that changes with each step; None when all is over. Never waits."""
+        ...
 
     def lost(self) -> bool:
         """Whether another rank has died before its end, as far as this one has heard by now."""
+        ...
 
     def lines(self) -> list[str]:
         """Where it stands, for people."""
+        ...
 
     def waits(self) -> tuple[int, ...]:
         """Return the global ranks that it waits for; those that may be late."""
+        ...
 
 
 class Collective:
@@ -102,7 +107,7 @@ class Passes:
     ends, a rank that stops in its cool-down would be missed by those that have no more passes.
     """
 
-    def __init__(self, executor: Executor, group: dist.ProcessGroupGloo) -> None:
+    def __init__(self, executor: Executor, group: Any) -> None:
         self._tracker = Tracker(executor)
         self._group = group
         self._all_done: dist.Work | None = None
@@ -111,17 +116,19 @@ class Passes:
         self._all_done = self._group.allreduce([torch.zeros(1, device='cpu')])
 
     def beat(self) -> Hashable:
-        over = self._heard() and not self.lost() and self._tracker.complete
+        over = self._heard() is not None and not self.lost() and self._tracker.complete
         return None if over else self._tracker.position()
 
-    def _heard(self) -> bool:
-        return self._all_done is not None and self._all_done.is_completed()
+    def _heard(self) -> dist.Work | None:
+        work = self._all_done
+        return work if work is not None and work.is_completed() else None
 
     def lost(self) -> bool:
-        if not self._heard():
+        work = self._heard()
+        if work is None:
             return False
         try:
-            self._all_done.wait()  # completed: it does not wait, but raise
+            work.wait()  # completed: it does not wait, but raise
         except RuntimeError:
             return True
         return False
@@ -188,6 +195,20 @@ class Pause:
         return _others() if _is_distributed(_calls(self._thread)[0]) else ()
 
 
+class _Watch(NamedTuple):
+    """What watches, from the first activity on.
+
+    Attributes:
+        thread: looks at the main one.
+        termination: wakes it.
+        heartbeats: tell the other ranks.
+    """
+
+    thread: threading.Thread
+    termination: Termination
+    heartbeats: Heartbeats
+
+
 class Watchdog:
     """Watches one process.
 
@@ -210,11 +231,9 @@ class Watchdog:
         self._failed = self._reported = False
         self._reporting = threading.Lock()  # of either thread
         self._stopping = False
-        self._thread: threading.Thread | None = None
-        self._termination: Termination | None = None
-        self._heartbeats: Heartbeats | None = None
+        self._watch: _Watch | None = None
         self._stalled = 0.0  # seconds without a step forward
-        self._groups: dict[dist.ProcessGroup, dist.ProcessGroupGloo] = {}
+        self._groups: dict[dist.ProcessGroup, Any] = {}  # of gloo
         self._rank = self._watched = 0  # global rank; identity of the thread
         self._device: int | None = None  # that the main thread computes on
 
@@ -231,12 +250,12 @@ class Watchdog:
         self._pause_timeout = seconds
 
     def collective(self, what: str) -> AbstractContextManager[None]:
-        """Return the main thread is in a collective call of the pipeline's ranks meanwhile."""
+        """Watch the main thread in a collective call of the pipeline's ranks."""
         return self._watching(Collective(what))
 
     @contextmanager
     def passes(self, executor: Executor) -> Iterator[None]:
-        """`executor` runs meanwhile. A collective for the first one of its pipeline."""
+        """Watch an iteration of `executor`. A collective for the first one of its pipeline."""
         if not self.timeout:
             yield
             return
@@ -248,7 +267,7 @@ class Watchdog:
             yield
 
     def forwards(self, executor: Executor) -> AbstractContextManager[None]:
-        """`executor` runs ahead meanwhile."""
+        """Watch what `executor` runs ahead."""
         return self._watching(Forwards(executor))
 
     @contextmanager
@@ -280,46 +299,40 @@ class Watchdog:
     def stop(self) -> None:
         """End watching, unless something failed: then the process is still to end in time."""
         atexit.unregister(self.stop)
-        if self._thread is None or self._failed:
+        watch, activity = self._watch, self._activity
+        if watch is None or activity is None or self._failed:
             return
-        if self._lost():
+        if _lost(activity):
             self._failed = True
             self._report('another rank of the pipeline is gone', dist.DistError())
             return
         self._stopping = True
-        self._termination.wake()
-        self._thread.join()
-        self._heartbeats.end()
-        self._termination.remove()
-        self._thread = self._termination = self._activity = self._pause = self._heartbeats = None
+        watch.termination.wake()
+        watch.thread.join()
+        watch.heartbeats.end()
+        watch.termination.remove()
+        self._watch = self._activity = self._pause = None
         self._groups.clear()  # and their threads: one that is busy when Python ends aborts it
 
-    def _lost(self) -> bool:
-        """Whether the main thread leaves because a rank died when it had no more passes itself."""
-        deadline = time.monotonic() + _PEER_LOSS_GRACE_S
-        while self._activity.beat() is not None and time.monotonic() < deadline:
-            if self._activity.lost():
-                return True
-            time.sleep(_PEER_LOSS_GRACE_S / 100)
-        return False
-
     def _start(self) -> None:
-        if self._thread is None:
+        if self._watch is None:
             self._rank, self._watched = dist.get_rank(), threading.get_ident()
             self._stopping = False
-            self._termination = Termination()
+            termination = Termination()
             end_with_parent()
-            self._heartbeats = Heartbeats(self._rank, dist.get_world_size())
-            self._thread = threading.Thread(target=self._run, name='watchdog', daemon=True)
-            self._thread.start()
+            heartbeats = Heartbeats(self._rank, dist.get_world_size())
+            of_both = termination, heartbeats
+            thread = threading.Thread(target=self._run, args=of_both, name='watchdog', daemon=True)
+            self._watch = _Watch(thread, *of_both)
+            thread.start()
             atexit.register(self.stop)
 
-    def _run(self) -> None:
-        """Time is counted in looks, so that a suspended machine does not look like a stall."""
+    def _run(self, termination: Termination, heartbeats: Heartbeats) -> None:
+        """Look; time is counted in looks, so that a suspended machine is no stall."""
         seen, looks = None, 0
         between = min(self.timeout, self._pause_timeout or self.timeout) / _LOOKS
         while not self._stopping:
-            if self._termination.wait(between):
+            if termination.wait(between):
                 self._end('SIGTERM', 128 + signal.SIGTERM, self._failed)
             self._enter_device()
             activity, failed = self._current(), self._failed
@@ -330,7 +343,7 @@ class Watchdog:
             self._stalled = looks * between
             current = activity or self._pause
             if current is not None:
-                self._heartbeats.say(self._statement(current))
+                heartbeats.say(self._statement(current))
             limit = self._pause_timeout if activity is self._pause else self.timeout
             if limit and looks * between >= limit:
                 self._end(f'no step forward for {limit:g} s', EXIT_CODE, failed)
@@ -379,15 +392,16 @@ class Watchdog:
             if self._reported:
                 return
             self._reported = True
-            current = self._current()
+            current, watch = self._current(), self._watch
+            assert current is not None and watch is not None  # both are before anything can fail
             lines = [*current.lines(), *([_stack(self._watched)] if stack else [])]
             own = self._statement(current)
             if why != 'SIGTERM' and not (own.waits and isinstance(error, RuntimeError | None)):
                 own = replace(own, waits=(), failure=why)
             own = replace(own, ending=True)
             stalled = self._stalled if error is None else inf
-            _write([f'{self._title}: {why}', *lines, self._heartbeats.accuse(own, stalled)])
-            self._heartbeats.linger()
+            _write([f'{self._title}: {why}', *lines, watch.heartbeats.accuse(own, stalled)])
+            watch.heartbeats.linger()
 
     def _statement(self, activity: Activity) -> Statement:
         """Return what this rank says of itself to the others."""
@@ -397,6 +411,16 @@ class Watchdog:
     @property
     def _title(self) -> str:
         return f'pipeline watchdog: global rank {self._rank} on {platform.node()}'
+
+
+def _lost(activity: Activity) -> bool:
+    """Whether the main thread leaves because a rank died when it had no more passes itself."""
+    deadline = time.monotonic() + _PEER_LOSS_GRACE_S
+    while activity.beat() is not None and time.monotonic() < deadline:
+        if activity.lost():
+            return True
+        time.sleep(_PEER_LOSS_GRACE_S / 100)
+    return False
 
 
 def _others() -> tuple[int, ...]:
@@ -412,7 +436,7 @@ def _host_group(pp_group: dist.ProcessGroup, timeout: float) -> dist.ProcessGrou
     """
     name = [uuid.uuid4().hex]
     dist.broadcast_object_list(name, group=pp_group, group_src=0)
-    store = dist.PrefixStore(f'watchdog {name[0]}', compat.default_store())
+    store = PrefixStore(f'watchdog {name[0]}', compat.default_store())
     rank, size = dist.get_rank(pp_group), dist.get_world_size(pp_group)
     return dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=timeout))
 

@@ -44,8 +44,8 @@ class Tracer:
             self.draw(measured)
             self._before = measured
 
-    def switched(self, costs: Costs) -> None:
-        """From now on runs a schedule that was planned for `costs`: it is drawn, too."""
+    def switched(self, costs: Costs | None) -> None:
+        """Draw again: from now on a schedule runs that was planned for `costs`."""
         self._seen, self._costs = 0, costs
 
     def draw(self, measured: Timeline) -> None:

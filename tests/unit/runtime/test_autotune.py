@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -13,6 +11,8 @@ import pytest
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir import BW, B, F, Placement, W
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner import worker
+from megatron_zbpp.planner.process import PlannerProcess
 from megatron_zbpp.runtime.autotune import AutoPlan, Measured, merge_measurements
 from megatron_zbpp.runtime.executor import Record
 from megatron_zbpp.runtime.observe.measure import Iteration
@@ -108,21 +108,20 @@ def test_where_nobody_counts(held):
 
 
 @pytest.mark.parametrize('settled', [False, True])
-def test_another_batch_size_begins_anew(settled):
+def test_another_batch_size_begins_anew(monkeypatch, settled):
     """What is planned meanwhile would be for the old one."""
     auto = AutoPlan()
     assert auto.after(SimpleNamespace(schedule=build('zb-v', 2, 4))) is None
-    auto._process = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
-    planner, auto._answer = auto._process, io.StringIO()
+    monkeypatch.setattr(worker, 'COMMAND', (sys.executable, '-c', 'import time; time.sleep(60)'))
+    auto._planner = planner = PlannerProcess('', seconds=60)
     auto.planned, auto._settled = build('zb-v', 2, 4), settled
     assert not auto.counting
     assert auto.after(SimpleNamespace(schedule=build('zb-v', 2, 6))) is None
-    assert planner.returncode and auto.counting and auto.planned is None
+    assert not planner.runs and auto.counting and auto.planned is None
 
 
 def asked(monkeypatch, tmp_path, program, seconds=30.0):
     """What `auto` says, and what it answers, where the planner is this program."""
-    from megatron_zbpp.planner import worker
     from megatron_zbpp.runtime import autotune
 
     file = tmp_path / 'planner.py'
@@ -189,7 +188,6 @@ def test_back_where_it_was_better(monkeypatch, before, now, back):
     monkeypatch.setattr(autotune.dist, 'get_rank', lambda *_: 0)
     said = []
     auto = AutoPlan(say=said.append, _spans=now, _measured_before=before, _original=SCHEDULE)
-    auto._before = float(before[1])
     assert auto._compare() is (SCHEDULE if back else None)
     assert ('goes back to zb-v' in said[0]) == back
     assert ('slower' in said[0]) == (now[1] > before[1])
