@@ -83,7 +83,9 @@ def enable(
 ) -> Plugin:
     """Make Megatron-Core's pipelined forward_backward functions run `schedule`.
 
-    Calling it again with equal arguments changes nothing; with others it switches.
+    Calling it again with equal arguments changes nothing; with others it switches. The default is
+    the best schedule for which a model of one chunk a rank need not change; with two chunks a rank
+    'zb-v' is better.
 
     Args:
         schedule: a name or alias of a schedule (`zbpp list` prints them), or a schedule itself; or
@@ -102,7 +104,8 @@ def enable(
             numbers, or they stop before they train.
 
     Returns:
-        The plugin: `disable()` undoes everything, as does leaving its `with` block.
+        The plugin: its `num_chunks` says how many chunks of the model each rank builds; `disable()`
+        undoes everything, as does leaving its `with` block.
 
     Raises:
         ValueError: no such schedule, the message names the known ones; or another argument that
@@ -214,14 +217,12 @@ def observe(device: torch.device, pp_group: dist.ProcessGroup) -> AbstractContex
 
 
 def figures() -> Figures | None:
-    """Return bubble, idle time and memory of the latest iteration: a collective of the pipeline.
+    """Return bubble, idle time and memory since this was last asked: a collective of the pipeline.
 
-    None where no iteration of training has ended under the plugin.
+    Bubble and idle time are means of all iterations since, memory is the most that any rank held.
+    None where no iteration of training has ended since.
     """
-    if _enabled is None or _enabled.latest is None:
-        return None
-    with guard('figures of the latest iteration'):
-        return _enabled.latest.figures()
+    return None if _enabled is None else _enabled.figures()
 
 
 def add_arguments() -> None:

@@ -469,7 +469,7 @@ def train(args: argparse.Namespace) -> None:
             if args.timeline_file is not None:
                 measured.append(meter.latest)
             with megatron_zbpp.guard('figures for the log'):
-                figures = report.figures_due(args, iteration, meter.latest)
+                figures = report.figures_due(args, iteration, meter)
             if loss is not None:
                 lr = optimizer.param_groups[0]['lr']
                 report.log(args, iteration, seconds, lr, loss, grad_norm, skipped, figures)

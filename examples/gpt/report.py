@@ -28,10 +28,9 @@ def write_line(path: Path | None, line: dict) -> None:
             file.write(json.dumps(line) + '\n')
 
 
-def figures_due(args: argparse.Namespace, iteration: int, latest: Any | None) -> Any | None:
-    """Of the pipeline, where a log line is due: a collective of its ranks."""
-    due = iteration % args.log_interval == 0
-    return latest.figures() if due and latest is not None else None
+def figures_due(args: argparse.Namespace, iteration: int, meter: Any) -> Any | None:
+    """Of the pipeline since the last log line, where one is due: a collective of its ranks."""
+    return meter.figures() if iteration % args.log_interval == 0 else None
 
 
 def log(

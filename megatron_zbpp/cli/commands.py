@@ -128,7 +128,7 @@ def compare(args: Namespace) -> None:
     ran = ((name, case.timeline) for name, case in found.items())
     timelines = dict(sorted(ran, key=lambda item: item[1].makespan))
     if picture:
-        draw(args.output, picture, found, timelines)
+        draw(args.output, picture, found, timelines, inputs.heading(args))
     rows = [facts(found[name], timeline) for name, timeline in timelines.items()]
     if args.json:
         left_out = [{'name': name, 'reason': reason} for name, reason in skipped.items()]
@@ -159,7 +159,7 @@ def convert(args: Namespace) -> None:
         write(args.output, formats.to_torch_csv(case.schedule, args.dialect))
     else:
         name = case.schedule.name
-        draw(args.output, args.to, {name: case}, {name: case.timeline})
+        draw(args.output, args.to, {name: case}, {name: case.timeline}, inputs.heading(args))
     if args.json:
         return print_json({'written': args.output, 'to': args.to, **shape(case.schedule)})
     print(f'wrote {args.output}')

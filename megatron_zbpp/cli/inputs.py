@@ -174,14 +174,17 @@ def _from_file(args: Namespace) -> Case:
     return Case(schedule, _costs(args, schedule.placement))
 
 
-def times_in_words(args: Namespace) -> str:
-    """Return `--times` as a title says them."""
+def heading(args: Namespace) -> str:
+    """Return what all schedules of a picture have in common: sizes and times."""
+    sizes = {'p': args.pp, 'm': args.microbatches}
+    parts = [f'{name} = {size}' for name, size in sizes.items() if size is not None]
     if isinstance(args.times, StageCosts):
-        return 'times of each stage'
-    forward, backward, weight = args.times
-    if forward == backward == weight:
-        return 'F = B = W'
-    return f'F, B, W = {forward:g}, {backward:g}, {weight:g}'
+        parts.append('times of each stage from a file')
+    else:
+        parts.append('F, B, W = ' + ', '.join(f'{time:g}' for time in args.times))
+    if args.comm:
+        parts.append(f'messages {args.comm:g}')
+    return f'{", ".join(parts)}; simulated'
 
 
 def _stages(times: Times | StageCosts) -> int | None:

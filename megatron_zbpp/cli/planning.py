@@ -54,7 +54,8 @@ def plan_schedule(args: Namespace) -> int:
     made = _plan_facts(found, cached)
     if picture is not None:
         case = Case(found.schedule, found.costs)
-        draw(args.output, picture, {'plan': case}, {'plan': case.timeline})
+        name = found.as_good_as or 'planned'
+        draw(args.output, picture, {name: case}, {name: case.timeline}, inputs.heading(args))
     elif args.output:
         write(args.output, json.dumps(made, indent=1))
     print_json(made) if args.json else _print_plan(found, made)
@@ -128,8 +129,7 @@ def _draw_frontier(args: Namespace, points: list[tuple[float, Plan]]) -> None:
     for limit, found in points:
         place = limit, _bubble(args, Case(found.schedule, found.costs))
         plans[place] = found.as_good_as or ''
-    title = f'p = {args.pp}, m = {args.microbatches}, {inputs.times_in_words(args)}; simulated'
-    frontier_png(plans, named, args.output, title, f'bubble of the {args.objective}')
+    frontier_png(plans, named, args.output, inputs.heading(args), f'bubble of the {args.objective}')
 
 
 def _bubble(args: Namespace, case: Case) -> float:

@@ -17,6 +17,7 @@ from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.svg import svg
 
 IDLE = 'idle, all ranks'
+_UNIT = 'units of --times'
 
 
 def shape(schedule: Schedule) -> dict:
@@ -101,12 +102,17 @@ def picture_format(path: str, cure: str = 'name a .html, .svg or .png file') -> 
     return suffix
 
 
-def draw(path: str, to: str, shown: dict[str, Case], timelines: dict[str, Timeline]) -> None:
+def draw(
+    path: str, to: str, shown: dict[str, Case], timelines: dict[str, Timeline], heading: str
+) -> None:
     """Write the picture of `timelines` in format `to`."""
+    costs = {name: case.costs for name, case in shown.items()}
+    if to == 'perfetto':
+        return write(path, perfetto(timelines, costs))
     if to == 'png':
-        return timeline_png(timelines, path)
-    picture: Callable[..., str] = {'html': html, 'svg': svg, 'perfetto': perfetto}[to]
-    write(path, picture(timelines, {name: case.costs for name, case in shown.items()}))
+        return timeline_png(timelines, path, _UNIT, heading=heading)
+    picture: Callable[..., str] = {'html': html, 'svg': svg}[to]
+    write(path, picture(timelines, costs, heading=f'{heading}, time in {_UNIT}'))
 
 
 def write(path: str, text: str) -> None:

@@ -6,14 +6,20 @@ import itertools
 from collections.abc import Iterator
 
 from megatron_zbpp.mcore.iteration import forward_backward
-from megatron_zbpp.mcore.patches import linear, log_line, placement, transformer_engine
+from megatron_zbpp.mcore.patches import (
+    linear,
+    log_line,
+    memory_report,
+    placement,
+    transformer_engine,
+)
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
 from megatron_zbpp.mcore.post_validation import split_step, stepping
 from megatron_zbpp.mcore.post_validation.next_iteration import NextIteration
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.post_validation.protocol import PostValidation
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.observe.measure import Figures, Iteration
 
 
 class Plugin:
@@ -48,6 +54,15 @@ class Plugin:
         return self.session.post_validation
 
     @property
+    def num_chunks(self) -> int:
+        """Chunks of the model that each pipeline rank builds."""
+        return self.session.programs.num_chunks
+
+    def figures(self) -> Figures | None:
+        """Return bubble, idle time and memory: see `megatron_zbpp.figures`."""
+        return self.session.figures()
+
+    @property
     def enabled(self) -> bool:
         """Whether it is in place."""
         return self._registry.installed
@@ -61,6 +76,7 @@ class Plugin:
             transformer_engine.patches(session.programs.splits),
             placement.patches(session.programs.placement, session.agree),
             log_line.patches(session),
+            memory_report.patches(session),
             split_step.patches(),
             stepping.patches(self._steps, session.post_validation),
         )

@@ -18,7 +18,7 @@ from megatron_zbpp.ir import Placement, Schedule, W
 from megatron_zbpp.mcore.settings import AUTO, Settings
 from megatron_zbpp.runtime.autotune import start_family
 from megatron_zbpp.runtime.guard import agreement
-from megatron_zbpp.schedules import build
+from megatron_zbpp.schedules import build, checked_chunks, find
 
 
 def for_megatron(schedule: Schedule) -> Schedule:
@@ -115,6 +115,13 @@ class Programs:
         chunks = f' with {num_chunks} chunks a rank' if num_chunks else ''
         limit = f' within {memory_limit:g}' if memory_limit else ''
         return name + chunks + limit + (' to plan from' if self._to_plan_from else '')
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages on each rank."""
+        if isinstance(self.source, Schedule):
+            return self.source.placement.num_chunks
+        return checked_chunks(find(self.source.name), self.source.num_chunks)
 
     def fingerprint(self, num_ranks: int, num_microbatches: int) -> dict[str, str]:
         """Return what a family of somebody's own module makes, by its name, for ranks to compare.

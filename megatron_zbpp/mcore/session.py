@@ -6,6 +6,7 @@ Takes from this room only what is a value: what was asked for, and its programs.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -20,7 +21,8 @@ from megatron_zbpp.runtime.autotune import AutoPlan
 from megatron_zbpp.runtime.channels import Channels
 from megatron_zbpp.runtime.guard import agreement
 from megatron_zbpp.runtime.guard.watchdog import Watchdog
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.observe.interval import Interval
+from megatron_zbpp.runtime.observe.measure import Figures, Iteration
 from megatron_zbpp.runtime.observe.trace import Tracer
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
@@ -41,6 +43,7 @@ class Session:
         tracer: draws an iteration, where that is asked for.
         flags: of the program, that all ranks must have alike: compared before groups are made.
         latest: the latest iteration of this rank.
+        interval: the iterations of training since the last line of the log.
         announced: whether the user has been told what runs.
 
     Raises:
@@ -57,7 +60,7 @@ class Session:
         self.post_validation: PostValidation | None = None
         if settings.post_validation is not None:
             policy = EarlyStepPolicy(settings.post_validation)
-            self.post_validation = PostValidation(policy, self.watchdog.collective)
+            self.post_validation = PostValidation(policy, self.watchdog.collective, _say)
         self.auto: AutoPlan | None = None
         if settings.schedule == AUTO:
             objective = 'makespan' if self.post_validation is None else 'window'
@@ -65,6 +68,7 @@ class Session:
         self.tracer = None if settings.trace_dir is None else Tracer(settings.trace_dir)
         self.flags: Mapping[str, object] = {}
         self.latest: Iteration | None = None
+        self.interval = Interval()
         self.announced = False
         self._channels: dict[tuple[dist.ProcessGroup, Placement], Channels] = {}
         self._agreed: set[tuple] = set()
@@ -101,9 +105,19 @@ class Session:
             self._channels[key] = Channels(pp_group, pairs, device, self.watchdog.collective)
         return self._channels[key]
 
+    def figures(self) -> Figures | None:
+        """Return the mean since this was last asked: a collective of the pipeline.
+
+        None where no iteration of training has ended since.
+        """
+        early = self.post_validation
+        with self.watchdog.collective('figures of the pipeline for the log'):
+            return self.interval.figures(early and (early.early, early.taken_back))
+
     def on_iteration_end(self, iteration: Iteration) -> None:
         """Take note of an iteration of training; run what auto has planned from now on."""
         self.latest = iteration
+        self.interval.add(iteration)
         if self.tracer is not None:
             self.tracer.after(iteration)
         auto = self.auto
@@ -112,3 +126,9 @@ class Session:
             self.programs.replace(planned)
             if self.tracer is not None:
                 self.tracer.switched(auto.costs)
+
+
+def _say(message: str) -> None:
+    """Tells the user, once for all ranks."""
+    if dist.get_rank() == 0:
+        print(f'megatron_zbpp: {message}', file=sys.stderr, flush=True)

@@ -87,6 +87,7 @@ class PostValidation:
     Args:
         policy: when to step early.
         collective: a context around what waits for other ranks, given in words.
+        say: tells the user when steps begin to be taken early, and when they no longer are.
 
     Attributes:
         early: how many steps were tried before all ranks had agreed, on this rank.
@@ -95,16 +96,22 @@ class PostValidation:
     """
 
     def __init__(
-        self, policy: EarlyStepPolicy, collective: Callable[[str], AbstractContextManager[None]]
+        self,
+        policy: EarlyStepPolicy,
+        collective: Callable[[str], AbstractContextManager[None]],
+        say: Callable[[str], None],
     ) -> None:
         self.policy = policy
         self._collective = collective
+        self._say = say
+        self._told = False  # that steps are taken early
         self.early = 0
         self.taken_back = 0
         self.agreed = False
 
     def step(self, optimizer_step: OptimizerStep, reduction: PartialReduction, ahead: Ahead) -> Any:
         """Take one step; return what the optimizer's own returns."""
+        self._tell()
         self.agreed = self.policy.engaged
         if self.policy.engaged:
             outcome = self._step(optimizer_step, reduction, ahead)
@@ -113,6 +120,24 @@ class PostValidation:
                 outcome = optimizer_step.synchronous()
         self.policy.after(outcome.clean)
         return outcome.result
+
+    def _tell(self) -> None:
+        """Says what changes with this step."""
+        engaged = self.policy.engaged
+        if engaged == self._told:
+            return
+        self._told = engaged
+        if engaged:
+            self._say(
+                f'post-validation begins, after {self.policy.clean_steps} clean optimizer steps: '
+                'from now on they do not wait for all ranks'
+            )
+        else:
+            self._say(
+                f'post-validation pauses: more than {self.policy.tolerated} of the latest '
+                f'{self.policy.window} early steps were taken back. It begins again after '
+                f'{self.policy.clean_steps} clean ones'
+            )
 
     def _step(
         self, optimizer_step: OptimizerStep, reduction: PartialReduction, ahead: Ahead

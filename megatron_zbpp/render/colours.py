@@ -1,5 +1,7 @@
 """Colours of passes: told apart by every kind of colour vision, the chunk by its shade.
 
+Without colours, stripes at the foot of a bar tell F (none), B (one), W (two) and BW (three).
+
 Blue, orange, green and purple, also unlike in lightness: any two of them are more than 20 apart in
 CIE Lab for people who lack the red, the green or the blue cones (tests/unit/render/test_render.py).
 """
@@ -12,6 +14,7 @@ from collections.abc import Iterable
 from megatron_zbpp.ir import BW, B, F, Kind, Schedule, W
 
 HUES = {F: '#1f4fd8', B: '#f28e1c', W: '#35b48f', BW: '#70166f'}
+STRIPES = {F: 0, B: 1, W: 2, BW: 3}
 _GOLDEN = 0.61803398875  # of the circle of hues, from one kind without a hue of its own to the next
 IDLE = '#eeeeee'
 _PALEST = 0.6  # share of white in the last chunk of many
@@ -51,6 +54,11 @@ def legend(schedules: Iterable[Schedule]) -> list[tuple[str, str]]:
         if max(s.placement.num_chunks for s in having) > 1:
             entries.append((f'{name} of the last chunk', colour(name, 1, 2)))
     return [*entries, ('idle', IDLE)]
+
+
+def stripes(kind: str, top: float, height: float) -> list[float]:
+    """Where the stripes of a bar are that begins at `top`, from its foot upwards."""
+    return [top + height * (1 - 0.1 * (k + 1)) for k in range(STRIPES.get(kind, 0))]
 
 
 def ink(background: str) -> str:

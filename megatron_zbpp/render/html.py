@@ -11,14 +11,15 @@ from importlib.resources import files
 from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.timeline import Timeline
-from megatron_zbpp.render.colours import IDLE, colour, ink, kinds, legend
-from megatron_zbpp.render.scene import Bar, bars, number
+from megatron_zbpp.ir.timeline import MEANING, Timeline
+from megatron_zbpp.render.colours import IDLE, STRIPES, colour, ink, kinds, legend
+from megatron_zbpp.render.scene import Bar, bars, figures, number
 from megatron_zbpp.render.svg import BAR, BAR_AND_MEMORY, FLOOR, TOP, shapes
 
 _GUTTER = 64  # as in page.html
 _ROWS = ((16, 50), (32, 36), (64, 24))  # up to so many ranks, a row has so many pixels
 _NOTHING = (-1, -1)
+_FOOT = '<s></s>'  # a stripe of a colour in the legend
 
 
 def html(
@@ -26,6 +27,7 @@ def html(
     costs: Mapping[str, Costs] | None = None,
     title: str = 'Pipeline timeline',
     unit: str = '',
+    heading: str = '',
 ) -> str:
     """Return a page of all `timelines`; those with equal orders explain each other when hovered.
 
@@ -34,6 +36,7 @@ def html(
         costs: by the same names; where given, memory curves are drawn.
         title: of the page.
         unit: of the times, for the axis: `s`.
+        heading: what all of them have in common, such as the times of passes.
     """
     costs = costs or {}
     horizon = max(line.makespan for line in timelines.values()) or 1.0
@@ -50,7 +53,7 @@ def html(
     }
     parts = {
         'title': escape(title),
-        'subtitle': escape(_subtitle(timelines)),
+        'subtitle': escape('; '.join(filter(None, [_subtitle(timelines), heading]))),
         'summary': _summary(timelines, costs),
         'legend': ''.join(_legend(timelines)),
         'panels': ''.join(panels),
@@ -148,15 +151,13 @@ def _panel(index: int, name: str, timeline: Timeline, costs: Costs | None, horiz
             f'<text class="quiet peak" y="{(rank + FLOOR) * row - 2:.5g}">max {number(most)}</text>'
             for rank, most in enumerate(peak(timeline.schedule, costs))
         ]
-    facts = f'makespan {number(timeline.makespan)}, bubble {timeline.bubble_makespan:.1%}'
-    facts += f', idle, all ranks {timeline.idle_all_ranks:.1%}'
     return (
-        f'<section><h2>{escape(name)}</h2><div class="facts">{facts}</div>'
+        f'<section><h2>{escape(name)}</h2><div class="facts">{figures(timeline)}</div>'
         f'<svg class="view" id="panel-{index}" height="{ranks * row + 26}" role="img" '
         f'aria-label="timeline {escape(name)}">{"".join(texts)}'
         f'<svg class="stretch" x="{_GUTTER}" y="0" height="{ranks * row}" '
         f'preserveAspectRatio="none"><rect width="{horizon:.9g}" height="{ranks}" '
-        f'fill="transparent"/>{shapes(timeline, costs, horizon)}</svg>'
+        f'fill="transparent"/>{shapes(timeline, costs)}</svg>'
         '<g class="axis"></g><g class="labels"></g><g class="marks"></g></svg></section>'
     )
 
@@ -192,11 +193,14 @@ def _summary(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> s
         'peak activations',
     )
     head = ''.join(f'<th>{text}</th>' for text in heads)
-    return f'<table class="summary"><tr><th></th>{head}</tr>{"".join(rows)}</table>'
+    caption = f'<caption class="soft">{MEANING}</caption>'
+    return f'<table class="summary">{caption}<tr><th></th>{head}</tr>{"".join(rows)}</table>'
 
 
 def _legend(timelines: Mapping[str, Timeline]) -> Iterator[str]:
     for text, fill in legend(line.schedule for line in timelines.values()):
         shade = 'var(--idle)' if fill == IDLE else fill
-        yield f'<li><i style="background:{shade}"></i>{escape(text)}</li>'
+        feet = _FOOT * STRIPES.get(text.split()[0].strip(':'), 0)
+        style = f'background:{shade};color:{ink(fill)}'
+        yield f'<li><i style="{style}">{feet}</i>{escape(text)}</li>'
     yield '<li><i style="background:var(--memory);opacity:.5"></i>activations held</li>'

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_zbpp.ir import Schedule
-from megatron_zbpp.ir.timeline import Timeline
-from megatron_zbpp.render.colours import HUES, IDLE, colour, ink, legend
+from megatron_zbpp.ir.timeline import MEANING, Timeline
+from megatron_zbpp.render.colours import HUES, IDLE, STRIPES, colour, ink, legend, stripes
+from megatron_zbpp.render.scene import figures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,33 +25,39 @@ _MOST_LABELS = 4000  # more would take matplotlib minutes and nobody can read th
 
 
 def timeline_png(
-    timelines: Mapping[str, Timeline], path: str | Path, unit: str = '', width: float = 14.0
+    timelines: Mapping[str, Timeline],
+    path: str | Path,
+    unit: str = '',
+    width: float = 14.0,
+    heading: str = '',
 ) -> None:
     """Draws timelines below each other on one time axis: ranks as rows, passes as bars.
+
+    Grey ends where a timeline ends.
 
     Args:
         timelines: by the name that heads each.
         path: where to write.
         unit: of the times, for the axis: `s`.
         width: inches.
+        heading: what all of them have in common, such as the times of passes.
 
     Raises:
         ImportError: matplotlib is not installed; the message tells how.
     """
     heights = [0.9 + 0.3 * line.schedule.num_ranks for line in timelines.values()]
-    figure = new_figure(width, min(sum(heights) + 0.6, 100.0))
+    figure = new_figure(width, min(sum(heights) + 1.0, 100.0))
     rows = figure.subplots(
         len(heights), 1, sharex=True, squeeze=False, gridspec_kw={'height_ratios': heights}
     )
     longest = max(line.makespan for line in timelines.values()) or 1.0
     for axes, (name, timeline) in zip(rows[:, 0], timelines.items(), strict=True):
         _draw(axes, timeline, digit=_DIGIT * longest / width)
-        title = f'{name}   bubble {timeline.bubble_makespan:.1%}'
-        title += f', idle, all ranks {timeline.idle_all_ranks:.1%}'
-        axes.set_title(title, loc='left', fontsize=11)
+        axes.set_title(f'{name}   {figures(timeline)}', loc='left', fontsize=11)
         axes.set_xlim(0, longest)
     rows[-1, 0].set_xlabel(f'time ({unit})' if unit else 'time')
-    _legend(figure, [line.schedule for line in timelines.values()])
+    figure.supxlabel(MEANING, fontsize=9, color='#555555')
+    _legend(figure, [line.schedule for line in timelines.values()], heading)
     figure.savefig(path, dpi=130, format='png')
 
 
@@ -71,6 +78,8 @@ def loss_png(curves: Mapping[str, Sequence[float]], path: str | Path) -> None:
         thickness = 1.5 + 2.5 * (len(curves) - 1 - i)  # later and thinner on top of earlier
         iterations = range(1, len(losses) + 1)
         axes.plot(iterations, losses, label=name, color=hues[i % len(hues)], lw=thickness)
+    if len(curves) > 1 and len({tuple(losses) for losses in curves.values()}) == 1:
+        axes.set_title(f'{len(curves)} runs, one curve: their losses are equal bit for bit')
     axes.set_xlabel('iteration')
     axes.set_ylabel('loss')
     axes.grid(alpha=0.3)
@@ -94,10 +103,16 @@ def _draw(axes: Axes, timeline: Timeline, digit: float) -> None:
     origin = min((spans[0][0] for spans in timeline.spans if spans), default=0.0)
     labels = sum(map(len, schedule.passes)) <= _MOST_LABELS
     for rank, (order, spans) in enumerate(zip(schedule.passes, timeline.spans, strict=True)):
+        axes.broken_barh(
+            [(0, timeline.makespan)], (rank - _BAR / 2, _BAR), facecolors=IDLE, zorder=0
+        )
         bars: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        feet: list[tuple[float, float, float, str]] = []
         for p, (start, end) in zip(order, spans, strict=True):
             fill = colour(p.kind, chunks[p.stage], num_chunks)
             bars[fill].append((start - origin, end - start))
+            for y in stripes(p.kind, rank - _BAR / 2, _BAR):
+                feet.append((y, start - origin, end - origin, ink(fill)))
             text = str(p.microbatch)
             if labels and digit * len(text) < end - start:
                 axes.text(
@@ -108,15 +123,28 @@ def _draw(axes: Axes, timeline: Timeline, digit: float) -> None:
             axes.broken_barh(
                 extents, (rank - _BAR / 2, _BAR), facecolors=fill, edgecolors='white', lw=0.3
             )
+        if feet:
+            axes.hlines(*zip(*feet, strict=True), lw=0.6, alpha=0.6)
     axes.set_ylim(len(schedule.passes) - 0.5, -0.5)
     axes.set_yticks(range(len(schedule.passes)))
     axes.set_ylabel('rank')
-    axes.set_facecolor(IDLE)
     axes.spines[['top', 'right', 'left']].set_visible(False)
 
 
-def _legend(figure: Figure, schedules: Sequence[Schedule]) -> None:
+def _legend(figure: Figure, schedules: Sequence[Schedule], heading: str) -> None:
     from matplotlib.patches import Patch
 
-    patches = [Patch(facecolor=fill, label=text) for text, fill in legend(schedules)]
-    figure.legend(handles=patches, loc='outside upper center', ncols=5, frameon=False, fontsize=9)
+    handles = [
+        Patch(facecolor=fill, label=f'{text}{_feet_in_words(text)}')
+        for text, fill in legend(schedules)
+    ]
+    figure.legend(
+        handles=handles, loc='outside upper center', ncols=5, frameon=False, fontsize=9,
+        title=heading, title_fontsize=11,
+    )  # fmt: skip
+
+
+def _feet_in_words(text: str) -> str:
+    """Return how many stripes bars have of the kind that an entry of the legend begins with."""
+    count = STRIPES.get(text.split()[0].strip(':'), 0)
+    return f' ({count} stripe{"s" if count > 1 else ""})' if count else ''

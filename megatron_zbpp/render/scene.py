@@ -87,6 +87,14 @@ def _steps(changes: list[tuple[float, float]], slack: float) -> list[tuple[float
     return steps
 
 
+def figures(timeline: Timeline) -> str:
+    """Return what stands above a timeline: its length, and the two shares of idle time."""
+    return (
+        f'makespan {number(timeline.makespan)}, bubble {timeline.bubble_makespan:.1%}, '
+        f'idle, all ranks {timeline.idle_all_ranks:.1%}'
+    )
+
+
 def ticks(span: float, most: int) -> list[float]:
     """At most about `most` round numbers from 0 to `span`."""
     if span <= 0:

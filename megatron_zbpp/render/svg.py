@@ -11,9 +11,9 @@ from html import escape
 
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.timeline import Timeline
-from megatron_zbpp.render.colours import IDLE, ink, legend
-from megatron_zbpp.render.scene import bars, held, number, ticks
+from megatron_zbpp.ir.timeline import MEANING, Timeline
+from megatron_zbpp.render.colours import IDLE, ink, legend, stripes
+from megatron_zbpp.render.scene import bars, figures, held, number, ticks
 
 # Within a rank's row of height 1: where its bars start, how high they are, where memory ends.
 TOP, BAR, BAR_AND_MEMORY, FLOOR = 0.06, 0.88, 0.5, 0.97
@@ -23,6 +23,7 @@ _STYLE = (
     'text{font:12px system-ui,"DejaVu Sans",sans-serif;fill:#1c2330}.soft{fill:#5d6879}'
     '.name{font-size:15px;font-weight:600}.label{font-size:11px;text-anchor:middle}'
     '.right{text-anchor:end}.passes path{stroke:#fff;stroke-width:1px}'
+    '.stripes{fill:none;stroke-opacity:.6;stroke-width:1px;pointer-events:none}'
     '.memory{fill:#6b5b95;fill-opacity:.35;stroke:#6b5b95;stroke-width:1px}'
     'path{vector-effect:non-scaling-stroke}'
 )
@@ -33,27 +34,33 @@ def svg(
     costs: Mapping[str, Costs] | None = None,
     unit: str = '',
     width: int = 1400,
+    heading: str = '',
 ) -> str:
-    """One picture of all `timelines`, below each other on one time axis.
+    """One picture of all `timelines`, below each other on one time axis; grey ends where each ends.
 
     Args:
         timelines: by the name that heads each.
         costs: by the same names; where given, memory curves are drawn.
         unit: of the times, for the axis.
         width: pixels.
+        heading: what all of them have in common, such as the times of passes.
     """
     horizon = max(line.makespan for line in timelines.values()) or 1.0
     parts, y = [_legend(timelines)], 52
+    if heading:
+        parts.append(f'<text class="soft" x="{_GUTTER}" y="{y}">{escape(heading)}</text>')
+        y += 28
     for name, timeline in timelines.items():
         cost = (costs or {}).get(name)
         row = _MEMORY_ROW if cost else _ROW
-        title = f'{escape(name)}: bubble {timeline.bubble_makespan:.1%}'
-        title += f', idle, all ranks {timeline.idle_all_ranks:.1%}'
+        title = f'{escape(name)}: {figures(timeline)}'
         parts.append(f'<text class="name" x="{_GUTTER}" y="{y}">{title}</text>')
         panel = _panel(timeline, cost, horizon, width, row)
         parts.append(f'<g transform="translate(0 {y + 10})">{panel}</g>')
         y += 10 + row * timeline.schedule.num_ranks + 30
     parts.append(_axis(horizon, width, y - 28, unit))
+    y += 22
+    parts.append(f'<text class="soft" x="{_GUTTER}" y="{y - 8}">{MEANING}</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" '
         f'viewBox="0 0 {width} {y}"><style>{_STYLE}</style>'
@@ -61,21 +68,33 @@ def svg(
     )
 
 
-def shapes(timeline: Timeline, costs: Costs | None, horizon: float) -> str:
+def shapes(timeline: Timeline, costs: Costs | None) -> str:
     """Return the background, bars and memory curves in the coordinates (time, rank)."""
     height = BAR_AND_MEMORY if costs else BAR
     paths: dict[str, list[str]] = defaultdict(list)
+    feet: dict[str, list[str]] = defaultdict(list)
     for rank, row in enumerate(bars(timeline)):
         for bar in row:
             time = bar.end - bar.start
             paths[bar.fill].append(
                 f'M{bar.start:.7g} {rank + TOP:.7g}h{time:.7g}v{height}h{-time:.7g}z'
             )
-    ranks = range(timeline.schedule.num_ranks)
-    idle = ''.join(f'M0 {rank + TOP:.7g}h{horizon:.7g}v{height}h{-horizon:.7g}z' for rank in ranks)
+            feet[ink(bar.fill)] += (
+                f'M{bar.start:.7g} {y:.7g}h{time:.7g}'
+                for y in stripes(bar.ran.kind, rank + TOP, height)
+            )
+    end, ranks = timeline.makespan, range(timeline.schedule.num_ranks)
+    idle = ''.join(f'M0 {rank + TOP:.7g}h{end:.7g}v{height}h{-end:.7g}z' for rank in ranks)
     passes = ''.join(f'<path fill="{fill}" d="{"".join(d)}"/>' for fill, d in paths.items())
     memory = f'<path class="memory" d="{"".join(_curves(timeline, costs))}"/>' if costs else ''
-    return f'<path class="idle" fill="{IDLE}" d="{idle}"/><g class="passes">{passes}</g>{memory}'
+    return (
+        f'<path class="idle" fill="{IDLE}" d="{idle}"/><g class="passes">{passes}</g>'
+        f'{"".join(_stripes("".join(d), shade) for shade, d in feet.items())}{memory}'
+    )
+
+
+def _stripes(d: str, shade: str) -> str:
+    return f'<path class="stripes" stroke="{shade}" d="{d}"/>' if d else ''
 
 
 def _curves(timeline: Timeline, costs: Costs) -> Iterator[str]:
@@ -109,7 +128,7 @@ def _panel(timeline: Timeline, costs: Costs | None, horizon: float, width: int, 
         texts += _peaks(timeline, costs, width, row)
     return (
         f'<g transform="translate({_GUTTER} 0) scale({scale:.9g} {row})">'
-        f'{shapes(timeline, costs, horizon)}</g>{"".join(texts)}'
+        f'{shapes(timeline, costs)}</g>{"".join(texts)}'
     )
 
 
@@ -134,6 +153,8 @@ def _legend(timelines: Mapping[str, Timeline]) -> str:
     x = _GUTTER
     for text, fill in legend(line.schedule for line in timelines.values()):
         parts.append(f'<rect x="{x}" y="12" width="20" height="12" rx="2" fill="{fill}"/>')
+        feet = ''.join(f'M{x} {y:.4g}h20' for y in stripes(text.split()[0].strip(':'), 12, 12))
+        parts.append(_stripes(feet, ink(fill)))
         parts.append(f'<text x="{x + 26}" y="22">{escape(text)}</text>')
         x += 26 + _LETTER * len(text) + 14
     return ''.join(parts)

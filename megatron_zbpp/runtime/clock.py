@@ -19,6 +19,10 @@ class Clock(Protocol):
         """`mark` in seconds of the host's monotonic clock; may synchronise."""
         ...
 
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds from a mark to a later one; waits until the device has come to that."""
+        ...
+
     def reached(self, mark: Any) -> bool:
         """Whether the device has come to `mark`; never waits."""
         ...
@@ -44,6 +48,9 @@ class HostClock:
 
     def seconds(self, mark: float) -> float:
         return mark
+
+    def between(self, start: float, end: float) -> float:
+        return end - start
 
     def reached(self, mark: float) -> bool:
         return True
@@ -79,6 +86,10 @@ class CudaClock:
         event, seconds = self._tie
         return seconds - mark.elapsed_time(event) / 1e3
 
+    def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
     def reached(self, mark: torch.cuda.Event) -> bool:
         try:
             return mark.query()
@@ -103,6 +114,11 @@ class CountingClock(CudaClock):
 
     def seconds(self, mark: tuple[torch.cuda.Event, int]) -> float:
         return super().seconds(mark[0])
+
+    def between(
+        self, start: tuple[torch.cuda.Event, int], end: tuple[torch.cuda.Event, int]
+    ) -> float:
+        return super().between(start[0], end[0])
 
     def reached(self, mark: tuple[torch.cuda.Event, int]) -> bool:
         return super().reached(mark[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from unittest import mock
 
@@ -63,10 +63,10 @@ def test_log_line(ranks):
 
 
 def printed(argv, metrics):
-    """What the example prints on this rank."""
-    with redirect_stdout(StringIO()) as out:
+    """What the example prints on this rank, and what it says on stderr."""
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as errors:
         example.train(argv, metrics)
-    return out.getvalue().splitlines()
+    return out.getvalue().splitlines(), errors.getvalue().splitlines()
 
 
 @pytest.mark.parametrize('schedule', ['zb-v', 'megatron'])
@@ -75,12 +75,83 @@ def test_example(ranks, data, tmp_path, schedule):
     argv = [*example.MODEL, '--num-layers', 4, '--pipeline-model-parallel-size', 2]
     argv += ['--pipeline-schedule', schedule, '--global-batch-size', 4, '--data-path', data]
     argv += ['--train-iters', 5, '--log-interval', 2]
-    found = ranks(2).run(printed, list(map(str, argv)), tmp_path / 'metrics.jsonl')[-1]
+    found, _ = ranks(2).run(printed, list(map(str, argv)), tmp_path / 'metrics.jsonl')[-1]
     lines = [line for line in found if ' iteration ' in line and 'grad norm' in line]
     assert len(lines) == 2
     for line in lines:
         bubble, idle, live = map(float, FIGURES.search(line).groups())
         assert 0 < bubble <= idle < 100 and live == 2
+
+
+def test_post_validation_tells_what_it_does(ranks, data, tmp_path):
+    """When it begins, once, and how many steps of the interval were early and taken back."""
+    argv = [*example.MODEL, '--num-layers', 4, '--pipeline-model-parallel-size', 2]
+    argv += ['--pipeline-schedule', 'zb-v', '--global-batch-size', 4, '--data-path', data]
+    argv += ['--train-iters', 6, '--log-interval', 2, '--clip-grad', 100]
+    argv += ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 3]
+    found = ranks(2).run(printed, list(map(str, argv)), tmp_path / 'metrics.jsonl')
+    lines = [line for line in found[-1][0] if ' iteration ' in line and 'grad norm' in line]
+    steps = [re.search(r'\| early steps: (\d/\d), taken back: (\d) \|$', line) for line in lines]
+    assert [match.groups() for match in steps] == [('0/2', '0'), ('1/2', '0'), ('2/2', '0')]
+    said = [line for _, errors in found for line in errors if 'post-validation' in line]
+    assert said == [
+        'megatron_zbpp: post-validation begins, after 3 clean optimizer steps: from now on they do '
+        'not wait for all ranks'
+    ]
+
+
+def reported(schedule):
+    """What Megatron's report says, corrected, and what is said behind it."""
+    import sys
+
+    from nvidia import CHECKOUT
+
+    if CHECKOUT and CHECKOUT not in sys.path:
+        sys.path.insert(0, CHECKOUT)
+    from types import SimpleNamespace
+
+    from megatron.training import theoretical_memory_usage as usage
+
+    import megatron_zbpp
+
+    class Sizes(SimpleNamespace):
+        """Megatron's arguments, as far as the report reads them."""
+
+        def __getattr__(self, name):
+            if name.startswith('__'):
+                raise AttributeError(name)
+            return None
+
+    args = Sizes(
+        hidden_size=64, ffn_hidden_size=256, num_layers=8, seq_length=32, micro_batch_size=2,
+        num_attention_heads=4, num_query_groups=4, kv_channels=16, padded_vocab_size=128,
+        tensor_model_parallel_size=1, pipeline_model_parallel_size=4, data_parallel_size=1,
+        virtual_pipeline_model_parallel_size=2, sequence_parallel=True, is_hybrid_model=False,
+        world_size=4, expert_model_parallel_size=1, expert_tensor_parallel_size=1,
+        recompute_granularity='selective', untie_embeddings_and_output_weights=True,
+    )  # fmt: skip
+    with (
+        megatron_zbpp.enable(schedule) as plugin,
+        redirect_stdout(StringIO()) as out,
+        redirect_stderr(StringIO()) as errors,
+    ):
+        of_1f1b = usage.compute_activation_memory(
+            Sizes(**{**vars(args), 'virtual_pipeline_model_parallel_size': None}), 8
+        )
+        plugin.session.latest = object()  # an iteration has run
+        _, activation, _ = usage.report_theoretical_memory(args, 8, verbose=True)
+    return activation * usage.NUM_BYTES_IN_MEGABYTE / of_1f1b, out.getvalue(), errors.getvalue()
+
+
+@needs_training
+def test_megatrons_memory_report(ranks):
+    """ZB-V holds what 1F1B does; V-Half, with its two chunks, less."""
+    share, out, errors = ranks(2).run(reported, 'zb-v')[0]
+    assert share == 1 and 'in-flight microbatches: 4' in out and not errors
+    assert 'interleaved' not in out
+    share, out, errors = ranks(2).run(reported, 'v-half')[0]
+    assert share == 3 / 4
+    assert 'that is of 1F1B; v-half has 3 microbatches in flight: activation=' in errors
 
 
 def test_megatrons_ranges():

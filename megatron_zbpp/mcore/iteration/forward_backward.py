@@ -282,7 +282,7 @@ def _stages(
     if len(models) != len(held):
         raise ValueError(
             f'rank {rank} has {len(models)} model chunks, but the schedule places {len(held)} '
-            'there: build the model with the layout of the enabled schedule'
+            'there: build as many as the num_chunks of what megatron_zbpp.enable() returns'
         )
     return {
         stage: ModelStage(

@@ -13,7 +13,8 @@ from megatron.core.pipeline_parallel import schedules
 
 from megatron_zbpp.ir import BW, F, Pass
 from megatron_zbpp.runtime.clock import clock_for
-from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.observe.interval import Interval
+from megatron_zbpp.runtime.observe.measure import Figures, Iteration
 from megatron_zbpp.runtime.observe.record import Record
 from megatron_zbpp.schedules import build
 
@@ -34,6 +35,7 @@ class Observer:
         self._stage = dist.get_rank(pp_group)
         self._live = 0
         self._backwards = 0
+        self._interval = Interval()
 
     @property
     def latest(self) -> Iteration:
@@ -44,11 +46,23 @@ class Observer:
         assert tuple(self._record.passes) == schedule.passes[self._stage], 'not what Megatron ran'
         return Iteration(schedule, self._pp_group, self._record, self._clock)
 
+    def figures(self) -> Figures | None:
+        """Return the mean since this was last asked: a collective of the pipeline."""
+        self._note()
+        return self._interval.figures()
+
+    def _note(self) -> None:
+        """Take note of an iteration that has ended, if it was one of training."""
+        if self._backwards:
+            self._interval.add(self.latest)
+            self._backwards = 0
+
     def forward(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
         """Megatron's `forward_step`, timed."""
         microbatch = kwargs['current_microbatch']
         if microbatch == 0:
-            self._record, self._live, self._backwards = Record(), 0, 0
+            self._note()
+            self._record, self._live = Record(), 0
             self._clock = clock_for(self._device)
         self._live += 1
         return self._timed(Pass(F, self._stage, microbatch), step, *args, **kwargs)

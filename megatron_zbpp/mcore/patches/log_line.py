@@ -3,8 +3,8 @@
     ... | number of nan iterations:   0 | pipeline bubble: 3.1% | idle, all ranks: 4.0% | live ...
 
 All ranks come to the line, and the last one prints it. There, where Megatron gathers its timers
-from all ranks, too, the figures of the line's own iteration are gathered from those of a pipeline.
-Between lines no rank waits for them.
+from all ranks, too, the figures of all iterations since the last line are gathered from the ranks
+of a pipeline; as Megatron's own, they are means. Between lines no rank waits for them.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ def _with_figures(session: Session, original: Callable) -> Callable:
     @functools.wraps(original)
     def print_rank_last(message: str) -> None:
         line = _LINE.match(str(message))
-        if line is None or session.latest is None:
+        figures = None if line is None else session.figures()
+        if figures is None:
             original(message)
             return
-        with session.watchdog.collective('figures of the pipeline for the log'):
-            figures = session.latest.figures()
         original(f'{message} {figures}')
         _write(sys.modules[_TRAINING], figures, int(line[1]))
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import fsum
-from statistics import median
+from statistics import fmean, median
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -49,24 +50,61 @@ class Measurement:
         return cls(Timeline(schedule, spans), tuple(data['peak_activations']))
 
 
-@dataclass(frozen=True)
-class Figures:
-    """One iteration in three numbers, which need no common clock.
+class Extent(NamedTuple):
+    """One iteration of one rank in three numbers, which need no common clock.
 
     Attributes:
-        bubble: share of the longest window in which even the busiest rank idles.
-        idle: share of all ranks' time in the longest window that no pass takes: what is lost.
+        window: seconds from its first start to its last end.
+        work: seconds in its passes.
+        live: most that it held, in activations of one microbatch on a full rank.
+    """
+
+    window: float
+    work: float
+    live: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One or more iterations of a pipeline, in what a line of a log tells of them.
+
+    Attributes:
+        bubble: share of the longest window in which even the busiest rank idles; the mean.
+        idle: share of all ranks' time in the longest window that no pass takes: what is lost; the
+            mean.
         live: most that any rank held, in activations of one microbatch on a full rank.
+        iterations: how many they are of.
+        early_steps: optimizer steps that were taken before all ranks had agreed; None: none can be.
+        taken_back: how many of them did not stand.
     """
 
     bubble: float
     idle: float
     live: float
+    iterations: int = 1
+    early_steps: int | None = None
+    taken_back: int = 0
+
+    @classmethod
+    def of(cls, extents: Iterable[Sequence[Extent]]) -> Figures:
+        """Return those of the same iterations on all ranks."""
+        bubbles, lost, live = [], [], 0.0
+        for ranks in zip(*extents, strict=True):
+            longest = max(extent.window for extent in ranks)
+            work = [extent.work for extent in ranks]
+            bubbles.append(idle(longest, max(work)))
+            lost.append(idle(longest * len(work), fsum(work)))
+            live = max(live, *(extent.live for extent in ranks))
+        return cls(fmean(bubbles), fmean(lost), live, len(bubbles))
 
     def __str__(self) -> str:
+        steps = ''
+        if self.early_steps is not None:
+            steps = f' early steps: {self.early_steps}/{self.iterations}, '
+            steps += f'taken back: {self.taken_back} |'
         return (
             f'pipeline bubble: {self.bubble:.1%} | idle, all ranks: {self.idle:.1%} | '
-            f'live activations: {self.live:.1f} |'
+            f'live activations: {self.live:.1f} |{steps}'
         )
 
 
@@ -118,20 +156,24 @@ class Iteration:
     def gather(self) -> Measurement:
         """Return the same iteration of all ranks, on one clock: a collective."""
         lead = lead_of_neighbour(self.clock, self.pp_group)
-        spans, peaks, leads = self._from_all((self.spans(), self.peak(), lead))
+        spans, peaks, leads = self.from_all((self.spans(), self.peak(), lead))
         return Measurement(on_one_clock(Timeline(self.schedule, spans), leads), peaks)
+
+    def extent(self) -> Extent:
+        """Return this rank's part in three numbers; may wait for its end on the device."""
+        marks, between = self.record.marks, self.clock.between
+        if not marks:
+            return Extent(0.0, 0.0, self.peak())
+        work = fsum(between(start, end) for start, end in marks)
+        return Extent(between(marks[0][0], marks[-1][1]), work, self.peak())
 
     def figures(self) -> Figures:
         """Return what a log line tells of the same iteration on all ranks: a small collective."""
-        spans = self.spans()
-        window = spans[-1][1] - spans[0][0] if spans else 0.0
-        busy = fsum(end - start for start, end in spans)
-        windows, work, peaks = self._from_all((window, busy, self.peak()))
-        lost = idle(max(windows) * len(work), fsum(work))
-        return Figures(idle(max(windows), max(work)), lost, max(peaks))
+        (extents,) = self.from_all(([self.extent()],))
+        return Figures.of(extents)
 
-    def _from_all(self, own: tuple) -> Iterator[tuple]:
-        """Each entry of what all ranks have, by rank."""
+    def from_all(self, own: tuple) -> Iterator[tuple]:
+        """Return each entry of what all ranks of the pipeline have, by rank: a collective."""
         gathered: list[tuple] = [()] * dist.get_world_size(self.pp_group)
         dist.all_gather_object(gathered, own, group=self.pp_group)
         return zip(*gathered, strict=True)

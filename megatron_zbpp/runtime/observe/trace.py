@@ -56,8 +56,12 @@ class Tracer:
         if self._before is not None:
             lines[f'measured before, {self._before.schedule.name}'] = self._before
         costs = dict.fromkeys(lines, fitted)  # for what is held, which all of them count alike
-        title = f'{measured.schedule.name}, iteration {_DRAWN} with it'
+        after = '' if self._costs is None else ' after the switch to it'
+        title = f'{measured.schedule.name}, iteration {_DRAWN}{after}'
+        took = 'this iteration' if self._costs is None else 'the iterations before the switch'
+        heading = f'planned: simulated, with the times that passes took in {took}'
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / 'pipeline.html').write_text(html(lines, costs, title, unit='s'))
+        page = html(lines, costs, title, unit='s', heading=heading)
+        (self.folder / 'pipeline.html').write_text(page)
         trace = {name: line for name, line in lines.items() if line is not planned}
         (self.folder / 'pipeline.perfetto.json').write_text(perfetto(trace, costs))

@@ -263,7 +263,11 @@ def test_frontier_is_drawn(zbpp, tmp_path) -> None:
     zbpp(*case)
     drawn = (tmp_path / 'frontier.svg').read_text()
     assert '<svg' in drawn and 'planned' in drawn
-    for said in ('zb-interleaved v=4 = planned', 'p = 4, m = 8, F = B = W; simulated', MEANING):
+    for said in (
+        'zb-interleaved v=4 = planned',
+        'p = 4, m = 8, F, B, W = 1, 1, 1; simulated',
+        MEANING,
+    ):
         assert f'<!-- {said} -->' in drawn, 'of every number of chunks that plans may have'
     assert 'interleaved v=1' not in drawn and 'v=3' not in drawn
 

@@ -17,9 +17,9 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import KINDS, Pass, Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.timeline import Timeline
-from megatron_zbpp.render import frontier, png
-from megatron_zbpp.render.colours import HUES, colour, ink, legend
+from megatron_zbpp.ir.timeline import MEANING, Timeline
+from megatron_zbpp.render import frontier, png, scene
+from megatron_zbpp.render.colours import HUES, colour, ink, legend, stripes
 from megatron_zbpp.render.html import html, waits
 from megatron_zbpp.render.perfetto import perfetto
 from megatron_zbpp.render.png import loss_png, timeline_png
@@ -193,7 +193,8 @@ def test_svg_has_every_pass_and_curve(with_memory: bool) -> None:
     lines, costs = {}, {}
     for name in ('1f1b', 'zb-v'):
         lines[name], costs[name] = simulated(name)
-    root = ET.fromstring(svg(lines, costs if with_memory else None, unit='ms'))
+    heading = 'F, B, W = 1, 1.2, 0.8'
+    root = ET.fromstring(svg(lines, costs if with_memory else None, unit='ms', heading=heading))
     groups = [g for g in root.iter(f'{SVG}g') if g.get('class') == 'passes']
     for group, line in zip(groups, lines.values(), strict=True):
         drawn = [path.get('d').count('M') for path in group.iter(f'{SVG}path')]
@@ -203,9 +204,32 @@ def test_svg_has_every_pass_and_curve(with_memory: bool) -> None:
     texts = [text.text for text in root.iter(f'{SVG}text')]
     line = lines['zb-v']
     figures = f'bubble {line.bubble_makespan:.1%}, idle, all ranks {line.idle_all_ranks:.1%}'
-    assert f'zb-v: {figures}' in texts
+    assert f'zb-v: makespan {number(line.makespan)}, {figures}' in texts and MEANING in texts
+    assert 'F, B, W = 1, 1.2, 0.8' in texts
     assert 'ms' in texts
     assert ('max 4' in texts) == with_memory
+
+
+def test_idle_time_ends_where_a_schedule_ends() -> None:
+    """The shorter of two does not look idle at the end."""
+    lines = {name: simulated(name)[0] for name in ('zb-v', '1f1b')}
+    root = ET.fromstring(svg(lines))
+    idle = [path.get('d') for path in root.iter(f'{SVG}path') if path.get('class') == 'idle']
+    for d, line in zip(idle, lines.values(), strict=True):
+        ends = {float(end) for end in re.findall(r'h(\d[\d.]*)', d)}
+        assert ends == {float(f'{line.makespan:.7g}')}
+
+
+def test_kinds_differ_without_colours() -> None:
+    """By the stripes at the foot of their bars, in every shade, in the legend, too."""
+    split, fused = simulated('zb-v')[0], simulated('1f1b')[0]
+    assert len({len(stripes(kind, 0, 1)) for kind in KINDS}) == len(KINDS)
+    root = ET.fromstring(svg({'zb-v': split, '1f1b': fused}))
+    drawn = [p.get('d') for p in root.iter(f'{SVG}path') if p.get('class') == 'stripes']
+    wanted = {'F': 0, 'B': 1, 'W': 2, 'BW': 3}
+    passes = [p.kind for line in (split, fused) for _, p in line.schedule]
+    named = [text.split()[0].strip(':') for text, _ in legend([split.schedule, fused.schedule])]
+    assert sum(d.count('M') for d in drawn) == sum(wanted.get(k, 0) for k in (*passes, *named))
 
 
 def test_svg_escapes_names() -> None:
@@ -230,6 +254,25 @@ def test_png_is_written(tmp_path: Path) -> None:
         for name in ('few.png', 'both.png')
     ]
     assert heights[1] > heights[0]
+
+
+def test_png_says_what_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Times, units, ends, both shares of idle time and what they mean; equal curves as such."""
+    figures, make = [], png.new_figure
+    monkeypatch.setattr(png, 'new_figure', lambda *size: figures.append(make(*size)) or figures[-1])
+    (few, _), (many, _) = simulated('zb-v'), simulated('1f1b')
+    timeline_png({'few': few, 'many': many}, tmp_path / 'a.png', 's', heading='F, B, W = 1, 2, 3')
+    upper, lower = figures[0].axes
+    assert lower.get_xlabel() == 'time (s)' and figures[0].get_supxlabel() == MEANING
+    assert upper.get_title('left') == f'few   {scene.figures(few)}'
+    assert figures[0].legends[0].get_title().get_text() == 'F, B, W = 1, 2, 3'
+    (background,) = upper.collections[0].get_paths()
+    assert background.get_extents().x1 == pytest.approx(few.makespan)
+    assert few.makespan < upper.get_xlim()[1]
+    for curves, title in (([3.0, 2.0], 'equal bit for bit'), ([3.0, 2.5], '')):
+        loss_png({'a': [3.0, 2.0], 'b': curves}, tmp_path / 'b.png')
+        said = figures[-1].axes[0].get_title()
+        assert title in said and bool(said) == bool(title)
 
 
 def test_png_without_matplotlib_says_what_to_install(
@@ -340,7 +383,8 @@ def test_waits_are_what_idle_ranks_waited_for(name: str) -> None:
 def test_page_needs_no_network_and_escapes() -> None:
     timeline, costs = simulated('zb-v')
     name = '</script><script>alert(1)</script>'
-    page = html({name: timeline}, {name: costs}, title='<b>&')
+    page = html({name: timeline}, {name: costs}, title='<b>&', heading='F = 1 <')
+    assert '; F = 1 &lt;</div>' in page and MEANING in page
     assert page.count('<script') == 2
     assert '<h1>&lt;b&gt;&amp;</h1>' in page
     assert "default-src 'none'" in page
