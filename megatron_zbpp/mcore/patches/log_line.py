@@ -39,7 +39,7 @@ def _with_figures(session: Session, original: Callable) -> Callable:
     def print_rank_last(message: str) -> None:
         line = _LINE.match(str(message))
         figures = None if line is None else session.figures()
-        if figures is None:
+        if line is None or figures is None:
             original(message)
             return
         original(f'{message} {figures}')
