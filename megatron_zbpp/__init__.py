@@ -146,6 +146,7 @@ def layout_for(
     num_microbatches: int | None = None,
     embedding: bool = False,
     loss: bool = False,
+    mtp_num_layers: int = 0,
 ) -> ModelLayout:
     """Return which rank builds which layers.
 
@@ -157,6 +158,7 @@ def layout_for(
         num_microbatches: m; where it is given, the schedule of so many is checked.
         embedding: whether the embedding counts as a layer, so that its stage gets one fewer.
         loss: the same for the output layer and loss.
+        mtp_num_layers: layers of multi-token prediction, on the last stage; each counts as one.
 
     Raises:
         ScheduleError: the schedule is not valid.
@@ -172,8 +174,8 @@ def layout_for(
         placement = programs.placement(num_ranks)
         if num_microbatches is not None:
             programs.lowered(num_ranks, num_microbatches, forward_only=False)
-    layers = layers_per_stage(num_layers, placement, embedding, loss)
-    return ModelLayout(placement, tuple(layers))
+    layers = layers_per_stage(num_layers, placement, embedding, loss + mtp_num_layers)
+    return ModelLayout(placement, tuple(layers), mtp_num_layers)
 
 
 def families() -> tuple[Family, ...]:

@@ -14,15 +14,15 @@ from megatron_zbpp.ir.placement import Placement
 
 
 def layers_per_stage(
-    num_layers: int, placement: Placement, embedding: bool = False, loss: bool = False
+    num_layers: int, placement: Placement, embedding: int = 0, loss: int = 0
 ) -> list[int]:
     """Return transformer layers of each stage, in model order, as even as can be.
 
     Args:
         num_layers: of the model.
         placement: of the schedule.
-        embedding: whether the embedding counts as a layer, so that its stage gets one fewer.
-        loss: the same for the output layer and loss.
+        embedding: as how many layers the embedding counts, by which its stage gets fewer.
+        loss: the same for the output layer and loss, layers of multi-token prediction included.
 
     Returns:
         One count per stage, summing to `num_layers`. What does not divide is spread evenly over the
@@ -34,7 +34,8 @@ def layers_per_stage(
     stages = placement.num_stages
     taken = [0] * stages
     taken[0] += embedding
-    taken[-1] += loss
+    most = (num_layers + embedding) // max(stages - 1, 1)  # where the last stage has no layer
+    taken[-1] += min(loss, most)
     base, extra = divmod(num_layers + sum(taken), stages)
     counts = [base - own for own in taken]
     loads = [0] * placement.num_ranks  # of what does not divide
@@ -54,16 +55,17 @@ def layers_per_stage(
     return counts
 
 
-def layout_string(layers: Sequence[int]) -> str:
+def layout_string(layers: Sequence[int], mtp_num_layers: int = 0) -> str:
     """Return the layout of stages with so many layers each, in the language of Megatron's own flag.
 
     Args:
         layers: transformer layers of each stage, in model order.
+        mtp_num_layers: of multi-token prediction, before the loss.
 
     Returns:
         For `--pipeline-model-parallel-layout` or the field of that name in `TransformerConfig`.
     """
-    return f'E{"|".join("t" * count for count in layers)}L'
+    return f'E{"|".join("t" * count for count in layers)}{"m" * mtp_num_layers}L'
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,12 @@ class ModelLayout:
     Attributes:
         placement: which rank holds which stage, in Megatron's ranks.
         layers: transformer layers of each stage, in model order.
+        mtp_num_layers: of multi-token prediction, on the last stage.
     """
 
     placement: Placement
     layers: tuple[int, ...]
+    mtp_num_layers: int = 0
 
     @property
     def num_chunks(self) -> int:
@@ -86,7 +90,9 @@ class ModelLayout:
     @property
     def text(self) -> str | None:
         """For `TransformerConfig.pipeline_model_parallel_layout`; None where there is one stage."""
-        return layout_string(self.layers) if self.placement.num_stages > 1 else None
+        if self.placement.num_stages == 1:
+            return None
+        return layout_string(self.layers, self.mtp_num_layers)
 
     def stages(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a pipeline rank, a chunk each."""

@@ -36,7 +36,8 @@ class StageLayout(PipelineParallelLayerLayout):
         layout: the layers of each stage, as Megatron's flag or as lists.
 
     Raises:
-        ValueError: another number of stages than the placement has.
+        ValueError: another number of stages than the placement has, or multi-token prediction in a
+            stage before the loss where that is not laid out in a loop.
     """
 
     def __init__(self, placement: Placement, layout: str | list) -> None:
@@ -57,6 +58,12 @@ class StageLayout(PipelineParallelLayerLayout):
             for rank, chunk in zip(placement.ranks, placement.chunks, strict=True)
         ]
         self.flatten_layout = [layer for stage in self._stages for layer in stage]
+        if not placement.is_loop and any(LayerType.mtp in stage for stage in self._stages[:-1]):
+            raise ValueError(
+                f'pipeline_model_parallel_layout {layout} has multi-token prediction (m) before the '
+                'stage of the loss: Megatron sums the gradients of its embedding among ranks, which '
+                'takes a loop, such as zb-h1 or zb-interleaved; or put it before L in the last stage'
+            )
 
     @property
     def num_layers(self) -> list[int]:
@@ -106,12 +113,24 @@ def require_placed(model: torch.nn.Module, placement: Placement, config: Any = N
         )
 
 
+def has_embedding(model: Any) -> bool:
+    """Whether this chunk holds the word embedding, or a copy that is to stay equal to it.
+
+    The output layer is one where it is tied, the embedding of multi-token prediction always.
+    """
+    return (
+        model.pre_process
+        or getattr(model, 'mtp_process', False)
+        or (model.post_process and model.share_embeddings_and_output_weights)
+    )
+
+
 def tied_copies(model: list[torch.nn.Module]) -> tuple[torch.nn.Parameter, ...]:
-    """Return the word embedding and the output layer's copy, where two chunks here hold both."""
+    """Return the word embedding and its copy, where two chunks here hold both."""
     chunks: list[Any] = [
         get_attr_wrapped_model(m, 'pre_process', return_model_obj=True) for m in model
     ]
-    ends = [c for c in chunks if c.pre_process != c.post_process]
-    if len(ends) < 2 or not all(c.share_embeddings_and_output_weights for c in ends):
+    holders = [chunk for chunk in chunks if has_embedding(chunk)]
+    if len(holders) < 2:
         return ()
-    return tuple(c.shared_embedding_or_output_weight() for c in ends)
+    return tuple(holder.shared_embedding_or_output_weight() for holder in holders)

@@ -51,10 +51,6 @@ _WITH_A_SCHEDULE = {
         'it is a schedule of its own, which runs two microbatches as one',
         'drop --overlap-moe-expert-parallel-comm',
     ),
-    'mtp_num_layers': (
-        'layers of multi-token prediction are placed by rules that know loops only',
-        'drop --mtp-num-layers',
-    ),
     'tp_comm_overlap': (
         'Transformer Engine cannot delay weight gradients with userbuffers',
         'drop --tp-comm-overlap',
@@ -135,6 +131,11 @@ IN_A_LOOP = (
     'Megatron lays the layers of a hybrid model out in a loop, which this schedule has not',
     'take a schedule that has, such as zb-h1 or zb-interleaved',
 )
+_TIED_MTP = (
+    'with tied embeddings Megatron cannot save the last of several pipeline ranks, which has '
+    'two output layers for one',
+    'give --untie-embeddings-and-output-weights',
+)
 # refused for some of their values
 _BY_VALUE = (
     'cuda_graph_impl',
@@ -142,6 +143,7 @@ _BY_VALUE = (
     'attention_backend',
     'context_parallel_size',
     'fp8_recipe',
+    'mtp_num_layers',
 )
 
 
@@ -181,6 +183,9 @@ def refused(
     pattern = hybrid(settings)
     if pattern is not None and placement is not None and not placement.is_loop:
         yield Refusal(pattern, getattr(settings, pattern), *IN_A_LOOP)
+    depth = getattr(settings, 'mtp_num_layers', None)
+    if depth and not getattr(settings, 'untie_embeddings_and_output_weights', True):
+        yield Refusal('mtp_num_layers', depth, *_TIED_MTP)
     if on_cpu:
         yield from _by_value_on_cpu(settings, with_te)
 

@@ -10,6 +10,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import (
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
@@ -17,17 +18,29 @@ from megatron.core.utils import (
 )
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
 KEYS = ('tokens', 'labels', 'loss_mask', 'attention_mask', 'position_ids')
 PACKED = ('cu_seqlens', 'cu_seqlens_padded', 'max_seqlen', 'local_cp_size')
 
 
+def has_mtp(ignore_virtual, vp_stage=None):
+    """Whether this rank, or that chunk of it, predicts several tokens."""
+    config = core_transformer_config_from_args(get_args())
+    layout = config.pipeline_model_parallel_layout
+    return mtp_on_this_rank(layout, config.mtp_num_layers, ignore_virtual, vp_stage)
+
+
+def needs_data(vp_stage):
+    """Whether that chunk of this rank reads batches."""
+    return is_first_or_last_pipeline_stage(vp_stage) or has_mtp(False, vp_stage)
+
+
 def get_batch(data_iterator, vp_stage):
     """This rank's part of the next microbatch; nothing where the stage needs none."""
     args = get_args()
-    if not is_first_or_last_pipeline_stage(vp_stage):
+    if not needs_data(vp_stage):
         return dict.fromkeys(KEYS)
     batch = {}
     tp_rank = mpu.get_tensor_model_parallel_rank()
@@ -45,7 +58,7 @@ def get_batch(data_iterator, vp_stage):
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=has_mtp(ignore_virtual=True),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
@@ -82,7 +95,7 @@ def datasets(sizes, vp_stage=None):
         create_attention_mask=args.create_attention_mask_in_dataloader,
     )
     builder = BlendedMegatronDatasetBuilder(
-        MockGPTDataset, sizes, partial(is_first_or_last_pipeline_stage, vp_stage), config
+        MockGPTDataset, sizes, partial(needs_data, vp_stage), config
     )
     return builder.build()
 

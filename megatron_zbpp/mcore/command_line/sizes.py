@@ -103,12 +103,13 @@ def place_layers(args: argparse.Namespace, placement: Placement) -> None:
             )
         return
     embedding, loss = _ends(args)
+    mtp = getattr(args, 'mtp_num_layers', None) or 0
     uneven = (args.num_layers + embedding + loss) % placement.num_stages
     if placement == Placement.loop(placement.num_ranks) and not uneven:
         return
     if args.pipeline_model_parallel_layout is None:
-        layers = layers_per_stage(args.num_layers, placement, embedding, loss)
-        args.pipeline_model_parallel_layout = layout_string(layers)
+        layers = layers_per_stage(args.num_layers, placement, embedding, loss + mtp)
+        args.pipeline_model_parallel_layout = layout_string(layers, mtp)
     args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
     args.num_layers_per_virtual_pipeline_stage = args.num_virtual_stages_per_pipeline_rank = None
     args.overlap_p2p_comm = True  # else Megatron refuses two ranks with chunks; ours always overlap

@@ -20,7 +20,12 @@ from megatron.core.models.common.language_module.language_module import Language
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import compat
-from megatron_zbpp.mcore.layout import StageLayout, require_placed, tied_copies
+from megatron_zbpp.mcore.layout import (
+    StageLayout,
+    has_embedding,
+    require_placed,
+    tied_copies,
+)
 from megatron_zbpp.mcore.patches.registry import Patch
 
 Placements = Callable[[int], Placement]  # of so many pipeline ranks
@@ -141,9 +146,10 @@ def _refusing(original: Callable, placement: Placements) -> Callable:
 
 
 def _tying(original: Callable, placement: Placements) -> Callable:
-    """Also copies the embedding to the output layer where one rank holds both in two chunks.
+    """Also copies the embedding to what is tied to it where one rank holds both in two chunks.
 
-    Megatron does it by an all-reduce between first and last rank, and does not see such a pair.
+    That is the output layer, or the embedding of multi-token prediction. Megatron does it by an
+    all-reduce between first and last rank, and does not see such a pair.
     """
     # the latest chunk with an embedding; chunks are built in order
     latest: list[Callable[[], Any]] = []
@@ -153,7 +159,7 @@ def _tying(original: Callable, placement: Placements) -> Callable:
         original(self)
         if self.pre_process:
             latest[:] = [weakref.ref(self)]
-        elif self.post_process and self.share_embeddings_and_output_weights:
+        elif self.post_process and has_embedding(self):
             ranks = placement(self.config.pipeline_model_parallel_size).ranks
             if ranks[0] == ranks[-1]:
                 embedding = latest[0]().shared_embedding_or_output_weight()

@@ -52,6 +52,11 @@ def barriers(args: Any, placement: Placement) -> Iterator[str]:
             'untie_embeddings_and_output_weights=False: first and last rank sum the gradients of '
             'their copies of the embedding; untie them, or use a schedule with a V'
         )
+    if getattr(args, 'mtp_num_layers', None) and ends[0] != ends[1]:
+        yield (
+            f'mtp_num_layers={args.mtp_num_layers}: first and last rank sum the gradients of their '
+            'copies of the embedding; use a schedule with a V'
+        )
     if getattr(args, 'log_interval', None) == 1:
         yield 'log_interval=1: each line gathers the timers of all ranks; --log-interval 10 or more'
     if getattr(args, 'timing_log_level', 0) and getattr(args, 'barrier_with_L1_time', False):
