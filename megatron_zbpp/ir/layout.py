@@ -64,6 +64,9 @@ def layout_string(layers: Sequence[int], mtp_num_layers: int = 0) -> str:
 
     Returns:
         For `--pipeline-model-parallel-layout` or the field of that name in `TransformerConfig`.
+
+    >>> layout_string(layers_per_stage(8, Placement.v(2), loss=2), mtp_num_layers=2)
+    'Ett|ttt|tt|tmmL'
     """
     return f'E{"|".join("t" * count for count in layers)}{"m" * mtp_num_layers}L'
 

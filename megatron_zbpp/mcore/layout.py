@@ -60,9 +60,10 @@ class StageLayout(PipelineParallelLayerLayout):
         self.flatten_layout = [layer for stage in self._stages for layer in stage]
         if not placement.is_loop and any(LayerType.mtp in stage for stage in self._stages[:-1]):
             raise ValueError(
-                f'pipeline_model_parallel_layout {layout} has multi-token prediction (m) before the '
-                'stage of the loss: Megatron sums the gradients of its embedding among ranks, which '
-                'takes a loop, such as zb-h1 or zb-interleaved; or put it before L in the last stage'
+                f'pipeline_model_parallel_layout {layout} has multi-token prediction (m) before '
+                "the stage of the loss: Megatron finds that stage's copy of the embedding in a "
+                'loop only; take a schedule that has one, such as zb-h1 or zb-interleaved, or put '
+                'm before L in the last stage'
             )
 
     @property

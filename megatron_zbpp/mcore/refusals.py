@@ -35,10 +35,6 @@ class Refusal:
 
 # setting: (reason, cure); refused where it is set
 _WITH_A_SCHEDULE = {
-    'variable_seq_lengths': (
-        'messages between stages have one shape',
-        'pad to --seq-length',
-    ),
     'defer_embedding_wgrad_compute': (
         'W passes defer that gradient already',
         'drop --defer-embedding-wgrad-compute',

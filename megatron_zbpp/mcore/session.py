@@ -70,7 +70,7 @@ class Session:
         self.latest: Iteration | None = None
         self.interval = Interval()
         self.announced = False
-        self._channels: dict[tuple[dist.ProcessGroup, Placement], Channels] = {}
+        self._channels: dict[tuple[dist.ProcessGroup, Placement, bool], Channels] = {}
         self._agreed: set[tuple] = set()
 
     def agree(self, settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
@@ -94,15 +94,28 @@ class Session:
             self._agreed.add(key)
 
     def channels(
-        self, pp_group: dist.ProcessGroup, placement: Placement, device: torch.device
+        self,
+        pp_group: dist.ProcessGroup,
+        placement: Placement,
+        device: torch.device,
+        shapes: bool,
     ) -> Channels:
-        """Return the channels of this rank between neighbouring stages; made once a group."""
-        key = (pp_group, placement)
+        """Return the channels of this rank between neighbouring stages; made once a group.
+
+        Args:
+            pp_group: the pipeline's.
+            placement: of the stages.
+            device: where messages live.
+            shapes: whether they can tell shapes.
+        """
+        key = (pp_group, placement, shapes)
         if key not in self._channels:
             ranks = placement.ranks
             steps = [(a, b) for a, b in itertools.pairwise(ranks) if a != b]
             pairs = {*steps, *((b, a) for a, b in steps)}
-            self._channels[key] = Channels(pp_group, pairs, device, self.watchdog.collective)
+            self._channels[key] = Channels(
+                pp_group, pairs, device, self.watchdog.collective, shapes=shapes
+            )
         return self._channels[key]
 
     def figures(self) -> Figures | None:

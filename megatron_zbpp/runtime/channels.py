@@ -8,13 +8,16 @@ takes messages of the host only: those of a GPU are copied, so that ranks that s
 NCCL makes a communicator when it is first used, and connects two ranks when they first talk: either
 holds both up on the host until the other comes there, even the one that would only post a receive.
 So all channels are used once, in an order that all ranks share, before any pass is.
+
+A shape that the receiver cannot know goes ahead of its message from host to host: no rank waits for
+a device to learn it.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,16 +26,23 @@ import torch
 import torch.distributed as dist
 
 from megatron_zbpp.analysis.program import Send
-from megatron_zbpp.runtime.groups import backend_for, directions
+from megatron_zbpp.runtime.groups import backend_for, directions, host_group
 
-_TAG = 0  # of all messages: those of one direction are told apart by their order
+# Of all messages, and of their shapes: those of one direction are told apart by their order.
+_TAG, _SHAPE_TAG = 0, 1
+_MOST_DIMENSIONS = 7
 
 
 @dataclass(frozen=True)
 class Message:
-    """Shape and type of what stages exchange, and where it lives."""
+    """Shape and type of what stages exchange, and where it lives.
 
-    shape: tuple[int, ...]
+    Attributes:
+        shape: None if it differs from message to message.
+        dtype, device: of all of them.
+    """
+
+    shape: tuple[int, ...] | None
     dtype: torch.dtype
     device: torch.device
 
@@ -55,6 +65,9 @@ class Incoming(NamedTuple):
         return self.tensor if self.device is None else self.tensor.to(self.device)
 
 
+_Unfinished = deque[tuple[dist.Work, torch.Tensor, Send]]
+
+
 class Channels:
     """Sends and receives of one rank of `pp_group`: made by all ranks of all pipelines together.
 
@@ -65,6 +78,7 @@ class Channels:
         collective: around what waits for other ranks, which it is told in words.
         separate: whether each direction gets a group of its own; default: unless the backend for
             `device` is gloo.
+        shapes: whether shapes can be told.
 
     Attributes:
         pp_group: the same.
@@ -80,6 +94,7 @@ class Channels:
         device: torch.device,
         collective: Callable[[str], AbstractContextManager] = nullcontext,
         separate: bool | None = None,
+        shapes: bool = False,
     ) -> None:
         self.pp_group = pp_group
         self.rank = dist.get_rank(pp_group)
@@ -95,8 +110,12 @@ class Channels:
         # by peer: the group of the messages to it, or from it, and its rank there
         self._to = {b: self._seen(b, groups[a, b]) for a, b in groups if a == self.rank}
         self._from = {a: self._seen(a, groups[a, b]) for a, b in groups if b == self.rank}
-        self._unfinished: dict[int, deque[tuple[dist.Work, torch.Tensor, Send]]]
-        self._unfinished = defaultdict(deque)
+        self._unfinished: dict[int, _Unfinished] = defaultdict(deque)
+        self._untold: dict[int, _Unfinished] = defaultdict(deque)  # shapes
+        self._host_group = pp_group
+        if shapes and not self._on_host:
+            with collective('making of the group for shapes of messages'):
+                self._host_group = host_group(pp_group)
         self._use_all_once(pairs, device, collective)
 
     def _use_all_once(
@@ -132,10 +151,35 @@ class Channels:
             tensor = tensor.to('cpu')
         group, peer = self._to[send.peer]
         work = group.send([tensor], peer, _TAG)
-        unfinished = self._unfinished[send.peer]
-        unfinished.append((work, tensor, send))
-        while len(unfinished) > send.under_way:
-            self._finish_oldest(unfinished)
+        self._keep(self._unfinished[send.peer], work, tensor, send)
+
+    def tell(self, shape: Sequence[int], send: Send) -> None:
+        """Start sending the shape of the tensor that `send` is about to send.
+
+        Raises:
+            ValueError: it has more dimensions than any message of Megatron's.
+        """
+        if len(shape) > _MOST_DIMENSIONS:
+            raise ValueError(
+                f'{send} has the shape {tuple(shape)}: of messages whose shapes vary, '
+                f'{_MOST_DIMENSIONS} dimensions at most'
+            )
+        padding = [0] * (_MOST_DIMENSIONS - len(shape))
+        tensor = torch.tensor([len(shape), *shape, *padding])
+        work = self._host_group.send([tensor], send.peer, _SHAPE_TAG)
+        self._keep(self._untold[send.peer], work, tensor, send)
+
+    def ask(self, peer: int) -> Callable[[], tuple[int, ...]]:
+        """Post the receive of the next shape from `peer`; return what waits for it."""
+        tensor = torch.empty(1 + _MOST_DIMENSIONS, dtype=torch.int64)
+        work = self._host_group.recv([tensor], peer, _SHAPE_TAG)
+
+        def shape() -> tuple[int, ...]:
+            work.wait()
+            dimensions, *sizes = tensor.tolist()
+            return tuple(sizes[:dimensions])
+
+        return shape
 
     def let_go(self) -> None:
         """Hold no longer what has left by now; never waits. Of gloo only `finish` can tell."""
@@ -147,6 +191,7 @@ class Channels:
 
     def post(self, message: Message, peer: int) -> Incoming:
         """Post the receive of the next message from `peer`."""
+        assert message.shape is not None, 'to be asked for first'
         copied = self._on_host and not message.on_cpu
         device = 'cpu' if copied else message.device
         tensor = torch.empty(message.shape, dtype=message.dtype, device=device)
@@ -156,14 +201,21 @@ class Channels:
 
     def finish(self) -> None:
         """Wait for every send."""
-        for unfinished in self._unfinished.values():
+        for unfinished in (*self._untold.values(), *self._unfinished.values()):
             while unfinished:
                 self._finish_oldest(unfinished)
 
     def _seen(self, peer: int, group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, int]:
         return group, dist.get_group_rank(group, self.ranks[peer])
 
-    def _finish_oldest(self, unfinished: deque[tuple[dist.Work, torch.Tensor, Send]]) -> None:
+    def _keep(
+        self, unfinished: _Unfinished, work: dist.Work, tensor: torch.Tensor, send: Send
+    ) -> None:
+        unfinished.append((work, tensor, send))
+        while len(unfinished) > send.under_way:
+            self._finish_oldest(unfinished)
+
+    def _finish_oldest(self, unfinished: _Unfinished) -> None:
         work, _tensor, self.leaving = unfinished.popleft()  # held until it has left
         work.wait()
         self.leaving = None  # not after an error: it tells what was waited for

@@ -14,10 +14,11 @@ from typing import Protocol
 
 import torch
 
-from megatron_zbpp.analysis.program import Hand, Program, Receive, Send
+from megatron_zbpp.analysis.program import Program, Receive, Send
 from megatron_zbpp.ir import B, F, Pass, W, chain
-from megatron_zbpp.runtime.channels import Channels, Incoming, Message
+from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import Clock
+from megatron_zbpp.runtime.messages import Awaited, messages
 from megatron_zbpp.runtime.observe.profiling import profiled
 from megatron_zbpp.runtime.observe.record import Record
 from megatron_zbpp.runtime.weight_grads import Key, WeightGradStore
@@ -86,7 +87,7 @@ class Executor:
         self.current: Pass | None = None
         self.awaiting = False
         self._stages = stages
-        self._message = message
+        self._messages = messages(channels, message)
         self._store = store
         self._named = named
         passes = [i for i in program if isinstance(i, Pass)]
@@ -98,7 +99,7 @@ class Executor:
         self._last_backwards, self._last_weights = _last(passes, B), _last(passes, W)
         self._actions = {F: self._forward, B: self._backward, W: self._weights}
         self._done = 0  # instructions
-        self._incoming: dict[Pass, Incoming] = {}
+        self._incoming: dict[Pass, Awaited] = {}
         self._handed: dict[Pass, torch.Tensor] = {}
         self._saved: dict[Key, tuple[torch.Tensor | None, torch.Tensor]] = {}
 
@@ -130,6 +131,7 @@ class Executor:
         A message whose receive is given up would block its connection for ever (gloo), or be taken
         for the next one.
         """
+        self._messages.settle()
         for incoming in self._incoming.values():
             incoming.wait()
         self._incoming.clear()
@@ -144,34 +146,19 @@ class Executor:
             if isinstance(instruction, Pass):
                 output = self._timed(instruction)
             elif isinstance(instruction, Receive):
-                self._incoming[instruction.consumer] = self.channels.post(
-                    self._message, instruction.peer
-                )
+                self._incoming[instruction.consumer] = self._messages.post(instruction)
             elif isinstance(instruction, Send):
-                self.channels.send(self._checked(output, instruction), instruction)
+                self._messages.send(self._messages.checked(output, instruction), instruction)
             else:
-                self._handed[instruction.consumer] = self._checked(output, instruction)
-
-    def _checked(self, output: object, instruction: Send | Hand) -> torch.Tensor:
-        """Return what the latest pass made, which goes to another stage, if it is a message."""
-        message = self._message
-        if not isinstance(output, torch.Tensor):
-            has = f'{output!r:.80}'
-        elif output.shape != message.shape or output.dtype != message.dtype:
-            has = f'{tuple(output.shape)} of {output.dtype}'
-        else:
-            return output
-        raise ValueError(
-            f'{self.record.passes[-1].words} made {has}, but {instruction.consumer.words} takes '
-            f'{tuple(message.shape)} of {message.dtype}: every stage must keep the shape that '
-            'sequence length, micro batch and hidden size give, and the dtype of the pipeline'
-        )
+                self._handed[instruction.consumer] = self._messages.checked(output, instruction)
 
     def _timed(self, p: Pass) -> torch.Tensor | None:
         """Run `p` once its input is there, and write down when it ran and what is held after."""
         record = self.record
-        self.current = p
+        self.current, self.awaiting = p, True
+        self._messages.settle()
         received = self._take(p)
+        self.awaiting = False  # not after an error: it tells what was waited for
         self.channels.let_go()
         start = self.clock.mark()
         with self._named(p):
@@ -190,10 +177,7 @@ class Executor:
             return self._handed.pop(p)
         if p not in self._incoming:
             return None
-        self.awaiting = True
-        received = self._incoming.pop(p).wait()
-        self.awaiting = False  # not after an error: it tells what was waited for
-        return received
+        return self._incoming.pop(p).wait()
 
     def _forward(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
         key = (p.stage, p.microbatch)

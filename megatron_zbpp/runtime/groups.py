@@ -53,16 +53,32 @@ def directions(
     how many each member is in already, which differs between the ranks of a pipeline.
     """
     own, pairs = dist.get_process_group_ranks(group), sorted(pairs)
-    pipelines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, tuple(own))
     groups = {}
-    for ranks in sorted(set(pipelines)):
+    for ranks in _all_like(own):
         for pair in pairs:
             # options anew: each group writes into its own
             made = dist.new_group(sorted(ranks[rank] for rank in pair), **like(group, device))
             if list(ranks) == own:
                 groups[pair] = made
     return groups
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of the same ranks for tensors of the host, made by those of all pipelines."""
+    own = dist.get_process_group_ranks(group)
+    timeout = compat.group_timeout(compat.group_options(group, torch.device(host_device(group))))
+    made: dict[tuple[int, ...], Any] = {
+        ranks: dist.new_group(list(ranks), backend='gloo', timeout=timeout)
+        for ranks in _all_like(own)
+    }
+    return made[tuple(own)]
+
+
+def _all_like(own: list[int]) -> list[tuple[int, ...]]:
+    """Return the ranks of this pipeline and of all others, in an order that all ranks share."""
+    pipelines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pipelines, tuple(own))
+    return sorted(set(pipelines))
 
 
 def like(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:

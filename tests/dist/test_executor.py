@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from programs import pairs
-from stages import ROWS, WIDTH, LinearStage, reference
+from stages import ROWS, WIDTH, LinearStage, reference, uneven
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.lowering import lower
@@ -20,16 +20,19 @@ from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build
 
 
-def execute(schedule: Schedule, train: bool = True, separate: bool = False):
+def execute(schedule: Schedule, train: bool = True, separate: bool = False, varying: bool = False):
     """Runs `schedule` on each rank: by stage (losses, gradients, those complete), and the rest."""
     programs = lower(schedule)
     rank, store = dist.get_rank(), WeightGradStore()
     stages = {
-        stage: LinearStage(store, stage, schedule.num_stages)
+        stage: LinearStage(store, stage, schedule.num_stages, *([uneven] if varying else []))
         for stage in schedule.placement.stages(rank)
     }
-    message = Message((ROWS, WIDTH), torch.float32, torch.device('cpu'))
-    channels = Channels(dist.group.WORLD, pairs(programs), message.device, separate=separate)
+    shape = None if varying else (ROWS, WIDTH)
+    message = Message(shape, torch.float32, torch.device('cpu'))
+    channels = Channels(
+        dist.group.WORLD, pairs(programs), message.device, separate=separate, shapes=varying
+    )
     executor = Executor(programs[rank], stages, channels, message, store, HostClock())
     with torch.set_grad_enabled(train):
         record = executor.run()
@@ -40,10 +43,11 @@ def execute(schedule: Schedule, train: bool = True, separate: bool = False):
     return made, record.passes, record.live
 
 
-def check_run(ranks, schedule, separate=False):
+def check_run(ranks, schedule, separate=False, varying=False):
     check(schedule)
-    results = ranks(schedule.num_ranks).run(execute, schedule, True, separate)
-    losses, gradients = reference(schedule.num_stages, schedule.num_microbatches)
+    results = ranks(schedule.num_ranks).run(execute, schedule, True, separate, varying)
+    rows = [uneven] if varying else []
+    losses, gradients = reference(schedule.num_stages, schedule.num_microbatches, True, *rows)
     for rank, (made, passes, live) in enumerate(results):
         assert tuple(passes) == schedule.passes[rank]
         assert live[-1] == 0
@@ -59,6 +63,12 @@ def check_run(ranks, schedule, separate=False):
 @pytest.mark.parametrize('p', [2, 4])
 def test_gradients_to_the_bit(ranks, p, name, m):
     check_run(ranks, build(name, p, m))
+
+
+@pytest.mark.parametrize('separate', [False, True])
+@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v', 'interleaved'])
+def test_messages_of_any_shape(ranks, name, separate):
+    check_run(ranks, build(name, 4, 7), separate, varying=True)
 
 
 def uneven_groups():
@@ -77,7 +87,10 @@ def test_a_group_for_each_direction(ranks):
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_valid_order(ranks, data):
-    """Shuffled schedules: whatever the checker accepts runs, and gives the same bits."""
+    """Shuffled schedules: whatever the checker accepts runs, and gives the same bits.
+
+    Also where each microbatch has a shape of its own.
+    """
     schedule = build(data.draw(st.sampled_from(['zb-h1', 'zb-v'])), 2, data.draw(st.integers(1, 5)))
     orders = [list(order) for order in schedule.passes]
     for _ in range(data.draw(st.integers(0, 12))):
@@ -90,7 +103,8 @@ def test_any_valid_order(ranks, data):
             order[at], order[at + 1] = order[at + 1], order[at]
     if data.draw(st.booleans()):  # fuse what can be: W right behind its B
         orders = [_fused(order) for order in orders]
-    check_run(ranks, Schedule.of('shuffled', schedule.placement, schedule.num_microbatches, orders))
+    shuffled = Schedule.of('shuffled', schedule.placement, schedule.num_microbatches, orders)
+    check_run(ranks, shuffled, varying=data.draw(st.booleans()))
 
 
 def _fused(order):

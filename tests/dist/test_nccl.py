@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from grids import grid
 from programs import pairs, posted_earlier
-from stages import ROWS, WIDTH, LinearStage, reference
+from stages import ROWS, WIDTH, LinearStage, reference, uneven
 
 from megatron_zbpp.analysis.deadlock import DeadlockError, Rule, prove
 from megatron_zbpp.analysis.lowering import lower
@@ -36,8 +36,8 @@ PATIENCE = 3.0  # seconds, where something is stuck
 class CoupledStage(LinearStage):
     """A stage of one of several pipelines: meets the others in forwards, and reduces gradients."""
 
-    def __init__(self, store, stage, num_stages, replicas, splits):
-        super().__init__(store, stage, num_stages)
+    def __init__(self, store, stage, num_stages, replicas, splits, varying=False):
+        super().__init__(store, stage, num_stages, *([uneven] if varying else []))
         self.replicas, self.reducing = replicas, []
         # what is complete with the last B, and with the last W
         self.parts = iter([[self.bias], [self.weight]] if splits else [[self.bias, self.weight]])
@@ -67,8 +67,8 @@ class CoupledStage(LinearStage):
 class Pipeline:
     """A rank's part of one pipeline on an emulated device."""
 
-    def __init__(self, device, schedule, programs=None, separate=None, replicas=1):
-        self.device, self.schedule = device, schedule
+    def __init__(self, device, schedule, programs=None, separate=None, replicas=1, varying=False):
+        self.device, self.schedule, self.varying = device, schedule, varying
         self.programs = programs or lower(schedule)
         size = schedule.num_ranks
         world = [list(range(first, first + size)) for first in range(0, size * replicas, size)]
@@ -77,17 +77,19 @@ class Pipeline:
         place, self.rank = divmod(dist.get_rank(), size)
         coupling = [dist.new_group(ranks, backend=nccl.NAME) for ranks in same]
         self.replicas = coupling[self.rank] if replicas > 1 else None
-        self.channels = Channels(groups[place], pairs(self.programs), CPU, separate=separate)
+        self.channels = Channels(
+            groups[place], pairs(self.programs), CPU, separate=separate, shapes=varying
+        )
 
     def executor(self, program):
         """Of one iteration with new stages."""
         store, count = WeightGradStore(), self.schedule.num_stages
         splits = any(p.kind == W for _, p in self.schedule)
         self.stages = {
-            s: CoupledStage(store, s, count, self.replicas, splits)
+            s: CoupledStage(store, s, count, self.replicas, splits, self.varying)
             for s in self.schedule.placement.stages(self.rank)
         }
-        message = Message((ROWS, WIDTH), torch.float32, CPU)
+        message = Message(None if self.varying else (ROWS, WIDTH), torch.float32, CPU)
         return Executor(
             program, self.stages, self.channels, message, store, HostClock(), self.device.passing
         )
@@ -128,12 +130,12 @@ class Pipeline:
         return begun + rest, len(begun)
 
 
-def live(schedules, mode, replicas=1):
+def live(schedules, mode, replicas=1, varying=False):
     """A training program's life: one iteration after the other, and another schedule in the end."""
     with nccl.Device(**MODES[mode]) as device:
         trained = []
         for schedule in schedules:
-            pipeline = Pipeline(device, schedule, replicas=replicas)
+            pipeline = Pipeline(device, schedule, replicas=replicas, varying=varying)
             trained.append((schedule, pipeline.train()))
             pipeline.drop()
             evaluated = pipeline.evaluate()
@@ -141,13 +143,14 @@ def live(schedules, mode, replicas=1):
         return trained, evaluated
 
 
-def check_lives(ranks, schedules, mode, replicas=1):
+def check_lives(ranks, schedules, mode, replicas=1, varying=False):
     """All that they computed is what one process computes."""
     world = schedules[0].num_ranks * replicas
-    for trained, evaluated in ranks(world).run(live, schedules, mode, replicas, timeout=200):
+    lives = ranks(world).run(live, schedules, mode, replicas, varying, timeout=200)
+    for trained, evaluated in lives:
         for schedule, stages in trained:
             count, m = schedule.num_stages, schedule.num_microbatches
-            losses, gradients = reference(count, m)
+            losses, gradients = reference(count, m, True, *([uneven] if varying else []))
             for stage, (own, made) in stages.items():
                 assert own == (losses if stage == count - 1 else [])
                 for gradient, expected in zip(made, gradients[stage], strict=True):
@@ -170,6 +173,12 @@ def test_every_family(ranks, name, p, m, mode):
         schedule = build(name, p, 2 * p)
     other = build('1f1b' if schedule.placement.num_chunks > 1 else 'zb-v', p, m)
     check_lives(ranks, [schedule, other], mode)
+
+
+@grid(name=('zb-v', 'zb-h1', 'interleaved'), mode=tuple(MODES))
+def test_messages_of_any_shape(ranks, name, mode):
+    """Shapes go ahead from host to host, and receives are posted later."""
+    check_lives(ranks, [build(name, 4, 8), build('1f1b', 4, 8)], mode, varying=True)
 
 
 @grid(name=('zb-h1', 'zb-v', '1f1b'), mode=tuple(MODES)[::-1])

@@ -269,11 +269,13 @@ def test_by_megatrons_own_parser(ranks):
         'zb-v',
         '--mtp-num-layers',
         1,
+        '--tp-comm-overlap',
     ]
     mistaken = ['--mistaken', '--untie-embedding-and-output-weights']
     code, found = report(ranks, '--', *words, *mistaken, training=True)
     line = found['launch_line']
-    assert code == 1 and line['refused'][0]['setting'] == 'mtp_num_layers'
+    refused = [each['setting'] for each in line['refused']]
+    assert code == 1 and refused == ['tp_comm_overlap', 'mtp_num_layers']
     assert line['layers'] == [1, *[2] * 7, *[1] * 7, 0]
     (note,) = line['notes']
     assert note == (

@@ -189,7 +189,7 @@ def test_delegation(ranks):
     assert ranks(2).run(delegated) == [expected] * 2
 
 
-@pytest.mark.parametrize('setting', ['variable_seq_lengths', 'mtp_num_layers'])
+@pytest.mark.parametrize('setting', ['tp_comm_overlap', 'use_megatron_fsdp'])
 def test_refusal_names_setting_and_cure(ranks, setting):
     for message in ranks(2).run(refused, setting):
         assert f'{setting}=1: ' in message and 'or use' in message

@@ -46,7 +46,8 @@ HARMLESS = {
     'attention_backend': ['auto', 'unfused', SimpleNamespace(name='local')],
     'context_parallel_size': [1],
 }
-WITHOUT_TE = [s for s in refusals.settings() if s != 'fp8_recipe']  # which it knows
+# but for what is refused with others only
+WITHOUT_TE = [s for s in refusals.settings() if s not in ('fp8_recipe', 'mtp_num_layers')]
 HYBRID = [s for s in WITHOUT_TE if s.startswith('hybrid_') and 'context' not in s]
 CASES = [(setting, value) for setting in WITHOUT_TE for value in VALUES.get(setting, [1])]
 
@@ -94,6 +95,14 @@ def test_emulated_transformer_engine_can_more():
     assert refused == ['transformer_impl', 'attention_backend']
 
 
+def test_tied_embeddings_and_multi_token_prediction():
+    tied = SimpleNamespace(mtp_num_layers=1, untie_embeddings_and_output_weights=False)
+    (found,) = refusals.refused(tied)
+    assert str(found).startswith('mtp_num_layers=1: with tied embeddings Megatron cannot save')
+    tied.untie_embeddings_and_output_weights = True
+    assert not list(refusals.refused(tied))
+
+
 def test_attention_of_a_spec_may_split_the_sequence():
     own = SimpleNamespace(context_parallel_size=2, spec=['specs', 'context'])
     assert not list(refusals.refused(own, on_cpu=True))
@@ -137,7 +146,7 @@ def launch(*argv):
         ('--attention-backend flash', 'attention_backend=flash: its kernels need a GPU'),
         ('--num-experts 2 --moe-grouped-gemm', 'drop --moe-grouped-gemm'),
         ('--context-parallel-size 2', 'context_parallel_size=2'),
-        ('--mtp-num-layers 1', 'drop --mtp-num-layers'),
+        ('--mtp-num-layers 1', 'give --untie-embeddings-and-output-weights'),
         ('--tp-comm-overlap', 'drop --tp-comm-overlap'),
         ('--cuda-graph-impl local', 'give --cuda-graph-impl none'),
         ('--use-megatron-fsdp', 'use --use-distributed-optimizer'),

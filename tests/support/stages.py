@@ -28,19 +28,22 @@ class DeferredLinear(torch.autograd.Function):
 class LinearStage(torch.nn.Module):
     """tanh(x w) with a bias whose gradient comes with B; the last stage returns a loss."""
 
-    def __init__(self, store, stage, num_stages):
+    def __init__(self, store, stage, num_stages, rows=lambda microbatch: ROWS):
         super().__init__()
         generator = torch.Generator().manual_seed(stage)
         self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator))
         self.bias = torch.nn.Parameter(torch.randn(WIDTH, generator=generator))
         self.store, self.first, self.last = store, stage == 0, stage == num_stages - 1
+        self.rows = rows  # of each microbatch
         self.complete = None  # the gradients, when they were said to be complete
         self._losses = []
 
     def forward(self, microbatch, received):
         x = received
         if self.first:
-            x = torch.full((ROWS, WIDTH), 0.1 * (microbatch + 1), device=self.bias.device)
+            x = torch.full(
+                (self.rows(microbatch), WIDTH), 0.1 * (microbatch + 1), device=self.bias.device
+            )
         x = x + self.bias
         if self.store is not None and self.store.deferring:
             y = DeferredLinear.apply(self.store, self.weight, x, self.weight.detach())
@@ -71,9 +74,14 @@ class LinearStage(torch.nn.Module):
             self.complete = tuple(p.grad.clone() for p in self.parameters() if p.grad is not None)
 
 
-def reference(num_stages, num_microbatches, train=True):
+def uneven(microbatch):
+    """Rows of microbatches that differ."""
+    return ROWS + 7 * microbatch % 4
+
+
+def reference(num_stages, num_microbatches, train=True, rows=lambda microbatch: ROWS):
     """Losses and gradients of the whole model on one process, microbatch by microbatch."""
-    stages = [LinearStage(None, stage, num_stages) for stage in range(num_stages)]
+    stages = [LinearStage(None, stage, num_stages, rows) for stage in range(num_stages)]
     for microbatch in range(num_microbatches):
         with nullcontext() if train else torch.no_grad():
             value = None

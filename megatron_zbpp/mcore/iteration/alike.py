@@ -47,7 +47,7 @@ def agreement(
         'number of microbatches': num_microbatches,
         'forward only': forward_only,
         'model chunks on each rank': num_chunks,
-        'message shape (sequence, micro batch, hidden)': tuple(message.shape),
+        'message shape (sequence, micro batch, hidden)': message.shape and tuple(message.shape),
         'message dtype': message.dtype,
         **{name: getattr(config, name, None) for name in _CONFIG},
         'layers (by rank and chunk)': _layers(config),

@@ -223,7 +223,7 @@ def prepare(
     executor = Executor(
         program,
         _stages(call, arguments, begun, lowered.placement, rank),
-        session.channels(groups.pp, lowered.placement, call.device),
+        session.channels(groups.pp, lowered.placement, call.device, message.shape is None),
         message,
         session.store,
         clock_for(call.device, counting=session.auto is not None and session.auto.counting),
@@ -240,6 +240,9 @@ def _device() -> torch.device:
 def _message(
     arguments: Arguments, config: Any, groups: ProcessGroupCollection, device: torch.device
 ) -> Message:
+    """Return what neighbours exchange; as Megatron has it, all shapes vary where some may."""
+    if config.variable_seq_lengths or getattr(config, 'mtp_standalone', False):
+        return Message(None, config.pipeline_dtype, device)
     (shape,) = schedules.get_tensor_shapes(
         seq_length=arguments.seq_length,
         micro_batch_size=arguments.micro_batch_size,
