@@ -113,7 +113,7 @@ def enable(
     """
     global _enabled
     from megatron_zbpp.mcore.plugin import Plugin
-    from megatron_zbpp.mcore.settings import Settings
+    from megatron_zbpp.mcore.settings import Settings, folder
     from megatron_zbpp.runtime.guard import agreement
 
     settings = Settings(
@@ -124,7 +124,7 @@ def enable(
         watchdog_pause_timeout,
         post_validation,
         profile_iters,
-        None if trace_dir is None else Path(trace_dir),
+        folder(trace_dir),
     )
     if _enabled is None or not _enabled.enabled or _enabled.settings != settings:
         plugin = Plugin(settings)  # refuses what makes no sense before anything is undone

@@ -1,9 +1,9 @@
-"""Runs an unmodified training script of Megatron-LM with our flags.
+r"""Runs an unmodified training script of Megatron-LM with our flags.
 
     torchrun --nproc-per-node 8 -m megatron_zbpp.launch /path/to/pretrain_gpt.py ... \
         --pipeline-schedule zb-v
 
-Everything behind the script's name is the script's. Its --help shows our flags among Megatron's.
+Everything behind the script's name is the script's: Megatron's flags, and ours, which stand below.
 """
 
 from __future__ import annotations
@@ -20,13 +20,24 @@ from megatron_zbpp.emulation.flags import cpu_flags, wants_transformer_engine
 PATH = 'PYTHONPATH'
 
 
+class _Parser(argparse.ArgumentParser):
+    """One whose help ends in the flags that the script gets from us."""
+
+    def format_help(self) -> str:
+        from megatron_zbpp.mcore.command_line import flags
+
+        ours = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
+        flags.add_arguments(ours)
+        return f'{super().format_help()}\n{ours.format_help()}'
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the script as if it had been started by itself.
 
     Args:
         argv: our options, the script, and its arguments; default: the command line.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog='python -m megatron_zbpp.launch',
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

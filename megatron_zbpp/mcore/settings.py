@@ -90,3 +90,19 @@ class Settings:
                 kind = 'a whole number' if whole else 'a number'
                 or_else = ', True or False' if name == 'post_validation' else ''
                 raise ValueError(f'{name} is {value!r}: give {kind} from {least} up{or_else}')
+
+
+def folder(trace_dir: object) -> Path | None:
+    """Return where to draw, as a path; None: nowhere.
+
+    Raises:
+        ValueError: it is no path, or that of something else than a folder.
+    """
+    if trace_dir is None:
+        return None
+    if not isinstance(trace_dir, str | Path) or not str(trace_dir):
+        raise ValueError(f'trace_dir is {trace_dir!r}: give the path of a folder, or None')
+    path = Path(trace_dir)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f'trace_dir is {str(path)!r}, which is a file: give the path of a folder')
+    return path

@@ -186,6 +186,13 @@ def test_reruns_are_left_out_unless_asked_for(ranks):
     assert ranks(2).run(rerun_mode, asked) == [(False, 'validate_results')] * 2
 
 
+def test_that_reruns_are_left_out_is_said_once(ranks):
+    """On one rank of all: `of_all` holds that the others say nothing."""
+    early = ['--pipeline-schedule', 'zb-v', '--enable-optimizer-post-validation']
+    found = parsed(ranks, *early, rerun_mode='validate_results')
+    assert found.code is None and found.said.count('--rerun-mode disabled, or all ranks would') == 1
+
+
 def schedule_file(folder, p=2, m=4, drop=0):
     """ZB-V in a file, without its last passes on rank 0."""
     from megatron_zbpp.ir.formats import to_torch_csv

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import commands
 import pytest
-from nvidia import SCRIPT, needs_training, run
+from nvidia import COMMON, SCRIPT, needs_training, run
 
 PIPELINE = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 4, '--train-iters', 3]
 
@@ -25,6 +25,30 @@ def test_no_script():
         'python -m megatron_zbpp.launch: error: no script /nowhere/pretrain_gpt.py: give the path '
         'of a training script of Megatron-LM'
     ]
+
+
+def test_its_own_help(ranks):
+    """The example as it is to be typed, and all of our flags."""
+    done = launched('--help')
+    assert done.returncode == 0, done.stderr
+    assert '/path/to/pretrain_gpt.py ... \\\n        --pipeline-schedule zb-v\n' in done.stdout
+    said = ' '.join(done.stdout.split())
+    expected, _ = ranks(2).run(documented)
+    for name, text in expected:
+        assert f'--{name.replace("_", "-")} ' in said and text in said, name
+
+
+@needs_training
+def test_torchrun_repeats_why_it_ends():
+    """Else its own report of the failed children, of 50 lines and more, hides it."""
+    launcher = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2']
+    words = [*COMMON, '--pipeline-model-parallel-size', '2', '--pipeline-schedule', 'zb-x']
+    words = [*launcher, '-m', 'megatron_zbpp.launch', '--cpu', str(SCRIPT), *words]
+    done = commands.run(words, timeout=150)
+    said = f"{SCRIPT.name}: error: unknown schedule 'zb-x'"
+    lines = done.stderr.splitlines()
+    assert done.returncode and sum(line.startswith(said) for line in lines) == 1
+    assert any(said in line for line in lines[-6:]), done.stderr
 
 
 def documented():

@@ -19,7 +19,7 @@ import megatron_zbpp
 from megatron_zbpp.emulation import cpu, te
 from megatron_zbpp.mcore import refusals
 from megatron_zbpp.mcore.command_line import flags, sizes
-from megatron_zbpp.mcore.command_line.messages import say
+from megatron_zbpp.mcore.command_line.messages import refuse, say
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.programs import Programs
@@ -81,11 +81,9 @@ def _preparing(parse: Callable) -> Callable:
         try:
             prepare(namespace)
         except (OSError, ValueError, NotImplementedError) as error:
-            if int(os.environ.get('LOCAL_RANK', 0)) == 0:  # a file may be missing on one node only
-                what, *more = str(error).splitlines()
-                hint = ' (`zbpp check` shows the place)' if more else ''
-                name = Path(sys.argv[0]).name
-                print(f'{name}: error: {what}{hint}', file=sys.stderr, flush=True)
+            what, *more = str(error).splitlines()
+            hint = ' (`zbpp check` shows the place)' if more else ''
+            refuse(f'{Path(sys.argv[0]).name}: error: {what}{hint}')
             raise SystemExit(2) from None
         return namespace, rest
 

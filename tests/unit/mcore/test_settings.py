@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from math import inf, nan
+from pathlib import Path
 
 import pytest
 
-from megatron_zbpp.mcore.settings import Settings
+import megatron_zbpp
+from megatron_zbpp.mcore.settings import Settings, folder
 from megatron_zbpp.schedules import build
 
 
@@ -42,7 +44,20 @@ def test_nonsense_is_named(asked, said):
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ('asked', 'said'),
+    [(5, 'trace_dir is 5: give the path'), ('', "trace_dir is ''"), (__file__, 'which is a file')],
+    ids=['number', 'empty', 'file'],
+)
+def test_a_folder_that_is_none(asked, said):
+    """Said before anything starts, by the flag and by `enable`, not in the fifth iteration."""
+    with pytest.raises(ValueError) as error:
+        megatron_zbpp.enable('zb-h1', trace_dir=asked)
+    assert said in str(error.value)
+
+
 def test_sense():
+    assert folder('pictures') == Path('pictures') and folder(None) is None
     assert Settings('ZB_V', 2) == Settings('zb-v', 2)
     assert Settings(post_validation=True) == Settings(post_validation=10)
     assert Settings('auto', memory_limit=4).memory_limit == 4
