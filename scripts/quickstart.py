@@ -9,6 +9,8 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +18,12 @@ from tqdm import tqdm
 
 from megatron_zbpp.analysis.fit_costs import fit
 from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.render.png import loss_png, timeline_png
 from megatron_zbpp.runtime.observe.measure import Measurement
 
 EXAMPLE = Path(__file__).parents[1] / 'examples' / 'gpt'
+EVERY = 10  # iterations a line of progress, where there is no terminal
 SCHEDULES = {'megatron': "Megatron's 1F1B", 'zb-h1': 'zb-h1', 'zb-v': 'zb-v'}
 
 
@@ -70,6 +74,26 @@ def environment() -> dict[str, str]:
     return os.environ | quiet
 
 
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int, float], None]]:
+    """Yield what is told of each iteration: on a terminal a bar, in a log a line now and then."""
+    if not sys.stderr.isatty():
+
+        def tell(iteration: int, loss: float) -> None:
+            if iteration % EVERY == 0 or iteration == total:
+                print(f'{what}: {iteration}/{total}, loss {loss:.4f}', file=sys.stderr, flush=True)
+
+        yield tell
+        return
+    with tqdm(total=total, desc=what, unit='it') as bar:
+
+        def move(iteration: int, loss: float) -> None:
+            bar.set_postfix_str(f'loss {loss:.4f}')
+            bar.update(iteration - bar.n)
+
+        yield move
+
+
 def train(args: argparse.Namespace, data: Path, schedule: str) -> Result:
     """Run the example under torchrun, showing its progress."""
     metrics = args.output / f'{schedule}.metrics.jsonl'
@@ -99,12 +123,11 @@ def train(args: argparse.Namespace, data: Path, schedule: str) -> Result:
         process = subprocess.Popen(
             launch, stdout=subprocess.PIPE, stderr=output, text=True, env=environment()
         )
-        with tqdm(total=args.iterations, desc=f'{SCHEDULES[schedule]:16}', unit='it') as bar:
+        with progress(f'{SCHEDULES[schedule]:16}', args.iterations) as done:
             for line in process.stdout:
                 output.write(line)
                 if found := re.search(r'iteration +(\d+)/.*lm loss: (\S+)', line):
-                    bar.set_postfix_str(f'loss {float(found[2]):.4f}')
-                    bar.update(int(found[1]) - bar.n)
+                    done(int(found[1]), float(found[2]))
         if process.wait():
             sys.exit(f'training by {schedule} failed: {log} tells why')
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -126,6 +149,7 @@ def table(results: dict[str, Result]) -> str:
             'identical',
             's/iteration',
             'bubble',
+            'idle, all ranks',
             'simulated',
             'live per rank',
         )
@@ -141,6 +165,7 @@ def table(results: dict[str, Result]) -> str:
                 'reference' if schedule == 'megatron' else same,
                 f'{statistics.median(result.seconds[1:] or result.seconds):.3f}',
                 f'{timeline.bubble_makespan:.1%}',
+                f'{timeline.idle_all_ranks:.1%}',
                 f'{simulated.bubble_makespan:.1%}',
                 ' '.join(f'{peak:g}' for peak in result.measurement.peak_activations),
             )
@@ -157,7 +182,12 @@ def pictures(args: argparse.Namespace, results: dict[str, Result]) -> list[Path]
     curves, lines = args.output / 'loss.png', args.output / 'timelines.png'
     loss_png({SCHEDULES[name]: result.losses for name, result in results.items()}, curves)
     measured = {SCHEDULES[name]: result.measurement.timeline for name, result in results.items()}
-    timeline_png({f'{name}, measured': timeline for name, timeline in measured.items()}, lines)
+    timeline_png(
+        {f'{name}, measured': timeline for name, timeline in measured.items()},
+        lines,
+        unit='s',
+        heading=f'the median iteration of {args.iterations}, {args.ranks} ranks, CPU and gloo',
+    )
     return [curves, lines]
 
 
@@ -168,9 +198,11 @@ def main(argv: list[str] | None = None) -> None:
     results = {schedule: train(args, data, schedule) for schedule in SCHEDULES}
     print(f'\n{args.ranks} ranks, CPU and gloo; CPU figures, not GPU ones\n')
     print(table(results))
+    print(f'\n{MEANING} (of the median iteration)')
     print(
-        '\nbubble: share of the median iteration in which the busiest rank idles, as measured and '
-        'as\nsimulated from its pass times; live: most activations held, in microbatches\n'
+        'simulated: the bubble, from the times of the passes; live: most activations held, in '
+        'microbatches\nThe runs come one after the other and the model is small: differences in '
+        's/iteration are noise.\nThat losses agree is the point here, not what a GPU gains.\n'
     )
     for path in pictures(args, results):
         print(f'wrote {path}')

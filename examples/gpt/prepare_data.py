@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,7 +77,7 @@ def prepare(output: Path, inputs: list[Path] | None = None, max_bytes: int = 8_0
     partial = bin_path.with_suffix('.partial')
     builder = IndexedDatasetBuilder(str(partial), dtype=DType.optimal_dtype(VOCABULARY))
     total = 0
-    with tqdm(total=max_bytes, unit='B', unit_scale=True, desc='prepare', file=sys.stderr) as bar:
+    with tqdm(total=max_bytes, unit='B', unit_scale=True, desc='prepare', disable=None) as bar:
         for path in text_files(inputs):
             text = path.read_text(encoding='utf-8', errors='replace')
             for start in range(0, len(text), DOCUMENT):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -20,6 +21,7 @@ COMMANDS = pages.commands()
 ELSEWHERE = {
     './scripts/quickstart.sh': 'tests/megatron/test_quickstart.py',
     './scripts/test.sh': '.ci/run',
+    './scripts/test.sh tests/megatron/test_soak.py --full -s': '.ci/run',
     './scripts/gpu_check.sh': 'tests/unit/project/test_gpu_check.py',
     'WHEELS=/path/to/wheels ./scripts/gpu_check.sh': 'tests/unit/project/test_gpu_check.py',
     'python scripts/compare_with_paper.py': 'tests/unit/project/test_paper_page.py',
@@ -122,6 +124,8 @@ def test_zbpp_commands(page, tmp_path, data):
     if 'train.py' in pages.files(page):
         losses = [float(loss) for loss in re.findall(r'iteration \d+: loss ([\d.]+)', done.stdout)]
         assert len(losses) == 20 and losses[-1] < 0.7 * losses[0]
+        tree = ast.parse(pages.files(page)['train.py'])
+        assert sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) == 25
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import email
+import re
 import shutil
 import sys
 import tarfile
@@ -73,6 +75,23 @@ def test_the_wheel_works_alone(built, tmp_path) -> None:
     for picture in ('compare.html', 'compare.svg', 'zb-v.html'):
         assert (tmp_path / picture).stat().st_size > 1000
     assert (tmp_path / 'site/megatron_zbpp/py.typed').exists()
+
+
+def test_the_page_of_the_package(built) -> None:
+    """Every link of the README leads somewhere from outside the repository; pictures are raw."""
+    (wheel,) = built.glob('*.whl')
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith('.dist-info/METADATA'))
+        metadata = email.message_from_bytes(archive.read(name))
+    urls = dict(url.split(', ') for url in metadata.get_all('Project-URL'))
+    text = metadata.get_payload()
+    links = re.findall(r'(!?)\[[^\]]*\]\(([^)]+)\)', text)
+    assert len(links) > 10 and metadata['Description-Content-Type'] == 'text/markdown'
+    assert all(link.startswith(('https://', '#')) for _, link in links)
+    pictures = {link.removeprefix(f'{urls["Source"]}/raw/main/') for mark, link in links if mark}
+    assert pictures and all((ROOT / picture).is_file() for picture in pictures)
+    files = [link for _, link in links if link.startswith(f'{urls["Source"]}/blob/main/')]
+    assert all((ROOT / link.partition('/main/')[2].partition('#')[0]).exists() for link in files)
 
 
 def test_the_wheel_holds_every_file(built) -> None:
