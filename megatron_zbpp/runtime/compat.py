@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.autograd import grad_mode
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 # what `torch.autograd.backward` calls once it has made a gradient of each root
 run_backward = torch.autograd.Variable._execution_engine.run_backward
@@ -27,6 +28,18 @@ def unseen_by_autograd(tensors: tuple[torch.Tensor, ...]) -> AbstractContextMana
 def default_store() -> Store:
     """Return where the ranks of the world met."""
     return distributed_c10d._get_default_store()
+
+
+def tcp_store(store: Store) -> TCPStore | None:
+    """Return the one that `store` is a view of, and that is served somewhere; None: none is."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, TCPStore) else None
+
+
+def another_client(store: Any) -> Store:
+    """Return one that can be used at the same time as `store`, where this torch has such."""
+    return store.clone() if hasattr(store, 'clone') else store
 
 
 def group_options(group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -52,6 +52,10 @@ CASES = {
 CASES |= {
     'wrong type': SOUND | {'mishap': 'wrong type', 'pass': '1F1'},
     'far away': SOUND | {'mishap': 'SIGSTOP', 'pass': '0F3', 'ranks': 4, 'schedule': 'zb-v'},
+    'first killed': SOUND | {'mishap': 'SIGKILL', 'pass': '0F3', 'ranks': 4, 'schedule': 'zb-v'},
+    'blocking, one killed': SOUND | {'mishap': 'SIGKILL', 'pass': '1B2', 'blocks': True},
+    'blocking, first killed': SOUND
+    | {'mishap': 'SIGKILL', 'pass': '0F3', 'ranks': 4, 'schedule': 'zb-v', 'blocks': True},
     'slow pass': SOUND | {'mishap': 'slow', 'pass': '1F1'},
     'long pause': SOUND | {'mishap': 'slow', 'pass': '1F1', 'pause': 1.5 * TIMEOUT},
 }
@@ -147,7 +151,32 @@ def test_far_from_the_stopped_rank(ended):
         assert 'from pipeline rank' in fields['waits for']
         assert ranks[other]['code'] not in (None, 0)
         assert TIMEOUT - 0.5 < ranks[other]['seconds'] < TIMEOUT + LAST_WORDS
-        assert fields['culprit'].startswith('not known: the store'), 'the stopped rank keeps it'
+        assert accused(fields) == 0, 'though it keeps the store of the ranks'
+
+
+def test_the_first_rank_is_killed(ended):
+    """With it goes the store that it keeps."""
+    ranks = ended['first killed']
+    assert ranks[0]['code'] == -9
+    for other in (1, 2, 3):
+        _, fields = report(ranks[other])
+        assert accused(fields) == 0, ranks[other]
+        assert ranks[other]['seconds'] < LAST_WORDS
+
+
+@pytest.mark.parametrize(
+    ('case', 'victim'), [('blocking, one killed', 1), ('blocking, first killed', 0)]
+)
+def test_a_rank_is_killed_on_a_backend_that_blocks(ended, case, victim):
+    """Nobody hears of it; all know who it was once their time is over."""
+    ranks = ended[case]
+    assert ranks[victim]['code'] == -9
+    for rank in {*range(len(ranks))} - {victim}:
+        title, fields = report(ranks[rank])
+        assert title.endswith(f'no step forward for {TIMEOUT:g} s')
+        assert ranks[rank]['code'] == EXIT_CODE
+        assert ranks[rank]['seconds'] < TIMEOUT + LAST_WORDS
+        assert accused(fields) == victim, ranks[rank]
 
 
 @pytest.mark.parametrize('case', ['slow pass', 'long pause'])

@@ -158,6 +158,7 @@ def test_link_is_cut(ranks, data, cuts, whole, tmp_path, place):
         ((number, host, *position),) = REPORT.findall(each.said)
         assert (int(number), host) == (rank, NAMES[rank])
         assert re.fullmatch(now, position[0]) and re.fullmatch(waits_for, position[1]), position
+        assert f'culprit: global rank {1 - rank}, which does not answer' in each.said, each.said
         limit = (PAUSE if place == 'checkpoint' else TIMEOUT) + MARGIN
         assert each.rank_time - cut < limit
         assert each.code != 0 and each.time - each.rank_time < MARGIN

@@ -13,15 +13,17 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import sympy  # noqa: F401  torch's first backward imports it, in each rank, and slowly
 import torch
 import torch.distributed as dist
 from programs import pairs
 from stages import ROWS, WIDTH, LinearStage
 
 from megatron_zbpp.analysis.lowering import lower
+from megatron_zbpp.emulation import nccl
 from megatron_zbpp.ir import B, F, Pass
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import HostClock
@@ -90,13 +92,36 @@ def run(case, rank):
     dist.init_process_group('gloo', store=store, rank=rank, world_size=case['ranks'])
     schedule = build(case['schedule'], case['ranks'], case['microbatches'])
     programs = lower(schedule)
-    channels = Channels(dist.group.WORLD, pairs(programs), torch.device('cpu'))
     watchdog = Watchdog(case['timeout'])
-    try:
-        iterate(case, rank, schedule, programs, channels, watchdog)
-        dist.barrier()  # as an optimizer's step does
-    finally:
-        watchdog.stop()
+    with blocking(case) if case.get('blocks') else nullcontext(dist.group.WORLD) as group:
+        channels = Channels(group, pairs(programs), torch.device('cpu'))
+        try:
+            iterate(case, rank, schedule, programs, channels, watchdog)
+            dist.barrier()  # as an optimizer's step does
+        finally:
+            watchdog.stop()
+
+
+@contextmanager
+def blocking(case):
+    """A group that blocks as NCCL's do: who talks to a rank that is dead hears nothing of it.
+
+    What carries its messages is nobody's of the ranks, as a network is not.
+    """
+    with nccl.Device(patience=LIMIT) as device:
+        network = common_store(Path(case['folder'], 'network'), -1, case['ranks'])
+        device.store = dist.PrefixStore('nccl', network)
+        yield dist.new_group(backend=nccl.NAME)
+
+
+def serve(case):
+    """The process that carries the messages of `blocking`."""
+    pid = os.fork()
+    if not pid:
+        store = common_store(Path(case['folder'], 'network'), 0, case['ranks'])
+        while store:  # until it is killed
+            time.sleep(LIMIT)
+    return pid
 
 
 def iterate(case, rank, schedule, programs, channels, watchdog):
@@ -136,8 +161,10 @@ def fork(case, rank):
 
 def run_all(cases, indices):
     """Those `cases` at once; exit code and time of end by (case, rank), for those that ended."""
-    running = {}
+    running, servers = {}, []
     for index in indices:
+        if cases[index].get('blocks'):
+            servers.append(serve(cases[index]))
         ranks = range(cases[index]['ranks'])
         running |= {fork(cases[index], rank): (index, rank) for rank in ranks}
     ended = {}
@@ -149,7 +176,7 @@ def run_all(cases, indices):
             if done:
                 ended[running.pop(pid)] = os.waitstatus_to_exitcode(status), time.monotonic()
         time.sleep(0.01)
-    for pid in running:
+    for pid in [*running, *servers]:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     return ended

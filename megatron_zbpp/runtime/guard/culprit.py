@@ -12,6 +12,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from math import inf
 
+NOBODY = 'culprit: none found among those that are waited for'
+
 
 @dataclass(frozen=True)
 class Statement:
@@ -86,7 +88,7 @@ def accuse(
             to_ask += () if found[one] else said[one].waits
     guilty = {one: why for one, why in sorted(found.items()) if why}
     if not guilty:
-        return 'culprit: none found among those that are waited for'
+        return NOBODY
     waiting = {one: set(said[one].waits) for one in sorted(found) if one not in guilty}
     pairs = [
         f'{one} waits for {", ".join(map(str, sorted(whom & set(guilty) or whom)))}'

@@ -341,9 +341,8 @@ class Watchdog:
             looks = looks + 1 if beat is not None and now == seen else 0
             seen = now
             self._stalled = looks * between
-            current = activity or self._pause
-            if current is not None:
-                heartbeats.say(self._statement(current))
+            if activity is not None:
+                heartbeats.say(self._statement(activity))
             limit = self._pause_timeout if activity is self._pause else self.timeout
             if limit and looks * between >= limit:
                 self._end(f'no step forward for {limit:g} s', EXIT_CODE, failed)
