@@ -25,13 +25,14 @@ _INTRODUCTION = f"""# Gallery of schedules
 Every schedule that the registry knows, drawn for p = {RANKS} ranks and m = {MICROBATCHES}
 microbatches with F = B = W = 1: each rank's passes, and below them the activations that it holds.
 *Window*: from the first to the last pass of a rank, which counts with
-[post-validation](post-validation.md); *makespan*: of all ranks. *Memory* is in activations of one
-microbatch on a full rank. In formulas v is the number of chunks a rank.
+[post-validation](post-validation.md); *makespan*: of all ranks. *Bubble* is the idle share of the
+busiest rank; *idle, all ranks* the share of all ranks' time that is lost. *Memory* is in
+activations of one microbatch on a full rank. In formulas v is the number of chunks a rank.
 
 Other numbers: `zbpp show --schedule NAME --pp P --microbatches M`, or `zbpp compare`.
 
-| schedule | bubble of the window | of the makespan | peak memory |
-|---|---|---|---|
+| schedule | bubble of the window | of the makespan | idle, all ranks | peak memory |
+|---|---|---|---|---|
 """
 
 
@@ -49,9 +50,8 @@ def on_files(files, config):
 def gallery() -> str:
     """Return the page: a table of all families, and a section for each."""
     rows = ''.join(
-        f'| [`{family.name}`](#{family.name}) | {window:.1%} | {makespan:.1%} | {memory:g} |\n'
+        f'| [`{family.name}`](#{family.name}) | {" | ".join(_facts(family))} |\n'
         for family in FAMILIES
-        for window, makespan, memory in [_facts(family)]
     )
     return _INTRODUCTION + rows + '\n' + '\n'.join(map(_section, FAMILIES))
 
@@ -59,7 +59,8 @@ def gallery() -> str:
 def picture(family: Family) -> str:
     """Return the family's schedule as SVG."""
     timeline, costs = _case(family)
-    return svg({family.name: timeline}, {family.name: costs}, width=1100)
+    heading = f'p = {RANKS}, m = {MICROBATCHES}, F = B = W = 1; simulated'
+    return svg({family.name: timeline}, {family.name: costs}, width=1100, heading=heading)
 
 
 def fenced(docstring: str) -> str:
@@ -85,11 +86,11 @@ def _section(family: Family) -> str:
 """
 
 
-def _facts(family: Family) -> tuple[float, float, float]:
-    """Return the bubbles of window and makespan, and the peak memory."""
+def _facts(family: Family) -> tuple[str, ...]:
+    """Return the bubbles of window and makespan, what all ranks idle, and the peak memory."""
     timeline, costs = _case(family)
-    most = max(peak(timeline.schedule, costs))
-    return timeline.bubble_window, timeline.bubble_makespan, most
+    shares = timeline.bubble_window, timeline.bubble_makespan, timeline.idle_all_ranks
+    return *(f'{share:.1%}' for share in shares), f'{max(peak(timeline.schedule, costs)):g}'
 
 
 def _case(family: Family):

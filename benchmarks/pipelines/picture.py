@@ -1,4 +1,4 @@
-"""The comparison as a bar chart, by matplotlib (an extra)."""
+"""The comparison as a picture, by matplotlib (an extra)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ _TITLES = {
 }
 
 
+_SHORT = {'megatron': 'Megatron', 'torch': 'torch', 'zbpp': 'ours'}
+_SHAPES = {'megatron': 's', 'torch': '^', 'zbpp': 'o'}
+
+
 def require_matplotlib() -> None:
     """Return if pictures can be drawn.
 
@@ -29,7 +33,10 @@ def require_matplotlib() -> None:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Bars of the median iteration, fastest on top; a mark where the simulator expects it.
+    """Draw a dot for each median iteration, fastest on top; a mark where the simulator expects it.
+
+    Dots, as the axis does not start at 0; each runner has a shape, and its name beside the
+    schedule's.
 
     Args:
         rows: of one run.
@@ -38,22 +45,24 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
     shown = sorted(rows, key=lambda row: row['median_ms'])
-    places = range(len(shown))
     figure = Figure((9.0, 1.4 + 0.28 * len(shown)), layout='constrained')
     axes = figure.subplots()
     fills = dict(zip(_TITLES, map(colour, KINDS), strict=False))
     for runner, title in _TITLES.items():
         own = [(at, row['median_ms']) for at, row in enumerate(shown) if row['runner'] == runner]
         if own:
-            axes.barh(*zip(*own, strict=True), color=fills[runner], label=title)
+            places, times = zip(*own, strict=True)
+            axes.plot(times, places, _SHAPES[runner], color=fills[runner], ms=7, label=title)
     simulated = [row['simulated_ms'] for row in shown]
-    axes.plot(simulated, places, '|', color='black', ms=11, label='simulated')
+    axes.plot(simulated, range(len(shown)), '|', color='black', ms=11, label='simulated')
     first = shown[0]
     ideal = first['m'] * sum(first['times_ms'])
     axes.axvline(ideal, color='black', lw=0.8, ls=':', label='no bubble')
-    axes.set_yticks(places, [row['schedule'] for row in shown])
+    names = [f'{row["schedule"]}  ({_SHORT[row["runner"]]})' for row in shown]
+    axes.set_yticks(range(len(shown)), names)
+    axes.grid(axis='y', alpha=0.3)
     axes.set_ylim(len(shown) - 0.4, -0.6)
-    axes.set_xlim(0.85 * ideal, None)
+    axes.set_xlim(0.97 * ideal, None)
     axes.set_xlabel('ms per iteration (the axis does not start at 0)')
     times = ', '.join(f'{t:g}' for t in first['times_ms'])
     axes.set_title(f'p = {first["p"]}, m = {first["m"]}; F, B, W = {times} ms, emulated')

@@ -63,7 +63,10 @@ def test_side_by_side(tmp_path):
     assert rows['megatron', '1f1b']['ratio_to_1f1b'] == 1
     assert rows['zbpp', 'zb-v']['simulated_ms'] < rows['zbpp', '1f1b']['simulated_ms']
     assert len(text.splitlines()) == len(rows) + 1
-    assert '<svg' in picture.read_text()
+    drawn = picture.read_text()
+    assert '<svg' in drawn and 'the axis does not start at 0' in drawn
+    for said in ('1f1b  (Megatron)', '1F1B  (torch)', '1f1b  (ours)'):
+        assert f'<!-- {said} -->' in drawn, 'told apart without colour'
 
 
 def test_with_optimizer(tmp_path):
