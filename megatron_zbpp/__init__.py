@@ -116,6 +116,8 @@ def enable(
     from megatron_zbpp.mcore.settings import Settings, folder
     from megatron_zbpp.runtime.guard import agreement
 
+    if flags is not None and not isinstance(flags, Mapping):
+        raise ValueError(f'flags is {flags!r}: give names with values, such as vars(args)')
     settings = Settings(
         schedule,
         num_chunks,

@@ -23,6 +23,8 @@ from megatron_zbpp.ir import formats
 from megatron_zbpp.planner.problem import OBJECTIVES
 from megatron_zbpp.version import __version__
 
+# Commands whose numbers, if they take any, are no times.
+_TIMELESS = frozenset({'', 'list', 'check', 'doctor'})
 _FORMATS = ('json', 'torch-csv', 'html', 'svg', 'png', 'perfetto')
 
 _EXAMPLES = """
@@ -38,10 +40,11 @@ zbpp convert --file plan.json --to torch-csv -o plan.csv
 zbpp convert --schedule zb-v --pp 4 --microbatches 8 --to html -o zb-v.html
 """
 
-_UNITS = """
+_TIMES = """
 Times are of one full rank, in any unit: a chunk of v takes a v-th of each. Stages that differ go
-into a file {"F": [...], "B": [...], "W": [...]}, one entry per stage in model order. Memory is in
-activations of one microbatch on a full rank.
+into a file {"F": [...], "B": [...], "W": [...]}, one entry per stage in model order."""
+_MEMORY = """
+Memory is in activations of one microbatch on a full rank.
 """
 
 
@@ -209,7 +212,10 @@ def _add_planning(planned: argparse.ArgumentParser) -> None:
 def _epilog(prefix: str) -> str:
     """Return the examples that start with `prefix`, and what their numbers mean."""
     lines = [f'  {line}' for line in _EXAMPLES.splitlines() if line.startswith(prefix)]
-    return '\n'.join(['examples:', *lines, _UNITS])
+    name = prefix.removeprefix('zbpp').strip()
+    units = [] if name in _TIMELESS else [_TIMES]
+    units += [] if name in _TIMELESS - {'check'} else [_MEMORY]
+    return '\n'.join(['examples:', *lines, *units])
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:

@@ -477,6 +477,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture) -> None:
         assert stop.value.code == 0
         text = capsys.readouterr().out
         assert f'zbpp {" ".join(argv)}' in text.split('examples:')[1]
+        assert ('Times are of one full rank' in text) == bool(argv), 'where there are times'
 
 
 def test_needs_neither_torch_nor_matplotlib() -> None:

@@ -56,6 +56,11 @@ def test_a_folder_that_is_none(asked, said):
     assert said in str(error.value)
 
 
+def test_flags_that_are_none():
+    with pytest.raises(ValueError, match=r'flags is 5: give names with values, such as vars'):
+        megatron_zbpp.enable('zb-h1', flags=5)
+
+
 def test_sense():
     assert folder('pictures') == Path('pictures') and folder(None) is None
     assert Settings('ZB_V', 2) == Settings('zb-v', 2)
