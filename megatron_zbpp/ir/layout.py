@@ -50,8 +50,8 @@ def layers_per_stage(
         raise ValueError(
             f'{num_layers} layers cannot be placed on {stages} stages '
             f'({placement.num_ranks} ranks of {placement.num_chunks}): give each stage a layer '
-            '(--num-layers), or use fewer pipeline ranks or a schedule with fewer chunks (as a plan, '
-            f'zbpp plan --layers {num_layers})'
+            '(--num-layers), or use fewer pipeline ranks or a schedule with fewer chunks '
+            f'(as a plan, zbpp plan --layers {num_layers})'
         )
     return counts
 

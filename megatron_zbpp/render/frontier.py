@@ -10,7 +10,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.render.colours import HUES
@@ -94,11 +94,11 @@ def _label(figure: Figure, axes: Axes, labels: Mapping[Place, str], line: Sequen
     taken = [_around(axes, place) for place in (*labels, *line)]
     taken += [legend.get_window_extent()] if legend is not None else []
     for place, text in sorted(labels.items(), key=lambda entry: (entry[0][1], entry[0][0])):
-        (across, up, side), box = next(
-            (found for found in _places(axes, place, text) if _free(found[1], frame, taken)),
-            next(_places(axes, place, text)),
-        )
-        taken.append(box)
+        free = [at for at in _places(axes, place, text) if _free(at.box, frame, taken)]
+        clear = (at for at in free if _clear(at.leader, taken))
+        found = next(clear, free[0] if free else next(_places(axes, place, text)))
+        across, up, side = found.offset
+        taken.append(found.box)
         far = (across, up) != (_NEAR, 0)
         arrow = {'arrowstyle': '-', 'color': '#999999', 'lw': 0.6, 'shrinkB': 3} if far else None
         axes.annotate(
@@ -107,8 +107,22 @@ def _label(figure: Figure, axes: Axes, labels: Mapping[Place, str], line: Sequen
         )  # fmt: skip
 
 
-def _places(axes: Axes, place: Place, text: str) -> Iterator[tuple[tuple[float, float, str], Bbox]]:
-    """Offsets of a label to try, the nearest first, with its alignment, and its box there."""
+class _Try(NamedTuple):
+    """Where a label may be.
+
+    Attributes:
+        offset: from its mark, in points, and which side of it is there.
+        box: on the canvas.
+        leader: places on the canvas of the line between the two.
+    """
+
+    offset: tuple[float, float, str]
+    box: Bbox
+    leader: tuple[tuple[float, float], ...]
+
+
+def _places(axes: Axes, place: Place, text: str) -> Iterator[_Try]:
+    """Where a label may be, the nearest first."""
     from matplotlib.transforms import Bbox
 
     probe = axes.text(0, 0, text, fontsize=_SIZE)
@@ -122,7 +136,12 @@ def _places(axes: Axes, place: Place, text: str) -> Iterator[tuple[tuple[float, 
             left = x + right * pixels - size.width * (1 - across) / 2
             foot = y + above * pixels - size.height / 2
             box = Bbox.from_bounds(left, foot, size.width, size.height).padded(1.0)
-            yield (right, above, {1: 'left', 0: 'center', -1: 'right'}[across]), box
+            side = {1: 'left', 0: 'center', -1: 'right'}[across]
+            steps = [k / _STEPS for k in range(_STEPS)]
+            leader = ((x + s * right * pixels, y + s * above * pixels) for s in steps)
+            mark = _around(axes, place)
+            far = tuple(at for at in leader if not mark.contains(*at))
+            yield _Try((right, above, side), box, far)
 
 
 def _free(box: Bbox, frame: Bbox, taken: Sequence[Bbox]) -> bool:
@@ -130,6 +149,11 @@ def _free(box: Bbox, frame: Bbox, taken: Sequence[Bbox]) -> bool:
     inside = frame.containsx(box.x0) and frame.containsx(box.x1)
     inside = inside and frame.containsy(box.y0) and frame.containsy(box.y1)
     return inside and not any(map(box.overlaps, taken))
+
+
+def _clear(leader: Sequence[tuple[float, float]], taken: Sequence[Bbox]) -> bool:
+    """Whether the line to a label crosses nothing else."""
+    return not any(other.contains(*place) for other in taken for place in leader)
 
 
 def _around(axes: Axes, place: Place) -> Bbox:
