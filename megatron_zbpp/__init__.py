@@ -30,6 +30,7 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.errors import ScheduleError
 from megatron_zbpp.ir.formats import load
 from megatron_zbpp.ir.layout import ModelLayout, layers_per_stage
+from megatron_zbpp.mcore import enabled
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.schedules import FAMILIES, Family, build
 from megatron_zbpp.version import __version__
@@ -65,8 +66,6 @@ __all__ = [
     'plan',
     'simulate',
 ]
-
-_enabled: Plugin | None = None
 
 
 def enable(
@@ -111,10 +110,7 @@ def enable(
         ValueError: no such schedule, the message names the known ones; or another argument that
             makes no sense.
     """
-    global _enabled
-    from megatron_zbpp.mcore.plugin import Plugin
     from megatron_zbpp.mcore.settings import Settings, folder
-    from megatron_zbpp.runtime.guard import agreement
 
     if flags is not None and not isinstance(flags, Mapping):
         raise ValueError(f'flags is {flags!r}: give names with values, such as vars(args)')
@@ -128,15 +124,7 @@ def enable(
         profile_iters,
         folder(trace_dir),
     )
-    if _enabled is None or not _enabled.enabled or _enabled.settings != settings:
-        plugin = Plugin(settings)  # refuses what makes no sense before anything is undone
-        if _enabled is not None:
-            _enabled.disable()
-        plugin.install()
-        _enabled = plugin
-    if flags is not None:
-        _enabled.session.flags = agreement.comparable_flags(flags)
-    return _enabled
+    return enabled.switch(settings, flags)
 
 
 def layout_for(
@@ -197,16 +185,17 @@ def device() -> torch.device:
 
 
 def guard(what: str) -> AbstractContextManager[None]:
-    """Watches a collective call of the program's own, as the watchdog watches the plugin's.
+    """Watch a collective call of the program's own, as the watchdog watches the plugin's.
 
     Args:
         what: its name, for the report of a rank that waits in it.
     """
-    return nullcontext() if _enabled is None else _enabled.session.watchdog.collective(what)
+    plugin = enabled.plugin
+    return nullcontext() if plugin is None else plugin.session.watchdog.collective(what)
 
 
 def observe(device: torch.device, pp_group: dist.ProcessGroup) -> AbstractContextManager[Observer]:
-    """Measures the passes of Megatron's own 1F1B as the plugin measures those of its schedules.
+    """Measure the passes of Megatron's own 1F1B as the plugin measures those of its schedules.
 
     Args:
         device: that this process computes on.
@@ -226,7 +215,7 @@ def figures() -> Figures | None:
     Bubble and idle time are means of all iterations since, memory is the most that any rank held.
     None where no iteration of training has ended since.
     """
-    return None if _enabled is None else _enabled.figures()
+    return None if enabled.plugin is None else enabled.plugin.figures()
 
 
 def add_arguments() -> None:

@@ -43,7 +43,7 @@ class Parsed:
 
 def parse(flags, changes):
     """On each rank: our flags behind a parser that stands for Megatron's, on two ranks."""
-    import megatron_zbpp
+    from megatron_zbpp.mcore import enabled
     from megatron_zbpp.mcore.command_line import arguments
     from megatron_zbpp.mcore.command_line import flags as ours
 
@@ -51,10 +51,10 @@ def parse(flags, changes):
     ours.add_arguments(parser)
     parser.set_defaults(**{**MEGATRONS, **changes})
     parser.parse_known_args = arguments._preparing(parser.parse_known_args)
-    megatron_zbpp._enabled = None
+    enabled.plugin = None
     with mock.patch.object(sys, 'argv', ['script.py']):
         found = outcome(parser.parse_args, list(map(str, flags)))
-    plugin = megatron_zbpp._enabled
+    plugin = enabled.plugin
     if plugin is not None:
         plugin.disable()
     if found.code is not None:

@@ -23,7 +23,7 @@ def train(argv, looks):
     from cuda_double import GPU, Cuda
     from megatron.core.transformer.mlp import MLP
 
-    import megatron_zbpp
+    from megatron_zbpp.mcore import enabled
     from megatron_zbpp.mcore.iteration import forward_backward
 
     def forward(self, hidden_states, *args, _original=MLP.forward, **kwargs):
@@ -39,7 +39,7 @@ def train(argv, looks):
     ):
         try:
             pretrain_gpt.train(pretrain_gpt.parse_args(argv))
-            early = megatron_zbpp._enabled.post_validation
+            early = enabled.plugin.post_validation
         finally:
             forget_groups()
     return cuda.waits, cuda.races, early and early.early

@@ -16,6 +16,7 @@ from paths import ROOT
 
 import megatron_zbpp
 from megatron_zbpp.emulation.flags import CPU_FLAGS
+from megatron_zbpp.mcore import enabled
 
 README = (ROOT / 'examples' / 'gpt' / 'README.md').read_text()
 SETTING, *BLOCKS = re.findall(r'```bash\n(.*?)```', README, re.S)
@@ -127,7 +128,7 @@ def both_snippets():
             exec(snippet, names)
             ours.append(hasattr(get_forward_backward_func(2, 2), 'func'))
     finally:
-        megatron_zbpp._enabled.disable()
+        enabled.plugin.disable()
     return ours, names['layout'].text
 
 

@@ -31,8 +31,8 @@ def parsed(argv, world):
 
     from megatron.training import arguments as megatrons
 
-    import megatron_zbpp
     from megatron_zbpp.emulation import cpu
+    from megatron_zbpp.mcore import enabled
     from megatron_zbpp.mcore.command_line import arguments
 
     original, errors = megatrons.add_megatron_arguments, io.StringIO()
@@ -50,8 +50,8 @@ def parsed(argv, world):
         return errors.getvalue()
     finally:
         megatrons.add_megatron_arguments = original
-        if megatron_zbpp._enabled is not None:
-            megatron_zbpp._enabled.disable()
+        if enabled.plugin is not None:
+            enabled.plugin.disable()
 
 
 @needs_training

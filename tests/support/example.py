@@ -47,11 +47,11 @@ def forget_groups() -> None:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.common.embeddings import rotary_pos_embedding
 
-    import megatron_zbpp
+    from megatron_zbpp.mcore import enabled
 
-    if megatron_zbpp._enabled is not None:
-        megatron_zbpp._enabled.disable()
-        megatron_zbpp._enabled = None  # it knows groups
+    if enabled.plugin is not None:
+        enabled.plugin.disable()
+        enabled.plugin = None  # it knows groups
     parallel_state.destroy_model_parallel()
     for name, value in list(vars(parallel_state).items()):
         if isinstance(value, dist.ProcessGroup):  # which that has forgotten

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import megatron_zbpp
 from megatron_zbpp.emulation import cpu, te
-from megatron_zbpp.mcore import refusals
+from megatron_zbpp.mcore import enabled, refusals
 from megatron_zbpp.mcore.command_line import flags, sizes
 from megatron_zbpp.mcore.command_line.messages import refuse, say
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
@@ -108,12 +107,7 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         return None
     sizes.require_plain(args)
     source, chunks = flags.source_of(config), sizes.num_chunks(args)
-    settings = Settings(source, chunks, config.pipeline_schedule_memory_limit)
-    placement = Programs(settings).placement(args.pipeline_model_parallel_size)
-    reasons = list(refusals.refused(args, cpu.installed(), te.installed(), placement))
-    if reasons:
-        raise NotImplementedError('with --pipeline-schedule, ' + '. '.join(map(str, reasons)))
-    plugin = megatron_zbpp.enable(
+    settings = Settings(
         source,
         chunks,
         memory_limit=config.pipeline_schedule_memory_limit,
@@ -122,8 +116,12 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         post_validation=flags.clean_steps(config),
         profile_iters=config.pipeline_schedule_profile_iters,
         trace_dir=config.pipeline_trace_dir,
-        flags=vars(args),
     )
+    placement = Programs(settings).placement(args.pipeline_model_parallel_size)
+    reasons = list(refusals.refused(args, cpu.installed(), te.installed(), placement))
+    if reasons:
+        raise NotImplementedError('with --pipeline-schedule, ' + '. '.join(map(str, reasons)))
+    plugin = enabled.switch(settings, vars(args))
     if config.enable_optimizer_post_validation and sizes.disable_rerun_checks(args, sys.argv):
         say('--rerun-mode disabled, or all ranks would wait for each other in each iteration')
     for num_microbatches in sorted(sizes.microbatches(args, int(os.environ.get('WORLD_SIZE', 1)))):

@@ -10,9 +10,14 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import accumulate, product
 
-from megatron_zbpp.ir import BW, B, F, Pass, Placement, W, chain
+from megatron_zbpp.ir import B, Pass, Placement, W, chain
+from megatron_zbpp.ir.compiled import compiled
+from megatron_zbpp.ir.graph import DEVICE
 
 Slots = dict[Pass, int]
+
+_PLAIN = chain(1)  # what each kind of pass does, whatever its stage
+_WIDTHS = {kind: len(_PLAIN.tasks(kind, 0)) for kind in _PLAIN.kinds}  # in slots
 
 
 def repeat(block: Mapping[tuple[str, int], int], interval: int, num_microbatches: int) -> Slots:
@@ -45,8 +50,7 @@ def tighten(
 ) -> Slots:
     """`slots` with passes moved up to the earliest free slot that they can have, in order of time.
 
-    A forward moves only as far as its rank then holds at most `limit` activations; what gives one
-    back is W or BW, or B where there are no Ws.
+    What takes an activation moves only as far as its rank then holds at most `limit`.
 
     Args:
         slots: of F and BW, of F and B, or of F, B and W.
@@ -60,7 +64,7 @@ def tighten(
     needs = _needs(placement.num_stages, frozenset(p.kind for p in slots))
     for p, slot in sorted(slots.items(), key=lambda item: (item[1], item[0].stage)):
         if start <= slot and (stop is None or slot < stop):
-            earliest = max((moved[q] + _width(q) for q in _before(p, needs)), default=0)
+            earliest = max((moved[q] + _WIDTHS[q.kind] for q in _before(p, needs)), default=0)
             row = rows[placement.ranks[p.stage]]
             moved[p] = row.move_up(p.kind, slot, earliest, limit)
     return moved
@@ -72,10 +76,6 @@ def orders(slots: Slots, placement: Placement) -> list[list[Pass]]:
     for p, _ in sorted(slots.items(), key=lambda item: item[1]):
         result[placement.ranks[p.stage]].append(p)
     return result
-
-
-def _width(p: Pass) -> int:
-    return 2 if p.kind == BW else 1
 
 
 @lru_cache(16)
@@ -108,18 +108,24 @@ def _before(
 
 
 class _Row:
-    """Slots of one rank: which are taken, and how many activations are held in each."""
+    """Slots of one rank: which are taken, and how many activations are held in each.
 
-    def __init__(self, slots: Slots, release: str) -> None:
-        length = max(slot + _width(p) for p, slot in slots.items())
-        self.release = release
+    Args:
+        slots: of its passes.
+        changes: how many activations each kind of pass takes at its start (positive), or gives back
+            at its end (negative).
+    """
+
+    def __init__(self, slots: Slots, changes: Mapping[str, int]) -> None:
+        length = max(slot + _WIDTHS[p.kind] for p, slot in slots.items())
+        self.changes = changes
         self.taken = bytearray(length)
-        change = [0] * (length + 1)
+        held = [0] * (length + 1)
         for p, slot in slots.items():
-            self.taken[slot : slot + _width(p)] = b'\1' * _width(p)
-            change[slot] += p.kind == F
-            change[slot + _width(p)] -= p.kind == release
-        self.held = list(accumulate(change))
+            width, change = _WIDTHS[p.kind], changes[p.kind]
+            self.taken[slot : slot + width] = b'\1' * width
+            held[slot if change > 0 else slot + width] += change
+        self.held = list(accumulate(held))
 
     def take_after(self, slot: int) -> int:
         """Return the first free slot after `slot`, which is now taken."""
@@ -132,28 +138,38 @@ class _Row:
 
     def move_up(self, kind: str, slot: int, earliest: int, limit: int) -> int:
         """Move the pass at `slot` to the earliest slot that it can have; return that."""
-        width = 2 if kind == BW else 1
+        width, change = _WIDTHS[kind], self.changes[kind]
         self.taken[slot : slot + width] = bytes(width)
-        if kind == F:
+        if change > 0:
             fits = slot
             while fits > earliest and self.held[fits - 1] < limit:
                 fits -= 1
             earliest = fits
         best = self.taken.find(bytes(width), earliest)  # at the latest `slot`, now free
         self.taken[best : best + width] = b'\1' * width
-        if kind == F:
-            for at in range(best, slot):
-                self.held[at] += 1
-        elif kind == self.release:
-            for at in range(best + width, slot + width):
-                self.held[at] -= 1
+        moved = 0 if change > 0 else width
+        for at in range(best + moved, slot + moved) if change else ():
+            self.held[at] += change
         return best
 
 
+@lru_cache
+def _changes(kinds: frozenset[str]) -> dict[str, int]:
+    """Return how many activations a pass of each kind takes, by the graph's rule.
+
+    What none of them gives back does not count: what waits for W, where there are no Ws.
+    """
+    counts = {kind: compiled(_PLAIN).changes[DEVICE][kind, 0, 0] for kind in kinds}
+    given_back = {name for own in counts.values() for name, count in own.items() if count < 0}
+    return {
+        kind: sum(count for name, count in own.items() if name in given_back)
+        for kind, own in counts.items()
+    }
+
+
 def _rows(slots: Slots, placement: Placement) -> list[_Row]:
-    kinds = {p.kind for p in slots}
-    release = next(kind for kind in (W, BW, B) if kind in kinds)
+    changes = _changes(frozenset(p.kind for p in slots))
     of_rank: list[Slots] = [{} for _ in range(placement.num_ranks)]
     for p, slot in slots.items():
         of_rank[placement.ranks[p.stage]][p] = slot
-    return [_Row(held, release) for held in of_rank]
+    return [_Row(held, changes) for held in of_rank]

@@ -14,7 +14,6 @@ from megatron_zbpp.ir import B, Pass, Placement, Schedule, W, chain
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
 
-_NOT_PUT = (math.inf, -1)
 _ROUNDING = 1e-9  # relative: three thirds of an activation are one
 
 
@@ -36,13 +35,14 @@ class _Step(NamedTuple):
     """What a pass of one kind and stage does, whatever its microbatch.
 
     Attributes:
-        needs: rows of the graph that must have ended, of the same microbatch.
+        needs: rows of the graph that must have ended, of the same microbatch, and how long what
+            they send is on its way.
         rows: that it ends.
         duration: of it.
         change: of what its rank holds.
     """
 
-    needs: tuple[int, ...]
+    needs: tuple[tuple[int, float], ...]
     rows: tuple[int, ...]
     duration: float
     change: float
@@ -50,14 +50,16 @@ class _Step(NamedTuple):
 
 def _steps(placement: Placement, costs: Costs) -> dict[str, list[_Step]]:
     """By kind and stage."""
-    graph = chain(placement.num_stages)
+    graph, ranks = chain(placement.num_stages), placement.ranks
     changes = costs.changes(graph)
     return {
         kind: [
             _Step(
-                tuple(link.row for link in step.links),
+                tuple(
+                    (link.row, costs.edge(ranks[link.stage], ranks[stage])) for link in step.links
+                ),
                 step.rows,
-                costs.duration(graph, kind, stage, placement.ranks[stage]),
+                costs.duration(graph, kind, stage, ranks[stage]),
                 changes[kind, stage, 0],
             )
             for stage, step in enumerate(steps)
@@ -95,16 +97,18 @@ class Draft:
         self.pending: list[deque[Pass]] = [deque() for _ in range(num_ranks)]
         self.orders: list[list[Pass]] = [[] for _ in range(num_ranks)]
         self._started = [0.0] * num_ranks
-        # by row of the graph and microbatch: when it ended, and on which rank
-        self._ended: dict[tuple[int, int], tuple[float, int]] = {}
+        # by row of the graph and microbatch: when it ended
+        num_rows = compiled(chain(placement.num_stages)).num_rows
+        self._ended = [[math.inf] * num_microbatches for _ in range(num_rows)]
 
     def arrival(self, p: Pass) -> float:
         """When what `p` needs is on its rank; infinite while that is not put."""
-        rank = self.placement.ranks[p.stage]
+        kind, stage, microbatch, _ = p
         arrival = 0.0
-        for need in self._steps[p.kind][p.stage].needs:
-            end, where = self._ended.get((need, p.microbatch), _NOT_PUT)
-            arrival = max(arrival, end + self.costs.edge(where, rank))
+        for row, delay in self._steps[kind][stage].needs:
+            there = self._ended[row][microbatch] + delay
+            if there > arrival:
+                arrival = there
         return arrival
 
     def duration(self, kind: str, stage: int) -> float:
@@ -130,7 +134,7 @@ class Draft:
         self.orders[rank].append(p)
         self.held[rank] += step.change
         for row in step.rows:
-            self._ended[row, microbatch] = end, rank
+            self._ended[row][microbatch] = end
         if kind == W:
             self.pending[rank].popleft()
         elif kind == B:

@@ -7,6 +7,7 @@ from random import Random
 
 import oracle
 import pytest
+from grids import grid
 from hypothesis import given
 from hypothesis import strategies as st
 from zero_bubble import TABLE_5, paper_costs
@@ -139,16 +140,10 @@ def test_zero_bubble_table_5_with_its_memory(row):
         assert list(peak(schedule, costs)) == memory, name
 
 
-AUTOMATIC = [
-    (name, column, laps, row)
-    for name, column, laps in (('zb-1p', 9, 1), ('zb-2p', 10, 2))
-    for row in range(12)
-]
-
-
-@pytest.mark.parametrize(('name', 'column', 'laps', 'row'), AUTOMATIC)
-def test_zero_bubble_table_5_automatic(name, column, laps, row):
+@grid(automatic=(('zb-1p', 9, 1), ('zb-2p', 10, 2)), row=tuple(range(12)))
+def test_zero_bubble_table_5_automatic(automatic, row):
     """At most the published bubble rate, under the paper's limit of p or 2p activations."""
+    name, column, laps = automatic
     p, m = TABLE_5[row][:2]
     costs = paper_costs(row)
     schedule = build(name, p, m, costs=costs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,27 @@ def test_every_input_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [cached(**change) for change in changes] == [True] * len(changes)
     monkeypatch.setattr(cache, '_code', lambda: 'another planner')
     assert not cached()
+
+
+@pytest.mark.parametrize('room', ['ir', 'schedules/construct', 'analysis', 'planner'])
+def test_what_another_version_planned_is_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: str
+) -> None:
+    """A version is what its files say: one character in one of them makes another."""
+    source, copy = Path(cache.__file__).parents[1], tmp_path / 'megatron_zbpp'
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns('__pycache__'))
+    monkeypatch.setattr(cache, '__file__', str(copy / 'planner' / 'cache.py'))
+
+    def served() -> bool:
+        cache._code.cache_clear()  # as in another process
+        return cache.planned(tmp_path / 'plans', CANDIDATES, 3, **INPUTS)[1]
+
+    assert [served(), served()] == [False, True]
+    with next((copy / room).glob('*.py')).open('a') as file:
+        file.write('#')
+    assert [served(), served()] == [False, True]
+    monkeypatch.undo()
+    cache._code.cache_clear()
 
 
 @pytest.mark.parametrize('harm', ['cut', 'changed', 'binary', 'empty'])

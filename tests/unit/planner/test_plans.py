@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import inf
 
 import pytest
+from grids import grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -109,8 +110,8 @@ def half_stages(*of: int) -> list[Candidate]:
     ('of', 'limit', 'optimum'),
     [
         ((5, 5, 5), 8, 255),
-        ((5, 5, 5), 6, 265),
-        ((5, 5, 5), 5, 280),
+        pytest.param((5, 5, 5), 6, 265, marks=pytest.mark.full),
+        pytest.param((5, 5, 5), 5, 280, marks=pytest.mark.full),
         ((5, 5, 5), 4, 295),
         ((5, 6, 4), 8, 258),
         ((5, 6, 4), 4, 321),
@@ -121,17 +122,17 @@ def test_known_optima(of, limit, optimum):
     assert made.value == optimum == made.lower_bound
 
 
-@pytest.mark.parametrize(
-    ('placement', 'm', 'limit'),
-    [
+@grid(
+    sizes=(
         (Placement.v(2), 4, 1.0),
         (Placement.loop(2, 2), 4, 1.5),
         (Placement.loop(3), 6, 2.0),
         (Placement.v(3), 4, 1.0),
-    ],
+    ),
+    objective=('makespan', 'window'),
 )
-@pytest.mark.parametrize('objective', ['makespan', 'window'])
-def test_small_plans_are_proven(placement, m, limit, objective):
+def test_small_plans_are_proven(sizes, objective):
+    placement, m, limit = sizes
     costs = Costs.uniform(placement, 3, 4, 2, comm=0.5)
     made = plan([(placement, costs)], m, memory_limit=limit, objective=objective, seconds=20)
     assert made.gap == pytest.approx(0, abs=1e-9)

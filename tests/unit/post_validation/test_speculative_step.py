@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from grids import grid
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -159,8 +160,7 @@ class Allocated(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize('kept_bytes', [0, 2 << 20])
-@pytest.mark.parametrize('count', [4, 40])
+@grid(count=(4, 40), kept_bytes=(0, 2 << 20))
 def test_memory_is_bounded_by_the_buffers(count, kept_bytes):
     """However many parameters there are; Adam keeps twice as much for each as it is large."""
     size, buffer_bytes = 1 << 16, 3 << 20

@@ -47,7 +47,7 @@ def near(amount: float) -> object:
 
 
 @families
-@ranks
+@pytest.mark.parametrize('p', [*RANKS[:-1], pytest.param(16, marks=pytest.mark.full)])
 def test_formulas(family: Family, p: int):
     """Wherever a family promises a number, simulation finds just that, or no more."""
     bubbles = peaks = 0

@@ -1,0 +1,40 @@
+"""The one plugin that this process has enabled, for all who ask: the only thing global here.
+
+Megatron is imported when the first one is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_zbpp.mcore.plugin import Plugin
+    from megatron_zbpp.mcore.settings import Settings
+
+plugin: Plugin | None = None
+
+
+def switch(settings: Settings, flags: Mapping[str, object] | None = None) -> Plugin:
+    """Enable a plugin with these settings, unless it is enabled; undo one with others.
+
+    Args:
+        settings: what is asked for.
+        flags: of the program, which all ranks must have alike; None: those of before.
+
+    Raises:
+        ValueError: settings that make no sense; what is enabled stays.
+    """
+    global plugin
+    from megatron_zbpp.mcore.plugin import Plugin
+    from megatron_zbpp.runtime.guard import agreement
+
+    if plugin is None or not plugin.enabled or plugin.settings != settings:
+        other = Plugin(settings)  # refuses what makes no sense before anything is undone
+        if plugin is not None:
+            plugin.disable()
+        other.install()
+        plugin = other
+    if flags is not None:
+        plugin.session.flags = agreement.comparable_flags(flags)
+    return plugin
