@@ -22,7 +22,7 @@ from megatron_zbpp.mcore.command_line.messages import refuse, say
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.programs import Programs
-from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.mcore.settings import Settings, folder
 
 _OURS = '_with_our_flags'  # on a function: it adds our flags already
 
@@ -115,7 +115,7 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         watchdog_pause_timeout=config.pipeline_watchdog_pause_timeout,
         post_validation=flags.clean_steps(config),
         profile_iters=config.pipeline_schedule_profile_iters,
-        trace_dir=config.pipeline_trace_dir,
+        trace_dir=folder(config.pipeline_trace_dir),
     )
     placement = Programs(settings).placement(args.pipeline_model_parallel_size)
     reasons = list(refusals.refused(args, cpu.installed(), te.installed(), placement))
