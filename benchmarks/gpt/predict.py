@@ -111,6 +111,7 @@ def _row(stage: Row, pipeline: Pipeline, schedule: Schedule) -> Row:
         'tokens_per_second_per_gpu': tokens / seconds / pipeline.p,
         'tflops_per_gpu': flops / seconds / 1e12,
         'bubble': timeline.bubble_makespan,
+        'idle_all_ranks': timeline.idle_all_ranks,
         'activation_bytes': held,
         'peak_bytes': static + held,
         'fits': stage['device_bytes'] is None or static + held < stage['device_bytes'],

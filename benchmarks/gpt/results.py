@@ -18,6 +18,7 @@ from benchmarks.gpt.worker import Row
 MEASURED, PREDICTED, FAILED = 'measured', 'predicted', 'failed'
 _PACKAGES = ('torch', 'megatron-core', 'megatron_zbpp', 'transformer-engine', 'apex')
 _HEADS = 'kind|model|schedule|p|t|m|v|tokens/s/GPU|TFLOP/s|MFU|memory|bubble'.split('|')
+_HEADS += ['idle, all ranks']
 _STAGE_HEADS = 'model|layers|F|B|W|split/fused|held to B|held to W|optimizer|TFLOP/s|MFU'.split('|')
 
 
@@ -147,6 +148,7 @@ def _cells(row: Row) -> list[str]:
         _share(row['mfu']),
         f'{row["peak_bytes"] / 2**30:.1f} GiB',
         _share(row['bubble']),
+        _share(row.get('idle_all_ranks')),  # rows of an earlier release lack it
     ]
 
 

@@ -49,15 +49,16 @@ def measure(job: Job, progress: Progress) -> Row:
         optimizer = build.optimizer(models)
         data = [build.batches(job, model, DEVICE) for _ in models]
         DEVICE.reset_peak()
-        samples, bubbles, loss = [], [], math.nan
+        samples, bubbles, lost, loss = [], [], [], math.nan
         for index in range(-job.warm_up, job.iterations):
             progress(f'iteration {index + 1 + job.warm_up}/{job.warm_up + job.iterations}')
             marks.clear()
-            seconds, bubble, loss = _iteration(job, models, optimizer, data, latest)
+            seconds, bubble, idle, loss = _iteration(job, models, optimizer, data, latest)
             if index >= 0:
                 samples.append(seconds)
                 bubbles.append(bubble)
-    row = _row(job, samples, bubbles, loss)
+                lost.append(idle)
+    row = _row(job, samples, bubbles, lost, loss)
     dist.barrier()
     dist.destroy_process_group()
     return row
@@ -65,8 +66,8 @@ def measure(job: Job, progress: Progress) -> Row:
 
 def _iteration(
     job: Job, models: list, optimizer: Any, data: list[Iterator], latest: Callable[[], Marks]
-) -> tuple[float, float, float]:
-    """Seconds, bubble and loss of one iteration: the same on all ranks."""
+) -> tuple[float, float, float, float]:
+    """Seconds, bubble, what all ranks idle, and loss of one iteration: the same on all ranks."""
     dist.barrier()
     DEVICE.synchronize()
     clock = clock_for(DEVICE.torch)
@@ -91,8 +92,9 @@ def _iteration(
     marks = latest()
     busy = sum(clock.seconds(end) - clock.seconds(begin) for begin, end in marks)
     span = clock.seconds(marks[-1][1]) - clock.seconds(begun)
-    seconds, busy, span, loss = _largest(seconds, busy, span, loss)
-    return seconds, 1 - busy / span, loss
+    seconds, busiest, span, loss = _largest(seconds, busy, span, loss)
+    mean = _of_all(dist.ReduceOp.SUM, busy)[0] / dist.get_world_size()
+    return seconds, 1 - busiest / span, 1 - mean / span, loss
 
 
 @contextmanager
@@ -122,12 +124,19 @@ def _marked() -> Iterator[Marks]:
 
 def _largest(*values: float) -> list[float]:
     """Each value's maximum over all ranks."""
+    return _of_all(dist.ReduceOp.MAX, *values)
+
+
+def _of_all(reduction: dist.ReduceOp, *values: float) -> list[float]:
+    """Each value, reduced over all ranks."""
     found = torch.tensor(values, dtype=torch.float64, device=DEVICE.torch)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
+    dist.all_reduce(found, reduction)
     return found.tolist()
 
 
-def _row(job: Job, samples: list[float], bubbles: list[float], loss: float) -> Row:
+def _row(
+    job: Job, samples: list[float], bubbles: list[float], lost: list[float], loss: float
+) -> Row:
     """Return what was measured.
 
     Raises:
@@ -146,6 +155,7 @@ def _row(job: Job, samples: list[float], bubbles: list[float], loss: float) -> R
         'tflops_per_gpu': tflops,
         'peak_bytes': peak,
         'bubble': median(bubbles),
+        'idle_all_ranks': median(lost),
         'loss': loss,
         'layers_of': build.layers_of(job.spec),
         'device': DEVICE.name,

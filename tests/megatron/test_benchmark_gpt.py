@@ -71,7 +71,7 @@ def check_measured(row):
     assert row['tflops_per_gpu'] == pytest.approx(
         speed * models.find('tiny').flops(1) / models.find('tiny').sequence / 1e12
     )
-    assert 0 < row['bubble'] < 1 and row['peak_bytes'] > 1e6
+    assert 0 < row['bubble'] <= row['idle_all_ranks'] < 1 and row['peak_bytes'] > 1e6
     assert 5 < row['loss'] < 9, 'about log(1000) of random words'
     assert row['device'] == 'cpu' and row['mfu'] is None
 
@@ -201,10 +201,11 @@ def test_results_file(tmp_path):
     again = Results(file)
     assert again.has(JOB) and not again.has(JOB, retry_failed=True)
     figures = {'tokens_per_second_per_gpu': 7.0, 'tflops_per_gpu': 0.25, 'bubble': 0.125}
+    figures |= {'idle_all_ranks': 0.25}
     again.add(JOB, figures | {'peak_bytes': 2**30, 'device_peak_tflops': 1.0, 'device': 'x'})
     (row,) = Results(file).rows
     assert row['mfu'] == 0.25 and 'error' not in row, 'in place of the failure'
-    assert '25.0%  1.0 GiB   12.5%' in table([row])
+    assert '25.0%  1.0 GiB   12.5%            25.0%' in table([row])
     file.write_text('[1]')
     with pytest.raises(ValueError, match='is not a result of this benchmark: give another --json'):
         Results(file)
