@@ -10,7 +10,6 @@ gradients (DistributedDataParallel, a user's hook) sees an ordinary gradient, la
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -135,21 +134,17 @@ class _Visits:
     """
 
     def __init__(self, records: Sequence[Deferred]) -> None:
-        self._parameters = [list(deferred.parameters) for deferred in records]
+        self._shape = _shape(records)
         self._left: list[Deferred | None] = []  # a node each
         # The engine runs the youngest node first: create them in forward order.
         self._roots = tuple(
-            _WeightGradient.apply(self._left, place, *self._parameters[place])
+            _WeightGradient.apply(self._left, place, *records[place].parameters)
             for place in reversed(range(len(records)))
         )
 
     def fit(self, records: Sequence[Deferred]) -> bool:
         """Whether they are of the same parameters, in the same order."""
-        return len(records) == len(self._parameters) and all(
-            len(deferred.parameters) == len(parameters)
-            and all(map(operator.is_, deferred.parameters, parameters))
-            for deferred, parameters in zip(records, self._parameters, strict=True)
-        )
+        return self._shape == _shape(records)
 
     def run(self, records: list[Deferred]) -> None:
         """Compute what they defer, the first of them first."""
@@ -164,6 +159,11 @@ class _Visits:
             )
         finally:
             self._left.clear()
+
+
+def _shape(records: Sequence[Deferred]) -> list[tuple[int, ...]]:
+    """Return which parameters each is of; nodes keep them alive, and so their identities."""
+    return [tuple(map(id, deferred.parameters)) for deferred in records]
 
 
 def _start(deferred: Deferred) -> None:

@@ -7,10 +7,13 @@ order, and an error leaves nothing behind. Where our store does not defer, the m
 it does not delay, and is stock.
 
 While a module computes for us it finds aliases in place of its weights and biases, leaves of their
-own: what autograd does with those in B reaches no parameter and no hook on it. `backward_dw` leaves
-gradients in `.grad` of the aliases, or adds to `main_grad` when fused; W hands the former to
-autograd. Of what B leaves in `.grad` of an alias only that of a bias is real, which FP8 computes
-there; GroupedLinear's weights get memory that W is still to fill.
+own: what autograd does with those in B reaches no parameter and no hook on it. Of what B leaves in
+`.grad` of an alias only that of a bias is real, which FP8 computes there; GroupedLinear's weights
+get memory that W is still to fill.
+
+`backward_dw` leaves gradients in `.grad` of the aliases, or adds to `main_grad` when fused; W hands
+the former to autograd. Of a module with one weight, what was put off returns its gradient and the
+bias's, and W takes them there: `backward_dw` adds nothing but a third of the host's time.
 """
 
 from __future__ import annotations
@@ -131,7 +134,7 @@ class Delaying:
             yield
         finally:
             chunk.runs = None
-        early: dict[_Delayed, Gradients] = {}
+        early: dict[_Delayed, Gradients | None] = {}
         for module, entries in runs:
             first = module not in early
             if first:
@@ -208,8 +211,10 @@ class _Delayed:
         self.waiting = 0
         self._chunk: _Chunk | None = None
         self._module = module
+        self._single = self.entries == 1 and not hasattr(module, 'num_gemms')
         self._aliases: list[torch.Tensor] = []
-        self._weights: list[bool] = []  # of each alias: whether it is one, else a bias
+        self._biases: list[int] = []  # places of biases among what is trained
+        self._soiled = False  # whether B leaves something in `.grad` of aliases of weights
         self._shown: dict[str, torch.Tensor | None] = {}  # in place of the module's parameters
         self._fused: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._gathered: int | None = None
@@ -230,10 +235,11 @@ class _Delayed:
             if parameter is not None and parameter.requires_grad and 'layer_norm' not in name
         }
         self.trained = list(trained.values())
-        self._weights = ['weight' in name for name in trained]
-        self._aliases = [
-            _alias(parameter, stolen=self._unfilled(name)) for name, parameter in trained.items()
-        ]
+        self._biases = [place for place, name in enumerate(trained) if 'weight' not in name]
+        quantized = any(type(parameter.data) is not torch.Tensor for parameter in self.trained)
+        unfilled = hasattr(module, 'num_gemms') and not module.fuse_wgrad_accumulation
+        self._soiled = quantized or unfilled
+        self._aliases = [_alias(parameter, self._soiled) for parameter in self.trained]
         self._shown = {**module._parameters, **dict(zip(trained, self._aliases, strict=True))}
         self._fused = [
             # what DistributedDataParallel takes for a gradient and may add: one zero in memory
@@ -280,16 +286,17 @@ class _Delayed:
         tensors, function = self._queue.popleft()
         return function(*tensors), tensors
 
-    def early(self) -> Gradients:
-        """Take what a backward has left in the aliases: gradients of biases, else None."""
-        gradients = [
-            None if is_weight else alias.grad
-            for alias, is_weight in zip(self._aliases, self._weights, strict=True)
-        ]
+    def early(self) -> Gradients | None:
+        """Take what a backward has left in the aliases: gradients of biases; None: nothing."""
+        aliases = self._aliases
+        early = [place for place in self._biases if aliases[place].grad is not None]
+        if not early and not self._soiled:
+            return None
+        gradients = [alias.grad for alias in aliases]
         self._clear()
-        return gradients
+        return [g if place in early else None for place, g in enumerate(gradients)]
 
-    def defer(self, entries: Entries, early: Gradients, first: bool) -> None:
+    def defer(self, entries: Entries, early: Gradients | None, first: bool) -> None:
         """Leave to the W what a backward put off.
 
         Args:
@@ -328,34 +335,48 @@ class _Delayed:
         for tensors, _ in entries:
             yield from (tensor for tensor in _inner(tensors) if id(tensor) not in permanent)
 
-    def _compute(self, entries: Entries, early: Gradients, first: bool) -> Gradients:
-        """Run what one backward put off; `backward_dw` leaves a bias alone that has a gradient.
+    def _compute(self, entries: Entries, early: Gradients | None, first: bool) -> Gradients:
+        """Run what one backward put off.
 
         Returns:
             A gradient for each that is trained, None where it is in `main_grad`.
         """
-        aliases = self._aliases
-        for alias, gradient in zip(aliases, early, strict=True):
-            alias.grad = gradient
         if self._gathered is not None:
             entries = [([_whole(t) for t in tensors], f) for tensors, f in entries]
-        self._queue.extend(entries)
-        self._running = True
-        try:
-            with self._aliased():
-                self._module.backward_dw()
-            gradients = [alias.grad for alias in aliases]
-        finally:
-            self._running = False
-            self._queue.clear()
-            self._clear()
-        if not first:  # the first has handed them over
-            gradients = [g if e is None else None for g, e in zip(gradients, early, strict=True)]
+        if self._single:
+            ((tensors, function),) = entries
+            weight, bias, *_ = function(*tensors)
+            fused = self._module.fuse_wgrad_accumulation
+            gradients = [None if fused else weight] * len(self.trained)
+            for place in self._biases:  # none, or an empty one, where the product has none
+                gradients[place] = bias if bias is not None and bias.numel() else None
+        else:
+            gradients = self._backward_dw(entries, early)
+        if early is not None:
+            for place, gradient in enumerate(early):
+                if gradient is not None:
+                    gradients[place] = gradient if first else None
         for parameter, stand_in in self._fused:
             setattr(parameter, _ADDED, True)
             parameter.grad = stand_in
         self.waiting -= 1
         return gradients
+
+    def _backward_dw(self, entries: Entries, early: Gradients | None) -> Gradients:
+        """Return what it leaves in `.grad`; it leaves alone a bias that has a gradient."""
+        if early is not None:
+            for alias, gradient in zip(self._aliases, early, strict=True):
+                alias.grad = gradient
+        self._queue.extend(entries)
+        self._running = True
+        try:
+            with self._aliased():
+                self._module.backward_dw()
+            return [alias.grad for alias in self._aliases]
+        finally:
+            self._running = False
+            self._queue.clear()
+            self._clear()
 
     def _aliased(self) -> _Aliased:
         return _Aliased(vars(self._module), self._shown)
@@ -363,11 +384,6 @@ class _Delayed:
     def _clear(self) -> None:
         for alias in self._aliases:
             alias.grad = None
-
-    def _unfilled(self, name: str) -> bool:
-        """Whether B leaves in `.grad` of an alias what W is still to fill: GroupedLinear's."""
-        grouped = hasattr(self._module, 'num_gemms') and 'weight' in name
-        return grouped and not self._module.fuse_wgrad_accumulation
 
 
 class _Aliased:
@@ -390,14 +406,15 @@ class _Aliased:
         self._attributes['_parameters'] = self._parameters
 
 
-def _alias(parameter: torch.nn.Parameter, stolen: bool) -> torch.Tensor:
+def _alias(parameter: torch.nn.Parameter, soiled: bool) -> torch.Tensor:
     """Return a leaf with the memory of `parameter`.
 
-    Of a quantized one it has all attributes, too, which come and go with its data.
+    Of a quantized one it has all attributes, too, which come and go with its data; Transformer
+    Engine then sees the flag of DistributedDataParallel, and gives autograd a stand-in.
 
     Args:
         parameter: a weight or a bias.
-        stolen: whether autograd is to keep what it gets for it, not copy it.
+        soiled: whether autograd gets for it what is no gradient, to be kept and not copied.
     """
     alias = parameter.detach().requires_grad_()
     if type(alias) is torch.Tensor:
@@ -406,8 +423,7 @@ def _alias(parameter: torch.nn.Parameter, stolen: bool) -> torch.Tensor:
                 setattr(alias, name, getattr(parameter, name))
     else:
         alias.__dict__ = parameter.__dict__
-        stolen = True  # TE sees the flag of DistributedDataParallel, and gives a stand-in
-    if stolen:
+    if soiled:
         alias.register_hook(torch.Tensor.detach)
     return alias
 
