@@ -424,8 +424,13 @@ def _alias(parameter: torch.nn.Parameter, soiled: bool) -> torch.Tensor:
     else:
         alias.__dict__ = parameter.__dict__
     if soiled:
-        alias.register_hook(torch.Tensor.detach)
+        alias.register_hook(_unshared)
     return alias
+
+
+def _unshared(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a tensor that nobody else has, which autograd keeps and does not copy."""
+    return None if gradient is None else gradient.detach()
 
 
 def _whole(tensor: Any) -> Any:
