@@ -289,12 +289,10 @@ class _Delayed:
     def early(self) -> Gradients | None:
         """Take what a backward has left in the aliases: gradients of biases; None: nothing."""
         aliases = self._aliases
-        early = [place for place in self._biases if aliases[place].grad is not None]
-        if not early and not self._soiled:
-            return None
-        gradients = [alias.grad for alias in aliases]
-        self._clear()
-        return [g if place in early else None for place, g in enumerate(gradients)]
+        early = {place: g for place in self._biases if (g := aliases[place].grad) is not None}
+        if early or self._soiled:
+            self._clear()
+        return [early.get(place) for place in range(len(aliases))] if early else None
 
     def defer(self, entries: Entries, early: Gradients | None, first: bool) -> None:
         """Leave to the W what a backward put off.
