@@ -102,10 +102,22 @@ def _plain(rest: tuple[Any, ...]) -> bool:
 class _Context:
     """What Megatron's backward reads of its context, for B and then for W.
 
-    Attributes:
+    Attributes, beside Megatron's:
         parameters: the weight, and the bias if there is one.
         fused: whether Megatron adds the weight's gradient to `main_grad`.
     """
+
+    parameters: list[torch.nn.Parameter]
+    saved_tensors: tuple[torch.Tensor, Any] | None
+    main_grad: torch.Tensor | None
+    use_bias: bool
+    grad_output_buffer: list[torch.Tensor] | None
+    wgrad_deferral_limit: int
+    gradient_accumulation_fusion: bool
+    allreduce_dgrad: bool
+    sequence_parallel: bool
+    tp_group: torch.distributed.ProcessGroup
+    _fwd_used_autocast: bool
 
     def __init__(self, saved: dict[str, Any]) -> None:
         vars(self).update(saved)
