@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.gpt.jobs import MEGATRON, STAGE, Job
 from benchmarks.gpt.predict import Pipeline
 from benchmarks.gpt.worker import Row
+from megatron_zbpp.ir import strict_json
 
 MEASURED, PREDICTED, FAILED = 'measured', 'predicted', 'failed'
 _PACKAGES = ('torch', 'megatron-core', 'megatron_zbpp', 'transformer-engine', 'apex')
@@ -38,10 +39,10 @@ class Results:
         self.rows: list[Row] = []
         if path.exists():
             try:
-                self.rows = json.loads(path.read_text())['rows']
-            except (KeyError, TypeError, ValueError) as error:
+                self.rows = _rows(path.read_text(encoding='utf-8'))
+            except ValueError as error:
                 raise ValueError(
-                    f'{path} is not a result of this benchmark: give another --json'
+                    f'{path} is not a result of this benchmark ({error}): give another --json'
                 ) from error
 
     def has(self, job: Job, retry_failed: bool = False) -> bool:
@@ -93,6 +94,23 @@ class Results:
         beside = self._path.with_name(self._path.name + '.part')
         beside.write_text(json.dumps(whole, indent=1) + '\n')
         beside.replace(self._path)
+
+
+def _rows(text: str) -> list[Row]:
+    """Return the rows that a file holds."""
+    rest = ('date', 'host', 'versions')
+    data: Any = strict_json.loads(text)
+    strict_json.require(
+        data,
+        {'rows': strict_json.list_of(_row, 'rows')},
+        dict.fromkeys(rest, strict_json.anything),
+    )
+    return data['rows']
+
+
+def _row(value: Any) -> str | None:
+    kinds = (MEASURED, PREDICTED, FAILED)
+    return None if strict_json.is_object(value) and value.get('kind') in kinds else 'a row'
 
 
 def _prediction(row: Row) -> tuple:
