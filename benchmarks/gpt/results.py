@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
+from benchmarks.common.tables import aligned
 from benchmarks.gpt.jobs import MEGATRON, STAGE, Job
 from benchmarks.gpt.predict import Pipeline
 from benchmarks.gpt.worker import Row
@@ -137,10 +137,10 @@ def table(rows: Iterable[Row]) -> str:
     runs = [r for r in rows if r['kind'] != FAILED and r['schedule'] != STAGE]
     parts = []
     if stages:
-        parts.append(_aligned([_STAGE_HEADS, *map(_stage_cells, stages)], 1))
+        parts.append(aligned([_STAGE_HEADS, *map(_stage_cells, stages)], 1))
     if runs:
         runs.sort(key=lambda r: (r['kind'], r['model'], r['p'], r['m'], -_speed(r)))
-        parts.append(_aligned([_HEADS, *map(_cells, runs)], 3))
+        parts.append(aligned([_HEADS, *map(_cells, runs)], 3))
     parts += [f'failed: {Job.of_row(r).title}: {r["error"]}' for r in rows if r['kind'] == FAILED]
     return '\n\n'.join(parts)
 
@@ -187,15 +187,3 @@ def _stage_cells(row: Row) -> list[str]:
 
 def _share(value: float | None) -> str:
     return '-' if value is None else f'{value:.1%}'
-
-
-def _aligned(lines: list[list[Any]], names: int) -> str:
-    """Return a table whose first columns are names."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return '\n'.join(
-        '  '.join(
-            cell.ljust(width) if at < names else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )

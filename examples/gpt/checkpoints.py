@@ -79,10 +79,10 @@ def to_load(args: argparse.Namespace) -> Path | None:
         return None
     step = _tracked(args.load) if args.ckpt_step is None else args.ckpt_step
     folder = _folder(args.load, step)
-    damage = _damage(folder)
-    if damage is not None:
-        raise InputError(f'{damage}; {_instead(args.load, step)}')
-    shape = dist_checkpointing.load_common_state_dict(str(folder))['shape']
+    try:
+        shape = _common_state(folder)['shape']
+    except InputError as damage:
+        raise InputError(f'{damage}; {_instead(args.load, step)}') from damage
     other = [
         f'--{key.replace("_", "-")} was {shape[key]} and is {getattr(args, key)}'
         for key in SHAPE
@@ -152,34 +152,47 @@ def _tracked(root: Path) -> int:
     return int(text)
 
 
-def _damage(folder: Path) -> str | None:
-    """Return what is missing of a checkpoint, as a sentence; None: nothing.
+def _common_state(folder: Path) -> dict[str, Any]:
+    """Return what a whole checkpoint has of all ranks together.
 
-    What stands in them is compared when it is loaded, by all ranks together.
+    What stands in its files is compared when it is loaded, by all ranks together.
+
+    Raises:
+        InputError: something of it is missing, or cannot be read.
     """
     for name in ('.metadata', 'metadata.json'):
         if not (folder / name).is_file():
-            return f'{folder} is not whole: it has no {name}'
+            raise InputError(f'{folder} is not whole: it has no {name}')
+    for name, length in _lengths(folder).items():
+        file = folder / name
+        if not file.is_file():
+            raise InputError(f'{folder} is not whole: it has no {name}')
+        if file.stat().st_size < length:
+            raise InputError(f'{file} is damaged: {file.stat().st_size} bytes, not {length}')
+    try:
+        return dist_checkpointing.load_common_state_dict(str(folder))
+    except _UNREADABLE as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f'{folder}: what is common to all ranks cannot be read ({reason})'
+        ) from error
+
+
+def _lengths(folder: Path) -> dict[str, int]:
+    """Return how many bytes each file of a checkpoint has at least, by its name.
+
+    Raises:
+        InputError: the file that says so is damaged.
+    """
     try:
         entries = FileSystemReader(str(folder)).read_metadata().storage_data.values()
     except (EOFError, pickle.UnpicklingError) as error:
-        return f'{folder / ".metadata"} is damaged ({error})'
+        raise InputError(f'{folder / ".metadata"} is damaged ({error})') from error
     lengths: dict[str, int] = {}
     for entry in entries:
         end = entry.offset + entry.length
         lengths[entry.relative_path] = max(end, lengths.get(entry.relative_path, 0))
-    for name, length in lengths.items():
-        file = folder / name
-        if not file.is_file():
-            return f'{folder} is not whole: it has no {name}'
-        if file.stat().st_size < length:
-            return f'{file} is damaged: {file.stat().st_size} bytes, not {length}'
-    try:
-        dist_checkpointing.load_common_state_dict(str(folder))
-    except _UNREADABLE as error:
-        reason = str(error).splitlines()[0]
-        return f'{folder}: what is common to all ranks cannot be read ({reason})'
-    return None
+    return lengths
 
 
 def _sums(folder: Path) -> dict[str, str]:
@@ -225,6 +238,17 @@ def _instead(root: Path, but: int | None = None) -> str:
 def _steps(root: Path) -> Iterator[int]:
     """Yield iterations of the whole checkpoints in `root`, the latest first."""
     for folder in sorted(root.glob('iter_*'), reverse=True):
-        number = folder.name.removeprefix('iter_')
-        if number.isdigit() and _damage(folder) is None:
-            yield int(number)
+        step = _step(folder)
+        if step is None:
+            continue
+        try:
+            _common_state(folder)
+        except InputError:  # said where this one is asked for
+            continue
+        yield step
+
+
+def _step(folder: Path) -> int | None:
+    """Return the iteration of a checkpoint by its name; None: it has another."""
+    number = folder.name.removeprefix('iter_')
+    return int(number) if number.isdigit() else None
