@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common.tables import aligned
 from benchmarks.gpt.jobs import MEGATRON, STAGE, Job

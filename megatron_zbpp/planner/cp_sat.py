@@ -221,7 +221,7 @@ class _Model:
         ]
 
     def _order_queues(self) -> None:
-        """Microbatches of a queue in order, passes of a microbatch in order."""
+        """Keep microbatches of a queue in order, and passes of a microbatch."""
         for queue, need in enumerate(self.problem.needs):
             edge = int(self.problem.edges[queue])
             for microbatch, start in enumerate(self.starts[queue]):

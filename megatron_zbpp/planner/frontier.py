@@ -31,7 +31,7 @@ def frontier(
     progress: Callable[[float], None] | None = None,
     **inputs: object,
 ) -> list[tuple[float, Plan, bool]]:
-    """Plans from the tightest limit to the loosest: each starts from all before it.
+    """Plan from the tightest limit to the loosest: each starts from all before it.
 
     Args:
         folder: of the cached plans, or None.

@@ -201,7 +201,7 @@ def remembering_reduce_scatter(original: type, store: WeightGradStore) -> type:
 def _weight_gradients(
     original: type, context: _Context, input: torch.Tensor, grad_output: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of weight and bias; the fused kernel has added the weight's to `main_grad`."""
+    """Return gradients of weight and bias; the fused kernel adds the weight's to `main_grad`."""
     weight, *bias = context.parameters
     context.saved_tensors = input, _Unasked(weight)
     context.main_grad = getattr(weight, 'main_grad', None)

@@ -27,7 +27,7 @@ class SideEffects:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Leaves random states and logged losses as they were; keeps what becomes of them."""
+        """Leave random states and logged losses as they were; keeps what becomes of them."""
         states = _random_states()
         losses = compat.logged_losses()
         shown = dict(losses)
@@ -61,7 +61,7 @@ class SideEffects:
 
 
 def _random_states() -> tuple:
-    """Values of the host's, the device's and the tracked random states."""
+    """Return values of the host's, the device's and the tracked random states."""
     host, device, tracked = compat.random_states()
     return host, _value(device), {name: _value(state) for name, state in tracked.items()}
 
