@@ -7,14 +7,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_zbpp.ir.placement import Placement
 
 
 def layers_per_stage(
-    num_layers: int, placement: Placement, embedding: int = 0, loss: int = 0
+    num_layers: int,
+    placement: Placement,
+    embedding: int = 0,
+    loss: int = 0,
+    fixed: Mapping[int, int] | None = None,
 ) -> list[int]:
     """Return transformer layers of each stage, in model order, as even as can be.
 
@@ -23,32 +27,36 @@ def layers_per_stage(
         placement: of the schedule.
         embedding: as how many layers the embedding counts, by which its stage gets fewer.
         loss: the same for the output layer and loss, layers of multi-token prediction included.
+        fixed: layers of some stages, by stage, whatever counts there.
 
     Returns:
         One count per stage, summing to `num_layers`. What does not divide is spread evenly over the
         ranks, and an end that has work which does not count as a layer comes last.
 
     Raises:
-        ValueError: too few layers for so many stages.
+        ValueError: too few layers for so many stages, or more than the fixed ones leave.
     """
-    stages = placement.num_stages
+    stages, fixed = placement.num_stages, fixed or {}
     taken = [0] * stages
     taken[0] += embedding
     most = (num_layers + embedding) // max(stages - 1, 1)  # where the last stage has no layer
     taken[-1] += min(loss, most)
-    base, extra = divmod(num_layers + sum(taken), stages)
-    counts = [base - own for own in taken]
+    free = [stage for stage in range(stages) if stage not in fixed]
+    rest = num_layers - sum(fixed.values())
+    base, extra = divmod(rest + sum(taken[stage] for stage in free), max(len(free), 1))
+    counts = [fixed.get(stage, base - taken[stage]) for stage in range(stages)]
     loads = [0] * placement.num_ranks  # of what does not divide
     spared = {0: not embedding, stages - 1: not loss}
-    free = list(range(stages))
-    for _ in range(extra):
+    for _ in range(extra if free else 0):
         stage = min(free, key=lambda s: (spared.get(s, False), loads[placement.ranks[s]]))
         free.remove(stage)
         counts[stage] += 1
         loads[placement.ranks[stage]] += 1
-    if min(count + own for count, own in zip(counts, taken, strict=True)) < 1:
+    fewest = min(count + own for count, own in zip(counts, taken, strict=True))
+    if fewest < 1 or min(counts) < 0 or sum(counts) != num_layers:
+        left = f' of which {dict(fixed)} (by stage) are given' if fixed else ''
         raise ValueError(
-            f'{num_layers} layers cannot be placed on {stages} stages '
+            f'{num_layers} layers{left} cannot be placed on {stages} stages '
             f'({placement.num_ranks} ranks of {placement.num_chunks}): give each stage a layer '
             '(--num-layers), or use fewer pipeline ranks or a schedule with fewer chunks '
             f'(as a plan, zbpp plan --layers {num_layers})'

@@ -7,6 +7,7 @@ has what is used here; the registry of patches holds the rest, which is replaced
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +20,9 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+SELECT_SEGMENT = 'select_pipeline_segment'
 GET_BATCH = 'get_batch_on_this_tp_rank'
 # Transformer Engine's kernel, in `clip_grads`: with megatron-core 0.19, if it has one
 SCALE_BY_TENSOR = 'multi_tensor_scale_tensor_impl'
@@ -33,6 +36,25 @@ set_random_states = random._set_all_rng_states
 def takes(function: Callable, parameter: str) -> bool:
     """Return whether `function` has a parameter of that name."""
     return parameter in inspect.signature(function).parameters
+
+
+@functools.cache
+def segments_module() -> str | None:
+    """Return where hybrid models ask for the layers of a stage; None: they know one chunk a rank.
+
+    They do from 0.17 on.
+    """
+    for name in (
+        'megatron.core.models.hybrid.hybrid_layer_allocation',
+        'megatron.core.ssm.mamba_hybrid_layer_allocation',
+    ):
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        if hasattr(module, SELECT_SEGMENT):
+            return name
+    return None
 
 
 def backward_arguments(model: torch.nn.Module, config: Any) -> tuple[Any, ...]:
@@ -63,6 +85,11 @@ def logged_losses() -> dict[str, Any]:
 def logged_values(entry: Any) -> torch.Tensor:
     """Return the values of an entry of `logged_losses`."""
     return entry['values'] if isinstance(entry, dict) else entry.values
+
+
+def logged_mtp_losses() -> dict[str, Any]:
+    """Return what multi-token prediction adds its losses to: tensors by name, and groups."""
+    return MTPLossLoggingHelper.tracker
 
 
 def has_tensor_norms() -> bool:

@@ -19,9 +19,9 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore import refusals
+from megatron_zbpp.mcore import compat, refusals
 
-# They divide their pattern among the ranks in order, whatever the layout says.
+# They divide their pattern among the stages, and have no layout.
 _HYBRID_MODELS = ('HybridModel', 'MambaModel')
 
 
@@ -77,7 +77,7 @@ class StageLayout(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Return layers of `layer_type` in all stages before this one, in model order."""
+        """Layers of `layer_type` in all stages before this one, in model order."""
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         own = self.placement.stages(pp_rank)[vp_stage or 0]
@@ -101,6 +101,8 @@ def require_placed(model: torch.nn.Module, placement: Placement, config: Any = N
     if placement.is_loop or not isinstance(model, LanguageModule):
         return
     name = next((c.__name__ for c in type(model).__mro__ if c.__name__ in _HYBRID_MODELS), None)
+    if name is not None and compat.segments_module() is not None:
+        return  # their pattern is their layout; see patches.placement
     if name is not None:
         reason, cure = refusals.IN_A_LOOP
         raise NotImplementedError(f'{name} does not work with this schedule: {reason}; {cure}')

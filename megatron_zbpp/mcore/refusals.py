@@ -37,7 +37,7 @@ class Refusal:
 _WITH_A_SCHEDULE = {
     'defer_embedding_wgrad_compute': (
         'W passes defer that gradient already',
-        'drop --defer-embedding-wgrad-compute',
+        'leave it out of the config',
     ),
     'num_microbatches_with_partial_activation_checkpoints': (
         'a schedule holds the activations of all microbatches alike',
@@ -46,14 +46,6 @@ _WITH_A_SCHEDULE = {
     'overlap_moe_expert_parallel_comm': (
         'it is a schedule of its own, which runs two microbatches as one',
         'drop --overlap-moe-expert-parallel-comm',
-    ),
-    'tp_comm_overlap': (
-        'Transformer Engine cannot delay weight gradients with userbuffers',
-        'drop --tp-comm-overlap',
-    ),
-    'enable_cuda_graph': (
-        'a captured backward computes weight gradients at once',
-        'drop --enable-cuda-graph',
     ),
     'external_cuda_graph': (
         'a captured backward computes weight gradients at once',
@@ -100,7 +92,22 @@ _WITH_A_SCHEDULE = {
         'drop --use-legacy-models',
     ),
 }
-_GRAPHS = ('captured graphs compute weight gradients at once', 'give --cuda-graph-impl none')
+# what computes weight gradients within its backward: with W passes
+_WITH_W = {
+    'tp_comm_overlap': (
+        'Transformer Engine cannot delay weight gradients with userbuffers',
+        'drop --tp-comm-overlap',
+    ),
+    'enable_cuda_graph': (
+        'a captured backward computes weight gradients at once',
+        'drop --enable-cuda-graph',
+    ),
+}
+_FUSED = 'or take a schedule without W passes, such as 1f1b or interleaved'
+_GRAPHS = (
+    "captured graphs compute weight gradients at once, or in the order of Megatron's own schedules",
+    'give --cuda-graph-impl none, or local with a schedule without W passes, such as 1f1b',
+)
 _GPU_ONLY = 'its kernels need a GPU'
 _NO_TE = 'it needs Transformer Engine, which is not installed'
 _ON_CPU = {
@@ -124,8 +131,9 @@ _HYBRID = (
     'hybrid_mlp_ratio',
 )
 IN_A_LOOP = (
-    'Megatron lays the layers of a hybrid model out in a loop, which this schedule has not',
-    'take a schedule that has, such as zb-h1 or zb-interleaved',
+    'this release of Megatron lays the layers of a hybrid model out in a loop, which this schedule '
+    'has not',
+    'take a schedule that has, such as zb-h1, or megatron-core from 0.17 on',
 )
 _TIED_MTP = (
     'with tied embeddings Megatron cannot save the last of several pipeline ranks, which has '
@@ -145,7 +153,7 @@ _BY_VALUE = (
 
 def settings() -> tuple[str, ...]:
     """All that may be refused."""
-    return (*_WITH_A_SCHEDULE, *_ON_CPU, *_EMULATED, *_HYBRID, *_BY_VALUE)
+    return (*_WITH_A_SCHEDULE, *_WITH_W, *_ON_CPU, *_EMULATED, *_HYBRID, *_BY_VALUE)
 
 
 def hybrid(settings: Any) -> str | None:
@@ -158,6 +166,7 @@ def refused(
     on_cpu: bool = False,
     with_te: bool = False,
     placement: Placement | None = None,
+    splits: bool = True,
 ) -> Iterator[Refusal]:
     """Everything in Megatron's arguments or config that is refused.
 
@@ -166,6 +175,7 @@ def refused(
         on_cpu: also what only a GPU can.
         with_te: on a CPU, Transformer Engine is there, its kernels emulated.
         placement: also what cannot be laid out for it.
+        splits: whether the schedule has W passes.
     """
     table = _WITH_A_SCHEDULE | (_ON_CPU if on_cpu else {})
     table |= _EMULATED if on_cpu and not with_te else {}
@@ -173,17 +183,36 @@ def refused(
         value = getattr(settings, setting, None)
         if value:
             yield Refusal(setting, value, reason, cure)
+    for setting, (reason, cure) in _WITH_W.items() if splits else ():
+        value = getattr(settings, setting, None)
+        if value:
+            yield Refusal(setting, value, reason, f'{cure}, {_FUSED}')
     graphs = getattr(settings, 'cuda_graph_impl', 'none')
-    if graphs not in (None, 'none'):
+    if graphs not in (None, 'none') and (splits or graphs != 'local' or _whole_iteration(settings)):
         yield Refusal('cuda_graph_impl', graphs, *_GRAPHS)
     pattern = hybrid(settings)
-    if pattern is not None and placement is not None and not placement.is_loop:
+    loop = placement is None or placement.is_loop
+    if pattern is not None and not loop and not _can_place_hybrid():
         yield Refusal(pattern, getattr(settings, pattern), *IN_A_LOOP)
     depth = getattr(settings, 'mtp_num_layers', None)
     if depth and not getattr(settings, 'untie_embeddings_and_output_weights', True):
         yield Refusal('mtp_num_layers', depth, *_TIED_MTP)
     if on_cpu:
         yield from _by_value_on_cpu(settings, with_te)
+
+
+def _can_place_hybrid() -> bool:
+    """Whether this release asks where a chunk's layers of a hybrid model are."""
+    from megatron_zbpp.mcore import compat  # imports Megatron, which has not been until here
+
+    return compat.segments_module() is not None
+
+
+def _whole_iteration(settings: Any) -> bool:
+    """Whether one graph is to hold a whole iteration, which until 0.18 is a scope of local ones."""
+    scope = getattr(settings, 'cuda_graph_scope', None) or ()
+    scopes = [scope] if isinstance(scope, str) else scope
+    return any(getattr(each, 'name', each) == 'full_iteration' for each in scopes)
 
 
 def _by_value_on_cpu(settings: Any, with_te: bool) -> Iterator[Refusal]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import weakref
 from collections.abc import Mapping
 
 import torch
@@ -45,6 +46,7 @@ class Session:
         latest: the latest iteration of this rank.
         interval: the iterations of training since the last line of the log.
         announced: whether the user has been told what runs.
+        compared: models whose layers the ranks have compared with the placement.
 
     Raises:
         ValueError: settings that make no sense.
@@ -70,6 +72,7 @@ class Session:
         self.latest: Iteration | None = None
         self.interval = Interval()
         self.announced = False
+        self.compared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._channels: dict[tuple[dist.ProcessGroup, Placement, bool], Channels] = {}
         self._agreed: set[tuple] = set()
 
@@ -142,6 +145,6 @@ class Session:
 
 
 def _say(message: str) -> None:
-    """Tell the user, once for all ranks."""
+    """Tells the user, once for all ranks."""
     if dist.get_rank() == 0:
         print(f'megatron_zbpp: {message}', file=sys.stderr, flush=True)

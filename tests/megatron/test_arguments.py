@@ -263,22 +263,25 @@ def test_file(ranks, tmp_path):
         (
             '--pipeline-schedule zb-v',
             {'decoder_first_pipeline_num_layers': 1},
-            ('--decoder-first-pipeline-num-layers', '--pipeline-model-parallel-layout'),
+            ('--decoder-first-pipeline-num-layers 1', '2 chunks', 'give a multiple'),
         ),
         (
             '--pipeline-schedule zb-v',
-            {'decoder_last_pipeline_num_layers': 1},
-            ('--decoder-last-pipeline-num-layers', '--pipeline-model-parallel-layout'),
+            {
+                'decoder_last_pipeline_num_layers': 2,
+                'pipeline_model_parallel_layout': 'Et|t|t|tL',
+            },
+            ('--pipeline-model-parallel-layout', 'drop --decoder-first-pipeline-num-layers'),
+        ),
+        (
+            '--pipeline-schedule zb-v',
+            {'decoder_last_pipeline_num_layers': 8},
+            ('4 layers of which {3: 4} (by stage) are given', '4 stages'),
         ),
         (
             '--pipeline-schedule zb-interleaved',
             {'hybrid_layer_pattern': 'M*|M-', 'num_layers': None},
             ('--hybrid-layer-pattern has 2 segments', 'places 4 stages'),
-        ),
-        (
-            '--pipeline-schedule zb-v',
-            {'hybrid_layer_pattern': 'M*|M-|M*|M-'},
-            ('hybrid_layer_pattern=M*|M-|M*|M-', 'zb-h1 or zb-interleaved'),
         ),
     ],
     ids=lambda value: '-'.join(value) if isinstance(value, dict) else None,
@@ -351,6 +354,15 @@ def test_one_rank_has_no_pipeline(ranks):
             | {'account_for_loss_in_pipeline_split': True},
             'Et|t|t|t|t|t|t|L',
         ),
+        ('zb-v', {'num_layers': 7, 'decoder_first_pipeline_num_layers': 2}, 'Et|tt|tt|ttL'),
+        (
+            'interleaved',
+            {'num_layers': 8, 'num_virtual_stages_per_pipeline_rank': 2}
+            | {'decoder_last_pipeline_num_layers': 2},
+            'Ettt|t|ttt|tL',
+        ),
+        ('zb-h1', {'num_layers': 7, 'decoder_first_pipeline_num_layers': 3}, None),
+        ('zb-v', {'num_layers': 7, 'mtp_num_layers': 1}, 'Ett|tt|tt|tmL'),
     ],
     ids=str,
 )
@@ -365,6 +377,32 @@ def test_layers_are_placed(ranks, schedule, changes, expected):
         }
     else:
         assert not any(value for name, value in found.result.placed.items() if 'layout' not in name)
+
+
+@pytest.mark.parametrize(
+    ('schedule', 'pattern', 'expected'),
+    [
+        ('zb-v', '*-*-*-/MM', '*|-*|-*|-/MM'),
+        ('zb-v', '*|-|*|-', '*|-|*|-'),
+        ('zb-h1', '*-*-', '*-*-'),
+        ('zb-interleaved', '*-*-', '*|-|*|-'),
+    ],
+)
+def test_a_hybrid_pattern_is_divided(schedule, pattern, expected):
+    from megatron_zbpp.mcore.command_line import sizes
+    from megatron_zbpp.mcore.programs import Programs
+    from megatron_zbpp.mcore.settings import Settings
+
+    args = argparse.Namespace(**MEGATRONS, hybrid_layer_pattern=pattern)
+    sizes.place_layers(args, Programs(Settings(schedule)).placement(2))
+    assert args.hybrid_layer_pattern == expected
+    assert args.pipeline_model_parallel_layout is None
+
+
+def test_deferral_of_the_embedding_is_superseded(ranks):
+    found = parsed(ranks, '--pipeline-schedule', 'zb-v', defer_embedding_wgrad_compute=True)
+    assert found.code is None
+    assert '--defer-embedding-wgrad-compute has no effect: the schedule places' in found.said
 
 
 def numbers_of_microbatches(changes):

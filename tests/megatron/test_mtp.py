@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import events
 import pytest
 from grids import grid
 from nvidia import needs_training, run, since
@@ -33,6 +34,22 @@ def test_identical_to_megatron(ranks, tmp_path, depth, p, schedule):
     assert ours.losses == since(1, stock.losses)
     assert ours.parameters == stock.parameters
     assert ours.optimizer == stock.optimizer
+
+
+@pytest.mark.parametrize('schedule', ['zb-2p', 'zb-v'])
+def test_post_validation(ranks, tmp_path, schedule):
+    """Losses of forwards that ran ahead are logged with their own iteration."""
+    flags = [*MTP, '--num-layers', 4, '--mtp-num-layers', 2, '--pipeline-model-parallel-size', 2]
+    flags += ['--train-iters', 5]
+    saving = ['--save', tmp_path, '--save-interval', 1]
+    stock = run(ranks(2), *flags, *saving, event=events.mtp_losses)
+    early = ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 1]
+    loading = ['--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule', schedule]
+    ours = run(ranks(2), *flags, *loading, *early, event=events.mtp_losses)
+    assert ours.losses == since(1, stock.losses)
+    assert ours.parameters == stock.parameters
+    assert ours.reported[-1] == stock.reported[-1][1:]
+    assert len({tuple(losses) for losses in stock.reported[-1]}) == 5, 'of the rank that has them'
 
 
 def test_a_stage_of_its_own(ranks):

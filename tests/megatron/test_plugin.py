@@ -141,7 +141,7 @@ def refused(setting):
     from megatron_zbpp.mcore.iteration.forward_backward import refuse_unsupported
 
     try:
-        refuse_unsupported(SimpleNamespace(**{setting: 1}), None)
+        refuse_unsupported(SimpleNamespace(**{setting: 1}), None, splits=True)
     except NotImplementedError as error:
         return str(error)
 

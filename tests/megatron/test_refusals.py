@@ -46,9 +46,10 @@ HARMLESS = {
     'attention_backend': ['auto', 'unfused', SimpleNamespace(name='local')],
     'context_parallel_size': [1],
 }
-# but for what is refused with others only
-WITHOUT_TE = [s for s in refusals.settings() if s not in ('fp8_recipe', 'mtp_num_layers')]
-HYBRID = [s for s in WITHOUT_TE if s.startswith('hybrid_') and 'context' not in s]
+HYBRID = [s for s in refusals.settings() if s.startswith('hybrid_') and 'context' not in s]
+# but for what is refused with others, or by some releases, only
+OTHERS = ['fp8_recipe', 'mtp_num_layers', *HYBRID]
+WITHOUT_TE = [s for s in refusals.settings() if s not in OTHERS]
 CASES = [(setting, value) for setting in WITHOUT_TE for value in VALUES.get(setting, [1])]
 
 
@@ -75,7 +76,7 @@ def test_a_gpu_can_more():
     everything = SimpleNamespace(**dict(CASES))
     here = {each.setting for each in refusals.refused(everything)}
     there = {each.setting for each in refusals.refused(everything, on_cpu=True)}
-    assert there == set(WITHOUT_TE) - set(HYBRID) and here < there
+    assert there == set(WITHOUT_TE) and here < there
     needs_gpu = {'fp8', 'use_flash_attn', 'moe_grouped_gemm', 'context_parallel_size'}
     assert needs_gpu | {'transformer_impl', 'attention_backend'} <= there - here
 
@@ -153,7 +154,6 @@ def launch(*argv):
         ('--cpu-offloading-num-layers 1', 'drop --cpu-offloading-num-layers'),
         ('--fine-grained-activation-offloading', 'drop --fine-grained-activation-offloading'),
         ('--use-transformer-engine-op-fuser', 'drop --use-transformer-engine-op-fuser'),
-        ('--hybrid-override-pattern *-*-', 'such as zb-h1 or zb-interleaved'),
         ('--use-torch-fsdp2', 'use --use-distributed-optimizer'),
         ('--overlap-moe-expert-parallel-comm', 'drop --overlap-moe-expert-parallel-comm'),
         ('--pipeline-schedule zb-w', "unknown schedule 'zb-w'"),
@@ -231,11 +231,42 @@ def hybrid_model(schedule, chunks):
         forget_groups()
 
 
-def test_hybrid_model_is_refused_where_it_is_built(ranks):
+def hybrid_refused():
+    """By which settings this release refuses a hybrid model in a V, or False."""
+    from megatron_zbpp.mcore import compat
+
+    found = [
+        refusal.setting
+        for name in HYBRID
+        for value in VALUES[name]
+        for refusal in refusals.refused(SimpleNamespace(**{name: value}), placement=Placement.v(2))
+    ]
+    return compat.segments_module() is None, found
+
+
+def test_hybrid_models_by_release(ranks):
+    for knows_one_chunk, found in ranks(2).run(hybrid_refused):
+        assert found == (HYBRID if knows_one_chunk else [])
+
+
+def test_hybrid_model_where_it_is_built(ranks):
     assert ranks(2).run(hybrid_model, 'zb-h1', 1) == [[[1]], [[2]]]
+    found = ranks(2).run(hybrid_model, 'zb-v', 2)
+    if found != [None, None]:
+        assert found == [[[2], [3]], [[1], [4]]], 'where the stages are'
+        return
     for said in ranks(2).run(hybrid_model, 'zb-v', 1):
-        assert re.match('(HybridModel|MambaModel) does not work with this schedule', said)
-        assert 'such as zb-h1 or zb-interleaved' in said
+        assert said.startswith('MambaModel does not work with this schedule')
+        assert 'such as zb-h1, or megatron-core from 0.17 on' in said
+
+
+def test_without_w_passes_more_may_be():
+    args = SimpleNamespace(tp_comm_overlap=True, cuda_graph_impl='local')
+    found = [str(each) for each in refusals.refused(args)]
+    assert len(found) == 2 and all('1f1b' in each for each in found)
+    assert not list(refusals.refused(args, splits=False))
+    args = SimpleNamespace(cuda_graph_impl='local', cuda_graph_scope=['full_iteration'])
+    assert list(refusals.refused(args, splits=False))
 
 
 def test_hybrid_model_in_chunks(ranks):

@@ -17,7 +17,11 @@ from megatron.core.utils import (
     get_batch_on_this_tp_rank,
 )
 from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
@@ -103,5 +107,6 @@ def datasets(sizes, vp_stage=None):
 if __name__ == '__main__':
     datasets.is_distributed = True
     args = parse_and_validate_args(args_defaults={'tokenizer_type': 'NullTokenizer'})
-    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    make = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
+    container = pretrain_cfg_container_from_args(args, make(args))
     pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)

@@ -89,6 +89,13 @@ def _preparing(parse: Callable) -> Callable:
     return parse_known_args
 
 
+def _supersede(args: argparse.Namespace) -> None:
+    """Drop what a schedule of ours does by itself."""
+    if getattr(args, 'defer_embedding_wgrad_compute', False):
+        args.defer_embedding_wgrad_compute = False
+        say('--defer-embedding-wgrad-compute has no effect: the schedule places all W passes')
+
+
 def prepare(args: argparse.Namespace) -> Plugin | None:
     """Do what the flags ask for; None where they ask for nothing.
 
@@ -117,16 +124,16 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         profile_iters=config.pipeline_schedule_profile_iters,
         trace_dir=folder(config.pipeline_trace_dir),
     )
-    placement = Programs(settings).placement(args.pipeline_model_parallel_size)
-    reasons = list(refusals.refused(args, cpu.installed(), te.installed(), placement))
+    _supersede(args)
+    ranks, programs = args.pipeline_model_parallel_size, Programs(settings)
+    placement, splits = programs.placement(ranks), programs.splits(ranks)
+    reasons = list(refusals.refused(args, cpu.installed(), te.installed(), placement, splits))
     if reasons:
         raise NotImplementedError('with --pipeline-schedule, ' + '. '.join(map(str, reasons)))
     plugin = enabled.switch(settings, vars(args))
     if config.enable_optimizer_post_validation and sizes.disable_rerun_checks(args, sys.argv):
         say('--rerun-mode disabled, or all ranks would wait for each other in each iteration')
     for num_microbatches in sorted(sizes.microbatches(args, int(os.environ.get('WORLD_SIZE', 1)))):
-        plugin.session.programs.lowered(
-            args.pipeline_model_parallel_size, num_microbatches, forward_only=False
-        )
+        plugin.session.programs.lowered(ranks, num_microbatches, forward_only=False)
     sizes.place_layers(args, placement)
     return plugin

@@ -129,6 +129,7 @@ def dry_run_of(line: LaunchLine) -> DryRun:
         )
     )
     placement = programs.placement(parallel['pipeline'])
+    splits = programs.splits(parallel['pipeline'])
     counts = _microbatches(line, parallel['data'])
     if config.enable_optimizer_post_validation:
         sizes.disable_rerun_checks(line.args, line.words)
@@ -145,13 +146,13 @@ def dry_run_of(line: LaunchLine) -> DryRun:
         tuple(_layers(line.args, placement)),
         tuple(_simulated(programs, placement.num_ranks, count) for count in counts),
         layer_memory(line.args),
-        tuple(refusals.refused(line.args, line.on_cpu, te.find() is not None, placement)),
+        tuple(refusals.refused(line.args, line.on_cpu, te.find() is not None, placement, splits)),
         tuple(notes),
     )
 
 
 def _parallel(line: LaunchLine) -> dict[str, int]:
-    """Return ranks by kind.
+    """Ranks by kind.
 
     Raises:
         ValueError: they do not make whole replicas of the model.
@@ -171,7 +172,7 @@ def _parallel(line: LaunchLine) -> dict[str, int]:
 
 
 def _microbatches(line: LaunchLine, replicas: int) -> list[int]:
-    """Return numbers of microbatches that training has.
+    """Numbers of microbatches that training has.
 
     Raises:
         ValueError: the batch does not divide into any.
@@ -194,18 +195,17 @@ def _layers(args: Namespace, placement: Placement) -> list[int]:
     Raises:
         ValueError: they cannot be placed.
     """
-    segments = sizes.hybrid_layers(args)
-    if segments is not None and not placement.is_loop:
-        return []  # refused
     embedding = args.account_for_embedding_in_pipeline_split
     loss = args.account_for_loss_in_pipeline_split
+    fixed = sizes.fixed_layers(args, placement)
     sizes.place_layers(args, placement)
+    segments = sizes.hybrid_layers(args)
     if segments is not None:
         even = [sum(segments) // placement.num_stages] * placement.num_stages
         return segments if len(segments) > 1 else even
     if args.pipeline_model_parallel_layout is not None:
         return layout.StageLayout(placement, args.pipeline_model_parallel_layout).num_layers
-    return layers_per_stage(args.num_layers, placement, embedding, loss)
+    return layers_per_stage(args.num_layers, placement, embedding, loss, fixed)
 
 
 def _simulated(programs: Programs, num_ranks: int, num_microbatches: int) -> Simulated:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -21,8 +22,6 @@ def require_plain(args: argparse.Namespace) -> None:
     for name, cure in (
         ('yaml_cfg', 'give the arguments as flags'),
         ('use_checkpoint_args', 'give the arguments of the checkpoint as flags'),
-        ('decoder_first_pipeline_num_layers', 'use --pipeline-model-parallel-layout'),
-        ('decoder_last_pipeline_num_layers', 'use --pipeline-model-parallel-layout'),
     ):
         if getattr(args, name, None):
             raise ValueError(f'{flag(name)} does not work with --pipeline-schedule: {cure}')
@@ -84,35 +83,92 @@ def _ends(args: argparse.Namespace) -> tuple[bool, bool]:
     return args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
 
 
+def fixed_layers(args: argparse.Namespace, placement: Placement) -> dict[int, int]:
+    """Return the layers of stages that `--decoder-first` and `-last-pipeline-num-layers` give.
+
+    In a loop they are those of all chunks of first and last rank, as Megatron has it; elsewhere one
+    rank may hold both ends, and they are those of a rank of chunks like the first or last one.
+
+    Raises:
+        ValueError: they do not divide among the chunks.
+    """
+    fixed = {}
+    for name, end in (
+        ('decoder_first_pipeline_num_layers', 0),
+        ('decoder_last_pipeline_num_layers', placement.num_stages - 1),
+    ):
+        layers = getattr(args, name, None)
+        if layers is None:
+            continue
+        each, left = divmod(layers, placement.num_chunks)
+        if left:
+            raise ValueError(
+                f'{flag(name)} {layers} does not divide among {placement.num_chunks} chunks: give '
+                'a multiple, or --pipeline-model-parallel-layout'
+            )
+        same = placement.stages(placement.ranks[end]) if placement.is_loop else (end,)
+        fixed |= dict.fromkeys(same, each)
+    return fixed
+
+
 def place_layers(args: argparse.Namespace, placement: Placement) -> None:
     """Write the layout of the layers for `placement` into Megatron's arguments.
 
-    One chunk a rank, in a loop, is what Megatron does by itself if all get as many; and a hybrid
-    model's layers are where its pattern says.
+    One chunk a rank, in a loop, is what Megatron does by itself if all get as many, or the ends are
+    given. A hybrid model's layers are where its pattern says; one that is not divided yet is
+    divided here.
 
     Raises:
         ValueError: too few layers, or another number of segments than stages.
     """
-    segments = hybrid_layers(args)
-    if segments is not None:
-        undivided = len(segments) == placement.num_chunks == 1
-        if len(segments) != placement.num_stages and not undivided:
-            raise ValueError(
-                f'--hybrid-layer-pattern has {len(segments)} segments, but the schedule places '
-                f'{placement.num_stages} stages: give that many, divided by |'
-            )
+    hybrid = refusals.hybrid(args)
+    if hybrid is not None:
+        _place_hybrid(args, hybrid, placement)
         return
     embedding, loss = _ends(args)
     mtp = getattr(args, 'mtp_num_layers', None) or 0
-    uneven = (args.num_layers + embedding + loss) % placement.num_stages
+    fixed = fixed_layers(args, placement)
+    uneven = (args.num_layers + embedding + loss) % placement.num_stages and not fixed
     if placement == Placement.loop(placement.num_ranks) and not uneven:
         return
     if args.pipeline_model_parallel_layout is None:
-        layers = layers_per_stage(args.num_layers, placement, embedding, loss + mtp)
+        layers = layers_per_stage(args.num_layers, placement, embedding, loss + mtp, fixed)
         args.pipeline_model_parallel_layout = layout_string(layers, mtp)
+    elif fixed:
+        raise ValueError(
+            '--pipeline-model-parallel-layout says how many layers all stages have: drop '
+            '--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers'
+        )
+    args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
     args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
     args.num_layers_per_virtual_pipeline_stage = args.num_virtual_stages_per_pipeline_rank = None
     args.overlap_p2p_comm = True  # else Megatron refuses two ranks with chunks; ours always overlap
+
+
+def _place_hybrid(args: argparse.Namespace, name: str, placement: Placement) -> None:
+    """Divide the pattern of a hybrid model, `name` of the arguments, among the stages.
+
+    Raises:
+        ValueError: another number of segments than stages, or too few layers.
+    """
+    pattern = getattr(args, name)
+    if not isinstance(pattern, str):
+        return  # a ratio, of releases that know no segments
+    main, slash, rest = pattern.partition('/')
+    segments = main.split('|')
+    if len(segments) == placement.num_chunks == 1:
+        return  # Megatron divides it
+    if len(segments) == 1:
+        layers = layers_per_stage(len(main), placement)
+        ends = list(itertools.accumulate(layers))
+        segments = [main[end - count : end] for count, end in zip(layers, ends, strict=True)]
+    if len(segments) != placement.num_stages:
+        raise ValueError(
+            f'{flag(name)} has {len(segments)} segments, but the schedule places '
+            f'{placement.num_stages} stages: give that many, divided by |'
+        )
+    setattr(args, name, '|'.join(segments) + slash + rest)
+    args.overlap_p2p_comm = True  # as for other models
 
 
 def microbatches(args: argparse.Namespace, world_size: int) -> set[int]:

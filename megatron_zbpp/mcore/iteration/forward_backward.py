@@ -17,6 +17,7 @@ from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import layout, refusals
 from megatron_zbpp.mcore.iteration.alike import agreement
 from megatron_zbpp.mcore.iteration.announcement import announce
+from megatron_zbpp.mcore.iteration.built import require_all_layers
 from megatron_zbpp.mcore.iteration.completeness import every_weight_gradient
 from megatron_zbpp.mcore.iteration.ranges import profiled
 from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
@@ -161,6 +162,8 @@ class Batch:
                     pg_collection=self.groups,
                     force_all_reduce=self.arguments.force_all_reduce,
                 )
+        if getattr(config, 'cuda_graph_impl', None) == 'local':
+            schedules.create_cudagraphs()  # in the order of the first iteration; later it does none
         iteration = Iteration(self.lowered.schedule, self.groups.pp, record, self.executor.clock)
         if forward_only:
             session.latest = iteration
@@ -199,7 +202,8 @@ def prepare(
     groups = arguments.pg_collection or ProcessGroupCollection.use_mpu_process_groups(list(_GROUPS))
     models = arguments.models
     config = get_model_config(models[0])
-    refuse_unsupported(config, arguments.adjust_tensor_shapes_fn)
+    splits = session.programs.splits(groups.pp.size())
+    refuse_unsupported(config, arguments.adjust_tensor_shapes_fn, splits)
     call = Call(
         session.store,
         arguments.forward_step_func,
@@ -219,10 +223,15 @@ def prepare(
         session.announced = True
         announce(lowered.schedule, config)
     rank = groups.pp.rank()
+    stages = _stages(call, arguments, begun, lowered.placement, rank)
+    if models[0] not in session.compared:
+        session.compared.add(models[0])
+        collective = session.watchdog.collective
+        require_all_layers(unwrap_model(models), lowered.placement, groups.pp, collective)
     program, count = lowered.program(rank, ranks_ahead)
     executor = Executor(
         program,
-        _stages(call, arguments, begun, lowered.placement, rank),
+        stages,
         session.channels(groups.pp, lowered.placement, call.device, message.shape is None),
         message,
         session.store,
@@ -254,13 +263,18 @@ def _message(
     return Message(shape, config.pipeline_dtype, device)
 
 
-def refuse_unsupported(config: Any, adjust_tensor_shapes_fn: Callable | None) -> None:
+def refuse_unsupported(config: Any, adjust_tensor_shapes_fn: Callable | None, splits: bool) -> None:
     """Raise for what would be silently wrong, with the cure.
+
+    Args:
+        config: of the model.
+        adjust_tensor_shapes_fn: of the call.
+        splits: whether the schedule has W passes.
 
     Raises:
         NotImplementedError: names the setting.
     """
-    for refusal in refusals.refused(config):
+    for refusal in refusals.refused(config, splits=splits):
         raise NotImplementedError(
             f"does not work with --pipeline-schedule: {refusal}, or use Megatron's own schedule"
         )

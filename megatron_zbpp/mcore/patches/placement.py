@@ -66,6 +66,10 @@ def patches(placement: Placements, agree: Agree) -> Iterator[Patch]:
     yield Patch(_LANGUAGE, 'setup_embeddings_and_output_layer', wrapped(_tying))
     yield Patch(_FINALIZE, TIED, _summing_tied_copies, (f'{_FINALIZE}:finalize_model_grads',))
 
+    segments = compat.segments_module()
+    if segments is not None:
+        yield Patch(segments, compat.SELECT_SEGMENT, wrapped(_segments), everywhere=True)
+
     training = 'megatron.training.training', 'build_train_valid_test_data_loaders'
     yield Patch(*training, _with_data_on_rank_0, everywhere=True, late=True)
     batch = compat.get_batch_module(), compat.GET_BATCH
@@ -131,6 +135,38 @@ class _Layouts:
         if pipeline_model_parallel_size == 1:
             return self._original(layout, pipeline_model_parallel_size)
         return StageLayout(self._placement(pipeline_model_parallel_size), layout)
+
+
+def _segments(original: Callable, placement: Placements) -> Callable:
+    """Answer with a chunk's segment of a hybrid model's pattern, whose segments are the stages.
+
+    Megatron's function takes them to go around the ranks: it is given them in that order.
+    """
+
+    @functools.wraps(original)
+    def select_pipeline_segment(
+        main_pattern: str,
+        pp_group: dist.ProcessGroup | None,
+        vp_stage: int | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[list[str], int]:
+        where = None if pp_group is None else placement(pp_group.size())
+        if pp_group is None or where is None or where.is_loop:
+            return original(main_pattern, pp_group, vp_stage, *args, **kwargs)
+        segments = main_pattern.split('|')
+        if len(segments) != where.num_stages:
+            raise ValueError(
+                f'the pattern {main_pattern} of the hybrid model has {len(segments)} segments, but '
+                f'the schedule places {where.num_stages} stages: give that many, divided by |'
+            )
+        held = map(where.stages, range(where.num_ranks))
+        around = [segments[stage] for chunk in zip(*held, strict=True) for stage in chunk]
+        layers, _ = original('|'.join(around), pp_group, vp_stage, *args, **kwargs)
+        own = where.stages(pp_group.rank())[vp_stage or 0]
+        return layers, sum(map(len, segments[:own]))
+
+    return select_pipeline_segment
 
 
 def _refusing(original: Callable, placement: Placements) -> Callable:
