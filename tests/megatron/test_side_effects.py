@@ -117,3 +117,36 @@ def test_megatrons_tracker(ranks, tracker):
 def test_transformer_engines_tracker(te_ranks):
     """--te-rng-tracker"""
     check(te_ranks(2).run(drawn, 'te'), True)
+
+
+def predicted():
+    """What is shown of losses of multi-token prediction: of forwards ahead, and of their own."""
+    import torch
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    from megatron_zbpp.mcore.post_validation.side_effects import SideEffects
+
+    tracker = MTPLossLoggingHelper.tracker
+
+    def forward(loss):
+        tracker.setdefault('values', torch.zeros(1)).add_(loss)
+        tracker['avg_group'] = 'group'
+
+    tracker.clear()
+    try:
+        forward(1.0)
+        effects = SideEffects([])
+        with effects.capture():
+            forward(2.0)
+        ahead = tracker['values'].item()
+        tracker['values'].zero_()  # as Megatron does once they are logged
+        tracker['avg_group'] = None
+        effects.commit()
+        forward(4.0)
+        return ahead, tracker['values'].item(), tracker['avg_group']
+    finally:
+        tracker.clear()
+
+
+def test_losses_of_multi_token_prediction(ranks):
+    assert ranks(2).run(predicted) == [(1.0, 6.0, 'group')] * 2
