@@ -202,7 +202,7 @@ def test_refused(ranks):
     assert code == 1 and not found['fine']
     refused = {entry['setting']: entry for entry in found['launch_line']['refused']}
     assert set(refused) == {'tp_comm_overlap', 'fp8'}
-    assert refused['tp_comm_overlap']['cure'] .startswith('drop --tp-comm-overlap, or take')
+    assert refused['tp_comm_overlap']['cure'].startswith('drop --tp-comm-overlap, or take')
     assert 'Transformer Engine' in refused['fp8']['reason'] and refused['fp8']['value'] == 'hybrid'
     words = ['--', *SIZES, '--global-batch-size', 48, *given]
     (code, out, _), _ = ranks(2).run(doctor, words)
