@@ -69,7 +69,9 @@ def ended(tmp_path_factory):
     cases.write_text(json.dumps(list(CASES.values())))
     program = SUPPORT / 'mishaps.py'
     path = os.pathsep.join([str(ROOT), str(SUPPORT)])
-    done = run([sys.executable, program, cases], env={'PYTHONPATH': path}, timeout=280)
+    # torch's stores ask for the name of whoever connects, and stand while no server answers
+    env = {'PYTHONPATH': path, 'RES_OPTIONS': 'timeout:1 attempts:1'}
+    done = run([sys.executable, program, cases], env=env, timeout=280)
     assert done.returncode == 0, done.stderr
     return dict(zip(CASES, json.loads(done.stdout), strict=True))
 
@@ -112,7 +114,7 @@ def test_others_report_and_exit(ended, mishap, phase):
         assert not silent or rank['seconds'] > TIMEOUT - 0.5
         assert accused(fields) == 1
     if silent:
-        assert EXIT_CODE in {ranks[other]['code'] for other in (0, 2)}
+        assert EXIT_CODE in {rank['code'] for rank in ranks}, 'of who ends first'
 
 
 @pytest.mark.parametrize('phase', PHASES)

@@ -226,9 +226,11 @@ def _spare(rank: int, size: int, common: _Board, ended: threading.Event) -> Stor
         if ended.wait(_SOON) or not common.thread.is_alive():
             return None
     if rank == size - 1:
-        host = _address_towards(server.host, server.port)
-        served = _served = compat.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        common.store.set('spare', f'{served.port} {host}')
+        served = _served if common.store.check(['spare']) else None
+        if served is None:  # nor is one left of an earlier training of these ranks
+            host = _address_towards(server.host, server.port)
+            served = _served = compat.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            common.store.set('spare', f'{served.port} {host}')
         return PrefixStore(_PREFIX, served)
     port, _, host = common.store.get('spare').decode().partition(' ')
     spare = compat.TCPStore(host, int(port), timeout=_MEET, wait_for_workers=False)
