@@ -47,3 +47,11 @@ def test_each_rank_is_cut_around_its_own_mark(schedule: Schedule) -> None:
     lines = grid(schedule, [(0, 10), (4, 200)]).splitlines()
     assert f'[{schedule.passes[0][10]}]' in lines[0]
     assert f'[{schedule.passes[4][200]}]' in lines[4]
+
+
+def test_what_is_cut_off_is_marked() -> None:
+    """Behind the passes that are shown, where there are more."""
+    schedule = build('1f1b', 2, 8)
+    whole, cut = grid(schedule, width=1000), grid(schedule, width=40)
+    assert '…' not in whole
+    assert all(line.endswith('…') and len(line) <= 40 for line in cut.splitlines())
