@@ -15,9 +15,11 @@ from megatron_zbpp.ir import Pass
 from megatron_zbpp.runtime.guard.watchdog import EXIT_CODE, Watchdog
 from megatron_zbpp.schedules import build
 
-TIMEOUT = 3.0
-LAST_WORDS = 7.0  # seconds to ask who is to blame, and for a store that is gone, at most
+TIMEOUT = 5.0
+LAST_WORDS = 10.0  # seconds to ask who is to blame, and for a store that is gone, at most
 SOUND = {'schedule': 'zb-h1', 'ranks': 3, 'microbatches': 6, 'timeout': TIMEOUT}
+# torch's, where no name server answers
+_NO_NAME = re.compile(r'.*socket\.cpp.* The hostname of the client socket cannot be retrieved.*\n')
 MISHAPS = ['SIGKILL', 'SIGSTOP', 'exception', 'wrong shape', 'stuck']
 
 # phase: the pass of rank 1 in which it happens, and by other rank: what it waits to run, and for
@@ -185,7 +187,7 @@ def test_a_rank_is_killed_on_a_backend_that_blocks(ended, case, victim):
 def test_no_false_alarm(ended, case):
     """Half of the time in one pass, or longer than the time between two iterations."""
     assert [rank['code'] for rank in ended[case]] == [0, 0, 0], ended[case]
-    assert not any(rank['said'] for rank in ended[case])
+    assert not any(_NO_NAME.sub('', rank['said']) for rank in ended[case])
 
 
 AT_ITS_END = """
