@@ -178,7 +178,7 @@ def table(results: dict[str, Result]) -> str:
 
 
 def pictures(args: argparse.Namespace, results: dict[str, Result]) -> list[Path]:
-    """Loss curves and measured timelines; the files' paths."""
+    """Draw loss curves and measured timelines; the files' paths."""
     curves, lines = args.output / 'loss.png', args.output / 'timelines.png'
     loss_png({SCHEDULES[name]: result.losses for name, result in results.items()}, curves)
     measured = {SCHEDULES[name]: result.measurement.timeline for name, result in results.items()}

@@ -113,7 +113,7 @@ def cost(program: Program, gradients: int, repeats: int) -> float:
 
 
 def spans(record: Record) -> dict[str, list[float]]:
-    """Seconds inside the passes of each kind, on the host's clock."""
+    """Return seconds inside the passes of each kind, on the host's clock."""
     found: dict[str, list[float]] = {}
     for p, (start, end) in zip(record.passes, record.marks, strict=True):
         found.setdefault(p.kind, []).append(end - start)
@@ -127,7 +127,7 @@ def within(record: Record) -> dict[str, float]:
 
 
 def drawing(schedule: Schedule) -> float:
-    """Seconds to draw one iteration of all ranks: tracing does so once."""
+    """Return seconds to draw one iteration of all ranks: tracing does so once."""
     measured = simulate(schedule, Costs.uniform(schedule.placement))
     with TemporaryDirectory() as folder:
         start = time.perf_counter()

@@ -35,7 +35,7 @@ _SEED = 1234
 
 
 def join(job: Job, device: Gpu | Host) -> None:
-    """Process groups and random seeds."""
+    """Make process groups and random seeds."""
     if not dist.is_initialized():
         dist.init_process_group(device.backend)
     parallel_state.initialize_model_parallel(

@@ -110,7 +110,7 @@ class _Storages(TorchDispatchMode):
         return made
 
     def alive(self) -> int:
-        """Bytes of those that are still there."""
+        """Return bytes of those that are still there."""
         self._known = {key: own for key, own in self._known.items() if not own[0].expired()}
         return sum(size for _, size in self._known.values())
 

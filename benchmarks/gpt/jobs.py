@@ -119,7 +119,7 @@ def microbatches(text: str, p: int) -> int:
 
 
 def stages(family: Family, wanted: int | None) -> int:
-    """Stages a rank: `wanted`, where the family can have so many; else its own number."""
+    """Return stages a rank: `wanted`, where the family can have so many; else its own number."""
     return wanted if wanted and wanted in family.chunks else family.default_chunks
 
 

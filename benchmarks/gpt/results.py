@@ -11,9 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.tables import aligned
 from benchmarks.gpt.jobs import MEGATRON, STAGE, Job
 from benchmarks.gpt.predict import Pipeline
 from benchmarks.gpt.worker import Row
+from megatron_zbpp.ir import strict_json
 
 MEASURED, PREDICTED, FAILED = 'measured', 'predicted', 'failed'
 _PACKAGES = ('torch', 'megatron-core', 'megatron_zbpp', 'transformer-engine', 'apex')
@@ -38,10 +40,10 @@ class Results:
         self.rows: list[Row] = []
         if path.exists():
             try:
-                self.rows = json.loads(path.read_text())['rows']
-            except (KeyError, TypeError, ValueError) as error:
+                self.rows = _rows(path.read_text(encoding='utf-8'))
+            except ValueError as error:
                 raise ValueError(
-                    f'{path} is not a result of this benchmark: give another --json'
+                    f'{path} is not a result of this benchmark ({error}): give another --json'
                 ) from error
 
     def has(self, job: Job, retry_failed: bool = False) -> bool:
@@ -95,6 +97,23 @@ class Results:
         beside.replace(self._path)
 
 
+def _rows(text: str) -> list[Row]:
+    """Return the rows that a file holds."""
+    rest = ('date', 'host', 'versions')
+    data: Any = strict_json.loads(text)
+    strict_json.require(
+        data,
+        {'rows': strict_json.list_of(_row, 'rows')},
+        dict.fromkeys(rest, strict_json.anything),
+    )
+    return data['rows']
+
+
+def _row(value: Any) -> str | None:
+    kinds = (MEASURED, PREDICTED, FAILED)
+    return None if strict_json.is_object(value) and value.get('kind') in kinds else 'a row'
+
+
 def _prediction(row: Row) -> tuple:
     """Return what a predicted row is of (the first five), and what it was made from."""
     names = ('model', 'runner', 'schedule', 'p', 'm', 'chunks', 'link_bytes_per_second')
@@ -119,10 +138,10 @@ def table(rows: Iterable[Row]) -> str:
     runs = [r for r in rows if r['kind'] != FAILED and r['schedule'] != STAGE]
     parts = []
     if stages:
-        parts.append(_aligned([_STAGE_HEADS, *map(_stage_cells, stages)], 1))
+        parts.append(aligned([_STAGE_HEADS, *map(_stage_cells, stages)], 1))
     if runs:
         runs.sort(key=lambda r: (r['kind'], r['model'], r['p'], r['m'], -_speed(r)))
-        parts.append(_aligned([_HEADS, *map(_cells, runs)], 3))
+        parts.append(aligned([_HEADS, *map(_cells, runs)], 3))
     parts += [f'failed: {Job.of_row(r).title}: {r["error"]}' for r in rows if r['kind'] == FAILED]
     return '\n\n'.join(parts)
 
@@ -169,15 +188,3 @@ def _stage_cells(row: Row) -> list[str]:
 
 def _share(value: float | None) -> str:
     return '-' if value is None else f'{value:.1%}'
-
-
-def _aligned(lines: list[list[Any]], names: int) -> str:
-    """Return a table whose first columns are names."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return '\n'.join(
-        '  '.join(
-            cell.ljust(width) if at < names else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )

@@ -124,7 +124,7 @@ class Bench:
         return sum(p.numel() for p in self.models[0].parameters())
 
     def times(self, microbatches: int) -> list[tuple[float, ...]]:
-        """Seconds of the passes of each microbatch."""
+        """Return seconds of the passes of each microbatch."""
         self.models[0].zero_grad_buffer()
         program = tuple(Pass(kind, 0, k) for k in range(microbatches) for kind in self._kinds)
         executor = Executor(
@@ -143,7 +143,7 @@ class Bench:
         return [tuple(spans[i : i + width]) for i in range(0, len(spans), width)]
 
     def activations(self) -> tuple[int, int, int]:
-        """Bytes that a microbatch holds from F to B, and from B to W; and what is never let go."""
+        """Return bytes of a microbatch from F to B, and from B to W; and what is never let go."""
         gc.collect()
         self.stage.weighing(True)
         with DEVICE.following():

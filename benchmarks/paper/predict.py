@@ -101,7 +101,7 @@ def v_shape_timeline(schedule: str, setting: VShape, factor: int = 1) -> Timelin
 
 
 def _costs(model: Model, times: tuple[float, ...], chunks: int) -> Costs:
-    """Costs of each stage: equal times, as Table 6 has one for all, and its own layers' bytes."""
+    """Return equal times of all stages, as Table 6 has one for all, and each one's bytes."""
     forward, backward, weight, comm = times
     stages = model.num_ranks * chunks
     layers = [_layers(model, stage, chunks) for stage in range(stages)]
@@ -115,6 +115,6 @@ def _costs(model: Model, times: tuple[float, ...], chunks: int) -> Costs:
 
 
 def _layers(model: Model, stage: int, chunks: int) -> int:
-    """Layers of a stage: the first and the last have one fewer."""
+    """Return layers of a stage: the first and the last have one fewer."""
     ends = (0, model.num_ranks * chunks - 1)
     return model.layers // chunks - (stage in ends)

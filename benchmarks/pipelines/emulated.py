@@ -66,7 +66,7 @@ class Meter:
     awake: float = 0.0
 
     def fill(self, start: float, seconds: float) -> None:
-        """Sleeps until what began at `start` has taken `seconds`."""
+        """Sleep until what began at `start` has taken `seconds`."""
         slept = sleep_until(start + seconds)
         self.awake += time.perf_counter() - start - slept
 

@@ -52,7 +52,7 @@ class Entry:
 
 
 def known() -> dict[str, tuple[str, ...]]:
-    """Names of all schedules by the library that runs them."""
+    """Return names of all schedules by the library that runs them."""
     return {MEGATRON: _MEGATRON, TORCH: _TORCH, ZBPP: (*names(), AUTO)}
 
 

@@ -160,7 +160,7 @@ def _sample(runner: Runner, job: Job) -> Sample:
 
 
 def _core_wait() -> float | None:
-    """Seconds that this thread has ever been ready to run without a core, as Linux counts them."""
+    """Return seconds that this thread has waited for a core so far, as Linux counts them."""
     try:
         _running, waiting, _turns = Path('/proc/thread-self/schedstat').read_text().split()
     except FileNotFoundError:

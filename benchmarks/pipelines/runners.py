@@ -42,7 +42,7 @@ class Model(Protocol):
         """Those of this rank, each with Megatron's config as `.config`."""
 
     def data(self, num_microbatches: int) -> Iterator[Any]:
-        """Microbatches without end; each iteration gets the same."""
+        """Return microbatches without end; each iteration gets the same."""
 
     def forward_step(self, data: Iterator[Any], model: torch.nn.Module) -> tuple:
         """Return what Megatron calls for each microbatch on each chunk."""

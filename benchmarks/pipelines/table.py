@@ -10,6 +10,7 @@ from importlib.metadata import version
 from statistics import median
 from typing import Any
 
+from benchmarks.common.tables import aligned
 from benchmarks.pipelines.entries import MEGATRON, Entry
 from benchmarks.pipelines.measure import Job, Sample
 
@@ -68,18 +69,6 @@ def table(found: Sequence[Row]) -> str:
     """Fastest first."""
     lines = [_HEADS, *map(_cells, sorted(found, key=lambda row: row['median_ms']))]
     return aligned(lines, left=2)
-
-
-def aligned(lines: Sequence[Sequence[str]], left: int) -> str:
-    """Columns of equal width; all but the first `left` are numbers."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return '\n'.join(
-        '  '.join(
-            cell.ljust(width) if at < left else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
 
 
 def _cells(row: Row) -> tuple[str, ...]:

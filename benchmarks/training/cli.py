@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.common.overhead import spans
 from benchmarks.common.spawning import collected, joined, spawned
-from benchmarks.pipelines.table import aligned
+from benchmarks.common.tables import aligned
 from megatron_zbpp.ir import BW, B, F, W
 from megatron_zbpp.schedules import build
 

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common.spawning import spawned
-from benchmarks.pipelines.table import aligned
+from benchmarks.common.tables import aligned
 
 LINEAR = 4  # linear layers of a transformer layer
 HEADS, BATCH = 4, 1

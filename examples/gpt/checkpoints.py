@@ -7,9 +7,11 @@ one. The tracker is replaced at once, so that it names one whatever happens mean
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pickle
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch.distributed.checkpoint import FileSystemReader
 
 TRACKER = 'latest_checkpointed_iteration.txt'
+SUMS = 'sha256.json'  # of the files of a checkpoint, beside them
+_BLOCK = 2**20  # bytes
 
 # What a checkpoint must agree on with the model that it is loaded into.
 SHAPE = (
@@ -52,7 +56,10 @@ def save(
     state = _state(models, optimizer, scheduler, loading=False)
     state |= {'iteration': iteration, 'shape': {key: getattr(args, key) for key in SHAPE}}
     dist_checkpointing.save(state, str(folder))
+    dist.barrier()
+    sums = _sums(folder)
     if dist.get_rank() == 0:
+        (folder / SUMS).write_text(json.dumps(sums, indent=1))
         written = args.save / f'{TRACKER}.new'
         written.write_text(str(iteration))
         os.replace(written, args.save / TRACKER)
@@ -72,10 +79,10 @@ def to_load(args: argparse.Namespace) -> Path | None:
         return None
     step = _tracked(args.load) if args.ckpt_step is None else args.ckpt_step
     folder = _folder(args.load, step)
-    damage = _damage(folder)
-    if damage is not None:
-        raise InputError(f'{damage}; {_instead(args.load, step)}')
-    shape = dist_checkpointing.load_common_state_dict(str(folder))['shape']
+    try:
+        shape = _common_state(folder)['shape']
+    except InputError as damage:
+        raise InputError(f'{damage}; {_instead(args.load, step)}') from damage
     other = [
         f'--{key.replace("_", "-")} was {shape[key]} and is {getattr(args, key)}'
         for key in SHAPE
@@ -90,16 +97,18 @@ def load(folder: Path, models: list[Any], optimizer: Any, scheduler: Any) -> int
     """Load in place; return the iteration after which it was saved.
 
     Raises:
-        InputError: what is in its files cannot be read.
+        InputError: what is in its files cannot be read, or is not what was saved.
     """
+    instead = _instead(folder.parent, but=int(folder.name.removeprefix('iter_')))
+    altered = _altered(folder)
+    if altered:
+        raise InputError(f'{folder / altered[0]} is damaged: not what was saved; {instead}')
     state = _state(models, optimizer, scheduler, loading=True)
     try:
         state = dist_checkpointing.load(state, str(folder))
     except _UNREADABLE as error:
         reason = f'{type(error).__name__}: {error}'.splitlines()[0]
-        raise InputError(
-            f'{folder} cannot be read ({reason}); {_instead(folder.parent)}'
-        ) from error
+        raise InputError(f'{folder} cannot be read ({reason}); {instead}') from error
     for i, model in enumerate(models):
         _unwrapped(model).load_state_dict(state[f'model{i}'])
     optimizer.load_state_dict(state['optimizer'])
@@ -143,34 +152,79 @@ def _tracked(root: Path) -> int:
     return int(text)
 
 
-def _damage(folder: Path) -> str | None:
-    """Return what is missing of a checkpoint, as a sentence; None: nothing.
+def _common_state(folder: Path) -> dict[str, Any]:
+    """Return what a whole checkpoint has of all ranks together.
 
-    What stands in them is not compared: neither torch nor Megatron keeps checksums.
+    What stands in its files is compared when it is loaded, by all ranks together.
+
+    Raises:
+        InputError: something of it is missing, or cannot be read.
     """
     for name in ('.metadata', 'metadata.json'):
         if not (folder / name).is_file():
-            return f'{folder} is not whole: it has no {name}'
+            raise InputError(f'{folder} is not whole: it has no {name}')
+    for name, length in _lengths(folder).items():
+        file = folder / name
+        if not file.is_file():
+            raise InputError(f'{folder} is not whole: it has no {name}')
+        if file.stat().st_size < length:
+            raise InputError(f'{file} is damaged: {file.stat().st_size} bytes, not {length}')
+    try:
+        return dist_checkpointing.load_common_state_dict(str(folder))
+    except _UNREADABLE as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f'{folder}: what is common to all ranks cannot be read ({reason})'
+        ) from error
+
+
+def _lengths(folder: Path) -> dict[str, int]:
+    """Return how many bytes each file of a checkpoint has at least, by its name.
+
+    Raises:
+        InputError: the file that says so is damaged.
+    """
     try:
         entries = FileSystemReader(str(folder)).read_metadata().storage_data.values()
     except (EOFError, pickle.UnpicklingError) as error:
-        return f'{folder / ".metadata"} is damaged ({error})'
+        raise InputError(f'{folder / ".metadata"} is damaged ({error})') from error
     lengths: dict[str, int] = {}
     for entry in entries:
         end = entry.offset + entry.length
         lengths[entry.relative_path] = max(end, lengths.get(entry.relative_path, 0))
-    for name, length in lengths.items():
-        file = folder / name
-        if not file.is_file():
-            return f'{folder} is not whole: it has no {name}'
-        if file.stat().st_size < length:
-            return f'{file} is damaged: {file.stat().st_size} bytes, not {length}'
+    return lengths
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file: a collective, in which each rank reads its share."""
+    names = sorted(f.name for f in folder.iterdir() if f.is_file() and f.name != SUMS)
+    share = names[dist.get_rank() :: dist.get_world_size()]
+    everywhere: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, {name: _sum(folder / name) for name in share})
+    return {name: digest for own in everywhere for name, digest in own.items()}
+
+
+def _sum(file: Path) -> str:
+    digest = sha256()
+    with file.open('rb') as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _altered(folder: Path) -> list[str]:
+    """Return the files of a checkpoint whose content is not what was saved: a collective.
+
+    None, where another program has saved it: neither torch nor Megatron keeps checksums.
+    """
+    if not (folder / SUMS).is_file():
+        return []
     try:
-        dist_checkpointing.load_common_state_dict(str(folder))
-    except _UNREADABLE as error:
-        reason = str(error).splitlines()[0]
-        return f'{folder}: what is common to all ranks cannot be read ({reason})'
-    return None
+        saved = dict(json.loads((folder / SUMS).read_text()))
+    except ValueError:
+        return [SUMS]
+    found = _sums(folder)
+    return [name for name, digest in saved.items() if found.get(name) != digest]
 
 
 def _instead(root: Path, but: int | None = None) -> str:
@@ -184,6 +238,17 @@ def _instead(root: Path, but: int | None = None) -> str:
 def _steps(root: Path) -> Iterator[int]:
     """Yield iterations of the whole checkpoints in `root`, the latest first."""
     for folder in sorted(root.glob('iter_*'), reverse=True):
-        number = folder.name.removeprefix('iter_')
-        if number.isdigit() and _damage(folder) is None:
-            yield int(number)
+        step = _step(folder)
+        if step is None:
+            continue
+        try:
+            _common_state(folder)
+        except InputError:  # said where this one is asked for
+            continue
+        yield step
+
+
+def _step(folder: Path) -> int | None:
+    """Return the iteration of a checkpoint by its name; None: it has another."""
+    number = folder.name.removeprefix('iter_')
+    return int(number) if number.isdigit() else None

@@ -167,7 +167,7 @@ def check_args(args: argparse.Namespace, world_size: int) -> None:
 
 
 def initialize(args: argparse.Namespace) -> None:
-    """Process groups and random seeds."""
+    """Make process groups and random seeds."""
     if not dist.is_initialized():
         dist.init_process_group('nccl' if DEVICE.type == 'cuda' else 'gloo')
         if DEVICE.type == 'cuda':

@@ -80,7 +80,7 @@ def by_layer(
 def fingerprint(
     parameters: Iterable[tuple[str, str, torch.nn.Parameter]], optimizer: Any
 ) -> dict[str, dict[str, str]]:
-    """Hashes of parameters and of optimizer state by layer, whatever rank holds it: a collective.
+    """Return hashes of parameters and optimizer state by layer, whoever holds it: a collective.
 
     Args:
         parameters: of this rank: layer, name in it, parameter.

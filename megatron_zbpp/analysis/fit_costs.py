@@ -13,7 +13,7 @@ from megatron_zbpp.ir.timeline import Timeline
 
 
 def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
-    """Costs whose times are the medians of what `timeline` measured on each stage.
+    """Return costs whose times are the medians of what `timeline` measured on each stage.
 
     A pass of several tasks counts as the first of them, the others take no time. Activations are
     those of `Costs.uniform`.
@@ -76,7 +76,7 @@ def latency(timeline: Timeline) -> float:
 
 
 def middle(found: Sequence[Costs]) -> Costs:
-    """Costs whose times are the medians of several measurements of the same stages."""
+    """Return costs whose times are the medians of several measurements of the same stages."""
     forward, backward, weight = (
         tuple(map(median, zip(*(getattr(costs, name) for costs in found), strict=True)))
         for name in ('forward', 'backward', 'weight')
@@ -93,7 +93,7 @@ def middle(found: Sequence[Costs]) -> Costs:
 
 
 def full_rank(placement: Placement, held: Mapping[int, tuple[float, float]]) -> float | None:
-    """Bytes of an activation of one microbatch on the fullest rank; None if a stage is unknown.
+    """Return bytes of a microbatch's activation on the fullest rank; None if a stage is unknown.
 
     Args:
         placement: of the stages.

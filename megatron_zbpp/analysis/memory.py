@@ -18,7 +18,7 @@ RESOLUTION = 10**-_DIGITS
 
 
 def live(schedule: Schedule, costs: Costs, pool: str = DEVICE) -> tuple[tuple[float, ...], ...]:
-    """Activations held in `pool` after each pass, per rank, parallel to `schedule.passes`.
+    """Return activations held in `pool` after each pass, per rank, parallel to `schedule.passes`.
 
     It is the sum of what the graph says of each pass: in a plain pipeline F adds the stage's
     `activation` at its start, B puts `retained` in its place at its end, W releases that, BW all.

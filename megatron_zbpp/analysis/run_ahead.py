@@ -16,8 +16,8 @@ from megatron_zbpp.analysis.program import Instruction, Program, Receive
 from megatron_zbpp.ir import F, Pass, Placement, Schedule
 
 
-def chain(placement: Placement) -> tuple[int, ...]:
-    """Ranks in the order in which an iteration begins on them: by the first stage of each."""
+def rank_order(placement: Placement) -> tuple[int, ...]:
+    """Return ranks in the order in which an iteration begins: by the first stage of each."""
     return tuple(dict.fromkeys(placement.ranks))
 
 
@@ -28,7 +28,7 @@ def passes_ahead(schedule: Schedule) -> tuple[int, ...]:
     too, and whose outputs go to ranks behind it. (Zero Bubble, section 4: the validation comes
     before the first backward.)
     """
-    order = chain(schedule.placement)
+    order = rank_order(schedule.placement)
     place = {rank: at for at, rank in enumerate(order)}
     taken = takers(schedule)
     ahead: set[Pass] = set()
@@ -56,7 +56,7 @@ def passes_run_ahead(schedule: Schedule, counts: Sequence[int], ranks_ahead: int
         counts: of `passes_ahead`.
         ranks_ahead: how many ranks go ahead.
     """
-    early = chain(schedule.placement)[:ranks_ahead]
+    early = rank_order(schedule.placement)[:ranks_ahead]
     return {p for rank in early for p in schedule.passes[rank][: counts[rank]]}
 
 

@@ -268,7 +268,7 @@ def _wait(schedule: Schedule, done: Set[Pass], rank: int, p: Pass) -> tuple[int,
 
 
 def _cycle(waits_for: dict[int, int]) -> list[int]:
-    """Ranks that wait for each other in a circle; [] if one waits for a rank that is not stuck."""
+    """Return ranks that wait in a circle; [] if one waits for a rank that is not stuck."""
     path: list[int] = []
     rank = next(iter(waits_for))
     while rank in waits_for and rank not in path:

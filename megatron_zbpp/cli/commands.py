@@ -113,7 +113,7 @@ def simulate_case(args: Namespace) -> None:
 
 
 def check_file(args: Namespace) -> None:
-    """Proves that a file's schedule can run, or raises ScheduleError."""
+    """Prove that a file's schedule can run, or raises ScheduleError."""
     schedule = formats.load(args.file)
     check(schedule, memory_limit=args.memory_limit)
     if args.json:
@@ -167,10 +167,10 @@ def convert(args: Namespace) -> None:
 
 def doctor(args: Namespace) -> int:
     """Return what is installed, whether our patches fit it, and what a launch line would run."""
-    from megatron_zbpp.mcore.command_line.doctor import examine, words  # takes torch and Megatron
+    from megatron_zbpp.mcore.command_line.doctor import examine, text_of  # takes torch and Megatron
 
     report = examine(args.line, args.gpus)
-    print_json(report.to_dict()) if args.json else print(words(report, args.verbose))
+    print_json(report.to_dict()) if args.json else print(text_of(report, args.verbose))
     return 0 if report.fine else 1
 
 

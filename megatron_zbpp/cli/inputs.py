@@ -18,7 +18,6 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.schedules import FAMILIES, build, find, names
 
-_MOST_PASSES = 10_000_000
 # How many chunks a rank may have on each placement that `plan` knows.
 PLACEMENTS: dict[str, Callable[[int], bool]] = {
     'loop': lambda chunks: chunks >= 1,
@@ -224,8 +223,8 @@ def _costs(args: Namespace, placement: Placement) -> Costs:
 
 
 def _require_size(chunk_microbatches: int) -> None:
-    if 3 * chunk_microbatches > _MOST_PASSES:
+    if 3 * chunk_microbatches > formats.MOST_PASSES:
         raise ValueError(
             f'--pp times --vpp times --microbatches is {chunk_microbatches}: give less than '
-            f'{_MOST_PASSES // 3} in all'
+            f'{formats.MOST_PASSES // 3} in all'
         )

@@ -20,6 +20,7 @@ from megatron_zbpp.analysis.checker import ScheduleError
 from megatron_zbpp.cli import commands
 from megatron_zbpp.cli.inputs import PLACEMENTS, StageCosts, Times
 from megatron_zbpp.ir import formats
+from megatron_zbpp.ir.strict_json import printable
 from megatron_zbpp.planner.problem import OBJECTIVES
 from megatron_zbpp.version import __version__
 
@@ -76,19 +77,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(text: str) -> int:
-    print(f'zbpp: {" ".join(text.split())}', file=sys.stderr)
+    print(f'zbpp: {printable(" ".join(text.split()))}', file=sys.stderr)
     return 2
 
 
 def _note(message: Warning | str, *_: object) -> None:
-    print(f'zbpp: note: {message}', file=sys.stderr)
+    print(f'zbpp: note: {printable(str(message))}', file=sys.stderr)
 
 
 class _Parser(argparse.ArgumentParser):
     """One whose errors take one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f'{self.prog}: {message} (see {self.prog} --help)\n')
+        self.exit(2, f'{self.prog}: {printable(message)} (see {self.prog} --help)\n')
 
 
 def _parser() -> argparse.ArgumentParser:

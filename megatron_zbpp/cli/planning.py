@@ -26,7 +26,7 @@ from megatron_zbpp.cli.printing import (
 from megatron_zbpp.cli.progress import progress
 from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.planner.cache import default_folder, planned
-from megatron_zbpp.planner.frontier import frontier
+from megatron_zbpp.planner.frontier import FrontierInterrupted, frontier
 from megatron_zbpp.planner.plans import Candidate, Plan, PlanningInterrupted
 from megatron_zbpp.render.scene import number
 
@@ -34,8 +34,7 @@ from megatron_zbpp.render.scene import number
 def plan_schedule(args: Namespace) -> int:
     """Return 0, or 130 where Ctrl-C ended the search; prints and writes the best plan."""
     if args.frontier:
-        _plan_frontier(args)
-        return 0
+        return _plan_frontier(args)
     picture = _planned_output(args)
     status = 0
     try:
@@ -90,33 +89,40 @@ def _planned_output(args: Namespace) -> str | None:
     return picture_format(args.output, 'name .json for the plan, or .html, .svg or .png')
 
 
-def _plan_frontier(args: Namespace) -> None:
-    """Plan under each of several memory limits."""
+def _plan_frontier(args: Namespace) -> int:
+    """Plan under each of several memory limits; return as `plan_schedule` does."""
     if args.memory_limit is not None:
         raise ValueError('--frontier has the memory limits: leave --memory-limit out')
     if args.output and not args.output.endswith(('.png', '.svg')):
         raise ValueError(f'--output {args.output}: let its name end in .png or .svg')
     if args.output and not Path(args.output).absolute().parent.is_dir():
         raise ValueError(f'--output {args.output}: there is no folder {Path(args.output).parent}')
-    with progress('planning', '%', 100) as done:
-        points = frontier(
-            *_plan_inputs(args),
-            args.frontier,
-            seconds=args.seconds,
-            objective=args.objective,
-            seed=args.seed,
-            progress=done,
-        )
+    status = 0
+    try:
+        with progress('planning', '%', 100) as done:
+            points = frontier(
+                *_plan_inputs(args),
+                args.frontier,
+                seconds=args.seconds,
+                objective=args.objective,
+                seed=args.seed,
+                progress=done,
+            )
+    except FrontierInterrupted as interruption:
+        print('zbpp: interrupted: these are the best plans by then', file=sys.stderr)
+        points, status = interruption.found, 128 + signal.SIGINT
     if args.output:
         _draw_frontier(args, [(limit, found) for limit, found, _ in points])
     if args.json:
         made = [{'memory_limit': at, **_plan_facts(found, cached)} for at, found, cached in points]
-        return print_json({'frontier': made})
+        print_json({'frontier': made})
+        return status
     heads = ('limit', 'makespan', 'its bubble', 'window', 'its bubble', IDLE, 'gap', 'best named')
     print_table(heads, [_frontier_row(limit, found) for limit, found, _ in points])
     print(MEANING)
     if args.output:
         print(f'wrote {args.output}')
+    return status
 
 
 def _draw_frontier(args: Namespace, points: list[tuple[float, Plan]]) -> None:

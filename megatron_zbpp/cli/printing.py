@@ -82,7 +82,7 @@ def print_json(value: dict) -> None:
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Columns as wide as they need be: the first to the left, numbers to the right."""
+    """Print columns as wide as they need be: the first to the left, numbers to the right."""
     lines = [tuple(map(str, line)) for line in (heads, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for first, *others in lines:

@@ -199,7 +199,7 @@ def _aliased_isend(tensor: torch.Tensor, *args, _original=distributed_c10d.isend
 
 
 def _by_bytes(original: Callable) -> Callable:
-    """Gathers bytes where types differ, as FP8 weights and their biases do.
+    """Gather bytes where types differ, as FP8 weights and their biases do.
 
     gloo would convert them all to the type of the first.
     """

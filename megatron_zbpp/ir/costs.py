@@ -111,6 +111,16 @@ class Costs:
         return cls(**defaults | {fields.get(name, name): value for name, value in data.items()})
 
     @classmethod
+    def from_fields(cls, data: Any) -> Costs:
+        """Return the costs of which `dataclasses.asdict` gave the fields, by way of JSON.
+
+        Raises:
+            ValueError: it is none; the message names the field.
+        """
+        strict_json.require(data, _TIMES, _OTHERS)
+        return cls(**data)
+
+    @classmethod
     def uniform(
         cls,
         placement: Placement,
@@ -190,6 +200,11 @@ class Costs:
                 )
 
 
+def _per_stage(value: Any) -> str | None:
+    """Check numbers of which there are some."""
+    return None if value and _NUMBERS(value) is None else 'a list of numbers, one per stage'
+
+
 def _by_name(value: Any) -> str | None:
     """Check numbers under names."""
     fits = strict_json.is_object(value) and all(_NUMBERS(entry) is None for entry in value.values())
@@ -209,9 +224,11 @@ def _edge_list(value: Any) -> str | None:
 
 
 _NUMBERS = strict_json.list_of(strict_json.number, 'numbers')
+_TIMES: dict[str, strict_json.Check] = dict.fromkeys(('forward', 'backward', 'weight'), _NUMBERS)
 _OTHERS = {  # fields of a file, but for the times of F, B and W
     **dict.fromkeys(('comm', 'message'), strict_json.number),
-    **dict.fromkeys(('activation', 'retained', 'speeds'), _NUMBERS),
+    **dict.fromkeys(('activation', 'retained'), _per_stage),
+    'speeds': _NUMBERS,
     **dict.fromkeys(('times', 'amounts'), _by_name),
     'edges': _edge_list,
 }

@@ -87,7 +87,7 @@ def load(path: str | Path) -> Schedule:
     try:
         text = _text(path)
         if not text.lstrip().startswith(('{', '[')):  # no pass of a CSV begins so
-            return from_torch_csv(text, path.stem)
+            return from_torch_csv(text, strict_json.printable(path.stem))
         return from_json(text)
     except UnicodeDecodeError as error:
         raise ValueError(f'{path}: not text: give a file of JSON, or of CSV') from error

@@ -19,7 +19,7 @@ _EMPTY = '___'  # a marked place past the end of a rank's order
 def grid(
     schedule: Schedule, cells: Iterable[tuple[int, int]] = (), width: int = 100, height: int = 40
 ) -> str:
-    """Draws `schedule`, cut to `width` characters and `height` ranks around what is marked.
+    """Draw `schedule`, cut to `width` characters and `height` ranks around what is marked.
 
     Args:
         schedule: any schedule, also a malformed one.

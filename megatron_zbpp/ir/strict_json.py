@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any, TypeGuard
 
+_DIGITS = 18  # of an integer: less than what a float or a machine's integer can hold
 Check = Callable[[object], str | None]  # what a value should be, where it is not
 
 
@@ -23,11 +24,25 @@ def loads(text: str) -> object:
     """Return what `text` says.
 
     Raises:
-        ValueError: it is not JSON, has a field twice, or a number that is not finite.
+        ValueError: it is not JSON, has a field twice or one whose name no terminal can show, a
+            number that is not finite, or an integer of more than 18 digits.
     """
     return json.loads(
-        text, object_pairs_hook=_once, parse_float=_finite, parse_constant=_not_finite
+        text,
+        object_pairs_hook=_once,
+        parse_int=_moderate,
+        parse_float=_finite,
+        parse_constant=_not_finite,
     )
+
+
+def printable(text: str) -> str:
+    """Return `text` as a terminal can show it: control characters as escapes.
+
+    >>> print(printable(f'zb-v{chr(27)}[2J').replace(chr(92), '/'))
+    zb-v/x1b[2J
+    """
+    return ''.join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def is_object(value: object) -> TypeGuard[dict[str, Any]]:
@@ -90,6 +105,21 @@ def text(value: object) -> str | None:
     return None if fits else 'text without control characters'
 
 
+def string(value: object) -> str | None:
+    """Check text of any characters, which is read elsewhere."""
+    return None if isinstance(value, str) else 'text'
+
+
+def one_of(*values: object) -> Check:
+    """Return the check of one of some `values`; 1 is not true."""
+
+    def fits(value: object) -> str | None:
+        good = any(type(value) is type(each) and value == each for each in values)
+        return None if good else f'one of {", ".join(map(json.dumps, values))}'
+
+    return fits
+
+
 def list_of(check: Check, entries: str) -> Check:
     """Return the check of a list, each entry by `check`; `entries` says what they are."""
 
@@ -104,10 +134,18 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return an object of `pairs`, none of which has the name of another."""
     made: dict[str, object] = {}
     for name, value in pairs:
+        if not name.isprintable():
+            raise ValueError(f'field {name!r} has control characters in its name')
         if name in made:
             raise ValueError(f'field {name!r} is given twice: leave one out')
         made[name] = value
     return made
+
+
+def _moderate(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f'{digits[:_DIGITS]}… has {len(digits)} digits: give at most {_DIGITS}')
+    return int(digits)
 
 
 def _finite(digits: str) -> float:

@@ -77,7 +77,7 @@ class StageLayout(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Layers of `layer_type` in all stages before this one, in model order."""
+        """Return layers of `layer_type` in all stages before this one, in model order."""
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         own = self.placement.stages(pp_rank)[vp_stage or 0]

@@ -145,6 +145,6 @@ class Session:
 
 
 def _say(message: str) -> None:
-    """Tells the user, once for all ranks."""
+    """Tell the user, once for all ranks."""
     if dist.get_rank() == 0:
         print(f'megatron_zbpp: {message}', file=sys.stderr, flush=True)

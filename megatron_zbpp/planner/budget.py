@@ -56,7 +56,7 @@ class Budget:
         return self._deadline - time.monotonic() if self._parent is None else self._parent.seconds
 
     def spend_effort(self, effort: float, overran: bool) -> None:
-        """Spends deterministic seconds of CP-SAT, and tells whether the clock ended it."""
+        """Spend deterministic seconds of CP-SAT, and tells whether the clock ended it."""
         self.overran = self.overran or overran
         if self._parent is not None:
             self._parent.spend_effort(effort, overran)
@@ -68,7 +68,7 @@ class Budget:
         return 1 - max(self.left, 0.0) / self.steps if self.steps else 1.0
 
     def charge(self, steps: float) -> bool:
-        """Spends `steps`; False if there were none left."""
+        """Spend `steps`; False if there were none left."""
         if self.left <= 0:
             return False
         self.left -= steps

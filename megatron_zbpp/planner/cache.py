@@ -22,12 +22,35 @@ from typing import Any
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir import Schedule, strict_json
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.errors import ScheduleError
 from megatron_zbpp.planner.plans import Candidate, Plan, plan
 
-_PLAIN = ('objective', 'value', 'lower_bound', 'repeats')  # fields that are JSON as they are
+
+def _best_named(value: Any) -> str | None:
+    """Check the name and the value of a named schedule, or null."""
+    fits = value is None or (
+        strict_json.is_list(value)
+        and len(value) == 2
+        and strict_json.text(value[0]) is None
+        and strict_json.number(value[1]) is None
+    )
+    return None if fits else 'a name and a number, or null'
+
+
+_PLAIN = {  # fields that are JSON as they are
+    'objective': strict_json.one_of('makespan', 'window'),
+    'value': strict_json.number,
+    'lower_bound': strict_json.number,
+    'repeats': strict_json.one_of(False, True),
+}
+_FIELDS = {
+    **_PLAIN,
+    'schedule': strict_json.string,
+    'costs': strict_json.anything,
+    'best_named': _best_named,
+}
 
 
 def default_folder() -> Path | None:
@@ -114,14 +137,15 @@ def _load(file: Path) -> Plan | None:
         warnings.warn(f'{file} is damaged: planning anew', stacklevel=3)
         return None
     try:
-        data = json.loads(body)
+        data: Any = strict_json.loads(body)
+        strict_json.require(data, _FIELDS)
         return Plan(
             schedule=Schedule.from_json(data['schedule']),
-            costs=Costs(**data['costs']),
+            costs=Costs.from_fields(data['costs']),
             best_named=data['best_named'] and tuple(data['best_named']),
             **{name: data[name] for name in _PLAIN},
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except ValueError as error:
         warnings.warn(f'{file} is damaged ({error!r}): planning anew', stacklevel=3)
         return None
 

@@ -14,6 +14,7 @@ A single worker with a deterministic time limit: the same question has the same 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import combinations
@@ -84,6 +85,7 @@ def solve(
     doubt = 2 * problem.placement.num_stages if rounded and problem.objective == 'window' else 0
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
+    solver.parameters.catch_sigint_signal = False  # else Ctrl-C would end this, and nothing else
     solver.parameters.linearization_level = 0  # linear relaxations cost more than they prove
     solver.parameters.max_deterministic_time = effort
     solver.parameters.max_time_in_seconds = max(seconds, 0.0)
@@ -92,7 +94,7 @@ def solve(
     model = _Model(cp_model.CpModel(), scaled, ticks, least, most)
     if value <= most:
         model.hint(ends)
-    status = solver.solve(model.model)
+    status = _interruptible(solver, model.model)
     found = model.orders(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
     proven = enough
     if status != cp_model.INFEASIBLE:
@@ -100,6 +102,17 @@ def solve(
     overran = status in (cp_model.FEASIBLE, cp_model.UNKNOWN) and solver.wall_time >= seconds
     effort = solver.response_proto.deterministic_time
     return Answer(found, max(bound, proven), effort, overran)
+
+
+def _interruptible(solver: Any, model: Any) -> Any:
+    """Return the solver's status; Ctrl-C ends it at once, and goes on to whoever called."""
+    with ThreadPoolExecutor(1) as pool:
+        status = pool.submit(solver.solve, model)
+        try:
+            return status.result()
+        except KeyboardInterrupt:
+            solver.stop_search()
+            raise
 
 
 def _unit(problem: Problem) -> tuple[float, bool]:
@@ -208,7 +221,7 @@ class _Model:
         ]
 
     def _order_queues(self) -> None:
-        """Microbatches of a queue in order, passes of a microbatch in order."""
+        """Keep microbatches of a queue in order, and passes of a microbatch."""
         for queue, need in enumerate(self.problem.needs):
             edge = int(self.problem.edges[queue])
             for microbatch, start in enumerate(self.starts[queue]):

@@ -165,7 +165,7 @@ def _improve(search: Search, budget: Budget, best: float) -> None:
 
 
 def _solve(search: Search, budget: Budget, best: float) -> None:
-    """Asks the exact solver for less than `best`, or a proof that there is none."""
+    """Ask the exact solver for less than `best`, or a proof that there is none."""
     if not budget.effort:
         return
     answer = cp_sat.solve(

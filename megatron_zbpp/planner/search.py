@@ -34,7 +34,7 @@ class Search:
     """
 
     def __init__(self, problem: Problem, starts: Iterable[Orders], seed: int) -> None:
-        """Begins with the best of `starts`.
+        """Begin with the best of `starts`.
 
         Args:
             problem: with limits that hold one microbatch.
@@ -68,7 +68,7 @@ class Search:
             self._keep(Solution(result[0], orders))
 
     def improve(self, budget: Budget) -> None:
-        """Spends `budget` on better solutions; returns early with a proven optimum."""
+        """Spend `budget` on better solutions; returns early with a proven optimum."""
         if not self.done:
             self._climb(budget.split_off(0.15 if self._pool else 0.4))
         for done in range(_ROUNDS):
@@ -107,7 +107,7 @@ class Search:
                 self.add(extended.orders)
 
     def _anneal(self, budget: Budget, start: int) -> None:
-        """Anneals the known solution number `start`, now and then with repetitions folded."""
+        """Anneal the known solution number `start`, now and then with repetitions folded."""
         orders, rng = self.solutions[start].orders, self._rng
         beats = rng.choice((0, 0, 1) if self._few is self.problem else (0, 1, 1, 2))
         folded = [

@@ -13,11 +13,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir import Placement, strict_json
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner.cache import default_folder, planned
+from megatron_zbpp.planner.plans import Candidate
+from megatron_zbpp.planner.problem import OBJECTIVES
 
 COMMAND = (sys.executable, '-m', 'megatron_zbpp.planner.worker')
+
+_FIELDS = {
+    'ranks': strict_json.list_of(strict_json.integer, 'integers'),
+    'costs': strict_json.anything,
+    'num_microbatches': strict_json.integer,
+    'memory_limit': strict_json.number,
+    'seconds': strict_json.number,
+    'objective': strict_json.one_of(*OBJECTIVES),
+}
 
 
 def request(
@@ -49,19 +60,22 @@ def request(
     return json.dumps(inputs)
 
 
+def read(text: str) -> tuple[Candidate, dict[str, Any]]:
+    """Return what to plan on, and the other inputs of `planned`.
+
+    Raises:
+        ValueError: `text` is no request; the message names the field.
+    """
+    inputs: Any = strict_json.loads(text)
+    strict_json.require(inputs, _FIELDS)
+    candidate = Placement(tuple(inputs.pop('ranks'))), Costs.from_fields(inputs.pop('costs'))
+    return candidate, inputs
+
+
 def main() -> None:
     """Read a request, plan, write the schedule to the file that the only argument names."""
-    inputs = json.load(sys.stdin)
-    candidate = Placement(tuple(inputs['ranks'])), Costs(**inputs['costs'])
-    found, _ = planned(
-        default_folder(),
-        [candidate],
-        inputs['num_microbatches'],
-        memory_limit=inputs['memory_limit'],
-        seconds=inputs['seconds'],
-        objective=inputs['objective'],
-        seed=0,
-    )
+    candidate, inputs = read(sys.stdin.read())
+    found, _ = planned(default_folder(), [candidate], seed=0, **inputs)
     Path(sys.argv[1]).write_text(found.schedule.to_json(), encoding='utf-8')
 
 

@@ -122,7 +122,7 @@ class PostValidation:
         return outcome.result
 
     def _tell(self) -> None:
-        """Says what changes with this step."""
+        """Say what changes with this step."""
         engaged = self.policy.engaged
         if engaged == self._told:
             return

@@ -37,7 +37,7 @@ class ReplayIterator:
         return not self._drawn and not self._kept
 
     def reserve(self, count: int) -> bool:
-        """Draws until `count` items are there to be given; whether the source has as many."""
+        """Draw until `count` items are there to be given; whether the source has as many."""
         while len(self._drawn) < count:
             try:
                 self._drawn.append(next(self.source))

@@ -38,7 +38,7 @@ def frontier_png(
     title: str,
     bubble: str,
 ) -> None:
-    """Draws a line of plans, and a mark for each named schedule, each with its label.
+    """Draw a line of plans, and a mark for each named schedule, each with its label.
 
     Args:
         planned: (memory limit, bubble) of each plan, with the name of a schedule that is as good;
@@ -79,7 +79,7 @@ def frontier_png(
 
 
 def _along(line: Sequence[Place]) -> Iterator[Place]:
-    """Places on the line of plans, close enough that no label fits between them."""
+    """Return places on the line of plans, close enough that no label fits between them."""
     yield from line
     for (x, y), (right, above) in itertools.pairwise(line):
         for step in range(1, _STEPS):

@@ -31,7 +31,7 @@ def timeline_png(
     width: float = 14.0,
     heading: str = '',
 ) -> None:
-    """Draws timelines below each other on one time axis: ranks as rows, passes as bars.
+    """Draw timelines below each other on one time axis: ranks as rows, passes as bars.
 
     Grey ends where a timeline ends.
 
@@ -62,7 +62,7 @@ def timeline_png(
 
 
 def loss_png(curves: Mapping[str, Sequence[float]], path: str | Path) -> None:
-    """Draws loss against iteration, one curve each; curves that coincide stay visible.
+    """Draw loss against iteration, one curve each; curves that coincide stay visible.
 
     Args:
         curves: losses of iterations 1, 2, ... by name.

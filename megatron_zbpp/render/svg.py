@@ -98,7 +98,7 @@ def _stripes(d: str, shade: str) -> str:
 
 
 def _curves(timeline: Timeline, costs: Costs) -> Iterator[str]:
-    """Outlines of the memory curves, all to one scale."""
+    """Return outlines of the memory curves, all to one scale."""
     curves = held(timeline, costs)
     peak = max((amount for curve in curves for _, amount in curve), default=0.0) or 1.0
     room = FLOOR - TOP - BAR_AND_MEMORY - 0.04

@@ -13,7 +13,7 @@ _IDLE = '·'
 
 
 def timeline_text(timeline: Timeline, width: int = 100, colours: bool = False) -> str:
-    """Draws each rank's passes to scale: `3F1`, or less of that where there is less room.
+    """Draw each rank's passes to scale: `3F1`, or less of that where there is less room.
 
     The whole timeline if each pass gets a letter in `width`, otherwise its first part and `…`.
 
@@ -41,17 +41,17 @@ def time_shown(timeline: Timeline, width: int = 100) -> float:
 
 
 def _gutter(timeline: Timeline) -> int:
-    """Characters before the first pass: `rank 12  `."""
+    """Return characters before the first pass: `rank 12  `."""
     return len(f'rank {timeline.schedule.num_ranks - 1}') + 2
 
 
 def _columns(timeline: Timeline, width: int) -> int:
-    """Characters that passes may take."""
+    """Return characters that passes may take."""
     return max(1, width - _gutter(timeline) - 1) if width else sys.maxsize
 
 
 def _scale(rows: list[list[Bar]], makespan: float, columns: int) -> float:
-    """Characters per unit of time: a whole number of them for a typical pass."""
+    """Return characters per unit of time: a whole number of them for a typical pass."""
     typical = median_low([bar.end - bar.start for row in rows for bar in row] or [0.0])
     if not typical:
         return 0.0

@@ -58,7 +58,7 @@ class Measured:
 def merge_measurements(
     found: Sequence[Measured], schedule: Schedule, limit: float | None
 ) -> tuple[Costs, float, float | None]:
-    """Costs to plan for; the limit that fits into memory; bytes of an activation on a full rank.
+    """Return costs to plan for; the limit that memory allows; bytes of a full rank's activation.
 
     Args:
         found: on all ranks, in one or more iterations.

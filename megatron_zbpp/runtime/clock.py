@@ -20,7 +20,7 @@ class Clock(Protocol):
         ...
 
     def between(self, start: Any, end: Any) -> float:
-        """Seconds from a mark to a later one; waits until the device has come to that."""
+        """Return seconds from a mark to a later one; waits until the device has come to that."""
         ...
 
     def reached(self, mark: Any) -> bool:
@@ -28,15 +28,15 @@ class Clock(Protocol):
         ...
 
     def now(self) -> float:
-        """Seconds of the host's monotonic clock."""
+        """Return seconds of the host's monotonic clock."""
         ...
 
     def allocated(self, mark: Any) -> int | None:
-        """Bytes that were allocated when `mark` was taken; None where nobody counts them."""
+        """Return bytes that were allocated when `mark` was taken; None where nobody counts them."""
         ...
 
     def spare(self) -> int | None:
-        """Bytes that were never needed so far; None where nobody counts them."""
+        """Return bytes that were never needed so far; None where nobody counts them."""
         ...
 
 

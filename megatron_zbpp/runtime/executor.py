@@ -211,7 +211,7 @@ class Executor:
 
 
 def _done_by(p: Pass) -> tuple[str, ...]:
-    """Kinds of the tasks that `p` does."""
+    """Return kinds of the tasks that `p` does."""
     return tuple(task.kind for task in _PLAIN.tasks(p.kind, 0))
 
 

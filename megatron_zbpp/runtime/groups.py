@@ -82,7 +82,7 @@ def _all_like(own: list[int]) -> list[tuple[int, ...]]:
 
 
 def like(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
-    """Arguments of `new_group` for one that carries messages of `device` as `group` does."""
+    """Return arguments of `new_group` for one that carries messages of `device` as `group` does."""
     options = compat.group_options(group, device)
     return {
         'backend': backend_for(group, device),

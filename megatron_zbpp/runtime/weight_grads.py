@@ -21,7 +21,7 @@ Key = tuple[int, int]  # (stage, microbatch)
 Gradients = Sequence[torch.Tensor | None]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)  # frozen, it would take longer to make than all else here
 class Deferred:
     """A layer's weight gradients, to be computed.
 
@@ -61,6 +61,7 @@ class WeightGradStore:
         self.waits = True
         self._key: Key | None = None
         self._pending: dict[Key, list[Deferred]] = {}
+        self._visits: dict[int, _Visits] = {}
 
     @property
     def deferring(self) -> bool:
@@ -112,44 +113,80 @@ class WeightGradStore:
         records = self._pending.pop(key)
         if not records:
             return
-        _start(records[0])
-        # The engine runs the youngest node first: create them in forward order.
-        roots, following = [], None
-        while records:
-            deferred = records.pop()
-            roots.append(_WeightGradient.apply(deferred, following, *deferred.parameters))
-            following = deferred
-        # as `torch.autograd.backward` does once it has made a gradient of each: nobody reads it
-        compat.run_backward(
-            tuple(roots), tuple(roots), False, False, (), True, accumulate_grad=True
-        )
+        stage, _ = key
+        visits = self._visits.get(stage)
+        if visits is None or not visits.fit(records):
+            visits = self._visits[stage] = _Visits(records)
+        visits.run(records)
 
     def clear(self) -> None:
         """Forgets everything: after an error, so that no activation outlives its iteration."""
         self._key = None
         self._pending.clear()
+        self._visits.clear()
 
 
-def _start(deferred: Deferred | None) -> None:
-    if deferred is not None and deferred.start is not None:
+class _Visits:
+    """The nodes through which autograd reaches the parameters of a stage, layer by layer.
+
+    The W passes of a stage in an iteration visit the same layers in the same order: the nodes are
+    made for the first and serve all.
+    """
+
+    def __init__(self, records: Sequence[Deferred]) -> None:
+        self._shape = _shape(records)
+        self._left: list[Deferred | None] = []  # a node each
+        # The engine runs the youngest node first: create them in forward order.
+        self._roots = tuple(
+            _WeightGradient.apply(self._left, place, *records[place].parameters)
+            for place in reversed(range(len(records)))
+        )
+
+    def fit(self, records: Sequence[Deferred]) -> bool:
+        """Whether they are of the same parameters, in the same order."""
+        return self._shape == _shape(records)
+
+    def run(self, records: list[Deferred]) -> None:
+        """Compute what they defer, the first of them first."""
+        self._left[:] = records
+        records.clear()  # each is freed when it has run
+        try:
+            _start(self._left[0])
+            # as `torch.autograd.backward` does once it has made a gradient of each root: nobody
+            # reads it; the nodes stay
+            compat.run_backward(
+                self._roots, self._roots, True, False, (), True, accumulate_grad=True
+            )
+        finally:
+            self._left.clear()
+
+
+def _shape(records: Sequence[Deferred]) -> list[tuple[int, ...]]:
+    """Return which parameters each is of; nodes keep them alive, and so their identities."""
+    return [tuple(map(id, deferred.parameters)) for deferred in records]
+
+
+def _start(deferred: Deferred) -> None:
+    if deferred.start is not None:
         deferred.start()
 
 
 class _WeightGradient(torch.autograd.Function):
-    """A node over parameters whose backward is the deferred computation."""
+    """A node over parameters whose backward is the computation that waits at its place."""
 
     @staticmethod
     def forward(
-        ctx, deferred: Deferred, following: Deferred | None, *parameters: torch.nn.Parameter
+        ctx, left: list[Deferred | None], place: int, *parameters: torch.nn.Parameter
     ) -> torch.Tensor:
-        ctx.deferred, ctx.following = deferred, following
+        ctx.left, ctx.place = left, place
         return _nothing(parameters[0].device).detach()
 
     @staticmethod
     def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        deferred, following = ctx.deferred, ctx.following
-        del ctx.deferred, ctx.following  # freed when they have run
-        _start(following)  # overlaps with what is computed now
+        left, place = ctx.left, ctx.place
+        deferred, left[place] = left[place], None
+        if place + 1 < len(left):
+            _start(left[place + 1])  # overlaps with what is computed now
         return None, None, *deferred.compute()
 
 

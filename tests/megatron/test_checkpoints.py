@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from example import run
+from example import MODEL, run
 
 METADATA = 'iter_0000004/.metadata'
 
@@ -76,6 +76,27 @@ def spoil_all(root):
     (root / 'iter_0000002' / 'metadata.json').unlink()
 
 
+def flip_a_bit(root):
+    content = bytearray(shard(root).read_bytes())
+    content[len(content) // 2] ^= 1
+    shard(root).write_bytes(content)
+
+
+def refusal(argv):
+    """On each rank: what is said instead of training."""
+    import checkpoints
+    import pretrain_gpt
+    from example import forget_groups
+
+    try:
+        pretrain_gpt.train(pretrain_gpt.parse_args(argv))
+    except checkpoints.InputError as error:
+        return str(error)
+    finally:
+        forget_groups()
+    return None
+
+
 OTHER = 'give --ckpt-step 2 to go on from iter_0000002, which is whole'
 
 
@@ -95,3 +116,9 @@ def test_a_damaged_checkpoint_is_named(ranks, data, tmp_path):
     tracker = "ROOT/latest_checkpointed_iteration.txt holds '', not an iteration; give --ckpt-step"
     assert no_tracker.startswith(tracker)
     assert nothing.endswith('; no other checkpoint in ROOT is whole')
+
+    flip_a_bit(tmp_path / 'checkpoint')
+    argv = [*MODEL, *common, '--pipeline-schedule', '1f1b', '--data-path', data]
+    argv += ['--load', tmp_path / 'checkpoint']
+    for said in ranks(2).run(refusal, list(map(str, argv))):
+        assert f'{shard(tmp_path / "checkpoint")} is damaged: not what was saved; {OTHER}' == said

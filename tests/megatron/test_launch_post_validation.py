@@ -37,6 +37,17 @@ def test_identical_to_synchronous(ranks, case):
     assert run(ranks(size), *argv, *EARLY, event=event) == run(ranks(size), *argv, event=event)
 
 
+@pytest.mark.parametrize('rank', [0, 3])
+def test_overflow_before_the_reduction(ranks, rank):
+    """It reaches the shards of one replica by the reduction, and the other ranks by the flag."""
+    argv = [*PIPELINE, '--train-iters', 7, '--pipeline-schedule', 'zb-v', '--clip-grad', 100]
+    argv += ['--fp16', '--initial-loss-scale', 1024, '--hysteresis', 1, *DISTRIBUTED, *OVERLAP]
+    event = events.ReducedOverflow(5, rank)
+    synchronous = run(ranks(4), *argv, event=event)
+    assert [synchronous.losses[i][-1] for i in (4, 5, 6)] == ['done', 'skipped', 'done']
+    assert run(ranks(4), *argv, *EARLY, event=event) == synchronous
+
+
 def test_batch_that_grows(ranks):
     """What was run ahead for a smaller batch is dropped."""
     argv = ['--pipeline-model-parallel-size', 2, '--clip-grad', 100]

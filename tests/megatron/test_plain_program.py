@@ -153,3 +153,43 @@ def trained(schedule, chunks):
 def test_a_plain_model_trains(ranks, schedule, chunks):
     for rank, found in enumerate(ranks(2).run(trained, schedule, chunks)):
         assert found == (True, True, MICROBATCHES if rank == 1 else 0, True)
+
+
+def starved():
+    """What is raised in an evaluation whose last rank has data for all microbatches but one."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import megatron_zbpp
+
+    _, arguments = pipeline(1, 2, 1, lambda: torch.nn.Linear(4, 1))
+    arguments['data_iterator'] = [iter(range(MICROBATCHES - dist.get_rank()))]
+
+    def forward_step(data_iterator, model):
+        next(data_iterator)
+        return torch.rand(SEQUENCE, MICRO_BATCH, HIDDEN), lambda output: (1, {})
+
+    try:
+        with megatron_zbpp.enable('zb-h1'):
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                num_microbatches=MICROBATCHES,
+                seq_length=SEQUENCE,
+                micro_batch_size=MICRO_BATCH,
+                forward_only=True,
+                **arguments,
+            )
+    except StopIteration as error:
+        return str(error)
+    finally:
+        forget_groups()
+    return None
+
+
+def test_data_that_end(ranks):
+    """A bare StopIteration would not say of what."""
+    fed, starving = ranks(2).run(starved)
+    last = MICROBATCHES - 1
+    assert fed is None
+    assert f'the data iterator has ended at microbatch {last} of {MICROBATCHES}' in starving

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from nvidia import COMMON, needs_training, train
 
-import megatron_zbpp
+from megatron_zbpp.mcore import enabled
 
 pytestmark = needs_training
 
@@ -52,7 +52,7 @@ def weighed(training):
 
     def training_log(loss_dict, total, lr, iteration, *rest, **named):
         if iteration % max(1, get_args().train_iters // 100) == 0:
-            memory, early = process.memory_info(), megatron_zbpp._enabled.post_validation.early
+            memory, early = process.memory_info(), enabled.plugin.post_validation.early
             own = (memory.rss - memory.shared) / 2**20
             found.append(Held(iteration, own, process.num_threads(), process.num_fds(), early))
         return original(loss_dict, total, lr, iteration, *rest, **named)

@@ -6,8 +6,7 @@ TE's own modules: with their kernels on a GPU, with emulated ones elsewhere.
 from __future__ import annotations
 
 import contextlib
-import cProfile
-import pstats
+import functools
 import time
 from types import SimpleNamespace
 from unittest import mock
@@ -580,54 +579,70 @@ def test_every_weight_gets_its_gradient(te_ranks):
     assert 'modules() does not find, from (2, 4) and (2, 4)' in said
 
 
-def host_time(num_modules, experts, rounds):
-    """Seconds that our functions take in a backward of GroupedLinear modules: the least of some."""
+def host_time(num_modules, experts, fused, rounds):
+    """Seconds of our functions in a backward of GroupedLinear modules: the least of `rounds`."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from transformer_engine.pytorch import GroupedLinear
 
+    from megatron_zbpp.emulation import cpu
     from megatron_zbpp.mcore.patches import transformer_engine
     from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
     make = {'bias': False, 'params_dtype': torch.float32, 'delay_wgrad_compute': True}
+    make |= {'fuse_wgrad_accumulation': fused}
     layers = torch.nn.ModuleList(GroupedLinear(experts, 16, 16, **make) for _ in range(num_modules))
-    config, store, taken = layer_config('fp32', 'LayerNorm', False), WeightGradStore(), []
+    config, store, taken = layer_config('fp32', 'LayerNorm', fused), WeightGradStore(), []
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), layers)
-    delaying = transformer_engine.Delaying(model, store)
-    for _ in range(rounds):
-        with store.scope((0, 0)):
-            y = torch.ones(experts, 16, device='cuda').requires_grad_()
-            for layer in layers:
-                y = layer(y, [1] * experts)
-        store.open((0, 0))
-        profile = cProfile.Profile(time.thread_time)
-        with model.no_sync(), profile, store.scope((0, 0)), delaying.queueing():
-            y.sum().backward()
-        store.run((0, 0))
-        taken.append(sum(seconds_of_ours(profile)))
+    with contextlib.ExitStack() as timers:
+        of = transformer_engine._Delayed
+        names = ('put', 'early', 'defer', 'delays')
+        spent = [timers.enter_context(timed(of, name)) for name in names]
+        delaying = transformer_engine.Delaying(model, store)
+        for _ in range(rounds):
+            with store.scope((0, 0)):
+                y = torch.ones(experts, 16, device='cuda').requires_grad_()
+                for layer in layers:
+                    y = layer(y, [1] * experts)
+            store.open((0, 0))
+            for each in spent:
+                each[:] = [0, 0]
+            with model.no_sync(), store.scope((0, 0)), cpu.untranslated(), delaying.queueing():
+                y.sum().backward()
+            assert [calls for calls, _ in spent[:3]] == [num_modules] * 3, 'a B calls them'
+            # of hooks there are too many to time each
+            with cpu.untranslated():
+                start = time.thread_time()
+                for _ in range(0 if fused else num_modules * experts):
+                    transformer_engine._unshared(y)
+                hooks = time.thread_time() - start
+            taken.append(hooks + sum(seconds for _, seconds in spent))
+            store.run((0, 0))
     forget_groups()
     return min(taken)
 
 
-def seconds_of_ours(profile):
-    """Of each of our functions, and of what is not in Python and called by them."""
+@contextlib.contextmanager
+def timed(owner, name):
+    """How often the function was called, and seconds in it."""
+    original, spent = getattr(owner, name), [0, 0]
 
-    def is_ours(function):
-        return 'megatron_zbpp' in function[0] and 'emulation' not in function[0]
+    @functools.wraps(original)
+    def measured(*arguments):
+        start = time.thread_time()
+        result = original(*arguments)
+        spent[0] += 1
+        spent[1] += time.thread_time() - start
+        return result
 
-    for function, (_, _, own, _, callers) in pstats.Stats(profile).stats.items():
-        if is_ours(function):
-            yield own
-        elif function[0] == '~':
-            yield from (times[2] for caller, times in callers.items() if is_ours(caller))
+    with mock.patch.object(owner, name, measured):
+        yield spent
 
 
-@pytest.mark.skipif(CUDA, reason='backwards run on threads that no profiler of this one sees')
-def test_experts_cost_the_host_little(te_ranks):
-    """16 modules of 64 experts: 2 ms, and five times that under a profiler.
-
-    Hooks that each backward would make anew cost 24 ms without one.
-    """
-    assert te_ranks(1).run(host_time, 16, 64, 5)[0] < 25e-3
+@pytest.mark.skipif(CUDA, reason='backwards run on another thread')
+@pytest.mark.parametrize('fused', [True, False])
+def test_experts_cost_the_host_little(te_ranks, fused):
+    """16 modules of 64 experts: hooks that each backward would make anew took 24 ms."""
+    assert te_ranks(1).run(host_time, 16, 64, fused, 8)[0] < 2e-3

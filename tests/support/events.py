@@ -54,6 +54,40 @@ class Overflow:
             yield
 
 
+@dataclass(frozen=True)
+class ReducedOverflow:
+    """Puts an infinity into the gradients of one rank right before their reduction begins."""
+
+    iteration: int
+    rank: int
+
+    @contextmanager
+    def __call__(self, training: Any) -> Iterator[None]:
+        import torch
+        from megatron.core.distributed import param_and_grad_buffer
+
+        groups = param_and_grad_buffer._ParamAndGradBucketGroup
+        train_step, start_grad_sync = training.train_step, groups.start_grad_sync
+        steps, spoilt = [], []
+
+        def counting_step(*args, **kwargs):
+            steps.append(None)
+            return train_step(*args, **kwargs)
+
+        def spoiling_start(self_, *args, **kwargs):
+            here = torch.distributed.get_rank() == self.rank
+            if here and len(steps) == self.iteration and not spoilt:
+                assert self_.grad_reduce_handle is None, 'it has begun'
+                spoilt.append(self_.buckets[0].grad_data[0].fill_(float('inf')))
+            return start_grad_sync(self_, *args, **kwargs)
+
+        with (
+            mock.patch.object(training, 'train_step', counting_step),
+            mock.patch.object(groups, 'start_grad_sync', spoiling_start),
+        ):
+            yield
+
+
 @contextmanager
 def evaluations(training: Any) -> Iterator[list[str]]:
     """The losses of every evaluation."""

@@ -64,7 +64,7 @@ def translate(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def announce(args: argparse.Namespace, translated: dict[str, Any]) -> None:
-    """Says which of our flags to give instead, and which of the others have no effect."""
+    """Say which of our flags to give instead, and which of the others have no effect."""
     if translated:
         instead = ' '.join(f'{flag(name)} {value}' for name, value in translated.items())
         say(f'deprecated flags: use {instead}')

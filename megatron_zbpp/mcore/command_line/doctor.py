@@ -179,7 +179,7 @@ def _name(owner: Any, name: str) -> str:
     return f'{owner.__module__}.{owner.__qualname__}.{name}'
 
 
-def words(report: Report, verbose: bool = False) -> str:
+def text_of(report: Report, verbose: bool = False) -> str:
     """Return the report for people: what was asked for comes first.
 
     Args:

@@ -152,7 +152,7 @@ def dry_run_of(line: LaunchLine) -> DryRun:
 
 
 def _parallel(line: LaunchLine) -> dict[str, int]:
-    """Ranks by kind.
+    """Return ranks by kind.
 
     Raises:
         ValueError: they do not make whole replicas of the model.
@@ -172,7 +172,7 @@ def _parallel(line: LaunchLine) -> dict[str, int]:
 
 
 def _microbatches(line: LaunchLine, replicas: int) -> list[int]:
-    """Numbers of microbatches that training has.
+    """Return numbers of microbatches that training has.
 
     Raises:
         ValueError: the batch does not divide into any.

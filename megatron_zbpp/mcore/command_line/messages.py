@@ -15,13 +15,13 @@ def flag(name: str) -> str:
 
 
 def say(message: str) -> None:
-    """Tells the user once, not on every rank."""
+    """Tell the user once, not on every rank."""
     if int(os.environ.get('RANK', 0)) == 0:
         print(f'megatron_zbpp: {message}', file=sys.stderr, flush=True)
 
 
 def refuse(message: str) -> None:
-    """Tells the user once a host why the job ends, and torchrun, whose own last lines repeat it.
+    """Tell the user once a host why the job ends, and torchrun, whose own last lines repeat it.
 
     Once a host, as a file may be missing on one of them only.
     """

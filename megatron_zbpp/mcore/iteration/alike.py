@@ -56,7 +56,7 @@ def agreement(
 
 
 def _layers(config: Any) -> object:
-    """Lengths of a layout's chunks, embedding and loss counted; what is not a layout as it is.
+    """Return lengths of a layout's chunks, embedding and loss counted; as it is what is none.
 
     A `ModelParallelConfig` that is no `TransformerConfig` knows no layout.
     """

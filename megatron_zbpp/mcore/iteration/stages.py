@@ -80,7 +80,22 @@ class ModelStage:
 
     def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         call = self._call
-        made = schedules.forward_step(
+        try:
+            made = self._forward_step(microbatch, received)
+        except StopIteration as error:
+            raise StopIteration(
+                f'the data iterator has ended at microbatch {microbatch} of '
+                f'{call.num_microbatches}: it must go on for as long as iterations do'
+            ) from error
+        # lists of tensors, of which Megatron's annotations speak, are for several modules at once
+        output, num_tokens = cast(tuple[torch.Tensor, torch.Tensor], made)
+        if self._is_last:
+            call.num_tokens += num_tokens
+        return output
+
+    def _forward_step(self, microbatch: int, received: torch.Tensor | None) -> Any:
+        call = self._call
+        return schedules.forward_step(
             call.forward_step_func,
             self._data_iterator,
             self._model,
@@ -97,11 +112,6 @@ class ModelStage:
             vp_stage=self._vp_stage,
             is_last_stage=self._is_last,
         )
-        # lists of tensors, of which Megatron's annotations speak, are for several modules at once
-        output, num_tokens = cast(tuple[torch.Tensor, torch.Tensor], made)
-        if self._is_last:
-            call.num_tokens += num_tokens
-        return output
 
     def backward(
         self, received: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -83,11 +82,9 @@ def deferring_linear(original: type, store: WeightGradStore) -> type:
         @staticmethod
         def backward(ctx, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             input, weight = ctx.saved_tensors
-            saved = dict(vars(ctx))
-            parameters = saved.pop('parameters')
-            split = SimpleNamespace(**saved)
+            split = _Context(vars(ctx))
             grad_input = _input_gradient(original, split, input, weight, grad_output)
-            _defer(original, split, input, parameters, grad_output, store)
+            _defer(original, split, input, grad_output, store)
             return None, grad_input, *[None] * ctx.unused
 
     return DeferringLinear
@@ -102,7 +99,32 @@ def _plain(rest: tuple[Any, ...]) -> bool:
     return rest[3] is None and all(size == 1 for size in rest[6:])
 
 
-def _without_autocast(backward: Callable, context: SimpleNamespace) -> Callable:
+class _Context:
+    """What Megatron's backward reads of its context, for B and then for W.
+
+    Attributes, beside Megatron's:
+        parameters: the weight, and the bias if there is one.
+        fused: whether Megatron adds the weight's gradient to `main_grad`.
+    """
+
+    parameters: list[torch.nn.Parameter]
+    saved_tensors: tuple[torch.Tensor, Any] | None
+    main_grad: torch.Tensor | None
+    use_bias: bool
+    grad_output_buffer: list[torch.Tensor] | None
+    wgrad_deferral_limit: int
+    gradient_accumulation_fusion: bool
+    allreduce_dgrad: bool
+    sequence_parallel: bool
+    tp_group: torch.distributed.ProcessGroup
+    _fwd_used_autocast: bool
+
+    def __init__(self, saved: dict[str, Any]) -> None:
+        vars(self).update(saved)
+        self.fused = self.gradient_accumulation_fusion
+
+
+def _without_autocast(backward: Callable, context: _Context) -> Callable:
     """Megatron's backward, out of the wrapper that switches autocast where it is off and stays off.
 
     The switch takes a fifth of the host's time for a layer, and we call the backward twice.
@@ -115,30 +137,28 @@ def _without_autocast(backward: Callable, context: SimpleNamespace) -> Callable:
 
 def _input_gradient(
     original: type,
-    context: SimpleNamespace,
+    context: _Context,
     input: torch.Tensor,
     weight: torch.Tensor,
     grad_output: torch.Tensor,
 ) -> torch.Tensor:
     """Gradient of the layer's input, reduced over `tp_group` as the layer asks."""
-    changed = {
-        'saved_tensors': (input, weight),
-        'main_grad': None,
-        'use_bias': False,
-        # put the weight gradient off, without limit; only the fused branch knows how to
-        'grad_output_buffer': [],
-        'wgrad_deferral_limit': 0,
-        'gradient_accumulation_fusion': True,
-    }
-    backward = _without_autocast(original.backward, context)
-    return backward(SimpleNamespace(**vars(context) | changed), grad_output)[0]
+    context.saved_tensors = input, weight
+    context.main_grad = None
+    context.use_bias = False
+    # put the weight gradient off, without limit; only the fused branch knows how to
+    context.grad_output_buffer = []
+    context.wgrad_deferral_limit = 0
+    context.gradient_accumulation_fusion = True
+    grad_input = _without_autocast(original.backward, context)(context, grad_output)[0]
+    context.saved_tensors = context.grad_output_buffer = None
+    return grad_input
 
 
 def _defer(
     original: type,
-    context: SimpleNamespace,
+    context: _Context,
     input: torch.Tensor,
-    parameters: list[torch.nn.Parameter],
     grad_output: torch.Tensor,
     store: WeightGradStore,
 ) -> None:
@@ -153,12 +173,12 @@ def _defer(
 
     def compute() -> tuple[torch.Tensor | None, ...]:
         whole = [o.gather() if isinstance(o, Shard) else o for o in operands]
-        return _weight_gradients(original, context, whole[0], parameters, whole[1])
+        return _weight_gradients(original, context, whole[0], whole[1])
 
     def held() -> list[torch.Tensor]:
         return [o.rows if isinstance(o, Shard) else o for o in operands]
 
-    store.defer(parameters, compute, held, start_all(shards))
+    store.defer(context.parameters, compute, held, start_all(shards))
 
 
 def remembering_reduce_scatter(original: type, store: WeightGradStore) -> type:
@@ -179,23 +199,17 @@ def remembering_reduce_scatter(original: type, store: WeightGradStore) -> type:
 
 
 def _weight_gradients(
-    original: type,
-    context: SimpleNamespace,
-    input: torch.Tensor,
-    parameters: list[torch.nn.Parameter],
-    grad_output: torch.Tensor,
+    original: type, context: _Context, input: torch.Tensor, grad_output: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of weight and bias; the fused kernel has added the weight's to `main_grad`."""
-    weight = parameters[0]
-    changed = {
-        'saved_tensors': (input, _Unasked(weight)),
-        'main_grad': getattr(weight, 'main_grad', None),
-        'allreduce_dgrad': False,
-        'sequence_parallel': False,
-    }
-    backward = _without_autocast(original.backward, context)
-    gradients = backward(SimpleNamespace(**vars(context) | changed), grad_output)
-    return gradients[1 : 1 + len(parameters)]
+    """Return gradients of weight and bias; the fused kernel adds the weight's to `main_grad`."""
+    weight, *bias = context.parameters
+    context.saved_tensors = input, _Unasked(weight)
+    context.main_grad = getattr(weight, 'main_grad', None)
+    context.use_bias = bool(bias)
+    context.gradient_accumulation_fusion = context.fused
+    context.allreduce_dgrad = context.sequence_parallel = False
+    gradients = _without_autocast(original.backward, context)(context, grad_output)
+    return gradients[1 : 2 + len(bias)]
 
 
 class _Unasked:

@@ -2,17 +2,18 @@
 
 A TE module built with `delay_wgrad_compute` puts the computation of its weight gradients into a
 queue of its own (`wgrad_store`), and `backward_dw()` runs the oldest. Here, what it puts off goes
-to our `WeightGradStore` instead, and into the queue right before `backward_dw`: so W passes may
-come in any order, and an error leaves nothing behind. Where our store does not defer, the module is
-told that it does not delay, and is stock.
+to our `WeightGradStore` instead, and `backward_dw` gets it from there: so W passes may come in any
+order, and an error leaves nothing behind. Where our store does not defer, the module is told that
+it does not delay, and is stock.
 
-`backward_dw` overwrites `.grad`, or adds to `main_grad` when fused: what it leaves in `.grad` goes
-to autograd.
+While a module computes for us it finds aliases in place of its weights and biases, leaves of their
+own: what autograd does with those in B reaches no parameter and no hook on it. Of what B leaves in
+`.grad` of an alias only that of a bias is real, which FP8 computes there; GroupedLinear's weights
+get memory that W is still to fill.
 
-Autograd visits the parameters in B as well: with no gradient, with a bias gradient that FP8 has
-computed there, when fused with one that stands for what is in `main_grad`, and GroupedLinear's
-weights with memory that W is still to fill. Only that of a bias is real.
-DistributedDataParallel's hooks run each time and want to see some gradient.
+`backward_dw` leaves gradients in `.grad` of the aliases, or adds to `main_grad` when fused; W hands
+the former to autograd. Of a module with one weight, what was put off returns its gradient and the
+bias's, and W takes them there: `backward_dw` adds nothing but a third of the host's time.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.patches.shards import Shard, start_all
-from megatron_zbpp.runtime.weight_grads import WeightGradStore
+from megatron_zbpp.runtime.weight_grads import Gradients, WeightGradStore
 
 _ADDED = 'grad_added_to_main_grad'  # a flag that DistributedDataParallel puts on parameters
 # which of (input, gradient of the output) sequence parallelism gathers, by `parallel_mode`
 _GATHERED = {'column': 0, 'row': 1}
+_READ = 'main_grad', 'overwrite_main_grad'  # of a weight, by TE's modules
 _NOTHING = contextlib.nullcontext()
+Entries = list[tuple[list, Callable]]  # tensors, and what computes gradients from them
 
 
 def patches(splits: Callable[[int], bool]) -> Iterator[Patch]:
@@ -127,14 +129,17 @@ class Delaying:
     @contextlib.contextmanager
     def _queueing(self) -> Iterator[None]:
         chunk = self._chunk
-        chunk.backward = backward = _Backward()
+        chunk.runs = runs = []
         try:
             yield
         finally:
-            chunk.backward = None
-            backward.put_back()
-        for module, entries in backward.runs:
-            module.defer(entries, backward.computed, chunk.store)
+            chunk.runs = None
+        early: dict[_Delayed, Gradients | None] = {}
+        for module, entries in runs:
+            first = module not in early
+            if first:
+                early[module] = module.early()
+            module.defer(entries, early[module], first)
 
 
 def left_over(model: torch.nn.Module) -> set[torch.nn.Parameter]:
@@ -174,43 +179,15 @@ def strays() -> Iterator[list[tuple[torch.Size, ...]]]:
 
 @dataclass
 class _Chunk:
-    """What the modules of a chunk share: their store, and the backward that runs now."""
-
-    store: WeightGradStore
-    backward: _Backward | None = None
-
-
-@dataclass
-class _Backward:
-    """What a backward has done so far.
+    """What the modules of a chunk share.
 
     Attributes:
-        runs: modules with what each run of `backward_dw` will find in its queue, in order.
-        computed: parameters whose gradients it has computed.
-        gradients: `.grad` of others that autograd visited, as it was.
-        flags: those of DistributedDataParallel on such, as they were.
+        store: takes what they put off.
+        runs: of the backward that runs now: modules with what each run of `backward_dw` takes.
     """
 
-    runs: list[tuple[_Delayed, list[list]]] = field(default_factory=list)
-    computed: set[torch.nn.Parameter] = field(default_factory=set)
-    gradients: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = field(default_factory=list)
-    flags: list[tuple[torch.nn.Parameter, bool]] = field(default_factory=list)
-
-    def put(self, module: _Delayed, entry: list) -> None:
-        last = self.runs[-1] if self.runs else None
-        if last is not None and last[0] is module and len(last[1]) < module.entries:
-            last[1].append(entry)
-        else:
-            self.runs.append((module, [entry]))
-
-    def put_back(self) -> None:
-        """Leaves no trace on modules and on parameters whose gradients are still to come."""
-        for module, _ in self.runs:
-            module.backward = None
-        for parameter, gradient in self.gradients:
-            parameter.grad = gradient
-        for parameter, added in self.flags:
-            parameter.grad_added_to_main_grad = added
+    store: WeightGradStore
+    runs: list[tuple[_Delayed, Entries]] | None = None
 
 
 def _delayed(module: torch.nn.Module) -> _Delayed:
@@ -220,12 +197,10 @@ def _delayed(module: torch.nn.Module) -> _Delayed:
 
 
 class _Delayed:
-    """A TE module whose store is asked and filled by us.
+    """A TE module whose store is asked, filled and emptied by us.
 
     Attributes:
         entries: how many one backward puts off, and `backward_dw` runs.
-        chunk: that it belongs to.
-        backward: that runs now, if it has put something off in it.
         trained: its weights and biases that want gradients; those of norms come with B.
         waiting: backwards whose W has not run.
     """
@@ -234,39 +209,60 @@ class _Delayed:
         self.entries = 2 if hasattr(module, 'fc2_weight') else 1
         self.trained: list[torch.nn.Parameter] = []
         self.waiting = 0
-        self.chunk: _Chunk | None = None
-        self.backward: _Backward | None = None
+        self._chunk: _Chunk | None = None
         self._module = module
-        self._all: list[torch.nn.Parameter] = []
-        self._handles: list[RemovableHandle] = []
+        self._single = self.entries == 1 and not hasattr(module, 'num_gemms')
+        self._aliases: list[torch.Tensor] = []
+        self._biases: list[int] = []  # places of biases among what is trained
+        self._soiled = False  # whether B leaves something in `.grad` of aliases of weights
+        self._shown: dict[str, torch.Tensor | None] = {}  # in place of the module's parameters
+        self._fused: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._gathered: int | None = None
+        self._queue = module.wgrad_store.context.queue  # without its locks
         self._running = False
+        self._forward = module.forward
+        module.forward = self.forward
         module.wgrad_store.put = self.put
+        module.wgrad_store.pop = self.pop
         module.wgrad_store.delay_wgrad_compute = self.delays
 
     def join(self, chunk: _Chunk) -> None:
         """Belongs to `chunk` from now on."""
-        named = [
-            (name, parameter)
-            for name, parameter in self._module.named_parameters(recurse=False)
-            if 'layer_norm' not in name
+        module = self._module
+        trained = {
+            name: parameter
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.requires_grad and 'layer_norm' not in name
+        }
+        self.trained = list(trained.values())
+        self._biases = [place for place, name in enumerate(trained) if 'weight' not in name]
+        quantized = any(type(parameter.data) is not torch.Tensor for parameter in self.trained)
+        unfilled = hasattr(module, 'num_gemms') and not module.fuse_wgrad_accumulation
+        self._soiled = quantized or unfilled
+        self._aliases = [_alias(parameter, self._soiled) for parameter in self.trained]
+        self._shown = {**module._parameters, **dict(zip(trained, self._aliases, strict=True))}
+        self._fused = [
+            # what DistributedDataParallel takes for a gradient and may add: one zero in memory
+            (parameter, _zero(parameter.dtype, parameter.device).expand(parameter.shape))
+            for name, parameter in trained.items()
+            if module.fuse_wgrad_accumulation and 'weight' in name and hasattr(parameter, _ADDED)
         ]
-        self._all = [parameter for _, parameter in named]
-        trained = [parameter for parameter in self._all if parameter.requires_grad]
-        if len(trained) != len(self.trained) or any(
-            one is not other for one, other in zip(trained, self.trained, strict=True)
-        ):
-            for handle in self._handles:
-                handle.remove()
-            self.trained = trained
-            self._handles = [
-                _watch(p, 'weight' in name, self) for name, p in named if p.requires_grad
-            ]
-        self.chunk = chunk
+        self._gathered = None
+        if self.entries == 1 and module.sequence_parallel:
+            self._gathered = _GATHERED.get(getattr(module, 'parallel_mode', None))
+        self._chunk = chunk
         self.waiting = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own, on aliases where its weight gradients are to wait."""
+        if not self._chunk.store.deferring:
+            return self._forward(*args, **kwargs)
+        with self._aliased():
+            return self._forward(*args, **kwargs)
 
     def delays(self) -> bool:
         """Return what TE asks, in forward and in backward."""
-        return self._running or self.chunk.store.deferring
+        return self._running or self._chunk.store.deferring
 
     def put(self, tensors: list, function: Callable) -> None:
         """Take note of a backward of TE, which calls this.
@@ -274,30 +270,46 @@ class _Delayed:
         Raises:
             RuntimeError: nobody would run it.
         """
-        if self.chunk.backward is None:
+        runs = self._chunk.runs
+        if runs is None:
             raise RuntimeError(
                 f'{type(self._module).__name__} put off its weight gradient in a backward that '
                 'is not one of the schedule'
             )
-        self.backward = self.chunk.backward
-        self.backward.put(self, [tensors, function])
+        if self.entries > 1 and runs and runs[-1][0] is self and len(runs[-1][1]) < self.entries:
+            runs[-1][1].append((tensors, function))
+        else:
+            runs.append((self, [(tensors, function)]))
 
-    def defer(
-        self, entries: list[list], computed: set[torch.nn.Parameter], store: WeightGradStore
-    ) -> None:
-        """Leaves to the W what a backward put off, which has `computed` gradients of some."""
+    def pop(self) -> tuple[Any, list]:
+        """Run the next of what one backward has put off, for `backward_dw`, which calls this."""
+        tensors, function = self._queue.popleft()
+        return function(*tensors), tensors
+
+    def early(self) -> Gradients | None:
+        """Take what a backward has left in the aliases: gradients of biases; None: nothing."""
+        aliases = self._aliases
+        early = {place: g for place in self._biases if (g := aliases[place].grad) is not None}
+        if early or self._soiled:
+            self._clear()
+        return [early.get(place) for place in range(len(aliases))] if early else None
+
+    def defer(self, entries: Entries, early: Gradients | None, first: bool) -> None:
+        """Leave to the W what a backward put off.
+
+        Args:
+            entries: that.
+            early: gradients that the backward has computed, of all runs of this module.
+            first: whether this one of the runs is to hand them over.
+        """
+        store = self._chunk.store
+        start = None
         if store.waits:
-            entries = [[self._least(tensors), function] for tensors, function in entries]
-        parameters = self.trained
-        if computed:
-            parameters = [parameter for parameter in parameters if parameter not in computed]
-        shards = [t for tensors, _ in entries for t in tensors if isinstance(t, Shard)]
-        store.defer(
-            parameters,
-            functools.partial(self._compute, parameters, entries),
-            functools.partial(self._held, entries),
-            start_all(shards),
-        )
+            entries = [(self._least(tensors), function) for tensors, function in entries]
+            if self._gathered is not None:
+                start = start_all([t for ts, _ in entries for t in ts if isinstance(t, Shard)])
+        compute = functools.partial(self._compute, entries, early, first)
+        store.defer(self.trained, compute, functools.partial(self._held, entries), start)
         self.waiting += 1
 
     def _least(self, tensors: list) -> list:
@@ -307,93 +319,120 @@ class _Delayed:
                 if type(tensor) is torch.Tensor:  # nor are the others quantized
                     break
                 tensor.update_usage(rowwise_usage=False, columnwise_usage=True)
-        module = self._module
-        gathered = _GATHERED.get(getattr(module, 'parallel_mode', None))
-        if gathered is None or not module.sequence_parallel or self.entries > 1:
-            return tensors
-        if type(tensors[gathered]) is not torch.Tensor:
+        gathered = self._gathered
+        if gathered is None or type(tensors[gathered]) is not torch.Tensor:
             return tensors
         kept = list(tensors)
-        kept[gathered] = Shard.of(tensors[gathered], module.tp_group)
+        kept[gathered] = Shard.of(tensors[gathered], self._module.tp_group)
         return kept
 
-    def _held(self, entries: list[list]) -> Iterator[torch.Tensor]:
+    def _held(self, entries: Entries) -> Iterator[torch.Tensor]:
         """Yield what waits; not `main_grad`, which lives as long as its parameter."""
         fused = self._module.fuse_wgrad_accumulation
         permanent = {id(getattr(p, 'main_grad', None)) for p in self.trained} if fused else set()
         for tensors, _ in entries:
             yield from (tensor for tensor in _inner(tensors) if id(tensor) not in permanent)
 
-    def _compute(
-        self, parameters: list[torch.nn.Parameter], entries: list[list]
-    ) -> list[torch.Tensor | None]:
-        """Run what one backward put off; `backward_dw` leaves alone what is not in `parameters`.
+    def _compute(self, entries: Entries, early: Gradients | None, first: bool) -> Gradients:
+        """Run what one backward put off.
 
         Returns:
-            A gradient for each of `parameters`, None where it is in `main_grad`.
+            A gradient for each that is trained, None where it is in `main_grad`.
         """
-        waiting = self._module.wgrad_store.context.queue  # without its locks
-        held = [(parameter, parameter.grad) for parameter in self._all]
-        wanted = set(parameters)
-        for parameter, gradient in held:
-            if parameter not in wanted:
-                parameter.grad = parameter.detach()
-            elif gradient is not None:
-                parameter.grad = None
-        for tensors, function in entries:
-            whole = [t.gather() if isinstance(t, Shard) else t for t in tensors]
-            waiting.append([whole, function])
+        if self._gathered is not None:
+            entries = [([_whole(t) for t in tensors], f) for tensors, f in entries]
+        if self._single:
+            ((tensors, function),) = entries
+            weight, bias, *_ = function(*tensors)
+            fused = self._module.fuse_wgrad_accumulation
+            gradients = [None if fused else weight] * len(self.trained)
+            for place in self._biases:  # none, or an empty one, where the product has none
+                gradients[place] = bias if bias is not None and bias.numel() else None
+        else:
+            gradients = self._backward_dw(entries, early)
+        if early is not None:
+            for place, gradient in enumerate(early):
+                if gradient is not None:
+                    gradients[place] = gradient if first else None
+        for parameter, stand_in in self._fused:
+            setattr(parameter, _ADDED, True)
+            parameter.grad = stand_in
+        self.waiting -= 1
+        return gradients
+
+    def _backward_dw(self, entries: Entries, early: Gradients | None) -> Gradients:
+        """Return what it leaves in `.grad`; it leaves alone a bias that has a gradient."""
+        if early is not None:
+            for alias, gradient in zip(self._aliases, early, strict=True):
+                alias.grad = gradient
+        self._queue.extend(entries)
         self._running = True
         try:
-            self._module.backward_dw()
-            self.waiting -= 1
-            return [parameter.grad for parameter in parameters]
+            with self._aliased():
+                self._module.backward_dw()
+            return [alias.grad for alias in self._aliases]
         finally:
             self._running = False
-            waiting.clear()
-            for parameter, gradient in held:
-                parameter.grad = gradient
+            self._queue.clear()
+            self._clear()
+
+    def _aliased(self) -> _Aliased:
+        return _Aliased(vars(self._module), self._shown)
+
+    def _clear(self) -> None:
+        for alias in self._aliases:
+            alias.grad = None
 
 
-def _watch(parameter: torch.nn.Parameter, is_weight: bool, module: _Delayed) -> RemovableHandle:
-    """Autograd's visits of a parameter of a module, right before DistributedDataParallel's.
+class _Aliased:
+    """While it is entered, a module's parameters are what is `shown`.
 
-    Called for each weight in each backward, of experts there are many: so it does little.
+    A class: of a generator the entering alone takes longer than all of this.
+    """
+
+    __slots__ = ('_attributes', '_parameters', '_shown')
+
+    def __init__(self, attributes: dict[str, Any], shown: dict[str, Any]) -> None:
+        self._attributes = attributes
+        self._shown = shown
+
+    def __enter__(self) -> None:
+        self._parameters = self._attributes['_parameters']
+        self._attributes['_parameters'] = self._shown
+
+    def __exit__(self, *_: object) -> None:
+        self._attributes['_parameters'] = self._parameters
+
+
+def _alias(parameter: torch.nn.Parameter, soiled: bool) -> torch.Tensor:
+    """Return a leaf with the memory of `parameter`.
+
+    Of a quantized one it has all attributes, too, which come and go with its data; Transformer
+    Engine then sees the flag of DistributedDataParallel, and gives autograd a stand-in.
 
     Args:
-        parameter: visited.
-        is_weight: whether no B computes its gradient.
-        module: that it belongs to.
+        parameter: a weight or a bias.
+        soiled: whether autograd gets for it what is no gradient, to be kept and not copied.
     """
-    zeroed = getattr(parameter, 'zero_out_wgrad', False)  # then it is added, whatever the flag
-    # what DistributedDataParallel takes for a gradient and may add: one zero in memory
-    stand_in = _zero(parameter.dtype, parameter.device).expand(parameter.shape)
+    alias = parameter.detach().requires_grad_()
+    if type(alias) is torch.Tensor:
+        for name in _READ:
+            if hasattr(parameter, name):
+                setattr(alias, name, getattr(parameter, name))
+    else:
+        alias.__dict__ = parameter.__dict__
+    if soiled:
+        alias.register_hook(_unshared)
+    return alias
 
-    def visit(gradient: torch.Tensor | None) -> torch.Tensor | None:
-        if gradient is not None and not is_weight:  # it may come before the module's own backward
-            if module.chunk.backward is not None:
-                module.chunk.backward.computed.add(parameter)
-            return None
-        backward = module.backward
-        added = getattr(parameter, _ADDED, None)
-        if backward is None:  # a W, or a backward in which the module has put nothing off
-            if gradient is None and added:
-                parameter.grad = stand_in
-            return None
-        if added is not None:
-            backward.flags.append((parameter, added))
-            parameter.grad_added_to_main_grad = True
-        elif gradient is not None:
-            backward.gradients.append((parameter, parameter.grad))
-            parameter.grad = None
-        if gradient is None:
-            if added is not None:
-                parameter.grad = stand_in
-            return None
-        # What autograd would keep is not real. A tensor that nobody else has is kept, not copied.
-        return torch.zeros_like(gradient) if zeroed else gradient.detach()
 
-    return parameter.register_hook(visit)
+def _unshared(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a tensor that nobody else has, which autograd keeps and does not copy."""
+    return None if gradient is None else gradient.detach()
+
+
+def _whole(tensor: Any) -> Any:
+    return tensor.gather() if isinstance(tensor, Shard) else tensor
 
 
 @functools.lru_cache

@@ -25,7 +25,7 @@ _EACH_ITERATION = {
 
 
 def say(why: str) -> None:
-    """Tells the user, once for all ranks, why steps are not validated later."""
+    """Tell the user, once for all ranks, why steps are not validated later."""
     if dist.get_rank() == 0:
         message = f'megatron_zbpp: optimizer steps wait for all ranks: {why}'
         print(message, file=sys.stderr, flush=True)

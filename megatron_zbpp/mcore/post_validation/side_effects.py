@@ -80,7 +80,7 @@ def _emptied(entries: dict[str, Any]) -> Iterator[None]:
 
 
 def _random_states() -> tuple:
-    """Values of the host's, the device's and the tracked random states."""
+    """Return values of the host's, the device's and the tracked random states."""
     host, device, tracked = compat.random_states()
     return host, _value(device), {name: _value(state) for name, state in tracked.items()}
 

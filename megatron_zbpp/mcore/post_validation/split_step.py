@@ -151,7 +151,7 @@ class SplitStep:
         self._clipped = False
 
     def begin(self, possible: bool) -> float:
-        """Gradients are ready to step with, but for clipping."""
+        """Make gradients ready to step with, but for clipping."""
         for at, leaf in enumerate(self._leaves):
             overflow = self._prepare(leaf)
             if overflow is not None:

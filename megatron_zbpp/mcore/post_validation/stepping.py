@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
-from megatron_zbpp.analysis.run_ahead import chain
+from megatron_zbpp.analysis.run_ahead import rank_order
 from megatron_zbpp.mcore.iteration.forward_backward import Arguments
 from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.post_validation import split_step
@@ -127,7 +127,7 @@ class Steps:
 
     def _reduction(self, pp_group: dist.ProcessGroup, call: Arguments) -> PartialReduction:
         if pp_group not in self._reductions:
-            order = chain(self._session.programs.placement(pp_group.size()))
+            order = rank_order(self._session.programs.placement(pp_group.size()))
             device = next(call.models[0].parameters()).device
             self._reductions[pp_group] = PartialReduction(pp_group, order, device)
         return self._reductions[pp_group]

@@ -27,7 +27,7 @@ _installed = False
 
 
 def end_with_parent() -> None:
-    """Lets children of the main thread, from now on, be killed when this process ends.
+    """Let children of the main thread, from now on, be killed when this process ends.
 
     Children are those that are forked, and those that multiprocessing spawns.
 

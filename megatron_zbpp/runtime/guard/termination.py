@@ -55,7 +55,7 @@ class Termination:
         os.close(self._writer)
 
     def _give_back(self) -> None:
-        """Leaves alone what somebody else has set meanwhile."""
+        """Leave alone what somebody else has set meanwhile."""
         if not _on_main_thread():
             return
         if signal.getsignal(signal.SIGTERM) is _caught:

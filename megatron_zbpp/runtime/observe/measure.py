@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import fsum
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megatron_zbpp.ir import F, Schedule, W
+from megatron_zbpp.ir import F, Schedule, W, strict_json
 from megatron_zbpp.ir.timeline import Timeline, idle
 from megatron_zbpp.runtime.clock import Clock
 from megatron_zbpp.runtime.observe.clock_sync import lead_of_neighbour, on_one_clock
@@ -43,11 +43,34 @@ class Measurement:
 
     @classmethod
     def from_json(cls, text: str) -> Measurement:
-        """Return the measurement that `to_json` wrote."""
-        data = json.loads(text)
+        """Return the measurement that `to_json` wrote.
+
+        Raises:
+            ValueError: `text` is not one; the message names the field.
+        """
+        data: Any = strict_json.loads(text)
+        strict_json.require(data, _FIELDS)
+        schedule = Schedule.from_object(data['schedule'])
         spans = tuple(tuple((start, end) for start, end in rank) for rank in data['spans'])
-        schedule = Schedule.from_json(json.dumps(data['schedule']))
-        return cls(Timeline(schedule, spans), tuple(data['peak_activations']))
+        if [*map(len, spans)] != [*map(len, schedule.passes)]:
+            raise ValueError("'spans': there must be one for each pass of each rank")
+        peaks = tuple(data['peak_activations'])
+        if len(peaks) != schedule.num_ranks:
+            raise ValueError("'peak_activations': there must be one for each rank")
+        return cls(Timeline(schedule, spans), peaks)
+
+
+def _span(value: Any) -> str | None:
+    """Check the start and the end of a pass."""
+    fits = strict_json.is_list(value) and len(value) == 2
+    return None if fits and not any(map(strict_json.number, value)) else 'a start and an end'
+
+
+_FIELDS = {
+    'schedule': strict_json.anything,
+    'spans': strict_json.list_of(strict_json.list_of(_span, 'spans'), 'lists of [start, end]'),
+    'peak_activations': strict_json.list_of(strict_json.number, 'numbers'),
+}
 
 
 class Extent(NamedTuple):

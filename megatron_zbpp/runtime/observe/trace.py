@@ -35,7 +35,7 @@ class Tracer:
     _before: Timeline | None = None
 
     def after(self, iteration: Iteration) -> None:
-        """Draws `iteration`, which has ended, if it is the one: a collective of its pipeline."""
+        """Draw `iteration`, which has ended, if it is the one: a collective of its pipeline."""
         self._seen += 1
         if self._seen != _DRAWN:
             return

@@ -8,7 +8,7 @@ from megatron_zbpp.ir import F, Pass
 
 
 def even_groups(num_microbatches: int, size: int) -> list[int]:
-    """Sizes of as many groups of at least `size` microbatches as there can be, as even as possible.
+    """Return sizes of as many groups of `size` microbatches or more as there can be, most even.
 
     One group of all where there are fewer than `size`.
     """

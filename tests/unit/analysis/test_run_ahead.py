@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron_zbpp.analysis.deadlock import prove
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import Receive, Send
-from megatron_zbpp.analysis.run_ahead import chain, passes_ahead, passes_run_ahead, split
+from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, rank_order, split
 from megatron_zbpp.ir import F, Pass, Placement
 from megatron_zbpp.schedules import FAMILIES, build
 
@@ -39,7 +39,7 @@ def test_programs_stay_free_of_deadlock_and_in_order(schedule, early):
 @settings(max_examples=60)
 @given(schedules())
 def test_what_is_ahead_needs_nothing_from_behind(schedule):
-    order = chain(schedule.placement)
+    order = rank_order(schedule.placement)
     counts, rank_of = passes_ahead(schedule), schedule.placement.ranks
     ahead = passes_run_ahead(schedule, counts, len(order))
     assert counts[order[-1]] == 0
@@ -72,5 +72,5 @@ def test_warm_up_is_ahead(name, p, counts):
 
 
 def test_chain_follows_the_stages():
-    assert chain(Placement.loop(3, 2)) == (0, 1, 2)
-    assert chain(build('zb-v', 3, 4).placement) == (0, 1, 2)
+    assert rank_order(Placement.loop(3, 2)) == (0, 1, 2)
+    assert rank_order(build('zb-v', 3, 4).placement) == (0, 1, 2)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +24,8 @@ from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.formats import load, to_torch_csv
 from megatron_zbpp.ir.timeline import MEANING
+from megatron_zbpp.planner import frontier, plans
+from megatron_zbpp.planner.plans import PlanningInterrupted
 from megatron_zbpp.schedules import FAMILIES, build, names
 
 SHAPE = ['--pp', '4', '--microbatches', '8']
@@ -570,3 +576,39 @@ def test_an_interrupted_plan(monkeypatch, capsys: pytest.CaptureFixture, cache_f
     assert printed.err == 'zbpp: interrupted: this is the best plan by then\n'
     check(formats.from_json(printed.out), memory_limit=None)
     assert not cache_folder.exists()
+
+
+def test_an_interrupted_frontier(monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    """Ctrl-C in the second of three limits keeps the first, and the best of the second by then."""
+    original, limits = frontier.planned, []
+
+    def planned(*args: object, **inputs: object):
+        found = original(*args, **inputs)
+        limits.append(inputs['memory_limit'])
+        if len(limits) == 2:
+            raise PlanningInterrupted(found[0])
+        return found
+
+    monkeypatch.setattr(frontier, 'planned', planned)
+    argv = ['plan', '--pp', '2', '--microbatches', '4', '--frontier', '1,2,3', '--seconds', '0.3']
+    assert main([*argv, '--json']) == 130
+    printed = capsys.readouterr()
+    assert printed.err == 'zbpp: interrupted: these are the best plans by then\n'
+    assert [each['memory_limit'] for each in json.loads(printed.out)['frontier']] == [1, 2]
+
+
+def test_an_interrupted_solver(monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    """Ctrl-C while the exact solver runs, which would take a minute, ends all at once."""
+    pytest.importorskip('ortools')
+    original = plans.cp_sat.solve
+
+    def solve(*args: object, **options: object):
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return original(*args, **options)
+
+    monkeypatch.setattr(plans.cp_sat, 'solve', solve)
+    case = ['--pp', '4', '--microbatches', '8', '--vpp', '2', '--times', '10,12,8', '--no-cache']
+    start = time.monotonic()
+    assert main(['plan', *case, '--memory-limit', '2', '--seconds', '100', '--json']) == 130
+    assert time.monotonic() - start < 50
+    check(formats.from_json(capsys.readouterr().out), memory_limit=None)

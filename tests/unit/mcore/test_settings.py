@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import megatron_zbpp
+from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.settings import Settings, folder
 from megatron_zbpp.schedules import build
 
@@ -54,6 +55,18 @@ def test_a_folder_that_is_none(asked, said):
     with pytest.raises(ValueError) as error:
         megatron_zbpp.enable('zb-h1', trace_dir=asked)
     assert said in str(error.value)
+
+
+def test_chunks_that_a_rank_builds():
+    """What `plugin.num_chunks` says: of a family, its default, what is asked for, and a value."""
+    for asked, chunks in (
+        (Settings('zb-v'), 2),
+        (Settings('zb-h1'), 1),
+        (Settings('interleaved', 4), 4),
+        (Settings('auto'), 2),
+        (Settings(build('zb-interleaved', 2, 2, num_chunks=3)), 3),
+    ):
+        assert Plugin(asked).num_chunks == chunks
 
 
 def test_flags_that_are_none():

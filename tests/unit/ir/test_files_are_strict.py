@@ -1,0 +1,137 @@
+"""Whatever stands in a file: it is read as it is meant, or refused in words that a terminal shows.
+
+Each reader of JSON gets what it wrote itself with one thing changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import asdict
+from hashlib import sha256
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.cli import main
+from megatron_zbpp.ir import Schedule, formats, strict_json
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner import cache, worker
+from megatron_zbpp.runtime.observe.measure import Measurement
+from megatron_zbpp.schedules import build
+
+SCHEDULE = build('zb-v', 2, 2)
+COSTS = Costs.uniform(SCHEDULE.placement)
+TIMELINE = simulate(SCHEDULE, COSTS)
+FIELDS = json.loads(json.dumps(asdict(COSTS) | {'edges': [[0, 1, 0.5]], 'times': {'R': [1.0] * 4}}))
+FILE = {'F': FIELDS['forward'], 'B': FIELDS['backward'], 'W': FIELDS['weight']}
+
+
+# by reader: the function, a document that it reads, and how to write what was read
+READERS = {
+    'schedule': (Schedule.from_json, SCHEDULE.to_json(), Schedule.to_json),
+    'plan or schedule': (formats.from_json, SCHEDULE.to_json(), Schedule.to_json),
+    'costs': (Costs.from_json, json.dumps(FILE), None),
+    'costs of a plan': (
+        lambda text: Costs.from_fields(strict_json.loads(text)),
+        json.dumps(FIELDS),
+        lambda costs: json.dumps(asdict(costs)),
+    ),
+    'measurement': (
+        Measurement.from_json,
+        Measurement(TIMELINE, (1.0, 2.0)).to_json(),
+        Measurement.to_json,
+    ),
+    'request to the planner': (
+        lambda text: worker.read(text) and text,
+        worker.request(SCHEDULE.placement, COSTS, 2, 4.0, 1.0, 'makespan'),
+        str,
+    ),
+}
+NUMBERS = [0, -1, 2.5, 8.0, 10**17, 10**18, 10**400, 1e308]
+TEXTS = ['', 'F', '٣', '3F1', 'a\x1b[2J', 'b\x07', '\ud800', 'c\rd']
+HOLDERS = [[], [[]], [None], [True], {}, {'F': 1}, {'a': {}}]
+ODD = st.sampled_from([None, True, False, *NUMBERS, *TEXTS, *HOLDERS])
+
+
+def places(document, path=()):
+    """Paths to all values in it."""
+    yield path
+    inside = document.items() if isinstance(document, dict) else ()
+    inside = enumerate(document) if isinstance(document, list) else inside
+    for key, value in inside:
+        yield from places(value, (*path, key))
+
+
+def changed(document, path, how, value):
+    """A copy in which the value at `path` is another, or gone, or has another beside it."""
+    document = copy.deepcopy(document)
+    if not path:
+        return value
+    *way, last = path
+    holder = document
+    for key in way:
+        holder = holder[key]
+    if how == 'replaced':
+        holder[last] = value
+    elif how == 'gone':
+        del holder[last]
+    elif isinstance(holder, dict):
+        holder[f'{last}\x1b' if value is True else f'{last}s'] = value
+    else:
+        holder.insert(last, value)
+    return document
+
+
+@pytest.mark.parametrize('reader', READERS)
+@given(st.data())
+def test_one_thing_is_changed(reader, data):
+    read, text, write = READERS[reader]
+    original = json.loads(text)
+    path = data.draw(st.sampled_from([*places(original)]))
+    how = data.draw(st.sampled_from(['replaced', 'gone', 'added']))
+    document = changed(original, path, how, data.draw(ODD))
+    try:
+        found = read(json.dumps(document))
+    except ValueError as error:
+        assert all(c.isprintable() or c == '\n' for c in str(error)), repr(str(error))
+        return
+    if write is not None:
+        written = json.loads(write(found))
+        # what it leaves out is filled in; 1, 1.0 and true have different texts
+        assert json.dumps(written, sort_keys=True) == json.dumps(written | document, sort_keys=True)
+
+
+@pytest.mark.parametrize(
+    'text', ['{"a": 1, "a": 2}', '{"a\\u001b": 1}', '[1e999]', f'[1{"0" * 18}]']
+)
+def test_json_itself(text):
+    for read, _, _ in READERS.values():
+        with pytest.raises(ValueError) as error:
+            read(text)
+        assert str(error.value).isprintable()
+
+
+def test_a_plan_of_another_type_is_planned_anew(tmp_path):
+    """Though its digest is right."""
+    plan = {'schedule': SCHEDULE.to_json(), 'costs': FIELDS, 'best_named': None}
+    plan |= {'objective': 'makespan', 'value': True, 'lower_bound': 0, 'repeats': False}
+    body = json.dumps(plan)
+    file = tmp_path / 'a.plan'
+    file.write_text(f'{sha256(body.encode()).hexdigest()}\n{body}')
+    with pytest.warns(UserWarning, match="'value': true is not a number"):
+        assert cache._load(file) is None
+
+
+@pytest.mark.parametrize('text', ['0F0,0B0\n', 'no schedule'])
+def test_control_characters_of_a_file_name(tmp_path, capsys, text):
+    """As in what a shell makes of `*.csv`."""
+    file = tmp_path / 'evil\x1b[2J\x07.csv'
+    file.write_text(text)
+    main(['check', str(file)])
+    main(['show', '--file', str(file)])
+    shown = ''.join(capsys.readouterr())
+    assert 'evil' in shown
+    assert all(c.isprintable() or c == '\n' for c in shown)
