@@ -97,7 +97,9 @@ class WeightGradStore:
         start: Callable[[], None] | None = None,
     ) -> None:
         """Keep what a layer's backward defers, which calls this; arguments as of `Deferred`."""
-        self._pending[self._key].append(Deferred(parameters, compute, held, start))
+        key = self._key
+        assert key is not None, 'only a pass that leaves them to W is to ask for it'
+        self._pending[key].append(Deferred(parameters, compute, held, start))
 
     def held(self, key: Key) -> int:
         """Bytes that wait for the W of `key`; what several layers hold counts once."""
@@ -148,10 +150,10 @@ class _Visits:
 
     def run(self, records: list[Deferred]) -> None:
         """Compute what they defer, the first of them first."""
+        _start(records[0])
         self._left[:] = records
         records.clear()  # each is freed when it has run
         try:
-            _start(self._left[0])
             # as `torch.autograd.backward` does once it has made a gradient of each root: nobody
             # reads it; the nodes stay
             compat.run_backward(

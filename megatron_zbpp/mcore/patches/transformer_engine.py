@@ -90,9 +90,10 @@ def delaying_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     Raises:
         NotImplementedError: one of them keeps its weight in parts, or reduces it by itself.
     """
+    every: Iterator[Any] = model.modules()
     modules = [
         module
-        for module in model.modules()
+        for module in every
         if getattr(module, 'wgrad_store', None) is not None and module.wgrad_store.enabled
     ]
     for module in modules:
@@ -190,7 +191,7 @@ class _Chunk:
     runs: list[tuple[_Delayed, Entries]] | None = None
 
 
-def _delayed(module: torch.nn.Module) -> _Delayed:
+def _delayed(module: Any) -> _Delayed:
     """Return that of `module`, made at its first use."""
     put = vars(module.wgrad_store).get('put')
     return _Delayed(module) if put is None else put.__self__
@@ -205,11 +206,12 @@ class _Delayed:
         waiting: backwards whose W has not run.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    _chunk: _Chunk  # that it has joined
+
+    def __init__(self, module: Any) -> None:
         self.entries = 2 if hasattr(module, 'fc2_weight') else 1
         self.trained: list[torch.nn.Parameter] = []
         self.waiting = 0
-        self._chunk: _Chunk | None = None
         self._module = module
         self._single = self.entries == 1 and not hasattr(module, 'num_gemms')
         self._aliases: list[torch.Tensor] = []
@@ -249,7 +251,7 @@ class _Delayed:
         ]
         self._gathered = None
         if self.entries == 1 and module.sequence_parallel:
-            self._gathered = _GATHERED.get(getattr(module, 'parallel_mode', None))
+            self._gathered = _GATHERED.get(getattr(module, 'parallel_mode', ''))
         self._chunk = chunk
         self.waiting = 0
 
@@ -345,7 +347,7 @@ class _Delayed:
             ((tensors, function),) = entries
             weight, bias, *_ = function(*tensors)
             fused = self._module.fuse_wgrad_accumulation
-            gradients = [None if fused else weight] * len(self.trained)
+            gradients: list[torch.Tensor | None] = [None if fused else weight] * len(self.trained)
             for place in self._biases:  # none, or an empty one, where the product has none
                 gradients[place] = bias if bias is not None and bias.numel() else None
         else:
@@ -360,7 +362,7 @@ class _Delayed:
         self.waiting -= 1
         return gradients
 
-    def _backward_dw(self, entries: Entries, early: Gradients | None) -> Gradients:
+    def _backward_dw(self, entries: Entries, early: Gradients | None) -> list[torch.Tensor | None]:
         """Return what it leaves in `.grad`; it leaves alone a bias that has a gradient."""
         if early is not None:
             for alias, gradient in zip(self._aliases, early, strict=True):
@@ -414,7 +416,7 @@ def _alias(parameter: torch.nn.Parameter, soiled: bool) -> torch.Tensor:
         parameter: a weight or a bias.
         soiled: whether autograd gets for it what is no gradient, to be kept and not copied.
     """
-    alias = parameter.detach().requires_grad_()
+    alias: Any = parameter.detach().requires_grad_()
     if type(alias) is torch.Tensor:
         for name in _READ:
             if hasattr(parameter, name):
