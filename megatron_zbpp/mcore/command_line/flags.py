@@ -52,7 +52,7 @@ class PipelineScheduleConfig:
     parameters stay the same to the bit. `zbpp doctor` names what else would make ranks wait."""
 
     optimizer_post_validation_clean_steps: int = 10
-    """After how many steps in a row that were neither clipped nor skipped this begins."""
+    """After how many steps in a row that were neither clipped nor skipped this begins; 0: at once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +125,7 @@ def clean_steps(config: PipelineScheduleConfig) -> int | bool:
         ValueError: a number of steps that makes no sense.
     """
     steps = config.optimizer_post_validation_clean_steps
-    if steps < 1:
+    if steps < 0:
         name = flag('optimizer_post_validation_clean_steps')
-        raise ValueError(f'{name} {steps}: give 1 or more')
-    return config.enable_optimizer_post_validation and steps
+        raise ValueError(f'{name} {steps}: give 0, for the first step on, or more')
+    return steps if config.enable_optimizer_post_validation else False

@@ -607,8 +607,13 @@ def test_an_interrupted_solver(monkeypatch, capsys: pytest.CaptureFixture) -> No
         return original(*args, **options)
 
     monkeypatch.setattr(plans.cp_sat, 'solve', solve)
+    # what runs in the background of a shell ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     case = ['--pp', '4', '--microbatches', '8', '--vpp', '2', '--times', '10,12,8', '--no-cache']
     start = time.monotonic()
-    assert main(['plan', *case, '--memory-limit', '2', '--seconds', '100', '--json']) == 130
+    try:
+        assert main(['plan', *case, '--memory-limit', '2', '--seconds', '100', '--json']) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - start < 50
     check(formats.from_json(capsys.readouterr().out), memory_limit=None)

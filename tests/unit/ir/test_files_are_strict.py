@@ -85,6 +85,14 @@ def changed(document, path, how, value):
     return document
 
 
+def filled_in(document, written):
+    """A document with what it leaves out and `written` has."""
+    if not isinstance(document, dict) or not isinstance(written, dict):
+        return document
+    inside = {k: filled_in(v, written[k]) if k in written else v for k, v in document.items()}
+    return written | inside
+
+
 @pytest.mark.parametrize('reader', READERS)
 @given(st.data())
 def test_one_thing_is_changed(reader, data):
@@ -100,8 +108,9 @@ def test_one_thing_is_changed(reader, data):
         return
     if write is not None:
         written = json.loads(write(found))
-        # what it leaves out is filled in; 1, 1.0 and true have different texts
-        assert json.dumps(written, sort_keys=True) == json.dumps(written | document, sort_keys=True)
+        # 1, 1.0 and true have different texts
+        filled = json.dumps(filled_in(document, written), sort_keys=True)
+        assert json.dumps(written, sort_keys=True) == filled
 
 
 @pytest.mark.parametrize(
