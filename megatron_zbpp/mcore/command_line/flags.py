@@ -52,7 +52,7 @@ class PipelineScheduleConfig:
     parameters stay the same to the bit. `zbpp doctor` names what else would make ranks wait."""
 
     optimizer_post_validation_clean_steps: int = 10
-    """After how many steps in a row that were neither clipped nor skipped this begins; 0: at once."""
+    """After how many steps in a row that were neither clipped nor skipped this begins, or 0."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
