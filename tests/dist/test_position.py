@@ -46,21 +46,22 @@ def ahead():
 def test_device_waits_for_the_input_of_a_pass(ahead):
     tracker = Tracker(ahead)
     ahead.clock.now = 3  # has ended 1F0 and 1F1; the start of 1B0 comes behind its input
-    assert tracker.lines() == [
-        'now: B stage 1 microbatch 0 (1B0)',
-        'waits for: gradient of stage 2 microbatch 0 from pipeline rank 2 (global rank 6)',
-        'last passes: 1F0 1F1',
-    ]
+    assert tracker.standing() == {
+        'now': 'B stage 1 microbatch 0 (1B0)',
+        'waits for': 'gradient of stage 2 microbatch 0 from pipeline rank 2 (global rank 6)',
+        'last passes': '1F0 1F1',
+    }
     assert not tracker.complete
 
 
 def test_device_runs_a_pass(ahead):
     tracker = Tracker(ahead)
     ahead.clock.now = 4  # 1B0 has started
-    now, waits, passes = tracker.lines()
-    assert now == 'now: B stage 1 microbatch 0 (1B0)'
-    assert waits == 'waits for: no message'
-    assert passes == 'last passes: 1F0 1F1'
+    assert tracker.standing() == {
+        'now': 'B stage 1 microbatch 0 (1B0)',
+        'waits for': 'no message',
+        'last passes': '1F0 1F1',
+    }
 
 
 def test_device_moves_while_the_host_is_done(ahead):
@@ -72,7 +73,7 @@ def test_device_moves_while_the_host_is_done(ahead):
         assert tracker.position()[:2] == (ended, ahead.record.passes[ended])
     ahead.clock.now = 2 * total - 1
     assert tracker.complete
-    assert tracker.lines()[0] == f'now: all {total} passes done'
+    assert tracker.standing()['now'] == f'all {total} passes done'
 
 
 def test_wait_for_a_send_to_leave(ahead):
@@ -80,10 +81,10 @@ def test_wait_for_a_send_to_leave(ahead):
     del ahead.record.passes[3:], ahead.record.marks[3:]
     ahead.clock.now = 99
     ahead.current, ahead.channels.leaving = ahead.record.passes[-1], send
-    now, waits, _ = Tracker(ahead).lines()
-    assert now == 'now: right after B stage 1 microbatch 0 (1B0)'
-    assert waits == (
-        'waits for: pipeline rank 2 (global rank 6) to take what F stage 1 microbatch 0 made '
+    standing = Tracker(ahead).standing()
+    assert standing['now'] == 'right after B stage 1 microbatch 0 (1B0)'
+    assert standing['waits for'] == (
+        'pipeline rank 2 (global rank 6) to take what F stage 1 microbatch 0 made '
         'for F stage 2 microbatch 0'
     )
 

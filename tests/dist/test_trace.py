@@ -47,6 +47,10 @@ def drawn(ranks, tmp_path):
 def test_pictures(drawn):
     (first, page, perfetto), (second, later, merged) = drawn
     assert (first, second) == (5, 5)
+    times = 'planned: simulated, with the times that passes took in'
+    assert 'zb-h1, iteration 5<' in page and f'{times} this iteration' in page
+    assert '1f1b, iteration 5 after the switch to it<' in later
+    assert f'{times} the iterations before the switch' in later
     assert [panel['name'] for panel in panels(page)] == ['planned', 'measured']
     before = panels(later)
     assert [panel['name'] for panel in before] == ['planned', 'measured', 'measured before, zb-h1']

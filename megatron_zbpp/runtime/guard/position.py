@@ -71,15 +71,15 @@ class Tracker:
             return (ranks[waits.peer],)
         return tuple(r for r in ranks if r != dist.get_rank()) if self.complete else ()
 
-    def lines(self) -> list[str]:
+    def standing(self) -> dict[str, str]:
         """Return the position and the latest ten passes, for people."""
         position = self.position()
         latest = self._executor.record.passes[: position.done][-_LATEST:]
-        return [
-            f'now: {self._now(position, latest)}',
-            f'waits for: {self._awaited(position)}',
-            f'last passes: {" ".join(map(str, latest)) or "none"}',
-        ]
+        return {
+            'now': self._now(position, latest),
+            'waits for': self._awaited(position),
+            'last passes': ' '.join(map(str, latest)) or 'none',
+        }
 
     def _now(self, position: Position, latest: list[Pass]) -> str:
         current = position.current

@@ -69,8 +69,8 @@ class Activity(Protocol):
         """Whether another rank has died before its end, as far as this one has heard by now."""
         ...
 
-    def lines(self) -> list[str]:
-        """Where it stands, for people."""
+    def standing(self) -> dict[str, str]:
+        """Return where it stands, for people: `now`, `waits for`, and what else there is."""
         ...
 
     def waits(self) -> tuple[int, ...]:
@@ -93,8 +93,9 @@ class Collective:
     def lost(self) -> bool:
         return False  # the main thread is told
 
-    def lines(self) -> list[str]:
-        return [f'now: {self._what}', 'waits for: the other ranks of the pipeline to come there']
+    def standing(self) -> dict[str, str]:
+        waits = 'the other ranks of the pipeline to come there'
+        return {'now': f'{self._what}', 'waits for': waits}
 
     def waits(self) -> tuple[int, ...]:
         return _others()
@@ -133,8 +134,8 @@ class Passes:
             return True
         return False
 
-    def lines(self) -> list[str]:
-        return self._tracker.lines()
+    def standing(self) -> dict[str, str]:
+        return self._tracker.standing()
 
     def waits(self) -> tuple[int, ...]:
         return self._tracker.waits()
@@ -156,8 +157,8 @@ class Forwards:
     def lost(self) -> bool:
         return False  # the main thread is told
 
-    def lines(self) -> list[str]:
-        return self._tracker.lines()
+    def standing(self) -> dict[str, str]:
+        return self._tracker.standing()
 
     def waits(self) -> tuple[int, ...]:
         return self._tracker.waits()
@@ -182,14 +183,14 @@ class Pause:
     def lost(self) -> bool:
         return False  # the main thread is told
 
-    def lines(self) -> list[str]:
+    def standing(self) -> dict[str, str]:
         calls = _calls(self._thread)
         caller = next((call for call in calls if not _is_library(call)), calls[-1])
         waits = 'no collective call of torch.distributed'
         if _is_distributed(calls[0]):
             of_torch = filter(_is_distributed, itertools.takewhile(_is_library, calls))
             waits = f'the other ranks to come to {[*of_torch][-1].name} of torch.distributed'
-        return [f'now: between passes, in {_words(caller)}', f'waits for: {waits}']
+        return {'now': f'between passes, in {_words(caller)}', 'waits for': waits}
 
     def waits(self) -> tuple[int, ...]:
         return _others() if _is_distributed(_calls(self._thread)[0]) else ()
@@ -393,7 +394,8 @@ class Watchdog:
             self._reported = True
             current, watch = self._current(), self._watch
             assert current is not None and watch is not None  # both are before anything can fail
-            lines = [*current.lines(), *([_stack(self._watched)] if stack else [])]
+            lines = [f'{name}: {words}' for name, words in current.standing().items()]
+            lines += [_stack(self._watched)] if stack else []
             own = self._statement(current)
             if why != 'SIGTERM' and not (own.waits and isinstance(error, RuntimeError | None)):
                 own = replace(own, waits=(), failure=why)
@@ -404,8 +406,7 @@ class Watchdog:
 
     def _statement(self, activity: Activity) -> Statement:
         """Return what this rank says of itself to the others."""
-        now = activity.lines()[0].removeprefix('now: ')
-        return Statement(now, activity.waits(), self._stalled)
+        return Statement(activity.standing()['now'], activity.waits(), self._stalled)
 
     @property
     def _title(self) -> str:

@@ -129,8 +129,8 @@ class Passes:
     def lost(self):
         return False
 
-    def lines(self):
-        return self.tracker.lines()
+    def standing(self):
+        return self.tracker.standing()
 
     def waits(self):
         return self.tracker.waits()
