@@ -34,7 +34,10 @@ def test_identical_to_synchronous(ranks, case):
     size, schedule, flags, event = CASES[case]
     clipping = [] if '--clip-grad' in flags else ['--clip-grad', 100]
     argv = [*PIPELINE, '--train-iters', 7, '--pipeline-schedule', schedule, *clipping, *flags]
-    assert run(ranks(size), *argv, *EARLY, event=event) == run(ranks(size), *argv, event=event)
+    argv += ['--log-num-zeros-in-grad']
+    synchronous = run(ranks(size), *argv, event=event)
+    assert any(synchronous.zeros.values())
+    assert run(ranks(size), *argv, *EARLY, event=event) == synchronous
 
 
 @pytest.mark.parametrize('rank', [0, 3])

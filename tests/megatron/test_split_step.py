@@ -22,7 +22,6 @@ SETTINGS = [
     'use_precision_aware_optimizer',
     'optimizer_cpu_offload',
     'optimizer_cuda_graph',
-    'log_num_zeros_in_grad',
 ]
 
 

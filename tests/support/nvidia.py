@@ -45,6 +45,7 @@ class Run:
     Attributes:
         losses: by iteration: in hex, the loss scale, and whether the step was skipped.
         grad_norms: by iteration, in hex.
+        zeros: in gradients, by iteration; None where they are not counted.
         parameters: hashes by layer.
         optimizer: hashes of optimizer state by layer; empty where it is sharded.
         reported: what `event` gave, by rank.
@@ -52,12 +53,13 @@ class Run:
 
     losses: dict[int, tuple]
     grad_norms: dict[int, str]
+    zeros: dict[int, float | None]
     parameters: dict[str, str]
     optimizer: dict[str, str]
     reported: tuple[Any, ...] = ()
 
 
-def train(argv: list[str], event: Any) -> tuple[dict, dict, dict, Any]:
+def train(argv: list[str], event: Any) -> tuple[dict, dict, dict, dict, Any]:
     """Runs on each rank: the script under our launcher, leaving no state of Megatron behind.
 
     Args:
@@ -71,14 +73,14 @@ def train(argv: list[str], event: Any) -> tuple[dict, dict, dict, Any]:
 
     import megatron_zbpp.launch
 
-    made, losses, norms = {}, {}, {}
+    made, losses, norms, zeros = {}, {}, {}, {}
     original_log, original_setup = training.training_log, training.setup_model_and_optimizer
 
     def training_log(loss_dict, total, lr, iteration, scale, memory, skipped, norm, *rest, **named):
         # only the last rank has losses
         exact = [value.item().hex() for value in loss_dict.values()]
         losses[iteration] = (*exact, scale, 'skipped' if skipped else 'done')
-        norms[iteration] = float(norm or 0).hex()
+        norms[iteration], zeros[iteration] = float(norm or 0).hex(), rest[1]
         return original_log(
             loss_dict, total, lr, iteration, scale, memory, skipped, norm, *rest, **named
         )
@@ -97,7 +99,7 @@ def train(argv: list[str], event: Any) -> tuple[dict, dict, dict, Any]:
                 if left.code:
                     raise
         hashes = report.fingerprint(report.by_layer(made['model']), made['optimizer'])
-        return losses, norms, hashes, reported
+        return losses, norms, zeros, hashes, reported
     finally:
         training.training_log = original_log
         training.setup_model_and_optimizer = original_setup
@@ -143,10 +145,11 @@ def since(iteration: int, values: dict[int, Any]) -> dict[int, Any]:
 def run(ranks: Ranks, *argv: str | int | Path, event: Any = events.nothing) -> Run:
     """Trains with `argv` on `ranks`."""
     results = ranks.run(train, [*COMMON, *map(str, argv)], event)
-    losses, norms, hashes, _ = results[-1]
+    losses, norms, zeros, hashes, _ = results[-1]
     return Run(
         losses,
         norms,
+        zeros,
         hashes['parameters_sha256'],
         hashes['optimizer_sha256'],
         tuple(reported for *_, reported in results),

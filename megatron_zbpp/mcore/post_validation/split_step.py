@@ -36,6 +36,7 @@ from megatron_zbpp.runtime.compat import unseen_by_autograd
 STEPPING = (FP32Optimizer, MixedPrecisionOptimizer, ChainedOptimizer)
 # What `step` of these looks up in its module, and is answered there.
 _NORM, _CLIP = 'get_grad_norm_fp32', 'clip_grad_by_total_norm_fp32'
+_COUNT = 'count_zeros_fp32'
 
 _ABSENT = object()
 _KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
@@ -44,7 +45,6 @@ _REFUSED = {
     'use_precision_aware_optimizer': 'the optimizer keeps the parameters',
     'optimizer_cpu_offload': 'the host steps in its own time',
     'optimizer_cuda_graph': 'a captured step steps what it was captured with',
-    'log_num_zeros_in_grad': 'counting zeros waits for all ranks',
     'overlap_param_gather_with_optimizer_step': 'parameters are gathered amid the step',
     'reuse_grad_buf_for_mxfp8_param_ag': 'parameters and gradients share a buffer',
 }
@@ -54,10 +54,17 @@ def patches() -> Iterator[Patch]:
     """Yield the functions that are answered while a step lasts."""
     path = module.__name__
     for name, users in (
-        (_NORM, ('MegatronOptimizer.get_grad_norm', 'ChainedOptimizer.get_grad_norm')),
-        (_CLIP, ('ChainedOptimizer.step',)),
+        (
+            _NORM,
+            (
+                'MegatronOptimizer.get_grad_norm',
+                'MegatronOptimizer.clip_grad_norm',
+                'ChainedOptimizer.get_grad_norm',
+            ),
+        ),
+        (_CLIP, ('ChainedOptimizer.step', 'MegatronOptimizer.clip_grad_norm')),
+        (_COUNT, ('MegatronOptimizer.count_zeros', 'ChainedOptimizer.count_zeros')),
     ):
-        users = (*users, 'MegatronOptimizer.clip_grad_norm')
         yield Patch(path, name, None, tuple(f'{path}:{user}' for user in users))
 
 
@@ -108,7 +115,8 @@ class _Reduction:
     def begin(
         cls, local: float, op: Any, group: dist.ProcessGroup, device: torch.device
     ) -> _Reduction:
-        value = torch.tensor([local], dtype=torch.float32, device=device)
+        dtype = torch.int64 if isinstance(local, int) else torch.float32
+        value = torch.tensor([local], dtype=dtype, device=device)
         work: Any = dist.all_reduce(value, op, group, async_op=True)
         return cls(local, value, group, work)
 
@@ -147,6 +155,7 @@ class SplitStep:
         self.clip_grad = self._leaves[0].config.clip_grad
         self._overflows: dict[int, _Reduction] = {}  # by place of the leaf
         self._norms: list[_Reduction] = []
+        self._zeros: list[_Reduction] = []
         self._speculative: list[SpeculativeStep] = []
         self._clipped = False
 
@@ -162,6 +171,9 @@ class SplitStep:
         if isinstance(self._optimizer, ChainedOptimizer) or self.clip_grad > 0:
             with _replaced(module, _NORM, self._begin_norm(getattr(module, _NORM))):
                 self._optimizer.get_grad_norm()
+        if self._leaves[0].config.log_num_zeros_in_grad:
+            with _replaced(module, _COUNT, self._begin_count(getattr(module, _COUNT))):
+                self._optimizer.count_zeros()
         overflowed = any(reduction.local for reduction in self._overflows.values())
         return self._of_stage(possible and not overflowed)
 
@@ -193,6 +205,27 @@ class SplitStep:
 
         return get_grad_norm_fp32
 
+    def _begin_count(self, original: Callable) -> Callable:
+        def count_zeros_fp32(
+            parameters: Any, grad_stats_parallel_group: Any, *args: Any, **kwargs: Any
+        ) -> float:
+            zeros = original(parameters, self._alone, *args, **kwargs)
+            self._zeros.append(
+                _Reduction.begin(zeros, dist.ReduceOp.SUM, grad_stats_parallel_group, self._device)
+            )
+            return zeros
+
+        return count_zeros_fp32
+
+    def _counted(self, zeros: list[float], original: Callable) -> Callable:
+        """Give these counts in their order, unless clipping may have made more zeros."""
+        left = iter(zeros)
+
+        def count_zeros_fp32(*args: Any, **kwargs: Any) -> float:
+            return original(*args, **kwargs) if self._clipped else next(left)
+
+        return count_zeros_fp32
+
     def _of_stage(self, possible: bool) -> float:
         """Return the squared norm over all ranks of this pipeline stage, alike on each of them."""
         group: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
@@ -219,6 +252,7 @@ class SplitStep:
     def finish(self) -> Outcome:
         overflows = {at: r.result() > 0 for at, r in self._overflows.items()}
         norms = [reduction.root() for reduction in self._norms]
+        zeros = [reduction.result() for reduction in self._zeros]
         in_place = [p for speculative in self._speculative for p in speculative.in_place]
         for speculative in self._speculative:
             speculative.undo()
@@ -231,6 +265,8 @@ class SplitStep:
                 stack.enter_context(_replaced(leaf.optimizer, 'step', step))
             answer = _answering(norms, getattr(module, _NORM))
             stack.enter_context(_replaced(module, _NORM, answer))
+            counted = self._counted(zeros, getattr(module, _COUNT))
+            stack.enter_context(_replaced(module, _COUNT, counted))
             stack.enter_context(unseen_by_autograd(tuple(in_place)))
             outcome = self.synchronous()
         if self._speculative and not outcome.clean:
