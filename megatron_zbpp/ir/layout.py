@@ -54,10 +54,10 @@ def layers_per_stage(
         loads[placement.ranks[stage]] += 1
     fewest = min(count + own for count, own in zip(counts, taken, strict=True))
     if fewest < 1 or min(counts) < 0 or sum(counts) != num_layers:
-        left = f' of which {dict(fixed)} (by stage) are given' if fixed else ''
+        given = f', of which {dict(fixed)} (layers by stage) are given' if fixed else ''
         raise ValueError(
-            f'{num_layers} layers{left} cannot be placed on {stages} stages '
-            f'({placement.num_ranks} ranks of {placement.num_chunks}): give each stage a layer '
+            f'{num_layers} layers cannot be placed on {stages} stages ({placement.num_ranks} ranks '
+            f'of {placement.num_chunks}{given}): give each stage a layer '
             '(--num-layers), or use fewer pipeline ranks or a schedule with fewer chunks '
             f'(as a plan, zbpp plan --layers {num_layers})'
         )

@@ -277,7 +277,7 @@ def test_file(ranks, tmp_path):
         (
             '--pipeline-schedule zb-v',
             {'decoder_last_pipeline_num_layers': 8},
-            ('4 layers of which {3: 4} (by stage) are given', '4 stages'),
+            ('4 layers cannot be placed on 4 stages', '{3: 4} (layers by stage) are given'),
         ),
         (
             '--pipeline-schedule zb-interleaved',

@@ -135,13 +135,12 @@ def several():
     class Optimizer:
         pass
 
-    trained = SimpleNamespace(latest='an iteration')
-    steps = stepping.Steps(SimpleNamespace(post_validation=True), trained)
-    steps._agree = lambda optimizer: True
+    steps = stepping.Steps(SimpleNamespace(), SimpleNamespace())
+    steps._agree = lambda optimizer, call: True
     one, other = Optimizer(), Optimizer()
-    found = [steps._may_be_early(optimizer) for optimizer in (one, one, other, one)]
+    found = [steps._possible_for(optimizer, None) for optimizer in (one, one, other, one)]
     del one
-    return found, steps._may_be_early(other)
+    return found, steps._possible_for(other, None)
 
 
 def test_several_optimizers_wait(ranks):
