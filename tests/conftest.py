@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import supported
 import torch
 import wheels
 from hypothesis import settings
@@ -19,6 +20,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         '--full', action='store_true', help='run the whole grids, not only a case of each row'
     )
+    parser.addoption(
+        '--record-support',
+        action='store_true',
+        help='write what the tests that pass show into docs/support.csv',
+    )
+    parser.addoption('--list-support', action='store_true', help='print what the tests would show')
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption('--record-support'):
+        config.pluginmanager.register(supported.Recorder())
+    if config.getoption('--list-support'):
+        config.pluginmanager.register(supported.Lister())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 from nvidia import needs_training, run
+from supported import supports
 
 pytestmark = needs_training
 
@@ -38,6 +39,7 @@ def told(training, switching=False):
         yield said
 
 
+@supports("NVIDIA's loop: measures, plans and switches", 'auto')
 @pytest.mark.parametrize('chunks', [[], ['--num-virtual-stages-per-pipeline-rank', 1]])
 def test_auto(ranks, tmp_path, chunks):
     """With two chunks a rank it switches for sure, with one if that is better."""

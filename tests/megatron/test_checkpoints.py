@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 from example import MODEL, run
+from supported import supports
 
 METADATA = 'iter_0000004/.metadata'
 
 
+@supports('GPT, {precision}, checkpoints go from one schedule to the next', '{first} {second}')
 @pytest.mark.parametrize('precision', ['fp32', 'bf16'])
 @pytest.mark.parametrize(
     ('first', 'second'), [('1f1b', 'zb-v'), ('zb-v', '1f1b'), ('megatron', 'zb-v')]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from example import run
 from grids import grid
+from supported import supports
 
 from megatron_zbpp.ir.formats import to_torch_csv
 from megatron_zbpp.schedules import FAMILIES, build
@@ -39,6 +40,7 @@ def assert_same(trained, expected):
     assert trained.optimizer == expected.optimizer
 
 
+@supports('GPT, fp32', '{family}')
 @grid(family=tuple(family.name for family in FAMILIES), shape=((4, 7), (2, 3), (4, 2), (2, 6)))
 def test_identical_to_megatron(ranks, data, tmp_path, reference, family, shape):
     """With more microbatches than ranks and with fewer; with the usual chunks and with others."""
@@ -50,6 +52,7 @@ def test_identical_to_megatron(ranks, data, tmp_path, reference, family, shape):
         assert_same(trained, reference(p, m))
 
 
+@supports('a schedule from a file, {form}', 'zb-v')
 @pytest.mark.parametrize('form', ['json', 'csv'])
 def test_from_a_file(ranks, data, tmp_path, reference, form):
     schedule = build('zb-v', 2, 3)

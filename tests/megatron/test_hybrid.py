@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 from grids import grid
 from nvidia import known, needs_training, run, since
+from supported import supports
 from test_launch import MOE, NO_CLIPPING
 
 pytestmark = [pytest.mark.te, needs_training]
@@ -28,6 +29,7 @@ def knows_segments(te_ranks):
         pytest.skip('hybrid models have segments from 0.17 on')
 
 
+@supports('HybridModel: {case}')
 @grid(
     schedule=('zb-v', 'zb-h1', 'zb-interleaved', 'dualpipe-v'), case=tuple(PATTERNS), p=(2, 4, 2, 2)
 )

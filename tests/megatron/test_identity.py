@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 from example import run
 from grids import grid
+from supported import TOLERANCE, supports
 
 MICROBATCHES = (1, 2, 3, 4, 7, 8, 16)
 ITERATIONS = 10
 CLIPPING, NO_CLIPPING = 0.5, 1e9  # the norm is computed all the same
 
 
+@supports('GPT, {precision}', '1f1b zb-h1 zb-v')
 @grid(m=MICROBATCHES, p=(2, 2, 4, 4, 2, 4, 2), precision=('fp32', 'bf16', 'bf16', 'fp32'))
 def test_identical_to_megatron(ranks, data, tmp_path, m, p, precision):
     """Losses, parameters and Adam's state, for every number of microbatches.
@@ -47,6 +49,7 @@ def test_identical_to_megatron(ranks, data, tmp_path, m, p, precision):
     assert vee.optimizer == reference.optimizer
 
 
+@supports('clipping of gradients: the norm is summed in another order', 'zb-v', TOLERANCE)
 @pytest.mark.parametrize('p', [2, 4])
 def test_clipping_of_another_order(ranks, data, tmp_path, p):
     """ZB-V sums the gradient norm in another order: its clipping differs in the last bits only."""

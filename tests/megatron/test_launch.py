@@ -5,6 +5,7 @@ from __future__ import annotations
 import events
 import pytest
 from nvidia import known, needs_training, run, since
+from supported import supports
 
 pytestmark = needs_training
 
@@ -51,6 +52,7 @@ CASES = {
 }
 
 
+@supports("NVIDIA's loop: {case}", 'zb-h1 zb-v')
 @pytest.mark.parametrize('case', CASES)
 def test_identical_to_megatron(ranks, tmp_path, case):
     """From a checkpoint that Megatron's own 1F1B saved, every schedule goes on as it does."""
@@ -95,6 +97,7 @@ def test_clipping(ranks):
     assert run(ranks(2), *flags, '--pipeline-schedule', 'zb-h1') == run(ranks(2), *flags)
 
 
+@supports("NVIDIA's loop: an overflow of fp16", 'zb-h1 zb-v')
 @pytest.mark.parametrize('rank', [0, 1])
 def test_overflow_skips_the_step(ranks, tmp_path, rank):
     """An infinity in fp16: the same iteration is skipped, the loss scale backs off alike."""
@@ -113,6 +116,7 @@ def test_overflow_skips_the_step(ranks, tmp_path, rank):
         assert ours.optimizer == stock.optimizer, schedule
 
 
+@supports("NVIDIA's loop: checkpoints go from one schedule to the next", 'zb-h1 zb-v')
 def test_checkpoints_interchange(ranks, tmp_path):
     """Each saves where the one before it stopped; in the end it is one run of Megatron's."""
     flags = [*PIPELINE, *NO_CLIPPING, '--train-iters', 10, '--bf16']
@@ -131,6 +135,7 @@ def test_checkpoints_interchange(ranks, tmp_path):
     assert latest.optimizer == whole.optimizer
 
 
+@supports("NVIDIA's loop: evaluation with another number of microbatches", 'zb-h1 zb-v')
 def test_evaluation(ranks, tmp_path):
     """With another number of microbatches than training, where Megatron can: from 0.18."""
     flags = [*PIPELINE, *NO_CLIPPING, '--train-iters', 4, '--eval-iters', 2, '--eval-interval', 2]
@@ -147,6 +152,7 @@ def test_evaluation(ranks, tmp_path):
         assert ours.parameters == stock.parameters, schedule
 
 
+@supports("NVIDIA's loop: batches that grow", 'zb-h1 zb-v')
 def test_batch_size_ramp(ranks, tmp_path):
     """The number of microbatches grows while training."""
     flags = ['--pipeline-model-parallel-size', 2, *NO_CLIPPING]
@@ -163,6 +169,7 @@ def test_batch_size_ramp(ranks, tmp_path):
         assert ours.parameters == stock.parameters, schedule
 
 
+@supports("NVIDIA's loop: dropout", 'zb-h1')
 def test_dropout_and_recompute(ranks):
     """Masks follow the order of forwards on a rank: recomputed they are the same again."""
     flags = [*PIPELINE, '--train-iters', 4, '--hidden-dropout', 0.1, '--attention-dropout', 0.1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import events
 import pytest
 from nvidia import known, needs_training, run
+from supported import supports
 from test_launch import DISTRIBUTED, MOE, OVERLAP, PIPELINE
 
 pytestmark = needs_training
@@ -29,7 +30,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize(
+    'case',
+    [
+        pytest.param(case, marks=supports(f"NVIDIA's loop: {case}", f'{schedule}+post-validation'))
+        for case, (_, schedule, *_) in CASES.items()
+    ],
+)
 def test_identical_to_synchronous(ranks, case):
     size, schedule, flags, event = CASES[case]
     clipping = [] if '--clip-grad' in flags else ['--clip-grad', 100]
@@ -51,6 +58,7 @@ def test_overflow_before_the_reduction(ranks, rank):
     assert run(ranks(4), *argv, *EARLY, event=event) == synchronous
 
 
+@supports("NVIDIA's loop: batches that grow", 'zb-v+post-validation')
 def test_batch_that_grows(ranks):
     """What was run ahead for a smaller batch is dropped."""
     argv = ['--pipeline-model-parallel-size', 2, '--clip-grad', 100]

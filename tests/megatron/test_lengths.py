@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from grids import grid
 from models import Job, check
+from supported import supports
 
 
+@supports('microbatches of any length (`variable_seq_lengths`)')
 @grid(
     schedule=('zb-v', 'zb-h1', 'interleaved', '1f1b', 'dualpipe-v', 'zb-2p+post-validation'),
     pp=(4, 2),

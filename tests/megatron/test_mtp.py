@@ -7,6 +7,7 @@ import pytest
 from grids import grid
 from nvidia import needs_training, run, since
 from ranks import RankError
+from supported import refuses, supports
 
 pytestmark = needs_training
 
@@ -14,6 +15,7 @@ MTP = """--untie-embeddings-and-output-weights --position-embedding-type rope
     --clip-grad 1e9 --global-batch-size 6 --train-iters 3""".split()
 
 
+@supports('multi-token prediction, depth {depth}')
 @grid(depth=(1, 2), p=(2, 4), schedule=('zb-h1', 'zb-v', 'dualpipe-v', 'interleaved', 'auto'))
 def test_identical_to_megatron(ranks, tmp_path, depth, p, schedule):
     """From a checkpoint that Megatron's own 1F1B saved; its layout is that of one chunk a rank."""
@@ -36,6 +38,7 @@ def test_identical_to_megatron(ranks, tmp_path, depth, p, schedule):
     assert ours.optimizer == stock.optimizer
 
 
+@supports('multi-token prediction, depth 2', '{schedule}+post-validation')
 @pytest.mark.parametrize('schedule', ['zb-2p', 'zb-v'])
 def test_post_validation(ranks, tmp_path, schedule):
     """Losses of forwards that ran ahead are logged with their own iteration."""
@@ -52,6 +55,7 @@ def test_post_validation(ranks, tmp_path, schedule):
     assert len({tuple(losses) for losses in stock.reported[-1]}) == 5, 'of the rank that has them'
 
 
+@supports('multi-token prediction in a stage of its own', 'zb-h1')
 def test_a_stage_of_its_own(ranks):
     """Its message to the stage of the loss is longer than all others."""
     layout = ['--pipeline-model-parallel-layout', 'Etttt|tttt|m|L', '--num-layers', 8]
@@ -61,6 +65,11 @@ def test_a_stage_of_its_own(ranks):
     assert run(ranks(4), *flags, '--pipeline-schedule', 'zb-h1') == stock
 
 
+@refuses(
+    'multi-token prediction in a stage of its own',
+    'it must come before the stage of the loss',
+    'zb-v',
+)
 def test_a_stage_of_its_own_needs_a_loop(ranks):
     layout = ['--pipeline-model-parallel-layout', 'Ett|tt|m|L', '--num-layers', 4]
     flags = [*MTP, *layout, '--pipeline-model-parallel-size', 2, '--mtp-num-layers', 1]

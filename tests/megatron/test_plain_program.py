@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 from example import forget_groups
+from supported import supports
 
 SEQUENCE, MICRO_BATCH, HIDDEN = 512, 8, 256
 MICROBATCHES = 8
@@ -149,6 +150,7 @@ def trained(schedule, chunks):
     return losses == our_losses, same, len(losses), all(g.any() for g in gradients)
 
 
+@supports('a program with a model of its own')
 @pytest.mark.parametrize(('schedule', 'chunks'), [('zb-h1', 1), ('zb-interleaved', 2)])
 def test_a_plain_model_trains(ranks, schedule, chunks):
     for rank, found in enumerate(ranks(2).run(trained, schedule, chunks)):

@@ -10,6 +10,7 @@ from example import MODEL
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from injected import VALUES, Early, Event, train
+from supported import supports
 
 from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES
 
@@ -67,6 +68,7 @@ def compared(ranks, data, tmp_path_factory):
     return run
 
 
+@supports('steps validated later: {setup}', 'any+post-validation')
 @pytest.mark.parametrize('setup', SETUPS)
 def test_whatever_happens(compared, setup):
     """Clipping on no, some or all steps; overflow and nonsense on any rank in any step. Of the old

@@ -25,6 +25,7 @@ ELSEWHERE = {
     './scripts/gpu_check.sh': 'tests/unit/project/test_gpu_check.py',
     'WHEELS=/path/to/wheels ./scripts/gpu_check.sh': 'tests/unit/project/test_gpu_check.py',
     'python scripts/compare_with_paper.py': 'tests/unit/project/test_paper_page.py',
+    'python scripts/support_page.py': 'tests/unit/project/test_support.py',
     'python scripts/benchmark_splitting.py --te [FOLDER] --rounds 31': (
         'tests/megatron/test_benchmark.py'
     ),

@@ -12,6 +12,7 @@ import torch
 from example import forget_groups
 from nvidia import CHECKOUT, COMMON, SCRIPT, forget, known, needs_training
 from outcome import of_all, outcome, refusal
+from supported import refuses
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import refusals
@@ -53,7 +54,14 @@ WITHOUT_TE = [s for s in refusals.settings() if s not in OTHERS]
 CASES = [(setting, value) for setting in WITHOUT_TE for value in VALUES.get(setting, [1])]
 
 
-@pytest.mark.parametrize(('setting', 'value'), CASES, ids=str)
+def shown(setting, value):
+    """The case, and what the page of support says of it; nothing of what a GPU can."""
+    found = refusals.refused(SimpleNamespace(**{setting: value}), placement=Placement.v(2))
+    marks = [refuses(f'`{each.setting}`', each.reason) for each in found]
+    return pytest.param(setting, value, marks=marks, id=f'{setting}-{value}')
+
+
+@pytest.mark.parametrize(('setting', 'value'), [shown(*case) for case in CASES])
 def test_each_is_named(setting, value):
     found = list(
         refusals.refused(SimpleNamespace(**{setting: value}), True, placement=Placement.v(2))

@@ -6,6 +6,7 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+from supported import WAITS, supports
 
 
 def refused(name, value):
@@ -25,6 +26,7 @@ SETTINGS = [
 ]
 
 
+@supports('steps validated later: `{name}`', 'any+post-validation', WAITS)
 @pytest.mark.parametrize('name', SETTINGS)
 def test_refused_settings_are_named(ranks, name):
     for reasons in ranks(2).run(refused, name, True):
@@ -83,6 +85,9 @@ def test_optimizers_that_may_be_early(ranks, kind):
     assert ranks(2).run(built, kind) == [None] * 2
 
 
+@supports(
+    'steps validated later: LayerWiseDistributedOptimizer (Muon)', 'any+post-validation', WAITS
+)
 @pytest.mark.parametrize('kind', ['layer-wise', 'layer-wise beside another'])
 def test_muon_is_refused_by_the_optimizer_around(ranks, kind):
     """Its leaves are ordinary ones; what shares out and gathers the parameters is not."""

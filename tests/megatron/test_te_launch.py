@@ -11,6 +11,7 @@ import commands
 import pytest
 from gpu import CUDA
 from nvidia import COMMON, SCRIPT, needs_training, run, since
+from supported import supports
 from test_launch import DISTRIBUTED, LLAMA, MOE, NO_CLIPPING, OVERLAP, PIPELINE, WITHOUT_STATE
 from wheels import NEWEST, transformer_engine
 
@@ -25,6 +26,7 @@ CASES = {
 }
 
 
+@supports("NVIDIA's loop on Transformer Engine's layers: {case}", 'zb-h1 zb-v')
 @needs_training
 @pytest.mark.parametrize('case', CASES)
 def test_identical_to_megatron(te_ranks, tmp_path, case):

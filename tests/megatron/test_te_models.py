@@ -6,6 +6,7 @@ import pytest
 from gpu import CUDA, marks
 from grids import grid
 from models import KINDS, Job, check
+from supported import supports
 
 pytestmark = marks if CUDA else pytest.mark.te
 SCHEDULES = ('zb-h1', 'zb-v', 'zb-2p+post-validation')
@@ -18,6 +19,7 @@ SHAPES = {
 }
 
 
+@supports('GPT of {kind} layers, recompute: {recompute}')
 @grid(
     kind=tuple(KINDS),
     schedule=SCHEDULES,
@@ -31,6 +33,7 @@ def test_kinds(te_ranks, data, kind, schedule, fused, bf16, recompute):
     check(te_ranks, data, schedule, Job(kind, bf16=bf16, fused=fused, recompute=recompute))
 
 
+@supports('GPT of {kind} layers, {shape}')
 @grid(
     when=lambda shape, kind, **_: shape != 'ep 2' or 'experts' in kind,
     shape=tuple(SHAPES),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 from example import run
+from supported import supports
 
 COMMON = ['--num-layers', 4, '--pipeline-model-parallel-size', 2, '--clip-grad', 1e9]
 
 
+@supports('GPT, evaluation', '1f1b zb-h1 zb-v')
 def test_evaluation(ranks, data, tmp_path):
     """Validation losses agree, and evaluating leaves training alone."""
     common = [*COMMON, '--data-path', data, '--global-batch-size', 4, '--train-iters', 4]
@@ -20,6 +22,7 @@ def test_evaluation(ranks, data, tmp_path):
         assert trained.losses == reference.losses, schedule
 
 
+@supports('GPT, {option}', 'zb-h1 zb-v')
 @pytest.mark.parametrize(
     'option',
     ['--use-distributed-optimizer', '--overlap-grad-reduce', '--tensor-model-parallel-size=2'],

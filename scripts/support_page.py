@@ -1,0 +1,129 @@
+"""Prints what was trained with what, as Markdown: this is docs/support.md.
+
+It reads docs/support.csv, which tests write that pass:
+
+    python -m pytest tests/megatron --record-support
+    python scripts/support_page.py > docs/support.md
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections import defaultdict
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from megatron_zbpp.schedules import build
+from megatron_zbpp.schedules.registry import find
+
+RECORDS = Path(__file__).parents[1] / 'docs' / 'support.csv'
+HEAD = """# What is supported
+
+Each cell is a test that passed with that release of megatron-core (and of Transformer Engine, its
+kernels emulated on a CPU) by that kind of schedule. **=**: losses, parameters and optimizer state
+are those of Megatron's own schedule, to the bit; **≈**: within a tolerance; **waits**: to the bit,
+and optimizer steps are not validated later. A cell that is empty was not run.
+
+Tests write the records (`docs/support.csv`), and a test fails where a record has no test any more:
+
+```bash
+python scripts/support_page.py
+```
+
+What is refused stands [below](#what-is-refused), what else to know in [limits](limits.md). Kinds of
+schedules: one stage a rank (`1f1b`; with W passes `zb-h1`), a loop (`interleaved`; with W
+`zb-interleaved`), a V (`1f1b-v`; with W `zb-v`).
+
+## What trains
+"""
+SIGNS = {'bit-identical': '=', 'within tolerance': '≈'}
+
+
+class Row(NamedTuple):
+    """A line of the records: see tests/support/supported.py."""
+
+    feature: str
+    schedule: str
+    megatron: str
+    te: str
+    outcome: str
+    test: str
+
+    @property
+    def release(self) -> tuple[str, str]:
+        return self.megatron, self.te
+
+    @property
+    def refused(self) -> bool:
+        return self.outcome.startswith('refused: ')
+
+
+@cache
+def kind(schedule: str) -> tuple[int, str]:
+    """Return what schedules have in common that are alike for Megatron, and where it is listed."""
+    name, _, later = schedule.partition('+')
+    others = {'any': 'any', 'megatron': "Megatron's own", 'auto': 'planned by `auto`'}
+    if name in others:
+        place, words = 7 + list(others).index(name), others[name]
+    else:
+        family = find(name)
+        made = build(name, 4, 8)
+        place = 1 if family.default_chunks == 1 else 3 if made.placement.is_loop else 5
+        words = {1: 'one stage a rank', 3: 'loop', 5: 'V'}[place]
+        if any(each.kind == 'W' for rank in made.passes for each in rank):
+            place, words = place + 1, f'{words}, W'
+    return (place + 10, f'{words}, post-validation') if later else (place, words)
+
+
+def page() -> str:
+    """Return the page."""
+    with RECORDS.open(newline='') as file:
+        rows = [Row(*row) for row in csv.reader(file)][1:]
+    return '\n'.join([HEAD, *_trained(rows), '', '## What is refused', '', *_refused(rows), ''])
+
+
+def _trained(rows: list[Row]) -> list[str]:
+    rows = [row for row in rows if not row.refused]
+    releases = sorted({row.release for row in rows}, key=lambda found: (found[1] != '', found))
+    heads = [megatron + (f', TE {te}' if te else '') for megatron, te in releases]
+    lines = [f'| what | schedules | {" | ".join(heads)} | shown by |']
+    lines.append('|---' * (3 + len(heads)) + '|')
+    for feature, of_feature in groupby(rows, lambda row: row.feature):
+        kinds, tests = defaultdict(list), set()
+        for row in of_feature:
+            kinds[kind(row.schedule)].append(row)
+            tests.add(row.test.partition('::')[0].rpartition('/')[2])
+        for number, ((_, words), found) in enumerate(sorted(kinds.items())):
+            cells = [_cell([row for row in found if row.release == at]) for at in releases]
+            ends = (
+                ('', '') if number else (feature, ', '.join(f'`{test}`' for test in sorted(tests)))
+            )
+            lines.append(f'| {ends[0]} | {words} | {" | ".join(cells)} | {ends[1]} |')
+    return lines
+
+
+def _cell(rows: list[Row]) -> str:
+    outcomes = sorted({SIGNS.get(row.outcome, row.outcome) for row in rows})
+    return ', '.join(outcomes)
+
+
+def _refused(rows: list[Row]) -> list[str]:
+    """Return a line for each refusal: by which releases."""
+    refusals = defaultdict(set)
+    for row in rows:
+        if row.refused:
+            why = row.outcome.removeprefix('refused: ')
+            refusals[row.feature, kind(row.schedule)[1], why].add(row.megatron)
+    lines = ['| what | schedules | why | megatron-core |', '|---|---|---|---|']
+    for (feature, schedules, why), releases in sorted(refusals.items()):
+        lines.append(f'| {feature} | {schedules} | {why} | {", ".join(sorted(releases))} |')
+    return lines
+
+
+if __name__ == '__main__':
+    print(page(), end='')

@@ -1,0 +1,141 @@
+"""What tests show to be supported: a decorator that says it, and records of those that passed.
+
+@supports('multi-token prediction, depth {depth}')
+@grid(depth=(1, 2), schedule=('zb-h1', 'zb-v'))
+def test_identical_to_megatron(ranks, depth, schedule): ...
+
+python -m pytest tests/megatron/test_mtp.py --record-support
+python scripts/support_page.py > docs/support.md
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from paths import ROOT
+
+RECORDS = ROOT / 'docs' / 'support.csv'
+BITS = 'bit-identical'
+TOLERANCE = 'within tolerance'
+WAITS = 'waits'
+
+
+class Record(NamedTuple):
+    """A line of the records.
+
+    Attributes:
+        feature: what was trained with a schedule of ours.
+        schedule: its name, with +post-validation where steps are validated later; 'any' where it
+            does not matter.
+        megatron: the release of megatron-core.
+        te: the release of Transformer Engine, on whose layers; '' for Megatron's own.
+        outcome: BITS, TOLERANCE, WAITS, or `refused: ` and why.
+        test: file::function, from the repository's root.
+    """
+
+    feature: str
+    schedule: str
+    megatron: str
+    te: str
+    outcome: str
+    test: str
+
+
+def supports(
+    feature: str, schedules: str = '{schedule}', outcome: str = BITS
+) -> pytest.MarkDecorator:
+    """Says what a test shows when it passes; the test's parameters are filled in.
+
+    Args:
+        feature: in a few words.
+        schedules: names between spaces.
+        outcome: see `Record`.
+    """
+    return pytest.mark.supports(feature, schedules, outcome)
+
+
+def refuses(feature: str, why: str, schedules: str = 'any') -> pytest.MarkDecorator:
+    """The same of a test that shows a refusal, and its reason."""
+    return supports(feature, schedules, f'refused: {why}')
+
+
+def claims(item: pytest.Item) -> Iterator[Record]:
+    """What `item` shows when it passes here."""
+    params = getattr(item, 'callspec', None)
+    given: dict[str, Any] = dict(params.params) if params else {}
+    measured = dict(getattr(item, 'user_properties', ()))
+    megatron = measured.get('megatron', metadata.version('megatron-core'))
+    test = re.sub(r'\[.*', '', item.nodeid, flags=re.S)
+    for mark in item.iter_markers('supports'):
+        feature, schedules, outcome = (text.format(**given) for text in mark.args)
+        for schedule in schedules.split():
+            te = str(given.get('te_ranks', ''))
+            yield Record(feature, schedule, megatron, te, outcome, test)
+
+
+def read() -> list[Record]:
+    """The records."""
+    with RECORDS.open(newline='') as file:
+        return [Record(*row) for row in csv.reader(file)][1:]
+
+
+def write(records: Iterable[Record]) -> None:
+    """One line a record, in order: what two branches add merges."""
+    with RECORDS.open('w', newline='') as file:
+        writer = csv.writer(file, lineterminator='\n')
+        writer.writerow(Record._fields)
+        writer.writerows(sorted(set(records)))
+
+
+class Recorder:
+    """Plugin of pytest: adds what the tests that passed show, drops what no test shows any more."""
+
+    def __init__(self) -> None:
+        self._passed: set[Record] = set()
+        self._claimed: set[tuple[str, ...]] = set()
+        self._collected: set[str] = set()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            for claim in claims(item):
+                self._claimed.add(key(claim))
+            self._collected.add(Path(item.nodeid.partition('::')[0]).as_posix())
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> Any:
+        report = yield
+        if report.when == 'call' and report.passed:
+            self._passed.update(claims(item))
+        return report
+
+    def pytest_sessionfinish(self) -> None:
+        known = [
+            record
+            for record in (read() if RECORDS.exists() else [])
+            if record.test.partition('::')[0] not in self._collected or key(record) in self._claimed
+        ]
+        write([*known, *self._passed])
+
+
+def key(record: Record) -> tuple[str, ...]:
+    """What is the same in each environment."""
+    return record.feature, record.schedule, record.outcome, record.test
+
+
+class Lister:
+    """Plugin of pytest: prints what the tests show that were collected, as lines of CSV."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        import sys
+
+        writer = csv.writer(sys.stdout, lineterminator='\n')
+        writer.writerows(sorted({key(claim) for item in items for claim in claims(item)}))
+        items.clear()
