@@ -4,6 +4,7 @@ What `check` demands, and why:
 
 - Each task of the graph is done exactly once for each microbatch, on the rank that holds its stage.
   A schedule without anything but F is one for evaluation: forwards only.
+- What is optional (a copy to the host and back) is done as a whole or not at all.
 - Of one stage, tasks of a kind come in microbatch order, where the kind says so: dropout draws and
   gradients then add up bit for bit as in Megatron's 1F1B.
 - A pass comes after what it needs, and no ranks wait for each other in a circle.
@@ -28,7 +29,7 @@ from megatron_zbpp.analysis.deadlock import DeadlockError
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import RESOLUTION, highest
 from megatron_zbpp.analysis.program import Program
-from megatron_zbpp.ir import F, Need, Pass, Schedule, Task
+from megatron_zbpp.ir import F, Graph, Need, Pass, Schedule, Task
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.errors import ScheduleError
 
@@ -131,13 +132,26 @@ def _check_rank(schedule: Schedule, rank: int, wanted: Sequence[Task]) -> None:
                 raise _out_of_turn(schedule, rank, at, task, microbatches[len(before)])
         for need, before in turn.after:
             if microbatch - need.back not in before and microbatch >= need.back:
+                if _done_without(schedule, rank, p, need):
+                    continue
                 raise _too_early(schedule, rank, at, need)
         for _, _, before in turn.does:
             before.add(microbatch)
     for task, microbatches in comes.items():
-        for microbatch in microbatches:
+        for microbatch in _required(schedule.graph, task, microbatches, done):
             if microbatch not in done[task]:
                 raise _missing(schedule, rank, task, microbatch)
+
+
+def _required(
+    graph: Graph, task: Task, microbatches: Sequence[int], done: Mapping[Task, set[int]]
+) -> Iterable[int]:
+    """Return the microbatches that cannot do without `task`."""
+    if not graph.kinds[task.kind].optional:
+        return microbatches
+    takers = (taker for taker, _ in graph.feeds[task] if graph.kinds[taker.kind].optional)
+    needed = (need.task for need in graph.needs[task] if graph.kinds[need.task.kind].optional)
+    return sorted(set().union(*(done[other] for other in (*takers, *needed))))
 
 
 def _turns(
@@ -145,11 +159,15 @@ def _turns(
 ) -> Iterator[tuple[tuple[str, int, int], _Turn]]:
     """By kind, stage and slice, of all that a rank can do."""
     graph = schedule.graph
+    optional = {task for task in comes if graph.kinds[task.kind].optional}
     places = {(task.stage, task.slice) for task in comes}
     for kind, (stage, part) in itertools.product(graph.kinds, places):
         tasks = graph.tasks(kind, stage, part)
         if all(task in comes for task in tasks):
-            needs = (need for task in tasks for need in graph.needs[task])
+            needs = [need for task in tasks for need in graph.needs[task]]
+            for need in needs:
+                if need.task in optional:
+                    needs += graph.needs[need.task]
             own = (need for need in needs if need.task in done and need.task.stage == stage)
             yield (
                 (kind, stage, part),
@@ -167,6 +185,14 @@ def _microbatches(schedule: Schedule, rank: int, task: Task) -> Sequence[int]:
     if len(placement.routes) == 1:
         return range(every - 1, m, every)
     return [i for i in range(every - 1, m, every) if placement.rank_of(task.stage, i) == rank]
+
+
+def _done_without(schedule: Schedule, rank: int, p: Pass, need: Need) -> bool:
+    """Whether the microbatch of `p` does without what it needs, as it may."""
+    kinds = schedule.graph.kinds
+    if not kinds[need.task.kind].optional or kinds[p.kind].optional:
+        return False
+    return (need.task, p.microbatch - need.back) not in schedule.done_by
 
 
 def _foreign(schedule: Schedule, rank: int, at: int) -> ScheduleError:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
+from collections.abc import Iterator
 
 from megatron_zbpp.analysis import collector
 from megatron_zbpp.analysis.deadlock import prove
-from megatron_zbpp.analysis.program import Hand, Instruction, Program, Receive, Send
+from megatron_zbpp.analysis.program import Begin, Hand, Instruction, Program, Receive, Send
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.ir.compiled import Compiled, compiled
@@ -113,10 +114,12 @@ def _one_by_one(schedule: Schedule) -> list[list[Instruction]]:
     latest: list[dict[int, int]] = [{} for _ in programs]
     # ... and those that take what is on the way there
     under_way: list[dict[int, deque[int]]] = [defaultdict(deque) for _ in programs]
+    begun = _begun(schedule)
     for number in _by_end(schedule):
         rank, p = ranks[number], passes[number]
         program, known = programs[rank], latest[rank]
         program.append(p)
+        program += begun.get(p, ())
         for giver in givers[number]:
             peer = ranks[giver]
             if giver > known.get(peer, -1):
@@ -140,4 +143,30 @@ def _by_end(schedule: Schedule) -> list[int]:
     costs = Costs.uniform(schedule.placement, comm=_LATENCY)
     spans = itertools.chain.from_iterable(simulate(schedule, costs).spans)
     ends = [end for _, end in spans]
+    if compiled(schedule.graph).on_copy_engines:  # else they are in order already
+        ends = [end for own in _by_rank(schedule, ends) for end in itertools.accumulate(own, max)]
     return sorted(range(len(ends)), key=ends.__getitem__)
+
+
+def _by_rank(schedule: Schedule, values: list[float]) -> Iterator[list[float]]:
+    left = iter(values)
+    return (list(itertools.islice(left, len(order))) for order in schedule.passes)
+
+
+def _begun(schedule: Schedule) -> dict[Pass, list[Begin]]:
+    """Return the copies out that begin behind each pass: after what they need, one by one.
+
+    Copies of a rank run in its order, whichever way they go: one out begins behind the one before.
+    """
+    begun: dict[Pass, list[Begin]] = {}
+    flat = compiled(schedule.graph)
+    for order in schedule.passes if flat.leaving else ():
+        latest = 0  # place of the copy before, where it begins
+        at = {p: place for place, p in enumerate(order)}
+        for place, p in enumerate(order):
+            if p.kind in flat.leaving:
+                latest = max(latest, *(at[q] for q in schedule.predecessors(p)))
+                begun.setdefault(order[latest], []).append(Begin(p))
+            elif p.kind in flat.arriving:
+                latest = place
+    return begun

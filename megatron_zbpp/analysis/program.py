@@ -48,5 +48,14 @@ class Hand(NamedTuple):
         return f'hand(to {self.consumer})'
 
 
-Instruction = Pass | Send | Receive | Hand
+class Begin(NamedTuple):
+    """Begin to copy out what `leaving` moves; at that pass itself its memory is given back."""
+
+    leaving: Pass
+
+    def __str__(self) -> str:
+        return f'begin({self.leaving})'
+
+
+Instruction = Pass | Send | Receive | Hand | Begin
 Program = tuple[Instruction, ...]

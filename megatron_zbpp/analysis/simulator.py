@@ -2,7 +2,8 @@
 
 Each task of the graph is a row of one flat list of ends, m entries a row. A pass starts when its
 rank's engine is free and all entries that it is linked to are there. Passes on a copy engine run
-beside those that compute, each engine in the order of its rank.
+beside those that compute, each engine in the order of its rank; but memory changes in that order
+(`ir.graph.Hold`): what is copied in waits for the pass before it, what follows a copy out for that.
 """
 
 from __future__ import annotations
@@ -94,6 +95,12 @@ class _Run:
         self.ends = [0.0] * self.entries + row * (flat.num_rows + 1)
         self.spans: list[list[_Span]] = [[_NEVER] * len(order) for order in schedule.passes]
         self.engines = list(_engines(schedule, flat))
+        for row_of_absent, microbatch in _absent(schedule, flat):
+            self.ends[self._entry(row_of_absent) + microbatch] = 0.0
+        self.waits = _waits(schedule, flat)
+        self.noted = {place: len(self.ends) + k for k, place in enumerate(_awaited(self.waits))}
+        self.ends += [_PENDING] * len(self.noted)
+        self.alone = schedule.together | self.waits.keys() | self.noted.keys()
 
     def _table(self, flat: Compiled, route: int) -> _Table:
         """Return passes of microbatches on `route`."""
@@ -131,7 +138,7 @@ class _Run:
         ends, tables, cut = self.ends, self.tables, self.cut
         route, cycle = self.schedule.placement.route, len(self.schedule.placement.route)
         only = tables[0] if len(tables) == 1 else None
-        joined = self.schedule.together
+        joined, alone = self.schedule.together, self.alone
         cursors, clocks = [0] * len(self.engines), [0.0] * len(self.engines)
         waiting: dict[int, list[int]] = {}  # entry of `ends` -> the engines that wait for it
         ready = list(range(len(self.engines)))
@@ -145,7 +152,7 @@ class _Run:
                 kind, stage, microbatch, part = order[i]
                 table = only or tables[route[microbatch % cycle]]
                 flat = table[kind][stage * cut + part]
-                if joined and (rank, i) in joined:
+                if alone and (rank, i) in alone:
                     flat, microbatch = self._joined(rank, i), 0
                 need, edge, more, own, also, duration = flat
                 if more:
@@ -197,7 +204,7 @@ class _Run:
         return group
 
     def _joined(self, rank: int, first: int) -> _Flat:
-        """Return a group as one, its entries those of its own microbatches."""
+        """Return a group as one, its entries those of its own microbatches and of its place."""
         group = self._group(rank, first)
         own = [row + mb for mb, flat in group for row in (flat.own, *flat.also)]
         needs = [
@@ -206,6 +213,9 @@ class _Run:
             for need, edge in ((flat.need, flat.edge), *flat.more)
             if need + mb not in own
         ]
+        needs += [(self.noted[place], 0.0) for place in self.waits.get((rank, first), ())]
+        if (rank, first) in self.noted:
+            own.append(self.noted[rank, first])
         duration = sum(flat.duration for _, flat in group)
         return _Flat(*needs[0], tuple(needs[1:]), own[0], tuple(own[1:]), duration)
 
@@ -229,6 +239,45 @@ def _engines(schedule: Schedule, flat: Compiled) -> Iterator[tuple[int, Sequence
         copies = [at for at in leading if order[at].kind in flat.on_copy_engines]
         yield rank, [at for at in leading if order[at].kind not in flat.on_copy_engines]
         yield rank, copies
+
+
+def _absent(schedule: Schedule, flat: Compiled) -> Iterator[tuple[int, int]]:
+    """Yield row and microbatch of each task that the schedule does without."""
+    kinds = schedule.graph.kinds
+    for task, row in flat.rows.items():
+        if kinds[task.kind].optional:
+            for microbatch in range(schedule.num_microbatches):
+                if (task, microbatch) not in schedule.done_by:
+                    yield row, microbatch
+
+
+_Place = tuple[int, int]  # rank, and index in its order
+
+
+def _waits(schedule: Schedule, flat: Compiled) -> dict[_Place, tuple[_Place, ...]]:
+    """For passes around those that copy, the places of its rank that they wait for."""
+    waits: dict[_Place, tuple[_Place, ...]] = {}
+    if not flat.on_copy_engines:
+        return waits
+    for rank, order in enumerate(schedule.passes):
+        computed: _Place | None = None  # the latest that computes
+        out: tuple[_Place, ...] = ()  # copied out since
+        for at, p in enumerate(order):
+            if (rank, at - 1) in schedule.together:
+                continue
+            if p.kind in flat.leaving:
+                out += ((rank, at),)
+            elif p.kind in flat.arriving and computed:
+                waits[rank, at] = (computed,)
+            elif p.kind not in flat.on_copy_engines:
+                if out:
+                    waits[rank, at] = out
+                computed, out = (rank, at), ()
+    return waits
+
+
+def _awaited(waits: dict[_Place, tuple[_Place, ...]]) -> list[_Place]:
+    return sorted(set(itertools.chain.from_iterable(waits.values())))
 
 
 def _stuck(schedule: Schedule, cursors: list[int]) -> ScheduleError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from megatron_zbpp.ir.graph import COMPUTE, Graph, Need, Task
+from megatron_zbpp.ir.graph import COMPUTE, DEVICE, Graph, Need, Task
 
 
 class Link(NamedTuple):
@@ -80,6 +80,22 @@ class Compiled:
         """Kinds of passes that run beside those that compute."""
         kinds = self.graph.kinds.items()
         return frozenset(name for name, kind in kinds if kind.engine != COMPUTE)
+
+    @cached_property
+    def leaving(self) -> frozenset[str]:
+        """Kinds on copy engines that give the device's memory back, at their end."""
+        return frozenset(kind for kind in self.on_copy_engines if self._takes(kind) < 0)
+
+    @cached_property
+    def arriving(self) -> frozenset[str]:
+        """Kinds on copy engines that take the device's memory, at their start."""
+        return frozenset(kind for kind in self.on_copy_engines if self._takes(kind) > 0)
+
+    def _takes(self, kind: str) -> int:
+        """How many amounts of the device's memory one pass of `kind` takes, wherever it is."""
+        changes = self.changes.get(DEVICE, {}).items()
+        sums = (sum(counts.values()) for (name, _, _), counts in changes if name == kind)
+        return next((count for count in sums if count), 0)
 
     @cached_property
     def changes(self) -> Mapping[str, Mapping[tuple[str, int, int], Mapping[str, int]]]:

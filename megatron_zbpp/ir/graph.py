@@ -59,7 +59,10 @@ class Need(NamedTuple):
 class Hold(NamedTuple):
     """What a task does to memory.
 
-    At its start if all its changes of a pool add up to more, at its end if to less.
+    At its start if all its changes of a pool add up to more, at its end if to less. Of the device's
+    memory that holds in the order of the rank: what is copied in begins when the passes before it
+    have ended, and those behind what is copied out wait for its end. So the order alone bounds what
+    a rank holds, whatever the times are.
 
     Attributes:
         pool: 'device', 'host' or 'partner'.
@@ -83,6 +86,8 @@ class Kind:
         in_order: whether a stage's must come in microbatch order, where roundings or dropout depend
             on it.
         every: it occurs once in so many microbatches, with the last of them.
+        optional: a microbatch may do without it and without all that is optional beside it; who
+            needs it then needs what that needs.
     """
 
     words: str
@@ -90,6 +95,7 @@ class Kind:
     engine: str = COMPUTE
     in_order: bool = True
     every: int = 1
+    optional: bool = False
 
 
 class Technique(NamedTuple):

@@ -185,12 +185,13 @@ class Schedule:
         What the schedule lacks is left out: `check` tells.
         """
         own = self.graph.tasks(p.kind, p.stage, p.slice)
-        for task in own:
-            for need in self.graph.needs[task]:
-                if need.task not in own:
-                    found = self.done_by.get((need.task, p.microbatch - need.back))
-                    if found is not None:
-                        yield need, found
+        left = [need for task in own for need in self.graph.needs[task] if need.task not in own]
+        for need in left:
+            found = self.done_by.get((need.task, p.microbatch - need.back))
+            if found is not None:
+                yield need, found
+            elif self.graph.kinds[need.task.kind].optional:
+                left += self.graph.needs[need.task]
 
     def predecessors(self, p: Pass) -> tuple[Pass, ...]:
         """Return the passes that must end before `p` starts."""

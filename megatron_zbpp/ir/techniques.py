@@ -68,7 +68,8 @@ def recompute(graph: Graph, stages: Iterable[int]) -> Graph:
 def offload(graph: Graph, stages: Iterable[int], to: str = HOST) -> Graph:
     """Return what forwards of `stages` hold waits elsewhere: moved out after F, and back before B.
 
-    (PipeOffload, arXiv 2503.01328; to a partner: BPipe, ICML 2023.)
+    (PipeOffload, arXiv 2503.01328; to a partner: BPipe, ICML 2023.) A microbatch may stay: then a
+    schedule has neither pass of it.
 
     Args:
         graph: any.
@@ -92,12 +93,14 @@ def offload(graph: Graph, stages: Iterable[int], to: str = HOST) -> Graph:
         holds[away] = _moved(left, DEVICE, to)
         holds[here] = _moved(left, to, DEVICE)
     kinds = {
-        'O': Kind('offload', engine=COPY, in_order=False),
-        'L': Kind('load', engine=COPY, in_order=False),
-        'E': Kind('eviction to a partner', engine=COPY, in_order=False),
-        'K': Kind('taking back', engine=COPY, in_order=False),
+        'O': 'offload',
+        'L': 'load',
+        'E': 'eviction to a partner',
+        'K': 'taking back',
     }
-    kinds = {name: kinds[name] for name in (out, back)}
+    kinds = {
+        name: Kind(kinds[name], engine=COPY, in_order=False, optional=True) for name in (out, back)
+    }
     return _made(graph, 'offload', (stages, to), needs, holds, kinds)
 
 

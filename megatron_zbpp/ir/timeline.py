@@ -7,6 +7,7 @@ from functools import cached_property
 from math import fsum
 
 from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.compiled import compiled
 
 # What stands under every table and picture that shows the two.
 MEANING = 'bubble: idle share of the busiest rank; idle, all ranks: share of all time lost'
@@ -42,8 +43,12 @@ class Timeline:
         return tuple(map(self.window, range(len(self.spans))))
 
     def busy(self, rank: int) -> float:
-        """Time that `rank` spent in its passes."""
-        return fsum(end - start for start, end in self.spans[rank])
+        """Time that `rank` spent in passes that compute."""
+        beside = compiled(self.schedule.graph).on_copy_engines
+        if not beside:
+            return fsum(end - start for start, end in self.spans[rank])
+        passes = zip(self.schedule.passes[rank], self.spans[rank], strict=True)
+        return fsum(end - start for p, (start, end) in passes if p.kind not in beside)
 
     @cached_property
     def _work(self) -> float:

@@ -96,16 +96,16 @@ def test_offload_moves_on_a_copy_engine():
     graph = offload(chain(1), [0])
     assert needs(graph, Task('O', 0)) == ['0F']
     assert needs(graph, Task('B', 0)) == ['0L']
-    schedule = schedule_of(graph, Placement.loop(1), 2, '0F0 0O0 0F1 0L0 0O1 0B0 0W0 0L1 0B1 0W1')
+    schedule = schedule_of(graph, Placement.loop(1), 2, '0F0 0F1 0O0 0L0 0O1 0B0 0W0 0L1 0B1 0W1')
     check(schedule)
     costs = unit_costs(Placement.loop(1), times={'O': (0.5,), 'L': (0.5,)})
-    assert live(schedule, costs) == ((1, 0, 1, 2, 1, 1, 0, 1, 1, 0),)
-    assert live(schedule, costs, 'host') == ((0, 1, 1, 0, 1, 1, 1, 0, 0, 0),)
+    assert live(schedule, costs) == ((1, 2, 1, 2, 1, 1, 0, 1, 1, 0),)
+    assert live(schedule, costs, 'host') == ((0, 0, 1, 0, 1, 1, 1, 0, 0, 0),)
     spans = dict(zip(map(str, schedule.passes[0]), simulate(schedule, costs).spans[0], strict=True))
     assert spans['0O0'] == (1, 1.5)  # beside F1, from 1 to 2
     assert spans['0F1'] == (1, 2)
-    assert spans['0L0'] == (1.5, 2)
-    assert spans['0B0'] == (2, 3)
+    assert spans['0L0'] == (2, 2.5)  # its memory is taken behind F1
+    assert spans['0B0'] == (3, 4)  # behind O1, whose memory is to be gone
 
 
 def test_eviction_fills_the_partner():

@@ -1,0 +1,155 @@
+"""PO: uniformly repeated building blocks of GIS-H, from which PipeOffload moves activations out."""
+
+from __future__ import annotations
+
+from math import gcd
+
+from megatron_zbpp.ir import B, F, Placement, Schedule, W
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.schedules.construct.building_blocks import Slots, orders, repeat
+from megatron_zbpp.schedules.construct.comb import with_transfers
+
+
+def po(
+    num_ranks: int, num_microbatches: int, num_chunks: int = 2, costs: Costs | None = None
+) -> Schedule:
+    """PO: the building block of GIS-H, once every 3v slots, and nothing moved up.
+
+    Wan et al., PipeOffload, arXiv 2503.01328: chunk c of a rank lives a (v-c)-th of the
+    time, so that what lives longest can go first.
+
+        >>> print(grid(po(2, 4), width=76))
+        rank 0   0F0  2F0  0F1  2B0  2W0  2F1  0B0  0W0  0F2  2B1  2W1  2F2  0B1…
+        rank 1   1F0  3F0  3B0  3W0  1F1  1B0  1W0  3F1  3B1  3W1  1F2  1B1  1W1…
+
+    - Bubble: below (p-1)(F+B+W).
+    - Peak memory: about (v+1)/(2v) of p activations.
+    - When: as the base of `po-h` and `po-f`. By itself `gis-h` holds less for less bubble.
+    """
+    return _base('po', num_ranks, num_microbatches, num_chunks, costs)[0]
+
+
+def po_h(
+    num_ranks: int, num_microbatches: int, num_chunks: int = 2, costs: Costs | None = None
+) -> Schedule:
+    """PO-H: PO, and of each rank's chunks the first half goes to the host between F and B.
+
+    Wan et al., PipeOffload, arXiv 2503.01328: chunks live the longer the earlier they
+    are, so half of them hold three quarters of the memory.
+
+        >>> print(grid(po_h(2, 4), width=76))
+        rank 0   0F0  0O0  2F0  0L0  0F1  2B0  2W0  0O1  2F1  0B0  0W0  0L1  0F2…
+        rank 1   1F0  3F0  3B0  3W0  1F1  1B0  1W0  3F1  3B1  3W1  1F2  1B1  1W1…
+
+    - Bubble: as PO's, and more where the copies take longer than planned.
+    - Peak memory: about (v+2)/(8v) of p activations, and what is in transit.
+    - When: memory is short and a copy both ways takes up to twice the time that it computes.
+    """
+    return _offloaded('po-h', num_ranks, num_microbatches, num_chunks, (num_chunks + 1) // 2, costs)
+
+
+def po_f(
+    num_ranks: int, num_microbatches: int, num_chunks: int = 2, costs: Costs | None = None
+) -> Schedule:
+    """PO-F: PO, and all that has the time goes to the host between F and B.
+
+    Wan et al., PipeOffload, arXiv 2503.01328.
+
+        >>> print(grid(po_f(2, 4), width=76))
+        rank 0   0F0  0O0  2F0  0L0  0F1  2B0  2W0  0O1  2F1  0B0  0W0  0L1  0F2…
+        rank 1   1F0  3F0  3B0  3W0  1F1  1B0  1W0  3F1  3B1  3W1  1F2  1B1  1W1…
+
+    - Bubble: as PO's, and more where the copies take longer than planned.
+    - Peak memory: about 4 activations of a chunk, however many ranks there are.
+    - When: long sequences or wide layers, where a copy both ways takes no longer than it computes.
+    """
+    return _offloaded('po-f', num_ranks, num_microbatches, num_chunks, num_chunks, costs)
+
+
+def _offloaded(
+    name: str, p: int, m: int, num_chunks: int, moved: int, costs: Costs | None
+) -> Schedule:
+    """PO with the first `moved` chunks of each rank on the host."""
+    base, spans = _base(name, p, m, num_chunks, costs)
+    costs = costs or _equal(base.placement)
+    stages = [s for s in range(p * num_chunks) if base.placement.chunk_of(s) < moved]
+    return with_transfers(base, spans, stages, copy_time(costs), max(costs.backward))
+
+
+def copy_time(costs: Costs) -> float:
+    """Return the longest way of one activation to the host or back.
+
+    Where costs say nothing of it, both ways take as long as F, B and W.
+    """
+    told = [time for kind in ('O', 'L') for time in costs.times.get(kind, ())]
+    return max(told) if told else max(map(sum, _works(costs))) / 2
+
+
+def _works(costs: Costs) -> list[tuple[float, float, float]]:
+    return list(zip(costs.forward, costs.backward, costs.weight, strict=True))
+
+
+def _equal(placement: Placement) -> Costs:
+    ones = (1.0,) * placement.num_stages
+    return Costs(ones, ones, ones)
+
+
+def _base(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int, costs: Costs | None
+) -> tuple[Schedule, list[list[tuple[float, float]]]]:
+    """PO, and when its passes are planned: a slot is as long as the longest of them."""
+    placement = Placement.loop(num_ranks, num_chunks)
+    costs = costs or _equal(placement)
+    slot = max(map(max, _works(costs)))
+    slots = slots_of(placement, num_microbatches, _group(placement, costs))
+    schedule = Schedule.of(name, placement, num_microbatches, orders(slots, placement))
+    return schedule, [
+        [(slot * slots[p], slot * slots[p] + costs.time(p.kind, p.stage)) for p in order]
+        for order in schedule.passes
+    ]
+
+
+def _group(placement: Placement, costs: Costs) -> int:
+    """Return by how many microbatches chunks follow each other: half the ranks, or what feeds all.
+
+    Where stages differ, so many that the slowest rank has work while all F, or all B, go round.
+    """
+    ranks = range(placement.num_ranks)
+
+    def total(times: tuple[float, ...], rank: int) -> float:
+        return sum(times[stage] for stage in placement.stages(rank))
+
+    slowest = max(
+        sum(total(times, rank) for times in (costs.forward, costs.backward, costs.weight))
+        for rank in ranks
+    )
+    around = max(
+        sum(total(times, rank) for rank in ranks) for times in (costs.forward, costs.backward)
+    )
+    group = (placement.num_ranks + 1) // 2
+    while group < placement.num_ranks and slowest * group < around:
+        group += 1
+    return group
+
+
+def slots_of(placement: Placement, num_microbatches: int, group: int) -> Slots:
+    """Return the slot of each pass of PO, no two of a rank in one.
+
+    A microbatch enters every 3v slots. Chunks whose slots would collide, where the group and v have
+    a common factor, come a slot later each; and a rank later by as much as the next chunk's F on
+    rank 0 can wait, so that its B does not.
+    """
+    d, v = placement.num_ranks, placement.num_chunks
+    common = gcd(v, group)
+    starts = [3 * (group * c + c * common // v) for c in range(v)]
+    slack = min((starts[c] - starts[c - 1] - d for c in range(1, v)), default=d - 1)
+    block: dict[tuple[str, int], int] = {}
+    for stage, rank in enumerate(placement.ranks):
+        chunk, late = stage // d, max(0, min(rank, slack))
+        backward = starts[-1] + 3 * d - 2 * (rank + 1) + starts[v - 1 - chunk] + late
+        block |= {
+            (F, stage): starts[chunk] + rank + late,
+            (B, stage): backward,
+            (W, stage): backward + 1,
+        }
+    return repeat(block, 3 * v, num_microbatches)
