@@ -151,7 +151,10 @@ def _required(
         return microbatches
     takers = (taker for taker, _ in graph.feeds[task] if graph.kinds[taker.kind].optional)
     needed = (need.task for need in graph.needs[task] if graph.kinds[need.task.kind].optional)
-    return sorted(set().union(*(done[other] for other in (*takers, *needed))))
+    moved: set[int] = set()
+    for other in (*takers, *needed):
+        moved |= done[other]
+    return sorted(moved)
 
 
 def _turns(

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_zbpp.analysis.program import Program, Receive, Send
+from megatron_zbpp.analysis.program import Hand, Program, Receive, Send
 from megatron_zbpp.ir import B, F, Pass, W, chain
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import Clock
@@ -149,7 +149,7 @@ class Executor:
                 self._incoming[instruction.consumer] = self._messages.post(instruction)
             elif isinstance(instruction, Send):
                 self._messages.send(self._messages.checked(output, instruction), instruction)
-            else:
+            elif isinstance(instruction, Hand):
                 self._handed[instruction.consumer] = self._messages.checked(output, instruction)
 
     def _timed(self, p: Pass) -> torch.Tensor | None:
