@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from tqdm import tqdm
 
@@ -28,13 +28,12 @@ def spawned(function: Callable, num_ranks: int, job: Any) -> Iterator[Any]:
     Raises:
         RuntimeError: a rank failed; the message has its traceback.
     """
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     queue = mp.get_context('spawn').SimpleQueue()
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
-    processes = mp.spawn(function, (job, port, queue), nprocs=num_ranks, join=False)
+    # held here: no port is looked for that another program may take before a rank listens
+    meeting = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    with _environment():
+        arguments = job, meeting.port, queue
+        processes = mp.spawn(function, arguments, nprocs=num_ranks, join=False)
     try:
         ended = False
         while not ended or not queue.empty():
@@ -46,6 +45,18 @@ def spawned(function: Callable, num_ranks: int, job: Any) -> Iterator[Any]:
     finally:
         for process in processes.processes:
             process.terminate()
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """Inside, processes start with `_ENVIRONMENT`, but for what the user has set."""
+    before = dict(os.environ)
+    os.environ.update(_ENVIRONMENT | before)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def collected(
@@ -70,23 +81,28 @@ def collected(
 
 
 @contextmanager
-def joined(rank: int, num_ranks: int, port: int) -> Iterator[None]:
-    """Inside, Megatron runs on the CPU, with one pipeline of all ranks, which leave together."""
+def joined(rank: int, num_ranks: int, port: int, **sizes: int) -> Iterator[None]:
+    """Inside, Megatron runs on the CPU, with groups of those sizes on ranks that leave together.
+
+    Args:
+        rank, num_ranks: of this process, and of all.
+        port: where `spawned` lets them meet.
+        sizes: as Megatron's `initialize_model_parallel` takes them.
+    """
     import torch
-    import torch.distributed as dist
 
     from megatron_zbpp.emulation import cpu
 
     torch.set_num_threads(1)
     cpu.install()
-    address = f'tcp://127.0.0.1:{port}'
-    dist.init_process_group('gloo', init_method=address, rank=rank, world_size=num_ranks)
+    store = dist.TCPStore('127.0.0.1', port, is_master=False)
+    dist.init_process_group('gloo', store=store, rank=rank, world_size=num_ranks)
     from megatron.core import parallel_state, tensor_parallel
 
     from benchmarks.common.groups import shared_groups
 
     with shared_groups():
-        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=num_ranks)
+        parallel_state.initialize_model_parallel(**sizes)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     yield
     dist.barrier()

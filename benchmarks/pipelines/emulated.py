@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -51,6 +51,23 @@ class Store(Protocol):
         """Take what `compute()` will return: one gradient for each of `parameters`."""
 
 
+class Start(NamedTuple):
+    """When a pass began.
+
+    Attributes:
+        clock: seconds of `time.perf_counter`.
+        used: CPU seconds of this thread so far.
+    """
+
+    clock: float
+    used: float
+
+
+def starting() -> Start:
+    """Return now."""
+    return Start(time.perf_counter(), time.thread_time())
+
+
 @dataclass
 class Meter:
     """What the layers of one rank note down while a runner runs them.
@@ -58,17 +75,17 @@ class Meter:
     Attributes:
         live: layers that are between their F and their W; the input of each is held.
         peak: most of them at once.
-        awake: seconds of the emulated passes that were not slept.
+        awake: CPU seconds of the emulated passes: where the thread had no core, none pass.
     """
 
     live: int = 0
     peak: int = 0
     awake: float = 0.0
 
-    def fill(self, start: float, seconds: float) -> None:
+    def fill(self, start: Start, seconds: float) -> None:
         """Sleep until what began at `start` has taken `seconds`."""
-        slept = sleep_until(start + seconds)
-        self.awake += time.perf_counter() - start - slept
+        sleep_until(start.clock + seconds)
+        self.awake += time.thread_time() - start.used
 
     def hold(self, layers: int) -> None:
         """So many layers more (or fewer) are held."""
@@ -76,20 +93,13 @@ class Meter:
         self.peak = max(self.peak, self.live)
 
 
-def sleep_until(deadline: float) -> float:
-    """Return at `deadline`, in seconds of `time.perf_counter`, to some microseconds.
-
-    Returns:
-        How many seconds of it were slept.
-    """
-    asleep = time.perf_counter()
-    awake = asleep
-    if deadline - asleep > _SPIN:
-        time.sleep(deadline - asleep - _SPIN)
-        awake = time.perf_counter()
+def sleep_until(deadline: float) -> None:
+    """Return at `deadline`, in seconds of `time.perf_counter`, to some microseconds."""
+    left = deadline - time.perf_counter()
+    if left > _SPIN:
+        time.sleep(left - _SPIN)
     while time.perf_counter() < deadline:
         pass
-    return awake - asleep
 
 
 class EmulatedLayer(torch.nn.Module):
@@ -118,7 +128,7 @@ class EmulatedLayer(torch.nn.Module):
 
     def weight_gradient(self, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """W: takes its time, and lets go of the input."""
-        start = time.perf_counter()
+        start = starting()
         found = x.flatten(0, -2).t() @ gradient.flatten(0, -2)
         self.meter.hold(-1)
         self.meter.fill(start, self.times.weight)
@@ -134,7 +144,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.layer, ctx.deferring = layer, deferring
         ctx.save_for_backward(x)
-        start = time.perf_counter()
+        start = starting()
         layer.meter.hold(+1)
         after = x @ weight
         layer.meter.fill(start, layer.times.forward)
@@ -143,7 +153,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), layer = ctx.saved_tensors, ctx.layer
-        start = time.perf_counter()
+        start = starting()
         weight = layer._parameters['weight']
         before = gradient @ weight.detach().t()
         layer.meter.fill(start, layer.times.backward)

@@ -96,7 +96,7 @@ def measure(job: Job) -> Iterator[tuple[int, Sample | None]]:
 
 def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
     """All runners on one rank; rank 0 reports."""
-    with joined(rank, job.num_ranks, port):
+    with joined(rank, job.num_ranks, port, pipeline_model_parallel_size=job.num_ranks):
         runners = [_runner(entry, job) for entry in job.entries]
         gc.freeze()  # what is there stays there: collections need not look at it
         for number in range(job.rounds + 1):

@@ -61,7 +61,7 @@ class Sample:
 
 def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
     """All schedules on one rank; rank 0 reports (index of the schedule, its sample)."""
-    with joined(rank, job.num_ranks, port):
+    with joined(rank, job.num_ranks, port, pipeline_model_parallel_size=job.num_ranks):
         runners = [_runner(name, job) for name in job.schedules]
         for number in range(job.rounds + 1):
             for index, runner in enumerate(runners):

@@ -11,16 +11,15 @@ a CPU Transformer Engine's kernels are emulated, and its own Python runs.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common.spawning import spawned
+from benchmarks.common.spawning import joined, spawned
 from benchmarks.common.tables import aligned
 
 LINEAR = 4  # linear layers of a transformer layer
@@ -72,38 +71,16 @@ class Row:
 
 def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
     """Measures on one rank; rank 0 reports rows."""
-    with _joined(rank, job, port):
+    from megatron_zbpp.emulation import cpu, te
+
+    cpu.install()
+    if job.te:
+        te.install(job.folder or None)  # Megatron looks for it when it is imported
+    with joined(rank, job.tp, port, tensor_model_parallel_size=job.tp):
         for hidden, sequence in job.shapes:
             row = _measured(job, hidden, sequence)
             if rank == 0:
                 queue.put(row)
-
-
-@contextlib.contextmanager
-def _joined(rank: int, job: Job, port: int) -> Iterator[None]:
-    import torch
-    import torch.distributed as dist
-
-    from megatron_zbpp.emulation import cpu
-
-    torch.set_num_threads(1)
-    cpu.install()
-    if job.te:
-        from megatron_zbpp.emulation import te
-
-        te.install(job.folder or None)
-    address = f'tcp://127.0.0.1:{port}'
-    dist.init_process_group('gloo', init_method=address, rank=rank, world_size=job.tp)
-    from megatron.core import parallel_state, tensor_parallel
-
-    from benchmarks.common.groups import shared_groups
-
-    with shared_groups():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=job.tp)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    yield
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _measured(job: Job, hidden: int, sequence: int) -> Row:

@@ -127,8 +127,11 @@ def whole(ranks, data, tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def cuts(data, tmp_path_factory):
-    """Trainings, by the place of the cut, that have ended: all at once, as they mostly wait."""
+def cuts(data, whole, tmp_path_factory):
+    """Trainings, by the place of the cut, that have ended: all at once, as they mostly wait.
+
+    They read the indices of `data` that `whole` has left: Megatron's cache of them has no lock.
+    """
     folder = tmp_path_factory.mktemp('cuts')
     with contextlib.ExitStack() as stack:
         running = {

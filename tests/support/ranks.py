@@ -7,17 +7,19 @@ import contextlib
 import gc
 import os
 import signal
-import socket
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import psutil
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 _MOST_THREADS = 24  # of a rank between two calls
+_LAST_WORDS = 5  # seconds for the others to answer when a rank has failed
 
 
 class RankError(AssertionError):
@@ -38,6 +40,7 @@ class Pool:
         self._processes: list[mp.Process] = []
         self._connections: list[Connection] = []
         self._joined = 0
+        self._store: dist.Store | None = None
         atexit.register(self.stop)
 
     def run(self, size: int, function: Callable, args: tuple, timeout: float) -> list[Any]:
@@ -45,7 +48,9 @@ class Pool:
         try:
             self._start(size)
             if self._joined != size:
-                self._call(size, _join, (size, _free_port()), timeout)
+                # held here: no port is looked for that another program may take meanwhile
+                self._store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+                self._call(size, _join, (size, self._store.port), timeout)
                 self._joined = size
             return self._call(size, function, args, timeout)
         except BaseException:  # whatever it is: answers may still be on their way
@@ -77,19 +82,23 @@ class Pool:
         connections = self._connections[:size]
         for connection in connections:
             connection.send((function, args))
-        results, errors = [], []
-        for rank, connection in enumerate(connections):
-            if (errors and not connection.poll(5)) or not connection.poll(timeout):
-                errors.append(f'rank {rank}: no answer')
-                continue
-            try:
-                failed, value = connection.recv()
-            except EOFError:
-                failed, value = True, 'died'
-            (errors if failed else results).append(f'rank {rank}: {value}' if failed else value)
+        results, errors = {}, {}
+        waiting = dict(zip(connections, range(size), strict=True))
+        deadline = time.monotonic() + timeout
+        while waiting and (ready := wait([*waiting], max(0, deadline - time.monotonic()))):
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    failed, value = connection.recv()
+                except EOFError:
+                    failed, value = True, 'died'
+                (errors if failed else results)[rank] = value
+                if failed:  # others may wait for it, and for ever
+                    deadline = min(deadline, time.monotonic() + _LAST_WORDS)
+        errors |= dict.fromkeys(waiting.values(), 'no answer')
         if errors:
-            raise RankError('\n'.join(errors))
-        return results
+            raise RankError('\n'.join(f'rank {rank}: {errors[rank]}' for rank in sorted(errors)))
+        return [results[rank] for rank in range(size)]
 
 
 @dataclass(frozen=True)
@@ -112,20 +121,13 @@ class Ranks:
         return self.pool.run(self.size, function, args, timeout)
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        return free.getsockname()[1]
-
-
 def _join(size: int, port: int) -> None:
     """Leaves the group that this rank is in, for one of the first `size` ranks."""
-    import torch.distributed as dist
-
     if dist.is_initialized():
         dist.destroy_process_group()
     os.environ |= {'WORLD_SIZE': str(size), 'MASTER_PORT': str(port)}
-    dist.init_process_group('gloo')
+    store = dist.TCPStore('127.0.0.1', port, is_master=False)
+    dist.init_process_group('gloo', store=store, rank=int(os.environ['RANK']), world_size=size)
 
 
 def _serve(rank: int, connection: Connection, prepare: Callable | None, prepared: tuple) -> None:
