@@ -59,6 +59,12 @@ class Heartbeats:
     def _latest(self) -> Statement:
         return self._statement
 
+    def meet(self) -> None:
+        """Wait for the stores, so that whoever dies from now on is named; not for long."""
+        deadline = time.monotonic() + _PATIENCE
+        for board in self._boards:
+            board.looked.wait(max(0, deadline - time.monotonic()))
+
     def say(self, statement: Statement) -> None:
         """Take note of where the rank stands, until it has said its last word; never waits."""
         if not self._statement.ending:
@@ -127,6 +133,7 @@ class _Board:
     Attributes:
         thread: it ends with the training, or with the store.
         questions: to be asked there; None is the last.
+        looked: whether it is known if there is a store.
         store: once it is open.
         verdict: what the first rank that found a culprit has said; empty: nothing.
     """
@@ -143,6 +150,7 @@ class _Board:
         self._written: Statement | None = None
         self._answered = 0
         self.verdict = ''
+        self.looked = threading.Event()
         self.store: Store | None = None
         self.questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=f'heartbeats in {name}', daemon=True)
@@ -153,6 +161,7 @@ class _Board:
         question = None
         try:
             self.store = self._opened()
+            self.looked.set()
             while self.store is not None:
                 try:
                     question = self.questions.get(timeout=_POLL)
@@ -164,6 +173,7 @@ class _Board:
                     return
                 question.lines.put(self._accuse(self.store, *question[:2]))
         except (RuntimeError, OSError):  # it is gone: who asks hears that, and asks elsewhere
+            self.looked.set()
             if question is not None:
                 question.lines.put('')
 

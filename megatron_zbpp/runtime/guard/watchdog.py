@@ -263,6 +263,8 @@ class Watchdog:
         pp_group = executor.channels.pp_group
         if pp_group not in self._groups:
             with self.collective('connecting the watchdogs of the pipeline'):
+                assert self._watch is not None  # from the first activity on
+                self._watch.heartbeats.meet()
                 self._groups[pp_group] = _host_group(pp_group, 2 * self.timeout)
         with self._watching(Passes(executor, self._groups[pp_group])):
             yield
