@@ -24,4 +24,3 @@ def connected(late):
 
 def test_ranks_meet(ranks):
     assert ranks(3).run(connected, 0.5) == [[True, True]] * 3
-
