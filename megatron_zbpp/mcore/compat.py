@@ -18,6 +18,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -26,6 +27,9 @@ SELECT_SEGMENT = 'select_pipeline_segment'
 GET_BATCH = 'get_batch_on_this_tp_rank'
 # Transformer Engine's kernel, in `clip_grads`: with megatron-core 0.19, if it has one
 SCALE_BY_TENSOR = 'multi_tensor_scale_tensor_impl'
+
+# what Megatron's two pipelined functions, and the reduction behind them, read from a collection
+_GROUPS = ('tp', 'cp', 'embd', 'pos_embd', 'pp', 'dp_cp', 'tp_dp_cp', 'dp')
 
 # (host's, device's, tracked by name)
 random_states = random._get_all_rng_states
@@ -62,6 +66,12 @@ def backward_arguments(model: torch.nn.Module, config: Any) -> tuple[Any, ...]:
     if takes(schedules.backward_step, 'model_type'):  # until 0.16
         return schedules.get_model_type(model), config
     return (config,)
+
+
+def default_groups() -> ProcessGroupCollection:
+    """Return the process groups of a program that gives none to a forward_backward function."""
+    build: Callable | None = getattr(schedules, '_build_default_pg_collection', None)  # from 0.19
+    return build() if build else ProcessGroupCollection.use_mpu_process_groups(list(_GROUPS))
 
 
 def get_batch_module() -> str:

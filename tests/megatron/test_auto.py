@@ -13,15 +13,17 @@ pytestmark = needs_training
 
 
 @contextmanager
-def told(training, switching=False):
+def told(training, switching=False, seconds=30.0):
     """What auto says, waiting for the planner: a test is shorter than a plan takes.
 
     Args:
         training: not asked.
         switching: whether the plan is taken for better, whatever was measured.
+        seconds: to plan in, at most.
     """
     from unittest import mock
 
+    from megatron_zbpp.mcore import session
     from megatron_zbpp.runtime.autotune import AutoPlan
 
     said, poll, simulated = [], AutoPlan._poll, AutoPlan._simulated
@@ -35,7 +37,8 @@ def told(training, switching=False):
         return simulated(self, schedule, costs) / (2 if schedule.name == 'planned' else 1)
 
     taken = mock.patch.object(AutoPlan, '_simulated', halved if switching else simulated)
-    with mock.patch.object(AutoPlan, '_poll', wait), taken:
+    hurried = mock.patch.object(session, 'AutoPlan', partial(AutoPlan, seconds=seconds))
+    with mock.patch.object(AutoPlan, '_poll', wait), taken, hurried:
         yield said
 
 

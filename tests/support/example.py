@@ -47,8 +47,10 @@ def forget_groups() -> None:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.common.embeddings import rotary_pos_embedding
 
-    from megatron_zbpp.mcore import enabled
+    from megatron_zbpp.mcore import compat, enabled
 
+    compat.logged_losses().clear()  # of another number of layers
+    compat.logged_mtp_losses().clear()  # of another depth
     if enabled.plugin is not None:
         enabled.plugin.disable()
         enabled.plugin = None  # it knows groups

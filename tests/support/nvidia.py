@@ -112,12 +112,10 @@ def forget() -> None:
     from example import forget_groups
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import global_vars, training
 
     # with it ranks reduce their start times; a rank that is new to the pool has none
     vars(training).get('_STARTUP_TIMESTAMPS', {}).update(program_start=None)
-    MTPLossLoggingHelper.tracker.clear()  # of another depth
     global_vars.destroy_global_vars()
     destroy_num_microbatches_calculator()
     destroy_rerun_state_machine()

@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore import layout, refusals
+from megatron_zbpp.mcore import compat, layout, refusals
 from megatron_zbpp.mcore.iteration.alike import agreement
 from megatron_zbpp.mcore.iteration.announcement import announce
 from megatron_zbpp.mcore.iteration.built import require_all_layers
@@ -35,8 +35,6 @@ _PIPELINED = (
     'forward_backward_pipelining_with_interleaving',
     'forward_backward_pipelining_without_interleaving',
 )
-# What Megatron's two pipelined functions read from a collection of process groups.
-_GROUPS = ('tp', 'cp', 'embd', 'pos_embd', 'pp', 'dp_cp')
 
 
 class Begun(Protocol):
@@ -199,7 +197,7 @@ def prepare(
         arguments: of the call.
         ranks_ahead: how many ranks of the chain go ahead.
     """
-    groups = arguments.pg_collection or ProcessGroupCollection.use_mpu_process_groups(list(_GROUPS))
+    groups = arguments.pg_collection or compat.default_groups()
     models = arguments.models
     config = get_model_config(models[0])
     splits = session.programs.splits(groups.pp.size())
