@@ -22,10 +22,10 @@ ELSEWHERE = {
     './scripts/quickstart.sh': 'tests/megatron/test_quickstart.py',
     './scripts/test.sh': '.ci/run',
     './scripts/test.sh tests/megatron/test_soak.py --full -s': '.ci/run',
-    './scripts/gpu_check.sh': 'tests/unit/project/test_gpu_check.py',
-    'WHEELS=/path/to/wheels ./scripts/gpu_check.sh': 'tests/unit/project/test_gpu_check.py',
-    'python scripts/compare_with_paper.py': 'tests/unit/project/test_paper_page.py',
-    'python scripts/support_page.py': 'tests/unit/project/test_support.py',
+    './scripts/gpu_check.sh': 'tests/project/test_gpu_check.py',
+    'WHEELS=/path/to/wheels ./scripts/gpu_check.sh': 'tests/project/test_gpu_check.py',
+    'python scripts/compare_with_paper.py': 'tests/project/test_paper_page.py',
+    'python scripts/support_page.py': 'tests/project/test_support.py',
     'python scripts/benchmark_splitting.py --te [FOLDER] --rounds 31': (
         'tests/megatron/test_benchmark.py'
     ),

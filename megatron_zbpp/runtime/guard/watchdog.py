@@ -9,23 +9,20 @@ that sits in a C++ wait cannot be interrupted, so the process is ended.
 from __future__ import annotations
 
 import atexit
-import itertools
 import multiprocessing
 import os
 import platform
 import signal
 import sys
-import sysconfig
 import threading
 import time
-import traceback
 import uuid
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,10 +30,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megatron_zbpp.runtime import compat
 from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.guard.activities import Activity, Collective, Forwards, Passes, Pause
+from megatron_zbpp.runtime.guard.calls import stack_of
 from megatron_zbpp.runtime.guard.culprit import Statement
 from megatron_zbpp.runtime.guard.heartbeats import Heartbeats
 from megatron_zbpp.runtime.guard.orphans import end_with_parent
-from megatron_zbpp.runtime.guard.position import Tracker
 from megatron_zbpp.runtime.guard.termination import Termination
 
 EXIT_CODE = 124  # as of timeout(1)
@@ -44,156 +42,7 @@ _LOOKS = 8  # in each timeout
 _PAUSE = 600  # seconds that a pause may last at least
 _LAST_WORDS = 5  # seconds to write them
 _PEER_LOSS_GRACE_S = 1  # seconds in which a loss is heard of that the main thread has noticed
-_FRAMES = 4
-_FOLDERS = {
-    'torch.distributed': os.path.dirname(dist.__file__),
-    'torch': os.path.dirname(torch.__file__),
-    'Python': sysconfig.get_path('stdlib'),
-}
-# functions that only call another one, as they are mostly named
-_DECORATING = ('wrapper', 'handle_torch_function', '__torch_function__')
 _STDERR = 2  # its descriptor, whatever sys.stderr has become
-
-
-class Activity(Protocol):
-    """What the main thread does and must not take for ever."""
-
-    def ended(self) -> None:
-        """Take note that the main thread has done its part."""
-
-    def beat(self) -> Hashable:
-        """Something that changes with each step; None when all is over. Never waits."""
-        ...
-
-    def lost(self) -> bool:
-        """Whether another rank has died before its end, as far as this one has heard by now."""
-        ...
-
-    def standing(self) -> dict[str, str]:
-        """Return where it stands, for people: `now`, `waits for`, and what else there is."""
-        ...
-
-    def waits(self) -> tuple[int, ...]:
-        """Return the global ranks that it waits for; those that may be late."""
-        ...
-
-
-class Collective:
-    """A collective call of the pipeline's ranks."""
-
-    def __init__(self, what: str) -> None:
-        self._what: str | None = what
-
-    def ended(self) -> None:
-        self._what = None
-
-    def beat(self) -> Hashable:
-        return self._what
-
-    def lost(self) -> bool:
-        return False  # the main thread is told
-
-    def standing(self) -> dict[str, str]:
-        waits = 'the other ranks of the pipeline to come there'
-        return {'now': f'{self._what}', 'waits for': waits}
-
-    def waits(self) -> tuple[int, ...]:
-        return _others()
-
-
-class Passes:
-    """One iteration of `executor`, to its end on all ranks.
-
-    A rank that is done tells the others by a reduction on `group` that nobody waits for: until it
-    ends, a rank that stops in its cool-down would be missed by those that have no more passes.
-    """
-
-    def __init__(self, executor: Executor, group: Any) -> None:
-        self._tracker = Tracker(executor)
-        self._group = group
-        self._all_done: dist.Work | None = None
-
-    def ended(self) -> None:
-        self._all_done = self._group.allreduce([torch.zeros(1, device='cpu')])
-
-    def beat(self) -> Hashable:
-        over = self._heard() is not None and not self.lost() and self._tracker.complete
-        return None if over else self._tracker.position()
-
-    def _heard(self) -> dist.Work | None:
-        work = self._all_done
-        return work if work is not None and work.is_completed() else None
-
-    def lost(self) -> bool:
-        work = self._heard()
-        if work is None:
-            return False
-        try:
-            work.wait()  # completed: it does not wait, but raise
-        except RuntimeError:
-            return True
-        return False
-
-    def standing(self) -> dict[str, str]:
-        return self._tracker.standing()
-
-    def waits(self) -> tuple[int, ...]:
-        return self._tracker.waits()
-
-
-class Forwards:
-    """What `executor` runs ahead of the others: its own part ends it."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._tracker = Tracker(executor)
-        self._over = False
-
-    def ended(self) -> None:
-        self._over = True
-
-    def beat(self) -> Hashable:
-        return None if self._over else self._tracker.position()
-
-    def lost(self) -> bool:
-        return False  # the main thread is told
-
-    def standing(self) -> dict[str, str]:
-        return self._tracker.standing()
-
-    def waits(self) -> tuple[int, ...]:
-        return self._tracker.waits()
-
-
-class Pause:
-    """What lies between two other activities, of which we know nothing but the calls.
-
-    Args:
-        thread: the identity of the main thread.
-    """
-
-    def __init__(self, thread: int) -> None:
-        self._thread = thread
-
-    def ended(self) -> None:
-        """Another activity begins, which is looked at instead."""
-
-    def beat(self) -> Hashable:
-        return self
-
-    def lost(self) -> bool:
-        return False  # the main thread is told
-
-    def standing(self) -> dict[str, str]:
-        calls = _calls(self._thread)
-        caller = next((call for call in calls if not _is_library(call)), calls[-1])
-        waits = 'no collective call of torch.distributed'
-        if _is_distributed(calls[0]):
-            of_torch = filter(_is_distributed, itertools.takewhile(_is_library, calls))
-            waits = f'the other ranks to come to {[*of_torch][-1].name} of torch.distributed'
-        return {'now': f'between passes, in {_words(caller)}', 'waits for': waits}
-
-    def waits(self) -> tuple[int, ...]:
-        return _others() if _is_distributed(_calls(self._thread)[0]) else ()
 
 
 class _Watch(NamedTuple):
@@ -397,7 +246,7 @@ class Watchdog:
             current, watch = self._current(), self._watch
             assert current is not None and watch is not None  # both are before anything can fail
             lines = [f'{name}: {words}' for name, words in current.standing().items()]
-            lines += [_stack(self._watched)] if stack else []
+            lines += [stack_of(self._watched)] if stack else []
             own = self._statement(current)
             if why != 'SIGTERM' and not (own.waits and isinstance(error, RuntimeError | None)):
                 own = replace(own, waits=(), failure=why)
@@ -425,11 +274,6 @@ def _lost(activity: Activity) -> bool:
     return False
 
 
-def _others() -> tuple[int, ...]:
-    """All ranks of the job but this one."""
-    return tuple(rank for rank in range(dist.get_world_size()) if rank != dist.get_rank())
-
-
 def _host_group(pp_group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroupGloo:
     """Return the same ranks, connected by their hosts: a collective of these ranks alone.
 
@@ -441,32 +285,6 @@ def _host_group(pp_group: dist.ProcessGroup, timeout: float) -> dist.ProcessGrou
     store = PrefixStore(f'watchdog {name[0]}', compat.default_store())
     rank, size = dist.get_rank(pp_group), dist.get_world_size(pp_group)
     return dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=timeout))
-
-
-def _calls(thread: int) -> list[traceback.FrameSummary]:
-    """Return the calls that a thread is in, innermost first, without those that only decorate."""
-    calls = reversed(traceback.extract_stack(sys._current_frames()[thread]))
-    return [call for call in calls if call.name not in _DECORATING]
-
-
-def _is_distributed(call: traceback.FrameSummary) -> bool:
-    return call.filename.startswith(_FOLDERS['torch.distributed'])
-
-
-def _is_library(call: traceback.FrameSummary) -> bool:
-    """Whether it is of Python or torch, which say little about what is being done."""
-    installed = any(name in call.filename for name in ('site-packages', 'dist-packages'))
-    name = 'torch' if installed else 'Python'
-    return call.filename.startswith(_FOLDERS[name])
-
-
-def _words(call: traceback.FrameSummary) -> str:
-    return f'{call.name} ({call.filename}:{call.lineno})'
-
-
-def _stack(thread: int) -> str:
-    """Return the innermost calls of a thread, on one line."""
-    return f'in: {" < ".join(map(_words, _calls(thread)[:_FRAMES]))}'
 
 
 def _write(lines: list[str]) -> None:
