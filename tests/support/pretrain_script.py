@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import packed
 import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -26,7 +27,6 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
 KEYS = ('tokens', 'labels', 'loss_mask', 'attention_mask', 'position_ids')
-PACKED = ('cu_seqlens', 'cu_seqlens_padded', 'max_seqlen', 'local_cp_size')
 
 
 def has_mtp(ignore_virtual, vp_stage=None):
@@ -37,7 +37,9 @@ def has_mtp(ignore_virtual, vp_stage=None):
 
 
 def needs_data(vp_stage):
-    """Whether that chunk of this rank reads batches."""
+    """Whether that chunk of this rank reads batches: all do of packed sequences."""
+    if get_args().sft:
+        return True
     return is_first_or_last_pipeline_stage(vp_stage) or has_mtp(False, vp_stage)
 
 
@@ -50,10 +52,11 @@ def get_batch(data_iterator, vp_stage):
     tp_rank = mpu.get_tensor_model_parallel_rank()
     if tp_rank == 0:
         sample = next(data_iterator)
-        batch = {key: sample[key].cuda() if key in sample else None for key in (*KEYS, *PACKED)}
+        keys = (*KEYS, *packed.KEYS)
+        batch = {key: sample[key].cuda() if key in sample else None for key in keys}
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        has_cu_seqlens=args.sft,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -81,8 +84,13 @@ def loss_func(loss_mask, losses):
 
 def forward_step(data_iterator, model):
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, 'vp_stage'))
+    sequences = {'packed_seq_params': packed.sequences(batch)} if get_args().sft else {}
     output = model(
-        batch['tokens'], batch['position_ids'], batch['attention_mask'], labels=batch['labels']
+        batch['tokens'],
+        batch['position_ids'],
+        batch['attention_mask'],
+        labels=batch['labels'],
+        **sequences,
     )
     return output, partial(loss_func, batch['loss_mask'])
 
@@ -99,7 +107,7 @@ def datasets(sizes, vp_stage=None):
         create_attention_mask=args.create_attention_mask_in_dataloader,
     )
     builder = BlendedMegatronDatasetBuilder(
-        MockGPTDataset, sizes, partial(needs_data, vp_stage), config
+        packed.Dataset if args.sft else MockGPTDataset, sizes, partial(needs_data, vp_stage), config
     )
     return builder.build()
 

@@ -1,4 +1,4 @@
-"""Rows added to each expert's tokens, whose number FP8's products want to be a multiple."""
+"""Rows added: to an expert's tokens for FP8's products, to packed sequences for a batch of them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,24 @@ def fused_multi_row_unpadding(
 ) -> None:
     """Put the upper rows of the parts of `x` into those of `out`, which are shorter."""
     _copy_parts(x.split(list(padded_splits)), out.split(list(splits)))
+
+
+@kernel
+def convert_thd_to_bshd(
+    packed: torch.Tensor, ends: torch.Tensor, batch: int, longest: int
+) -> torch.Tensor:
+    """Return [batch, longest, ...] of sequences that follow each other; zeros behind each."""
+    out = packed.new_zeros((batch, longest, *packed.shape[1:]))
+    _copy_parts(packed.split(ends.diff().tolist()), out.unbind())
+    return out
+
+
+@kernel
+def convert_bshd_to_thd(padded: torch.Tensor, ends: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return [tokens, ...], the upper rows of each sequence behind each other."""
+    out = padded.new_empty((tokens, *padded.shape[2:]))
+    _copy_parts(padded.unbind(), out.split(ends.diff().tolist()))
+    return out
 
 
 def _copy_parts(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:

@@ -294,6 +294,14 @@ def test_padding():
     assert torch.equal(back, x)
 
 
+def test_packed_sequences():
+    x, ends = randn(5, 2, 3), torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    batch = TEX.convert_thd_to_bshd(x, ends, 3, 4)
+    assert torch.equal(batch[0, :2], x[:2]) and torch.equal(batch[2, :3], x[2:])
+    assert not batch[0, 2:].any() and not batch[1].any() and not batch[2, 3:].any()
+    assert torch.equal(TEX.convert_bshd_to_thd(batch, ends, 5), x)
+
+
 def test_what_is_missing_says_so():
     assert TEX.CommOverlapType.RS != TEX.CommOverlapType.AG
     before = calls['get_num_cublas_streams']
