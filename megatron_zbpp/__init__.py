@@ -31,6 +31,9 @@ from megatron_zbpp.ir.errors import ScheduleError
 from megatron_zbpp.ir.formats import load
 from megatron_zbpp.ir.layout import ModelLayout, layers_per_stage
 from megatron_zbpp.mcore import enabled
+from megatron_zbpp.partitioning.devices import Device, Devices
+from megatron_zbpp.partitioning.layers import Layer, Layers
+from megatron_zbpp.partitioning.plans import PartitionPlan, partition
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.schedules import FAMILIES, Family, build
 from megatron_zbpp.version import __version__
@@ -45,8 +48,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     'Costs',
+    'Device',
+    'Devices',
     'Family',
+    'Layer',
+    'Layers',
     'ModelLayout',
+    'PartitionPlan',
     'Pass',
     'Placement',
     'Schedule',
@@ -63,6 +71,7 @@ __all__ = [
     'layout_for',
     'load',
     'observe',
+    'partition',
     'plan',
     'simulate',
 ]

@@ -12,12 +12,11 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from math import isfinite
 from pathlib import Path
 from typing import NoReturn
 
 from megatron_zbpp.analysis.checker import ScheduleError
-from megatron_zbpp.cli import commands
+from megatron_zbpp.cli import commands, partitioning, values
 from megatron_zbpp.cli.inputs import PLACEMENTS, StageCosts, Times
 from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.strict_json import printable
@@ -25,7 +24,7 @@ from megatron_zbpp.planner.problem import OBJECTIVES
 from megatron_zbpp.version import __version__
 
 # Commands whose numbers, if they take any, are no times.
-_TIMELESS = frozenset({'', 'list', 'check', 'doctor'})
+_TIMELESS = frozenset({'', 'list', 'check', 'doctor', 'partition'})
 _FORMATS = ('json', 'torch-csv', 'html', 'svg', 'png', 'perfetto')
 
 _EXAMPLES = """
@@ -35,6 +34,8 @@ zbpp simulate --schedule zb-1p --pp 8 --microbatches 24 --times 18.5,18.1,9.3 --
 zbpp compare --pp 8 --microbatches 24 --times 1,1.2,0.8 -o compare.html
 zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --memory-limit 8 --layers 32 -o plan.json
 zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --frontier 3,4,5,6,7,8 --seconds 60
+zbpp partition layers.json --pp 4 --microbatches 8 -o plan.json
+zbpp partition layers.json --devices devices.json --microbatches 8 --memory-limit 8 --exact
 zbpp doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py --pipeline-schedule zb-v ...
 zbpp check plan.json                                   ours, a plan's or torch's CSV
 zbpp convert --file plan.json --to torch-csv -o plan.csv
@@ -145,8 +146,15 @@ def _parser() -> argparse.ArgumentParser:
     planned = command('plan', commands.plan_schedule, 'search the best schedule for given costs')
     _add_planning(planned)
 
+    partitioned = command(
+        'partition',
+        partitioning.partition_layers,
+        'which layers on which rank and device, and the schedule for that',
+    )
+    partitioning.add_partition(partitioned)
+
     doctor = command('doctor', commands.doctor, 'what is installed, and what a job would run')
-    doctor.add_argument('--gpus', type=_count, metavar='N', help='of the job; default: as it says')
+    doctor.add_argument('--gpus', type=values.count, metavar='N', help='of the job')
     doctor.add_argument('--verbose', action='store_true', help='name each patch, each version')
     doctor.add_argument('line', nargs='*', metavar='-- LAUNCH LINE', help='of pretrain_gpt.py')
 
@@ -166,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_planning(planned: argparse.ArgumentParser) -> None:
     """Add what `plan` takes."""
-    _add_shape(planned, required=True, chunks=_counts)
+    _add_shape(planned, required=True, chunks=values.counts)
     _add_costs(planned)
     planned.add_argument(
         '--placement',
@@ -182,14 +190,14 @@ def _add_planning(planned: argparse.ArgumentParser) -> None:
         help='window where ranks do not wait for each other between iterations',
     )
     planned.add_argument(
-        '--seconds', type=_amount, default=20.0, metavar='N', help='at most; default 20'
+        '--seconds', type=values.amount, default=20.0, metavar='N', help='at most; default 20'
     )
     planned.add_argument(
         '--seed', type=int, default=0, metavar='N', help='another one searches elsewhere; default 0'
     )
     planned.add_argument(
         '--frontier',
-        type=_amounts,
+        type=values.amounts,
         metavar='A,...',
         help='plan under each of these memory limits: less bubble for more memory',
     )
@@ -201,7 +209,7 @@ def _add_planning(planned: argparse.ArgumentParser) -> None:
         'with --frontier a picture of it beside the named schedules (.png, .svg)',
     )
     planned.add_argument(
-        '--layers', type=_count, metavar='N', help='of the model: no more stages than that'
+        '--layers', type=values.count, metavar='N', help='of the model: no more stages than that'
     )
     caching = planned.add_mutually_exclusive_group()
     caching.add_argument(
@@ -229,12 +237,12 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 def _add_shape(
     parser: argparse.ArgumentParser, required: bool, chunks: Callable[[str], object] | None = None
 ) -> None:
-    parser.add_argument('--pp', type=_count, metavar='P', required=required, help='ranks')
+    parser.add_argument('--pp', type=values.count, metavar='P', required=required, help='ranks')
     parser.add_argument(
-        '--microbatches', type=_count, metavar='M', required=required, help='microbatches'
+        '--microbatches', type=values.count, metavar='M', required=required, help='microbatches'
     )
     if chunks is None:
-        parser.add_argument('--vpp', type=_count, metavar='V', help='chunks per rank')
+        parser.add_argument('--vpp', type=values.count, metavar='V', help='chunks per rank')
     else:
         parser.add_argument(
             '--vpp', type=chunks, metavar='V,...', help='chunks per rank; default 1,2,4'
@@ -251,7 +259,10 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
         'activation, retained, comm, message, edges, speeds, times, amounts; default 1,1,1',
     )
     parser.add_argument(
-        '--comm', type=_amount, metavar='C', help="time of a message; default 0, or the file's"
+        '--comm',
+        type=values.amount,
+        metavar='C',
+        help='time of a message; default 0, or as in FILE',
     )
     _add_memory_limit(parser)
 
@@ -259,43 +270,16 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
 def _add_memory_limit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--memory-limit',
-        type=_amount,
+        type=values.amount,
         metavar='A',
         help='most activations of a microbatch on a full rank that a rank may hold',
     )
 
 
-def _argument(text: str, ok: bool, cure: str) -> None:
-    if not ok:
-        raise argparse.ArgumentTypeError(f'{text!r} is not possible: {cure}')
-
-
-def _count(text: str) -> int:
-    _argument(text, text.isdecimal() and int(text) > 0, 'give a whole number from 1 up')
-    return int(text)
-
-
-def _counts(text: str) -> list[int]:
-    return [_count(part) for part in text.split(',')]
-
-
 def _placements(text: str) -> list[str]:
     for name in text.split(','):
-        _argument(name, name in PLACEMENTS, f'choose of {", ".join(PLACEMENTS)}')
+        values.require(name, name in PLACEMENTS, f'choose of {", ".join(PLACEMENTS)}')
     return text.split(',')
-
-
-def _amount(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float('nan')
-    _argument(text, isfinite(value) and value >= 0, 'give a number from 0 up')
-    return value
-
-
-def _amounts(text: str) -> list[float]:
-    return [_amount(part) for part in text.split(',')]
 
 
 def _names(text: str) -> list[str]:
@@ -304,8 +288,8 @@ def _names(text: str) -> list[str]:
 
 def _times(text: str) -> Times | StageCosts:
     if ',' in text:
-        parts = [_amount(part) for part in text.split(',')]
-        _argument(text, len(parts) == 3, 'give three times, F,B,W')
+        parts = [values.amount(part) for part in text.split(',')]
+        values.require(text, len(parts) == 3, 'give three times, F,B,W')
         return Times(*parts)
     try:
         return StageCosts.read(Path(text))

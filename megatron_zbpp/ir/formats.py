@@ -57,6 +57,10 @@ PLAN_FIELDS = (
     'schedule',
     'timeline',
     'spans',
+    # of `zbpp partition`
+    'cuts',
+    'device_order',
+    'layout',
 )
 
 _ACTION = re.compile(r'(\d+)(F|I|BW|B|W)(\d+)', re.ASCII)
@@ -114,6 +118,23 @@ def _text(path: Path) -> str:
                 f'{passes} passes: at most {MOST_PASSES} can be checked; give fewer microbatches'
             )
     return text
+
+
+def load_layout(path: str | Path) -> str | None:
+    """Return the layout of layers that a plan's file has beside its schedule; None: it has none.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the layout is no text.
+    """
+    text = _text(Path(path))
+    if not text.lstrip().startswith('{'):
+        return None
+    data: Any = strict_json.loads(text)
+    layout = data.get('layout') if strict_json.is_object(data) else None
+    if layout is not None and strict_json.text(layout) is not None:
+        raise ValueError(f'{path}: layout {layout!r} is not a text such as Ett|ttL')
+    return layout
 
 
 def from_json(text: str) -> Schedule:

@@ -26,6 +26,7 @@ OBJECTIVES = ('makespan', 'window')
 EPSILON = 1e-9  # times closer than this are equal
 
 _QUANTA = 1 << 40  # the largest activation is so many units: sums of thirds stay exact
+_ROUNDING = 1 + 1e-9  # of thousands of them
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,8 @@ class Problem:
 
     @cached_property
     def caps(self) -> tuple[float, ...]:
-        """`limits` in the unit of `changes`."""
-        return tuple(x if x == inf else round(x / self._quantum) for x in self.limits)
+        """`limits` in the unit of `changes`, and what rounding may have added to those."""
+        return tuple(x if x == inf else round(x * _ROUNDING / self._quantum) for x in self.limits)
 
     def fits(self, orders: Orders) -> bool:
         """Whether every rank stays within its limit."""

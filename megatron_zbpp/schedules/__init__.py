@@ -20,6 +20,7 @@ from megatron_zbpp.ir import Schedule
 from megatron_zbpp.schedules import (  # noqa: F401
     gpipe,
     one_f_one_b,
+    one_f_one_b_pb,
     interleaved,
     breadth_first,
     zb_h,

@@ -438,3 +438,46 @@ def test_layers_of_hybrid_models_are_where_their_pattern_says(ranks, schedule, p
     )
     assert found.code is None and found.result.source == (schedule, chunks, None)
     assert found.result.placed == {name: MEGATRONS[name] for name in PLACED}
+
+
+def plan_file(folder, layout='Ettt|tL'):
+    """A plan of two ranks and four microbatches."""
+    import json
+
+    from megatron_zbpp.schedules import build
+
+    path = folder / 'plan.json'
+    schedule = json.loads(build('zb-h1', 2, 4).to_json())
+    path.write_text(json.dumps({'layout': layout, 'cuts': [4, 2], 'schedule': schedule}))
+    return path
+
+
+def test_a_plan_brings_its_layout(ranks, tmp_path):
+    plan = ['--pipeline-schedule-file', plan_file(tmp_path)]
+    for given in (None, 'Ettt|tL', 'Et*3|tL'):
+        found = parsed(ranks, *plan, pipeline_model_parallel_layout=given)
+        assert found.code is None and 'layers as the plan has them: Ettt|tL' in found.said
+        assert found.result.placed['pipeline_model_parallel_layout'] == 'Ettt|tL'
+
+
+@pytest.mark.parametrize(
+    ('layout', 'changes', 'said'),
+    [
+        ('Ett|tL', {}, '--num-layers 4, but the layout Ett|tL of'),
+        ('Ettt|tmL', {}, '--mtp-num-layers 0'),
+        ('ttt|t', {}, 'with E first and L last'),
+        ('Ettt|tL', {'pipeline_model_parallel_layout': 'Ett|ttL'}, 'leave the flag out'),
+        (3, {}, 'layout 3 is not a text'),
+    ],
+)
+def test_a_plan_of_another_model(ranks, tmp_path, layout, changes, said):
+    plan = plan_file(tmp_path, layout)
+    assert said in refused(ranks, '--pipeline-schedule-file', plan, **changes)
+
+
+def test_a_file_keeps_its_chunks(ranks, tmp_path):
+    """Whatever flags say of them; that they say the same is no error."""
+    file = ['--pipeline-schedule-file', schedule_file(tmp_path)]
+    found = parsed(ranks, *file, pipeline_model_parallel_layout='Et|t|t|tL')
+    assert found.code is None
+    assert 'ask for 1 chunks' in refused(ranks, *file, pipeline_model_parallel_layout='Ett|ttL')

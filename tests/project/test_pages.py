@@ -99,7 +99,7 @@ def test_numbers_of_the_schedules():
     text = (ROOT / 'docs' / 'choosing.md').read_text()
     row = re.compile(r'^\| (`.+?) \| ([\d.]+ %) \[([\d.]+ %)\] \| (.+?) \|', re.M)
     rows = row.findall(text)
-    assert len(rows) == 9
+    assert len(rows) == 10
     for names, window, makespan, memory in rows:
         named = re.findall('`(.+?)`', names)
         found = [simulated(name) for name in named]

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_zbpp.emulation import cpu, te
 from megatron_zbpp.mcore import enabled, refusals
-from megatron_zbpp.mcore.command_line import flags, sizes
+from megatron_zbpp.mcore.command_line import flags, plan_layout, sizes
 from megatron_zbpp.mcore.command_line.messages import refuse, say
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
 from megatron_zbpp.mcore.plugin import Plugin
@@ -113,7 +113,9 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         say('one pipeline rank has no pipeline: --pipeline-schedule changes nothing')
         return None
     sizes.require_plain(args)
-    source, chunks = flags.source_of(config), sizes.num_chunks(args)
+    source = flags.source_of(config)
+    layout = plan_layout.take_layout(args, config)
+    chunks = plan_layout.num_chunks(args, source)
     settings = Settings(
         source,
         chunks,
@@ -124,6 +126,8 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         profile_iters=config.pipeline_schedule_profile_iters,
         trace_dir=folder(config.pipeline_trace_dir),
     )
+    if layout is not None:
+        say(f'layers as the plan has them: {layout}')
     _supersede(args)
     ranks, programs = args.pipeline_model_parallel_size, Programs(settings)
     placement, splits = programs.placement(ranks), programs.splits(ranks)

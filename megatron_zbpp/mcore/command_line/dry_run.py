@@ -14,7 +14,7 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.layout import layers_per_stage
 from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.mcore import layout, refusals
-from megatron_zbpp.mcore.command_line import flags, sizes
+from megatron_zbpp.mcore.command_line import flags, plan_layout, sizes
 from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
 from megatron_zbpp.mcore.command_line.layer_memory import LayerMemory, layer_memory
 from megatron_zbpp.mcore.post_validation.barriers import barriers
@@ -121,10 +121,12 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     if config is None or parallel['pipeline'] == 1:
         return DryRun(parallel, notes=(*notes, *([] if config is None else [_NO_PIPELINE])))
     sizes.require_plain(line.args)
+    source = flags.source_of(config)
+    plan_layout.take_layout(line.args, config)
     programs = Programs(
         Settings(
-            flags.source_of(config),
-            sizes.num_chunks(line.args),
+            source,
+            plan_layout.num_chunks(line.args, source),
             config.pipeline_schedule_memory_limit,
         )
     )

@@ -15,6 +15,7 @@ from megatron_zbpp.schedules import FAMILIES, Family, build, find, names, regist
 LIBRARY = {
     'gpipe',
     '1f1b',
+    '1f1b-pb',
     'interleaved',
     'breadth-first',
     'zb-h1',

@@ -1,0 +1,234 @@
+"""`zbpp partition`: which layers on which rank, on which device, by which schedule."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_zbpp.cli import values
+from megatron_zbpp.cli.printing import headline, picture_format, print_json, print_table, write
+from megatron_zbpp.cli.progress import progress
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.partitioning.devices import Devices
+from megatron_zbpp.partitioning.layers import Layers
+from megatron_zbpp.partitioning.plans import (
+    PartitionInterrupted,
+    PartitionPlan,
+    default_placements,
+    partition,
+)
+from megatron_zbpp.partitioning.space import OBJECTIVES
+from megatron_zbpp.render.html import html
+from megatron_zbpp.render.png import timeline_png
+from megatron_zbpp.render.scene import number
+from megatron_zbpp.render.svg import svg
+
+
+def add_partition(command: ArgumentParser) -> None:
+    """Add what `zbpp partition` takes."""
+    add_case(command)
+    command.add_argument(
+        '--objective',
+        choices=OBJECTIVES,
+        default='makespan',
+        help='window where ranks do not wait for each other between iterations, period for '
+        'asynchronous training; default makespan',
+    )
+    command.add_argument(
+        '--fused', action='store_true', help='B and W are one pass: 1F1B and its like'
+    )
+    command.add_argument(
+        '--schedules',
+        type=lambda text: text.split(','),
+        default=[],
+        metavar='NAME,...',
+        help='only these, as they are; default: the best is planned',
+    )
+    command.add_argument('--exact', action='store_true', help='until the best is proven')
+    command.add_argument(
+        '--seconds', type=values.amount, default=60.0, metavar='N', help='at most; default 60'
+    )
+    command.add_argument(
+        '--top', type=values.count, default=32, metavar='K', help='partitions that are planned for'
+    )
+    command.add_argument('--seed', type=int, default=0, metavar='N', help='searches elsewhere')
+    command.add_argument(
+        '-o',
+        '--output',
+        metavar='FILE',
+        help='the plan (.json, for --pipeline-schedule-file) or its picture (.html, .svg, .png)',
+    )
+
+
+def add_case(command: ArgumentParser) -> None:
+    """Add layers, devices, microbatches and what limits them."""
+    command.add_argument('layers', metavar='LAYERS', help='costs of the layers, JSON')
+    command.add_argument('--devices', metavar='FILE', help='factors, memory and links, JSON')
+    command.add_argument('--pp', type=values.count, metavar='P', help='ranks; default: --devices')
+    command.add_argument(
+        '--microbatches', type=values.count, metavar='M', required=True, help='microbatches'
+    )
+    command.add_argument(
+        '--placements',
+        metavar='NAME,...',
+        help='that may be used: loop, loop2, v, wave4, ...; default loop,v,loop2',
+    )
+    command.add_argument(
+        '--memory-limit',
+        type=values.amounts,
+        metavar='A,...',
+        help='most activations of a rank, or of each device, in the unit of the file of layers',
+    )
+    command.add_argument(
+        '--keep-order', action='store_true', help='device r is rank r; default: the best order'
+    )
+
+
+def load_layers(path: str) -> Layers:
+    """Return the layers in a file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it has none; the message names the file.
+    """
+    return _read(path, Layers.from_json)
+
+
+def load_devices(path: str | None, ranks: int | None) -> Devices:
+    """Return the devices in a file, or so many that are alike.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: neither is given, or they contradict each other.
+    """
+    if path is None:
+        if ranks is None:
+            raise ValueError('--pp or --devices: say how many ranks there are')
+        return Devices.alike(ranks)
+    devices = _read(path, Devices.from_json)
+    if ranks not in (None, len(devices)):
+        raise ValueError(f'--pp {ranks}, but {path} has {len(devices)} devices: leave --pp out')
+    return devices
+
+
+def _read(path: str, reader: Callable):
+    try:
+        return reader(Path(path).read_text(encoding='utf-8'))
+    except UnicodeDecodeError as error:
+        raise ValueError(f'{path}: not text: give a file of JSON') from error
+    except ValueError as error:
+        raise ValueError(f'{path}: {error}') from error
+
+
+def placements_of(text: str | None, layers: Layers, ranks: int) -> list[Placement]:
+    """Return the placements that are named: loop, v, wave, with the chunks of a rank behind.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if text is None:
+        return default_placements(layers, ranks)
+    found: list[Placement] = []
+    for name in text.split(','):
+        kind = name.rstrip('0123456789')
+        chunks = int(name[len(kind) :] or (2 if kind in ('v', 'wave') else 1))
+        if kind == 'loop' and chunks:
+            found.append(Placement.loop(ranks, chunks))
+        elif (kind == 'wave' and chunks > 1) or (kind, chunks) == ('v', 2):
+            found.append(Placement.wave(ranks, chunks))
+        else:
+            raise ValueError(f'--placements {name}: choose of loop, loop2, ..., v, wave2, ...')
+    return found
+
+
+def limit_of(args: Namespace) -> float | list[float] | None:
+    """Return the memory limit: one for all, one a device, or none."""
+    given = args.memory_limit
+    return given[0] if given and len(given) == 1 else given
+
+
+def partition_layers(args: Namespace) -> int:
+    """Return 0, or 130 where Ctrl-C ended the search; prints and writes the best plan."""
+    layers = load_layers(args.layers)
+    devices = load_devices(args.devices, args.pp)
+    saved = bool(args.output) and args.output.endswith('.json')
+    picture = (
+        picture_format(args.output, 'name .json, .html, .svg or .png')
+        if (args.output and not saved)
+        else None
+    )
+    status = 0
+    try:
+        with progress('partitioning', '%', 100) as done:
+            found = partition(
+                layers,
+                devices,
+                args.microbatches,
+                placements=placements_of(args.placements, layers, len(devices)),
+                memory_limit=limit_of(args),
+                objective=args.objective,
+                fused=args.fused,
+                keep_order=args.keep_order,
+                schedules=args.schedules,
+                exact=args.exact,
+                seconds=args.seconds,
+                top=args.top,
+                seed=args.seed,
+                progress=done,
+            )
+    except PartitionInterrupted as interruption:
+        print('zbpp: interrupted: this is the best partition by then', file=sys.stderr)
+        found, status = interruption.best, 128 + signal.SIGINT
+    if saved:
+        write(args.output, json.dumps(found.facts(), indent=1))
+    elif picture is not None:
+        _draw(args, picture, found)
+    print_json(found.facts()) if args.json else _print(found, devices)
+    if args.output and not args.json:
+        print(f'wrote {args.output}')
+    return status
+
+
+def _print(found: PartitionPlan, devices: Devices) -> None:
+    """Print a plan for people: where everything is, and how good that is."""
+    timeline = found.timeline
+    print(headline(found.schedule))
+    print(f'layout {found.layout}')
+    print(
+        f'makespan {number(timeline.makespan)}, bubble {timeline.bubble_makespan:.2%}; '
+        f'window {number(max(timeline.windows))}, bubble {timeline.bubble_window:.2%}'
+    )
+    print(
+        f'{found.objective} {number(found.value)}, lower bound of all partitions '
+        f'{number(found.lower_bound)}, gap {found.gap:.2%}'
+    )
+    if found.even is None:
+        print('the even split with 1F1B does not fit')
+    else:
+        gain = 1 - found.value / found.even if found.even else 0.0
+        print(f'even split with 1f1b: {number(found.even)}; this takes {gain:.1%} less')
+    rows = []
+    for rank, (device, most) in enumerate(
+        zip(found.device_order, found.peak_activations, strict=True)
+    ):
+        held = found.layout.split('|')
+        own = ' '.join(held[stage] for stage in found.schedule.placement.stages(rank))
+        name = devices.devices[device].name or str(device)
+        rows.append((rank, name, own, number(timeline.busy(rank)), number(most)))
+    print_table(('rank', 'device', 'layers', 'busy', 'peak activations'), rows)
+    if found.schedule.placement.ranks[-1] == 0 and len(found.device_order) > 1:
+        print('Megatron wants the loss on its last rank: it runs this with the ranks reversed')
+
+
+def _draw(args: Namespace, to: str, found: PartitionPlan) -> None:
+    """Write the picture of a plan."""
+    name, heading = found.layout, f'{found.layout}; predicted'
+    timelines, costs = {name: found.timeline}, {name: found.costs}
+    if to == 'png':
+        return timeline_png(timelines, args.output, 'units of the layers', heading=heading)
+    picture: Callable[..., str] = {'html': html, 'svg': svg}[to]
+    write(args.output, picture(timelines, costs, heading=heading))

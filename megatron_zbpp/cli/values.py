@@ -1,0 +1,38 @@
+"""Numbers on the command line: each a number that makes sense, or an error that names the cure."""
+
+from __future__ import annotations
+
+import argparse
+from math import isfinite
+
+
+def require(text: str, ok: bool, cure: str) -> None:
+    """Raise unless the text makes sense."""
+    if not ok:
+        raise argparse.ArgumentTypeError(f'{text!r} is not possible: {cure}')
+
+
+def count(text: str) -> int:
+    """Return a whole number from 1 up."""
+    require(text, text.isdecimal() and int(text) > 0, 'give a whole number from 1 up')
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """Return several, divided by commas."""
+    return [count(part) for part in text.split(',')]
+
+
+def amount(text: str) -> float:
+    """Return a number from 0 up."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float('nan')
+    require(text, isfinite(value) and value >= 0, 'give a number from 0 up')
+    return value
+
+
+def amounts(text: str) -> list[float]:
+    """Return several, divided by commas."""
+    return [amount(part) for part in text.split(',')]

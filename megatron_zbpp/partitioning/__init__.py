@@ -1,0 +1,1 @@
+"""WHICH LAYERS WHERE: layers, devices and links in; partition, placement and schedule out."""

@@ -1,0 +1,181 @@
+"""`partition`: layers, devices and m in; a plan that Megatron can run out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.timeline import Timeline
+from megatron_zbpp.partitioning.devices import Devices
+from megatron_zbpp.partitioning.layers import Layers
+from megatron_zbpp.partitioning.ranking import rank
+from megatron_zbpp.partitioning.search import Finder, Outcome, schedule_of
+from megatron_zbpp.partitioning.space import Space
+from megatron_zbpp.partitioning.stages import Partition, stage_costs
+
+
+@dataclass(frozen=True)
+class PartitionPlan:
+    """A partition, where its stages are, and their schedule.
+
+    Attributes:
+        schedule: checked.
+        cuts: layers of each stage in model order, embedding and loss counted.
+        device_order: the device of each rank of the schedule.
+        layout: for `--pipeline-model-parallel-layout`.
+        costs: of the stages on their devices.
+        objective: 'makespan', 'window' or 'period'.
+        value: what it takes by `objective`.
+        lower_bound: no allowed partition takes less.
+        even: value of the even split with 1F1B on the devices as they are named; None: it does not
+            fit the memory, or there are too few layers.
+        repeats: whether the same inputs give the same plan again.
+    """
+
+    schedule: Schedule
+    cuts: tuple[int, ...]
+    device_order: tuple[int, ...]
+    layout: str
+    costs: Costs
+    objective: str
+    value: float
+    lower_bound: float
+    even: float | None
+    repeats: bool
+
+    @property
+    def timeline(self) -> Timeline:
+        """The schedule as predicted."""
+        return simulate(self.schedule, self.costs)
+
+    @property
+    def peak_activations(self) -> tuple[float, ...]:
+        """Most that each rank holds, in the unit of the layers' `activation`."""
+        return tuple(peak(self.schedule, self.costs))
+
+    @property
+    def gap(self) -> float:
+        """How far the value may be above the optimum, as a share of the bound."""
+        return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
+
+    def facts(self) -> dict[str, Any]:
+        """Return what `zbpp partition --json` prints, and a plan's file holds."""
+        timeline = self.timeline
+        return {
+            'makespan': timeline.makespan,
+            'window': max(timeline.windows),
+            'lower_bound': self.lower_bound,
+            'cuts': self.cuts,
+            'device_order': self.device_order,
+            'layout': self.layout,
+            'peak_activations': self.peak_activations,
+            'schedule': json.loads(self.schedule.to_json()),
+        }
+
+
+class PartitionInterrupted(KeyboardInterrupt):
+    """Ctrl-C while partitioning.
+
+    Attributes:
+        best: the best plan by then.
+    """
+
+    def __init__(self, best: PartitionPlan) -> None:
+        super().__init__()
+        self.best = best
+
+
+def partition(
+    layers: Layers,
+    devices: Devices | int,
+    num_microbatches: int,
+    *,
+    placements: Sequence[Placement] | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    objective: str = 'makespan',
+    fused: bool = False,
+    keep_order: bool = False,
+    schedules: Sequence[str] = (),
+    exact: bool = False,
+    seconds: float = 60.0,
+    top: int = 32,
+    seed: int = 0,
+    progress: Callable[[float], None] | None = None,
+) -> PartitionPlan:
+    """Return the best partition of the layers, with placement, order of devices and schedule.
+
+    Args:
+        layers: of the model.
+        devices: of the pipeline; or how many that are alike, their links free.
+        num_microbatches: m.
+        placements: that may be used; default: a loop of one chunk, a V, and a loop of two chunks,
+            as far as there are layers for them.
+        memory_limit: most activations that a rank may hold, or one limit a device, in the unit of
+            the layers' `activation`. What devices have as `memory` holds parameters, too.
+        objective: 'makespan' while ranks wait for each other between iterations, 'window' where
+            they do not, 'period' for asynchronous training: the work of the busiest rank.
+        fused: whether B and W run as one; then the schedule is a named one.
+        keep_order: whether device r must be rank r.
+        schedules: names of those to use, which are then not improved; default: plan.
+        exact: whether to go on until the best is proven.
+        seconds: at most, where that is not asked for.
+        top: partitions that are kept for planning.
+        seed: another one searches elsewhere.
+        progress: called now and then with the share of the time that is spent.
+
+    Raises:
+        PartitionInterrupted: by Ctrl-C; it has the best plan by then.
+        ValueError: nothing fits, or a value that makes no sense.
+    """
+    if isinstance(devices, int):
+        devices = Devices.alike(devices)
+    allowed = default_placements(layers, len(devices)) if placements is None else placements
+    space = Space.of(
+        layers, devices, num_microbatches, allowed, memory_limit, objective, fused, keep_order
+    )
+    finder = Finder(space, tuple(schedules), top, seconds, seed, progress)
+    found = finder.find(exact)
+    made = _plan(space, found)
+    if found.interrupted:
+        raise PartitionInterrupted(made)
+    return made
+
+
+def default_placements(layers: Layers, num_ranks: int) -> list[Placement]:
+    """Return a loop, and with layers enough a V and a loop of two chunks a rank."""
+    more = [Placement.v(num_ranks), Placement.loop(num_ranks, 2)]
+    room = num_ranks > 1 and len(layers.splits()) + 1 >= 2 * num_ranks
+    return [Placement.loop(num_ranks), *(more if room else [])]
+
+
+def _plan(space: Space, found: Outcome) -> PartitionPlan:
+    best = found.best
+    where = best.partition
+    return PartitionPlan(
+        schedule=schedule_of(best),
+        cuts=where.cuts,
+        device_order=where.order,
+        layout=space.layers.text(where.cuts),
+        costs=stage_costs(space.layers, space.devices, where),
+        objective=space.objective,
+        value=best.value,
+        lower_bound=found.lower_bound,
+        even=_even(space),
+        repeats=found.repeats,
+    )
+
+
+def _even(space: Space) -> float | None:
+    """Return what the even split takes with 1F1B; None: there is none that fits."""
+    try:
+        even: Partition = space.even()
+    except ValueError:
+        return None
+    known = rank(replace(space, fused=True), even, ('1f1b',), draft=False)
+    return None if known is None else known.value

@@ -1,0 +1,136 @@
+"""How good a partition is: by simulating named schedules on it, and a quick draft of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import inf
+
+from megatron_zbpp.ir import BW, Placement, Schedule
+from megatron_zbpp.partitioning.space import Space, fused_costs
+from megatron_zbpp.partitioning.stages import Partition
+from megatron_zbpp.planner.pattern import Pattern, dispatch
+from megatron_zbpp.planner.problem import Orders, Problem, replay
+from megatron_zbpp.schedules import build, find
+
+_WHOLE = {  # by chunks a rank, whether in a loop: named schedules whose backward is whole
+    (1, True): ('1f1b', '1f1b-pb'),
+    (2, True): ('interleaved',),
+    (2, False): ('1f1b-v',),
+}
+_SPLIT = {
+    (1, True): ('zb-h1', 'zb-h2', '1f1b', '1f1b-pb'),
+    (2, True): ('zb-interleaved', 'gis', 'interleaved'),
+    (2, False): ('zb-v', 'v-half', '1f1b-v'),
+}
+_DRAFTS = ((0.0, 1.0, inf), (0.5, 0.3, inf), (0.0, 2.0, 0.6))  # turn, delay, lead
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A partition with the best schedule known for it.
+
+    Attributes:
+        partition: what is where.
+        problem: to plan.
+        value: what the schedule takes, by the space's objective.
+        orders: of the schedule, B and W apart.
+        schedule: it as it was built; None: it is a draft of the planner's.
+    """
+
+    partition: Partition
+    problem: Problem
+    value: float
+    orders: Orders
+    schedule: Schedule | None
+
+
+def names_for(space: Space, placement: Placement) -> tuple[str, ...]:
+    """Return the named schedules to try on a placement."""
+    key = min(placement.num_chunks, 2), placement.is_loop
+    return (_WHOLE if space.fused else _SPLIT)[key]
+
+
+def rank(
+    space: Space, partition: Partition, names: Iterable[str] = (), draft: bool = True
+) -> Ranked | None:
+    """Return the best of the named schedules on a partition, and of drafts; None: none fits.
+
+    Args:
+        space: of the partition.
+        partition: see there.
+        names: of schedules; default: those that suit the placement.
+        draft: whether a draft may be best.
+    """
+    problem = space.problem(partition)
+    if problem is None:
+        return None
+    best: Ranked | None = None
+    for orders, schedule in _tries(space, problem, names, draft):
+        if not problem.fits(orders):
+            continue
+        on = problem
+        if schedule is not None and _is_whole(schedule) and not space.fused:
+            if names:  # it is wanted as it is
+                on = replace(problem, costs=fused_costs(problem.costs))
+            else:
+                schedule = None  # its B and W apart, which takes no longer
+        result = replay(on, orders, cap=inf if best is None else best.value)
+        if result is not None and (best is None or result[0] < best.value):
+            best = Ranked(partition, problem, result[0], orders, schedule)
+    if best is not None and space.objective == 'period':
+        return Ranked(partition, problem, max(problem.work), best.orders, best.schedule)
+    return best
+
+
+def _tries(
+    space: Space, problem: Problem, names: Iterable[str], draft: bool
+) -> Iterator[tuple[Orders, Schedule | None]]:
+    for name in names or names_for(space, problem.placement):
+        schedule = named_schedule(name, problem)
+        if schedule is not None:
+            yield problem.orders(schedule), schedule
+    if draft and not names and not space.fused:
+        for turn, delay, lead in _DRAFTS:
+            yield dispatch(problem, _pattern(problem, turn, delay, lead)), None
+
+
+def _pattern(problem: Problem, turn: float, delay: float, lead: float) -> Pattern:
+    straight = (1.0,) * problem.placement.num_chunks
+    return Pattern(straight, straight, turn, delay, 1.0, lead, 0.0, (0.0,) * problem.num_queues)
+
+
+def _is_whole(schedule: Schedule) -> bool:
+    """Whether a backward in it is one pass."""
+    return any(p.kind == BW for order in schedule.passes for p in order[-1:])
+
+
+def named_schedule(name: str, problem: Problem) -> Schedule | None:
+    """Return a named schedule on the problem's placement; None: it is on another, or not for it."""
+    placement, m, options = problem.placement, problem.num_microbatches, find(name).options
+    if 'costs' not in options:
+        schedule = _built(name, placement.num_ranks, m, placement.num_chunks)
+    else:
+        limit = min(problem.limits)
+        adapts = 'memory_limit' in options and limit < inf
+        try:
+            schedule = build(
+                name,
+                placement.num_ranks,
+                m,
+                num_chunks=placement.num_chunks,
+                costs=problem.costs,
+                memory_limit=limit if adapts else None,
+            )
+        except ValueError:
+            return None
+    return schedule if schedule and schedule.placement.ranks == placement.ranks else None
+
+
+@lru_cache(64)
+def _built(name: str, num_ranks: int, m: int, num_chunks: int) -> Schedule | None:
+    try:
+        return build(name, num_ranks, m, num_chunks=num_chunks)
+    except ValueError:  # not for so many ranks, or chunks
+        return None

@@ -1,0 +1,302 @@
+"""The best partition, device order and schedule that can be found: the way of `zbpp partition`.
+
+1. Candidates. Where partitions are few, all of them, the lowest bound first, until the bounds are
+   above the best value known. Where they are many, those of the bound's table (`bounds`), of the
+   even split, and of devices in the order of a minimum cut (`strategies.spp`), each climbed.
+2. Ranking, by simulating named schedules and drafts.
+3. Planning: the most promising get most of the time; one whose bound is no better gets none.
+4. `exact`: every candidate whose bound is below the best value is planned until that is proven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, pairwise
+from math import inf
+
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.partitioning.bounds import Bounds
+from megatron_zbpp.partitioning.climb import climb
+from megatron_zbpp.partitioning.ranking import Ranked, rank
+from megatron_zbpp.partitioning.space import Space
+from megatron_zbpp.partitioning.stages import Partition
+from megatron_zbpp.partitioning.strategies.spp import min_cut_order
+from megatron_zbpp.planner import cp_sat
+from megatron_zbpp.planner.budget import Budget
+from megatron_zbpp.planner.lower_bounds import lower_bound
+from megatron_zbpp.planner.problem import EPSILON, Problem
+from megatron_zbpp.planner.search import Search
+
+_LISTED = 100_000  # partitions that are all looked at
+_RANKING = 0.5  # share of the time, at most
+_EXACT_PASSES = 4 * 16 * 3 * 2  # that the exact solver is asked for without `exact`
+_SECONDS = 1e6  # what "until it is proven" means
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a search found.
+
+    Attributes:
+        best: the best partition with its schedule's orders.
+        lower_bound: no allowed partition takes less.
+        proven: whether no partition is better, of those that are allowed.
+        interrupted: whether Ctrl-C ended it.
+        repeats: whether the same inputs give the same again.
+    """
+
+    best: Ranked
+    lower_bound: float
+    proven: bool
+    interrupted: bool
+    repeats: bool
+
+
+class Finder:
+    """Looks for the best of a space.
+
+    Args:
+        space: see there.
+        names: of schedules; () for those that suit each placement, and plans.
+        top: how many partitions are kept for planning.
+        seconds: at most, but for a proof.
+        seed: of the planner.
+        progress: is told the share that is done.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        names: tuple[str, ...] = (),
+        top: int = 32,
+        seconds: float = 60.0,
+        seed: int = 0,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        self.space = space
+        self.bounds = Bounds(space)
+        self.kept: list[Ranked] = []
+        self._names = names
+        self._plans = not (names or space.fused or space.objective == 'period')
+        self._top = top
+        self._seed = seed
+        self._budget = Budget(seconds, progress)
+        self._proven: dict[Partition, float] = {}  # bounds that the exact solver has raised
+        self._listed = space.size <= _LISTED
+
+    def find(self, exact: bool = False) -> Outcome:
+        """Return the best that there is time for, or that there is.
+
+        Raises:
+            ValueError: nothing fits the memory, or a proof is asked for where it cannot be had.
+        """
+        if exact and not self._listed:
+            raise ValueError(
+                f'{self.space.size:.3g} partitions are too many to prove one the best: leave exact '
+                'out, or keep the order of the devices'
+            )
+        if exact and self._plans and not cp_sat.available():
+            raise ValueError('a proof needs OR-tools: pip install "megatron_zbpp[exact]"')
+        interrupted = False
+        share = _RANKING if self._plans and not exact else 1.0
+        try:
+            self._rank(self._budget.split_off(share), exact)
+            if not self.kept:
+                raise ValueError(
+                    'no partition holds one microbatch on every rank within its memory: give more '
+                    'memory, more pipeline ranks, or smaller microbatches'
+                )
+            if self._plans:
+                self._plan(exact)
+        except KeyboardInterrupt:
+            if not self.kept:
+                raise
+            interrupted = True
+        best = self.kept[0]
+        bound = min(best.value, self._bound(exact and not interrupted))
+        proven = bound >= best.value - EPSILON
+        repeats = not (self._budget.overran or interrupted)
+        return Outcome(best, bound, proven, interrupted, repeats)
+
+    def _keep(self, found: Ranked | None) -> None:
+        """Remember a partition, the best first; of one partition the best schedule."""
+        if found is None:
+            return
+        others = [known for known in self.kept if known.partition != found.partition]
+        if len(others) < len(self.kept):
+            own = next(known for known in self.kept if known.partition == found.partition)
+            found = min(found, own, key=_by_value)
+        self.kept = sorted([*others, found], key=_by_value)[: self._top]
+
+    def _rank(self, budget: Budget, whole: bool) -> None:
+        """Fill `kept`: with the best of all partitions, or with the best of some climbs."""
+        charge = self.space.num_microbatches * len(self.space.devices) * 30
+
+        def go_on(found: Ranked) -> bool:
+            self._keep(found)
+            return budget.charge(charge * found.problem.placement.num_chunks)
+
+        if not self._listed:
+            for start in self._starts():
+                if climb(self.space, self.bounds, start, self._names, go_on) is None:
+                    budget.charge(charge)
+                if budget.left <= 0:
+                    break
+            for known in self.kept[: self._top]:
+                self._keep(rank(self.space, known.partition, self._names))
+            return
+        every = enumerate(self.space.partitions())
+        listed = sorted((self.bounds.of(p), at, p) for at, p in every)
+        for bound, _, partition in listed:
+            if self.kept and bound >= self.kept[0].value - EPSILON:
+                break
+            found = rank(self.space, partition, self._names)
+            if found is not None and not go_on(found) and not whole:
+                break
+
+    def _starts(self) -> Iterator[Partition]:
+        """Yield partitions to climb from."""
+        space = self.space
+        output = max(layer.output for layer in space.layers)
+        given = tuple(range(len(space.devices)))
+        orders = [given] if space.keep_order else [min_cut_order(space.devices, output), given]
+        for placement in space.placements:
+            if placement.num_chunks == 1:
+                _, cuts, kinds = self.bounds.chain()
+                for order in orders:
+                    yield Partition(placement, tuple(cuts), self._assigned(kinds, order))
+            for order in dict.fromkeys(orders):
+                yield replace(self._balanced(placement, order))
+                yield replace(space.even(placement), order=order)
+
+    def _assigned(self, kinds: Sequence[object], order: Sequence[int]) -> tuple[int, ...]:
+        """Return the devices of these factors by rank, those of a kind in the given order."""
+        left = list(order)
+        chosen: list[int] = []
+        for factors in kinds:
+            alike = (d for d in left if self.space.devices.devices[d].factors == factors)
+            device = next(alike, left[0])
+            left.remove(device)
+            chosen.append(device)
+        return tuple(chosen)
+
+    def _balanced(self, placement: Placement, order: tuple[int, ...]) -> Partition:
+        """Return stages of about equal time on the devices that they are on."""
+        times = [layer.time for layer in self.space.layers]
+        speeds = [3 / sum(self.space.devices.devices[order[r]].factors) for r in placement.ranks]
+        splits = sorted(self.space.layers.splits())
+        total, share, done, at = sum(times), sum(speeds), 0.0, 0
+        ends: list[int] = []
+        prefix = [0.0]
+        for time in times:
+            prefix.append(prefix[-1] + time)
+        for stage, speed in enumerate(speeds[:-1]):
+            done += speed
+            most = len(splits) - (len(speeds) - 1 - stage)
+            wanted = total * done / share
+            near = min(range(at, most + 1), key=lambda i: abs(prefix[splits[i]] - wanted))
+            ends.append(splits[near])
+            at = near + 1
+        marks = [0, *ends, len(times)]
+        return Partition(placement, tuple(b - a for a, b in pairwise(marks)), order)
+
+    def _plan(self, exact: bool) -> None:
+        """Plan on the most promising; with `exact` on every one that may be better, to the end."""
+        searches = [(self._search(ranked), ranked) for ranked in self._promising()]
+        for at, (search, ranked) in enumerate(searches):
+            if search.bound >= self.kept[0].value - EPSILON:
+                continue
+            share = 0.5 if at < len(searches) - 1 else 1.0
+            part = self._budget.split_off(share * (0.2 if exact else 1.0))
+            self._improve(search, ranked, part)
+        if exact:
+            self._prove()
+
+    def _promising(self) -> list[Ranked]:
+        """Return those to plan: the best, and those within a few percent of it."""
+        most = self.kept[0].value * 1.2
+        return [ranked for ranked in self.kept if ranked.value <= most]
+
+    def _search(self, ranked: Ranked) -> Search:
+        return Search(ranked.problem, [ranked.orders], self._seed)
+
+    def _improve(self, search: Search, ranked: Ranked, budget: Budget) -> None:
+        """Search on one partition; where it is small, ask the exact solver, too."""
+        small = search.problem.num_passes <= _EXACT_PASSES and cp_sat.available()
+        search.improve(budget.split_off(0.3 if small else 1.0))
+        if small and not search.done and search.bound < self.kept[0].value - EPSILON:
+            best = min(self.kept[0].value, search.best.value)
+            effort, seconds = budget.effort, budget.seconds
+            answer = cp_sat.solve(
+                search.problem, search.best.orders, search.bound, best, effort, seconds
+            )
+            budget.spend_effort(answer.effort, answer.overran)
+            self._proven[ranked.partition] = answer.bound
+            if answer.orders is not None:
+                search.add(answer.orders)
+        if search.best.value < ranked.value - EPSILON:
+            made = replace(
+                ranked, value=search.best.value, orders=search.best.orders, schedule=None
+            )
+            self._keep(made)
+
+    def _prove(self) -> None:
+        """Solve every partition whose bound is below the best value, the lowest bound first."""
+        for bound, partition, problem in self._open():
+            best = self.kept[0].value
+            if max(bound, self._proven.get(partition, 0.0)) >= best - EPSILON:
+                continue
+            known = next((k for k in self.kept if k.partition == partition), None)
+            known = known or rank(self.space, partition)
+            assert known is not None
+            search = Search(problem, [known.orders], self._seed)
+            for effort in (2.0**k for k in count(4)):
+                answer = cp_sat.solve(
+                    problem, search.best.orders, search.bound, self.kept[0].value, effort, _SECONDS
+                )
+                search.bound = max(search.bound, answer.bound)
+                if answer.orders is not None:
+                    search.add(answer.orders)
+                    solution = search.best
+                    self._keep(Ranked(partition, problem, solution.value, solution.orders, None))
+                if search.bound >= min(self.kept[0].value, search.best.value) - EPSILON:
+                    break
+            self._proven[partition] = search.bound
+
+    def _open(self) -> list[tuple[float, Partition, Problem]]:
+        """Return the partitions whose bound is below the best value, the lowest first."""
+        best = self.kept[0].value
+        found: list[tuple[float, Partition, Problem]] = []
+        for partition in self.space.partitions():
+            bound = self.bounds.of(partition)
+            problem = self.space.problem(partition) if bound < best - EPSILON else None
+            if problem is None:
+                continue
+            bound = max(bound, lower_bound(problem))
+            if bound < best - EPSILON:
+                found.append((bound, partition, problem))
+        return sorted(found, key=lambda entry: entry[0])
+
+    def _bound(self, whole: bool) -> float:
+        """Return what no allowed partition is below."""
+        best = self.kept[0].value
+        if not self._listed or self.space.objective == 'period':
+            return self.bounds.overall
+        lowest = best if whole and self._plans else inf
+        for bound, partition, _ in self._open():
+            lowest = min(lowest, max(bound, self._proven.get(partition, 0.0)))
+        return min(best, lowest)
+
+
+def _by_value(ranked: Ranked) -> tuple[float, int]:
+    """Of equal ones, that of fewer messages is better."""
+    return round(ranked.value, 9), ranked.problem.placement.num_stages
+
+
+def schedule_of(ranked: Ranked) -> Schedule:
+    """Return the schedule of the best, checked."""
+    schedule = ranked.schedule or ranked.problem.schedule(ranked.orders, 'planned')
+    check(schedule)
+    return schedule

@@ -1,0 +1,8 @@
+"""How others partition, each by its name: what their recurrences choose, and what that takes.
+
+pipedream    stages with replicas that even out stages and links (asynchronous)
+dapple       the same for synchronous schedules, ranked by a closed form
+pipe-torch   straight, over orders of unequal devices and links (asynchronous)
+spp          straight, devices in the order of a recursive minimum cut
+2bw          equal stages: width, depth and microbatch at once (asynchronous)
+"""

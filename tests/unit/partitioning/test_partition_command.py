@@ -1,0 +1,99 @@
+"""`zbpp partition`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from instances import NODES, P1, P4
+
+from megatron_zbpp.cli import main
+from megatron_zbpp.ir.formats import load, load_layout
+from megatron_zbpp.partitioning import plans
+
+KEYS = {
+    'makespan', 'window', 'lower_bound', 'cuts', 'device_order', 'layout', 'peak_activations',
+    'schedule',
+}  # fmt: skip
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> list[str]:
+    file = tmp_path / 'layers.json'
+    file.write_text(P1.to_json())
+    return ['partition', str(file), '--microbatches', '4']
+
+
+def test_json_is_one_object(case, capsys):
+    assert main([*case, '--pp', '4', '--placements', 'loop', '--exact', '--json']) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == KEYS
+    assert (found['makespan'], found['lower_bound'], found['cuts']) == (65, 65, [3, 2, 2, 1])
+    assert found['layout'] == 'Ett|tt|tt|L' and found['device_order'] == [0, 1, 2, 3]
+    assert len(found['peak_activations']) == 4
+
+
+def test_plan_for_people_and_for_megatron(case, capsys, tmp_path):
+    plan = tmp_path / 'plan.json'
+    assert main([*case, '--pp', '4', '--seconds', '1', '-o', str(plan)]) == 0
+    said = capsys.readouterr().out
+    assert 'layout Ett|tt|tt|L' in said and 'even split with 1f1b: 104' in said
+    assert load(plan).num_stages == 4 and load_layout(plan) == 'Ett|tt|tt|L'
+    assert main(['check', str(plan)]) == 0
+    assert (
+        main(['convert', '--file', str(plan), '--to', 'torch-csv', '-o', str(plan) + '.csv']) == 0
+    )
+    assert load(str(plan) + '.csv').passes == load(plan).passes
+    assert load_layout(str(plan) + '.csv') is None
+
+
+@pytest.mark.parametrize('kind', ['svg', 'html', 'png'])
+def test_pictures(case, tmp_path, kind, capsys):
+    picture = tmp_path / f'plan.{kind}'
+    v = ['--placements', 'v', '--pp', '2']
+    assert main([*case, *v, '--seconds', '1', '-o', str(picture)]) == 0
+    assert picture.stat().st_size > 1000
+    assert 'runs this with the ranks reversed' in capsys.readouterr().out
+
+
+def test_devices_and_limits(tmp_path, capsys):
+    layers, devices = tmp_path / 'layers.json', tmp_path / 'devices.json'
+    layers.write_text(P4.to_json())
+    devices.write_text(NODES.to_json())
+    given = ['partition', str(layers), '--devices', str(devices), '--microbatches', '4', '--json']
+    assert main([*given, '--placements', 'loop', '--fused']) == 0
+    assert json.loads(capsys.readouterr().out)['makespan'] == 92
+    assert main([*given, '--schedules', '1f1b', '--keep-order']) == 0
+    assert json.loads(capsys.readouterr().out)['makespan'] == 118
+
+
+@pytest.mark.parametrize(
+    ('more', 'said'),
+    [
+        ([], '--pp or --devices'),
+        (['--pp', '4', '--placements', 'ring'], '--placements ring'),
+        (['--pp', '4', '--placements', 'v3'], '--placements v3'),
+        (['--pp', '4', '--memory-limit', '1'], 'no partition holds'),
+        (['--pp', '4', '--schedules', 'zb-w'], "unknown schedule 'zb-w'"),
+        (['--pp', '4', '--devices', 'nowhere.json'], 'nowhere.json'),
+        (['--pp', '4', '-o', 'plan.txt'], 'name .json, .html, .svg or .png'),
+    ],
+)
+def test_what_cannot_be(case, capsys, more, said):
+    assert main([*case, *more]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed and printed.count('\n') == 1
+
+
+def test_interrupted(case, capsys, monkeypatch):
+    """The best by then, and the exit code of Ctrl-C."""
+    found = plans.partition(P1, 4, 4, seconds=1)
+
+    def interrupted(*args, **kwargs):
+        raise plans.PartitionInterrupted(found)
+
+    monkeypatch.setattr('megatron_zbpp.cli.partitioning.partition', interrupted)
+    assert main([*case, '--pp', '4', '--json']) == 130
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)['makespan'] == found.value and 'interrupted' in printed.err

@@ -1,0 +1,216 @@
+"""Partitions against optima that are known, and against all that there are."""
+
+from __future__ import annotations
+
+import random
+import signal
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from instances import INSTANCES, NODES, P1, P4, P6, Instance, layers
+
+from megatron_zbpp import Device, Devices, Layer, Layers, Placement, check, partition, simulate
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.partitioning.bounds import Bounds
+from megatron_zbpp.partitioning.plans import PartitionInterrupted, PartitionPlan
+from megatron_zbpp.partitioning.ranking import rank
+from megatron_zbpp.partitioning.search import Finder
+from megatron_zbpp.partitioning.space import Space
+
+ONE_CHUNK = ('P1', 'P1m', 'P2', 'P3', 'P4', 'P8')
+
+
+def asked(name: str) -> tuple[Instance, dict]:
+    instance = INSTANCES[name]
+    devices = instance.devices
+    p = devices if isinstance(devices, int) else len(devices)
+    return instance, {'placements': [Placement.loop(p)]} | instance.more
+
+
+def require_consistent(plan: PartitionPlan, limit: float | None) -> None:
+    """What the plan says is what its schedule does."""
+    check(plan.schedule)
+    assert simulate(plan.schedule, plan.costs).makespan == pytest.approx(plan.value)
+    assert plan.lower_bound <= plan.value + 1e-9
+    assert plan.peak_activations == tuple(peak(plan.schedule, plan.costs))
+    assert limit is None or max(plan.peak_activations) <= limit
+    stages = plan.schedule.placement.num_stages
+    assert len(plan.cuts) == plan.layout.count('|') + 1 == stages
+    assert tuple(map(len, plan.layout.split('|'))) == plan.cuts
+
+
+@pytest.mark.parametrize('name', INSTANCES)
+def test_split_optimum_is_proven(name):
+    instance, more = asked(name)
+    plan = partition(instance.layers, instance.devices, instance.m, exact=True, **more)
+    assert plan.value == plan.lower_bound == instance.split
+    assert plan.cuts in instance.cuts
+    require_consistent(plan, more.get('memory_limit'))
+
+
+@pytest.mark.parametrize('name', [name for name, it in INSTANCES.items() if it.fused])
+def test_best_1f1b(name):
+    """Over every partition, and every order of devices."""
+    instance, more = asked(name)
+    plan = partition(
+        instance.layers, instance.devices, instance.m, schedules=['1f1b'], exact=True, **more
+    )
+    assert plan.value == instance.fused and plan.schedule.name == '1f1b'
+    assert plan.cuts in instance.cuts
+    require_consistent(plan, more.get('memory_limit'))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('name', INSTANCES)
+def test_near_the_optimum_without_a_proof(name):
+    """Within one percent in 30 seconds."""
+    instance, more = asked(name)
+    plan = partition(instance.layers, instance.devices, instance.m, seconds=30, **more)
+    assert instance.split <= plan.value <= 1.01 * instance.split
+
+
+def test_even_split_beside_it():
+    assert partition(P1, 4, 4, seconds=1, placements=[Placement.loop(4)]).even == 104
+    p8 = INSTANCES['P8']
+    assert partition(p8.layers, 4, 8, fused=True, placements=[Placement.loop(4)]).even == 603
+    assert partition(P4, NODES, 4, keep_order=True, schedules=['1f1b']).value == 118
+
+
+@pytest.mark.parametrize(('m', 'whole', 'ahead'), [(4, 94, 92), (8, 164, 140), (16, 292, 236)])
+def test_more_warm_up_hides_slow_links(m, whole, ahead):
+    """As does 1f1b-pb, which `fused` may choose."""
+    loop = {'placements': [Placement.loop(4)]}
+    assert partition(P4, NODES, m, schedules=['1f1b'], **loop).value == whole
+    best = partition(P4, NODES, m, fused=True, **loop)
+    assert best.value == ahead and best.schedule.name == '1f1b-pb'
+
+
+def test_placement_and_partition_are_searched_together():
+    """A V puts both heavy ends on one rank; the loop of two chunks beats it and one chunk."""
+    plan = partition(P6, 2, 4, exact=True)
+    assert plan.value == 85 and plan.schedule.placement == Placement.loop(2, 2)
+
+
+def test_bounds_of_all_partitions():
+    for name, fused in (('P1', 86), ('P2', 157), ('P8', 456)):
+        instance, more = asked(name)
+        space = Space.of(
+            instance.layers,
+            Devices.alike(instance.devices),
+            instance.m,
+            more['placements'],
+            fused=True,
+        )
+        bounds = Bounds(space)
+        assert min(map(bounds.of, space.partitions())) == fused
+        assert bounds.overall == pytest.approx(fused)
+
+
+@pytest.mark.parametrize('seed', range(6))
+def test_the_bound_is_below_everything(seed):
+    """Devices and links of several kinds: the table's bound, each partition's, and simulations."""
+    rng = random.Random(seed)
+    own = layers(*[tuple(rng.randint(1, 6) for _ in 'FBW') for _ in range(7)])
+    fast, slow = Device('fast'), Device('slow', (1.5, 2.0, 1.0))
+    links = tuple(tuple(0.0 if a == b else rng.randint(0, 2) for b in range(3)) for a in range(3))
+    for fused, devices in product((True, False), ([fast, slow, slow], [fast, fast, fast])):
+        space = Space.of(own, Devices(tuple(devices), links), 5, [Placement.loop(3)], fused=fused)
+        bounds = Bounds(space)
+        found = [(bounds.of(p), rank(space, p)) for p in space.partitions()]
+        assert bounds.overall <= min(bound for bound, _ in found) + 1e-9
+        assert all(bound <= ranked.value + 1e-9 for bound, ranked in found)
+        best = min(ranked.value for _, ranked in found)
+        assert Finder(space, seconds=2).find().best.value <= best + 1e-9
+
+
+def test_many_partitions_are_climbed():
+    """Two kinds of devices on two kinds of links: near the bound of all partitions, and of use."""
+    model = Layers((Layer('E', 1, 0, 1), *[Layer('t', 4, 4, 3)] * 30, Layer('L', 9, 9, 9)))
+    devices = Devices(
+        tuple(Device(str(r), (1.0 + 0.5 * (r % 2),) * 3) for r in range(8)),
+        tuple(tuple(2.0 * (a // 4 != b // 4) for b in range(8)) for a in range(8)),
+    )
+    plan = partition(model, devices, 16, placements=[Placement.loop(8)], seconds=2)
+    assert plan.lower_bound <= plan.value <= 1.2 * plan.lower_bound
+    assert plan.value < 0.8 * plan.even
+    assert sorted(plan.device_order) == list(range(8))
+    require_consistent(plan, None)
+
+
+def test_period_is_the_busiest_rank():
+    """For asynchronous training: chains on chains."""
+    plan = partition(P1, 4, 4, objective='period', placements=[Placement.loop(4)])
+    assert plan.value == 4 * 14 == pytest.approx(plan.lower_bound)
+
+
+def test_multi_token_prediction_stays_together():
+    """In the last stage; in a loop also in another chunk of the last ranks, but never in two."""
+    model = Layers(
+        (
+            Layer('E'),
+            *[Layer('t', 2, 2, 2)] * 4,
+            Layer('m', 2, 2, 2),
+            Layer('m', 2, 2, 2),
+            Layer('L', 4, 4, 4),
+        )
+    )
+    plan = partition(model, 2, 4, placements=[Placement.v(2)], seconds=1)
+    assert plan.layout.endswith('mmL')
+    plan = partition(model, 2, 4, placements=[Placement.loop(2, 2)], seconds=1)
+    assert 'mm' in plan.layout
+
+
+def test_memory_holds_parameters_too():
+    """What they take is not there for activations."""
+    model = Layers((*[replace(layer, parameters=1.0) for layer in P1.layers],))
+    roomy = Devices(tuple(Device(str(r), memory=16.0) for r in range(4)))
+    loop = {'placements': [Placement.loop(4)], 'seconds': 1}
+    plan = partition(model, roomy, 4, **loop)
+    for held, cut in zip(plan.peak_activations, plan.cuts, strict=True):
+        assert held + cut <= 16
+    tight = Devices(tuple(Device(str(r), memory=3.0) for r in range(4)))
+    with pytest.raises(ValueError, match='no partition holds one microbatch'):
+        partition(model, tight, 4, **loop)
+
+
+@pytest.mark.parametrize(
+    ('change', 'said'),
+    [
+        ({'num_microbatches': 0}, '0 microbatches'),
+        ({'objective': 'speed'}, "'speed' is unknown"),
+        ({'devices': 9}, '8 layers cannot be 9 stages'),
+        ({'memory_limit': [1, 2]}, '2 memory limits for 4 ranks'),
+        ({'placements': [Placement.loop(3)]}, '4 devices for 3 ranks'),
+        ({'memory_limit': 1}, 'no partition holds one microbatch'),
+    ],
+)
+def test_what_cannot_be(change, said):
+    given = {'layers': P1, 'devices': 4, 'num_microbatches': 4} | change
+    with pytest.raises(ValueError, match=said):
+        partition(**given)
+
+
+def test_too_many_for_a_proof():
+    model = Layers(tuple([Layer('t', 1, 1, 1)] * 64))
+    with pytest.raises(ValueError, match='too many to prove'):
+        partition(model, 8, 8, exact=True, placements=[Placement.loop(8)])
+
+
+def test_interrupted_with_the_best_so_far(monkeypatch):
+    """Ctrl-C while planning: what is known by then."""
+    monkeypatch.setattr('megatron_zbpp.planner.budget._REPORT_EVERY', 0.0)
+    model = Layers((Layer('E', 1, 0, 1), *[Layer('t', 4, 5, 3)] * 14, Layer('L', 9, 9, 9)))
+    told: list[float] = []
+
+    def progress(share: float) -> None:
+        told.append(share)
+        if len(told) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    loop = [Placement.loop(4)]
+    with pytest.raises(PartitionInterrupted) as caught:
+        partition(model, 4, 8, placements=loop, memory_limit=10, seconds=3, progress=progress)
+    best = caught.value.best
+    assert len(told) == 3 and not best.repeats
+    require_consistent(best, 10)
