@@ -15,7 +15,8 @@ def refused(name, value):
     from megatron_zbpp.mcore.post_validation import split_step
 
     leaf = FP32Optimizer.__new__(FP32Optimizer)
-    leaf.is_stub_optimizer, leaf.config = name == 'stub', SimpleNamespace(**{name: value})
+    leaf.is_stub_optimizer = name == 'stub'
+    leaf.config = leaf.ddp_config = SimpleNamespace(**{name: value})
     return split_step.refusal(ChainedOptimizer([leaf])), split_step.refusal(leaf)
 
 
@@ -23,6 +24,7 @@ SETTINGS = [
     'use_precision_aware_optimizer',
     'optimizer_cpu_offload',
     'optimizer_cuda_graph',
+    'fp8_param_gather',
 ]
 
 

@@ -306,7 +306,8 @@ def check(ranks: Callable[[int], Ranks], data: Path, schedule: str, job: Job) ->
     reference = ranks(job.size).run(train, job, job.argv('megatron', False, data))
     trained = ranks(job.size).run(train, job, job.argv(name, bool(early), data))
     assert_same(trained, reference)
-    assert any(rank.early for rank in trained) == bool(early)
+    waits = job.fp8 == 'weights'  # they are quantized amid the step
+    assert any(rank.early for rank in trained) == (bool(early) and not waits)
 
 
 def assert_same(trained: list[Trained], reference: list[Trained]) -> None:

@@ -48,6 +48,10 @@ _REFUSED = {
     'overlap_param_gather_with_optimizer_step': 'parameters are gathered amid the step',
     'reuse_grad_buf_for_mxfp8_param_ag': 'parameters and gradients share a buffer',
 }
+_REFUSED_OF_DDP = {
+    'use_megatron_fsdp': 'parameters are gathered amid the step',
+    'fp8_param_gather': 'weights are quantized anew amid the step',
+}
 
 
 def patches() -> Iterator[Patch]:
@@ -80,8 +84,9 @@ def refusal(optimizer: MegatronOptimizer) -> str | None:
         for name, why in _REFUSED.items():
             if getattr(leaf.config, name, False):
                 return f'{name}: {why}'
-        if getattr(getattr(leaf, 'ddp_config', None), 'use_megatron_fsdp', False):
-            return 'use_megatron_fsdp: parameters are gathered amid the step'
+        for name, why in _REFUSED_OF_DDP.items():
+            if getattr(getattr(leaf, 'ddp_config', None), name, False):
+                return f'{name}: {why}'
     return None
 
 
