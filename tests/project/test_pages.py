@@ -116,6 +116,17 @@ def test_numbers_of_the_schedules():
         assert cells.strip(' |').split(' | ') == found
 
 
+def test_numbers_of_frozen_weights():
+    text = (ROOT / 'docs' / 'choosing.md').read_text()
+    bubbles = {}
+    for name in ('zb-v', 'interleaved', '1f1b'):
+        schedule = build(name, 8, 24)
+        timeline = simulate(schedule, Costs.uniform(schedule.placement, weight=0))
+        bubbles[name] = f'{100 * timeline.bubble_makespan:.1f} %'
+    assert bubbles['zb-v'] == bubbles['interleaved']
+    assert f'{bubbles["zb-v"]} of bubble' in text and f'has {bubbles["1f1b"]} |' in text
+
+
 def test_number_of_schedules():
     assert f'[{len(FAMILIES)} schedules](docs/choosing.md)' in pages.README.read_text()
 

@@ -250,10 +250,12 @@ def _message(
     """Return what neighbours exchange; as Megatron has it, all shapes vary where some may."""
     if config.variable_seq_lengths or getattr(config, 'mtp_standalone', False):
         return Message(None, config.pipeline_dtype, device)
+    # Megatron's function for several chunks takes no notice of the decoder's
+    decoder: Any = arguments.decoder_seq_length if len(arguments.models) == 1 else None
     (shape,) = schedules.get_tensor_shapes(
         seq_length=arguments.seq_length,
         micro_batch_size=arguments.micro_batch_size,
-        decoder_seq_length=arguments.decoder_seq_length,
+        decoder_seq_length=decoder,
         config=config,
         tp_group=groups.tp,
         cp_group=groups.cp,
