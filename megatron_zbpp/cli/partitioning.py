@@ -20,8 +20,10 @@ from megatron_zbpp.partitioning.plans import (
     PartitionPlan,
     default_placements,
     partition,
+    partition_by,
 )
-from megatron_zbpp.partitioning.space import OBJECTIVES
+from megatron_zbpp.partitioning.space import OBJECTIVES, Space
+from megatron_zbpp.partitioning.strategies.by_name import STRATEGIES
 from megatron_zbpp.render.html import html
 from megatron_zbpp.render.png import timeline_png
 from megatron_zbpp.render.scene import number
@@ -47,6 +49,11 @@ def add_partition(command: ArgumentParser) -> None:
         default=[],
         metavar='NAME,...',
         help='only these, as they are; default: the best is planned',
+    )
+    command.add_argument(
+        '--strategy',
+        choices=tuple(STRATEGIES),
+        help='partition as that planner does, for comparison; default: our search',
     )
     command.add_argument('--exact', action='store_true', help='until the best is proven')
     command.add_argument(
@@ -161,6 +168,10 @@ def partition_layers(args: Namespace) -> int:
         if (args.output and not saved)
         else None
     )
+    if args.strategy:
+        found, said = partition_by(args.strategy, _space(args, layers, devices))
+        print(said, file=sys.stderr if args.json else sys.stdout)
+        return _finish(args, found, devices, saved, picture)
     status = 0
     try:
         with progress('partitioning', '%', 100) as done:
@@ -183,6 +194,20 @@ def partition_layers(args: Namespace) -> int:
     except PartitionInterrupted as interruption:
         print('zbpp: interrupted: this is the best partition by then', file=sys.stderr)
         found, status = interruption.best, 128 + signal.SIGINT
+    return _finish(args, found, devices, saved, picture) or status
+
+
+def _space(args: Namespace, layers: Layers, devices: Devices) -> Space:
+    """Return what a strategy chooses in."""
+    loop = [Placement.loop(len(devices))]
+    limit, m = limit_of(args), args.microbatches
+    return Space.of(layers, devices, m, loop, limit, args.objective, args.fused, args.keep_order)
+
+
+def _finish(
+    args: Namespace, found: PartitionPlan, devices: Devices, saved: bool, picture: str | None
+) -> int:
+    """Print and write a plan; return 0."""
     if saved:
         write(args.output, json.dumps(found.facts(), indent=1))
     elif picture is not None:
@@ -190,7 +215,7 @@ def partition_layers(args: Namespace) -> int:
     print_json(found.facts()) if args.json else _print(found, devices)
     if args.output and not args.json:
         print(f'wrote {args.output}')
-    return status
+    return 0
 
 
 def _print(found: PartitionPlan, devices: Devices) -> None:

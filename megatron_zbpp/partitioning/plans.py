@@ -12,12 +12,14 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
+from megatron_zbpp.partitioning.bounds import Bounds
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.partitioning.ranking import rank
 from megatron_zbpp.partitioning.search import Finder, Outcome, schedule_of
 from megatron_zbpp.partitioning.space import Space
 from megatron_zbpp.partitioning.stages import Partition, stage_costs
+from megatron_zbpp.partitioning.strategies.by_name import choose
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,27 @@ def partition(
     if found.interrupted:
         raise PartitionInterrupted(made)
     return made
+
+
+def partition_by(strategy: str, space: Space) -> tuple[PartitionPlan, str]:
+    """Return what a strategy chooses, on one device a stage, and what it says of its own plan.
+
+    Args:
+        strategy: pipedream, dapple, pipe-torch, spp or 2bw.
+        space: with a loop of one chunk a rank among its placements.
+
+    Raises:
+        ValueError: it is not known, not for such devices, or its choice does not fit the memory.
+    """
+    choice = choose(strategy, space)
+    found = rank(space, choice.partition)
+    if found is None:
+        raise ValueError(
+            f'{choice.estimate}; of one device a stage, {choice.partition.cuts}, a rank lacks the '
+            'memory for a microbatch: leave --strategy out'
+        )
+    bound = min(found.value, Bounds(space).overall)
+    return _plan(space, Outcome(found, bound, False, False, True)), choice.estimate
 
 
 def default_placements(layers: Layers, num_ranks: int) -> list[Placement]:
