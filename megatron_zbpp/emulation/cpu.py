@@ -213,6 +213,21 @@ def _by_bytes(original: Callable) -> Callable:
     return gather
 
 
+def _of_any_sizes(original: Callable) -> Callable:
+    """Gather tensors of different sizes, as NCCL does and gloo does not."""
+
+    @functools.wraps(original)
+    def all_gather(outputs, own, group=None, async_op=False):
+        if async_op or len({output.numel() for output in outputs}) == 1:
+            return original(outputs, own, group, async_op)
+        outputs[dist.get_rank(group)].copy_(own)
+        for rank, output in enumerate(outputs):
+            if output.numel():
+                dist.broadcast(output, group=group, group_src=rank)
+
+    return all_gather
+
+
 def _over_gloo(original: Callable) -> Callable:
     """'nccl' is what --distributed-backend defaults to, and what BridgeCommunicator names."""
 
@@ -276,6 +291,7 @@ def install(alias_sends: bool = True) -> None:
         dist.isend = distributed_c10d.isend = _aliased_isend
     dist.init_process_group = _over_gloo(dist.init_process_group)
     dist.new_group = distributed_c10d.new_group = _over_gloo(dist.new_group)
+    dist.all_gather = distributed_c10d.all_gather = _of_any_sizes(dist.all_gather)
     for name in _GATHERS:
         if hasattr(dist.ProcessGroup, name):
             setattr(dist.ProcessGroup, name, _by_bytes(getattr(dist.ProcessGroup, name)))

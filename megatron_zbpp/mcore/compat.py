@@ -16,6 +16,7 @@ import torch
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -117,6 +118,17 @@ def model_copies(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, t
         return
     for parameters, theirs in zip(stepped, copies, strict=True):
         yield from zip(parameters, theirs, strict=True)
+
+
+def shares_out_layers(optimizer: MegatronOptimizer) -> bool:
+    """Return whether its ranks step some layers each and then gather all: Muon's, from 0.19 on."""
+    known = hasattr(LayerWiseDistributedOptimizer, 'start_param_sync_for_bucket_group_subset')
+    return known and type(optimizer) is LayerWiseDistributedOptimizer
+
+
+def gather_layers(optimizer: Any) -> None:
+    """Make all of its ranks have what each of them has stepped."""
+    optimizer.allgather_params()
 
 
 def forget_gathered(chunk: Any) -> None:

@@ -66,6 +66,20 @@ def test_backward_keeps_to_the_cpu(ranks):
     assert ranks(2).run(backwards) == [[[2.0, 6.0]] * 2] * 2
 
 
+def gathered():
+    import torch
+    import torch.distributed as dist
+
+    sizes = [3, 0, 2]
+    outputs = [torch.empty(size) for size in sizes]
+    dist.all_gather(outputs, torch.full((sizes[dist.get_rank()],), float(dist.get_rank())))
+    return torch.cat(outputs).tolist()
+
+
+def test_gathers_tensors_of_any_size(ranks):
+    assert ranks(3).run(gathered) == [[0, 0, 0, 2, 2]] * 3
+
+
 def leave(folder: Path, pairs: int = 6) -> None:
     """Prints how pairs of ranks end when a collective is over for them, while a thread of it is
     busy for longer: it lets go of many tensors."""

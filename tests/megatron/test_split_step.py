@@ -79,7 +79,12 @@ def built(kind):
         'layer-wise': layer_wise,
         'layer-wise beside another': lambda: optimizer.ChainedOptimizer([layer_wise(), leaf()]),
     }[kind]()
-    return split_step.refusal(made)
+    refusals = [split_step.refusal(made)]
+    if kind == 'layer-wise':
+        for name in ('use_buffer_param_sync', 'overlap_param_gather'):
+            setattr(made, name, True)
+            refusals.append(split_step.refusal(made))
+    return refusals if refusals[1:] else refusals[0]
 
 
 @pytest.mark.parametrize('kind', ['one', 'several'])
@@ -88,14 +93,24 @@ def test_optimizers_that_may_be_early(ranks, kind):
 
 
 @supports(
-    'steps validated later: LayerWiseDistributedOptimizer (Muon)', 'any+post-validation', WAITS
+    'steps validated later: LayerWiseDistributedOptimizer (Muon) that gathers amid forwards',
+    'any+post-validation',
+    WAITS,
 )
-@pytest.mark.parametrize('kind', ['layer-wise', 'layer-wise beside another'])
-def test_muon_is_refused_by_the_optimizer_around(ranks, kind):
-    """Its leaves are ordinary ones; what shares out and gathers the parameters is not."""
-    for reason in ranks(2).run(built, kind):
-        assert reason.startswith('LayerWiseDistributedOptimizer is not one of FP32Optimizer')
-        assert reason.endswith('not supported so far')
+def test_muon_that_gathers_otherwise_is_refused(ranks):
+    """Until 0.18 such an optimizer is refused as a whole: it gathers outside of what is called."""
+    for either, buffers, overlap in ranks(2).run(built, 'layer-wise'):
+        if either is None:
+            assert buffers.startswith('use_layer_wise_param_layout: ')
+            assert overlap.startswith('overlap_param_gather: ')
+        else:
+            assert either.startswith('LayerWiseDistributedOptimizer is not one of FP32Optimizer')
+
+
+def test_muon_beside_another(ranks):
+    """What shares out and gathers the parameters is looked at wherever it stands."""
+    alone = [reasons[0] for reasons in ranks(2).run(built, 'layer-wise')]
+    assert ranks(2).run(built, 'layer-wise beside another') == alone
 
 
 def test_a_captured_step_is_refused(ranks):

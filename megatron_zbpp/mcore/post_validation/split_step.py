@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import clip_grads, layer_wise_optimizer
 from megatron.core.optimizer import optimizer as module
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
@@ -37,6 +37,9 @@ STEPPING = (FP32Optimizer, MixedPrecisionOptimizer, ChainedOptimizer)
 # What `step` of these looks up in its module, and is answered there.
 _NORM, _CLIP = 'get_grad_norm_fp32', 'clip_grad_by_total_norm_fp32'
 _COUNT = 'count_zeros_fp32'
+
+# Those who have these by name.
+_ASKING = (module, layer_wise_optimizer)
 
 _ABSENT = object()
 _KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
@@ -74,8 +77,13 @@ def patches() -> Iterator[Patch]:
 
 def refusal(optimizer: MegatronOptimizer) -> str | None:
     """Why steps of this optimizer must wait for all ranks; None: they need not."""
-    if type(optimizer) not in _OUTERMOST:  # what it does around its leaves' steps is its own
-        return _unknown(optimizer, _OUTERMOST)
+    for each in (optimizer, *_parts(optimizer)):
+        if compat.shares_out_layers(each):
+            why = _refusal_of_shares(each)
+            if why is not None:
+                return why
+        elif type(each) not in _OUTERMOST:  # what it does around its leaves' steps is its own
+            return _unknown(each, _OUTERMOST)
     for leaf in leaves(optimizer):
         if type(leaf) not in _KNOWN:
             return _unknown(leaf, _KNOWN)
@@ -87,6 +95,15 @@ def refusal(optimizer: MegatronOptimizer) -> str | None:
         for name, why in _REFUSED_OF_DDP.items():
             if getattr(getattr(leaf, 'ddp_config', None), name, False):
                 return f'{name}: {why}'
+    return None
+
+
+def _refusal_of_shares(optimizer: Any) -> str | None:
+    """Why parameters that ranks step some layers of each cannot be gathered again."""
+    if optimizer.overlap_param_gather:
+        return 'overlap_param_gather: forwards gather the layers of such an optimizer'
+    if optimizer.use_buffer_param_sync:
+        return 'use_layer_wise_param_layout: nobody has tried it with this schedule'
     return None
 
 
@@ -103,8 +120,13 @@ def refusal_of_model(config: Any) -> str | None:
 
 
 def leaves(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the optimizers of a chain; of one that is none, itself."""
-    return list(getattr(optimizer, 'chained_optimizers', [optimizer]))
+    """Return the optimizers of a chain, and of chains in it; of one that is none, itself."""
+    found = _parts(optimizer)
+    return [leaf for part in found for leaf in leaves(part)] if found else [optimizer]
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return list(getattr(optimizer, 'chained_optimizers', []))
 
 
 @dataclass(frozen=True)
@@ -156,6 +178,8 @@ class SplitStep:
         self._original = original
         self._alone = alone
         self._leaves = leaves(optimizer)
+        parts = (optimizer, *_parts(optimizer))
+        self._sharing = [each for each in parts if compat.shares_out_layers(each)]
         self._device = next(p for g in optimizer.param_groups for p in g['params']).device
         self.clip_grad = self._leaves[0].config.clip_grad
         self._overflows: dict[int, _Reduction] = {}  # by place of the leaf
@@ -174,10 +198,10 @@ class SplitStep:
                     float(overflow), dist.ReduceOp.MAX, group, self._device
                 )
         if isinstance(self._optimizer, ChainedOptimizer) or self.clip_grad > 0:
-            with _replaced(module, _NORM, self._begin_norm(getattr(module, _NORM))):
+            with _asked(_NORM, self._begin_norm(getattr(module, _NORM))):
                 self._optimizer.get_grad_norm()
         if self._leaves[0].config.log_num_zeros_in_grad:
-            with _replaced(module, _COUNT, self._begin_count(getattr(module, _COUNT))):
+            with _asked(_COUNT, self._begin_count(getattr(module, _COUNT))):
                 self._optimizer.count_zeros()
         overflowed = any(reduction.local for reduction in self._overflows.values())
         return self._of_stage(possible and not overflowed)
@@ -233,16 +257,17 @@ class SplitStep:
 
     def _of_stage(self, possible: bool) -> float:
         """Return the squared norm over all ranks of this pipeline stage, alike on each of them."""
-        group: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        members = set(dist.get_process_group_ranks(group))
+        stage: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        members = set(dist.get_process_group_ranks(stage))
         total = 0.0 if possible else float('inf')
         for reduction in self._norms:
-            shared = members.intersection(dist.get_process_group_ranks(reduction.group))
+            group = reduction.group or dist.group.WORLD
+            shared = members.intersection(dist.get_process_group_ranks(group))
             total += reduction.local * len(shared) / len(members)  # the others have copies
         if len(members) == 1:
             return total
         value = torch.tensor([total], dtype=torch.float64, device=self._device)
-        dist.all_reduce(value, group=group)
+        dist.all_reduce(value, group=stage)
         return value.item()
 
     def try_step(self) -> None:
@@ -269,9 +294,9 @@ class SplitStep:
                 step = self._stepping(speculative, leaf.optimizer.step)
                 stack.enter_context(_replaced(leaf.optimizer, 'step', step))
             answer = _answering(norms, getattr(module, _NORM))
-            stack.enter_context(_replaced(module, _NORM, answer))
+            stack.enter_context(_asked(_NORM, answer))
             counted = self._counted(zeros, getattr(module, _COUNT))
-            stack.enter_context(_replaced(module, _COUNT, counted))
+            stack.enter_context(_asked(_COUNT, counted))
             stack.enter_context(unseen_by_autograd(tuple(in_place)))
             outcome = self.synchronous()
         if self._speculative and not outcome.clean:
@@ -321,6 +346,8 @@ class SplitStep:
 
     def _gather_parameters(self) -> None:
         """Where parameters are sharded: all parts of them, now or when a forward needs them."""
+        for optimizer in self._sharing:
+            compat.gather_layers(optimizer)
         for chunk in self._chunks():
             if not chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync()
@@ -360,6 +387,16 @@ def _answering(norms: list[float | torch.Tensor], original: Callable) -> Callabl
         return original(*args, **kwargs) if norm is None else norm
 
     return get_grad_norm_fp32
+
+
+@contextmanager
+def _asked(name: str, replacement: Callable) -> Iterator[None]:
+    """Whoever asks for the function of that name gets `replacement`."""
+    with ExitStack() as stack:
+        for owner in _ASKING:
+            if name in vars(owner):
+                stack.enter_context(_replaced(owner, name, replacement))
+        yield
 
 
 @contextmanager

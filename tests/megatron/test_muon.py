@@ -1,0 +1,59 @@
+"""Muon and its like, under schedules of ours and steps that are validated later."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from nvidia import needs_training, run, since
+from supported import supports
+from test_launch import DISTRIBUTED, LLAMA, NO_CLIPPING, PIPELINE
+from test_launch_post_validation import EARLY
+
+pytestmark = [
+    needs_training,
+    pytest.mark.skipif(
+        importlib.util.find_spec('emerging_optimizers') is None,
+        reason='Megatron takes Muon from emerging-optimizers, which needs Python 3.12',
+    ),
+]
+MUON = [*PIPELINE, *LLAMA, '--optimizer', 'muon', '--train-iters', 6]
+SHARED_OUT = 'Muon, whose ranks step some layers each'
+# processes, flags
+CASES = {
+    'Muon': (2, []),
+    'Muon in bf16': (2, ['--bf16']),
+    SHARED_OUT: (4, ['--bf16', *DISTRIBUTED]),
+}
+
+
+def cases(*kept):
+    """Of which each run takes those."""
+    spared = pytest.mark.full
+    marked = [pytest.param(case, marks=() if case in kept else spared) for case in CASES]
+    return pytest.mark.parametrize('case', marked)
+
+
+@supports('{case}', 'zb-v+post-validation')
+@cases('Muon', SHARED_OUT)
+def test_identical_to_megatron(ranks, tmp_path, case):
+    """From a checkpoint of Megatron's own 1F1B, with steps that are validated later."""
+    size, flags = CASES[case]
+    flags = [*MUON, *flags, *NO_CLIPPING]
+    stock = run(ranks(size), *flags, '--save', tmp_path, '--save-interval', 1)
+    ours = ['--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule', 'zb-v', *EARLY]
+    found = run(ranks(size), *flags, *ours)
+    assert found.losses == since(1, stock.losses)
+    assert found.parameters == stock.parameters
+    assert found.optimizer == stock.optimizer
+
+
+@cases(SHARED_OUT)
+def test_clipped_steps_are_taken_back(ranks, case):
+    """As synchronous steps have it, to the bit, in whatever iteration the norm is too large."""
+    size, flags = CASES[case]
+    flags = [*MUON, *flags, '--pipeline-schedule', 'zb-h1', '--log-num-zeros-in-grad']
+    norms = [float.fromhex(norm) for norm in run(ranks(size), *flags).grad_norms.values()]
+    flags += ['--clip-grad', sorted(norms)[len(norms) // 2]]
+    synchronous = run(ranks(size), *flags)
+    assert run(ranks(size), *flags, *EARLY) == synchronous
