@@ -53,6 +53,8 @@ class CudaMeansCpu(TorchFunctionMode):
         if kwargs and kwargs.get('device') is not None:
             kwargs['device'] = _cpu(kwargs['device'])
         if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is not int:
+            if args[1] == 'cpu' and type(args[0]).cpu is not torch.Tensor.cpu:
+                return args[0].cpu()  # quantized ones come to the host in a way of their own
             args = (args[0], _cpu(args[1]), *args[2:])
         if func is torch.device:
             args = ('cuda', *args) if args and type(args[0]) is int else args

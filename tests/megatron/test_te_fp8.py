@@ -34,6 +34,8 @@ def tensors():
     torch.testing.assert_close(made.dequantize(), x, rtol=0.07, atol=0.02)
     assert torch.equal(made.view(64, 32).dequantize(), made.dequantize().view(64, 32))
     assert torch.equal(made.clone().dequantize(), made.dequantize())
+    host = made.to('cpu', non_blocking=True)  # as checkpoints take them
+    assert type(host) is type(made.cpu()) and torch.equal(host, made.cpu())
     rows = quantizer(columnwise=False)(x)
     assert rows._transpose is None and torch.equal(rows._data, codes)
     rows.update_usage(rowwise_usage=False, columnwise_usage=True)  # made from rows, then they go
