@@ -52,20 +52,17 @@ _WITH_A_SCHEDULE = {
         'drop --external-cuda-graph',
     ),
     'use_megatron_fsdp': (
-        'its hooks free weights before W passes run',
+        'it shares all ranks out among data and tensor parallelism, and fails where a pipeline has '
+        'some',
         'use --use-distributed-optimizer',
     ),
     'use_torch_fsdp2': (
-        'its hooks free weights before W passes run',
+        'Megatron itself has it without pipelines only',
         'use --use-distributed-optimizer',
     ),
     'hybrid_context_parallel': (
         'its groups differ from microbatch to microbatch',
         'drop --hybrid-context-parallel',
-    ),
-    'overlap_dispatch_backward_with_experts_wgrad': (
-        "W passes defer the experts' weight gradients already",
-        'drop --overlap-dispatch-backward-with-experts-wgrad',
     ),
     'use_transformer_engine_op_fuser': (
         'its fused operations keep weight gradients where no W pass finds them',
@@ -94,6 +91,10 @@ _WITH_A_SCHEDULE = {
 }
 # what computes weight gradients within its backward: with W passes
 _WITH_W = {
+    'overlap_dispatch_backward_with_experts_wgrad': (
+        "W passes defer the experts' weight gradients already",
+        'drop --overlap-dispatch-backward-with-experts-wgrad',
+    ),
     'tp_comm_overlap': (
         'Transformer Engine cannot delay weight gradients with userbuffers',
         'drop --tp-comm-overlap',

@@ -269,12 +269,35 @@ def test_hybrid_model_where_it_is_built(ranks):
 
 
 def test_without_w_passes_more_may_be():
-    args = SimpleNamespace(tp_comm_overlap=True, cuda_graph_impl='local')
+    experts = {'overlap_dispatch_backward_with_experts_wgrad': True}
+    args = SimpleNamespace(tp_comm_overlap=True, cuda_graph_impl='local', **experts)
     found = [str(each) for each in refusals.refused(args)]
-    assert len(found) == 2 and all('1f1b' in each for each in found)
+    assert len(found) == 3 and all('1f1b' in each for each in found)
     assert not list(refusals.refused(args, splits=False))
     args = SimpleNamespace(cuda_graph_impl='local', cuda_graph_scope=['full_iteration'])
     assert list(refusals.refused(args, splits=False))
+
+
+def mesh_of_fsdp():
+    """What Megatron-FSDP says of the ranks of two pipelines of two."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter as fsdp
+
+    try:
+        parallel_state.initialize_model_parallel(1, 2)
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        fsdp._get_dp_tp_mesh(replicas, parallel_state.get_tensor_model_parallel_group())
+    except Exception as error:
+        return str(error)
+    finally:
+        forget_groups()
+    return None
+
+
+def test_megatron_fsdp_has_no_pipelines(ranks):
+    """Of its own: the refusal's reason. Where it has some, look whether ours can."""
+    for said in ranks(4).run(mesh_of_fsdp):
+        assert 'Shape mismatch, 4 != 2' in said
 
 
 def test_hybrid_model_in_chunks(ranks):

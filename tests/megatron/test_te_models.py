@@ -6,6 +6,7 @@ import pytest
 from gpu import CUDA, marks
 from grids import grid
 from models import KINDS, Job, check
+from nvidia import known_config
 from supported import supports
 
 pytestmark = marks if CUDA else pytest.mark.te
@@ -44,3 +45,12 @@ def test_kinds(te_ranks, data, kind, schedule, fused, bf16, recompute):
 def test_shapes(te_ranks, data, shape, kind, schedule, fused):
     """Longer pipelines; ranks that share tensors, experts, and the optimizer's state."""
     check(te_ranks, data, schedule, Job(kind, bf16=True, fused=fused, **SHAPES[shape]))
+
+
+@supports('GPT of grouped experts, dispatch overlapped with their weight gradients')
+@grid(schedule=('1f1b', 'interleaved', '1f1b-v'), dp=(2, 1))
+def test_dispatch_overlapped_with_weight_gradients(te_ranks, data, schedule, dp):
+    """By Megatron's own hooks, in schedules that leave the backward whole."""
+    if 'overlap_dispatch_backward_with_experts_wgrad' not in te_ranks(2).run(known_config)[0]:
+        pytest.skip('Megatron has it from 0.18 on')
+    check(te_ranks, data, schedule, Job('overlapped experts', bf16=True, fused=True, dp=dp, ep=dp))

@@ -48,6 +48,11 @@ KINDS: dict[str, dict[str, Any]] = {
         'add_bias_linear': False,
     },
 }
+# of which the dispatch goes back while their weight gradients are computed
+KINDS_OF_SOME = {
+    'overlapped experts': KINDS['grouped experts']
+    | {'overlap_dispatch_backward_with_experts_wgrad': True}
+}
 # microbatches of any length, as programs without padding have them
 KINDS['lengths'] = {'variable_seq_lengths': True, 'moe_token_dispatcher_type': 'alltoall'}
 _SELECTIVE = {
@@ -120,7 +125,7 @@ class Job:
         elif self.recompute == 'selective':
             recompute |= {'recompute_modules': list(_SELECTIVE[self.kind])}
         return {
-            **KINDS[self.kind],
+            **(KINDS | KINDS_OF_SOME)[self.kind],
             **recompute,
             'sequence_parallel': self.tp > 1,
             'context_parallel_size': self.cp,
@@ -191,11 +196,11 @@ def _replacements(script: Any, job: Job) -> Iterator[tuple[Any, str, Any]]:
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import MLATransformerConfig
 
-    mla = KINDS[job.kind].get('multi_latent_attention')
+    mla = (KINDS | KINDS_OF_SOME)[job.kind].get('multi_latent_attention')
     make = MLATransformerConfig if mla else script.TransformerConfig
     yield script, 'TransformerConfig', _with(make, **job.config())
     of = 'with_transformer_engine' if job.te else 'local'
-    options = {name: KINDS[job.kind].get(name) for name in _SPEC}
+    options = {name: (KINDS | KINDS_OF_SOME)[job.kind].get(name) for name in _SPEC}
     options['num_experts'] = options.pop('num_moe_experts')
     spec = partial(getattr(gpt_layer_specs, f'get_gpt_layer_{of}_spec'), **options)
     yield script, 'get_gpt_layer_local_spec', spec

@@ -137,6 +137,13 @@ def known() -> set[str]:
     return found
 
 
+def known_config() -> set[str]:
+    """Fields of the config of the Megatron that is here: run it on a rank."""
+    from megatron.core.transformer import TransformerConfig
+
+    return {field.name for field in fields(TransformerConfig)}
+
+
 def since(iteration: int, values: dict[int, Any]) -> dict[int, Any]:
     """What came after `iteration`."""
     return {at: value for at, value in values.items() if at > iteration}

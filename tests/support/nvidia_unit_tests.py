@@ -43,7 +43,7 @@ def main(checkout: str, *wanted: str) -> None:
         for rank in ranks:
             rank.start()
         for rank in ranks:
-            rank.join(120)
+            rank.join(300)
             if rank.is_alive():
                 rank.kill()
                 rank.join()
