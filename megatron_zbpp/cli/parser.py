@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_zbpp.analysis.checker import ScheduleError
-from megatron_zbpp.cli import commands, partitioning, values
+from megatron_zbpp.cli import commands, partitioning, profiling, values
 from megatron_zbpp.cli.inputs import PLACEMENTS, StageCosts, Times
 from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.strict_json import printable
@@ -24,7 +24,7 @@ from megatron_zbpp.planner.problem import OBJECTIVES
 from megatron_zbpp.version import __version__
 
 # Commands whose numbers, if they take any, are no times.
-_TIMELESS = frozenset({'', 'list', 'check', 'doctor', 'partition'})
+_TIMELESS = frozenset({'', 'list', 'check', 'doctor', 'partition', 'profile'})
 _FORMATS = ('json', 'torch-csv', 'html', 'svg', 'png', 'perfetto')
 
 _EXAMPLES = """
@@ -34,6 +34,8 @@ zbpp simulate --schedule zb-1p --pp 8 --microbatches 24 --times 18.5,18.1,9.3 --
 zbpp compare --pp 8 --microbatches 24 --times 1,1.2,0.8 -o compare.html
 zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --memory-limit 8 --layers 32 -o plan.json
 zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --frontier 3,4,5,6,7,8 --seconds 60
+zbpp profile --model gpt --layers 24 --hidden 2048 --heads 16 --vocab 50257 --seq 2048 --tflops 300
+zbpp profile --stages 'Ett|tt|ttL=times.json' -o layers.json
 zbpp partition layers.json --pp 4 --microbatches 8 -o plan.json
 zbpp partition layers.json --devices devices.json --microbatches 8 --memory-limit 8 --exact
 zbpp doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py --pipeline-schedule zb-v ...
@@ -152,6 +154,10 @@ def _parser() -> argparse.ArgumentParser:
         'which layers on which rank and device, and the schedule for that',
     )
     partitioning.add_partition(partitioned)
+
+    profiling.add_profile(
+        command('profile', profiling.profile, 'costs of layers, from a shape or from stages')
+    )
 
     doctor = command('doctor', commands.doctor, 'what is installed, and what a job would run')
     doctor.add_argument('--gpus', type=values.count, metavar='N', help='of the job')

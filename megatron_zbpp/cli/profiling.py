@@ -1,0 +1,112 @@
+"""`zbpp profile`: a file of layers, from a model's shape or from measured times of stages."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+from megatron_zbpp.cli import values
+from megatron_zbpp.cli.printing import print_json, print_table, write
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.partitioning.fitting import fit_layers
+from megatron_zbpp.partitioning.layers import Layers
+from megatron_zbpp.partitioning.shapes import MODELS, Shape, layers_of
+from megatron_zbpp.render.scene import number
+
+_HELP = {
+    'layers': 'decoder layers',
+    'hidden': 'hidden size',
+    'heads': 'attention heads',
+    'vocab': 'size of the vocabulary',
+    'seq': 'tokens of a sample',
+    'tflops': 'that a device reaches',
+    'ffn': 'inner size of an MLP; default 4 x hidden',
+    'groups': 'query groups; default: heads',
+}
+
+
+def add_profile(command: ArgumentParser) -> None:
+    """Add what `zbpp profile` takes: the fields of `Shape`, or measured stages."""
+    command.add_argument('--model', choices=MODELS, help='costs from its shape, by FLOPs')
+    for each in fields(Shape):
+        if each.name == 'model':
+            continue
+        kind = {'int': values.count, 'float': values.amount, 'str': str}[str(each.type)]
+        needed = each.default is MISSING
+        command.add_argument(
+            '--' + each.name.replace('_', '-'),
+            type=kind,
+            metavar='N' if kind is not str else 'TEXT',
+            help=_HELP.get(each.name, each.name.replace('_', ' ') + ' (see the docs)')
+            + (', needed' if needed else ''),
+        )
+    command.add_argument(
+        '--stages',
+        nargs='+',
+        metavar='LAYOUT=FILE',
+        help='measured: a layout such as Ett|ttL, and the times of its stages as for --times',
+    )
+    command.add_argument('--constant', action='store_true', help='a stage has a time of its own')
+    command.add_argument('-o', '--output', metavar='FILE', help='the file of layers to write')
+
+
+def profile(args: Namespace) -> None:
+    """Print the layers' costs, and write the file."""
+    if bool(args.model) == bool(args.stages):
+        raise ValueError('give --model and its shape, or --stages with measured times')
+    note = ''
+    if args.model:
+        made = layers_of(_shape(args))
+    else:
+        made, error = fit_layers([_measured(text) for text in args.stages], args.constant)
+        note = f'largest error of a stage: {error:.1%}'
+    if args.output:
+        write(args.output, made.to_json())
+    if args.json:
+        return print_json({'layers': len(made), 'layout': made.text((len(made),)), 'note': note})
+    _print(made, note)
+    if args.output:
+        print(f'wrote {args.output}')
+
+
+def _shape(args: Namespace) -> Shape:
+    given = {
+        each.name: getattr(args, each.name)
+        for each in fields(Shape)
+        if getattr(args, each.name) is not None
+    }
+    if args.model == 'hybrid':
+        given.setdefault('layers', len(args.pattern or ''))
+    missing = [
+        '--' + each.name
+        for each in fields(Shape)
+        if each.default is MISSING and each.name not in given
+    ]
+    if missing:
+        raise ValueError(f'--model {args.model} needs {", ".join(missing)}')
+    return Shape(**given)
+
+
+def _measured(text: str) -> tuple[str, Costs]:
+    layout, equals, path = text.partition('=')
+    if not equals:
+        raise ValueError(f'--stages {text}: give LAYOUT=FILE, such as Ett|ttL=times.json')
+    try:
+        return layout, Costs.from_json(Path(path).read_text(encoding='utf-8'))
+    except ValueError as error:
+        raise ValueError(f'{path}: {error}') from error
+
+
+def _print(made: Layers, note: str) -> None:
+    rows: list[tuple[object, ...]] = []
+    seen: set[object] = set()
+    for layer in made:
+        if layer not in seen:
+            seen.add(layer)
+            count = sum(other == layer for other in made)
+            times = map(number, (layer.forward, layer.backward, layer.weight))
+            rows.append((layer.kind, count, *times, number(layer.activation)))
+    print_table(('kind', 'count', 'F', 'B', 'W', 'activation'), rows)
+    if note:
+        print(note)

@@ -1,0 +1,94 @@
+"""Costs of layers from measured times of stages: stage time = sum of its layers + a constant.
+
+Least squares over the kinds of layers, none below 0, F, B and W each by itself. Several measured
+layouts may be fitted together; what they cannot tell apart is shared out as little as fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.partitioning.layers import Layer, Layers
+
+_ROUNDS = 20_000
+_CONSTANT = ''  # the kind of what each stage takes whatever its layers
+
+
+def fit_layers(
+    measured: Sequence[tuple[str, Costs]], constant: bool = False
+) -> tuple[Layers, float]:
+    """Return the layers of the first layout, and the largest error of a stage, as a share.
+
+    Args:
+        measured: layouts such as `Ett|tt|ttL`, each with times of its stages.
+        constant: whether each stage may take a time of its own; else its layers take all.
+
+    Raises:
+        ValueError: a layout has other stages than its costs, or other layers than the first.
+    """
+    layouts = [text.split('|') for text, _ in measured]
+    for (text, costs), stages in zip(measured, layouts, strict=True):
+        if len(stages) != costs.num_stages:
+            raise ValueError(
+                f'layout {text} has {len(stages)} stages, its times {costs.num_stages}: give '
+                'one entry per stage'
+            )
+        if ''.join(stages) != ''.join(layouts[0]):
+            raise ValueError(f'layout {text} has other layers than {measured[0][0]}')
+    kinds = sorted(set(''.join(layouts[0]))) + [_CONSTANT] * constant
+    rows = [
+        [float(stage.count(kind)) if kind else 1.0 for kind in kinds]
+        for stages in layouts
+        for stage in stages
+    ]
+    found: dict[str, dict[str, float]] = {}
+    error = 0.0
+    for name in ('forward', 'backward', 'weight', 'activation', 'retained'):
+        values = [value for _, costs in measured for value in getattr(costs, name)]
+        solved = non_negative(rows, values)
+        found[name] = dict(zip(kinds, solved, strict=True))
+        if name in ('forward', 'backward', 'weight'):
+            error = max(error, _error(rows, values, solved))
+    made = [
+        Layer(kind, **{name: own[kind] for name, own in found.items()})
+        for kind in ''.join(layouts[0])
+    ]
+    return Layers(tuple(made)), error
+
+
+def _error(
+    rows: Sequence[Sequence[float]], values: Sequence[float], solved: Sequence[float]
+) -> float:
+    """Return the largest error, as a share of the largest value."""
+    scale = max(values, default=0.0) or 1.0
+    return max(
+        abs(sum(x * y for x, y in zip(row, solved, strict=True)) - value) / scale
+        for row, value in zip(rows, values, strict=True)
+    )
+
+
+def non_negative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """Return the least squares solution of which nothing is below 0, by coordinates.
+
+    >>> [round(x, 6) for x in non_negative([[1, 1], [0, 2], [1, 0]], [3, 4, 1])]
+    [1.0, 2.0]
+
+    Args:
+        rows: an equation each.
+        values: what each should come to.
+    """
+    count = len(rows[0])
+    gram = [[sum(row[i] * row[j] for row in rows) for j in range(count)] for i in range(count)]
+    wanted = [sum(row[i] * v for row, v in zip(rows, values, strict=True)) for i in range(count)]
+    solved = [0.0] * count
+    for _ in range(_ROUNDS):
+        moved = 0.0
+        for i in range(count):
+            rest = wanted[i] - sum(gram[i][j] * solved[j] for j in range(count) if j != i)
+            value = max(0.0, rest / gram[i][i]) if gram[i][i] else 0.0
+            moved = max(moved, abs(value - solved[i]))
+            solved[i] = value
+        if moved <= 1e-13 * max(solved):
+            break
+    return solved

@@ -1,0 +1,242 @@
+"""Costs of layers from a model's shape: FLOPs over what a device reaches, bytes of bf16 training.
+
+t tokens of a microbatch. A linear layer of n parameters: F = B = W = 2tn FLOPs. Attention itself:
+F = 4 x b s^2 x heads x width, half of it under a causal mask, B = 2F, no W. The output layer is a
+linear layer whose fp32 logits are held; the embedding copies rows. Activations are counted
+tensor by tensor: 34 t h bytes for a layer of GPT-3's shape, of which 32 t h wait for W.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_zbpp.partitioning.layers import Layer, Layers
+
+MODELS = ('gpt', 'llama', 'mla', 'moe', 'hybrid')
+_BF16, _FP32 = 2, 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, and how it is run.
+
+    Attributes:
+        model: gpt (GELU), llama (SwiGLU), mla (latent attention, SwiGLU), moe (llama with experts),
+            hybrid (a pattern of Mamba, attention, MLP and MoE layers).
+        layers: decoder layers.
+        hidden: h.
+        ffn: inner width of the MLP; 0: 4h.
+        heads: of attention.
+        groups: of keys and values; 0: as many as heads.
+        head_dim: width of a head; 0: hidden / heads.
+        vocab: of the output layer.
+        seq: tokens of a sample.
+        micro_batch: samples.
+        mtp: layers of multi-token prediction.
+        experts: of an MoE layer.
+        top_k: of them that a token takes.
+        expert_ffn: inner width of an expert; 0: ffn.
+        shared_ffn: inner width of what all tokens take beside their experts.
+        dense_first: layers before the first MoE layer.
+        q_rank: of latent attention's queries; 0: not compressed.
+        kv_rank: of its keys and values.
+        rope_dim: of a head's part with positions.
+        v_dim: of a head's values; 0: head_dim.
+        state: of Mamba.
+        pattern: of hybrid, a letter a layer: M Mamba, * attention, - MLP, E MoE.
+        tp: tensor parallel ranks, which share a layer.
+        ep: expert parallel ranks, which share the experts' parameters.
+        dp: data parallel ranks, which share the optimizer's state.
+        tflops: that a device reaches in matrix products.
+    """
+
+    model: str
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    seq: int
+    tflops: float
+    ffn: int = 0
+    groups: int = 0
+    head_dim: int = 0
+    micro_batch: int = 1
+    mtp: int = 0
+    experts: int = 0
+    top_k: int = 2
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    dense_first: int = 0
+    q_rank: int = 0
+    kv_rank: int = 512
+    rope_dim: int = 64
+    v_dim: int = 0
+    state: int = 128
+    pattern: str = ''
+    tp: int = 1
+    ep: int = 1
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ValueError(f'model {self.model!r} is unknown: choose of {", ".join(MODELS)}')
+        if self.model == 'moe' and not self.experts:
+            raise ValueError('a moe needs --experts: how many a layer has')
+        if self.model == 'hybrid' and (not self.pattern or set(self.pattern) - set('M*-E')):
+            raise ValueError(f'pattern {self.pattern!r}: give a letter a layer, of M, *, - and E')
+        if 'E' in self.pattern and not self.experts:
+            raise ValueError('a pattern with E needs --experts: how many a layer has')
+        if self.tflops <= 0:
+            raise ValueError(f'tflops {self.tflops}: give what a device reaches, above 0')
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch."""
+        return self.micro_batch * self.seq
+
+    @property
+    def width(self) -> int:
+        """Of a head."""
+        return self.head_dim or self.hidden // self.heads
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a layer.
+
+    Attributes:
+        active: parameters that a token meets.
+        held: parameters that a rank holds.
+        core: FLOPs of F that no parameters take part in.
+        activation: values a token that are held from F.
+        retained: values a token that wait for W.
+    """
+
+    active: float = 0.0
+    held: float = 0.0
+    core: float = 0.0
+    activation: float = 0.0
+    retained: float = 0.0
+
+    def __add__(self, other: _Part) -> _Part:
+        return _Part(
+            self.active + other.active,
+            self.held + other.held,
+            self.core + other.core,
+            self.activation + other.activation,
+            self.retained + other.retained,
+        )
+
+
+def layers_of(shape: Shape) -> Layers:
+    """Return the layers of a model: times in seconds, memory and output in bytes."""
+    if shape.model == 'hybrid':
+        parts = {'M': _mamba(shape), '*': _attention(shape), '-': _mlp(shape, shape.ffn)}
+        parts |= {'E': _experts(shape)} if shape.experts else {}
+        body = [_layer(shape, letter, parts[letter]) for letter in shape.pattern]
+        return Layers((_embedding(shape), *body, _loss(shape)))
+    attention = _latent(shape) if shape.model == 'mla' else _attention(shape)
+    dense, sparse = attention + _mlp(shape, shape.ffn), attention
+    sparse += _experts(shape) if shape.experts else _mlp(shape, shape.ffn)
+    body = [
+        _layer(shape, 't', dense if at < shape.dense_first else sparse)
+        for at in range(shape.layers)
+    ]
+    ahead = sparse + _linear(2 * shape.hidden, shape.hidden) + _head(shape)
+    more = [_layer(shape, 'm', ahead)] * shape.mtp
+    return Layers((_embedding(shape), *body, *more, _loss(shape)))
+
+
+def _linear(inputs: float, outputs: float) -> _Part:
+    """Return a linear layer: its input is held, and for W the gradient of its output, too."""
+    count = inputs * outputs
+    return _Part(count, count, 0.0, inputs, inputs + outputs)
+
+
+def _attention(shape: Shape) -> _Part:
+    """Norm, queries, keys and values, attention under a causal mask, output."""
+    h, own = shape.hidden, shape.heads * shape.width
+    both = 2 * (shape.groups or shape.heads) * shape.width
+    core = 4 * shape.micro_batch * shape.seq**2 * own / 2
+    inside = _Part(core=core, activation=h + own + both + h / 2)
+    return inside + _linear(h, own + both) + _linear(own, h)
+
+
+def _latent(shape: Shape) -> _Part:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+    h, query = shape.hidden, shape.heads * (shape.width + shape.rope_dim)
+    values = shape.heads * (shape.v_dim or shape.width)
+    queries = (
+        _linear(h, shape.q_rank) + _linear(shape.q_rank, query)
+        if shape.q_rank
+        else _linear(h, query)
+    )
+    keys = _linear(h, shape.kv_rank + shape.rope_dim)
+    keys += _linear(shape.kv_rank, shape.heads * shape.width + values)
+    core = 2 * shape.micro_batch * shape.seq**2 * (query + values) / 2
+    inside = _Part(core=core, activation=h + 2 * query + values)
+    return inside + queries + keys + _linear(values, h)
+
+
+def _mlp(shape: Shape, ffn: int) -> _Part:
+    """Norm, and two linear layers around GELU, or three around SwiGLU."""
+    h, inner = shape.hidden, ffn or 4 * shape.hidden
+    gates = 1 if shape.model == 'gpt' else 2
+    inside = _Part(activation=h + gates * inner + h / 2)
+    return inside + _linear(h, gates * inner) + _linear(inner, h)
+
+
+def _experts(shape: Shape) -> _Part:
+    """Return a router, the experts that a token takes, and what all tokens take."""
+    one = _mlp(shape, shape.expert_ffn or shape.ffn)
+    taken = _Part(
+        shape.top_k * one.active,
+        shape.experts / shape.ep * one.held,
+        0.0,
+        shape.top_k * one.activation,
+        shape.top_k * one.retained,
+    )
+    shared = _mlp(shape, shape.shared_ffn) if shape.shared_ffn else _Part()
+    return taken + shared + _linear(shape.hidden, shape.experts)
+
+
+def _mamba(shape: Shape) -> _Part:
+    """Mamba-2: linear layers around a scan of a state (arXiv 2405.21060)."""
+    h, inner = shape.hidden, 2 * shape.hidden
+    mixed = 2 * inner + 2 * shape.state + inner // 64
+    scan = 6 * shape.tokens * inner * shape.state
+    inside = _Part(core=scan, activation=h + mixed + inner)
+    return inside + _linear(h, mixed) + _linear(inner, h)
+
+
+def _head(shape: Shape) -> _Part:
+    """Output layer: logits are held in fp32."""
+    part = _linear(shape.hidden, shape.vocab)
+    logits = shape.vocab * _FP32 / _BF16
+    return part + _Part(activation=logits)
+
+
+def _layer(shape: Shape, kind: str, part: _Part) -> Layer:
+    """Return what a part costs on one of tp ranks."""
+    rate = shape.tflops * 1e12 * shape.tp
+    linear = 2 * shape.tokens * part.active
+    per_value = _BF16 * shape.tokens / shape.tp
+    return Layer(
+        kind,
+        forward=(linear + part.core) / rate,
+        backward=(linear + 2 * part.core) / rate,
+        weight=linear / rate,
+        activation=part.activation * per_value,
+        retained=part.retained * per_value,
+        parameters=part.held / shape.tp * (_BF16 + _FP32 + 12 / shape.dp),
+        output=_BF16 * shape.tokens * shape.hidden,
+    )
+
+
+def _embedding(shape: Shape) -> Layer:
+    """Rows are copied, and gradients added to them: no time beside the others'."""
+    return _layer(shape, 'E', _Part(held=shape.hidden * shape.vocab))
+
+
+def _loss(shape: Shape) -> Layer:
+    return _layer(shape, 'L', _head(shape))

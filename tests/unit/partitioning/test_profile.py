@@ -1,0 +1,166 @@
+"""Costs of layers: from shapes, against counts by hand; and from times of stages."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+from instances import P1
+
+from megatron_zbpp import Devices, Layers, Placement
+from megatron_zbpp.cli import main
+from megatron_zbpp.partitioning.fitting import fit_layers, non_negative
+from megatron_zbpp.partitioning.shapes import Shape, layers_of
+from megatron_zbpp.partitioning.stages import Partition, stage_costs
+
+GPT3 = Shape('gpt', 2, hidden=64, heads=4, vocab=1000, seq=32, tflops=1e-12)  # one FLOP a second
+
+
+def layer(shape: Shape, kind: str = 't'):
+    return next(x for x in layers_of(shape) if x.kind == kind)
+
+
+def test_gpt():
+    """12 h^2 parameters; attention beside them; 34 t h bytes, of which 32 t h wait for W."""
+    h, s = 64, 32
+    own = layer(GPT3)
+    assert own.weight == 2 * s * 12 * h * h
+    assert own.forward == own.weight + 2 * s * s * h
+    assert own.backward == own.weight + 4 * s * s * h
+    assert (own.activation, own.retained) == (34 * s * h, 32 * s * h)
+    assert own.parameters == 12 * h * h * 18 and own.output == 2 * s * h
+
+
+def test_ends():
+    """The output layer counts as 2 V h over a layer's FLOPs; the embedding takes no time."""
+    head, embedding = layer(GPT3, 'L'), layer(GPT3, 'E')
+    assert head.forward == head.backward == head.weight == 2 * 32 * 64 * 1000
+    assert head.activation == 32 * (4 * 1000 + 2 * 64)
+    assert embedding.time == embedding.activation == 0
+    assert embedding.parameters == head.parameters == 64 * 1000 * 18
+
+
+def test_llama():
+    """SwiGLU has three matrices, grouped queries few keys: 8B has 218 million a layer."""
+    shape = Shape(
+        'llama', 32, hidden=4096, heads=32, groups=8, ffn=14336, vocab=128256, seq=8192, tflops=1.0
+    )
+    each = layer(shape).parameters / 18
+    assert each == 4096 * (4096 + 2048 + 4096 + 3 * 14336)
+    assert 32 * each + 2 * 4096 * 128256 == pytest.approx(8.03e9, rel=0.01)
+
+
+def test_mla_and_moe():
+    """DeepSeek-V2-Lite: latent attention, then 64 experts of which a token takes 6."""
+    common = {'hidden': 2048, 'heads': 16, 'vocab': 102400, 'seq': 4096, 'tflops': 1.0}
+    latent = Shape('mla', 1, head_dim=128, kv_rank=512, rope_dim=64, v_dim=128, ffn=10944, **common)
+    attention = 2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 256 + 16 * 128 * 2048
+    assert layer(latent).parameters / 18 == attention + 3 * 2048 * 10944
+    some = {'experts': 64, 'top_k': 6, 'expert_ffn': 1408, 'shared_ffn': 2816, 'dense_first': 1}
+    sparse = Shape('mla', 2, head_dim=128, v_dim=128, ffn=10944, **some, **common)
+    dense, moe = (x for x in layers_of(sparse) if x.kind == 't')
+    assert dense == layer(latent)
+    expert = 3 * 2048 * 1408
+    assert moe.parameters / 18 == attention + 64 * expert + 2 * expert + 2048 * 64
+    token = moe.weight * 1e12 / (2 * 4096)
+    assert token == pytest.approx(attention + 8 * expert + 2048 * 64)
+    compressed = layer(Shape('mla', 1, q_rank=256, head_dim=128, ffn=10944, **common))
+    assert compressed.parameters < layer(latent).parameters
+
+
+def test_hybrid_and_multi_token_prediction():
+    common = {'hidden': 64, 'heads': 4, 'vocab': 100, 'seq': 32, 'tflops': 1.0}
+    found = layers_of(Shape('hybrid', 4, pattern='M-*E', experts=4, **common))
+    assert found.text((3, 3)) == 'EM-|*EL'
+    assert (
+        layer(Shape('hybrid', 1, pattern='M', **common), 'M').parameters / 18
+        == 64 * (2 * 128 + 2 * 128 + 2) + 128 * 64
+    )
+    ahead = layers_of(Shape('llama', 2, mtp=1, **common))
+    own, head, mtp = (next(x for x in ahead if x.kind == kind) for kind in 'tLm')
+    assert mtp.weight == pytest.approx(own.weight + head.weight + 2 * 32 * 2 * 64 * 64 / 1e12)
+
+
+def test_parallel_ranks_share():
+    one = layer(GPT3)
+    two = layer(Shape(**asdict(GPT3) | {'tp': 2, 'dp': 4}))
+    assert two.time == one.time / 2 and two.activation == one.activation / 2
+    assert two.parameters == one.parameters / 2 * (6 + 3) / 18
+
+
+@pytest.mark.parametrize(
+    ('change', 'said'),
+    [
+        ({'model': 'rnn'}, "'rnn' is unknown"),
+        ({'model': 'moe'}, '--experts'),
+        ({'model': 'hybrid'}, "pattern ''"),
+        ({'model': 'hybrid', 'pattern': 'ME'}, '--experts'),
+        ({'tflops': 0}, 'tflops 0'),
+    ],
+)
+def test_odd_shapes(change, said):
+    with pytest.raises(ValueError, match=said):
+        Shape(**asdict(GPT3) | change)
+
+
+def measured(cuts: tuple[int, ...]):
+    costs = stage_costs(
+        P1, Devices.alike(len(cuts)), Partition(Placement.loop(len(cuts)), cuts, (0, 1, 2, 3))
+    )
+    return P1.text(cuts), costs
+
+
+def test_layers_from_stages():
+    """What stages of them take gives the layers back, from one layout or from several."""
+    for given in ([measured((2, 2, 2, 2))], [measured((3, 2, 2, 1)), measured((1, 3, 2, 2))]):
+        found, error = fit_layers(given)
+        assert error < 1e-6
+        for own, known in zip(found, P1, strict=True):
+            assert own.kind == known.kind
+            assert (own.forward, own.backward, own.weight) == pytest.approx(
+                (known.forward, known.backward, known.weight), abs=1e-4
+            )
+
+
+def test_a_constant_of_each_stage():
+    text, costs = measured((3, 2, 2, 1))
+    more = type(costs)(
+        *(tuple(x + 0.5 for x in t) for t in (costs.forward, costs.backward, costs.weight))
+    )
+    found, error = fit_layers([(text, more), measured((3, 2, 2, 1))], constant=True)
+    assert error < 0.1 and sum(x.time for x in found) == pytest.approx(50, rel=0.1)
+
+
+def test_nothing_is_below_zero():
+    assert non_negative([[1.0, 1.0], [0.0, 1.0]], [1.0, 2.0]) == pytest.approx([0.0, 1.5])
+
+
+def test_other_stages_are_refused():
+    text, costs = measured((2, 2, 2, 2))
+    with pytest.raises(ValueError, match='has 3 stages, its times 4'):
+        fit_layers([('Ett|tt|ttL', costs)])
+    with pytest.raises(ValueError, match='has other layers than'):
+        fit_layers([(text, costs), ('Et|tt|t|tL', costs)])
+
+
+def test_command(tmp_path, capsys):
+    file, times = tmp_path / 'layers.json', tmp_path / 'times.json'
+    shape = '--layers 4 --hidden 64 --heads 4 --vocab 1000 --seq 32 --tflops 1'.split()
+    assert main(['profile', '--model', 'gpt', *shape, '-o', str(file)]) == 0
+    assert 'wrote' in capsys.readouterr().out
+    assert Layers.from_json(file.read_text()).text((3, 3)) == 'Ett|ttL'
+    times.write_text('{"F": [3, 4], "B": [2, 4], "W": [2, 4]}')
+    given = ['profile', '--stages', f'Et|tL={times}', '--json', '-o', str(file)]
+    assert main(given) == 0
+    assert json.loads(capsys.readouterr().out)['layout'] == 'EttL'
+    hybrid = '--hidden 64 --heads 4 --vocab 1000 --seq 32 --tflops 1 --pattern M-M*'.split()
+    assert main(['profile', '--model', 'hybrid', *hybrid]) == 0
+    for bad, said in (
+        ([], 'give --model'),
+        (['--model', 'gpt'], '--model gpt needs --layers'),
+        (['--stages', 'Et|tL'], 'give LAYOUT=FILE'),
+        (['--stages', f'EttL={file}'], 'layers.json'),
+    ):
+        assert main(['profile', *bad]) == 2
+        assert said in capsys.readouterr().err
