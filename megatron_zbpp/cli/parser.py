@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_zbpp.analysis.checker import ScheduleError
-from megatron_zbpp.cli import commands, partitioning, profiling, values
+from megatron_zbpp.cli import commands, partitioning, profiling, side_work, values
 from megatron_zbpp.cli.inputs import PLACEMENTS, StageCosts, Times
 from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.strict_json import printable
@@ -38,6 +38,8 @@ zbpp profile --model gpt --layers 24 --hidden 2048 --heads 16 --vocab 50257 --se
 zbpp profile --stages 'Ett|tt|ttL=times.json' -o layers.json
 zbpp partition layers.json --pp 4 --microbatches 8 -o plan.json
 zbpp partition layers.json --devices devices.json --microbatches 8 --memory-limit 8 --exact
+zbpp bubbles --schedule 1f1b --pp 4 --microbatches 8 --json
+zbpp freeze --schedule zb-h1 --pp 4 --microbatches 8 --most 0.5
 zbpp doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py --pipeline-schedule zb-v ...
 zbpp check plan.json                                   ours, a plan's or torch's CSV
 zbpp convert --file plan.json --to torch-csv -o plan.csv
@@ -158,6 +160,18 @@ def _parser() -> argparse.ArgumentParser:
     profiling.add_profile(
         command('profile', profiling.profile, 'costs of layers, from a shape or from stages')
     )
+
+    gaps = command('bubbles', side_work.bubbles, 'when each rank waits, and between which passes')
+    _add_source(gaps)
+    _add_costs(gaps)
+    side_work.add_bubbles(gaps)
+
+    frozen = command(
+        'freeze', side_work.freeze_schedule, 'weight gradients to leave out for a shorter batch'
+    )
+    _add_source(frozen)
+    _add_costs(frozen)
+    side_work.add_freeze(frozen)
 
     doctor = command('doctor', commands.doctor, 'what is installed, and what a job would run')
     doctor.add_argument('--gpus', type=values.count, metavar='N', help='of the job')

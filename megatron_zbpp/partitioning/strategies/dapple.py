@@ -30,7 +30,7 @@ def pivot_latency(stages: Sequence[Stage], num_microbatches: int) -> float:
     """Return the paper's latency of a batch: warm-up, steady phase of the pivot, ending.
 
     >>> pivot_latency([Stage(2, 4), Stage(2, 4)], 4)
-    30
+    30.0
     """
     m, pivot = num_microbatches, len(stages) - 1
     for at in reversed(range(pivot)):

@@ -1,0 +1,86 @@
+"""`zbpp bubbles` and `zbpp freeze`: what the time is good for in which ranks wait."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from megatron_zbpp.analysis.gaps import Gap, gaps
+from megatron_zbpp.cli import inputs, values
+from megatron_zbpp.cli.printing import headline, print_json, print_table
+from megatron_zbpp.partitioning.freezing import Freezing, freeze
+from megatron_zbpp.render.scene import number
+
+
+def add_bubbles(command: ArgumentParser) -> None:
+    """Add what `zbpp bubbles` takes beside a schedule and costs."""
+    command.add_argument(
+        '--least', type=values.amount, default=0.0, metavar='T', help='only gaps longer than that'
+    )
+
+
+def add_freeze(command: ArgumentParser) -> None:
+    """Add what `zbpp freeze` takes beside a schedule and costs."""
+    command.add_argument(
+        '--most',
+        type=values.amount,
+        default=0.9,
+        metavar='R',
+        help="share of a stage's weight gradients that may be left out, 0 to 1; default 0.9",
+    )
+
+
+def bubbles(args: Namespace) -> None:
+    """Print the gaps of each rank."""
+    case = inputs.load_case(args)
+    found = gaps(case.timeline, args.least)
+    if args.json:
+        return print_json({'gaps': [_fields(gap) for gap in found]})
+    print(headline(case.schedule))
+    rows = [
+        (
+            gap.rank,
+            gap.where,
+            number(gap.start),
+            number(gap.length),
+            gap.before or '-',
+            gap.after or '-',
+        )
+        for gap in found
+    ]
+    print_table(('rank', 'where', 'start', 'length', 'after pass', 'before pass'), rows)
+    print(f'{len(found)} gaps, {number(sum(gap.length for gap in found))} in all')
+
+
+def _fields(gap: Gap) -> dict:
+    named = {'before': gap.before and str(gap.before), 'after': gap.after and str(gap.after)}
+    return {**gap._asdict(), **named, 'where': gap.where}
+
+
+def freeze_schedule(args: Namespace) -> None:
+    """Print how much of which weight gradients to leave out."""
+    case = inputs.load_case(args)
+    found = freeze(case.schedule, case.costs, args.most)
+    stages = [found.stage(stage) for stage in range(case.schedule.num_stages)]
+    if args.json:
+        ratios = {str(p): ratio for p, ratio in found.ratios.items()}
+        return print_json(
+            {
+                'makespan': found.makespan,
+                'without_freezing': found.without,
+                'mean': found.mean,
+                'stages': stages,
+                'ratios': ratios,
+            }
+        )
+    print(headline(case.schedule))
+    _print(found, stages)
+
+
+def _print(found: Freezing, stages: list[float]) -> None:
+    gain = 1 - found.makespan / found.without if found.without else 0.0
+    print(
+        f'makespan {number(found.makespan)}, without freezing {number(found.without)}: '
+        f'{gain:.1%} less, for {found.mean:.1%} of all weight gradients'
+    )
+    print_table(('stage', 'left out'), [(at, f'{ratio:.1%}') for at, ratio in enumerate(stages)])
+    print('a prediction, and another training: what is left out is not learned in that microbatch')
