@@ -87,6 +87,7 @@ def enable(
     post_validation: bool | int = False,
     profile_iters: int = 5,
     trace_dir: str | Path | None = None,
+    offload: str | int | None = None,
     flags: Mapping[str, object] | None = None,
 ) -> Plugin:
     """Make Megatron-Core's pipelined forward_backward functions run `schedule`.
@@ -108,6 +109,8 @@ def enable(
             validated later, once 10 in a row were neither clipped nor skipped; or how many of them.
         profile_iters: iterations that 'auto' measures before it plans.
         trace_dir: where to draw an iteration of the first pipeline as a page, and for Perfetto.
+        offload: of which chunks of each rank activations are on the host between forward and
+            backward: 'half' (those that wait longest), 'all', or how many. Losses stay the same.
         flags: of the program, by name: all ranks must have them alike, but for paths and their own
             numbers, or they stop before they train.
 
@@ -132,6 +135,7 @@ def enable(
         post_validation,
         profile_iters,
         folder(trace_dir),
+        offload,
     )
     return enabled.switch(settings, flags)
 

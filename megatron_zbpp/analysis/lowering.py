@@ -119,7 +119,6 @@ def _one_by_one(schedule: Schedule) -> list[list[Instruction]]:
         rank, p = ranks[number], passes[number]
         program, known = programs[rank], latest[rank]
         program.append(p)
-        program += begun.get(p, ())
         for giver in givers[number]:
             peer = ranks[giver]
             if giver > known.get(peer, -1):
@@ -135,6 +134,7 @@ def _one_by_one(schedule: Schedule) -> list[list[Instruction]]:
             waiting.append(taker)
             program.append(Send(p, consumer, peer, len(waiting)))
             programs[peer].append(Receive(p, consumer, rank))
+        program += begun.get(p, ())
     return programs
 
 

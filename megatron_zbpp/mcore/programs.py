@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.analysis.program import Program
+from megatron_zbpp.analysis.offloading import offloaded
+from megatron_zbpp.analysis.program import Begin, Program
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.ir import Placement, Schedule, W
 from megatron_zbpp.mcore.settings import AUTO, Settings
@@ -69,6 +70,11 @@ class Lowered:
     def placement(self) -> Placement:
         return self.schedule.placement
 
+    @functools.cached_property
+    def moves(self) -> bool:
+        """Whether activations leave the device."""
+        return any(isinstance(i, Begin) for program in self.programs for i in program)
+
     @functools.lru_cache(64)  # noqa: B019 - as many as ranks; they end with the session's programs
     def program(self, rank: int, ranks_ahead: int) -> tuple[Program, int]:
         """Return the program of a rank, and how many instructions of it come ahead.
@@ -101,6 +107,7 @@ class Programs:
             self.source = Family(start_family(settings.num_chunks), settings.num_chunks)
         else:
             self.source = Family(settings.schedule, settings.num_chunks, settings.memory_limit)
+        self._offload = settings.offload
         self._lowered: dict[tuple[int, int, bool], Lowered] = {}
         self._placements: dict[int, Placement] = {}
         self._planned: dict[tuple[int, int], Schedule] = {}
@@ -109,12 +116,13 @@ class Programs:
     @functools.cached_property
     def key(self) -> str:
         """The source in words: equal on two ranks exactly if the source is."""
+        offload = f', offload {self._offload}' if self._offload else ''
         if isinstance(self.source, Schedule):
-            return agreement.fingerprint(self.source)
+            return agreement.fingerprint(self.source) + offload
         name, num_chunks, memory_limit = self.source
         chunks = f' with {num_chunks} chunks a rank' if num_chunks else ''
         limit = f' within {memory_limit:g}' if memory_limit else ''
-        return name + chunks + limit + (' to plan from' if self._to_plan_from else '')
+        return name + chunks + limit + offload + (' to plan from' if self._to_plan_from else '')
 
     @property
     def num_chunks(self) -> int:
@@ -155,7 +163,7 @@ class Programs:
                         f'schedule {self.source.name} is for {has} {what}, not {needed}: change '
                         'the parallel or batch sizes, or use a family by its name'
                     )
-            return for_megatron(self.source)
+            return self._moving(for_megatron(self.source))
         name, num_chunks, memory_limit = self.source
         schedule = build(
             name,
@@ -164,7 +172,11 @@ class Programs:
             num_chunks=num_chunks,
             memory_limit=memory_limit,
         )
-        return for_megatron(schedule)
+        return self._moving(for_megatron(schedule))
+
+    def _moving(self, schedule: Schedule) -> Schedule:
+        """Return it with the copies that were asked for."""
+        return schedule if self._offload is None else offloaded(schedule, self._offload)
 
     def placement(self, num_ranks: int) -> Placement:
         """Return where the stages are, whatever the number of microbatches."""

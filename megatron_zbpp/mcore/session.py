@@ -18,6 +18,7 @@ from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import AUTO, Settings
 from megatron_zbpp.post_validation.policy import EarlyStepPolicy
 from megatron_zbpp.post_validation.protocol import PostValidation
+from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.autotune import AutoPlan
 from megatron_zbpp.runtime.channels import Channels
 from megatron_zbpp.runtime.guard import agreement
@@ -73,6 +74,7 @@ class Session:
         self.interval = Interval()
         self.announced = False
         self.compared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._activations: dict[torch.device, ActivationStore] = {}
         self._channels: dict[tuple[dist.ProcessGroup, Placement, bool], Channels] = {}
         self._agreed: set[tuple] = set()
 
@@ -120,6 +122,12 @@ class Session:
                 pp_group, pairs, device, self.watchdog.collective, shapes=shapes
             )
         return self._channels[key]
+
+    def activations(self, device: torch.device) -> ActivationStore:
+        """Return what moves activations of `device`; made once."""
+        if device not in self._activations:
+            self._activations[device] = ActivationStore(device)
+        return self._activations[device]
 
     def figures(self) -> Figures | None:
         """Return the mean since this was last asked: a collective of the pipeline.

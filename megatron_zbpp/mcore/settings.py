@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
+from megatron_zbpp.analysis.offloading import Amount, chunks_of
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.schedules import Family, checked_chunks, find, require_no_limit
 
@@ -27,6 +29,8 @@ class Settings:
             ranks; None: they always wait. True stands for 10, False for None.
         profile_iters: iterations that 'auto' measures.
         trace_dir: where to draw an iteration; None: nowhere.
+        offload: 'half', 'all' or how many chunks of each rank go to the host between F and B; None:
+            what the schedule says.
 
     Raises:
         ValueError: no such schedule, or a value that makes no sense; the message names it.
@@ -40,9 +44,14 @@ class Settings:
     post_validation: bool | int | None = None
     profile_iters: int = 5
     trace_dir: Path | None = None
+    offload: Amount | None = None
 
     def __post_init__(self) -> None:
         self._require_numbers()
+        if self.offload is not None:
+            chunks_of(self.offload, self.num_chunks or sys.maxsize)
+            if self.schedule == AUTO:
+                raise ValueError('offload: auto plans without it so far: name a schedule')
         found = self._family()
         if found is not None:
             object.__setattr__(self, 'schedule', found.name)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,47 @@ profiler_enabled: Callable[[], bool] = vars(torch.autograd)['_profiler_enabled']
 def unseen_by_autograd(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[None]:
     """Let `tensors` be written to, as if nothing were, for graphs that have saved them."""
     return grad_mode._unsafe_preserve_version_counter(tensors)
+
+
+def holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors have `storage`, beside this one Python object of it."""
+    return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
+def place_of(tensor: torch.Tensor) -> tuple:
+    """Return what only tensors of the same memory and shape have alike."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+@contextmanager
+def saved_parameters(parameters: Mapping[tuple, torch.Tensor]) -> Iterator[None]:
+    """Let backward functions in Python find `parameters` themselves among what they saved.
+
+    What saved-tensor hooks give back they would else find as tensors without the attributes that
+    Megatron's and Transformer Engine's layers read there and write there: `main_grad`, and the flag
+    that it has been added to. An alias that needs no gradient stays what it is.
+
+    Args:
+        parameters: by `place_of`.
+    """
+    backward: Any = torch.autograd.function.BackwardCFunction
+    saved: Any = torch._C._FunctionBase.__dict__['saved_tensors']
+
+    def themselves(ctx: Any) -> tuple[torch.Tensor | None, ...]:
+        found = saved.__get__(ctx)
+        return tuple(
+            parameters.get(place_of(each), each)
+            if each is not None and each.requires_grad
+            else each
+            for each in found
+        )
+
+    backward.saved_tensors = property(themselves)
+    try:
+        yield
+    finally:
+        del backward.saved_tensors
 
 
 def default_store() -> Store:

@@ -9,13 +9,14 @@ Nothing here knows Megatron.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 
-from megatron_zbpp.analysis.program import Hand, Program, Receive, Send
+from megatron_zbpp.analysis.program import Begin, Hand, Program, Receive, Send
 from megatron_zbpp.ir import B, F, Pass, W, chain
+from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import Clock
 from megatron_zbpp.runtime.messages import Awaited, messages
@@ -24,6 +25,7 @@ from megatron_zbpp.runtime.observe.record import Record
 from megatron_zbpp.runtime.weight_grads import Key, WeightGradStore
 
 _PLAIN = chain(1)  # what each kind of pass does, whatever its stage
+_OUT, _BACK = 'O', 'L'
 
 
 class Stage(Protocol):
@@ -61,6 +63,7 @@ class Executor:
         store: where layers leave their weight gradients.
         clock: times the passes.
         named: makes the range around a pass in profiles.
+        activations: moves what passes have saved, where the program says so.
 
     Attributes:
         record: what has been done so far. This and the next two are what a watchdog reads, from
@@ -79,6 +82,7 @@ class Executor:
         store: WeightGradStore,
         clock: Clock,
         named: Callable[[Pass], AbstractContextManager] = profiled,
+        activations: ActivationStore | None = None,
     ) -> None:
         self.program = program
         self.channels = channels
@@ -91,13 +95,23 @@ class Executor:
         self._store = store
         self._named = named
         passes = [i for i in program if isinstance(i, Pass)]
-        _refuse_others(passes)
+        _refuse_others(passes, activations)
+        self._activations = activations
+        # those whose input its maker on this rank may still use
+        self._handed_to = {i.consumer for i in program if isinstance(i, Hand)}
+        self._leaving = {(p.stage, p.microbatch) for p in passes if p.kind == _OUT}
         self.splits = any(p.kind == W for p in passes)
         self._trains = any(p.kind != F for p in passes)
         # what B accumulates by itself (norms, embeddings) is complete after the last of the first,
         # what waits for W after the last of the second
         self._last_backwards, self._last_weights = _last(passes, B), _last(passes, W)
-        self._actions = {F: self._forward, B: self._backward, W: self._weights}
+        self._actions = {
+            F: self._forward,
+            B: self._backward,
+            W: self._weights,
+            _OUT: self._leave,
+            _BACK: self._come_back,
+        }
         self._done = 0  # instructions
         self._incoming: dict[Pass, Awaited] = {}
         self._handed: dict[Pass, torch.Tensor] = {}
@@ -114,6 +128,8 @@ class Executor:
             self.channels.finish()
         finally:
             self._store.clear()
+            if self._activations is not None:
+                self._activations.clear()
         return self.record
 
     def run_ahead(self, count: int) -> None:
@@ -137,6 +153,8 @@ class Executor:
         self._incoming.clear()
         self._handed.clear()
         self._saved.clear()
+        if self._activations is not None:
+            self._activations.clear()
 
     def _run(self, instructions: Program) -> None:
         output: torch.Tensor | None = (
@@ -149,7 +167,10 @@ class Executor:
                 self._incoming[instruction.consumer] = self._messages.post(instruction)
             elif isinstance(instruction, Send):
                 self._messages.send(self._messages.checked(output, instruction), instruction)
-            elif isinstance(instruction, Hand):
+            elif isinstance(instruction, Begin):
+                p = instruction.leaving
+                self._moving.begin_out((p.stage, p.microbatch))
+            else:
                 self._handed[instruction.consumer] = self._messages.checked(output, instruction)
 
     def _timed(self, p: Pass) -> torch.Tensor | None:
@@ -168,7 +189,8 @@ class Executor:
                 self._actions[kind](p, None)
         record.marks.append((start, self.clock.mark()))
         record.passes.append(p)
-        record.live.append(len(self._saved) + self._store.pending)
+        away = 0 if self._activations is None else self._activations.away
+        record.live.append(len(self._saved) + self._store.pending - away)
         return output
 
     def _take(self, p: Pass) -> torch.Tensor | None:
@@ -182,9 +204,17 @@ class Executor:
     def _forward(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
         key = (p.stage, p.microbatch)
         stage = self._stages[p.stage]
+        leaves = key in self._leaving
+        if leaves and received is not None and p in self._handed_to:
+            received = received.clone()
         if received is not None and self._trains:
             received.requires_grad_()
-        with self._store.scope(key if self.splits else None):
+        with (
+            self._store.scope(key if self.splits else None),
+            self._moving.packing(key) if leaves else nullcontext(),
+        ):
+            if leaves and received is not None:
+                self._moving.take(key, received)
             output = stage.forward(p.microbatch, received)
         # keeps the data alive for whoever gets it
         detached = output.detach() if isinstance(output, torch.Tensor) else output
@@ -202,8 +232,20 @@ class Executor:
         with (
             self._store.scope(key if self.splits else None),
             stage.grad_sync(p in self._last_backwards),
+            self._moving.using(key) if key in self._leaving else nullcontext(),
         ):
             return stage.backward(received, output, gradient)
+
+    @property
+    def _moving(self) -> ActivationStore:
+        assert self._activations is not None, 'programs that move activations were refused'
+        return self._activations
+
+    def _leave(self, p: Pass, _: None) -> None:
+        self._moving.leave((p.stage, p.microbatch))
+
+    def _come_back(self, p: Pass, _: None) -> None:
+        self._moving.begin_back((p.stage, p.microbatch))
 
     def _weights(self, p: Pass, _: None) -> None:
         with self._stages[p.stage].grad_sync(p in self._last_weights):
@@ -212,6 +254,8 @@ class Executor:
 
 def _done_by(p: Pass) -> tuple[str, ...]:
     """Return kinds of the tasks that `p` does."""
+    if p.kind not in _PLAIN.kinds:
+        return (p.kind,)
     return tuple(task.kind for task in _PLAIN.tasks(p.kind, 0))
 
 
@@ -220,15 +264,16 @@ def _last(passes: Sequence[Pass], kind: str) -> set[Pass]:
     return set({p.stage: p for p in passes if kind in _done_by(p)}.values())
 
 
-def _refuse_others(passes: Sequence[Pass]) -> None:
+def _refuse_others(passes: Sequence[Pass], activations: ActivationStore | None) -> None:
     """Raise for what only the planner and the pictures know so far.
 
     Raises:
         NotImplementedError: names the pass.
     """
     for p in passes:
-        if p.kind not in _PLAIN.kinds or p.slice:
+        moves = p.kind in (_OUT, _BACK) and activations is not None
+        if (p.kind not in _PLAIN.kinds and not moves) or p.slice:
             raise NotImplementedError(
                 f'{p} cannot run yet: of techniques, {p.words}; schedules that run have '
-                f'{", ".join(_PLAIN.kinds)} of whole sequences'
+                f'{", ".join((*_PLAIN.kinds, _OUT, _BACK))} of whole sequences'
             )

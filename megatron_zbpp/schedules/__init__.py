@@ -30,6 +30,7 @@ from megatron_zbpp.schedules import (  # noqa: F401
     v_1f1b,
     zb_interleaved,
     gis,
+    pipe_offload,
     hanayo,
     dualpipe_v,
     zeropp,

@@ -8,8 +8,31 @@ from megatron_zbpp.ir import B, F, Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules.construct.building_blocks import Slots, orders, repeat
 from megatron_zbpp.schedules.construct.comb import with_transfers
+from megatron_zbpp.schedules.registry import Formula, Sizes, family
+
+_SOURCE = 'PipeOffload, arXiv 2503.01328'
 
 
+def _bubble(at: Sizes) -> float:
+    return (at.p - 1) * at.S
+
+
+def _enough(at: Sizes) -> bool:
+    return at.m >= 2 * at.p and at.equal
+
+
+@family(
+    'po',
+    summary='interleaved with microbatches at equal distances: what PipeOffload moves out of',
+    bubble=Formula('at most (p-1)(F+B+W)', _bubble, _enough, at_most=True),
+    memory=Formula(
+        'at most ((p+1)(v+1)/2 + v)/v',
+        lambda at: ((at.p + 1) * (at.v + 1) / 2 + at.v) / at.v,
+        at_most=True,
+    ),
+    source=_SOURCE,
+    aliases=('PO-base', 'PipeOffload-base'),
+)
 def po(
     num_ranks: int, num_microbatches: int, num_chunks: int = 2, costs: Costs | None = None
 ) -> Schedule:
@@ -24,9 +47,10 @@ def po(
 
     - Bubble: below (p-1)(F+B+W).
     - Peak memory: about (v+1)/(2v) of p activations.
-    - When: as the base of `po-h` and `po-f`. By itself `gis-h` holds less for less bubble.
+    - When: with offload: half of the chunks on the host leave about (v+2)/(8v) of p activations,
+      all of them four chunks. By itself `gis-h` holds less for less bubble.
     """
-    return _base('po', num_ranks, num_microbatches, num_chunks, costs)[0]
+    return _base('po', num_ranks, num_microbatches, num_chunks, costs)
 
 
 def po_h(
@@ -70,8 +94,9 @@ def _offloaded(
     name: str, p: int, m: int, num_chunks: int, moved: int, costs: Costs | None
 ) -> Schedule:
     """PO with the first `moved` chunks of each rank on the host."""
-    base, spans = _base(name, p, m, num_chunks, costs)
+    base = _base(name, p, m, num_chunks, costs)
     costs = costs or _equal(base.placement)
+    spans = planned(base, costs)
     stages = [s for s in range(p * num_chunks) if base.placement.chunk_of(s) < moved]
     return with_transfers(base, spans, stages, copy_time(costs), max(costs.backward))
 
@@ -96,17 +121,24 @@ def _equal(placement: Placement) -> Costs:
 
 def _base(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int, costs: Costs | None
-) -> tuple[Schedule, list[list[tuple[float, float]]]]:
-    """PO, and when its passes are planned: a slot is as long as the longest of them."""
+) -> Schedule:
     placement = Placement.loop(num_ranks, num_chunks)
-    costs = costs or _equal(placement)
+    slots = _slots(placement, num_microbatches, costs or _equal(placement))
+    return Schedule.of(name, placement, num_microbatches, orders(slots, placement))
+
+
+def planned(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:
+    """Return when passes of PO are planned: at slots as long as the longest of them."""
     slot = max(map(max, _works(costs)))
-    slots = slots_of(placement, num_microbatches, _group(placement, costs))
-    schedule = Schedule.of(name, placement, num_microbatches, orders(slots, placement))
-    return schedule, [
+    slots = _slots(schedule.placement, schedule.num_microbatches, costs)
+    return [
         [(slot * slots[p], slot * slots[p] + costs.time(p.kind, p.stage)) for p in order]
         for order in schedule.passes
     ]
+
+
+def _slots(placement: Placement, num_microbatches: int, costs: Costs) -> Slots:
+    return slots_of(placement, num_microbatches, _group(placement, costs))
 
 
 def _group(placement: Placement, costs: Costs) -> int:

@@ -60,6 +60,8 @@ ASKED = [
     ({'schedule': 'auto'}, {'profile_iters': 5}, {'profile_iters': 6}),
     ({'trace_dir': 'one'}, {'trace_dir': Path('one')}, {'trace_dir': 'other'}),
     ({}, {'trace_dir': None}, {'trace_dir': 'one'}),
+    ({'offload': 'half'}, {}, {'offload': 'all'}),
+    ({'offload': 2, 'schedule': 'zb-v'}, {}, {'offload': None}),
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,8 @@ class Job:
         distributed: of --use-distributed-optimizer.
         fp8: None, 'products' for products of FP8 with current scaling, or 'weights' for such
             weights as well.
+        offload: of --pipeline-offload, for schedules of ours.
+        dropout: of hidden states and of attention.
     """
 
     kind: str = 'dense'
@@ -97,6 +99,13 @@ class Job:
     overlap: bool = False
     distributed: bool = False
     fp8: str | None = None
+    offload: str | None = None
+    dropout: float = 0.0
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is an evaluation in the middle."""
+        return self.kind == 'lengths' or self.dropout > 0
 
     @property
     def size(self) -> int:
@@ -112,6 +121,7 @@ class Job:
         words += ['--bf16'] if self.bf16 else []
         words += ['--overlap-grad-reduce'] if self.overlap else []
         words += ['--use-distributed-optimizer'] if self.distributed else []
+        words += ['--pipeline-offload', self.offload] if self.offload else []
         if post_validation:
             words += ['--enable-optimizer-post-validation']
             words += ['--optimizer-post-validation-clean-steps', 1]
@@ -127,6 +137,8 @@ class Job:
         return {
             **(KINDS | KINDS_OF_SOME)[self.kind],
             **recompute,
+            'hidden_dropout': self.dropout,
+            'attention_dropout': self.dropout,
             'sequence_parallel': self.tp > 1,
             'context_parallel_size': self.cp,
             'expert_model_parallel_size': self.ep,
@@ -147,6 +159,7 @@ class Trained:
         states: (where a shard begins, the optimizer's parameter, its state by name), by the same.
         steps: that the optimizer's groups count.
         early: how many optimizer steps did not wait for all ranks.
+        moved: bytes that a pass of each stage left on the host.
     """
 
     losses: list[float | None]
@@ -155,6 +168,7 @@ class Trained:
     states: dict[tuple, tuple[int, torch.Tensor, dict[str, Any]]]
     steps: list[int]
     early: int
+    moved: dict[int, int]
 
 
 def train(job: Job, argv: list[str]) -> Trained:
@@ -173,7 +187,7 @@ def train(job: Job, argv: list[str]) -> Trained:
         data = script.iterators(args, script.build_datasets(args)[0], 0)
         losses, norms = [], []
         for iteration in range(args.train_iters):
-            if iteration == ITERATIONS // 2 and job.kind == 'lengths':
+            if iteration == ITERATIONS // 2 and job.evaluates:
                 with torch.no_grad():
                     losses.append(script.run_batch(args, models, data, forward_only=True))
             for model in models:
@@ -187,7 +201,15 @@ def train(job: Job, argv: list[str]) -> Trained:
         early = plugin.post_validation.early if plugin and plugin.post_validation else 0
         parameters, states = _left(models, optimizer)
         steps = [int(group['step']) for group in optimizer.param_groups if 'step' in group]
-        return Trained(losses, norms, parameters, states, steps, early)
+        return Trained(losses, norms, parameters, states, steps, early, _moved(plugin))
+
+
+def _moved(plugin: Any) -> dict[int, int]:
+    if plugin is None:
+        return {}
+    device = torch.empty(0, device=torch.cuda.current_device()).device
+    stored = plugin.session.activations(device)
+    return {stage: found.moved for stage, found in stored.bytes.items()}
 
 
 def _replacements(script: Any, job: Job) -> Iterator[tuple[Any, str, Any]]:
@@ -195,6 +217,8 @@ def _replacements(script: Any, job: Job) -> Iterator[tuple[Any, str, Any]]:
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import MLATransformerConfig
+
+    from megatron_zbpp.runtime.activations import store
 
     mla = (KINDS | KINDS_OF_SOME)[job.kind].get('multi_latent_attention')
     make = MLATransformerConfig if mla else script.TransformerConfig
@@ -209,6 +233,7 @@ def _replacements(script: Any, job: Job) -> Iterator[tuple[Any, str, Any]]:
         yield script, 'DistributedDataParallelConfig', _with(ddp, fp8_param_gather=True)
         yield script, 'OptimizerConfig', _with(optimizer, fp8_recipe='tensorwise')
         yield script, 'draw_weights', _drawing_all(script.draw_weights)
+    yield store, 'SMALL', 16  # elements: those of these models are small
     state = script.parallel_state
     initialize = partial(
         state.initialize_model_parallel,
@@ -298,21 +323,26 @@ def _left(models: list, optimizer: Any) -> tuple[dict, dict]:
     return parameters, states
 
 
-def check(ranks: Callable[[int], Ranks], data: Path, schedule: str, job: Job) -> None:
-    """Trains by `schedule` and by Megatron's own.
+def check(
+    ranks: Callable[[int], Ranks], data: Path, schedule: str, job: Job, than: str = 'megatron'
+) -> None:
+    """Trains by `schedule` and by that of the reference.
 
     Args:
         ranks: the fixture.
         data: the fixture.
         schedule: a name, with +post-validation if optimizer steps are to be validated later.
         job: what to train.
+        than: the schedule of the reference, without offload.
     """
     name, _, early = schedule.partition('+')
-    reference = ranks(job.size).run(train, job, job.argv('megatron', False, data))
+    argv = replace(job, offload=None).argv(than, False, data)
+    reference = ranks(job.size).run(train, job, argv)
     trained = ranks(job.size).run(train, job, job.argv(name, bool(early), data))
     assert_same(trained, reference)
     waits = job.fp8 == 'weights'  # they are quantized amid the step
     assert any(rank.early for rank in trained) == (bool(early) and not waits)
+    assert any(any(rank.moved.values()) for rank in trained) == bool(job.offload)
 
 
 def assert_same(trained: list[Trained], reference: list[Trained]) -> None:

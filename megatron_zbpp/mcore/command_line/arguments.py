@@ -125,6 +125,7 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         post_validation=flags.clean_steps(config),
         profile_iters=config.pipeline_schedule_profile_iters,
         trace_dir=folder(config.pipeline_trace_dir),
+        offload=config.pipeline_offload,
     )
     if layout is not None:
         say(f'layers as the plan has them: {layout}')

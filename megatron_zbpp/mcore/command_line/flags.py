@@ -33,6 +33,11 @@ class PipelineScheduleConfig:
     pipeline_schedule_profile_iters: int = 5
     """How many iterations auto measures before it plans."""
 
+    pipeline_offload: str | None = None
+    """Activations of the chunks of each rank that wait longest are on the host between forward and
+    backward, where there is time for both ways: half, all, or how many chunks. Losses stay the same
+    to the bit."""
+
     pipeline_trace_dir: Path | None = None
     """Folder for pictures of an early iteration, and of one after auto has switched, the clocks of
     all hosts aligned: a page for a browser, planned beside measured, and one trace of all ranks of

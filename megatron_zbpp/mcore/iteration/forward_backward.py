@@ -25,6 +25,7 @@ from megatron_zbpp.mcore.patches import transformer_engine
 from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.programs import Lowered
 from megatron_zbpp.mcore.session import Session
+from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Message
 from megatron_zbpp.runtime.clock import clock_for
 from megatron_zbpp.runtime.executor import Executor
@@ -235,8 +236,20 @@ def prepare(
         session.store,
         clock_for(call.device, counting=session.auto is not None and session.auto.counting),
         profiled,
+        _activations(session, lowered, models, call),
     )
     return Batch(arguments, groups, config, call, lowered, executor), count
+
+
+def _activations(
+    session: Session, lowered: Lowered, models: list[torch.nn.Module], call: Call
+) -> ActivationStore | None:
+    """Return what moves activations, where the schedule does and there is a backward."""
+    if call.forward_only or not lowered.moves:
+        return None
+    store = session.activations(call.device)
+    store.keep(parameter for model in models for parameter in model.parameters())
+    return store
 
 
 def _device() -> torch.device:

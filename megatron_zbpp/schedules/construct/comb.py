@@ -155,6 +155,8 @@ def transfers(
         free = outs[p] + 1
     latest = sys.maxsize
     for p, (_, needed) in sorted(going.items(), key=lambda item: -item[1][1]):
-        ins[p] = min(latest, comb.last_in(needed - margin))
-        latest = ins[p] - 1
-    return {p: (comb.out(outs[p]), comb.into(ins[p])) for p in going if outs[p] <= ins[p]}
+        slot = min(latest, comb.last_in(needed - margin))
+        if slot >= outs[p]:  # else it stays, and takes no slot from others
+            ins[p] = slot
+            latest = slot - 1
+    return {p: (comb.out(outs[p]), comb.into(ins[p])) for p in ins}

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from megatron_zbpp.analysis.checker import ScheduleError, check
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import live, peak
+from megatron_zbpp.analysis.offloading import offloaded
 from megatron_zbpp.analysis.program import Begin
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Pass, Placement, Schedule
+from megatron_zbpp.ir import Pass, Placement, Schedule, Together
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.techniques import offload, recompute
 from megatron_zbpp.schedules import build
@@ -112,6 +113,60 @@ def test_memory_holds_whatever_the_times_are(data):
         )
         held = accumulate(change for _, change in sorted(events))
         assert max(held) <= most
+
+
+@pytest.mark.parametrize(('amount', 'make'), [('half', po_h), ('all', po_f), ('1', po_h)])
+def test_offload_of_po_is_the_papers(amount, make):
+    moved = offloaded(build('po', 4, 8), amount)
+    assert moved.passes == make(4, 8).passes
+    assert moved.name == f'po + offload {amount}'
+
+
+@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v', 'interleaved', 'dualpipe-v', 'gpipe'])
+def test_offload_of_any_schedule(name):
+    """Valid, no pass is lost or moved; no rank holds more, and less with W right behind B."""
+    plain = build(name, 4, 12)
+    moved = offloaded(plain, 'all')
+    check(moved)
+    stay = tuple(tuple(p for p in order if p.kind not in 'OL') for order in moved.passes)
+    assert stay == plain.passes
+    costs = Costs.uniform(plain.placement)
+    less = max(peak(plain, costs)) - max(peak(moved, costs))
+    assert less > 0 if name in ('1f1b', 'interleaved') else less >= 0
+
+
+def test_passes_together_stay_together():
+    orders = ['0F0 0F1 0F2 0F3', '1F0']
+    first = [Pass.parse(text) for text in orders[0].split()]
+    both = Together((Pass.parse('0F4'), Pass.parse('0BW0')))
+    rest = [Pass.parse(f'0BW{k}') for k in range(1, 5)]
+    schedule = Schedule.of('by twos', Placement.loop(1), 5, [[*first, both, *rest]])
+    moved = offloaded(schedule, 'all', ratio=0.2)
+    check(moved)
+    order = moved.passes[0]
+    ((_rank, at),) = moved.together
+    assert order[at : at + 2] == both.passes and any(p.kind == 'O' for p in order)
+
+
+@pytest.mark.parametrize(
+    ('amount', 'says'),
+    [
+        (0, 'offload of 0: give'),
+        ('some', "'some': give 'half'"),
+        (3, 'a rank has 2'),
+        (True, 'True'),
+    ],
+)
+def test_amounts_that_make_no_sense(amount, says):
+    with pytest.raises(ValueError, match=says):
+        offloaded(build('zb-v', 2, 4), amount)
+
+
+def test_offload_is_asked_for_once():
+    with pytest.raises(ValueError, match='moves activations already'):
+        offloaded(offloaded(build('zb-v', 2, 4), 'all'), 'all')
+    with pytest.raises(ValueError, match='give more than 0'):
+        offloaded(build('zb-v', 2, 4), 'all', ratio=0)
 
 
 def test_copies_in_their_order():

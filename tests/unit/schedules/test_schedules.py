@@ -29,6 +29,7 @@ LIBRARY = {
     'zb-interleaved',
     'gis',
     'gis-h',
+    'po',
     'hanayo',
     'dualpipe-v',
     'zeropp',

@@ -1,0 +1,83 @@
+"""Offload of any schedule: what lives longest goes to the host where it has time to return."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.schedules.construct.comb import with_transfers
+from megatron_zbpp.schedules.pipe_offload import planned, po
+
+HALF, ALL = 'half', 'all'
+Amount = str | int
+
+
+def offloaded(
+    schedule: Schedule,
+    amount: Amount,
+    costs: Costs | None = None,
+    ratio: float = 1.0,
+    pairs: bool = True,
+) -> Schedule:
+    """Return `schedule` with activations of the first chunks of each rank on the host meanwhile.
+
+    Chunks live the longer the earlier they are. (PipeOffload, arXiv 2503.01328.)
+
+    Args:
+        schedule: without copies.
+        amount: 'half', 'all', or how many chunks of each rank.
+        costs: of its stages, by which copies are planned; default: F = B = W.
+        ratio: k, time of both ways of an activation over that of its F, B and W; where costs have
+            times of O and L, these count.
+        pairs: whether of ranks 2i and 2i + 1 one sends out while the other reads in.
+
+    Raises:
+        ValueError: it has copies already, or an amount that makes no sense.
+    """
+    if any(technique.name == 'offload' for technique in schedule.graph.techniques):
+        raise ValueError(f'{schedule.name} moves activations already: leave the offload out')
+    placement = schedule.placement
+    chunks = chunks_of(amount, placement.num_chunks)
+    costs = with_copies(costs or Costs.uniform(placement), ratio)
+    stages = [s for s in range(placement.num_stages) if placement.chunk_of(s) < chunks]
+    length = max(costs.time(kind, stage) for kind in ('O', 'L') for stage in stages)
+    on_grid = schedule.name == po.__name__  # whose gaps are what makes it hold so little
+    spans = planned(schedule, costs) if on_grid else simulate(schedule, costs).spans
+    moved = with_transfers(schedule, spans, stages, length, max(costs.backward), pairs)
+    return replace(moved, name=f'{schedule.name} + offload {amount}')
+
+
+def chunks_of(amount: Amount, num_chunks: int) -> int:
+    """Return how many chunks of a rank that is.
+
+    Raises:
+        ValueError: none, or more than there are.
+    """
+    if amount == HALF:
+        return (num_chunks + 1) // 2
+    if amount == ALL:
+        return num_chunks
+    if isinstance(amount, str) and amount.isdecimal():
+        amount = int(amount)
+    if isinstance(amount, bool) or not isinstance(amount, int) or amount < 1:
+        raise ValueError(f'offload of {amount!r}: give {HALF!r}, {ALL!r} or a number of chunks')
+    if amount > num_chunks:
+        raise ValueError(f'offload of {amount} chunks: a rank has {num_chunks}')
+    return amount
+
+
+def with_copies(costs: Costs, ratio: float) -> Costs:
+    """Return `costs` with times of O and L, where they have none: half of `ratio` (F + B + W) each.
+
+    Raises:
+        ValueError: a ratio that is no number above 0.
+    """
+    if not ratio > 0:
+        raise ValueError(f'a copy both ways in {ratio} of the time of F, B and W: give more than 0')
+    if 'O' in costs.times:
+        return costs
+    works = zip(costs.forward, costs.backward, costs.weight, strict=True)
+    ways = tuple(ratio * sum(work) / 2 for work in works)
+    return replace(costs, times={**costs.times, 'O': ways, 'L': ways})

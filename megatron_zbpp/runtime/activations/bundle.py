@@ -1,0 +1,197 @@
+"""What autograd saved of one pass: packed by hooks, freed and brought back as one.
+
+A storage moves if nobody but autograd holds it when it is to go. So what outlives the pass stays by
+itself, whoever holds it: weights and their FP8 copies, rotary tables, masks, the buffer into which
+sequence parallelism gathers, tensors that a layer keeps beside what it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from megatron_zbpp.runtime import compat
+from megatron_zbpp.runtime.activations.copies import Copies, PinningError
+
+SMALL = 1024  # elements: below, a copy costs more than it frees
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """A storage that autograd has saved tensors of.
+
+    Attributes:
+        storage: on the device; None while it is away.
+        nbytes: of it.
+        lasting: whether somebody holds the storage itself, which so loses its memory only.
+    """
+
+    storage: torch.UntypedStorage | None
+    nbytes: int
+    lasting: bool = False
+
+
+class Handle(NamedTuple):
+    """Which part of a piece a saved tensor is."""
+
+    piece: Piece
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass
+class Bytes:
+    """Bytes of one pass: those that went, and those that stayed, by the reason."""
+
+    moved: int = 0
+    stayed: dict[str, int] = field(default_factory=dict[str, int])
+
+    def stay(self, why: str, nbytes: int) -> None:
+        """Count bytes that stay."""
+        self.stayed[why] = self.stayed.get(why, 0) + nbytes
+
+
+class Bundle:
+    """The saved tensors of one (stage, microbatch).
+
+    Args:
+        copies: of the device.
+        staying: storages that stay, by their address: those of parameters.
+        small: tensors of fewer elements stay.
+
+    Attributes:
+        bytes: what became of them.
+        away: whether it is on the host.
+    """
+
+    def __init__(self, copies: Copies, staying: Set[int], small: int = SMALL) -> None:
+        self._copies = copies
+        self._staying = staying
+        self._small = small
+        self._pieces: dict[int, Piece] = {}
+        self._going: list[Piece] = []
+        self._slab: torch.Tensor | None = None
+        self._mark: object = None  # of the copy that was begun last
+        self._arriving = False
+        self.bytes = Bytes()
+        self.away = False
+
+    def pack(self, tensor: torch.Tensor) -> Handle | torch.Tensor:
+        """Return what autograd keeps in place of `tensor`."""
+        storage = tensor.untyped_storage()
+        why = self._why_it_stays(tensor, storage)
+        if why:
+            if storage._cdata not in self._pieces:
+                self.bytes.stay(why, tensor.nbytes)
+            return tensor.detach()  # an output that kept itself would never be freed
+        piece = self._piece(storage)
+        return Handle(
+            piece, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
+        )
+
+    def unpack(self, packed: Handle | torch.Tensor) -> torch.Tensor:
+        """Return the tensor that was packed; where it comes back, there for what runs now."""
+        if isinstance(packed, torch.Tensor):
+            return packed
+        if self._arriving:
+            self._copies.wait(self._mark)
+            self._arriving = False
+        piece, dtype, offset, size, stride = packed
+        assert piece.storage is not None, 'its load comes before its backward'
+        tensor = torch.empty(0, dtype=dtype, device=self._copies.device)
+        return tensor.set_(piece.storage, offset, size, stride)  # type: ignore[call-overload]
+
+    def take(self, received: torch.Tensor) -> None:
+        """Move the memory of `received`, too, which its holder keeps: the input of the stage."""
+        storage = received.untyped_storage()
+        if self._why_it_stays(received, storage) is None:
+            self._piece(storage).lasting = True
+
+    def begin_out(self) -> None:
+        """Begin to copy what may go.
+
+        Raises:
+            PinningError: there is no room on the host; everything stays.
+        """
+        self._going = [piece for piece in self._pieces.values() if self._may_go(piece)]
+        storages = [piece.storage for piece in self._going if piece.storage is not None]
+        try:
+            self._slab, self._mark = self._copies.out(storages)
+        except PinningError:
+            self._going = []
+            raise
+        self.bytes.moved = sum(piece.nbytes for piece in self._going)
+
+    def leave(self) -> None:
+        """Free what has been copied: what computes from now on waits until it has."""
+        if not self._going:
+            return
+        self._copies.wait(self._mark)
+        for piece in self._going:
+            if piece.lasting and piece.storage is not None:
+                piece.storage.resize_(0)
+            else:
+                piece.storage = None
+        self.away = True
+
+    def begin_back(self) -> None:
+        """Take memory, and begin to copy into it."""
+        if not self.away or self._slab is None:
+            return
+        storages: list[torch.UntypedStorage] = []
+        for piece in self._going:
+            if piece.storage is None:
+                piece.storage = self._copies.allocate(piece.nbytes)
+            else:
+                piece.storage.resize_(piece.nbytes)
+            storages.append(piece.storage)
+        self._mark = self._copies.back(self._slab, storages)
+        self._slab, self._arriving, self.away = None, True, False
+
+    def arrived(self) -> None:
+        """Let what computes from now on wait until all of it is back."""
+        if self._arriving:
+            self._copies.wait(self._mark)
+            self._arriving = False
+
+    def drop(self) -> None:
+        """Forget everything; memory that a W still uses is freed behind that."""
+        if self._slab is not None:
+            self._copies.free(self._slab)
+            self._slab = None
+        self._pieces.clear()
+        self._going = []
+
+    def _piece(self, storage: torch.UntypedStorage) -> Piece:
+        piece = self._pieces.get(storage._cdata)
+        if piece is None:
+            piece = self._pieces[storage._cdata] = Piece(storage, storage.nbytes())
+        return piece
+
+    def _why_it_stays(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> str | None:
+        """Return why it stays whoever holds it; None: it may go."""
+        if storage._cdata in self._staying:
+            return 'parameters'
+        if storage._cdata in self._pieces:
+            return None
+        if type(tensor) is not torch.Tensor or tensor.is_neg() or tensor.is_conj():
+            return 'special types'
+        if tensor.device != self._copies.device or tensor.layout is not torch.strided:
+            return 'elsewhere'
+        return 'small tensors' if tensor.numel() < self._small else None
+
+    def _may_go(self, piece: Piece) -> bool:
+        """Whether all its memory is freed if it goes; counts it where it stays."""
+        assert piece.storage is not None
+        if piece.storage.nbytes() != piece.nbytes:  # a layer drops it, and makes it again
+            self.bytes.stay('recomputed by layers', piece.storage.nbytes())
+            return False
+        if compat.holders(piece.storage) > (1 if piece.lasting else 0):
+            self.bytes.stay('held by others', piece.nbytes)
+            return False
+        return True

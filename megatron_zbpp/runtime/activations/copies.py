@@ -1,0 +1,129 @@
+"""Copies of storages to the host and back: on CUDA beside the passes, on a stream of their own.
+
+Memory changes where the compute stream is: it waits for a copy out before it frees, and what comes
+back is allocated on it before the copy stream writes there. So the allocator needs no
+`record_stream`, after which the time of a free depends on when somebody looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+_ALIGNED = 512  # bytes: as the caching allocator of CUDA has them
+
+
+class PinningError(RuntimeError):
+    """The host has no more memory that can be page-locked."""
+
+
+class Copies:
+    """The copy engine of a device: what is begun on it runs in that order.
+
+    Args:
+        device: whose memory is freed; of the CPU, a copy is done when the call returns.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._on_cuda = device.type == 'cuda'
+        self._stream: Any = torch.cuda.Stream(device) if self._on_cuda else None
+        self._slabs: dict[int, list[torch.Tensor]] = defaultdict(list)  # by bytes, for reuse
+
+    def out(self, storages: Sequence[torch.UntypedStorage]) -> tuple[torch.Tensor, object]:
+        """Begin to copy `storages`, as they are after all that runs by now, into one slab.
+
+        Returns:
+            the slab, and what tells when it has been written.
+
+        Raises:
+            PinningError: there is no room on the host.
+        """
+        slab = self._slab(sum(_room(storage) for storage in storages))
+        computed = self._mark()
+        with self._copying():
+            self._wait(computed)
+            at = 0
+            for storage in storages:
+                part = slab[at : at + storage.nbytes()]
+                part.copy_(_bytes_of(storage, self.device), non_blocking=True)
+                at += _room(storage)
+            return slab, self._mark()
+
+    def back(self, slab: torch.Tensor, storages: Sequence[torch.UntypedStorage]) -> object:
+        """Begin to copy `slab` into `storages`, which are just allocated; it is free behind that.
+
+        Returns:
+            what tells when they have been written.
+        """
+        allocated = self._mark()
+        with self._copying():
+            self._wait(allocated)
+            at = 0
+            for storage in storages:
+                part = slab[at : at + storage.nbytes()]
+                _bytes_of(storage, self.device).copy_(part, non_blocking=True)
+                at += _room(storage)
+            written = self._mark()
+        self.free(slab)
+        return written
+
+    def free(self, slab: torch.Tensor) -> None:
+        """Take back a slab: the next copy out into it comes behind what has been begun by now."""
+        self._slabs[slab.numel()].append(slab)
+
+    def wait(self, mark: object) -> None:
+        """Let what computes from now on wait for `mark`; never the host."""
+        self._wait(mark)
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """Return memory of the device, there for what computes from now on."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
+
+    def _slab(self, nbytes: int) -> torch.Tensor:
+        free = self._slabs.get(nbytes)
+        if free:
+            return free.pop()
+        slab = torch.empty(nbytes, dtype=torch.uint8)
+        if self._on_cuda:
+            _pin(slab)
+        return slab
+
+    def _mark(self) -> object:
+        return torch.cuda.current_stream(self.device).record_event() if self._on_cuda else None
+
+    def _wait(self, mark: Any) -> None:
+        if self._on_cuda:
+            torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def _copying(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream) if self._on_cuda else contextlib.nullcontext()
+
+
+def _pin(slab: torch.Tensor) -> None:
+    """Page-lock memory of just this size; torch's own allocator would round it to a power of two.
+
+    Raises:
+        PinningError: the driver refuses.
+    """
+    runtime: Any = torch.cuda.cudart()
+    result = runtime.cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
+    if int(result) != 0:
+        raise PinningError(
+            f'{slab.numel() / 2**20:.1f} MiB of host memory cannot be page-locked (CUDA error '
+            f'{int(result)}): raise `ulimit -l`, give the job more memory, or offload fewer chunks'
+        )
+
+
+def _room(storage: torch.UntypedStorage) -> int:
+    return -(-storage.nbytes() // _ALIGNED) * _ALIGNED
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    flat = torch.empty(0, dtype=torch.uint8, device=device)
+    return flat.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]

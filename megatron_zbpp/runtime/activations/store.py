@@ -1,0 +1,108 @@
+"""The activation store: which passes' saved tensors are where, and how many bytes that is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_zbpp.runtime import compat
+from megatron_zbpp.runtime.activations.bundle import SMALL, Bundle, Bytes
+from megatron_zbpp.runtime.activations.copies import Copies, PinningError
+
+Key = tuple[int, int]  # (stage, microbatch)
+
+
+class ActivationStore:
+    """Bundles by (stage, microbatch), from F to B.
+
+    Args:
+        device: whose memory is freed.
+        say: tells the user.
+        small: tensors of fewer elements stay; default: where a copy costs more than it frees.
+
+    Attributes:
+        bytes: of each stage, those of the latest pass that left.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        say: Callable[[str], None] | None = None,
+        small: int | None = None,
+    ) -> None:
+        self.bytes: dict[int, Bytes] = {}
+        self._copies = Copies(device)
+        self._say = say or _warn
+        self._small = SMALL if small is None else small
+        self._staying: frozenset[int] = frozenset()
+        self._parameters: dict[tuple, torch.Tensor] = {}
+        self._bundles: dict[Key, Bundle] = {}
+        self._said = False
+
+    @property
+    def away(self) -> int:
+        """How many (stage, microbatch) are on the host."""
+        return sum(bundle.away for bundle in self._bundles.values())
+
+    def keep(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let these stay, and be seen as themselves by the backwards of what leaves."""
+        found: list[Any] = list(parameters)
+        self._parameters = {compat.place_of(each): each for each in found}
+        every = [*found, *(p.main_grad for p in found if hasattr(p, 'main_grad'))]
+        self._staying = frozenset(each.untyped_storage()._cdata for each in every)
+
+    @contextmanager
+    def packing(self, key: Key) -> Iterator[None]:
+        """Around the forward of a pass that leaves."""
+        bundle = self._bundles[key] = Bundle(self._copies, self._staying, self._small)
+        with saved_tensors_hooks(bundle.pack, bundle.unpack):
+            yield
+
+    def take(self, key: Key, received: torch.Tensor) -> None:
+        """Move the memory of the stage's input, too, which its holder keeps until B."""
+        self._bundles[key].take(received)
+
+    def begin_out(self, key: Key) -> None:
+        """Begin to copy it out; where the host has no room it stays, which is said once."""
+        bundle = self._bundles[key]
+        try:
+            bundle.begin_out()
+        except PinningError as error:
+            if not self._said:
+                self._say(f'activations stay on the device: {error}')
+            self._said = True
+        self.bytes[key[0]] = bundle.bytes
+
+    def leave(self, key: Key) -> None:
+        """Free it on the device."""
+        self._bundles[key].leave()
+
+    def begin_back(self, key: Key) -> None:
+        """Begin to copy it back."""
+        self._bundles[key].begin_back()
+
+    @contextmanager
+    def using(self, key: Key) -> Iterator[None]:
+        """Around the backward of a pass, which needs it; forgets it then."""
+        bundle = self._bundles.get(key)
+        if bundle is None:
+            yield
+            return
+        bundle.arrived()
+        with compat.saved_parameters(self._parameters):
+            yield
+        self._bundles.pop(key).drop()
+
+    def clear(self) -> None:
+        """Forget everything: after an error, so that no activation outlives its iteration."""
+        while self._bundles:
+            self._bundles.popitem()[1].drop()
+
+
+def _warn(message: str) -> None:
+    print(f'megatron_zbpp: {message}', file=sys.stderr, flush=True)

@@ -1,0 +1,165 @@
+"""What autograd saved leaves and comes back: plain stages in one process, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from stages import ROWS, WIDTH, LinearStage, reference
+
+from megatron_zbpp.analysis.lowering import lower
+from megatron_zbpp.analysis.memory import live
+from megatron_zbpp.analysis.offloading import offloaded
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.runtime.activations import copies
+from megatron_zbpp.runtime.activations.bundle import Bundle
+from megatron_zbpp.runtime.activations.copies import Copies, PinningError
+from megatron_zbpp.runtime.activations.store import ActivationStore
+from megatron_zbpp.runtime.channels import Channels, Message
+from megatron_zbpp.runtime.clock import HostClock
+from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
+from megatron_zbpp.schedules import build
+
+CPU = torch.device('cpu')
+
+
+def executed(schedule, fails=False):
+    """On each rank: losses and gradients by stage, bytes by stage, what was said, what was held."""
+    rank, store, said = dist.get_rank(), WeightGradStore(), []
+    activations = ActivationStore(CPU, said.append, small=1)
+    if fails:
+        activations._copies._slab = _refuse
+    programs = lower(schedule)
+    stages = {
+        s: LinearStage(store, s, schedule.num_stages) for s in schedule.placement.stages(rank)
+    }
+    activations.keep(p for stage in stages.values() for p in stage.parameters())
+    message = Message((ROWS, WIDTH), torch.float32, CPU)
+    ranks = schedule.placement.ranks
+    pairs = {
+        (a, b) for a in set(ranks) for b in set(ranks) if abs(a - b) in (1, len(set(ranks)) - 1)
+    }
+    channels = Channels(dist.group.WORLD, {(a, b) for a, b in pairs if a != b}, CPU)
+    executor = Executor(
+        programs[rank], stages, channels, message, store, HostClock(), activations=activations
+    )
+    record = executor.run()
+    assert not activations.away and not activations._bundles
+    made = {s: (m.losses, tuple(p.grad for p in m.parameters())) for s, m in stages.items()}
+    return made, activations.bytes, said, record.live
+
+
+def _refuse(nbytes):
+    raise PinningError(f'{nbytes} bytes cannot be page-locked')
+
+
+@pytest.mark.parametrize('name', ['po', 'interleaved', 'zb-v', 'gis'])
+@pytest.mark.parametrize('fails', [False, True])
+def test_to_the_bit(ranks, name, fails):
+    """Also where the host has no room: then everything stays, and that is said once."""
+    schedule = offloaded(build(name, 2, 8), 'all')
+    losses, gradients = reference(schedule.num_stages, 8)
+    results = ranks(2).run(executed, schedule, fails)
+    assert any(each.moved for _, found, _, _ in results for each in found.values()) != fails
+    for made, found, said, _ in results:
+        assert len(said) == (fails and bool(found))
+        for stage, (own, grads) in made.items():
+            assert stage < schedule.num_stages - 1 or own == losses
+            assert all(map(torch.equal, grads, gradients[stage]))
+
+
+@pytest.mark.parametrize('name', ['po', 'interleaved', 'zb-v', '1f1b'])
+def test_what_is_held_is_what_was_planned(ranks, name):
+    """After each pass, in activations of a stage."""
+    schedule = offloaded(build(name, 4, 8), 'all')
+    ones = (1.0,) * schedule.num_stages
+    planned = live(schedule, Costs(ones, ones, ones))
+    for rank, (*_, held) in enumerate(ranks(4).run(executed, schedule)):
+        assert tuple(held) == planned[rank]
+
+
+def saved(tensor, weight, kept):
+    """Three products: of views of one storage, of what somebody holds, of a parameter."""
+    first, second = tensor.exp().chunk(2)
+    return (first * second * kept * weight).sum()
+
+
+def gradients_of(bundle=None, moves=True):
+    tensor = torch.linspace(0, 1, 64).requires_grad_()
+    weight = torch.nn.Parameter(torch.linspace(1, 2, 32))
+    kept = torch.linspace(2, 3, 32)
+    if bundle is None:
+        saved(tensor, weight, kept).backward()
+    else:
+        bundle._staying = {weight.untyped_storage()._cdata}
+        with torch.autograd.graph.saved_tensors_hooks(bundle.pack, bundle.unpack):
+            loss = saved(tensor, weight, kept)
+        bundle.begin_out()
+        bundle.leave()
+        assert bundle.away
+        bundle.begin_back()
+        loss.backward()
+        bundle.drop()
+    return tensor.grad, weight.grad
+
+
+def test_bytes_are_told_by_the_reason():
+    bundle = Bundle(Copies(CPU), frozenset(), small=16)
+    assert all(map(torch.equal, gradients_of(bundle), gradients_of()))
+    assert bundle.bytes.moved >= 64 * 4  # two halves of one storage once, and products
+    assert bundle.bytes.stayed['parameters'] == 32 * 4
+    assert bundle.bytes.stayed['held by others'] >= 32 * 4
+
+
+def test_small_tensors_stay():
+    bundle = Bundle(Copies(CPU), frozenset(), small=16)
+    tensor = torch.ones(8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(bundle.pack, bundle.unpack):
+        loss = tensor.exp().sum()
+    bundle.begin_out()
+    assert bundle.bytes.moved == 0 and bundle.bytes.stayed == {'small tensors': 32}
+    bundle.leave()
+    loss.backward()
+    assert tensor.grad is not None and not bundle.away
+
+
+def test_memory_is_freed_when_it_leaves():
+    """Who holds nothing of it sees the storage go; the input keeps its tensor, without memory."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    bundle = Bundle(Copies(CPU), frozenset(), small=1)
+    received = torch.ones(64).requires_grad_()
+    bundle.take(received)
+    with torch.autograd.graph.saved_tensors_hooks(bundle.pack, bundle.unpack):
+        made = received.exp()
+        gone = StorageWeakRef(made.untyped_storage())
+        loss = (made * received).sum()
+    del made
+    bundle.begin_out()
+    bundle.leave()
+    assert gone.expired() and received.untyped_storage().nbytes() == 0
+    bundle.begin_back()
+    loss.backward()
+    expected = torch.ones(64).requires_grad_()
+    (expected.exp() * expected).sum().backward()
+    assert torch.equal(received.grad, expected.grad)
+    assert torch.equal(received, torch.ones(64))
+
+
+def test_slabs_are_used_again():
+    engine = Copies(CPU)
+    storage = torch.ones(100).untyped_storage()
+    slab, _ = engine.out([storage])
+    engine.back(slab, [storage])
+    assert engine.out([storage])[0] is slab
+
+
+def test_a_refusal_names_the_cure(monkeypatch):
+    class Runtime:
+        def cudaHostRegister(self, *_):
+            return 2
+
+    monkeypatch.setattr(torch.cuda, 'cudart', Runtime)
+    with pytest.raises(PinningError, match=r'1.0 MiB .* cannot be page-locked .* offload fewer'):
+        copies._pin(torch.empty(2**20, dtype=torch.uint8))

@@ -1,0 +1,67 @@
+"""Activations on the host between F and B: as by Megatron's own schedule, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+from grids import grid
+from models import KINDS, Job, check
+from supported import supports
+
+SCHEDULES = ('zb-v', 'interleaved', 'po', 'v-half')
+SHAPES = {
+    'tp 2': {'tp': 2},
+    'overlap': {'dp': 2, 'overlap': True},
+    'distributed': {'dp': 2, 'distributed': True},
+    'ep 2': {'dp': 2, 'ep': 2, 'overlap': True, 'distributed': True},
+}
+
+
+@supports('activation offload: GPT', '{schedule}')
+@grid(
+    schedule=SCHEDULES,
+    offload=('all', 'half', '1'),
+    fused=(False, True),
+    recompute=(None, 'full'),
+)
+def test_families(ranks, data, schedule, offload, fused, recompute):
+    """W split from B and not, its products added to `main_grad` or by Megatron."""
+    job = Job(te=False, offload=offload, fused=fused, recompute=recompute)
+    check(ranks, data, schedule, job)
+
+
+@supports('activation offload: GPT on 4 ranks', '{schedule}')
+@grid(schedule=('1f1b', 'zb-h1'))
+def test_four_ranks(ranks, data, schedule):
+    check(ranks, data, schedule, Job(te=False, pp=4, offload='all'))
+
+
+@pytest.mark.te
+@supports('activation offload: {shape}', '{schedule}')
+@grid(shape=tuple(SHAPES), schedule=('zb-v', 'interleaved'), fused=(True, True, False))
+def test_shapes(te_ranks, data, shape, schedule, fused):
+    """Sequence parallelism, gradients reduced while passes run, experts."""
+    kind = 'experts' if shape == 'ep 2' else 'dense'
+    job = Job(kind, offload='all', fused=fused, bf16=True, **SHAPES[shape])
+    check(te_ranks, data, schedule, job)
+
+
+@supports('activation offload: dropout, and an evaluation between', '{schedule}')
+@grid(schedule=('zb-v', 'interleaved'), recompute=(None, 'full'))
+def test_dropout(ranks, data, schedule, recompute):
+    """As by the same schedule without: ranks draw in its order."""
+    job = Job(te=False, offload='all', dropout=0.1, recompute=recompute)
+    check(ranks, data, schedule, job, than=schedule)
+
+
+@pytest.mark.te
+@supports("activation offload: {kind} layers of Transformer Engine's", '{schedule}')
+@grid(
+    kind=tuple(kind for kind in KINDS if kind != 'lengths'),
+    schedule=('zb-v', 'interleaved', 'po'),
+    fused=(True, True, False, False),
+    bf16=(True, False),
+    recompute=(None, 'selective'),
+)
+def test_te_layers(te_ranks, data, kind, schedule, fused, bf16, recompute):
+    job = Job(kind, bf16=bf16, fused=fused, recompute=recompute, offload='all')
+    check(te_ranks, data, schedule, job)
