@@ -11,6 +11,7 @@ from megatron_zbpp.analysis.checker import ScheduleError, check
 from megatron_zbpp.analysis.critical import critical_path
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.cli import inputs
+from megatron_zbpp.cli.comparing import compare_partitions
 from megatron_zbpp.cli.planning import plan_schedule
 from megatron_zbpp.cli.printing import (
     IDLE,
@@ -123,6 +124,15 @@ def check_file(args: Namespace) -> None:
 
 def compare(args: Namespace) -> None:
     """Print a table, and draw a picture, of the named schedules or of all that can be built."""
+    if args.layers:
+        return compare_partitions(args)
+    for flag, value in (
+        ('devices', args.devices),
+        ('latencies', args.latencies),
+        ('csv', args.csv),
+    ):
+        if value is not None:
+            raise ValueError(f"--{flag} goes with --layers: name the file of a model's layers")
     picture = picture_format(args.output) if args.output else None
     found, skipped = inputs.load_cases(args)
     ran = ((name, case.timeline) for name, case in found.items())

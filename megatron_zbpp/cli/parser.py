@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_zbpp.analysis.checker import ScheduleError
-from megatron_zbpp.cli import commands, partitioning, profiling, side_work, values
+from megatron_zbpp.cli import commands, comparing, partitioning, profiling, side_work, values
 from megatron_zbpp.cli.inputs import PLACEMENTS, StageCosts, Times
 from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.strict_json import printable
@@ -32,6 +32,7 @@ zbpp list                                              every schedule, its bubbl
 zbpp show --schedule zb-v --pp 4 --microbatches 8      draw it here
 zbpp simulate --schedule zb-1p --pp 8 --microbatches 24 --times 18.5,18.1,9.3 --comm 0.6
 zbpp compare --pp 8 --microbatches 24 --times 1,1.2,0.8 -o compare.html
+zbpp compare --layers layers.json --pp 8 --microbatches 24 --latencies 0,1,4 --csv rows.csv
 zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --memory-limit 8 --layers 32 -o plan.json
 zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --frontier 3,4,5,6,7,8 --seconds 60
 zbpp profile --model gpt --layers 24 --hidden 2048 --heads 16 --vocab 50257 --seq 2048 --tflops 300
@@ -146,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_shape(compared, required=True)
     _add_costs(compared)
     compared.add_argument('-o', '--output', metavar='FILE', help='picture: .html, .svg or .png')
+    comparing.add_comparison(compared)
 
     planned = command('plan', commands.plan_schedule, 'search the best schedule for given costs')
     _add_planning(planned)

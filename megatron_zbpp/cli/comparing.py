@@ -1,0 +1,80 @@
+"""`zbpp compare --layers`: schedules on several partitions and latencies, as a table and a CSV."""
+
+from __future__ import annotations
+
+import csv
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from megatron_zbpp.cli import values
+from megatron_zbpp.cli.partitioning import load_devices, load_layers
+from megatron_zbpp.cli.printing import print_json, print_table
+from megatron_zbpp.cli.progress import progress
+from megatron_zbpp.partitioning.comparison import PARTITIONS, Row, compared, winners
+from megatron_zbpp.render.scene import number
+from megatron_zbpp.schedules import names
+
+
+def add_comparison(command: ArgumentParser) -> None:
+    """Add what compares over layers, partitions and latencies."""
+    command.add_argument(
+        '--layers',
+        metavar='FILE',
+        help='of a model, as for zbpp partition: compare on partitions of it, not on --times',
+    )
+    command.add_argument('--devices', metavar='FILE', help='with --layers: as for zbpp partition')
+    command.add_argument(
+        '--latencies',
+        type=values.amounts,
+        metavar='C,...',
+        help='with --layers: times of a message; default 0',
+    )
+    command.add_argument('--csv', metavar='FILE', help='with --layers: where to write the rows')
+
+
+def compare_partitions(args: Namespace) -> None:
+    """Print which schedule is best on which partition at which latency; write the CSV."""
+    if args.output:
+        raise ValueError(
+            f'--layers draws no picture: leave -o {args.output} out; --csv has the rows'
+        )
+    layers, devices = load_layers(args.layers), load_devices(args.devices, args.pp)
+    wanted, latencies = args.schedules or names(), args.latencies or [0.0]
+    rows: list[Row] = []
+    with progress('comparing', 'it', len(latencies)) as done:
+        for at, latency in enumerate(latencies, 1):
+            rows += compared(layers, devices, args.microbatches, wanted, [latency])
+            done(at / len(latencies))
+    if not rows:
+        raise ValueError(f'none of {", ".join(wanted)} can be built for so many ranks and layers')
+    if args.csv:
+        with Path(args.csv).open('w', newline='', encoding='utf-8') as file:
+            writer = csv.writer(file)
+            writer.writerow(Row._fields)
+            writer.writerows(rows)
+    best = winners(rows)
+    if args.json:
+        return print_json(
+            {
+                'rows': [row._asdict() for row in rows],
+                'best': [row._asdict() for row in best.values()],
+            }
+        )
+    _print(rows, latencies)
+    for kind in PARTITIONS:
+        said = [f'{best[kind, at].schedule} at {at:g}' for at in latencies]
+        print(f'shortest on the {kind} partition: {", ".join(said)}')
+    if args.csv:
+        print(f'wrote {args.csv}')
+
+
+def _print(rows: list[Row], latencies: list[float]) -> None:
+    """Print makespans: a line a schedule and partition, a column a latency."""
+    lines: dict[tuple[str, str], dict[float, float]] = {}
+    for row in rows:
+        lines.setdefault((row.schedule, row.partition), {})[row.latency] = row.makespan
+    table = [
+        (f'{name}, {kind}', *(number(own[at]) for at in latencies))
+        for (name, kind), own in sorted(lines.items(), key=lambda line: line[1][latencies[0]])
+    ]
+    print_table(('makespan at a latency of', *(f'{at:g}' for at in latencies)), table)

@@ -1,0 +1,142 @@
+"""Schedules beside each other on several partitions and latencies: where the ranking flips."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.partitioning.bounds import Bounds
+from megatron_zbpp.partitioning.climb import climb
+from megatron_zbpp.partitioning.devices import Devices
+from megatron_zbpp.partitioning.layers import Layers
+from megatron_zbpp.partitioning.space import Space
+from megatron_zbpp.partitioning.stages import Partition, stage_costs
+from megatron_zbpp.schedules import build, find
+
+PARTITIONS = ('even', 'best')
+
+
+class Row(NamedTuple):
+    """One schedule on one partition at one latency; a row of the CSV.
+
+    Attributes:
+        schedule: its name.
+        partition: 'even' as Megatron divides, or 'best', the best found for that schedule.
+        layout: of it.
+        latency: of a message between two ranks, beside what the devices' links take.
+        makespan, window: simulated.
+        bubble: share of the makespan in which even the busiest rank idles.
+        peak: most activations of a rank, in the unit of the layers.
+    """
+
+    schedule: str
+    partition: str
+    layout: str
+    latency: float
+    makespan: float
+    window: float
+    bubble: float
+    peak: float
+
+
+def compared(
+    layers: Layers,
+    devices: Devices,
+    num_microbatches: int,
+    names: Iterable[str],
+    latencies: Sequence[float],
+    partitions: Sequence[str] = PARTITIONS,
+    rounds: int = 200,
+) -> Iterator[Row]:
+    """Yield a row for each schedule that can be built, each partition and each latency.
+
+    Args:
+        layers: of the model.
+        devices: rank r is device r.
+        num_microbatches: m.
+        names: of schedules.
+        latencies: to try.
+        partitions: 'even', 'best' or both.
+        rounds: simulations at most of a search for the best partition.
+    """
+    for latency in latencies:
+        slow = with_latency(devices, latency)
+        for name in names:
+            schedule = _built(name, len(devices), num_microbatches)
+            if schedule is None or schedule.num_stages > len(layers.splits()) + 1:
+                continue
+            space = Space.of(layers, slow, num_microbatches, [schedule.placement], keep_order=True)
+            even = space.even(schedule.placement)
+            for kind in partitions:
+                where = even if kind == 'even' else best_for(space, even, name, rounds)
+                costs = stage_costs(layers, slow, where)
+                yield _row(name, kind, schedule, layers.text(where.cuts), latency, costs)
+
+
+def with_latency(devices: Devices, latency: float) -> Devices:
+    """Return the devices with that much more between any two of them."""
+    ranks = range(len(devices))
+    rows = devices.latency or tuple((0.0,) * len(devices) for _ in ranks)
+    more = tuple(tuple(rows[a][b] + (latency if a != b else 0.0) for b in ranks) for a in ranks)
+    return replace(devices, latency=more)
+
+
+def best_for(space: Space, even: Partition, name: str, rounds: int) -> Partition:
+    """Return the best partition found for one named schedule, from the even one and the bound's."""
+    bounds, left = Bounds(space), [rounds]
+
+    def go_on(_: object) -> bool:
+        left[0] -= 1
+        return left[0] > 0
+
+    starts = [even]
+    if even.placement.num_chunks == 1:
+        starts.append(replace(even, cuts=tuple(bounds.chain()[1])))
+    found = [climb(space, bounds, start, (name,), go_on) for start in starts]
+    best = min((x for x in found if x is not None), key=lambda x: x.value, default=None)
+    return even if best is None else best.partition
+
+
+def _built(name: str, num_ranks: int, m: int) -> Schedule | None:
+    """Return a schedule with its usual chunks; None: not for such sizes, or of two ways."""
+    find(name)
+    try:
+        schedule = build(name, num_ranks, m)
+    except ValueError:
+        return None
+    return None if schedule.placement.opposite else schedule
+
+
+def _row(
+    name: str, kind: str, schedule: Schedule, layout: str, latency: float, costs: Costs
+) -> Row:
+    placed: Placement = schedule.placement
+    if 'costs' in find(name).options:
+        m = schedule.num_microbatches
+        schedule = build(name, placed.num_ranks, m, costs=costs)
+    timeline = simulate(schedule, costs)
+    return Row(
+        name,
+        kind,
+        layout,
+        latency,
+        timeline.makespan,
+        max(timeline.windows),
+        timeline.bubble_makespan,
+        max(peak(schedule, costs)),
+    )
+
+
+def winners(rows: Iterable[Row]) -> dict[tuple[str, float], Row]:
+    """Return the shortest row of each partition and latency."""
+    found: dict[tuple[str, float], Row] = {}
+    for row in rows:
+        key = row.partition, row.latency
+        if key not in found or row.makespan < found[key].makespan - 1e-9:
+            found[key] = row
+    return found

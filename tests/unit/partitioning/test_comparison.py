@@ -1,0 +1,96 @@
+"""Schedules over partitions and latencies: rows that are simulated, rankings that flip."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+
+import pytest
+from instances import NODES, P1, P8
+from paths import ROOT
+
+from megatron_zbpp import Devices, Layers
+from megatron_zbpp.cli import main
+from megatron_zbpp.partitioning.comparison import compared, winners, with_latency
+
+
+def test_rows():
+    """1F1B on P1: the even split and the best known one; others are no worse for being best."""
+    rows = list(compared(P1, Devices.alike(4), 4, ['1f1b', 'zb-h1', 'zb-1p', 'zb-v'], [0.0, 2.0]))
+    found = {(*row[:2], row.latency): row for row in rows}
+    assert len(rows) == 16
+    assert found['1f1b', 'even', 0.0].makespan == 104
+    assert found['1f1b', 'best', 0.0].makespan == 86
+    assert found['1f1b', 'best', 0.0].layout == 'Ett|tt|tt|L'
+    for (name, kind, latency), row in found.items():
+        assert row.makespan <= found[name, 'even', latency].makespan
+        assert row.makespan >= found[name, kind, 0.0].makespan
+    assert all(
+        row.makespan <= found[key].makespan for key, row in found.items() if key[1] == 'best'
+    )
+
+
+def test_the_ranking_flips():
+    """With free links ZB-V is ahead; where they are slow, what sends less or runs ahead."""
+    names = ['1f1b', '1f1b-pb', 'zb-h1', 'zb-h2', 'zb-v']
+    best = winners(compared(P8, Devices.alike(4), 16, names, [0.0, 30.0]))
+    assert best['even', 0.0].schedule != best['even', 30.0].schedule
+    assert best['best', 30.0].schedule in ('zb-h2', '1f1b-pb')
+    assert best['best', 0.0].makespan <= best['even', 0.0].makespan
+
+
+def test_the_table_of_the_page():
+    """What docs/unbalanced.md prints is what the command prints."""
+    text = (ROOT / 'docs' / 'unbalanced.md').read_text()
+    layers = re.search(r'title="layers.json"\n(.*?)```', text, re.S)[1]
+    table = re.findall(
+        r'^\| `(.+?)`, (even|best) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|', text, re.M
+    )
+    names = sorted({name for name, *_ in table})
+    latencies = [0.0, 2.0, 8.0, 32.0]
+    rows = compared(Layers.from_json(layers), Devices.alike(4), 16, names, latencies)
+    found = {(row.schedule, row.partition, row.latency): row.makespan for row in rows}
+    assert len(table) == 8
+    for name, kind, *values in table:
+        for latency, value in zip(latencies, values, strict=True):
+            assert round(found[name, kind, latency]) == int(value)
+
+
+def test_latency_is_added():
+    assert (
+        with_latency(NODES, 1.0).edge(0, 1, 0.0) == 5
+        and with_latency(NODES, 1.0).edge(0, 2, 0.0) == 1
+    )
+    assert with_latency(NODES, 1.0).edge(0, 0, 0.0) == 0
+
+
+def test_command(tmp_path, capsys):
+    file, rows = tmp_path / 'layers.json', tmp_path / 'rows.csv'
+    file.write_text(P1.to_json())
+    given = ['compare', '--layers', str(file), '--pp', '2', '--microbatches', '4']
+    given += ['--schedules', '1f1b,zb-v', '--latencies', '0,2']
+    assert main([*given, '--csv', str(rows)]) == 0
+    said = capsys.readouterr().out
+    assert 'shortest on the best partition: ' in said and '1f1b, even' in said
+    table = list(csv.DictReader(rows.open()))
+    assert len(table) == 8 and {row['latency'] for row in table} == {'0.0', '2.0'}
+    assert main([*given, '--json']) == 0
+    assert len(json.loads(capsys.readouterr().out)['best']) == 4
+
+
+@pytest.mark.parametrize(
+    ('more', 'said'),
+    [
+        (['--csv', 'rows.csv'], '--csv goes with --layers'),
+        (['--layers', 'LAYERS', '-o', 'a.svg'], 'leave -o a.svg out'),
+        (['--layers', 'LAYERS', '--schedules', 'zb-w'], "unknown schedule 'zb-w'"),
+        (['--layers', 'LAYERS', '--schedules', 'hanayo', '--pp', '7'], 'none of hanayo'),
+    ],
+)
+def test_what_cannot_be(tmp_path, capsys, more, said):
+    file = tmp_path / 'layers.json'
+    file.write_text(P1.to_json())
+    more = [str(file) if word == 'LAYERS' else word for word in more]
+    assert main(['compare', '--pp', '2', '--microbatches', '4', *more]) == 2
+    assert said in capsys.readouterr().err
