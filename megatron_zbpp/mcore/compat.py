@@ -120,6 +120,16 @@ def model_copies(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, t
         yield from zip(parameters, theirs, strict=True)
 
 
+def gradient(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return what `optimizer` is to step the parameter with.
+
+    One that keeps the weights itself may have gradients of another type than the parameter's.
+    """
+    if getattr(optimizer.config, 'use_precision_aware_optimizer_no_fp8_or_ds_fp8', False):
+        return getattr(parameter, 'decoupled_grad', None)
+    return parameter.grad
+
+
 def shares_out_layers(optimizer: MegatronOptimizer) -> bool:
     """Return whether its ranks step some layers each and then gather all: Muon's, from 0.19 on."""
     known = hasattr(LayerWiseDistributedOptimizer, 'start_param_sync_for_bucket_group_subset')

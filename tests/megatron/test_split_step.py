@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from types import SimpleNamespace
 
@@ -21,7 +22,6 @@ def refused(name, value):
 
 
 SETTINGS = [
-    'use_precision_aware_optimizer',
     'optimizer_cpu_offload',
     'optimizer_cuda_graph',
     'fp8_param_gather',
@@ -34,6 +34,29 @@ def test_refused_settings_are_named(ranks, name):
     for reasons in ranks(2).run(refused, name, True):
         assert all(reason.startswith(f'{name}: ') for reason in reasons)
     assert ranks(2).run(refused, name, False) == [(None, None)] * 2
+
+
+def of_types(**types):
+    """What is said of a precision-aware optimizer with state of such types."""
+    import torch
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    from megatron_zbpp.mcore.post_validation import split_step
+
+    leaf = FP32Optimizer.__new__(FP32Optimizer)
+    types = {name: getattr(torch, each) for name, each in types.items()}
+    leaf.config = SimpleNamespace(use_precision_aware_optimizer=True, **types)
+    return split_step.refusal(leaf)
+
+
+@supports('steps validated later: `{name}` in fp16 or FP8', 'any+post-validation', WAITS)
+@pytest.mark.parametrize('name', ['main_params_dtype', 'exp_avg_dtype', 'exp_avg_sq_dtype'])
+def test_state_with_scales_is_named(ranks, name):
+    for scaled in ('float16', 'uint8'):
+        for reason in ranks(2).run(functools.partial(of_types, **{name: scaled})):
+            assert reason.startswith(f'{name}: ')
+    for plain in ('float32', 'bfloat16'):
+        assert ranks(2).run(functools.partial(of_types, **{name: plain})) == [None] * 2
 
 
 def test_a_rank_without_parameters(ranks):

@@ -10,6 +10,7 @@ from example import MODEL
 from gpu import CUDA
 from grids import grid
 from injected import Event, train
+from supported import supports
 
 from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES
 
@@ -23,6 +24,7 @@ SETUPS = {
     'fp32': (2, 'zb-h1', [], ''),
     'fp16': (2, 'zb-2p', ['--bf16'], 'fp16'),
     'distributed, V': (4, 'zb-v', ['--bf16', '--use-distributed-optimizer'], ''),
+    'precision-aware': (4, 'zb-v', ['--bf16', '--use-distributed-optimizer'], 'precise'),
     'SGD': (2, 'zb-h1', [], 'sgd'),
 }
 HAPPENING = [Event(5, 1, 'large'), Event(6, 0, 'inf'), Event(8, 1, 'nan')]
@@ -37,6 +39,7 @@ def counted(*args):
     return early, dict(calls - before)
 
 
+@supports("steps validated later: Transformer Engine's, {setup}", 'any+post-validation')
 @grid(setup=tuple(SETUPS), kept_bytes=(KEPT_BYTES, 0))
 def test_early_steps_are_synchronous_ones(te_ranks, data, tmp_path, setup, kept_bytes):
     """Clipping, overflow and nonsense included."""
@@ -54,7 +57,8 @@ def test_early_steps_are_synchronous_ones(te_ranks, data, tmp_path, setup, kept_
     assert logged[0] == logged[1] and len(logged[0]) >= ITERATIONS
     early, called = zip(*found, strict=True)
     assert any(rank.tried for rank in early)
-    stepping = 'multi_tensor_sgd' if setup == 'SGD' else 'multi_tensor_adam'
+    own = {'SGD': 'multi_tensor_sgd', 'precision-aware': 'multi_tensor_adam_param_remainder'}
+    stepping = own.get(setup, 'multi_tensor_adam')
     assert all({stepping, 'multi_tensor_l2norm'} <= names.keys() for names in called)
 
 

@@ -110,6 +110,15 @@ def _sgd(script):
     return {'OptimizerConfig': _with(script.OptimizerConfig, optimizer='sgd', sgd_momentum=0.9)}
 
 
+def _precise(script):
+    """The optimizer keeps what is missing of bf16 weights, and moments in that type."""
+    import torch
+
+    types = {'exp_avg_dtype': torch.bfloat16, 'exp_avg_sq_dtype': torch.bfloat16}
+    config = _with(script.OptimizerConfig, use_precision_aware_optimizer=True, **types)
+    return {'OptimizerConfig': config}
+
+
 def _half(script):
     """fp16 with a loss scale that moves within a few steps."""
     import torch
@@ -150,4 +159,11 @@ def _with(config, **values):
     return lambda *args, **given: config(*args, **(given | values))
 
 
-_VARIANTS = {'': _plain, 'sgd': _sgd, 'fp16': _half, 'experts': _experts, 'dropout': _dropout}
+_VARIANTS = {
+    '': _plain,
+    'sgd': _sgd,
+    'precise': _precise,
+    'fp16': _half,
+    'experts': _experts,
+    'dropout': _dropout,
+}

@@ -45,7 +45,6 @@ _ABSENT = object()
 _KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
 _OUTERMOST = (*_KNOWN, ChainedOptimizer)
 _REFUSED = {
-    'use_precision_aware_optimizer': 'the optimizer keeps the parameters',
     'optimizer_cpu_offload': 'the host steps in its own time',
     'optimizer_cuda_graph': 'a captured step steps what it was captured with',
     'overlap_param_gather_with_optimizer_step': 'parameters are gathered amid the step',
@@ -55,6 +54,9 @@ _REFUSED_OF_DDP = {
     'use_megatron_fsdp': 'parameters are gathered amid the step',
     'fp8_param_gather': 'weights are quantized anew amid the step',
 }
+# What a precision-aware optimizer keeps in other types, and those that have no scales.
+_STATES = ('main_params_dtype', 'exp_avg_dtype', 'exp_avg_sq_dtype')
+_UNSCALED = (torch.float32, torch.bfloat16)
 
 
 def patches() -> Iterator[Patch]:
@@ -92,6 +94,9 @@ def refusal(optimizer: MegatronOptimizer) -> str | None:
         for name, why in _REFUSED.items():
             if getattr(leaf.config, name, False):
                 return f'{name}: {why}'
+        for name in _STATES if getattr(leaf.config, 'use_precision_aware_optimizer', False) else ():
+            if getattr(leaf.config, name, torch.float32) not in _UNSCALED:
+                return f'{name}: the optimizer keeps scales of that state to itself'
         for name, why in _REFUSED_OF_DDP.items():
             if getattr(getattr(leaf, 'ddp_config', None), name, False):
                 return f'{name}: {why}'
@@ -363,7 +368,7 @@ def _stepped(leaf: MegatronOptimizer) -> Iterator[Stepped]:
     read = {id(parameter): copy.detach() for parameter, copy in compat.model_copies(leaf)}
     for group in leaf.optimizer.param_groups:
         for parameter in group['params']:
-            if parameter.grad is not None:
+            if compat.gradient(leaf, parameter) is not None:
                 yield Stepped(parameter, read.get(id(parameter)))
 
 
