@@ -32,6 +32,7 @@ from megatron_zbpp.runtime.guard.watchdog import Watchdog
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build
 
+SETTLED = 1.0  # seconds before a mishap
 LIMIT = 60  # seconds for the cases that run at once, on a busy machine
 AT_ONCE = 6
 
@@ -56,7 +57,7 @@ class UnluckyStage(LinearStage):
     def befall(self, p, made):
         if p != self.victim:
             return made
-        time.sleep(0.3)  # by now the other ranks have come as far as they can
+        time.sleep(SETTLED)  # by now the other ranks have come as far as they can
         Path(f'{self.case["folder"]}/mishap').write_text(str(time.monotonic()))
         mishap = self.case['mishap']
         if mishap.startswith('SIG'):
