@@ -9,7 +9,7 @@ from argparse import Namespace
 
 from megatron_zbpp.analysis.checker import ScheduleError, check
 from megatron_zbpp.analysis.critical import critical_path
-from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.cli import inputs
 from megatron_zbpp.cli.comparing import compare_partitions
 from megatron_zbpp.cli.planning import plan_schedule
@@ -27,6 +27,7 @@ from megatron_zbpp.cli.printing import (
     write,
 )
 from megatron_zbpp.ir import formats
+from megatron_zbpp.ir.graph import HOST
 from megatron_zbpp.ir.grid import grid
 from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.render.scene import number
@@ -101,16 +102,21 @@ def simulate_case(args: Namespace) -> None:
         ]
         return print_json({**facts(case, timeline), 'critical_path': steps})
     peaks = peak(case.schedule, case.costs)
+    busy = [timeline.busy(rank) for rank in range(case.schedule.num_ranks)]
+    idle = [window - own for window, own in zip(timeline.windows, busy, strict=True)]
     print(headline(case.schedule))
     print_summary(facts(case, timeline))
     waits = [step for step in path if step.waited == 'communication']
     print(f'critical path: {len(path)} passes, {len(waits)} messages, from {path[0].ran}', end=' ')
     print(f'to {path[-1].ran}\n')
-    rows = [
-        (rank, *map(number, (window, timeline.busy(rank), window - timeline.busy(rank), most)))
-        for rank, (window, most) in enumerate(zip(timeline.windows, peaks, strict=True))
-    ]
-    print_table(('rank', 'window', 'busy', 'idle in it', 'peak activations'), rows)
+    heads = ['rank', 'window', 'busy', 'idle in it', 'peak activations']
+    columns = [timeline.windows, busy, idle, peaks]
+    host = [max(held, default=0.0) for held in live(case.schedule, case.costs, HOST)]
+    if any(host):
+        heads.append('on the host')
+        columns.append(host)
+    rows = [(rank, *map(number, cells)) for rank, cells in enumerate(zip(*columns, strict=True))]
+    print_table(heads, rows)
 
 
 def check_file(args: Namespace) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.offloading import offloaded, with_copies
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli.progress import progress
 from megatron_zbpp.ir import Placement, Schedule, formats
@@ -70,6 +71,9 @@ def load_case(args: Namespace, name: str | None = None) -> Case:
     """Return the schedule that is asked for (or that of family `name`), checked, with costs."""
     name = name or args.schedule
     case = _generated(args, name) if name else _from_file(args)
+    if getattr(args, 'offload', None) is not None:
+        costs = with_copies(case.costs, args.copy_ratio)
+        case = Case(offloaded(case.schedule, args.offload, costs), costs)
     check(case.schedule, memory_limit=args.memory_limit, costs=case.costs)
     return case
 

@@ -31,6 +31,7 @@ _EXAMPLES = """
 zbpp list                                              every schedule, its bubble and memory
 zbpp show --schedule zb-v --pp 4 --microbatches 8      draw it here
 zbpp simulate --schedule zb-1p --pp 8 --microbatches 24 --times 18.5,18.1,9.3 --comm 0.6
+zbpp simulate --schedule po --pp 8 --microbatches 24 --offload half --copy-ratio 0.8
 zbpp compare --pp 8 --microbatches 24 --times 1,1.2,0.8 -o compare.html
 zbpp compare --layers layers.json --pp 8 --microbatches 24 --latencies 0,1,4 --csv rows.csv
 zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --memory-limit 8 --layers 32 -o plan.json
@@ -133,6 +134,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_source(simulated)
     _add_costs(simulated)
+    simulated.add_argument(
+        '--offload',
+        metavar='CHUNKS',
+        help='half, all or how many chunks of each rank: on the host between F and B',
+    )
+    simulated.add_argument(
+        '--copy-ratio',
+        type=values.amount,
+        default=1.0,
+        metavar='K',
+        help='time of a copy out and back, over that of F, B and W of what is copied; default 1',
+    )
 
     checked = command(
         'check', commands.check_file, 'prove that a file holds a schedule that can run'

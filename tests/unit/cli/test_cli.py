@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 from zero_bubble import TABLE_5, paper_costs
 
 from megatron_zbpp.analysis.checker import check
@@ -618,3 +619,17 @@ def test_an_interrupted_solver(monkeypatch, capsys: pytest.CaptureFixture) -> No
         signal.signal(signal.SIGINT, before)
     assert time.monotonic() - start < 50
     check(formats.from_json(capsys.readouterr().out), memory_limit=None)
+
+
+def test_offload_is_simulated(zbpp) -> None:
+    """The rows of the page: less on the device, the rest on the host."""
+    page = (ROOT / 'docs' / 'does-not-fit.md').read_text()
+    found = re.findall(r'^\| `([\w-]+)`.*? \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$', page, re.M)
+    assert len(found) == 6
+    shape = ('--pp', 8, '--microbatches', 24)
+    for name, *expected in found:
+        for flags, most in zip(([], ['--offload', 'half'], ['--offload', 'all']), expected):  # noqa: B905
+            facts = zbpp('simulate', '--schedule', name, *shape, *flags, '--json')
+            assert f'{max(facts["peak_activations"]):g}' == most, (name, flags)
+    text = zbpp('simulate', '--schedule', 'po', *shape, '--offload', 'half', '--copy-ratio', 0.5)
+    assert 'on the host' in text and text.startswith('po + offload half: 8 ranks')
