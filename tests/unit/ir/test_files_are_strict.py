@@ -13,11 +13,15 @@ from hashlib import sha256
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from instances import NODES
+from instances import P1 as LAYERS
 
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli import main
 from megatron_zbpp.ir import Schedule, formats, strict_json
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.partitioning.devices import Devices
+from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.planner import cache, worker
 from megatron_zbpp.runtime.observe.measure import Measurement
 from megatron_zbpp.schedules import build
@@ -39,6 +43,8 @@ READERS = {
         json.dumps(FIELDS),
         lambda costs: json.dumps(asdict(costs)),
     ),
+    'layers': (Layers.from_json, LAYERS.to_json(), None),
+    'devices': (Devices.from_json, NODES.to_json(), None),
     'measurement': (
         Measurement.from_json,
         Measurement(TIMELINE, (1.0, 2.0)).to_json(),

@@ -43,7 +43,7 @@ def require_consistent(plan: PartitionPlan, limit: float | None) -> None:
 @pytest.mark.parametrize('name', INSTANCES)
 def test_split_optimum_is_proven(name):
     instance, more = asked(name)
-    plan = partition(instance.layers, instance.devices, instance.m, exact=True, **more)
+    plan = partition(instance.layers, instance.devices, instance.m, exact=True, seconds=5, **more)
     assert plan.value == plan.lower_bound == instance.split
     assert plan.cuts in instance.cuts
     require_consistent(plan, more.get('memory_limit'))
@@ -70,6 +70,24 @@ def test_near_the_optimum_without_a_proof(name):
     assert instance.split <= plan.value <= 1.01 * instance.split
 
 
+@pytest.mark.parametrize('name', ['P1', 'P1m', 'P2', 'P6 loop', 'P6m V'])
+def test_a_proof_without_planning_before_it(name):
+    """Every partition whose bound is below the best is solved to the end."""
+    instance, more = asked(name)
+    plan = partition(instance.layers, instance.devices, instance.m, exact=True, seconds=0, **more)
+    assert plan.value == plan.lower_bound == instance.split and plan.cuts in instance.cuts
+
+
+def test_a_proof_of_1f1b_with_memory_and_chunks():
+    """Where partitions are few, each is simulated."""
+    plan = partition(P1, 2, 4, schedules=['1f1b', 'interleaved'], exact=True)
+    known = [
+        partition(P1, 2, 4, schedules=[name], placements=[Placement.loop(2, chunks)]).value
+        for name, chunks in (('1f1b', 1), ('interleaved', 2))
+    ]
+    assert plan.value == min(known)
+
+
 def test_even_split_beside_it():
     assert partition(P1, 4, 4, seconds=1, placements=[Placement.loop(4)]).even == 104
     p8 = INSTANCES['P8']
@@ -88,7 +106,7 @@ def test_more_warm_up_hides_slow_links(m, whole, ahead):
 
 def test_placement_and_partition_are_searched_together():
     """A V puts both heavy ends on one rank; the loop of two chunks beats it and one chunk."""
-    plan = partition(P6, 2, 4, exact=True)
+    plan = partition(P6, 2, 4, exact=True, seconds=2)
     assert plan.value == 85 and plan.schedule.placement == Placement.loop(2, 2)
 
 

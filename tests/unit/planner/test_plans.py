@@ -17,6 +17,7 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner import budget
 from megatron_zbpp.planner.frontier import frontier
 from megatron_zbpp.planner.plans import Candidate, plan
+from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.schedules import FAMILIES, build, names
 
 times = st.sampled_from([0.5, 1.0, 1.2, 2.0])
@@ -222,3 +223,10 @@ def test_the_smallest_limit_over_all_placements():
         plan(candidates, 2, memory_limit=3.5)
     made = plan(candidates, 2, memory_limit=4, seconds=0.1)
     assert made.schedule.placement == light
+
+
+def test_a_limit_holds_what_is_as_much():
+    """Activations that no unit of the planner's divides: four of two are eight."""
+    costs = Costs((1.0,) * 4, (1.0,) * 4, (1.0,) * 4, activation=(2.0, 2.0, 3.0, 1.0))
+    problem = Problem(Placement.loop(4), 4, costs, (8.0,) * 4)
+    assert problem.fits(problem.orders(build('1f1b', 4, 4)))
