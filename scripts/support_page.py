@@ -27,7 +27,8 @@ HEAD = """# What is supported
 Each cell is a test that passed with that release of megatron-core (and of Transformer Engine, its
 kernels emulated on a CPU) by that kind of schedule. **=**: losses, parameters and optimizer state
 are those of Megatron's own schedule, to the bit; **≈**: within a tolerance; **waits**: to the bit,
-and optimizer steps are not validated later. A cell that is empty was not run.
+and optimizer steps are not validated later; **passes**: a test that is not ours. A cell that is
+empty was not run.
 
 Tests write the records (`docs/support.csv`), and a test fails where a record has no test any more:
 

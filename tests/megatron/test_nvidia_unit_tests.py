@@ -14,7 +14,7 @@ import pytest
 from commands import run
 from nvidia import CHECKOUT
 from paths import SUPPORT
-from supported import supports
+from supported import PASSES, supports
 
 FILE = 'tests/unit_tests/pipeline_parallel/test_schedules.py'
 # call what Megatron's own function is made of, or no function that runs passes
@@ -60,7 +60,7 @@ def statuses() -> dict[str, list[int]]:
 
 @pytest.mark.skipif(not tests(), reason='needs a checkout of Megatron-LM: MEGATRON_LM names it')
 @pytest.mark.timeout(1800)
-@supports("NVIDIA's own unit tests of its schedules", '1f1b interleaved')
+@supports("NVIDIA's own unit tests of its schedules", '1f1b interleaved', PASSES)
 @pytest.mark.parametrize('test', tests() or ['none'])
 def test_passes(statuses, test, record_property):
     record_property('megatron', release())

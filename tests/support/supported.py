@@ -24,6 +24,7 @@ RECORDS = ROOT / 'docs' / 'support.csv'
 BITS = 'bit-identical'
 TOLERANCE = 'within tolerance'
 WAITS = 'waits'
+PASSES = 'passes'
 
 
 class Record(NamedTuple):
@@ -35,7 +36,7 @@ class Record(NamedTuple):
             does not matter.
         megatron: the release of megatron-core.
         te: the release of Transformer Engine, on whose layers; '' for Megatron's own.
-        outcome: BITS, TOLERANCE, WAITS, or `refused: ` and why.
+        outcome: BITS, TOLERANCE, WAITS, PASSES, or `refused: ` and why.
         test: file::function, from the repository's root.
     """
 
