@@ -12,7 +12,7 @@ from megatron_zbpp.analysis.memory import live
 from megatron_zbpp.analysis.offloading import offloaded
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.runtime.activations import copies
-from megatron_zbpp.runtime.activations.bundle import Bundle
+from megatron_zbpp.runtime.activations.bundle import Bundle, Bytes
 from megatron_zbpp.runtime.activations.copies import Copies, PinningError
 from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
@@ -163,3 +163,16 @@ def test_a_refusal_names_the_cure(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'cudart', Runtime)
     with pytest.raises(PinningError, match=r'1.0 MiB .* cannot be page-locked .* offload fewer'):
         copies._pin(torch.empty(2**20, dtype=torch.uint8))
+
+
+def test_what_leaves_is_told_once():
+    said = []
+    store = ActivationStore(CPU, said.append)
+    store.tell(everything=True)
+    assert not said  # nothing has left yet
+    store.bytes[0] = Bytes(3 * 2**20, {'parameters': 2**19})
+    store.bytes[1] = Bytes(0, {'held by others': 2**20})
+    store.tell(everything=False)
+    store.tell(everything=True)
+    assert said == ['offload of stage 1: 0.00 MiB of a microbatch leave; stay: held by others 1.00']
+    assert str(store.bytes[0]) == '3.00 MiB of a microbatch leave; stay: parameters 0.50'

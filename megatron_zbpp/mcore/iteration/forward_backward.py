@@ -248,6 +248,7 @@ def _activations(
     if call.forward_only or not lowered.moves:
         return None
     store = session.activations(call.device)
+    store.tell(everything=torch.distributed.get_rank() == 0)
     store.keep(parameter for model in models for parameter in model.parameters())
     return store
 

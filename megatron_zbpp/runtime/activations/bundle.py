@@ -16,6 +16,7 @@ import torch
 from megatron_zbpp.runtime import compat
 from megatron_zbpp.runtime.activations.copies import Copies, PinningError
 
+HELD = 'held by others'
 SMALL = 1024  # elements: below, a copy costs more than it frees
 
 
@@ -50,6 +51,11 @@ class Bytes:
 
     moved: int = 0
     stayed: dict[str, int] = field(default_factory=dict[str, int])
+
+    def __str__(self) -> str:
+        stayed = ', '.join(f'{why} {size / 2**20:.2f}' for why, size in self.stayed.items())
+        stay = f'; stay: {stayed}' if stayed else ''
+        return f'{self.moved / 2**20:.2f} MiB of a microbatch leave{stay}'
 
     def stay(self, why: str, nbytes: int) -> None:
         """Count bytes that stay."""
@@ -192,6 +198,6 @@ class Bundle:
             self.bytes.stay('recomputed by layers', piece.storage.nbytes())
             return False
         if compat.holders(piece.storage) > (1 if piece.lasting else 0):
-            self.bytes.stay('held by others', piece.nbytes)
+            self.bytes.stay(HELD, piece.nbytes)
             return False
         return True

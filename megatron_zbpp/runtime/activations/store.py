@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_zbpp.runtime import compat
-from megatron_zbpp.runtime.activations.bundle import SMALL, Bundle, Bytes
+from megatron_zbpp.runtime.activations.bundle import HELD, SMALL, Bundle, Bytes
 from megatron_zbpp.runtime.activations.copies import Copies, PinningError
 
 Key = tuple[int, int]  # (stage, microbatch)
@@ -43,6 +43,7 @@ class ActivationStore:
         self._parameters: dict[tuple, torch.Tensor] = {}
         self._bundles: dict[Key, Bundle] = {}
         self._said = False
+        self._told = False
 
     @property
     def away(self) -> int:
@@ -55,6 +56,19 @@ class ActivationStore:
         self._parameters = {compat.place_of(each): each for each in found}
         every = [*found, *(p.main_grad for p in found if hasattr(p, 'main_grad'))]
         self._staying = frozenset(each.untyped_storage()._cdata for each in every)
+
+    def tell(self, everything: bool) -> None:
+        """Say, once there is something to say, what leaves and what stays.
+
+        Args:
+            everything: else only of stages of which more is held by others than leaves.
+        """
+        if self._told or not self.bytes:
+            return
+        self._told = True
+        for stage, found in sorted(self.bytes.items()):
+            if everything or found.stayed.get(HELD, 0) > found.moved:
+                self._say(f'offload of stage {stage}: {found}')
 
     @contextmanager
     def packing(self, key: Key) -> Iterator[None]:
