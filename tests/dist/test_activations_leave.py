@@ -176,3 +176,29 @@ def test_what_leaves_is_told_once():
     store.tell(everything=True)
     assert said == ['offload of stage 1: 0.00 MiB of a microbatch leave; stay: held by others 1.00']
     assert str(store.bytes[0]) == '3.00 MiB of a microbatch leave; stay: parameters 0.50'
+
+
+def test_copies_beside_the_passes_are_in_order(monkeypatch):
+    """On a double of CUDA: each use of memory comes behind the copy or the pass before it."""
+    from cuda_double import GPU, Cuda
+
+    sizes = []
+    monkeypatch.setattr(copies, '_pin', lambda slab: sizes.append(slab.numel()))
+    with Cuda() as cuda:
+        device = torch.device('cuda', GPU)
+        bundle = Bundle(Copies(device), frozenset(), small=1)
+        received = torch.ones(64, device=device).requires_grad_()
+        bundle.take(received)
+        with torch.autograd.graph.saved_tensors_hooks(bundle.pack, bundle.unpack):
+            loss = (received.exp() * received).sum()
+        bundle.begin_out()
+        bundle.leave()
+        assert bundle.away
+        bundle.begin_back()
+        loss.backward()
+        bundle.drop()
+        assert not cuda.races
+        # the double does not know of what the driver locks: else nothing makes the host wait
+        assert all(wait.startswith('pageable copy') for wait in cuda.waits)
+    assert len(sizes) == 1 and sizes[0] >= bundle.bytes.moved > 0
+    assert torch.equal(received.grad, 2 * torch.ones(64).exp())
