@@ -13,12 +13,12 @@ from supported import WAITS, supports
 def refused(name, value):
     from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 
-    from megatron_zbpp.mcore.post_validation import split_step
+    from megatron_zbpp.mcore.post_validation import waiting
 
     leaf = FP32Optimizer.__new__(FP32Optimizer)
     leaf.is_stub_optimizer = name == 'stub'
     leaf.config = leaf.ddp_config = SimpleNamespace(**{name: value})
-    return split_step.refusal(ChainedOptimizer([leaf])), split_step.refusal(leaf)
+    return waiting.refusal(ChainedOptimizer([leaf])), waiting.refusal(leaf)
 
 
 SETTINGS = [
@@ -41,12 +41,12 @@ def of_types(**types):
     import torch
     from megatron.core.optimizer.optimizer import FP32Optimizer
 
-    from megatron_zbpp.mcore.post_validation import split_step
+    from megatron_zbpp.mcore.post_validation import waiting
 
     leaf = FP32Optimizer.__new__(FP32Optimizer)
     types = {name: getattr(torch, each) for name, each in types.items()}
     leaf.config = SimpleNamespace(use_precision_aware_optimizer=True, **types)
-    return split_step.refusal(leaf)
+    return waiting.refusal(leaf)
 
 
 @supports('steps validated later: `{name}` in fp16 or FP8', 'any+post-validation', WAITS)
@@ -64,9 +64,9 @@ def test_a_rank_without_parameters(ranks):
 
 
 def other():
-    from megatron_zbpp.mcore.post_validation import split_step
+    from megatron_zbpp.mcore.post_validation import waiting
 
-    return split_step.refusal(SimpleNamespace(config=None))
+    return waiting.refusal(SimpleNamespace(config=None))
 
 
 def test_other_optimizers_are_named(ranks):
@@ -80,7 +80,7 @@ def built(kind):
     from megatron.core.optimizer import OptimizerConfig, layer_wise_optimizer, optimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron_zbpp.mcore.post_validation import split_step
+    from megatron_zbpp.mcore.post_validation import waiting
 
     if kind == 'graph' and not hasattr(OptimizerConfig, 'optimizer_cuda_graph'):
         return 'absent'
@@ -102,11 +102,11 @@ def built(kind):
         'layer-wise': layer_wise,
         'layer-wise beside another': lambda: optimizer.ChainedOptimizer([layer_wise(), leaf()]),
     }[kind]()
-    refusals = [split_step.refusal(made)]
+    refusals = [waiting.refusal(made)]
     if kind == 'layer-wise':
         for name in ('use_buffer_param_sync', 'overlap_param_gather'):
             setattr(made, name, True)
-            refusals.append(split_step.refusal(made))
+            refusals.append(waiting.refusal(made))
     return refusals if refusals[1:] else refusals[0]
 
 
@@ -144,9 +144,9 @@ def test_a_captured_step_is_refused(ranks):
 
 
 def scales(recipe):
-    from megatron_zbpp.mcore.post_validation import split_step
+    from megatron_zbpp.mcore.post_validation import waiting
 
-    return split_step.refusal_of_model(SimpleNamespace(fp8='hybrid', fp8_recipe=recipe))
+    return waiting.refusal_of_model(SimpleNamespace(fp8='hybrid', fp8_recipe=recipe))
 
 
 def test_delayed_scaling(ranks):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from megatron.core.optimizer import optimizer as module
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
-    Float16OptimizerWithFloat16Params,
     FP32Optimizer,
     MegatronOptimizer,
     MixedPrecisionOptimizer,
@@ -27,6 +25,8 @@ from megatron.core.optimizer.optimizer import (
 
 from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.patches.registry import Patch
+from megatron_zbpp.mcore.post_validation.reduction import Reduction
+from megatron_zbpp.mcore.post_validation.waiting import leaves, parts_of
 from megatron_zbpp.post_validation.partial_state import is_clean
 from megatron_zbpp.post_validation.protocol import Outcome
 from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES, SpeculativeStep, Stepped
@@ -42,21 +42,6 @@ _COUNT = 'count_zeros_fp32'
 _ASKING = (module, layer_wise_optimizer)
 
 _ABSENT = object()
-_KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
-_OUTERMOST = (*_KNOWN, ChainedOptimizer)
-_REFUSED = {
-    'optimizer_cpu_offload': 'the host steps in its own time',
-    'optimizer_cuda_graph': 'a captured step steps what it was captured with',
-    'overlap_param_gather_with_optimizer_step': 'parameters are gathered amid the step',
-    'reuse_grad_buf_for_mxfp8_param_ag': 'parameters and gradients share a buffer',
-}
-_REFUSED_OF_DDP = {
-    'use_megatron_fsdp': 'parameters are gathered amid the step',
-    'fp8_param_gather': 'weights are quantized anew amid the step',
-}
-# What a precision-aware optimizer keeps in other types, and those that have no scales.
-_STATES = ('main_params_dtype', 'exp_avg_dtype', 'exp_avg_sq_dtype')
-_UNSCALED = (torch.float32, torch.bfloat16)
 
 
 def patches() -> Iterator[Patch]:
@@ -75,93 +60,6 @@ def patches() -> Iterator[Patch]:
         (_COUNT, ('MegatronOptimizer.count_zeros', 'ChainedOptimizer.count_zeros')),
     ):
         yield Patch(path, name, None, tuple(f'{path}:{user}' for user in users))
-
-
-def refusal(optimizer: MegatronOptimizer) -> str | None:
-    """Why steps of this optimizer must wait for all ranks; None: they need not."""
-    for each in (optimizer, *_parts(optimizer)):
-        if compat.shares_out_layers(each):
-            why = _refusal_of_shares(each)
-            if why is not None:
-                return why
-        elif type(each) not in _OUTERMOST:  # what it does around its leaves' steps is its own
-            return _unknown(each, _OUTERMOST)
-    for leaf in leaves(optimizer):
-        if type(leaf) not in _KNOWN:
-            return _unknown(leaf, _KNOWN)
-        if getattr(leaf, 'is_stub_optimizer', False):
-            return 'a rank has no parameters to step'
-        for name, why in _REFUSED.items():
-            if getattr(leaf.config, name, False):
-                return f'{name}: {why}'
-        for name in _STATES if getattr(leaf.config, 'use_precision_aware_optimizer', False) else ():
-            if getattr(leaf.config, name, torch.float32) not in _UNSCALED:
-                return f'{name}: the optimizer keeps scales of that state to itself'
-        for name, why in _REFUSED_OF_DDP.items():
-            if getattr(getattr(leaf, 'ddp_config', None), name, False):
-                return f'{name}: {why}'
-    return None
-
-
-def _refusal_of_shares(optimizer: Any) -> str | None:
-    """Why parameters that ranks step some layers of each cannot be gathered again."""
-    if optimizer.overlap_param_gather:
-        return 'overlap_param_gather: forwards gather the layers of such an optimizer'
-    if optimizer.use_buffer_param_sync:
-        return 'use_layer_wise_param_layout: nobody has tried it with this schedule'
-    return None
-
-
-def _unknown(optimizer: MegatronOptimizer, known: tuple[type, ...]) -> str:
-    names = ', '.join(each.__name__ for each in known)
-    return f'{type(optimizer).__name__} is not one of {names}, and not supported so far'
-
-
-def refusal_of_model(config: Any) -> str | None:
-    """Why forwards of a model with this config cannot be dropped; None: they can."""
-    if getattr(config, 'fp8', None) and getattr(config, 'fp8_recipe', None) == 'delayed':
-        return 'fp8_recipe=delayed: forwards that are dropped would leave their scales'
-    return None
-
-
-def leaves(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the optimizers of a chain, and of chains in it; of one that is none, itself."""
-    found = _parts(optimizer)
-    return [leaf for part in found for leaf in leaves(part)] if found else [optimizer]
-
-
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    return list(getattr(optimizer, 'chained_optimizers', []))
-
-
-@dataclass(frozen=True)
-class _Reduction:
-    """A number on its way over all ranks of `group`."""
-
-    local: float
-    value: torch.Tensor
-    group: dist.ProcessGroup
-    work: dist.Work
-
-    @classmethod
-    def begin(
-        cls, local: float, op: Any, group: dist.ProcessGroup, device: torch.device
-    ) -> _Reduction:
-        dtype = torch.int64 if isinstance(local, int) else torch.float32
-        value = torch.tensor([local], dtype=dtype, device=device)
-        work: Any = dist.all_reduce(value, op, group, async_op=True)
-        return cls(local, value, group, work)
-
-    def result(self) -> float:
-        self.work.wait()
-        return self.value.item()
-
-    def root(self) -> float | torch.Tensor:
-        """As `get_grad_norm_fp32` gives it."""
-        if not compat.has_tensor_norms():
-            return self.result() ** 0.5
-        self.work.wait()
-        return self.value.pow(0.5)
 
 
 class SplitStep:
@@ -183,13 +81,13 @@ class SplitStep:
         self._original = original
         self._alone = alone
         self._leaves = leaves(optimizer)
-        parts = (optimizer, *_parts(optimizer))
+        parts = (optimizer, *parts_of(optimizer))
         self._sharing = [each for each in parts if compat.shares_out_layers(each)]
         self._device = next(p for g in optimizer.param_groups for p in g['params']).device
         self.clip_grad = self._leaves[0].config.clip_grad
-        self._overflows: dict[int, _Reduction] = {}  # by place of the leaf
-        self._norms: list[_Reduction] = []
-        self._zeros: list[_Reduction] = []
+        self._overflows: dict[int, Reduction] = {}  # by place of the leaf
+        self._norms: list[Reduction] = []
+        self._zeros: list[Reduction] = []
         self._speculative: list[SpeculativeStep] = []
         self._clipped = False
 
@@ -199,7 +97,7 @@ class SplitStep:
             overflow = self._prepare(leaf)
             if overflow is not None:
                 group = leaf.get_grad_stats_parallel_group()
-                self._overflows[at] = _Reduction.begin(
+                self._overflows[at] = Reduction.begin(
                     float(overflow), dist.ReduceOp.MAX, group, self._device
                 )
         if isinstance(self._optimizer, ChainedOptimizer) or self.clip_grad > 0:
@@ -231,7 +129,7 @@ class SplitStep:
                 norm = original(grads, norm_type, grad_stats_parallel_group=self._alone)
             # the root of a float32, in float64: its square rounds to that float32 again
             self._norms.append(
-                _Reduction.begin(
+                Reduction.begin(
                     norm * norm, dist.ReduceOp.SUM, grad_stats_parallel_group, self._device
                 )
             )
@@ -245,7 +143,7 @@ class SplitStep:
         ) -> float:
             zeros = original(parameters, self._alone, *args, **kwargs)
             self._zeros.append(
-                _Reduction.begin(zeros, dist.ReduceOp.SUM, grad_stats_parallel_group, self._device)
+                Reduction.begin(zeros, dist.ReduceOp.SUM, grad_stats_parallel_group, self._device)
             )
             return zeros
 

@@ -15,7 +15,7 @@ from megatron.core.utils import get_model_config
 from megatron_zbpp.analysis.run_ahead import rank_order
 from megatron_zbpp.mcore.iteration.forward_backward import Arguments
 from megatron_zbpp.mcore.patches.registry import Patch
-from megatron_zbpp.mcore.post_validation import split_step
+from megatron_zbpp.mcore.post_validation import split_step, waiting
 from megatron_zbpp.mcore.post_validation.barriers import say
 from megatron_zbpp.mcore.post_validation.next_iteration import NextIteration
 from megatron_zbpp.mcore.session import Session
@@ -117,7 +117,7 @@ class Steps:
         reasons: list[str | None] = [None] * dist.get_world_size()
         with self._session.watchdog.collective('whether optimizer steps can be validated later'):
             config = get_model_config(call.models[0])
-            reason = split_step.refusal(optimizer) or split_step.refusal_of_model(config)
+            reason = waiting.refusal(optimizer) or waiting.refusal_of_model(config)
             dist.all_gather_object(reasons, reason)
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         refused = sorted(filter(None, set(reasons)))
