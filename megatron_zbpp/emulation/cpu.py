@@ -219,7 +219,7 @@ def _of_any_sizes(original: Callable) -> Callable:
     """Gather tensors of different sizes, as NCCL does and gloo does not."""
 
     @functools.wraps(original)
-    def all_gather(outputs, own, group=None, async_op=False):
+    def wrapper(outputs, own, group=None, async_op=False):  # by that name a watchdog leaves it out
         if async_op or len({output.numel() for output in outputs}) == 1:
             return original(outputs, own, group, async_op)
         outputs[dist.get_rank(group)].copy_(own)
@@ -227,7 +227,7 @@ def _of_any_sizes(original: Callable) -> Callable:
             if output.numel():
                 dist.broadcast(output, group=group, group_src=rank)
 
-    return all_gather
+    return wrapper
 
 
 def _over_gloo(original: Callable) -> Callable:

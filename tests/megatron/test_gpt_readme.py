@@ -12,7 +12,7 @@ import pytest
 import torch
 from commands import run
 from nvidia import CHECKOUT, SCRIPT, needs_training
-from paths import ROOT
+from paths import ROOT, SUPPORT
 
 import megatron_zbpp
 from megatron_zbpp.emulation.flags import CPU_FLAGS
@@ -34,6 +34,9 @@ def megatron_lm(folder: Path) -> Path:
         (folder / 'megatron' / 'training' / 'arguments.py').touch()
     (folder / 'pretrain_gpt.py').unlink(missing_ok=True)
     (folder / 'pretrain_gpt.py').write_text(SCRIPT.read_text())
+    (folder / 'packed.py').symlink_to(
+        SUPPORT / 'packed.py'
+    )  # which that imports without a checkout
     return folder
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 _MOST_THREADS = 24  # of a rank between two calls
+_TOO_MANY = 60  # with so many left, ranks start anew: on what holds their groups Python has no hold
 _LAST_WORDS = 5  # seconds for the others to answer when a rank has failed
 
 
@@ -30,6 +31,7 @@ class Pool:
     """As many processes as the largest group had; a smaller group is made of the first of them.
 
     So idle ones are few: each holds memory, and each of its gloo threads wakes 100 times a second.
+    Layers of Transformer Engine leave a group with each training.
 
     Args:
         prepare: called in each process, with `args`, before Megatron is imported.
@@ -45,6 +47,8 @@ class Pool:
 
     def run(self, size: int, function: Callable, args: tuple, timeout: float) -> list[Any]:
         """`function(*args)` on the ranks of a group of `size`: see `Ranks.run`."""
+        if any(psutil.Process(each.pid).num_threads() > _TOO_MANY for each in self._processes):
+            self.stop()
         try:
             self._start(size)
             if self._joined != size:
@@ -126,8 +130,8 @@ def _join(size: int, port: int) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     os.environ |= {'WORLD_SIZE': str(size), 'MASTER_PORT': str(port)}
-    store = dist.TCPStore('127.0.0.1', port, is_master=False)
-    dist.init_process_group('gloo', store=store, rank=int(os.environ['RANK']), world_size=size)
+    os.environ['TORCHELASTIC_USE_AGENT_STORE'] = 'True'  # the store is kept by who starts ranks
+    dist.init_process_group('gloo')
 
 
 def _serve(rank: int, connection: Connection, prepare: Callable | None, prepared: tuple) -> None:
