@@ -218,7 +218,7 @@ def delayed(schedule):
         )
 
     with (
-        mock.patch.object(transformer_engine, 'find_spec', lambda name: name),
+        mock.patch.object(transformer_engine.settings, 'find_spec', lambda name: name),
         megatron_zbpp.enable(schedule),
     ):
         one, two = config(1), config(2)

@@ -53,7 +53,7 @@ def test_every_command_is_run():
     known = ('zbpp ', 'python ', 'torchrun ', 'export ')
     assert all(line.startswith(known) for lines in TOGETHER.values() for line in lines)
     assert {*ELSEWHERE} < {c.line for c in COMMANDS}
-    assert len(COMMANDS) > 30 and len(LAUNCH) == 1
+    assert len(COMMANDS) > 30 and len(LAUNCH) > 1
 
 
 @needs_training
