@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import os
 import runpy
+import sys
 import time
+from pathlib import Path
 
 from megatron.training import training
 
@@ -30,4 +32,6 @@ def keeping(original):
 
 if __name__ == '__main__':
     training.training_log = keeping(training.training_log)
-    runpy.run_path(os.environ['TRAINING_SCRIPT'], run_name='__main__')
+    script = Path(os.environ['TRAINING_SCRIPT'])
+    sys.path.insert(0, str(script.parent))  # as Python does for what it runs
+    runpy.run_path(str(script), run_name='__main__')
