@@ -4,8 +4,10 @@ The same layers twice in the same processes, in turns: as Megatron alone runs th
 microbatch), and with their weight gradients left to a W. Times are those of the core that a rank
 has: what else the machine does, and waiting for other ranks, is not in them. Large layers show the
 price where products take the time; small ones show what our hooks take of the host, and what
-autograd, DistributedDataParallel and Transformer Engine take for the second visit of each layer. On
-a CPU Transformer Engine's kernels are emulated, and its own Python runs.
+autograd, DistributedDataParallel and Transformer Engine take for the second visit of each layer.
+Transformer Engine can delay weight gradients by itself, for a program that then calls `backward_dw`
+layer by layer, as Megatron's overlap of experts does: what B and W take longer than that way is our
+hooks' share. On a CPU Transformer Engine's kernels are emulated, and its own Python runs.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Row:
         layers, tp, hidden: of the model.
         fused, b, w: of a BW, a B and a W.
         ratio: of B and W together to BW, in the same round.
-        hooks: what B and W take longer than BW, for each linear layer.
+        more: what B and W take longer than BW, for each linear layer.
+        hooks: what of it our hooks take: all of it where nobody but us splits.
     """
 
     layers: str
@@ -66,6 +69,7 @@ class Row:
     b: float
     w: float
     ratio: float
+    more: float
     hooks: float
 
 
@@ -88,21 +92,29 @@ def _measured(job: Job, hidden: int, sequence: int) -> Row:
 
     plugin = megatron_zbpp.enable('zb-h1')
     plugin.disable()
-    whole = _model(job, hidden, sequence, splits=False)
+    whole = _model(job, hidden, sequence, '')
+    alone = _model(job, hidden, sequence, 'TE') if job.te else None
     with plugin:
         plugin.install()
-        split = _model(job, hidden, sequence, splits=True)
+        split = _model(job, hidden, sequence, 'us')
     shape = (sequence // (job.tp if _shared(job) else 1), BATCH, hidden)
-    fused, parts = [], []
+    fused, parts, least = [], [], []
     for number in range(job.rounds + 1):
         taken = _fused(whole, shape)
         with plugin:
             plugin.install()
             both = _split(plugin.session.store, split, shape)
+        by_itself = taken if alone is None else _delayed(alone, shape)
         if number:
             fused.append(taken)
             parts.append(both)
-    more = [b + w - bw for bw, (b, w) in zip(fused, parts, strict=True)]
+            least.append(by_itself)
+
+    def longer(than: Sequence[float]) -> float:
+        """Return what B and W take longer, for each linear layer."""
+        extra = median(b + w - other for other, (b, w) in zip(than, parts, strict=True))
+        return extra / (LINEAR * job.layers)
+
     return Row(
         'te' if job.te else 'local',
         job.tp,
@@ -111,7 +123,8 @@ def _measured(job: Job, hidden: int, sequence: int) -> Row:
         median(b for b, _ in parts),
         median(w for _, w in parts),
         median((b + w) / bw for bw, (b, w) in zip(fused, parts, strict=True)),
-        median(more) / (LINEAR * job.layers),
+        longer(fused),
+        longer(least),
     )
 
 
@@ -120,8 +133,13 @@ def _shared(job: Job) -> bool:
     return job.te and job.tp > 1
 
 
-def _model(job: Job, hidden: int, sequence: int, splits: bool) -> Any:
-    """Layers without embedding and loss, as a training script wraps them."""
+def _model(job: Job, hidden: int, sequence: int, splitter: str) -> Any:
+    """Layers without embedding and loss, as a training script wraps them.
+
+    Args:
+        job, hidden, sequence: of what size.
+        splitter: who is to split backwards: 'us', 'TE', or nobody.
+    """
     from megatron.core.distributed import DistributedDataParallel as DDP
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -139,7 +157,7 @@ def _model(job: Job, hidden: int, sequence: int, splits: bool) -> Any:
         sequence_parallel=_shared(job),
         gradient_accumulation_fusion=False,
     )
-    if splits and job.te:
+    if splitter and job.te:
         delay_weight_gradients(config)
     of = 'with_transformer_engine' if job.te else 'local'
     spec = getattr(gpt_layer_specs, f'get_gpt_layer_{of}_spec')()
@@ -151,7 +169,13 @@ def _model(job: Job, hidden: int, sequence: int, splits: bool) -> Any:
         pre_process=False,
         post_process=False,
     )
-    return DDP(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+    return DDP(
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, delay_wgrad_compute=splitter == 'TE'
+        ),
+        model,
+    )
 
 
 def _forward(model: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
@@ -168,6 +192,20 @@ def _fused(model: Any, shape: tuple[int, ...]) -> float:
     with model.no_sync():
         output, gradient = _forward(model, shape)
         return _timed(lambda: output.backward(gradient))
+
+
+def _delayed(model: Any, shape: tuple[int, ...]) -> float:
+    """Seconds of both halves, as Transformer Engine splits by itself."""
+
+    def backward() -> None:
+        output.backward(gradient)
+        for layer in reversed(model.module.decoder.layers):
+            layer.mlp.backward_dw()
+            layer.self_attention.backward_dw()
+
+    with model.no_sync():
+        output, gradient = _forward(model, shape)
+        return _timed(backward)
 
 
 def _split(store: Any, model: Any, shape: tuple[int, ...]) -> tuple[float, float]:
@@ -198,8 +236,18 @@ def _timed(function: Callable[[], None]) -> float:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line for each model."""
-    heads = ('layers', 'tp', 'hidden', 'BW ms', 'B ms', 'W ms', '(B + W)/BW', 'more, µs a linear')
+    """One line for each model; the last two columns are of a linear layer."""
+    heads = (
+        'layers',
+        'tp',
+        'hidden',
+        'BW ms',
+        'B ms',
+        'W ms',
+        '(B + W)/BW',
+        'more, µs',
+        'ours, µs',
+    )
     cells = [
         (
             row.layers,
@@ -207,6 +255,7 @@ def table(rows: Sequence[Row]) -> str:
             str(row.hidden),
             *(f'{1e3 * seconds:.2f}' for seconds in (row.fused, row.b, row.w)),
             f'{row.ratio:.3f}',
+            f'{1e6 * row.more:.0f}',
             f'{1e6 * row.hooks:.0f}',
         )
         for row in rows
