@@ -16,13 +16,21 @@ from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir.layout import layout_string
 from megatron_zbpp.mcore import compat, refusals
 
 # They divide their pattern among the stages, and have no layout.
 _HYBRID_MODELS = ('HybridModel', 'MambaModel')
+_LETTERS = {
+    LayerType.embedding: 'E',
+    LayerType.decoder: 't',
+    LayerType.mtp: 'm',
+    LayerType.loss: 'L',
+}
 
 
 class StageLayout(PipelineParallelLayerLayout):
@@ -34,6 +42,9 @@ class StageLayout(PipelineParallelLayerLayout):
     Args:
         placement: which rank holds which stage, all ranks the same number of chunks.
         layout: the layers of each stage, as Megatron's flag or as lists.
+
+    Attributes:
+        stages: the layers of each, in model order.
 
     Raises:
         ValueError: another number of stages than the placement has, or multi-token prediction in a
@@ -53,12 +64,12 @@ class StageLayout(PipelineParallelLayerLayout):
         by_chunk = [stages[stage] for chunk in zip(*held, strict=True) for stage in chunk]
         super().__init__(by_chunk, placement.num_ranks)
         self.input_data = layout
-        self._stages = [
+        self.stages = [
             self.layout[rank][chunk]
             for rank, chunk in zip(placement.ranks, placement.chunks, strict=True)
         ]
-        self.flatten_layout = [layer for stage in self._stages for layer in stage]
-        if not placement.is_loop and any(LayerType.mtp in stage for stage in self._stages[:-1]):
+        self.flatten_layout = [layer for stage in self.stages for layer in stage]
+        if not placement.is_loop and any(LayerType.mtp in stage for stage in self.stages[:-1]):
             raise ValueError(
                 f'pipeline_model_parallel_layout {layout} has multi-token prediction (m) before '
                 "the stage of the loss: Megatron finds that stage's copy of the embedding in a "
@@ -69,7 +80,7 @@ class StageLayout(PipelineParallelLayerLayout):
     @property
     def num_layers(self) -> list[int]:
         """Transformer layers of each stage, in model order."""
-        return [stage.count(LayerType.decoder) for stage in self._stages]
+        return [stage.count(LayerType.decoder) for stage in self.stages]
 
     def get_layer_offset(
         self,
@@ -81,7 +92,35 @@ class StageLayout(PipelineParallelLayerLayout):
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         own = self.placement.stages(pp_rank)[vp_stage or 0]
-        return sum(stage.count(layer_type) for stage in self._stages[:own])
+        return sum(stage.count(layer_type) for stage in self.stages[:own])
+
+
+def text_of(model: torch.nn.Module, placement: Placement) -> str | None:
+    """Return the layers of each stage in the language of Megatron's flag, as `Ett|tt|ttL`.
+
+    None where no layout can be given: for hybrid models, and others than Megatron's.
+
+    Args:
+        model: a chunk, unwrapped.
+        placement: of the stages.
+    """
+    if not isinstance(model, LanguageModule) or _hybrid(model) is not None:
+        return None
+    config = model.config
+    layout = config.pipeline_model_parallel_layout
+    if isinstance(layout, StageLayout):
+        return '|'.join(''.join(_LETTERS[layer] for layer in stage) for stage in layout.stages)
+    chunks = placement.num_chunks
+    counts = [
+        get_num_layers_to_build(config, chunk if chunks > 1 else None, rank)
+        for rank, chunk in zip(placement.ranks, placement.chunks, strict=True)
+    ]
+    return layout_string(counts, getattr(config, 'mtp_num_layers', None) or 0)
+
+
+def _hybrid(model: torch.nn.Module) -> str | None:
+    """Return which of the hybrid models it is; None: it is none."""
+    return next((c.__name__ for c in type(model).__mro__ if c.__name__ in _HYBRID_MODELS), None)
 
 
 def require_placed(model: torch.nn.Module, placement: Placement, config: Any = None) -> None:
@@ -100,7 +139,7 @@ def require_placed(model: torch.nn.Module, placement: Placement, config: Any = N
     """
     if placement.is_loop or not isinstance(model, LanguageModule):
         return
-    name = next((c.__name__ for c in type(model).__mro__ if c.__name__ in _HYBRID_MODELS), None)
+    name = _hybrid(model)
     if name is not None and compat.segments_module() is not None:
         return  # their pattern is their layout; see patches.placement
     if name is not None:

@@ -1,11 +1,13 @@
 """Costs of layers from measured times of stages: stage time = sum of its layers + a constant.
 
 Least squares over the kinds of layers, none below 0, F, B and W each by itself. Several measured
-layouts may be fitted together; what they cannot tell apart is shared out as little as fits.
+layouts may be fitted together; what they cannot tell apart counts as far as it can to the kind of
+which there are most layers: of `Ett|ttL` the embedding takes only what the second stage lacks.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from megatron_zbpp.ir.costs import Costs
@@ -36,7 +38,8 @@ def fit_layers(
             )
         if ''.join(stages) != ''.join(layouts[0]):
             raise ValueError(f'layout {text} has other layers than {measured[0][0]}')
-    kinds = sorted(set(''.join(layouts[0]))) + [_CONSTANT] * constant
+    counts = Counter(''.join(layouts[0]))
+    kinds = sorted(counts, key=lambda kind: (-counts[kind], kind)) + [_CONSTANT] * constant
     rows = [
         [float(stage.count(kind)) if kind else 1.0 for kind in kinds]
         for stages in layouts

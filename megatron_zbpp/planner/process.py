@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 
 from megatron_zbpp.planner import worker
 
@@ -13,18 +14,19 @@ class PlannerProcess:
     """Works from now on; neither its answer nor its end is waited for.
 
     Args:
-        request: as `worker.request` makes it.
+        request: as `request` of the worker's module makes it.
         seconds: after which it is late.
+        command: of the worker; None: that plans schedules. The file of its answer is added.
 
     Raises:
         OSError: it cannot be started.
     """
 
-    def __init__(self, request: str, seconds: float) -> None:
+    def __init__(self, request: str, seconds: float, command: Sequence[str] | None = None) -> None:
         self._deadline = time.monotonic() + seconds
         self._answer = tempfile.NamedTemporaryFile('r', suffix='.json')  # noqa: SIM115
         self._process = subprocess.Popen(
-            (*worker.COMMAND, self._answer.name),
+            (*(command or worker.COMMAND), self._answer.name),
             stdin=subprocess.PIPE,
             stdout=2,  # what it prints is no answer
             text=True,

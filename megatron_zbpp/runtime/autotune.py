@@ -11,6 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from statistics import median
 
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner import worker
 from megatron_zbpp.planner.process import PlannerProcess
 from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.repartition import Repartition, look
 
 _WARM_UP = 2  # iterations that are slower than others
 _USABLE = 0.9  # of memory that was never needed: fragments, and what other libraries take
@@ -105,6 +107,7 @@ class AutoPlan:
     Attributes:
         planned: the schedule that was switched to.
         costs: that it was planned for.
+        layout: the layers of each stage, where that is known: then a better one is looked for.
     """
 
     profile_iters: int = 5
@@ -116,6 +119,7 @@ class AutoPlan:
     )
     planned: Schedule | None = None
     costs: Costs | None = None
+    layout: str | None = None
     _num_microbatches: int = 0
     _seen: int = 0
     _spans: list[float] = field(default_factory=list)
@@ -125,6 +129,7 @@ class AutoPlan:
     _measured_before: list[float] = field(default_factory=list)
     _predicted: float = 0.0
     _settled: bool = False
+    _partition: Repartition | None = None
 
     @property
     def counting(self) -> bool:
@@ -141,6 +146,8 @@ class AutoPlan:
         if schedule.num_microbatches != self._num_microbatches:  # the batch size has changed
             self._begin(schedule.num_microbatches)
         if self._settled or schedule.num_ranks == 1:
+            if self._partition is not None and self._partition.finished():
+                self._partition = None
             return None
         self._seen += 1
         if self._seen <= _WARM_UP:
@@ -149,14 +156,15 @@ class AutoPlan:
             self._measure(iteration)
             return None
         if self.planned is not None:
-            return self._compare()
+            return self._compare(schedule)
         return self._ask(schedule)
 
     def _begin(self, num_microbatches: int) -> None:
         """Forget what was for another batch size; end a planner that still runs for it."""
-        if self._planner is not None:
-            self._planner.end()
-        self._planner = self.planned = self.costs = None
+        for search in (self._planner, self._partition):
+            if search is not None:
+                search.end()
+        self._planner = self._partition = self.planned = self.costs = None
         self._num_microbatches, self._seen, self._settled = num_microbatches, 0, False
         self._spans, self._found = [], []
 
@@ -201,7 +209,7 @@ class AutoPlan:
         if said[0] == _WAITING:
             return None
         if said[0] == _KEEP:
-            self._settled = True
+            self._settle(schedule)
             return None
         self.planned = Schedule.from_json(said[0])
         self._original, self._measured_before = schedule, self._spans
@@ -244,7 +252,7 @@ class AutoPlan:
         timeline = simulate(schedule, costs)
         return max(timeline.windows) if self.objective == 'window' else timeline.makespan
 
-    def _compare(self) -> Schedule | None:
+    def _compare(self, schedule: Schedule) -> Schedule | None:
         """Tell what the switch has brought; go back where that was a loss beyond noise."""
         before, now = median(self._measured_before), median(self._spans)
         gained = 1 - now / before
@@ -257,8 +265,29 @@ class AutoPlan:
                 f'planned schedule ({change}; {self._predicted:.1%} faster was predicted)'
                 + (f': goes back to {back.name}' if back else '')
             )
-        self._settled = True
+        self._settle(back or schedule)
         return back
+
+    def _settle(self, schedule: Schedule) -> None:
+        """Measure and plan no more; on the first rank, look where the layers had better be."""
+        self._settled = True
+        if dist.get_rank() != 0 or self.layout is None or self.costs is None:
+            return
+        looked = look(self.layout, schedule, self.costs, self.objective)
+        # a proposal may take all the room that there is; what runs keeps to what 1F1B holds
+        asked = inf if self.memory_limit is None else self.memory_limit
+        _, room, _ = merge_measurements(self._found, schedule, asked)
+        try:
+            self._partition = Repartition(
+                looked,
+                schedule.num_microbatches,
+                room if room < inf else None,
+                self.seconds,
+                self.objective,
+                self.say,
+            )
+        except OSError as error:
+            self.say(f'auto: the search for a partition cannot be started ({error})')
 
 
 def _words(costs: Costs, full: float | None) -> str:

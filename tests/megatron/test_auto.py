@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
-from nvidia import needs_training, run
+from nvidia import needs_training, run, since
 from supported import supports
 
 pytestmark = needs_training
@@ -42,6 +42,65 @@ def told(training, switching=False, seconds=30.0):
         yield said
 
 
+@contextmanager
+def proposing(training, home):
+    """What auto says where the last stage is slow, waiting for both searches.
+
+    Args:
+        training: not asked.
+        home: of this user's cache.
+    """
+    import os
+    from dataclasses import replace
+    from unittest import mock
+
+    from megatron_zbpp.runtime import autotune
+    from megatron_zbpp.runtime.repartition import Repartition, look
+
+    finished = Repartition.finished
+
+    def slow(layout, schedule, costs, objective):
+        times = [(*[0.001] * (costs.num_stages - 1), 0.004)] * 3
+        forward, backward, weight = times
+        costs = replace(costs, forward=forward, backward=backward, weight=weight, comm=0.0)
+        return look(layout, schedule, costs, objective)
+
+    def wait(self):
+        self.wait()
+        return finished(self)
+
+    with (
+        told(training, seconds=1.0) as said,
+        mock.patch.object(autotune, 'look', slow),
+        mock.patch.object(Repartition, 'finished', wait),
+        mock.patch.dict(os.environ, XDG_CACHE_HOME=str(home)),
+    ):
+        yield said
+
+
+@supports("NVIDIA's loop: another partition is proposed, and the next start takes it", 'auto')
+@pytest.mark.parametrize('chunks', [1, pytest.param(2, marks=pytest.mark.full)])
+def test_another_partition(ranks, tmp_path, chunks):
+    """From a checkpoint of the first, to the bit of stock; whether Megatron divided the layers."""
+    flags = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 4, '--clip-grad', 1e9]
+    flags += ['--train-iters', 12, '--num-layers', 8, '--untie-embeddings-and-output-weights']
+    saving = ['--save', tmp_path, '--save-interval', 1]
+    stock = run(ranks(2), *flags, *saving)
+    auto = ['--pipeline-schedule', 'auto', '--num-virtual-stages-per-pipeline-rank', chunks]
+    auto += ['--pipeline-schedule-profile-iters', 1, '--load', tmp_path, '--ckpt-step', 1]
+    auto += ['--save', tmp_path / 'ours', '--save-interval', 7]
+    ours = run(ranks(2), *flags, *auto, event=partial(proposing, home=tmp_path))
+    assert ours.losses == since(1, stock.losses)
+    assert ours.reported[1] == []
+    *_, proposal = ours.reported[0]
+    assert 'auto: the partition E' in proposal and '% faster' in proposal
+    plan = proposal.rpartition(' ')[2]
+    loading = ['--load', tmp_path / 'ours', '--ckpt-step', 7, '--pipeline-schedule-file', plan]
+    resumed = run(ranks(2), *flags, *loading)
+    assert resumed.losses == since(7, stock.losses)
+    assert resumed.parameters == stock.parameters
+
+
 @supports("NVIDIA's loop: measures, plans and switches", 'auto')
 @pytest.mark.parametrize('chunks', [[], ['--num-virtual-stages-per-pipeline-rank', 1]])
 def test_auto(ranks, tmp_path, chunks):
@@ -54,7 +113,7 @@ def test_auto(ranks, tmp_path, chunks):
     ours = run(ranks(2), *flags, *loading, *auto, event=partial(told, switching=not chunks))
     assert ours.losses == {i: loss for i, loss in stock.losses.items() if i > 1}
     assert ours.parameters == stock.parameters
-    first, *rest = ours.reported[0]
+    first, *rest = (said for said in ours.reported[0] if 'partition' not in said)
     assert chunks or 'switches' in first
     if 'switches' in first:
         (measured,) = rest

@@ -221,6 +221,9 @@ def prepare(
     if not arguments.forward_only and not session.announced:
         session.announced = True
         announce(lowered.schedule, config)
+        if session.auto is not None:
+            chunk = cast(torch.nn.Module, unwrap_model(models[0]))
+            session.auto.layout = layout.text_of(chunk, lowered.placement)
     rank = groups.pp.rank()
     stages = _stages(call, arguments, begun, lowered.placement, rank)
     if models[0] not in session.compared:

@@ -1,0 +1,164 @@
+"""What another partition of the layers would gain: looked for beside the training, by `auto`.
+
+Layers cannot move while a run lasts. What is found becomes a plan's file, for the next start.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.timeline import Timeline
+from megatron_zbpp.partitioning import worker
+from megatron_zbpp.partitioning.devices import Device, Devices
+from megatron_zbpp.partitioning.fitting import fit_layers
+from megatron_zbpp.partitioning.layers import Layers
+from megatron_zbpp.partitioning.stages import Partition, stage_costs
+from megatron_zbpp.planner.cache import default_folder
+from megatron_zbpp.planner.process import PlannerProcess
+
+_LATE = 10  # times the seconds to search in, after which the search is taken for stuck
+_WORTH = 0.01  # the least gain that a new start is worth
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What a search for a partition starts from.
+
+    Attributes:
+        layers: whose costs are fitted to the times of stages that were measured.
+        error: the largest of a stage, as a share.
+        devices: of the pipeline, alike, with the links' latency.
+        now: what an iteration takes with the layers where they are, by those costs, in seconds.
+    """
+
+    layers: Layers
+    error: float
+    devices: Devices
+    now: float
+
+
+def look(layout: str, schedule: Schedule, costs: Costs, objective: str) -> Looked:
+    """Return what is known of the layers from the times of their stages.
+
+    Args:
+        layout: of the layers, in model order.
+        schedule: that runs.
+        costs: measured, of its stages.
+        objective: 'makespan' or 'window'.
+
+    Raises:
+        ValueError: the layout has another number of stages.
+    """
+    layers, error = fit_layers([(layout, costs)])
+    placement, edge = schedule.placement, costs.comm + costs.message
+    ranks = range(placement.num_ranks)
+    devices = Devices(
+        tuple(Device(str(rank)) for rank in ranks),
+        tuple(tuple(edge * (a != b) for b in ranks) for a in ranks),
+    )
+    cuts = tuple(map(len, layout.split('|')))
+    fitted = stage_costs(layers, devices, Partition(placement, cuts, tuple(ranks)))
+    return Looked(layers, error, devices, _value(simulate(schedule, fitted), objective))
+
+
+def _value(timeline: Timeline, objective: str) -> float:
+    return max(timeline.windows) if objective == 'window' else timeline.makespan
+
+
+class Repartition:
+    """A search in a process of its own, on the rank that plans.
+
+    Args:
+        looked: what it starts from.
+        num_microbatches: m.
+        limit: most activations that a rank may hold, as they were measured; None: any.
+        seconds: to search in, at most.
+        objective: 'makespan' or 'window'.
+        say: tells the user.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(
+        self,
+        looked: Looked,
+        num_microbatches: int,
+        limit: float | None,
+        seconds: float,
+        objective: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self._looked, self._objective, self._say = looked, objective, say
+        asked = worker.request(
+            looked.layers, looked.devices, num_microbatches, limit, seconds, objective
+        )
+        self._process = PlannerProcess(asked, _LATE * seconds, worker.COMMAND)
+
+    def finished(self) -> bool:
+        """Return whether there is nothing more to wait for; tell the user what was found, once."""
+        process = self._process
+        if process.runs and not process.late:
+            return False
+        if process.runs:
+            process.end()
+            self._say('auto: the search for another partition took too long and was ended')
+            return True
+        text = process.answer()
+        if not text:
+            self._say('auto: no other partition of the layers was found, see above')
+            return True
+        self._report(text)
+        return True
+
+    def end(self) -> None:
+        """Give it up."""
+        self._process.end()
+
+    def wait(self) -> None:
+        """Return when the search has ended."""
+        self._process.wait()
+
+    def _report(self, text: str) -> None:
+        """Say what the partition gains, and write it where that is worth a new start."""
+        plan, looked = json.loads(text), self._looked
+        expected = plan[self._objective]
+        gain = 1 - expected / looked.now if looked.now else 0.0
+        fit = f'layers fitted to stages within {looked.error:.1%}'
+        if gain < _WORTH:
+            self._say(f'auto: no other partition of the layers gains {_WORTH:.0%} ({fit})')
+            return
+        times = f'{expected * 1e3:.1f} ms instead of {looked.now * 1e3:.1f} ms predicted'
+        holds = f'it holds {max(plan["peak_activations"]):.3g} activations'
+        what = f'auto: the partition {plan["layout"]} would be {gain:.1%} faster'
+        what += f' ({times}, {fit}; {holds})'
+        try:
+            path = _written(text)
+        except OSError as error:
+            self._say(f'{what}; its plan could not be written ({error})')
+            return
+        self._say(
+            f'{what}; layers do not move while a run lasts: start again from a checkpoint with '
+            f'--pipeline-schedule-file {path}'
+        )
+
+
+def _written(text: str) -> Path:
+    """Write a plan beside those of the planner, named after what it says; return where.
+
+    Raises:
+        OSError: that cannot be; who has no cache folder finds it where the run was started.
+    """
+    plans = default_folder()
+    folder = Path() if plans is None else plans.parent / 'partitions'
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f'{sha256(text.encode()).hexdigest()[:16]}.json'
+    path.write_text(text, encoding='utf-8')
+    return path.absolute()

@@ -1,0 +1,117 @@
+"""What `auto` says of other partitions, and the file that it leaves."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from megatron_zbpp import load
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.formats import load_layout
+from megatron_zbpp.partitioning import worker
+from megatron_zbpp.runtime import repartition
+from megatron_zbpp.runtime.autotune import AutoPlan, Measured
+from megatron_zbpp.runtime.repartition import Repartition, look
+from megatron_zbpp.schedules import build
+
+SCHEDULE = build('zb-h1', 4, 8)
+EVEN = 'Ett|tt|tt|ttL'
+HEAVY = Costs(*[(0.002, 0.002, 0.002, 0.005)] * 3, 0.0001)
+
+
+def test_what_is_known_of_the_layers():
+    """The head takes what its stage takes more; and the simulated iteration is the measured one."""
+    found = look(EVEN, SCHEDULE, HEAVY, 'makespan')
+    head, layer = found.layers.layers[-1], found.layers.layers[1]
+    assert head.forward == pytest.approx(0.003, rel=1e-3)
+    assert layer.forward == pytest.approx(0.001, rel=1e-3)
+    assert found.error < 1e-3
+    assert found.now == pytest.approx(simulate(SCHEDULE, HEAVY).makespan, rel=1e-3)
+    assert look(EVEN, SCHEDULE, HEAVY, 'window').now < found.now
+
+
+def settled(monkeypatch, costs, schedule=SCHEDULE, **changes):
+    """What is said until nothing more is waited for."""
+    from megatron_zbpp.runtime import autotune
+
+    monkeypatch.setattr(autotune.dist, 'get_rank', lambda *_: 0)
+    said = []
+    found = [Measured(costs, 1.0, {}, None, 0)]
+    auto = AutoPlan(
+        say=said.append, seconds=1.0, layout=EVEN, costs=costs, _found=found, _num_microbatches=8
+    )
+    for name, value in changes.items():
+        setattr(auto, name, value)
+    auto._settle(schedule)
+    if auto._partition is not None:
+        auto._partition.wait()
+        assert auto.after(type('Iteration', (), {'schedule': schedule})) is None
+        assert auto._partition is None, 'asked once'
+    return said
+
+
+def test_a_better_partition_is_written(monkeypatch, tmp_path):
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    (said,) = settled(monkeypatch, HEAVY)
+    named = re.search(r'--pipeline-schedule-file (\S+)$', said)
+    assert named, said
+    plan = load(named[1])
+    check(plan)
+    assert load_layout(named[1]).replace('|', '') == EVEN.replace('|', '')
+    assert '% faster' in said and 'layers do not move while a run lasts' in said
+    faster = float(re.search(r'would be ([\d.]+)% faster', said)[1])
+    assert faster > 10
+
+
+def test_a_limit_of_the_user_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    (said,) = settled(monkeypatch, HEAVY, memory_limit=4.0)
+    assert float(re.search(r'it holds ([\d.]+) activations', said)[1]) <= 4
+
+
+def test_nothing_to_gain(monkeypatch, tmp_path):
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    two = build('zb-h1', 2, 8)
+    (said,) = settled(monkeypatch, Costs(*[(0.002,) * 2] * 3), two, layout='Et|tL')
+    assert said.startswith('auto: no other partition of the layers gains 1%')
+    assert not [*tmp_path.iterdir()]
+
+
+def test_nothing_is_looked_for_without_a_layout(monkeypatch):
+    assert settled(monkeypatch, HEAVY, layout=None) == []
+
+
+@pytest.mark.parametrize(
+    ('program', 'seconds', 'words'),
+    [
+        ('import sys; sys.exit(3)', 30, 'no other partition of the layers was found, see above'),
+        ('import time; time.sleep(60)', 0.02, 'took too long and was ended'),
+    ],
+    ids=['fails', 'hangs'],
+)
+def test_a_search_that_fails(monkeypatch, program, seconds, words):
+    monkeypatch.setattr(worker, 'COMMAND', (sys.executable, '-c', program))
+    said = []
+    looked = look(EVEN, SCHEDULE, HEAVY, 'makespan')
+    search = Repartition(looked, 8, None, seconds, 'makespan', said.append)
+    while not search.finished():
+        pass
+    assert len(said) == 1 and words in said[0]
+
+
+def test_a_plan_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / 'megatron_zbpp').write_text('a file')
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    (said,) = settled(monkeypatch, HEAVY)
+    assert 'its plan could not be written' in said
+
+
+def test_who_has_no_cache_folder_finds_it_here(monkeypatch, tmp_path):
+    monkeypatch.setattr(repartition, 'default_folder', lambda: None)
+    monkeypatch.chdir(tmp_path)
+    (said,) = settled(monkeypatch, HEAVY)
+    assert [str(path) for path in tmp_path.iterdir()] == [said.rpartition(' ')[2]]
