@@ -102,6 +102,11 @@ def test_nothing_remains_and_the_order_alone_counts(seed, p, m):
     assert all(max(a) == b for a, b in zip(most, peak(schedule, fast), strict=True))
 
 
+def test_a_rank_without_passes_holds_nothing():
+    idle = Schedule.of('idle', Placement.loop(2), 0, [[], []])
+    assert peak(idle, Costs.uniform(idle.placement)) == (0.0, 0.0)
+
+
 def test_costs_must_fit():
     with pytest.raises(ValueError, match='costs of 2 stages do not fit a placement of 1'):
         peak(one_rank('0F0 0BW0', 1), Costs.uniform(Placement.loop(2)))

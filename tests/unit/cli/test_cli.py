@@ -266,7 +266,7 @@ def test_plans_are_kept_on_disk(zbpp, cache_folder: Path, tmp_path: Path) -> Non
 
 
 def test_frontier_is_drawn(zbpp, tmp_path) -> None:
-    case = ['plan', *SHAPE, '--seconds', 1, '--frontier', '2,4', '-o', tmp_path / 'frontier.svg']
+    case = ['plan', *SHAPE, '--seconds', 0.3, '--frontier', '2,4', '-o', tmp_path / 'frontier.svg']
     zbpp(*case)
     drawn = (tmp_path / 'frontier.svg').read_text()
     assert '<svg' in drawn and 'planned' in drawn
@@ -280,7 +280,7 @@ def test_frontier_is_drawn(zbpp, tmp_path) -> None:
 
 
 def test_plan_frontier(zbpp) -> None:
-    case = ['plan', '--pp', 4, '--microbatches', 6, '--times', '1,1.2,0.8', '--seconds', 1]
+    case = ['plan', '--pp', 4, '--microbatches', 6, '--times', '1,1.2,0.8', '--seconds', 0.3]
     points = zbpp(*case, '--frontier', '4,2,3', '--json')['frontier']
     assert [point['memory_limit'] for point in points] == [2, 3, 4]
     spans = [point['makespan'] for point in points]

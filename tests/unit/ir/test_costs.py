@@ -1,5 +1,8 @@
 """Costs and timelines: what the numbers mean, and which are refused."""
 
+import json
+import re
+
 import pytest
 
 from megatron_zbpp.ir import Pass, Placement, Schedule, chain
@@ -52,6 +55,15 @@ def test_defaults_hold_one_activation_until_weight():
 def test_refuses_what_is_no_cost(fields, message):
     with pytest.raises(ValueError, match=message):
         Costs(**{**dict.fromkeys(('forward', 'backward', 'weight'), (1.0, 1.0)), **fields})
+
+
+@pytest.mark.parametrize('wrong', [[1.0], {'R': 1.0}, {'R': ['x']}, {'R': [1.0, None]}])
+@pytest.mark.parametrize('field', ['times', 'amounts'])
+def test_refuses_other_than_lists_of_numbers_by_name(field, wrong):
+    file = {'F': [1.0], 'B': [1.0], 'W': [1.0], field: wrong}
+    message = re.escape('is not an object of lists of numbers, such as {"R": [1, 1]}')
+    with pytest.raises(ValueError, match=message):
+        Costs.from_json(json.dumps(file))
 
 
 def test_refuses_another_number_of_stages():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -91,6 +92,8 @@ def test_reversed_and_forward_only():
     schedule = build('zb-v', 2, 3)
     assert schedule.reversed().reversed() == schedule
     assert schedule.reversed().passes == schedule.passes[::-1]
+    cells = replace(schedule, together=frozenset({(0, 2), (1, 3)}))
+    assert cells.reversed().together == {(1, 2), (0, 3)}
     forward = schedule.forward_only()
     assert sum(map(len, forward.passes)) == 4 * 3
     assert all(p.kind == 'F' for _, p in forward)

@@ -269,6 +269,13 @@ def test_png_says_what_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     (background,) = upper.collections[0].get_paths()
     assert background.get_extents().x1 == pytest.approx(few.makespan)
     assert few.makespan < upper.get_xlim()[1]
+    middles = {
+        (rank, (start + end) / 2, str(p.microbatch))
+        for rank, (order, spans) in enumerate(zip(few.schedule.passes, few.spans, strict=True))
+        for p, (start, end) in zip(order, spans, strict=True)
+    }
+    labels = {(t.get_position()[1], t.get_position()[0], t.get_text()) for t in upper.texts}
+    assert labels and labels <= middles
     for curves, title in (([3.0, 2.0], 'equal bit for bit'), ([3.0, 2.5], '')):
         loss_png({'a': [3.0, 2.0], 'b': curves}, tmp_path / 'b.png')
         said = figures[-1].axes[0].get_title()

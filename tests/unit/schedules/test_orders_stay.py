@@ -1,0 +1,83 @@
+"""Orders that users train with change on purpose only.
+
+`orders.json` beside this file holds a short hash of each order. Where a generator was changed on
+purpose, write it anew, look at what differs, and say why in the commit:
+
+    python tests/unit/schedules/test_orders_stay.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.schedules import FAMILIES, Family, build
+from megatron_zbpp.schedules.b_pipe import b_pipe
+from megatron_zbpp.schedules.pipe_offload import po_f, po_h
+
+FILE = Path(__file__).with_name('orders.json')
+SIZES = (1, 3), (2, 5), (3, 2), (4, 8), (5, 7)  # ranks and microbatches
+TIMES = ((5.0, 6.0, 4.0), (1.0, 2.5, 1.0), (3.0, 3.0, 1.0))
+OTHERS = {
+    'bpipe': lambda p, m, costs: b_pipe(p, m),
+    'po-h': lambda p, m, costs: po_h(p, m, 4, costs),
+    'po-f': lambda p, m, costs: po_f(p, m, 4, costs),
+}
+
+
+def uneven(num_stages: int) -> Costs:
+    """Stages of three kinds in turn, the last one heavy; messages, copies and memory as well."""
+    of = [TIMES[stage % 3] for stage in range(num_stages)]
+    of[-1] = (6.0, 9.0, 5.0)
+    forward, backward, weight = (tuple(kind) for kind in zip(*of, strict=True))
+    return Costs(forward, backward, weight, comm=0.6, times={'L': (4.0,) * num_stages})
+
+
+def text(schedule: Schedule) -> str:
+    """Passes by rank, and which belong together."""
+    return f'{schedule.passes}{sorted(schedule.together)}'
+
+
+def of_family(family: Family) -> Iterator[str]:
+    """Every size, by equal and by uneven costs, with the default and with other chunks."""
+    for p, m in SIZES:
+        for chunks in {family.default_chunks: None, family.chunks[:3][-1]: None}:
+            if p < family.min_ranks:
+                continue
+            plain = build(family.name, p, m, num_chunks=chunks)
+            yield text(plain)
+            costs = uneven(plain.placement.num_stages)
+            yield text(build(family.name, p, m, num_chunks=chunks, costs=costs))
+
+
+def of_other(name: str) -> Iterator[str]:
+    """The same, of what is no family."""
+    for p, m in SIZES:
+        plain = OTHERS[name](p, m, None)
+        yield text(plain)
+        yield text(OTHERS[name](p, m, uneven(plain.placement.num_stages)))
+
+
+def hashes(name: str) -> str:
+    """Return a few digits for each order."""
+    texts = of_other(name) if name in OTHERS else of_family(BY_NAME[name])
+    return ' '.join(sha256(each.encode()).hexdigest()[:6] for each in texts)
+
+
+BY_NAME = {family.name: family for family in FAMILIES}
+NAMES = sorted([*BY_NAME, *OTHERS])
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_orders_stay(name):
+    assert hashes(name) == json.loads(FILE.read_text())[name]
+
+
+if __name__ == '__main__':
+    FILE.write_text(json.dumps({name: hashes(name) for name in NAMES}, indent=1) + '\n')
