@@ -88,6 +88,7 @@ def enable(
     profile_iters: int = 5,
     trace_dir: str | Path | None = None,
     offload: str | int | None = None,
+    freeze: str | Path | None = None,
     flags: Mapping[str, object] | None = None,
 ) -> Plugin:
     """Make Megatron-Core's pipelined forward_backward functions run `schedule`.
@@ -111,6 +112,8 @@ def enable(
         trace_dir: where to draw an iteration of the first pipeline as a page, and for Perfetto.
         offload: of which chunks of each rank activations are on the host between forward and
             backward: 'half' (those that wait longest), 'all', or how many. Losses stay the same.
+        freeze: the file of `zbpp freeze -o`: weight gradients that it names are left out, step by
+            step. This trains another model than without; see the page on unbalanced pipelines.
         flags: of the program, by name: all ranks must have them alike, but for paths and their own
             numbers, or they stop before they train.
 
@@ -121,8 +124,9 @@ def enable(
     Raises:
         ValueError: no such schedule, the message names the known ones; or another argument that
             makes no sense.
+        OSError: the file of `freeze` cannot be read.
     """
-    from megatron_zbpp.mcore.settings import Settings, folder
+    from megatron_zbpp.mcore.settings import Settings, folder, freezing
 
     if flags is not None and not isinstance(flags, Mapping):
         raise ValueError(f'flags is {flags!r}: give names with values, such as vars(args)')
@@ -136,6 +140,7 @@ def enable(
         profile_iters,
         folder(trace_dir),
         offload,
+        freezing(freeze),
     )
     return enabled.switch(settings, flags)
 

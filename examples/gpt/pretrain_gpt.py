@@ -318,6 +318,7 @@ def enable(args: argparse.Namespace, stack: ExitStack) -> Any | None:
         watchdog_pause_timeout=args.pipeline_watchdog_pause_timeout,
         trace_dir=args.pipeline_trace_dir,
         offload=args.pipeline_offload,
+        freeze=args.pipeline_freeze,
         flags=vars(args),
         post_validation=(
             args.enable_optimizer_post_validation and args.optimizer_post_validation_clean_steps

@@ -6,7 +6,8 @@ from argparse import ArgumentParser, Namespace
 
 from megatron_zbpp.analysis.gaps import Gap, gaps
 from megatron_zbpp.cli import inputs, values
-from megatron_zbpp.cli.printing import headline, print_json, print_table
+from megatron_zbpp.cli.printing import headline, print_json, print_table, write
+from megatron_zbpp.partitioning.freeze_plans import UNIT, FreezePlan
 from megatron_zbpp.partitioning.freezing import Freezing, freeze
 from megatron_zbpp.render.scene import number
 
@@ -27,6 +28,21 @@ def add_freeze(command: ArgumentParser) -> None:
         metavar='R',
         help="share of a stage's weight gradients that may be left out, 0 to 1; default 0.9",
     )
+    command.add_argument(
+        '--warm-up',
+        type=values.count,
+        default=UNIT,
+        metavar='N',
+        help='steps before monitoring: a run has none frozen; default 100',
+    )
+    command.add_argument(
+        '--unit',
+        type=values.count,
+        default=UNIT,
+        metavar='N',
+        help='steps of monitoring, and half of those in which shares grow; default 100',
+    )
+    command.add_argument('-o', '--output', metavar='FILE', help='the plan, for --pipeline-freeze')
 
 
 def bubbles(args: Namespace) -> None:
@@ -61,6 +77,11 @@ def freeze_schedule(args: Namespace) -> None:
     case = inputs.load_case(args)
     found = freeze(case.schedule, case.costs, args.most)
     stages = [found.stage(stage) for stage in range(case.schedule.num_stages)]
+    if args.output:
+        write(
+            args.output,
+            FreezePlan.of(case.schedule, found, args.warm_up, args.unit).to_json(),
+        )
     if args.json:
         ratios = {str(p): ratio for p, ratio in found.ratios.items()}
         return print_json(
@@ -74,6 +95,8 @@ def freeze_schedule(args: Namespace) -> None:
         )
     print(headline(case.schedule))
     _print(found, stages)
+    if args.output:
+        print(f'wrote {args.output}')
 
 
 def _print(found: Freezing, stages: list[float]) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +42,18 @@ set_random_states = random._set_all_rng_states
 def takes(function: Callable, parameter: str) -> bool:
     """Return whether `function` has a parameter of that name."""
     return parameter in inspect.signature(function).parameters
+
+
+def training_step() -> int | None:
+    """Return how many steps NVIDIA's loop has taken by now; None: another loop trains."""
+    variables = sys.modules.get('megatron.training.global_vars')
+    return getattr(getattr(variables, '_GLOBAL_ARGS', None), 'curr_iteration', None)
+
+
+def hooks_want_gradients(models: Iterable[torch.nn.Module]) -> bool:
+    """Return whether DistributedDataParallel's hooks fail where a parameter has no gradient."""
+    configs = (getattr(model, 'ddp_config', None) for model in models)
+    return any(getattr(config, 'overlap_grad_reduce', False) for config in configs)
 
 
 @functools.cache

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from math import isfinite
 
 from megatron_zbpp.mcore.iteration import forward_backward
 from megatron_zbpp.mcore.patches import (
@@ -20,6 +21,7 @@ from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.post_validation.protocol import PostValidation
 from megatron_zbpp.runtime.observe.measure import Figures, Iteration
+from megatron_zbpp.runtime.side_work import SideWork
 
 
 class Plugin:
@@ -61,6 +63,45 @@ class Plugin:
     def figures(self) -> Figures | None:
         """Return bubble, idle time and memory: see `megatron_zbpp.figures`."""
         return self.session.figures()
+
+    def side_task(
+        self, step: Callable[[], object] | None, step_seconds: float, margin: float | None = None
+    ) -> SideWork:
+        """Run steps of something else while this rank waits for others; before training starts.
+
+        Some iterations are measured without it, and again where the schedule or the number of
+        microbatches changes. Then steps run where one fits, with a margin, before the input of the
+        next pass is expected, and before the last rank is expected to end; so they cost about
+        nothing as long as they take no longer than was said. After two in a row that did, there are
+        no more in that iteration. A step runs in this thread between two passes, torch's random
+        states saved around it. It must not call collectives of the training's process groups; what
+        it allocates is its own matter. One that raises is reported, and not called again.
+
+        Args:
+            step: called without arguments; returns False when there is no more to do. All ranks of
+                the pipeline call this, those that have nothing to do with None.
+            step_seconds: that a step takes at most.
+            margin: seconds that must be left beside it; default: a fifth of a step, and 1 ms.
+
+        Returns:
+            What counts the steps; its `stop()` ends them.
+
+        Raises:
+            ValueError: a time that makes no sense, or steps are validated later, which uses the
+                same gaps.
+        """
+        for name, value in (('step_seconds', step_seconds), ('margin', margin or 0.0)):
+            if not isinstance(value, int | float) or not isfinite(value) or value < 0:
+                raise ValueError(f'{name} is {value!r}: give seconds, from 0 up')
+        if not step_seconds:
+            raise ValueError('step_seconds is 0: give the seconds that a step takes')
+        if self.post_validation is not None:
+            raise ValueError(
+                'side_task: with post-validation iterations overlap, and their gaps have not been '
+                'measured for side work: leave --enable-optimizer-post-validation out'
+            )
+        self.session.side = SideWork(step, step_seconds, margin)
+        return self.session.side
 
     @property
     def enabled(self) -> bool:

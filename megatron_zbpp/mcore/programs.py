@@ -107,7 +107,7 @@ class Programs:
             self.source = Family(start_family(settings.num_chunks), settings.num_chunks)
         else:
             self.source = Family(settings.schedule, settings.num_chunks, settings.memory_limit)
-        self._offload = settings.offload
+        self._offload, self._freeze = settings.offload, settings.freeze
         self._lowered: dict[tuple[int, int, bool], Lowered] = {}
         self._placements: dict[int, Placement] = {}
         self._planned: dict[tuple[int, int], Schedule] = {}
@@ -116,13 +116,15 @@ class Programs:
     @functools.cached_property
     def key(self) -> str:
         """The source in words: equal on two ranks exactly if the source is."""
-        offload = f', offload {self._offload}' if self._offload else ''
+        more = f', offload {self._offload}' if self._offload else ''
+        if self._freeze is not None:
+            more += f', freezing {agreement.digest(self._freeze.to_json())}'
         if isinstance(self.source, Schedule):
-            return agreement.fingerprint(self.source) + offload
+            return agreement.fingerprint(self.source) + more
         name, num_chunks, memory_limit = self.source
         chunks = f' with {num_chunks} chunks a rank' if num_chunks else ''
         limit = f' within {memory_limit:g}' if memory_limit else ''
-        return name + chunks + limit + offload + (' to plan from' if self._to_plan_from else '')
+        return name + chunks + limit + more + (' to plan from' if self._to_plan_from else '')
 
     @property
     def num_chunks(self) -> int:
@@ -204,6 +206,8 @@ class Programs:
         key = (num_ranks, num_microbatches, forward_only)
         if key not in self._lowered:
             schedule = self.schedule(num_ranks, num_microbatches)
+            if self._freeze is not None and not forward_only:
+                _require_planned(schedule, self._freeze.schedule)
             schedule = schedule.forward_only() if forward_only else schedule
             programs = check(schedule).programs
             self._lowered[key] = Lowered(schedule, programs, passes_ahead(schedule))
@@ -215,3 +219,23 @@ class Programs:
         self._planned[size] = planned
         for forward_only in (False, True):
             self._lowered.pop((*size, forward_only), None)
+
+
+def _require_planned(schedule: Schedule, planned: Schedule) -> None:
+    """Return if freezing was planned for what runs.
+
+    Raises:
+        ValueError: it was planned for another schedule, or this one has no W passes.
+    """
+    if schedule.passes != for_megatron(planned).passes:
+        raise ValueError(
+            f'freezing was planned for {planned.name} of {planned.num_ranks} ranks and '
+            f'{planned.num_microbatches} microbatches, but {schedule.name} of '
+            f'{schedule.num_ranks} and {schedule.num_microbatches} is to run: plan it anew '
+            '(zbpp freeze -o)'
+        )
+    if all(p.kind != W for order in schedule.passes for p in order):
+        raise ValueError(
+            f'{schedule.name} has no W passes, of which freezing leaves gradients out: take a '
+            'schedule that has, such as zb-h1'
+        )

@@ -21,11 +21,13 @@ from megatron_zbpp.post_validation.protocol import PostValidation
 from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.autotune import AutoPlan
 from megatron_zbpp.runtime.channels import Channels
+from megatron_zbpp.runtime.freezing import FreezeRun
 from megatron_zbpp.runtime.guard import agreement
 from megatron_zbpp.runtime.guard.watchdog import Watchdog
 from megatron_zbpp.runtime.observe.interval import Interval
 from megatron_zbpp.runtime.observe.measure import Figures, Iteration
 from megatron_zbpp.runtime.observe.trace import Tracer
+from megatron_zbpp.runtime.side_work import SideWork
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 
@@ -47,6 +49,8 @@ class Session:
         latest: the latest iteration of this rank.
         interval: the iterations of training since the last line of the log.
         announced: whether the user has been told what runs.
+        freezing: leaves weight gradients out, where that is asked for.
+        side: what this rank does while it waits, where that is asked for.
         compared: models whose layers the ranks have compared with the placement.
 
     Raises:
@@ -72,6 +76,10 @@ class Session:
         self.flags: Mapping[str, object] = {}
         self.latest: Iteration | None = None
         self.interval = Interval()
+        self.freezing: FreezeRun | None = None
+        if settings.freeze is not None:
+            self.freezing = self.store.left_out = FreezeRun(settings.freeze, _say)
+        self.side: SideWork | None = None
         self.announced = False
         self.compared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._activations: dict[torch.device, ActivationStore] = {}
@@ -142,6 +150,11 @@ class Session:
         """Take note of an iteration of training; run what auto has planned from now on."""
         self.latest = iteration
         self.interval.add(iteration)
+        if self.freezing is not None:
+            self.freezing.after(iteration)
+        if self.side is not None:
+            with self.watchdog.collective('times of the pipeline for a side task'):
+                self.side.after(iteration)
         if self.tracer is not None:
             self.tracer.after(iteration)
         auto = self.auto

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_zbpp.analysis.offloading import Amount, chunks_of
 from megatron_zbpp.ir import Schedule
+from megatron_zbpp.partitioning.freeze_plans import FreezePlan
 from megatron_zbpp.schedules import Family, checked_chunks, find, require_no_limit
 
 AUTO = 'auto'
@@ -31,6 +32,7 @@ class Settings:
         trace_dir: where to draw an iteration; None: nowhere.
         offload: 'half', 'all' or how many chunks of each rank go to the host between F and B; None:
             what the schedule says.
+        freeze: which weight gradients are left out, and when; None: none.
 
     Raises:
         ValueError: no such schedule, or a value that makes no sense; the message names it.
@@ -45,6 +47,7 @@ class Settings:
     profile_iters: int = 5
     trace_dir: Path | None = None
     offload: Amount | None = None
+    freeze: FreezePlan | None = None
 
     def __post_init__(self) -> None:
         self._require_numbers()
@@ -52,6 +55,8 @@ class Settings:
             chunks_of(self.offload, self.num_chunks or sys.maxsize)
             if self.schedule == AUTO:
                 raise ValueError('offload: auto plans without it so far: name a schedule')
+        if self.freeze is not None and self.schedule == AUTO:
+            raise ValueError('freeze: it is planned for one schedule: name that instead of auto')
         found = self._family()
         if found is not None:
             object.__setattr__(self, 'schedule', found.name)
@@ -115,3 +120,20 @@ def folder(trace_dir: object) -> Path | None:
     if path.exists() and not path.is_dir():
         raise ValueError(f'trace_dir is {str(path)!r}, which is a file: give the path of a folder')
     return path
+
+
+def freezing(file: object) -> FreezePlan | None:
+    """Return the plan of freezing in a file; None: there is no freezing.
+
+    Raises:
+        ValueError: it is no path, or the file has no such plan.
+        OSError: it cannot be read.
+    """
+    if file is None:
+        return None
+    if not isinstance(file, str | Path):
+        raise ValueError(f'freeze is {file!r}: give the path of what zbpp freeze -o wrote, or None')
+    try:
+        return FreezePlan.from_json(Path(file).read_text(encoding='utf-8'))
+    except ValueError as error:
+        raise ValueError(f'{file}: {error}: give what zbpp freeze -o wrote') from error

@@ -22,6 +22,7 @@ from megatron_zbpp.runtime.clock import Clock
 from megatron_zbpp.runtime.messages import Awaited, messages
 from megatron_zbpp.runtime.observe.profiling import profiled
 from megatron_zbpp.runtime.observe.record import Record
+from megatron_zbpp.runtime.side_work import SideWork
 from megatron_zbpp.runtime.weight_grads import Key, WeightGradStore
 
 _PLAIN = chain(1)  # what each kind of pass does, whatever its stage
@@ -64,6 +65,7 @@ class Executor:
         clock: times the passes.
         named: makes the range around a pass in profiles.
         activations: moves what passes have saved, where the program says so.
+        side: what this rank does while it waits.
 
     Attributes:
         record: what has been done so far. This and the next two are what a watchdog reads, from
@@ -83,6 +85,7 @@ class Executor:
         clock: Clock,
         named: Callable[[Pass], AbstractContextManager] = profiled,
         activations: ActivationStore | None = None,
+        side: SideWork | None = None,
     ) -> None:
         self.program = program
         self.channels = channels
@@ -97,6 +100,7 @@ class Executor:
         passes = [i for i in program if isinstance(i, Pass)]
         _refuse_others(passes, activations)
         self._activations = activations
+        self._side = side
         # those whose input its maker on this rank may still use
         self._handed_to = {i.consumer for i in program if isinstance(i, Hand)}
         self._leaving = {(p.stage, p.microbatch) for p in passes if p.kind == _OUT}
@@ -123,6 +127,8 @@ class Executor:
         Raises:
             ValueError: a stage made something else than the message that its neighbour awaits.
         """
+        if self._side is not None:
+            self._side.begin(self.clock, self.record)
         try:
             self._run(self.program[self._done :])
             self.channels.finish()
@@ -178,6 +184,8 @@ class Executor:
         record = self.record
         self.current, self.awaiting = p, True
         self._messages.settle()
+        if self._side is not None and p in self._incoming:
+            self._side.before(p)
         received = self._take(p)
         self.awaiting = False  # not after an error: it tells what was waited for
         self.channels.let_go()

@@ -10,7 +10,7 @@ gradients (DistributedDataParallel, a user's hook) sees an ordinary gradient, la
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,25 @@ class Deferred:
     held: Callable[[], Iterable[torch.Tensor]] | None
     start: Callable[[], None] | None
 
+    def drop(self, shown: bool) -> None:
+        """Compute nothing: no gradient reaches the parameters, though their hooks are called.
+
+        Args:
+            shown: whether hooks want to see a gradient; then one of zeros is in `.grad`.
+        """
+        self.held = self.start = None
+        parameters = self.parameters
+
+        def compute() -> Gradients:
+            if shown:
+                for parameter in parameters:
+                    parameter.grad = _nothing(parameter.device, parameter.dtype).expand(
+                        parameter.shape
+                    )
+            return [None] * len(parameters)
+
+        self.compute = compute
+
     @property
     def storages(self) -> Iterable[tuple[int, int]]:
         """Address and bytes of each storage that it holds."""
@@ -55,10 +74,15 @@ class WeightGradStore:
     Attributes:
         waits: whether the W of the pass that runs comes later, not right behind it: then layers
             hold as little as they can.
+        left_out: tells of a (stage, microbatch), and how many weight gradients its W has, which of
+            them are not computed; None: all are.
+        shown: whether hooks of parameters want to see a gradient of those, too.
     """
 
     def __init__(self) -> None:
         self.waits = True
+        self.left_out: Callable[[Key, int], Collection[int]] | None = None
+        self.shown = False
         self._key: Key | None = None
         self._pending: dict[Key, list[Deferred]] = {}
         self._visits: dict[int, _Visits] = {}
@@ -115,6 +139,9 @@ class WeightGradStore:
         records = self._pending.pop(key)
         if not records:
             return
+        if self.left_out is not None:
+            for place in self.left_out(key, len(records)):
+                records[place].drop(self.shown)
         stage, _ = key
         visits = self._visits.get(stage)
         if visits is None or not visits.fit(records):
@@ -181,7 +208,7 @@ class _WeightGradient(torch.autograd.Function):
         ctx, left: list[Deferred | None], place: int, *parameters: torch.nn.Parameter
     ) -> torch.Tensor:
         ctx.left, ctx.place = left, place
-        return _nothing(parameters[0].device).detach()
+        return _nothing(parameters[0].device, torch.float32).detach()
 
     @staticmethod
     def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -193,6 +220,6 @@ class _WeightGradient(torch.autograd.Function):
 
 
 @functools.lru_cache
-def _nothing(device: torch.device) -> torch.Tensor:
-    """Return what nobody reads."""
-    return torch.empty((), device=device)
+def _nothing(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return a zero."""
+    return torch.zeros((), device=device, dtype=dtype)

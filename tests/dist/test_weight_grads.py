@@ -97,3 +97,28 @@ def test_stage_without_deferred_layers_and_clear():
     store.open((0, 1))
     store.clear()
     assert not store.pending
+
+
+def test_gradients_that_are_left_out():
+    """The others arrive as ever; hooks are called for all, and see zeros where they want to."""
+    for shown in (False, True):
+        store = WeightGradStore()
+        weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+        store.left_out = lambda key, count: {1} if key == (0, 1) and count == 3 else ()
+        store.shown, called = shown, []
+        accumulators = [w.expand_as(w).grad_fn.next_functions[0][0] for w in weights]
+        for weight, accumulator in zip(weights, accumulators, strict=True):
+            # as DistributedDataParallel sees them, which takes what is in `.grad` each time
+            def hook(*_, weight=weight, called=called):
+                called.append(None if weight.grad is None else weight.grad.tolist())
+                weight.grad = None
+
+            accumulator.register_hook(hook)
+        for microbatch in range(3):
+            store.open((0, microbatch))
+            with store.scope((0, microbatch)):
+                for weight in weights:
+                    store.defer([weight], lambda k=microbatch: [torch.full((2,), k + 1.0)])
+            store.run((0, microbatch))
+        nothing = [0, 0] if shown else None
+        assert called == [[1, 1]] * 3 + [[2, 2], nothing, [2, 2]] + [[3, 3]] * 3

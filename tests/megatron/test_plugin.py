@@ -43,6 +43,9 @@ def enable_and_disable():
     assert attributes() == own
 
 
+FREEZING = Path(__file__).with_name('freezing.json')  # for zb-h1, two ranks, four microbatches
+
+
 # what is asked for, what asks for the same in other words, and what asks for something else
 ASKED = [
     ({}, {'schedule': 'ZB_H1'}, {'schedule': 'zb-v'}),
@@ -62,6 +65,7 @@ ASKED = [
     ({}, {'trace_dir': None}, {'trace_dir': 'one'}),
     ({'offload': 'half'}, {}, {'offload': 'all'}),
     ({'offload': 2, 'schedule': 'zb-v'}, {}, {'offload': None}),
+    ({}, {'freeze': None}, {'freeze': FREEZING}),
 ]
 
 

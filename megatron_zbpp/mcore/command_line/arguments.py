@@ -22,7 +22,7 @@ from megatron_zbpp.mcore.command_line.messages import refuse, say
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.programs import Programs
-from megatron_zbpp.mcore.settings import Settings, folder
+from megatron_zbpp.mcore.settings import Settings, folder, freezing
 
 _OURS = '_with_our_flags'  # on a function: it adds our flags already
 
@@ -126,6 +126,7 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         profile_iters=config.pipeline_schedule_profile_iters,
         trace_dir=folder(config.pipeline_trace_dir),
         offload=config.pipeline_offload,
+        freeze=freezing(config.pipeline_freeze),
     )
     if layout is not None:
         say(f'layers as the plan has them: {layout}')

@@ -38,6 +38,10 @@ class PipelineScheduleConfig:
     backward, where there is time for both ways: half, all, or how many chunks. Losses stay the same
     to the bit."""
 
+    pipeline_freeze: Path | None = None
+    """A plan of `zbpp freeze -o`: weight gradients that it names are left out in its steps, to
+    shorten the batch (TimelyFreeze). It trains another model: losses are not those of Megatron."""
+
     pipeline_trace_dir: Path | None = None
     """Folder for pictures of an early iteration, and of one after auto has switched, the clocks of
     all hosts aligned: a page for a browser, planned beside measured, and one trace of all ranks of
@@ -101,6 +105,8 @@ def read(args: argparse.Namespace) -> PipelineScheduleConfig | None:
     announce(args, translated)
     config = PipelineScheduleConfig(**values | translated)
     if config.pipeline_schedule is None and config.pipeline_schedule_file is None:
+        if config.pipeline_freeze is not None:
+            raise ValueError('--pipeline-freeze is about a --pipeline-schedule: give that, too')
         return None
     return config
 

@@ -143,6 +143,11 @@ class Batch:
     def run(self, session: Session) -> list[Any]:
         """Run what is left of it; return the loss function's results on the last rank."""
         looked_at = self.arguments.models if self.executor.splits else ()
+        if session.freezing is not None and not self.arguments.forward_only:
+            session.freezing.begin(compat.training_step())
+            session.store.shown = compat.hooks_want_gradients(self.arguments.models)
+            if session.freezing.active:
+                looked_at = ()  # some get none
         with (
             _timed(self.config),
             session.watchdog.passes(self.executor),
@@ -167,6 +172,8 @@ class Batch:
         if forward_only:
             session.latest = iteration
         else:
+            if session.side is not None:
+                session.side.at_end()
             session.on_iteration_end(iteration)
         return self.call.results
 
@@ -216,6 +223,7 @@ def prepare(
     message = _message(arguments, config, groups, call.device)
     sizes = groups.pp.size(), arguments.num_microbatches
     alike = agreement(sizes[1], len(models), message, arguments.forward_only, config)
+    alike['side task'] = session.side is not None
     session.agree(alike | session.programs.fingerprint(*sizes), groups.pp)
     lowered = session.programs.lowered(*sizes, arguments.forward_only)
     if not arguments.forward_only and not session.announced:
@@ -240,6 +248,7 @@ def prepare(
         clock_for(call.device, counting=session.auto is not None and session.auto.counting),
         profiled,
         _activations(session, lowered, models, call),
+        None if arguments.forward_only else session.side,
     )
     return Batch(arguments, groups, config, call, lowered, executor), count
 

@@ -21,8 +21,13 @@ class DisagreementError(ValueError):
 def fingerprint(value: object) -> str:
     """Return a setting as text that is equal on two ranks exactly if the setting is."""
     if isinstance(value, Schedule):
-        return f'{value.name} ({hashlib.sha256(value.to_json().encode()).hexdigest()[:12]})'
+        return f'{value.name} ({digest(value.to_json())})'
     return str(value)
+
+
+def digest(text: str) -> str:
+    """Return what tells a text from others."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def comparable_flags(flags: Mapping[str, object]) -> dict[str, object]:

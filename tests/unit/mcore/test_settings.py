@@ -10,6 +10,7 @@ import pytest
 import megatron_zbpp
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.settings import Settings, folder
+from megatron_zbpp.partitioning.freeze_plans import FreezePlan
 from megatron_zbpp.schedules import build
 
 
@@ -55,6 +56,27 @@ def test_a_folder_that_is_none(asked, said):
     with pytest.raises(ValueError) as error:
         megatron_zbpp.enable('zb-h1', trace_dir=asked)
     assert said in str(error.value)
+
+
+FREEZING = FreezePlan(build('1f1b', 2, 2), (), 1.0, 1.0)
+
+
+def test_freezing_that_cannot_be(tmp_path):
+    """Said before anything starts."""
+    with pytest.raises(ValueError, match='freeze: it is planned for one schedule'):
+        Settings('auto', freeze=FREEZING)
+    with pytest.raises(ValueError, match='freeze is 5: give the path'):
+        megatron_zbpp.enable('zb-h1', freeze=5)
+    file = tmp_path / 'other.json'
+    file.write_text('{"format": "other"}')
+    with pytest.raises(ValueError, match=r"other\.json: 'format': .* give what zbpp freeze -o"):
+        megatron_zbpp.enable('zb-h1', freeze=file)
+    for name, said in (('zb-h1', 'planned for 1f1b of 2 ranks and 2 microbatches, but zb-h1'),
+                       ('1f1b', '1f1b has no W passes')):  # fmt: skip
+        programs = Plugin(Settings(name, freeze=FREEZING)).session.programs
+        with pytest.raises(ValueError, match=said):
+            programs.lowered(2, 2, forward_only=False)
+        assert programs.lowered(2, 2, forward_only=True)
 
 
 def test_chunks_that_a_rank_builds():

@@ -1,0 +1,100 @@
+"""Leaves out the weight gradients that a plan of freezing names, step by step, and says so.
+
+This changes what is learned. Nothing else here does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from statistics import median
+
+from megatron_zbpp.partitioning.freeze_plans import FreezePlan
+from megatron_zbpp.runtime.observe.measure import Iteration
+
+_COMPARED = 20  # steps with the whole shares, before the gain is told
+
+
+class FreezeRun:
+    """Follows a plan through a training, on one rank.
+
+    Args:
+        plan: that all ranks have.
+        say: tells the user, once for all ranks.
+
+    Attributes:
+        plan: the same.
+        step: that runs, from 0.
+        left_out: weight gradients that this rank has left out so far.
+        seen: weight gradients that could have been.
+    """
+
+    def __init__(self, plan: FreezePlan, say: Callable[[str], None]) -> None:
+        self.plan, self.step = plan, 0
+        self.left_out = self.seen = 0
+        self._say = say
+        self._phase = ''
+        self._before: list[float] = []
+        self._after: list[float] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether gradients are left out in this step."""
+        return self.plan.share(self.step) > 0
+
+    def begin(self, step: int | None) -> None:
+        """Take note that a step begins; None: the one after the last."""
+        self.step = self.step if step is None else step
+        phase = self._phase_of(self.step)
+        if phase != self._phase:
+            self._phase = phase
+            self._tell(phase)
+
+    def _phase_of(self, step: int) -> str:
+        if step < self.plan.monitoring.start:
+            return 'warm-up'
+        if step in self.plan.monitoring:
+            return 'monitoring'
+        return 'growing' if step < self.plan.full else 'freezing'
+
+    def _tell(self, phase: str) -> None:
+        plan = self.plan
+        shares = ', '.join(f'{share:.0%}' for share in plan.stages)
+        self._say(
+            {
+                'warm-up': f'FREEZING IS ON: from step {plan.monitoring.stop} weight gradients '
+                f'will be left out, by stage {shares} of them from step {plan.full}; losses will '
+                'not be those of training without it',
+                'monitoring': f'freezing: step {self.step}, nothing is frozen while times are '
+                'measured',
+                'growing': f'FREEZING: from step {self.step} weight gradients are left out; the '
+                'training is another one from here on',
+                'freezing': f'FREEZING: from step {self.step} by stage {shares} of the weight '
+                'gradients are left out',
+            }[phase]
+        )
+
+    def __call__(self, key: tuple[int, int], count: int) -> Collection[int]:
+        """Return which of so many weight gradients of (stage, microbatch) are left out."""
+        found = self.plan.left_out(self.step, *key, count)
+        self.seen += count
+        self.left_out += len(found)
+        return found
+
+    def after(self, iteration: Iteration) -> None:
+        """Take note that a step has ended."""
+        if self._phase == 'monitoring':
+            self._before.append(iteration.extent().window)
+        elif self._phase == 'freezing' and len(self._after) < _COMPARED:
+            self._after.append(iteration.extent().window)
+            if len(self._after) == _COMPARED and self._before:
+                self._compare()
+        self.step += 1
+
+    def _compare(self) -> None:
+        """Tell what it has brought."""
+        before, after = median(self._before), median(self._after)
+        predicted = 1 - self.plan.makespan / self.plan.without if self.plan.without else 0.0
+        self._say(
+            f'freezing: {before * 1e3:.1f} ms before, {after * 1e3:.1f} ms with it on this rank '
+            f'({1 - after / before:.1%} less; {predicted:.1%} was predicted)'
+        )

@@ -1,0 +1,222 @@
+"""Side work in the time in which a rank waits: FreeRide (arXiv 2409.06941), in this process.
+
+Some iterations are measured without it. They tell when each pass of this rank starts, and when the
+last rank ends. From then on, before a pass whose input has not come, and behind the last one, steps
+run for as long as a step and a margin fit before what was measured.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from megatron_zbpp.ir import Pass, Schedule
+from megatron_zbpp.runtime.clock import Clock
+from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.observe.record import Record
+
+_WARM_UP = 2  # iterations that are slower than others
+_MEASURED = 3
+_AGAIN = 200  # iterations after which times are measured anew
+_IN_A_ROW = 2  # steps too long, after which an iteration has no more
+_SHARE, _LEAST = 0.2, 1e-3  # margin: of a step, and seconds
+
+
+@dataclass(frozen=True)
+class _Times:
+    """When a rank runs its passes, in seconds.
+
+    Attributes:
+        starts: of each pass, after the start of the first.
+        gaps: before each pass, in which the rank waits.
+        end: of the last rank, after the start of the first pass here.
+        end_gap: from the end of the last pass here to that.
+        after_begin: the start of the first pass, after the iteration began here.
+        after_end: the same after the end of the iteration before.
+    """
+
+    starts: dict[Pass, float]
+    gaps: dict[Pass, float]
+    end: float
+    end_gap: float
+    after_begin: float
+    after_end: float
+
+    @classmethod
+    def middle(cls, found: Sequence[_Times]) -> _Times:
+        """Return the medians of several iterations."""
+        first = found[0]
+        return cls(
+            {p: median(each.starts[p] for each in found) for p in first.starts},
+            {p: median(each.gaps[p] for each in found) for p in first.gaps},
+            *(
+                median(getattr(each, name) for each in found)
+                for name in ('end', 'end_gap', 'after_begin', 'after_end')
+            ),
+        )
+
+
+class SideWork:
+    """Steps of something else, on one rank. All ranks of the pipeline have one, or none has.
+
+    Args:
+        step: called without arguments; returns False when there is no more to do. None: this rank
+            has nothing to do, and only takes part in measuring.
+        step_seconds: that a step takes.
+        margin: seconds that must be left beside a step; default: a fifth of it and 1 ms.
+        say: tells the user.
+
+    Attributes:
+        steps: that have run.
+        seconds: that they took.
+        overruns: how many took longer than `step_seconds` and the margin.
+        finished: whether it returned False, failed, or was stopped.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[], object] | None,
+        step_seconds: float,
+        margin: float | None = None,
+        say: Callable[[str], None] = lambda message: print(
+            f'megatron_zbpp: {message}', file=sys.stderr, flush=True
+        ),
+    ) -> None:
+        self.steps, self.seconds, self.overruns = 0, 0.0, 0
+        self.finished = step is None
+        self._step = step
+        self._long = step_seconds + (_LEAST + _SHARE * step_seconds if margin is None else margin)
+        self._say = say
+        self._schedule: Schedule | None = None
+        self._seen = 0
+        self._found: list[_Times] = []
+        self._expected: _Times | None = None
+        # of the iteration that runs
+        self._clock: Clock | None = None
+        self._record: Record | None = None
+        self._began = 0.0
+        self._row = 0
+        self._last_end: float | None = None  # of the iteration before
+        self._lead: float | None = None
+
+    def stop(self) -> None:
+        """Run no more steps."""
+        self.finished = True
+
+    @property
+    def active(self) -> bool:
+        """Whether steps run in this iteration."""
+        return not self.finished and self._expected is not None and self._row < _IN_A_ROW
+
+    def begin(self, clock: Clock, record: Record) -> None:
+        """Take note that an iteration begins, whose passes `record` will have."""
+        self._clock, self._record, self._began, self._row = clock, record, clock.now(), 0
+
+    def before(self, p: Pass) -> None:
+        """Run steps until `p`, whose input is on its way, is expected to start."""
+        if not self.active:
+            return
+        assert self._expected is not None and self._clock is not None and self._record is not None
+        expected, marks = self._expected, self._record.marks
+        if p not in expected.gaps or expected.gaps[p] <= self._long:
+            return
+        _wait_for_device()
+        if marks:
+            until = self._clock.seconds(marks[0][0]) + expected.starts[p]
+        else:
+            until = self._began + expected.after_begin
+            if self._last_end is not None:
+                until = min(until, self._last_end + expected.after_end)
+        self._run(until)
+
+    def at_end(self) -> None:
+        """Run steps until the last rank is expected to end, when this one has no more to do."""
+        if not self.active:
+            return
+        assert self._expected is not None and self._clock is not None and self._record is not None
+        if self._expected.end_gap > self._long and self._record.marks:
+            _wait_for_device()
+            first = self._clock.seconds(self._record.marks[0][0])
+            self._run(first + self._expected.end)
+
+    def after(self, iteration: Iteration) -> None:
+        """Take note of an iteration of training: a collective of its pipeline while measuring."""
+        if iteration.schedule is not self._schedule or self._seen >= _AGAIN:
+            first = self._schedule is None
+            self._schedule, self._seen = iteration.schedule, 0 if first else _WARM_UP - 1
+            self._found, self._expected = [], None
+        self._seen += 1
+        spans = iteration.spans()
+        if self._seen > _WARM_UP and self._expected is None:
+            self._found.append(self._times(iteration, spans))
+            if len(self._found) == _MEASURED:
+                self._expected = _Times.middle(self._found)
+        self._last_end = spans[-1][1] if spans else None
+
+    def _times(self, iteration: Iteration, spans: tuple[tuple[float, float], ...]) -> _Times:
+        timeline = iteration.gather().timeline
+        own = timeline.spans[dist.get_rank(iteration.pp_group)]
+        last = max(end for rank in timeline.spans for _, end in rank)
+        first = own[0][0]
+        passes = iteration.record.passes
+        starts = {p: start - first for p, (start, _) in zip(passes, own, strict=True)}
+        after_begin = spans[0][0] - self._began
+        after_end = after_begin if self._last_end is None else spans[0][0] - self._last_end
+        gaps = {passes[0]: after_begin}
+        for (_, end), p, (start, _) in zip(own, passes[1:], own[1:], strict=False):
+            gaps[p] = start - end
+        return _Times(starts, gaps, last - first, last - own[-1][1], after_begin, after_end)
+
+    def _run(self, until: float) -> None:
+        """Run steps while one and the margin end before `until`."""
+        clock = self._clock
+        assert clock is not None and self._step is not None
+        while self.active and clock.now() + self._long < until:
+            started = clock.now()
+            with _kept_random_state():
+                try:
+                    goes_on = self._step() is not False
+                except Exception:
+                    self._say(
+                        f'side task failed and is not called again:\n{traceback.format_exc()}'
+                    )
+                    goes_on = False
+                _wait_for_device()
+            taken = clock.now() - started
+            self.steps += 1
+            self.seconds += taken
+            late = taken > self._long
+            self.overruns += late
+            self._row = self._row + 1 if late else 0
+            if not goes_on:
+                self.finished = True
+
+
+@contextmanager
+def _kept_random_state() -> Iterator[None]:
+    """Leave torch's random numbers, of the host and of this device, as they would have been."""
+    state = torch.get_rng_state()
+    device = torch.cuda.get_rng_state() if _on_cuda() else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        if device is not None:
+            torch.cuda.set_rng_state(device)
+
+
+def _on_cuda() -> bool:
+    return torch.cuda.is_initialized()
+
+
+def _wait_for_device() -> None:
+    """Return when this rank's device has done what it was told; a host runs ahead of it."""
+    if _on_cuda():
+        torch.cuda.current_stream().synchronize()

@@ -1,0 +1,74 @@
+"""TimelyFreeze in a training: nothing changes before it begins, then only what it says."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+from nvidia import needs_training, run
+
+from megatron_zbpp.partitioning.freeze_plans import FreezePlan
+from megatron_zbpp.schedules import build
+
+FLAGS = ['--pipeline-model-parallel-size', 2, '--clip-grad', 1e9, '--train-iters', 40]
+BEGINS = 31  # the step, from 0: one of warm-up, thirty of monitoring
+
+
+def plan(folder, ratio, name='zb-h1', m=4):
+    schedule = build(name, 2, m)
+    ratios = [(p, ratio) for order in schedule.passes for p in order if p.kind in ('W', 'BW')]
+    file = folder / f'{ratio}.json'
+    made = FreezePlan(schedule, tuple(ratios), 8.0, 9.0, warm_up=1, unit=1)
+    file.write_text(made.to_json())
+    return ['--pipeline-schedule', name, '--pipeline-freeze', file]
+
+
+@contextmanager
+def counted(training):
+    """How many weight gradients this rank left out, of how many."""
+    from megatron_zbpp.mcore import enabled
+
+    found = []
+    yield found
+    freezing = enabled.plugin.session.freezing
+    found += [freezing.left_out, freezing.seen, freezing.step]
+
+
+@needs_training
+@pytest.mark.parametrize('name', ['zb-h1', pytest.param('zb-v', marks=pytest.mark.full)])
+def test_freezing(ranks, tmp_path, name):
+    """To the bit of the same without it until it begins; and then what was planned."""
+    flags = [*FLAGS, '--global-batch-size', 4]
+    stock = run(ranks(2), *flags, '--pipeline-schedule', name)
+    nothing = run(ranks(2), *flags, *plan(tmp_path, 0.0, name), event=counted)
+    assert nothing.losses == stock.losses and nothing.parameters == stock.parameters
+    half = run(ranks(2), *flags, *plan(tmp_path, 0.5, name), event=counted)
+    # the loss of a step is that of the weights before it
+    same = {at: loss for at, loss in stock.losses.items() if at <= BEGINS + 1}
+    assert {at: half.losses[at] for at in same} == same
+    assert all(half.losses[at] != stock.losses[at] for at in range(BEGINS + 3, 41))
+    for out, seen, steps in half.reported:
+        assert steps == 40
+        assert out / seen == pytest.approx(0.5 * (40 - BEGINS) / 40, rel=0.15)
+    assert nothing.reported[0][0] == 0
+
+
+@needs_training
+def test_replicas_and_overlap(ranks, tmp_path):
+    """Both replicas leave out the same, whether gradients are reduced amid W or behind it."""
+    flags = [*FLAGS, '--global-batch-size', 8, *plan(tmp_path, 0.5)]
+    plain = run(ranks(4), *flags, event=counted)
+    overlapped = run(ranks(4), *flags, '--overlap-grad-reduce', event=counted)
+    assert plain.losses == overlapped.losses and plain.parameters == overlapped.parameters
+    one, same, two, alike = (out for out, _, _ in plain.reported)
+    assert (one, two) == (same, alike) and one > 0
+
+
+@needs_training
+def test_a_resumed_run_goes_on_in_its_phase(ranks, tmp_path):
+    """From the step of the checkpoint on, not from the first."""
+    flags = [*FLAGS, '--global-batch-size', 4, *plan(tmp_path, 0.5)]
+    whole = run(ranks(2), *flags, '--save', tmp_path, '--save-interval', 34, event=counted)
+    rest = run(ranks(2), *flags, '--load', tmp_path, '--ckpt-step', 34, event=counted)
+    assert rest.losses == {at: loss for at, loss in whole.losses.items() if at > 34}
+    assert rest.parameters == whole.parameters

@@ -1,0 +1,86 @@
+"""A side task runs while ranks wait: it uses the gaps, and iterations take as long as without."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+import torch.distributed as dist
+
+from megatron_zbpp.schedules import build
+
+P, M = 4, 8
+TIMES = 0.02, 0.02, 0.02  # of F, B, W
+STEP = 0.002
+ROUNDS = 4
+
+
+def trained(name):
+    """Seconds of iterations without and with the task, which take turns; seconds of its steps."""
+    from example import forget_groups
+    from megatron.core import parallel_state
+
+    from benchmarks.pipelines.emulated import Times, sleep_until
+    from benchmarks.pipelines.runners import EmulatedModel, ZbppRunner
+
+    def step():
+        sleep_until(time.perf_counter() + STEP)
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=P)
+    try:
+        runner = ZbppRunner(build(name, P, M), name, EmulatedModel(Times(*TIMES)), optimizer=True)
+        with runner.ready():
+            work = runner.plugin.side_task(step, STEP)
+            for _ in range(5):
+                runner.iterate()
+            assert work.steps == 0
+            taken = [], []
+            for at in range(2 * ROUNDS):
+                work.finished = at % 2 == 0
+                dist.barrier()
+                start = time.perf_counter()
+                runner.iterate()
+                taken[at % 2].append(time.perf_counter() - start)
+        return *map(median, taken), work.seconds / ROUNDS
+    finally:
+        forget_groups()
+
+
+def test_side_task(ranks):
+    """At most 1 % slower, and 80 % of the time that is idle is used; on a busy machine again."""
+    waits = P * (P - 1) * sum(TIMES)
+    for _ in range(4):
+        found = ranks(P).run(trained, '1f1b')
+        without, with_task, used = zip(*found, strict=True)
+        if max(with_task) <= 1.01 * max(without) and sum(used) >= 0.8 * waits:
+            return
+    raise AssertionError((max(without), max(with_task), sum(used) / waits))
+
+
+def disagreeing():
+    """What a rank says where only the first one has a side task."""
+    from example import forget_groups
+    from megatron.core import parallel_state
+
+    from benchmarks.pipelines.emulated import Times
+    from benchmarks.pipelines.runners import EmulatedModel, ZbppRunner
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    try:
+        schedule = build('zb-h1', 2, 2)
+        times = Times(0.001, 0.001, 0.001)
+        runner = ZbppRunner(schedule, 'zb-h1', EmulatedModel(times), optimizer=False)
+        with runner.ready():
+            if dist.get_rank() == 0:
+                runner.plugin.side_task(lambda: False, 0.1)
+            try:
+                runner.iterate()
+            except ValueError as error:
+                return str(error)
+    finally:
+        forget_groups()
+
+
+def test_ranks_that_disagree(ranks):
+    for said in ranks(2).run(disagreeing):
+        assert 'side task' in said

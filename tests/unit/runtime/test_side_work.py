@@ -1,0 +1,203 @@
+"""When steps of a side task run, and when they do not; on a clock that is moved by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.runtime import side_work
+from megatron_zbpp.runtime.observe.record import Record
+from megatron_zbpp.runtime.side_work import SideWork
+from megatron_zbpp.schedules import build
+
+RANK = 2  # it waits at the start, inside and at the end
+SCHEDULE = build('1f1b', 4, 4)
+TIMELINE = simulate(SCHEDULE, Costs.uniform(SCHEDULE.placement))
+PASSES, SPANS = SCHEDULE.passes[RANK], TIMELINE.spans[RANK]
+PAUSE = 5.0  # between iterations
+
+
+class Clock:
+    """Marks are seconds."""
+
+    def __init__(self):
+        self.time = 0.0
+
+    def now(self):
+        return self.time
+
+    def seconds(self, mark):
+        return mark
+
+
+class Host:
+    """One rank whose passes start as simulated, or later where the side task takes too long."""
+
+    def __init__(self, monkeypatch, work):
+        monkeypatch.setattr(side_work.dist, 'get_rank', lambda *_: RANK)
+        self.clock, self.work, self.late = Clock(), work, 0.0
+
+    def iterate(self, schedule=SCHEDULE):
+        clock, record = self.clock, Record()
+        began = clock.time
+        self.work.begin(clock, record)
+        for p, (start, end) in zip(PASSES, SPANS, strict=True):
+            self.work.before(p)
+            self.late = max(self.late, clock.time - began - start - self.late)
+            clock.time = max(clock.time, began + start + self.late)
+            mark = clock.time
+            clock.time += end - start
+            record.passes.append(p)
+            record.marks.append((mark, clock.time))
+        self.work.at_end()
+        spans = tuple(record.marks)
+        own = [tuple((a + began, b + began) for a, b in rank) for rank in TIMELINE.spans]
+        own[RANK] = spans
+        iteration = SimpleNamespace(
+            schedule=schedule,
+            pp_group=None,
+            record=record,
+            spans=lambda: spans,
+            gather=lambda: SimpleNamespace(timeline=SimpleNamespace(spans=tuple(own))),
+        )
+        clock.time = max(clock.time, began + TIMELINE.makespan)
+        self.work.after(iteration)
+        clock.time += PAUSE
+
+
+def host(monkeypatch, takes=0.25, says=0.25, returns=None, margin=0.01):
+    """A rank with a task of which a step takes so many seconds, and is said to take others."""
+    said = []
+
+    def step():
+        made.clock.time += takes
+        return returns
+
+    made = Host(monkeypatch, SideWork(step, says, margin, said.append))
+    made.said = said
+    return made
+
+
+WAITS = TIMELINE.makespan - sum(end - start for start, end in SPANS)
+
+
+def test_all_gaps_are_used_and_nothing_is_late(monkeypatch):
+    made = host(monkeypatch)
+    for _ in range(5):
+        made.iterate()
+    assert made.work.steps == 0, 'the first ones are measured'
+    made.iterate()
+    before = made.work.seconds
+    made.iterate()
+    assert made.late < 1e-9
+    assert 0.8 * WAITS < made.work.seconds - before <= WAITS
+    assert made.work.overruns == 0
+
+
+def test_after_two_that_are_too_long_an_iteration_has_no_more(monkeypatch):
+    made = host(monkeypatch, takes=0.3)
+    for _ in range(7):
+        made.iterate()
+    assert made.work.steps == made.work.overruns == 4
+
+
+def test_a_step_that_never_fits(monkeypatch):
+    made = host(monkeypatch, says=100.0)
+    for _ in range(8):
+        made.iterate()
+    assert made.work.steps == 0
+
+
+def test_the_end_of_the_work(monkeypatch):
+    made = host(monkeypatch, returns=False)
+    for _ in range(8):
+        made.iterate()
+    assert made.work.steps == 1 and made.work.finished
+
+
+def test_stopping(monkeypatch):
+    made = host(monkeypatch)
+    for _ in range(6):
+        made.iterate()
+    steps = made.work.steps
+    made.work.stop()
+    made.iterate()
+    assert made.work.steps == steps > 0
+
+
+def test_a_step_that_raises_is_reported_once(monkeypatch):
+    made = host(monkeypatch)
+    made.work._step = lambda: 1 / 0
+    for _ in range(8):
+        made.iterate()
+    (said,) = made.said
+    assert 'is not called again' in said and 'ZeroDivisionError' in said
+
+
+def test_another_schedule_is_measured_first(monkeypatch):
+    made = host(monkeypatch)
+    for _ in range(6):
+        made.iterate()
+    steps = made.work.steps
+    other = build('1f1b', 4, 4)
+    for _ in range(4):
+        made.iterate(other)
+        if made.work._expected is None:
+            steps = made.work.steps
+    assert made.work._expected is not None
+    made.iterate(other)
+    assert made.work.steps > steps
+
+
+def test_times_are_measured_again(monkeypatch):
+    monkeypatch.setattr(side_work, '_AGAIN', 8)
+    made = host(monkeypatch)
+    found = []
+    for _ in range(16):
+        before = made.work.steps
+        made.iterate()
+        found.append(made.work.steps > before)
+    assert found[5] and not all(found[6:]) and found[-1]
+
+
+def test_a_rank_without_work_measures(monkeypatch):
+    made = Host(monkeypatch, SideWork(None, 1.0))
+    for _ in range(6):
+        made.iterate()
+    assert made.work.steps == 0 and made.work._expected is not None
+
+
+def test_random_numbers_are_those_without(monkeypatch):
+    made = host(monkeypatch)
+    made.work._step = lambda: torch.rand(3) is None
+    torch.manual_seed(1)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
+    made.work._step = lambda: (torch.rand(3), False)[1]
+    for _ in range(6):
+        made.iterate()
+    assert made.work.steps == 1
+    assert torch.rand(2).equal(expected)
+
+
+def test_asked_for_nonsense():
+    from megatron_zbpp.mcore.plugin import Plugin
+    from megatron_zbpp.mcore.settings import Settings
+
+    plugin = Plugin(Settings('zb-h1'))
+    for arguments, said in (
+        ((len, 0), 'step_seconds is 0'),
+        ((len, -1.0), 'step_seconds is -1.0: give seconds'),
+        ((len, 'much'), "step_seconds is 'much'"),
+        ((len, 1.0, -2.0), 'margin is -2.0'),
+    ):
+        with pytest.raises(ValueError) as error:
+            plugin.side_task(*arguments)
+        assert said in str(error.value)
+    with pytest.raises(ValueError, match='with post-validation iterations overlap'):
+        Plugin(Settings('zb-h1', post_validation=3)).side_task(len, 1.0)
+    assert plugin.session.side is None
