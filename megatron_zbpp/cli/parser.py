@@ -18,6 +18,7 @@ from typing import NoReturn
 from megatron_zbpp.analysis.checker import ScheduleError
 from megatron_zbpp.cli import commands, comparing, partitioning, profiling, side_work, values
 from megatron_zbpp.cli.inputs import PLACEMENTS, StageCosts, Times
+from megatron_zbpp.cli.searching import add_search
 from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.strict_json import printable
 from megatron_zbpp.planner.problem import OBJECTIVES
@@ -218,30 +219,13 @@ def _add_planning(planned: argparse.ArgumentParser) -> None:
         metavar='NAME,...',
         help='that may be used: loop, v, wave; default all',
     )
-    planned.add_argument(
-        '--objective',
-        choices=OBJECTIVES,
-        default='makespan',
-        help='window where ranks do not wait for each other between iterations',
-    )
-    planned.add_argument(
-        '--seconds', type=values.amount, default=20.0, metavar='N', help='at most; default 20'
-    )
-    planned.add_argument(
-        '--seed', type=int, default=0, metavar='N', help='another one searches elsewhere; default 0'
-    )
+    more = '; with --frontier a picture of it beside the named schedules (.png, .svg)'
+    add_search(planned, OBJECTIVES, 20.0, more)
     planned.add_argument(
         '--frontier',
         type=values.amounts,
         metavar='A,...',
         help='plan under each of these memory limits: less bubble for more memory',
-    )
-    planned.add_argument(
-        '-o',
-        '--output',
-        metavar='FILE',
-        help='the plan (.json, for --pipeline-schedule-file) or its picture (.html, .svg, .png); '
-        'with --frontier a picture of it beside the named schedules (.png, .svg)',
     )
     planned.add_argument(
         '--layers', type=values.count, metavar='N', help='of the model: no more stages than that'

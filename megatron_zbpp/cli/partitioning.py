@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from megatron_zbpp.cli import values
 from megatron_zbpp.cli.printing import headline, picture_format, print_json, print_table, write
-from megatron_zbpp.cli.progress import progress
+from megatron_zbpp.cli.searching import add_search, searched
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.layers import Layers
@@ -33,13 +32,7 @@ from megatron_zbpp.render.svg import svg
 def add_partition(command: ArgumentParser) -> None:
     """Add what `zbpp partition` takes."""
     add_case(command)
-    command.add_argument(
-        '--objective',
-        choices=OBJECTIVES,
-        default='makespan',
-        help='window where ranks do not wait for each other between iterations, period for '
-        'asynchronous training; default makespan',
-    )
+    add_search(command, OBJECTIVES, 60.0)
     command.add_argument(
         '--fused', action='store_true', help='B and W are one pass: 1F1B and its like'
     )
@@ -57,17 +50,7 @@ def add_partition(command: ArgumentParser) -> None:
     )
     command.add_argument('--exact', action='store_true', help='until the best is proven')
     command.add_argument(
-        '--seconds', type=values.amount, default=60.0, metavar='N', help='at most; default 60'
-    )
-    command.add_argument(
         '--top', type=values.count, default=32, metavar='K', help='partitions that are planned for'
-    )
-    command.add_argument('--seed', type=int, default=0, metavar='N', help='searches elsewhere')
-    command.add_argument(
-        '-o',
-        '--output',
-        metavar='FILE',
-        help='the plan (.json, for --pipeline-schedule-file) or its picture (.html, .svg, .png)',
     )
 
 
@@ -172,28 +155,27 @@ def partition_layers(args: Namespace) -> int:
         found, said = partition_by(args.strategy, _space(args, layers, devices))
         print(said, file=sys.stderr if args.json else sys.stdout)
         return _finish(args, found, devices, saved, picture)
-    status = 0
-    try:
-        with progress('partitioning', '%', 100) as done:
-            found = partition(
-                layers,
-                devices,
-                args.microbatches,
-                placements=placements_of(args.placements, layers, len(devices)),
-                memory_limit=limit_of(args),
-                objective=args.objective,
-                fused=args.fused,
-                keep_order=args.keep_order,
-                schedules=args.schedules,
-                exact=args.exact,
-                seconds=args.seconds,
-                top=args.top,
-                seed=args.seed,
-                progress=done,
-            )
-    except PartitionInterrupted as interruption:
-        print('zbpp: interrupted: this is the best partition by then', file=sys.stderr)
-        found, status = interruption.best, 128 + signal.SIGINT
+    found, status = searched(
+        'partitioning',
+        'this is the best partition',
+        lambda done: partition(
+            layers,
+            devices,
+            args.microbatches,
+            placements=placements_of(args.placements, layers, len(devices)),
+            memory_limit=limit_of(args),
+            objective=args.objective,
+            fused=args.fused,
+            keep_order=args.keep_order,
+            schedules=args.schedules,
+            exact=args.exact,
+            seconds=args.seconds,
+            top=args.top,
+            seed=args.seed,
+            progress=done,
+        ),
+        lambda e: e.best if isinstance(e, PartitionInterrupted) else None,
+    )
     return _finish(args, found, devices, saved, picture) or status
 
 

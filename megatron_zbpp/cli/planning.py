@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from megatron_zbpp.cli.printing import (
     row,
     write,
 )
-from megatron_zbpp.cli.progress import progress
+from megatron_zbpp.cli.searching import searched
 from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.planner.cache import default_folder, planned
 from megatron_zbpp.planner.frontier import FrontierInterrupted, frontier
@@ -36,20 +34,19 @@ def plan_schedule(args: Namespace) -> int:
     if args.frontier:
         return _plan_frontier(args)
     picture = _planned_output(args)
-    status = 0
-    try:
-        with progress('planning', '%', 100) as done:
-            found, cached = planned(
-                *_plan_inputs(args),
-                memory_limit=args.memory_limit,
-                seconds=args.seconds,
-                objective=args.objective,
-                seed=args.seed,
-                progress=done,
-            )
-    except PlanningInterrupted as interruption:
-        print('zbpp: interrupted: this is the best plan by then', file=sys.stderr)
-        found, cached, status = interruption.best, False, 128 + signal.SIGINT
+    (found, cached), status = searched(
+        'planning',
+        'this is the best plan',
+        lambda done: planned(
+            *_plan_inputs(args),
+            memory_limit=args.memory_limit,
+            seconds=args.seconds,
+            objective=args.objective,
+            seed=args.seed,
+            progress=done,
+        ),
+        lambda e: (e.best, False) if isinstance(e, PlanningInterrupted) else None,
+    )
     made = _plan_facts(found, cached)
     if picture is not None:
         case = Case(found.schedule, found.costs)
@@ -97,20 +94,19 @@ def _plan_frontier(args: Namespace) -> int:
         raise ValueError(f'--output {args.output}: let its name end in .png or .svg')
     if args.output and not Path(args.output).absolute().parent.is_dir():
         raise ValueError(f'--output {args.output}: there is no folder {Path(args.output).parent}')
-    status = 0
-    try:
-        with progress('planning', '%', 100) as done:
-            points = frontier(
-                *_plan_inputs(args),
-                args.frontier,
-                seconds=args.seconds,
-                objective=args.objective,
-                seed=args.seed,
-                progress=done,
-            )
-    except FrontierInterrupted as interruption:
-        print('zbpp: interrupted: these are the best plans by then', file=sys.stderr)
-        points, status = interruption.found, 128 + signal.SIGINT
+    points, status = searched(
+        'planning',
+        'these are the best plans',
+        lambda done: frontier(
+            *_plan_inputs(args),
+            args.frontier,
+            seconds=args.seconds,
+            objective=args.objective,
+            seed=args.seed,
+            progress=done,
+        ),
+        lambda e: e.found if isinstance(e, FrontierInterrupted) else None,
+    )
     if args.output:
         _draw_frontier(args, [(limit, found) for limit, found, _ in points])
     if args.json:

@@ -21,6 +21,7 @@ _HELP = {
     'vocab': 'size of the vocabulary',
     'seq': 'tokens of a sample',
     'tflops': 'that a device reaches',
+    'bandwidth': 'GB/s of memory, for what is no product; default 0: that takes no time',
     'ffn': 'inner size of an MLP; default 4 x hidden',
     'groups': 'query groups; default: heads',
 }

@@ -98,3 +98,22 @@ def test_without_or_tools(monkeypatch: pytest.MonkeyPatch):
     problem = Problem(PLACEMENT, 4, costs, same_limits(1, 2))
     with pytest.raises(ValueError, match='pip install'):
         cp_sat.solve(problem, [], 0.0, enough=1e6, effort=1, seconds=1)
+
+
+@pytest.mark.parametrize('objective', ['makespan', 'window'])
+@pytest.mark.parametrize(
+    ('edges', 'speeds'),
+    [
+        (((0, 1, 1.5), (1, 0, 0.25)), ()),
+        ((), (1.0, 2.0)),
+        (((0, 1, 0.7),), (0.5, 1.0)),
+    ],
+)
+def test_links_and_speeds_of_their_own(edges, speeds, objective):
+    """Latencies of each direction, and ranks of several speeds: the optimum of all orders."""
+    costs = Costs((1.0, 1.0), (1.7, 1.0), (1.0, 0.5), 0.1, edges=edges, speeds=speeds)
+    problem = Problem(PLACEMENT, M, costs, same_limits(2, 2), objective)
+    best = optimum(problem)
+    answer = cp_sat.solve(problem, START, lower_bound(problem), enough=1e6, effort=10, seconds=60)
+    assert replay(problem, answer.orders)[0] == pytest.approx(best, abs=1e-2)
+    assert best - 1e-2 <= answer.bound <= best + 1e-9

@@ -1,0 +1,80 @@
+"""What the searches of `zbpp` have in common: arguments, a bar, and an end by Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from megatron_zbpp.cli import values
+from megatron_zbpp.cli.progress import progress
+
+Found = TypeVar('Found')
+
+
+def add_search(
+    command: ArgumentParser, objectives: Sequence[str], seconds: float, more: str = ''
+) -> None:
+    """Add what a search is for, how long it takes, and where its plan goes.
+
+    Args:
+        command: that searches.
+        objectives: that it knows.
+        seconds: by default.
+        more: what else can be written.
+    """
+    asynchronous = ', period for asynchronous training' if 'period' in objectives else ''
+    command.add_argument(
+        '--objective',
+        choices=objectives,
+        default='makespan',
+        help='window where ranks do not wait for each other between iterations'
+        f'{asynchronous}; default makespan',
+    )
+    command.add_argument(
+        '--seconds',
+        type=values.amount,
+        default=seconds,
+        metavar='N',
+        help=f'at most; default {seconds:g}',
+    )
+    command.add_argument(
+        '--seed', type=int, default=0, metavar='N', help='another one searches elsewhere; default 0'
+    )
+    command.add_argument(
+        '-o',
+        '--output',
+        metavar='FILE',
+        help='the plan (.json, for --pipeline-schedule-file) or its picture (.html, .svg, .png)'
+        f'{more}',
+    )
+
+
+def searched(
+    doing: str,
+    what: str,
+    search: Callable[[Callable[[float], None]], Found],
+    best: Callable[[KeyboardInterrupt], Found | None],
+) -> tuple[Found, int]:
+    """Return what a search finds, and the exit status: 0, or 130 where Ctrl-C ended it.
+
+    Args:
+        doing: for the bar.
+        what: was found by then, for who ends it.
+        search: is told whom to tell the share of its time that is spent.
+        best: what an interruption has; None: nothing.
+
+    Raises:
+        KeyboardInterrupt: before anything was found.
+    """
+    try:
+        with progress(doing, '%', 100) as done:
+            return search(done), 0
+    except KeyboardInterrupt as interruption:
+        found = best(interruption)
+        if found is None:
+            raise
+    print(f'zbpp: interrupted: {what} by then', file=sys.stderr)
+    return found, 128 + signal.SIGINT
