@@ -81,12 +81,12 @@ def collected(
 
 
 @contextmanager
-def joined(rank: int, num_ranks: int, port: int, **sizes: int) -> Iterator[None]:
+def joined(rank: int, num_ranks: int, port: int | str, **sizes: int) -> Iterator[None]:
     """Inside, Megatron runs on the CPU, with groups of those sizes on ranks that leave together.
 
     Args:
         rank, num_ranks: of this process, and of all.
-        port: where `spawned` lets them meet.
+        port: where `spawned` lets them meet; or a file, where their networks differ.
         sizes: as Megatron's `initialize_model_parallel` takes them.
     """
     import torch
@@ -95,7 +95,10 @@ def joined(rank: int, num_ranks: int, port: int, **sizes: int) -> Iterator[None]
 
     torch.set_num_threads(1)
     cpu.install()
-    store = dist.TCPStore('127.0.0.1', port, is_master=False)
+    if isinstance(port, str):
+        store = dist.FileStore(port, num_ranks)
+    else:
+        store = dist.TCPStore('127.0.0.1', port, is_master=False)
     dist.init_process_group('gloo', store=store, rank=rank, world_size=num_ranks)
     from megatron.core import parallel_state, tensor_parallel
 

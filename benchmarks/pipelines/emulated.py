@@ -119,7 +119,7 @@ class EmulatedLayer(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.randn(width, width, generator=generator) / width**0.5
         )
-        self.times, self.store, self.meter = times, store, meter
+        self.index, self.times, self.store, self.meter = index, times, store, meter
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, deferring = self._parameters['weight'], self.store.deferring

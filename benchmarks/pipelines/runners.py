@@ -69,7 +69,7 @@ class EmulatedModel:
 
     def chunks(self, placement: Placement, store: Store) -> list[EmulatedChunk]:
         stages = placement.stages(dist.get_rank())
-        config = _config(placement.num_ranks, len(stages))
+        config = self.config(placement.num_ranks, len(stages))
         found = []
         for stage in stages:
             layers = emulated.stage_layers(stage, placement, self._times, store, self.meter)
@@ -77,6 +77,10 @@ class EmulatedModel:
             found.append(EmulatedChunk(layers, stage == 0, last, config))
             found[-1].model_type = ModelType.encoder_or_decoder
         return found
+
+    def config(self, num_ranks: int, num_chunks: int) -> TransformerConfig:
+        """Return Megatron's."""
+        return _config(num_ranks, num_chunks)
 
     def data(self, num_microbatches: int) -> Iterator[torch.Tensor]:
         return itertools.cycle(emulated.inputs(num_microbatches))

@@ -26,14 +26,17 @@ class Gpt:
     Args:
         layers, hidden, sequence: its shape.
         head: size of an attention head.
+        words: of the vocabulary.
     """
 
     micro_batch = 1
     forward_step = staticmethod(build.forward_step)
 
-    def __init__(self, layers: int, hidden: int, head: int, sequence: int) -> None:
+    def __init__(
+        self, layers: int, hidden: int, head: int, sequence: int, words: int = _WORDS
+    ) -> None:
         self.sequence = sequence
-        self._layers, self._hidden, self._head = layers, hidden, head
+        self._layers, self._hidden, self._head, self._words = layers, hidden, head, words
 
     def chunks(self, placement: Placement, store: WeightGradStore) -> list[GPTModel]:
         held = placement.stages(dist.get_rank())
@@ -54,7 +57,7 @@ class Gpt:
             GPTModel(
                 config,
                 get_gpt_layer_local_spec(),
-                vocab_size=_WORDS,
+                vocab_size=self._words,
                 max_sequence_length=self.sequence,
                 pre_process=stage == 0,
                 post_process=stage == placement.num_stages - 1,
@@ -64,7 +67,7 @@ class Gpt:
         ]
 
     def data(self, num_microbatches: int) -> Iterator[dict[str, torch.Tensor]]:
-        words = torch.randint(_WORDS, (1, self.sequence + 1))
+        words = torch.randint(self._words, (1, self.sequence + 1))
         positions = torch.arange(self.sequence).unsqueeze(0)
         return itertools.repeat(
             {'tokens': words[:, :-1], 'labels': words[:, 1:], 'positions': positions}

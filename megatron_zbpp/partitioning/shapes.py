@@ -4,11 +4,14 @@ t tokens of a microbatch. A linear layer of n parameters: F = B = W = 2tn FLOPs.
 F = 4 x b s^2 x heads x width, half of it under a causal mask, B = 2F, no W. The output layer is a
 linear layer whose fp32 logits are held; the embedding copies rows. Activations are counted
 tensor by tensor: 34 t h bytes for a layer of GPT-3's shape, of which 32 t h wait for W.
+
+Where memory has a bandwidth, F writes and reads them once, B reads them and writes as many, W reads
+what waits; F and B read the weights, W reads and writes their fp32 gradient.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_zbpp.partitioning.layers import Layer, Layers
 
@@ -48,6 +51,8 @@ class Shape:
         ep: expert parallel ranks, which share the experts' parameters.
         dp: data parallel ranks, which share the optimizer's state.
         tflops: that a device reaches in matrix products.
+        bandwidth: GB/s of its memory: what passes read and write beside their products; 0: that
+            takes no time.
     """
 
     model: str
@@ -76,6 +81,7 @@ class Shape:
     tp: int = 1
     ep: int = 1
     dp: int = 1
+    bandwidth: float = 0.0
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
@@ -221,11 +227,13 @@ def _layer(shape: Shape, kind: str, part: _Part) -> Layer:
     rate = shape.tflops * 1e12 * shape.tp
     linear = 2 * shape.tokens * part.active
     per_value = _BF16 * shape.tokens / shape.tp
+    moved, weights = 2 * part.activation * per_value, part.held / shape.tp
+    second = 1 / (shape.bandwidth * 1e9) if shape.bandwidth else 0.0  # a byte's
     return Layer(
         kind,
-        forward=(linear + part.core) / rate,
-        backward=(linear + 2 * part.core) / rate,
-        weight=linear / rate,
+        forward=(linear + part.core) / rate + (moved + _BF16 * weights) * second,
+        backward=(linear + 2 * part.core) / rate + (moved + _BF16 * weights) * second,
+        weight=linear / rate + (part.retained * per_value + 2 * _FP32 * weights) * second,
         activation=part.activation * per_value,
         retained=part.retained * per_value,
         parameters=part.held / shape.tp * (_BF16 + _FP32 + 12 / shape.dp),
@@ -235,7 +243,7 @@ def _layer(shape: Shape, kind: str, part: _Part) -> Layer:
 
 def _embedding(shape: Shape) -> Layer:
     """Rows are copied, and gradients added to them: no time beside the others'."""
-    return _layer(shape, 'E', _Part(held=shape.hidden * shape.vocab))
+    return _layer(replace(shape, bandwidth=0.0), 'E', _Part(held=shape.hidden * shape.vocab))
 
 
 def _loss(shape: Shape) -> Layer:

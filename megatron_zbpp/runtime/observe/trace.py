@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,8 @@ class Tracer:
     schedule by name was planned for none, and takes those that were measured.
 
     Args:
-        folder: takes `pipeline.html` and `pipeline.perfetto.json`; made where it is not there.
+        folder: takes `pipeline.html`, `pipeline.perfetto.json`, and the times of the stages in
+            `stages.json`; made where it is not there.
     """
 
     folder: Path
@@ -63,5 +65,11 @@ class Tracer:
         self.folder.mkdir(parents=True, exist_ok=True)
         page = html(lines, costs, title, unit='s', heading=heading)
         (self.folder / 'pipeline.html').write_text(page)
+        (self.folder / 'stages.json').write_text(_stages(fitted))
         trace = {name: line for name, line in lines.items() if line is not planned}
         (self.folder / 'pipeline.perfetto.json').write_text(perfetto(trace, costs))
+
+
+def _stages(costs: Costs) -> str:
+    """Return seconds of F, B and W by stage, as `zbpp profile` and `zbpp plan` read them."""
+    return json.dumps({'F': costs.forward, 'B': costs.backward, 'W': costs.weight}) + '\n'

@@ -82,6 +82,15 @@ def test_hybrid_and_multi_token_prediction():
     assert mtp.weight == pytest.approx(own.weight + head.weight + 2 * 32 * 2 * 64 * 64 / 1e12)
 
 
+def test_bandwidth():
+    """Bytes that passes move take time of their own, beside the products."""
+    own, moved = layer(GPT3), layer(Shape(**asdict(GPT3) | {'bandwidth': 1e-9}))  # a byte a second
+    weights, held = 12 * 64 * 64, 34 * 32 * 64
+    assert moved.forward - own.forward == moved.backward - own.backward == 2 * held + 2 * weights
+    assert moved.weight - own.weight == 32 * 32 * 64 + 8 * weights
+    assert layer(Shape(**asdict(GPT3) | {'bandwidth': 1e-9}), 'E').time == 0
+
+
 def test_parallel_ranks_share():
     one = layer(GPT3)
     two = layer(Shape(**asdict(GPT3) | {'tp': 2, 'dp': 4}))

@@ -1,0 +1,1 @@
+"""A pipeline of unequal stages from costs to a partition to measured iterations: see cli."""

@@ -1,0 +1,137 @@
+"""What is to run: the even split and better ones, and what the simulator says of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.mcore.programs import for_megatron
+from megatron_zbpp.partitioning.devices import Device, Devices
+from megatron_zbpp.partitioning.layers import Layer, Layers
+from megatron_zbpp.partitioning.plans import PartitionPlan, partition
+from megatron_zbpp.partitioning.stages import Partition, stage_costs
+from megatron_zbpp.schedules import build
+
+MEGATRON, ZBPP = 'megatron', 'zbpp'
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One of those that take turns.
+
+    Attributes:
+        runner: the library that runs it.
+        name: for people.
+        schedule: in Megatron's ranks.
+        cuts: layers of each stage in model order.
+        layout: the same, in the language of Megatron's flag.
+        predicted: seconds of an iteration.
+    """
+
+    runner: str
+    name: str
+    schedule: Schedule
+    cuts: tuple[int, ...]
+    layout: str
+    predicted: float
+
+    @property
+    def title(self) -> str:
+        return f'{self.runner}:{self.name}'
+
+
+def machines(
+    num_ranks: int, slow: tuple[int, float] | None, hosts: int, bandwidth: float
+) -> Devices:
+    """Return the devices: one of them slower, or on two hosts whose link has a bandwidth.
+
+    Args:
+        num_ranks: p.
+        slow: a rank, and how many times as long its passes take.
+        hosts: 1 or 2; the first half of the ranks is on the first.
+        bandwidth: between hosts, in units of the layers' output a second.
+    """
+    ranks = range(num_ranks)
+    factors = [slow[1] if slow and slow[0] == rank else 1.0 for rank in ranks]
+    devices = tuple(Device(str(r), (x, x, x)) for r, x in zip(ranks, factors, strict=True))
+    if hosts == 1:
+        return Devices(devices)
+    side = [2 * rank // num_ranks for rank in ranks]
+    rows = tuple(tuple(bandwidth * (side[a] != side[b]) for b in ranks) for a in ranks)
+    return Devices(devices, bandwidth=rows)
+
+
+def entries(layers: Layers, devices: Devices, m: int, seconds: float) -> list[Entry]:
+    """Return the even split by stock 1F1B and by zb-v, the best for stock, and the best of all.
+
+    Args:
+        layers: of the model, in seconds.
+        devices: in the order of the ranks, which stays.
+        m: microbatches.
+        seconds: to search in, for each.
+    """
+    p = len(devices)
+    even = [_even(layers, devices, m, 'megatron', '1f1b'), _even(layers, devices, m, ZBPP, 'zb-v')]
+    loop = [Placement.loop(p)]
+    stock = partition(
+        layers, devices, m, placements=loop, fused=True, schedules=['1f1b'], keep_order=True,
+        seconds=seconds,
+    )  # fmt: skip
+    best = partition(layers, devices, m, keep_order=True, seconds=seconds)
+    return [*even, _planned(MEGATRON, '1f1b, best layout', stock), _planned(ZBPP, 'plan', best)]
+
+
+def _even(layers: Layers, devices: Devices, m: int, runner: str, name: str) -> Entry:
+    schedule = build(name, len(devices), m)
+    placement = schedule.placement
+    cuts = _evenly(layers, placement.num_stages)
+    # what stands on rank r of a V is on device r of Megatron's, whose ranks are in reverse
+    own = for_megatron(schedule)
+    costs = stage_costs(layers, devices, Partition(own.placement, cuts, tuple(range(len(devices)))))
+    timeline = simulate(own, costs)
+    return Entry(runner, f'{name}, even', own, cuts, layers.text(cuts), timeline.makespan)
+
+
+def _evenly(layers: Layers, stages: int) -> tuple[int, ...]:
+    """Return cuts with as many decoder layers in each, the ends beside them."""
+    decoders = sum(layer.kind == 't' for layer in layers)
+    counts = [decoders // stages + (k < decoders % stages) for k in range(stages)]
+    counts[0] += layers.layers[0].kind != 't'
+    counts[-1] += layers.layers[-1].kind != 't'
+    return tuple(counts)
+
+
+def _planned(runner: str, name: str, plan: PartitionPlan) -> Entry:
+    schedule = for_megatron(plan.schedule)
+    makespan = plan.timeline.makespan
+    return Entry(runner, name, schedule, plan.cuts, plan.layout, makespan)
+
+
+def scaled(layers: Layers, seconds: float, size: float) -> Layers:
+    """Return the layers with times that come to so many seconds in all, and messages of a size."""
+    factor = seconds / sum(layer.time for layer in layers)
+    return Layers(
+        tuple(
+            Layer(
+                each.kind,
+                each.forward * factor,
+                each.backward * factor,
+                each.weight * factor,
+                output=size,
+            )
+            for each in layers
+        )
+    )
+
+
+def gpt(num_layers: int, head: float) -> Layers:
+    """Return equal layers and a head that takes so many times one of them."""
+    layer = Layer('t', 1.0, 1.0, 1.0)
+    return Layers((Layer('E'), *[layer] * num_layers, Layer('L', head, head, head)))
+
+
+def worst(found: Sequence[float], predicted: Sequence[float]) -> float:
+    """Return the largest difference, as a share of what was found."""
+    return max(abs(b / a - 1) for a, b in zip(found, predicted, strict=True))
