@@ -89,6 +89,7 @@ def enable(
     trace_dir: str | Path | None = None,
     offload: str | int | None = None,
     freeze: str | Path | None = None,
+    recompute: str | int | None = None,
     flags: Mapping[str, object] | None = None,
 ) -> Plugin:
     """Make Megatron-Core's pipelined forward_backward functions run `schedule`.
@@ -114,6 +115,8 @@ def enable(
             backward: 'half' (those that wait longest), 'all', or how many. Losses stay the same.
         freeze: the file of `zbpp freeze -o`: weight gradients that it names are left out, step by
             step. This trains another model than without; see the page on unbalanced pipelines.
+        recompute: of which chunks of each rank forwards keep their input only, and run again before
+            their backward, in passes that the schedule places; as `offload`, and not beside it.
         flags: of the program, by name: all ranks must have them alike, but for paths and their own
             numbers, or they stop before they train.
 
@@ -141,6 +144,7 @@ def enable(
         folder(trace_dir),
         offload,
         freezing(freeze),
+        recompute,
     )
     return enabled.switch(settings, flags)
 

@@ -48,6 +48,12 @@ def main(argv: list[str] | None = None) -> None:
         help='run on CPU and gloo, with the flags that this needs; with --transformer-impl '
         "transformer_engine: on Transformer Engine's own modules, their kernels emulated",
     )
+    parser.add_argument(
+        '--pair-partners',
+        action='store_true',
+        help='give processes their ranks so that the first and the last stage are on one node, the '
+        'second and the last but one, and so on: those that exchange activations with bpipe',
+    )
     parser.add_argument('script', type=Path, help='such as Megatron-LM/pretrain_gpt.py')
     parser.add_argument('arguments', nargs=argparse.REMAINDER, help="the script's own")
     args = parser.parse_args(argv)
@@ -68,8 +74,13 @@ def main(argv: list[str] | None = None) -> None:
         ]
         os.environ[PATH] = os.pathsep.join(folders)
 
-    from megatron_zbpp.mcore.command_line import arguments
+    from megatron_zbpp.mcore.command_line import arguments, pairing
 
+    if args.pair_partners:
+        try:
+            os.environ['RANK'] = str(pairing.rank_for(args.arguments, os.environ))
+        except ValueError as error:
+            parser.exit(2, f'{parser.prog}: error: {error}\n')
     arguments.install()
     before = cpu_flags(args.arguments) if args.cpu else ()
     sys.argv = [str(args.script), *before, *args.arguments]

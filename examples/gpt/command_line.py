@@ -43,6 +43,7 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     add('--pipeline-watchdog-pause-timeout', type=float, metavar='SECONDS', help=PAUSE)
     add('--pipeline-offload', metavar='CHUNKS', help='half, all or how many: on the host until B')
     add('--pipeline-freeze', type=Path, metavar='FILE', help='of zbpp freeze -o: another training')
+    add('--pipeline-recompute', metavar='CHUNKS', help='half, all or how many: F again before B')
     add(
         '--pipeline-trace-dir', type=Path, metavar='FOLDER', help='for pages that show an iteration'
     )

@@ -319,6 +319,7 @@ def enable(args: argparse.Namespace, stack: ExitStack) -> Any | None:
         trace_dir=args.pipeline_trace_dir,
         offload=args.pipeline_offload,
         freeze=args.pipeline_freeze,
+        recompute=args.pipeline_recompute,
         flags=vars(args),
         post_validation=(
             args.enable_optimizer_post_validation and args.optimizer_post_validation_clean_steps

@@ -19,7 +19,8 @@ class Rule(enum.Flag):
     """What waits for what.
 
     RENDEZVOUS: a send, and all behind it on its rank, waits until its receive has been posted.
-        Messages from one rank to another have a connection (NCCL: a communicator) of their own.
+        Messages from one rank to another have a connection (NCCL: a communicator) of their own, and
+        what forwards have saved has another.
     SYNCHRONISATION: each pass waits for all receives posted on its rank. On CUDA a receive is a
         kernel that spins until its message comes, and torch.cuda.synchronize, freeing memory,
         page-locking it and loading a kernel wait for all kernels: any pass may do so.
@@ -61,6 +62,7 @@ class Collective(NamedTuple):
 
 
 _Program = Sequence[Instruction | Collective]
+_Connection = tuple[int, bool]  # from which rank, and whether of what forwards have saved
 
 
 class DeadlockError(ValueError):
@@ -102,8 +104,8 @@ class _Replay:
         self._synchronises = Rule.SYNCHRONISATION in rules
         self._in_order = Rule.LAUNCH_ORDER in rules
         self._cursor = [0] * len(programs)
-        # by receiver and sender: the receives that are posted, and whose message is not sent yet
-        self._open: list[dict[int, deque[Receive]]] = [defaultdict(deque) for _ in programs]
+        # by receiver and connection: the receives that are posted, their message not sent yet
+        self._open: list[dict[_Connection, deque[Receive]]] = [defaultdict(deque) for _ in programs]
         # by rank: how many messages are still to come for whom; where each pass waits for all that
         # are posted, of those only that are posted behind their pass
         awaited = _posted_late if self._synchronises else _awaited
@@ -136,7 +138,7 @@ class _Replay:
         """Return what it stands at; of a pass, the receives that are open."""
         posted = self._programs[rank][: self._cursor[rank]]
         opened = self._open[rank]
-        waited = [i for i in posted if type(i) is Receive and i in opened[i.peer]]
+        waited = [i for i in posted if type(i) is Receive and i in opened[i.peer, i.saved]]
         if type(instruction) is not Pass or not waited:
             return str(instruction)
         return f'{instruction} for {", ".join(map(str, waited))}'
@@ -155,14 +157,14 @@ class _Replay:
                     break
             elif isinstance(instruction, Send):
                 peer = instruction.peer
-                waiting = self._open[peer][rank]
+                waiting = self._open[peer][rank, instruction.saved]
                 if not waiting:
                     break
                 self._take(rank, instruction, waiting.popleft())
                 wakes.add(peer)
             elif isinstance(instruction, Receive):
                 peer = instruction.peer
-                waiting = open_here[peer]
+                waiting = open_here[peer, instruction.saved]
                 if in_order and waiting:
                     break
                 waiting.append(instruction)

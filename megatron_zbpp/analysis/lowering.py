@@ -8,6 +8,9 @@ the programs that the runtime will really issue.
 
 Of all such orders the one by the ends of the passes posts each receive right before the pass during
 which its message comes: it travels while that pass computes.
+
+What leaves for the partner's memory is sent where a copy to the host would begin, and comes back
+right before the pass that takes memory for it; both stand in the same one order.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterator
 
-from megatron_zbpp.analysis import collector
+from megatron_zbpp.analysis import collector, departures
 from megatron_zbpp.analysis.deadlock import prove
 from megatron_zbpp.analysis.program import Begin, Hand, Instruction, Program, Receive, Send
 from megatron_zbpp.analysis.simulator import simulate
@@ -114,10 +117,15 @@ def _one_by_one(schedule: Schedule) -> list[list[Instruction]]:
     latest: list[dict[int, int]] = [{} for _ in programs]
     # ... and those that take what is on the way there
     under_way: list[dict[int, deque[int]]] = [defaultdict(deque) for _ in programs]
-    begun = _begun(schedule)
+    begun, flat = departures.begun(schedule), compiled(schedule.graph)
     for number in _by_end(schedule):
         rank, p = ranks[number], passes[number]
         program, known = programs[rank], latest[rank]
+        partner = schedule.placement.partner(rank)
+        if p.kind in flat.between_partners & flat.arriving:
+            (left,) = schedule.predecessors(p)
+            program.append(Receive(left, p, partner, saved=True))
+            programs[partner].append(Send(left, p, rank, saved=True))
         program.append(p)
         for giver in givers[number]:
             peer = ranks[giver]
@@ -134,7 +142,13 @@ def _one_by_one(schedule: Schedule) -> list[list[Instruction]]:
             waiting.append(taker)
             program.append(Send(p, consumer, peer, len(waiting)))
             programs[peer].append(Receive(p, consumer, rank))
-        program += begun.get(p, ())
+        for leaving in begun.get(p, ()):
+            if leaving.kind not in flat.between_partners:
+                program.append(Begin(leaving))
+                continue
+            (made,) = schedule.predecessors(leaving)
+            program.append(Send(made, leaving, partner, saved=True))
+            programs[partner].append(Receive(made, leaving, rank, saved=True))
     return programs
 
 
@@ -151,22 +165,3 @@ def _by_end(schedule: Schedule) -> list[int]:
 def _by_rank(schedule: Schedule, values: list[float]) -> Iterator[list[float]]:
     left = iter(values)
     return (list(itertools.islice(left, len(order))) for order in schedule.passes)
-
-
-def _begun(schedule: Schedule) -> dict[Pass, list[Begin]]:
-    """Return the copies out that begin behind each pass: after what they need, one by one.
-
-    Copies of a rank run in its order, whichever way they go: one out begins behind the one before.
-    """
-    begun: dict[Pass, list[Begin]] = {}
-    flat = compiled(schedule.graph)
-    for order in schedule.passes if flat.leaving else ():
-        latest = 0  # place of the copy before, where it begins
-        at = {p: place for place, p in enumerate(order)}
-        for place, p in enumerate(order):
-            if p.kind in flat.leaving:
-                latest = max(latest, *(at[q] for q in schedule.predecessors(p)))
-                begun.setdefault(order[latest], []).append(Begin(p))
-            elif p.kind in flat.arriving:
-                latest = place
-    return begun

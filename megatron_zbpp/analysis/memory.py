@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+from megatron_zbpp.analysis.departures import stored
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import DEVICE
@@ -36,9 +37,16 @@ def highest(schedule: Schedule, costs: Costs) -> tuple[tuple[float, ...], ...]:
     """Most activations held from the start of each pass to its end, but for what was before it.
 
     As `live`, but for a pass of several tasks, such as BW, where others do them one by one: it does
-    so, too, and between B and W holds `retained`. Else autograd frees what it has used.
+    so, too, and between B and W holds `retained`. Else autograd frees what it has used. The most
+    that a rank keeps for its partner counts all the time: when that comes is up to the partner.
     """
     after, kinds = live(schedule, costs), schedule.graph.kinds
+    kept = stored(schedule, costs)
+    if any(kept):
+        after = tuple(
+            tuple(amount + more for amount in amounts)
+            for amounts, more in zip(after, kept, strict=True)
+        )
     ran = {p.kind for _, p in schedule}
     one_by_one = {kind for kind in ran if not ran.isdisjoint(kinds[kind].parts)}
     if not one_by_one:

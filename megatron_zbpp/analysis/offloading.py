@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from megatron_zbpp.analysis.simulator import simulate
@@ -49,8 +50,13 @@ def offloaded(
     return replace(moved, name=f'{schedule.name} + offload {amount}')
 
 
-def chunks_of(amount: Amount, num_chunks: int) -> int:
+def chunks_of(amount: Amount, num_chunks: int, what: str = 'offload') -> int:
     """Return how many chunks of a rank that is.
+
+    Args:
+        amount: 'half', 'all', or a number, also as text.
+        num_chunks: of a rank.
+        what: is done with them, for errors.
 
     Raises:
         ValueError: none, or more than there are.
@@ -62,14 +68,19 @@ def chunks_of(amount: Amount, num_chunks: int) -> int:
     if isinstance(amount, str) and amount.isdecimal():
         amount = int(amount)
     if isinstance(amount, bool) or not isinstance(amount, int) or amount < 1:
-        raise ValueError(f'offload of {amount!r}: give {HALF!r}, {ALL!r} or a number of chunks')
+        raise ValueError(f'{what} of {amount!r}: give {HALF!r}, {ALL!r} or a number of chunks')
     if amount > num_chunks:
-        raise ValueError(f'offload of {amount} chunks: a rank has {num_chunks}')
+        raise ValueError(f'{what} of {amount} chunks: a rank has {num_chunks}')
     return amount
 
 
-def with_copies(costs: Costs, ratio: float) -> Costs:
-    """Return `costs` with times of O and L, where they have none: half of `ratio` (F + B + W) each.
+def with_copies(costs: Costs, ratio: float, between: Iterable[str] = ()) -> Costs:
+    """Return `costs` with times of copies, where they have none: half of `ratio` (F + B + W) each.
+
+    Args:
+        costs: of the stages.
+        ratio: time of a copy out and back, over that of F, B and W of what is copied.
+        between: kinds of copies between ranks that take as long.
 
     Raises:
         ValueError: a ratio that is no number above 0.
@@ -80,4 +91,4 @@ def with_copies(costs: Costs, ratio: float) -> Costs:
         return costs
     works = zip(costs.forward, costs.backward, costs.weight, strict=True)
     ways = tuple(ratio * sum(work) / 2 for work in works)
-    return replace(costs, times={**costs.times, 'O': ways, 'L': ways})
+    return replace(costs, times={**costs.times, **dict.fromkeys(('O', 'L', *between), ways)})

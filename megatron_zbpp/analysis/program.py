@@ -16,25 +16,40 @@ class Send(NamedTuple):
         peer: that takes it.
         under_way: how many sends to `peer` may not have come, this one included: that the older
             ones have, shows in what this rank has taken from `peer` since.
+        saved: whether it is no message of the pipeline, but what a forward has saved, on its way to
+            the partner or back: that has connections of its own.
     """
 
     producer: Pass
     consumer: Pass
     peer: int
     under_way: int = 1
+    saved: bool = False
 
     def __str__(self) -> str:
+        if self.saved:
+            return f'send(what {self.producer} saved to rank {self.peer})'
         return f'send({self.producer} to rank {self.peer} for {self.consumer})'
 
 
 class Receive(NamedTuple):
-    """Post the receive of what `producer` makes on `peer`, for a later pass of this rank."""
+    """Post the receive of what `producer` makes on `peer`, for a later pass of this rank.
+
+    Attributes:
+        producer: of `peer`; of what was saved, the forward.
+        consumer: of this rank; of what comes to be kept for `peer`, the pass that frees it there.
+        peer: that sends it.
+        saved: as of the send.
+    """
 
     producer: Pass
     consumer: Pass
     peer: int
+    saved: bool = False
 
     def __str__(self) -> str:
+        if self.saved:
+            return f'receive(what {self.producer} saved from rank {self.peer})'
         return f'receive(for {self.consumer} from rank {self.peer})'
 
 

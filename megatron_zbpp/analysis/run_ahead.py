@@ -12,7 +12,7 @@ from collections.abc import Sequence, Set
 from math import inf
 
 from megatron_zbpp.analysis.lowering import takers
-from megatron_zbpp.analysis.program import Instruction, Program, Receive
+from megatron_zbpp.analysis.program import Instruction, Program, Receive, Send
 from megatron_zbpp.ir import F, Pass, Placement, Schedule
 
 
@@ -77,7 +77,9 @@ def split(program: Program, ahead: Set[Pass]) -> tuple[Program, Program]:
     for instruction in program:
         if isinstance(instruction, Pass):
             latest = instruction
-        if isinstance(instruction, Receive):
+        if isinstance(instruction, Receive) or (
+            isinstance(instruction, Send) and instruction.saved
+        ):
             belongs = instruction.producer in ahead
         else:
             belongs = latest in ahead

@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.offloading import offloaded, with_copies
+from megatron_zbpp.analysis.recomputing import recomputed
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli.progress import progress
 from megatron_zbpp.ir import Placement, Schedule, formats
+from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.schedules import FAMILIES, build, find, names
@@ -74,6 +76,12 @@ def load_case(args: Namespace, name: str | None = None) -> Case:
     if getattr(args, 'offload', None) is not None:
         costs = with_copies(case.costs, args.copy_ratio)
         case = Case(offloaded(case.schedule, args.offload, costs), costs)
+    elif compiled(case.schedule.graph).on_copy_engines:
+        between = compiled(case.schedule.graph).between_partners
+        costs = with_copies(case.costs, getattr(args, 'copy_ratio', 1.0), between)
+        case = Case(case.schedule, costs)
+    if getattr(args, 'recompute', None) is not None:
+        case = Case(recomputed(case.schedule, args.recompute, case.costs), case.costs)
     check(case.schedule, memory_limit=args.memory_limit, costs=case.costs)
     return case
 

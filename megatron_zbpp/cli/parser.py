@@ -141,6 +141,11 @@ def _parser() -> argparse.ArgumentParser:
         help='half, all or how many chunks of each rank: on the host between F and B',
     )
     simulated.add_argument(
+        '--recompute',
+        metavar='CHUNKS',
+        help='half, all or how many chunks of each rank: F keeps its input, runs again before B',
+    )
+    simulated.add_argument(
         '--copy-ratio',
         type=values.amount,
         default=1.0,

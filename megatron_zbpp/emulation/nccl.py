@@ -122,7 +122,8 @@ class Group(dist.ProcessGroup):
         words = f'a send to {self._words(peer)}'
 
         def run() -> None:
-            store.set(key, tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+            sent = tensor.detach().reshape(-1).view(torch.uint8)
+            store.set(key, sent.clone().numpy().tobytes())  # numpy's storage cannot be resized
             self.device.look(lambda: store.check([f'{key} taken']))
 
         return self._communicator(_pair(self.rank(), peer)).issue(words, run)

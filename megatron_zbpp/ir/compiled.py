@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from megatron_zbpp.ir.graph import COMPUTE, DEVICE, Graph, Need, Task
+from megatron_zbpp.ir.graph import COMPUTE, DEVICE, PARTNER, Graph, Need, Task
 
 
 class Link(NamedTuple):
@@ -90,6 +90,11 @@ class Compiled:
     def arriving(self) -> frozenset[str]:
         """Kinds on copy engines that take the device's memory, at their start."""
         return frozenset(kind for kind in self.on_copy_engines if self._takes(kind) > 0)
+
+    @cached_property
+    def between_partners(self) -> frozenset[str]:
+        """Kinds whose passes move something to the partner's memory, or from there."""
+        return frozenset(kind for kind, _, _ in self.changes.get(PARTNER, {}))
 
     def _takes(self, kind: str) -> int:
         """How many amounts of the device's memory one pass of `kind` takes, wherever it is."""

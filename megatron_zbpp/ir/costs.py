@@ -157,9 +157,13 @@ class Costs:
         return {(sender, receiver): latency for sender, receiver, latency in self.edges}
 
     def time(self, kind: str, stage: int) -> float:
-        """Time of one task of `kind` on `stage`, on a rank of speed 1."""
+        """Time of one task of `kind` on `stage`, on a rank of speed 1.
+
+        Of R that of F, where nothing else is told.
+        """
         own = {F: self.forward, B: self.backward, W: self.weight}.get(kind)
         own = self.times.get(kind) if own is None else own
+        own = self.forward if own is None and kind == 'R' else own
         return 0.0 if own is None else own[stage]
 
     def duration(self, graph: Graph, kind: str, stage: int, rank: int) -> float:

@@ -72,6 +72,13 @@ class Placement:
         """Return the stages that `rank` holds, in model order: entry c is its chunk c."""
         return self._stages[rank]
 
+    def partner(self, rank: int) -> int:
+        """Return the rank that keeps activations of `rank`, or for which it keeps some.
+
+        (BPipe, ICML 2023: of a chain the first rank holds most, and the last least.)
+        """
+        return self.num_ranks - 1 - rank
+
     def route_of(self, microbatch: int) -> int:
         """Return the route that `microbatch` takes."""
         return self.route[microbatch % len(self.route)]

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.offloading import offloaded
-from megatron_zbpp.analysis.program import Begin, Program
+from megatron_zbpp.analysis.program import Begin, Program, Send
+from megatron_zbpp.analysis.recomputing import recomputed
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.ir import Placement, Schedule, W
 from megatron_zbpp.mcore.settings import AUTO, Settings
@@ -73,7 +74,21 @@ class Lowered:
     @functools.cached_property
     def moves(self) -> bool:
         """Whether activations leave the device."""
-        return any(isinstance(i, Begin) for program in self.programs for i in program)
+        return any(
+            isinstance(i, Begin) or (isinstance(i, Send) and i.saved)
+            for program in self.programs
+            for i in program
+        )
+
+    @functools.cached_property
+    def partners(self) -> frozenset[tuple[int, int]]:
+        """Who sends to whom what forwards have saved."""
+        return frozenset(
+            (rank, i.peer)
+            for rank, program in enumerate(self.programs)
+            for i in program
+            if isinstance(i, Send) and i.saved
+        )
 
     @functools.lru_cache(64)  # noqa: B019 - as many as ranks; they end with the session's programs
     def program(self, rank: int, ranks_ahead: int) -> tuple[Program, int]:
@@ -108,15 +123,18 @@ class Programs:
         else:
             self.source = Family(settings.schedule, settings.num_chunks, settings.memory_limit)
         self._offload, self._freeze = settings.offload, settings.freeze
+        self._recompute = settings.recompute
         self._lowered: dict[tuple[int, int, bool], Lowered] = {}
         self._placements: dict[int, Placement] = {}
         self._planned: dict[tuple[int, int], Schedule] = {}
+        self._kinds_of: dict[int, frozenset[str]] = {}
         self._fingerprints: dict[tuple[int, int], dict[str, str]] = {}
 
     @functools.cached_property
     def key(self) -> str:
         """The source in words: equal on two ranks exactly if the source is."""
         more = f', offload {self._offload}' if self._offload else ''
+        more += f', recompute {self._recompute}' if self._recompute else ''
         if self._freeze is not None:
             more += f', freezing {agreement.digest(self._freeze.to_json())}'
         if isinstance(self.source, Schedule):
@@ -177,7 +195,9 @@ class Programs:
         return self._moving(for_megatron(schedule))
 
     def _moving(self, schedule: Schedule) -> Schedule:
-        """Return it with the copies that were asked for."""
+        """Return it with the copies, or the recomputation, that were asked for."""
+        if self._recompute is not None:
+            return recomputed(schedule, self._recompute)
         return schedule if self._offload is None else offloaded(schedule, self._offload)
 
     def placement(self, num_ranks: int) -> Placement:
@@ -188,8 +208,18 @@ class Programs:
 
     def splits(self, num_ranks: int) -> bool:
         """Return whether weight gradients wait for W passes."""
-        example = self._example(num_ranks, 2 * num_ranks)
-        return any(p.kind == W for order in example.passes for p in order)
+        return W in self._kinds(num_ranks)
+
+    def recomputes(self, num_ranks: int) -> bool:
+        """Return whether forwards run again, in passes of their own."""
+        return 'R' in self._kinds(num_ranks)
+
+    def _kinds(self, num_ranks: int) -> frozenset[str]:
+        """Return which kinds of passes an iteration has; asked in each."""
+        if num_ranks not in self._kinds_of:
+            example = self._example(num_ranks, 2 * num_ranks)
+            self._kinds_of[num_ranks] = frozenset(p.kind for _, p in example)
+        return self._kinds_of[num_ranks]
 
     def _example(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """Return the schedule for p ranks and, where that can be chosen, so many microbatches."""
@@ -217,6 +247,7 @@ class Programs:
         """Run `planned` from now on where it has the right size."""
         size = planned.num_ranks, planned.num_microbatches
         self._planned[size] = planned
+        self._kinds_of.clear()
         for forward_only in (False, True):
             self._lowered.pop((*size, forward_only), None)
 

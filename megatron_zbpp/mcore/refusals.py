@@ -168,6 +168,7 @@ def refused(
     with_te: bool = False,
     placement: Placement | None = None,
     splits: bool = True,
+    recomputes: bool = False,
 ) -> Iterator[Refusal]:
     """Everything in Megatron's arguments or config that is refused.
 
@@ -177,6 +178,7 @@ def refused(
         with_te: on a CPU, Transformer Engine is there, its kernels emulated.
         placement: also what cannot be laid out for it.
         splits: whether the schedule has W passes.
+        recomputes: whether it runs forwards again, in passes of their own.
     """
     table = _WITH_A_SCHEDULE | (_ON_CPU if on_cpu else {})
     table |= _EMULATED if on_cpu and not with_te else {}
@@ -191,6 +193,8 @@ def refused(
     graphs = getattr(settings, 'cuda_graph_impl', 'none')
     if graphs not in (None, 'none') and (splits or graphs != 'local' or _whole_iteration(settings)):
         yield Refusal('cuda_graph_impl', graphs, *_GRAPHS)
+    if recomputes:
+        yield from _with_recomputation(settings, graphs)
     pattern = hybrid(settings)
     loop = placement is None or placement.is_loop
     if pattern is not None and not loop and not _can_place_hybrid():
@@ -200,6 +204,17 @@ def refused(
         yield Refusal('mtp_num_layers', depth, *_TIED_MTP)
     if on_cpu:
         yield from _by_value_on_cpu(settings, with_te)
+
+
+def _with_recomputation(settings: Any, graphs: Any) -> Iterator[Refusal]:
+    """Yield what would not be the same in a forward that runs again."""
+    recipe = getattr(settings, 'fp8_recipe', None)
+    if getattr(settings, 'fp8', None) and getattr(recipe, 'value', recipe) in (None, 'delayed'):
+        reason = 'a forward that runs again would enter its largest values a second time'
+        yield Refusal('fp8_recipe', recipe, reason, f'give --fp8-recipe {_RECIPES[0]}')
+    if graphs not in (None, 'none'):
+        reason = 'a captured forward cannot run again with other random states'
+        yield Refusal('cuda_graph_impl', graphs, reason, 'give --cuda-graph-impl none')
 
 
 def _can_place_hybrid() -> bool:

@@ -84,6 +84,7 @@ class Session:
         self.compared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._activations: dict[torch.device, ActivationStore] = {}
         self._channels: dict[tuple[dist.ProcessGroup, Placement, bool], Channels] = {}
+        self._between_partners: dict[tuple[dist.ProcessGroup, frozenset], Channels] = {}
         self._agreed: set[tuple] = set()
 
     def agree(self, settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
@@ -131,11 +132,30 @@ class Session:
             )
         return self._channels[key]
 
-    def activations(self, device: torch.device) -> ActivationStore:
-        """Return what moves activations of `device`; made once."""
+    def activations(
+        self,
+        device: torch.device,
+        pp_group: dist.ProcessGroup | None = None,
+        partners: frozenset[tuple[int, int]] = frozenset(),
+    ) -> ActivationStore:
+        """Return what moves activations of `device`; made once.
+
+        Args:
+            device: where they are.
+            pp_group: the pipeline's, where some go to other ranks.
+            partners: of it, who sends to whom.
+        """
         if device not in self._activations:
             self._activations[device] = ActivationStore(device)
-        return self._activations[device]
+        store = self._activations[device]
+        if pp_group is not None and partners:
+            key = pp_group, partners
+            if key not in self._between_partners:
+                self._between_partners[key] = Channels(
+                    pp_group, partners, device, self.watchdog.collective, shapes=True, saved=True
+                )
+            store.join(self._between_partners[key])
+        return store
 
     def figures(self) -> Figures | None:
         """Return the mean since this was last asked: a collective of the pipeline.

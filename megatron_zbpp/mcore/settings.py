@@ -33,6 +33,8 @@ class Settings:
         offload: 'half', 'all' or how many chunks of each rank go to the host between F and B; None:
             what the schedule says.
         freeze: which weight gradients are left out, and when; None: none.
+        recompute: of which chunks forwards keep their input only, and run again in passes of their
+            own; as `offload`.
 
     Raises:
         ValueError: no such schedule, or a value that makes no sense; the message names it.
@@ -48,13 +50,11 @@ class Settings:
     trace_dir: Path | None = None
     offload: Amount | None = None
     freeze: FreezePlan | None = None
+    recompute: Amount | None = None
 
     def __post_init__(self) -> None:
         self._require_numbers()
-        if self.offload is not None:
-            chunks_of(self.offload, self.num_chunks or sys.maxsize)
-            if self.schedule == AUTO:
-                raise ValueError('offload: auto plans without it so far: name a schedule')
+        self._require_amounts()
         if self.freeze is not None and self.schedule == AUTO:
             raise ValueError('freeze: it is planned for one schedule: name that instead of auto')
         found = self._family()
@@ -85,6 +85,20 @@ class Settings:
             if getattr(self, name) is not None:
                 raise ValueError(f'{name}: the schedule that is given has its own: leave it out')
         return None
+
+    def _require_amounts(self) -> None:
+        """Raise ValueError unless what is asked for of activations makes sense."""
+        for name in ('offload', 'recompute'):
+            amount = getattr(self, name)
+            if amount is None:
+                continue
+            chunks_of(amount, self.num_chunks or sys.maxsize, name)
+            if self.schedule == AUTO:
+                raise ValueError(f'{name}: auto plans without it so far: name a schedule')
+        if self.offload is not None and self.recompute is not None:
+            raise ValueError(
+                f'offload {self.offload} and recompute {self.recompute}: give one of them'
+            )
 
     def _require_numbers(self) -> None:
         """Raise ValueError unless each number is one, and has a sense."""

@@ -24,6 +24,8 @@ def named(problem: Problem) -> list[Named]:
     """Every named schedule that is on the problem's placement and within its limits, best first."""
     found: list[Named] = []
     for family in FAMILIES:
+        if family.moves:
+            continue  # what a copy takes is no part of the problem
         for schedule in _variants(family, problem):
             orders = problem.orders(schedule)
             result = replay(problem, orders) if problem.fits(orders) else None

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
 from html import escape
 from importlib.resources import files
 
 from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import MEANING, Timeline
 from megatron_zbpp.render.colours import IDLE, STRIPES, colour, ink, kinds, legend
-from megatron_zbpp.render.scene import Bar, bars, figures, number
+from megatron_zbpp.render.scene import Bar, bars, figures, first_rows, lanes, number
 from megatron_zbpp.render.svg import BAR, BAR_AND_MEMORY, FLOOR, TOP, shapes
 
 _GUTTER = 64  # as in page.html
@@ -71,6 +73,7 @@ def waits(timeline: Timeline) -> list[list[tuple[int, int]]]:
     rows = bars(timeline)
     where = {bar.ran: (rank, i) for rank, row in enumerate(rows) for i, bar in enumerate(row)}
     slack = 1e-9 * timeline.makespan
+    beside = compiled(timeline.schedule.graph).on_copy_engines
 
     def cause(rank: int, bar: Bar, free: float) -> tuple[int, int]:
         if bar.start <= free + slack:
@@ -78,13 +81,21 @@ def waits(timeline: Timeline) -> list[list[tuple[int, int]]]:
         needed = [where[p] for p in timeline.schedule.predecessors(bar.ran) if where[p][0] != rank]
         return max(needed, key=lambda at: rows[at[0]][at[1]].end, default=_NOTHING)
 
-    return [
-        [
-            cause(rank, bar, free)
-            for bar, free in zip(row, [0.0, *(bar.end for bar in row)], strict=False)
-        ]
-        for rank, row in enumerate(rows)
-    ]
+    return [list(_caused(rank, row, beside, cause)) for rank, row in enumerate(rows)]
+
+
+def _caused(
+    rank: int,
+    row: list[Bar],
+    beside: frozenset[str],
+    cause: Callable[[int, Bar, float], tuple[int, int]],
+) -> Iterator[tuple[int, int]]:
+    """Yield the cause of each bar, given when its engine was free."""
+    free = {False: 0.0, True: 0.0}
+    for bar in row:
+        copies = bar.ran.kind in beside
+        yield cause(rank, bar, free[copies])
+        free[copies] = bar.end
 
 
 def _data(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> list[dict[str, object]]:
@@ -106,21 +117,28 @@ def _data(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> list
 
 def _rows(timeline: Timeline, costs: Costs | None) -> Iterator[dict[str, object]]:
     schedule = timeline.schedule
-    held = live(schedule, costs) if costs else [None] * schedule.num_ranks
+    held = live(schedule, costs) if costs else None
     phases = schedule.phases or [()] * schedule.num_ranks
-    for row, caused, amounts, named in zip(
-        bars(timeline), waits(timeline), held, phases, strict=True
-    ):
+    rows, causes = lanes(timeline), waits(timeline)
+    where = {
+        (row.rank, place): (lane, i)
+        for lane, row in enumerate(rows)
+        for i, place in enumerate(row.places)
+    }
+    for row in rows:
         yield {
-            'kinds': [bar.ran.kind for bar in row],
-            'stages': [bar.ran.stage for bar in row],
-            'microbatches': [bar.ran.microbatch for bar in row],
-            'slices': [bar.ran.slice for bar in row],
-            'starts': [float(f'{bar.start:.9g}') for bar in row],
-            'ends': [float(f'{bar.end:.9g}') for bar in row],
-            'waits': caused,
-            'live': amounts,
-            'phases': named,
+            'rank': row.rank,
+            'kinds': [bar.ran.kind for bar in row.bars],
+            'stages': [bar.ran.stage for bar in row.bars],
+            'microbatches': [bar.ran.microbatch for bar in row.bars],
+            'slices': [bar.ran.slice for bar in row.bars],
+            'starts': [float(f'{bar.start:.9g}') for bar in row.bars],
+            'ends': [float(f'{bar.end:.9g}') for bar in row.bars],
+            'waits': [where.get(causes[row.rank][place], _NOTHING) for place in row.places],
+            'live': [held[row.rank][place] for place in row.places] if held else None,
+            'phases': [
+                (bisect_left(row.places, first), label) for first, label in phases[row.rank]
+            ],
         }
 
 
@@ -133,30 +151,33 @@ def _inks(schedule: Schedule) -> dict[str, list[str]]:
 
 
 def _row_height(timeline: Timeline) -> int:
-    ranks = timeline.schedule.num_ranks
+    ranks = len(lanes(timeline))
     return next((height for most, height in _ROWS if ranks <= most), 14)
 
 
 def _panel(index: int, name: str, timeline: Timeline, costs: Costs | None, horizon: float) -> str:
     """Return the frame of one timeline; the page's script sets widths and draws labels and axis."""
-    ranks, row = timeline.schedule.num_ranks, _row_height(timeline)
+    rows, row = lanes(timeline), _row_height(timeline)
     middle = TOP + (BAR_AND_MEMORY if costs else BAR) / 2
     texts = [
         f'<text class="quiet" text-anchor="end" x="{_GUTTER - 10}" '
-        f'y="{(rank + middle) * row + 4:.5g}">rank {rank}</text>'
-        for rank in range(ranks)
+        f'y="{(place + middle) * row + 4:.5g}">{line.label}</text>'
+        for place, line in enumerate(rows)
     ]
     if costs:
         texts += [
-            f'<text class="quiet peak" y="{(rank + FLOOR) * row - 2:.5g}">max {number(most)}</text>'
-            for rank, most in enumerate(peak(timeline.schedule, costs))
+            f'<text class="quiet peak" y="{(place + FLOOR) * row - 2:.5g}">'
+            f'max {number(most)}</text>'
+            for place, most in zip(
+                first_rows(timeline), peak(timeline.schedule, costs), strict=True
+            )
         ]
     return (
         f'<section><h2>{escape(name)}</h2><div class="facts">{figures(timeline)}</div>'
-        f'<svg class="view" id="panel-{index}" height="{ranks * row + 26}" role="img" '
+        f'<svg class="view" id="panel-{index}" height="{len(rows) * row + 26}" role="img" '
         f'aria-label="timeline {escape(name)}">{"".join(texts)}'
-        f'<svg class="stretch" x="{_GUTTER}" y="0" height="{ranks * row}" '
-        f'preserveAspectRatio="none"><rect width="{horizon:.9g}" height="{ranks}" '
+        f'<svg class="stretch" x="{_GUTTER}" y="0" height="{len(rows) * row}" '
+        f'preserveAspectRatio="none"><rect width="{horizon:.9g}" height="{len(rows)}" '
         f'fill="transparent"/>{shapes(timeline, costs)}</svg>'
         '<g class="axis"></g><g class="labels"></g><g class="marks"></g></svg></section>'
     )

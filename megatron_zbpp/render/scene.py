@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from megatron_zbpp.analysis.memory import highest, live
 from megatron_zbpp.ir import F, Graph, Pass
+from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.colours import colour
@@ -41,11 +42,46 @@ def bars(timeline: Timeline) -> list[list[Bar]]:
     ]
 
 
+class Lane(NamedTuple):
+    """A row of a picture: what one engine of a rank runs.
+
+    Attributes:
+        rank: whose.
+        label: for people.
+        places: of its passes in the rank's order.
+        bars: of these.
+    """
+
+    rank: int
+    label: str
+    places: tuple[int, ...]
+    bars: list[Bar]
+
+
+def lanes(timeline: Timeline) -> list[Lane]:
+    """Return the rows: each rank's passes, and below them its copies where they take time."""
+    beside = compiled(timeline.schedule.graph).on_copy_engines
+    found: list[Lane] = []
+    for rank, row in enumerate(bars(timeline)):
+        for label, copies in ((f'rank {rank}', False), ('copies', True)):
+            places = tuple(i for i, bar in enumerate(row) if (bar.ran.kind in beside) == copies)
+            own = [row[i] for i in places]
+            if not copies or any(bar.end > bar.start for bar in own):
+                found.append(Lane(rank, label, places, own))
+    return found
+
+
+def first_rows(timeline: Timeline) -> list[int]:
+    """Return which row each rank's passes are in."""
+    rows = [row.rank for row in lanes(timeline)]
+    return [rows.index(rank) for rank in range(timeline.schedule.num_ranks)]
+
+
 def held(timeline: Timeline, costs: Costs) -> list[list[tuple[float, float]]]:
     """Per rank the steps of its memory curve: (time, activations held from then on).
 
-    An F takes its memory when it starts; the others change what is held when they end, a pass of
-    several tasks also after the first of them.
+    An F takes its memory when it starts, and so does what comes back; the others change what is
+    held when they end, a pass of several tasks also after the first of them.
     """
     slack = 1e-9 * timeline.makespan
     schedule = timeline.schedule
@@ -64,7 +100,8 @@ def _changes(
     graph: Graph,
     costs: Costs,
 ) -> Iterator[tuple[float, float]]:
-    before = 0.0
+    before = latest = 0.0
+    starting = {F, *compiled(graph).arriving}
     for bar, amount, high in zip(row, after, most, strict=True):
         if high not in (before, amount):
             first, *others = (
@@ -73,7 +110,9 @@ def _changes(
             )
             share = first / ((first + sum(others)) or 1.0)
             yield bar.start + share * (bar.end - bar.start), high
-        yield bar.start if bar.ran.kind == F else bar.end, amount
+        # in the order of the rank, whose copies may run later than what stands behind them
+        latest = max(latest, bar.start if bar.ran.kind in starting else bar.end)
+        yield latest, amount
         before = amount
 
 

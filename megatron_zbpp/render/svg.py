@@ -13,7 +13,7 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import MEANING, Timeline
 from megatron_zbpp.render.colours import IDLE, ink, legend, stripes
-from megatron_zbpp.render.scene import bars, figures, held, number, ticks
+from megatron_zbpp.render.scene import figures, first_rows, held, lanes, number, ticks
 
 # Within a rank's row of height 1: where its bars start, how high they are, where memory ends.
 TOP, BAR, BAR_AND_MEMORY, FLOOR = 0.06, 0.88, 0.5, 0.97
@@ -57,7 +57,7 @@ def svg(
         parts.append(f'<text class="name" x="{_GUTTER}" y="{y}">{title}</text>')
         panel = _panel(timeline, cost, horizon, width, row)
         parts.append(f'<g transform="translate(0 {y + 10})">{panel}</g>')
-        y += 10 + row * timeline.schedule.num_ranks + 30
+        y += 10 + row * len(lanes(timeline)) + 30
     parts.append(_axis(horizon, width, y - 28, unit))
     y += 22
     parts.append(f'<text class="soft" x="{_GUTTER}" y="{y - 8}">{MEANING}</text>')
@@ -73,18 +73,19 @@ def shapes(timeline: Timeline, costs: Costs | None) -> str:
     height = BAR_AND_MEMORY if costs else BAR
     paths: dict[str, list[str]] = defaultdict(list)
     feet: dict[str, list[str]] = defaultdict(list)
-    for rank, row in enumerate(bars(timeline)):
-        for bar in row:
+    rows = lanes(timeline)
+    for place, row in enumerate(rows):
+        for bar in row.bars:
             time = bar.end - bar.start
             paths[bar.fill].append(
-                f'M{bar.start:.7g} {rank + TOP:.7g}h{time:.7g}v{height}h{-time:.7g}z'
+                f'M{bar.start:.7g} {place + TOP:.7g}h{time:.7g}v{height}h{-time:.7g}z'
             )
             feet[ink(bar.fill)] += (
                 f'M{bar.start:.7g} {y:.7g}h{time:.7g}'
-                for y in stripes(bar.ran.kind, rank + TOP, height)
+                for y in stripes(bar.ran.kind, place + TOP, height)
             )
-    end, ranks = timeline.makespan, range(timeline.schedule.num_ranks)
-    idle = ''.join(f'M0 {rank + TOP:.7g}h{end:.7g}v{height}h{-end:.7g}z' for rank in ranks)
+    end, places = timeline.makespan, range(len(rows))
+    idle = ''.join(f'M0 {place + TOP:.7g}h{end:.7g}v{height}h{-end:.7g}z' for place in places)
     passes = ''.join(f'<path fill="{fill}" d="{"".join(d)}"/>' for fill, d in paths.items())
     memory = f'<path class="memory" d="{"".join(_curves(timeline, costs))}"/>' if costs else ''
     return (
@@ -102,10 +103,10 @@ def _curves(timeline: Timeline, costs: Costs) -> Iterator[str]:
     curves = held(timeline, costs)
     peak = max((amount for curve in curves for _, amount in curve), default=0.0) or 1.0
     room = FLOOR - TOP - BAR_AND_MEMORY - 0.04
-    for rank, curve in enumerate(curves):
+    for place, curve in zip(first_rows(timeline), curves, strict=True):
         if curve:
-            steps = (f'H{t:.7g}V{rank + FLOOR - room * amount / peak:.7g}' for t, amount in curve)
-            yield f'M{curve[0][0]:.7g} {rank + FLOOR:.7g}{"".join(steps)}V{rank + FLOOR:.7g}z'
+            steps = (f'H{t:.7g}V{place + FLOOR - room * amount / peak:.7g}' for t, amount in curve)
+            yield f'M{curve[0][0]:.7g} {place + FLOOR:.7g}{"".join(steps)}V{place + FLOOR:.7g}z'
 
 
 def _panel(timeline: Timeline, costs: Costs | None, horizon: float, width: int, row: int) -> str:
@@ -113,10 +114,10 @@ def _panel(timeline: Timeline, costs: Costs | None, horizon: float, width: int, 
     scale = (width - _GUTTER - _MARGIN) / horizon
     height = BAR_AND_MEMORY if costs else BAR
     texts: list[str] = []
-    for rank, line in enumerate(bars(timeline)):
-        y = (rank + TOP + height / 2) * row + 4
-        texts.append(f'<text class="soft right" x="{_GUTTER - 8}" y="{y:.5g}">rank {rank}</text>')
-        for bar in line:
+    for place, line in enumerate(lanes(timeline)):
+        y = (place + TOP + height / 2) * row + 4
+        texts.append(f'<text class="soft right" x="{_GUTTER - 8}" y="{y:.5g}">{line.label}</text>')
+        for bar in line.bars:
             label = str(bar.ran.microbatch)
             if (bar.end - bar.start) * scale > _LETTER * len(label) + 3:
                 x = _GUTTER + (bar.start + bar.end) / 2 * scale
@@ -133,8 +134,9 @@ def _panel(timeline: Timeline, costs: Costs | None, horizon: float, width: int, 
 
 
 def _peaks(timeline: Timeline, costs: Costs, width: int, row: int) -> Iterator[str]:
-    for rank, most in enumerate(peak(timeline.schedule, costs)):
-        x, y = width - _MARGIN + 8, (rank + FLOOR) * row - 3
+    most_of_ranks = peak(timeline.schedule, costs)
+    for place, most in zip(first_rows(timeline), most_of_ranks, strict=True):
+        x, y = width - _MARGIN + 8, (place + FLOOR) * row - 3
         yield f'<text class="soft" x="{x}" y="{y:.5g}">max {number(most)}</text>'
 
 

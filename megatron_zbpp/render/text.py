@@ -7,7 +7,7 @@ from statistics import median_low
 
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.colours import ink
-from megatron_zbpp.render.scene import Bar, bars
+from megatron_zbpp.render.scene import Bar, lanes
 
 _IDLE = '·'
 
@@ -22,27 +22,26 @@ def timeline_text(timeline: Timeline, width: int = 100, colours: bool = False) -
         width: most characters in a line; 0 never cuts.
         colours: with ANSI colours, as in the other pictures.
     """
-    rows = bars(timeline)
+    rows = lanes(timeline)
     label = _gutter(timeline)
     columns = _columns(timeline, width)
-    scale = _scale(rows, timeline.makespan, columns)
+    scale = _scale([row.bars for row in rows], timeline.makespan, columns)
     return '\n'.join(
-        (f'rank {rank}'.ljust(label) + _line(row, scale, columns, colours)).rstrip()
-        for rank, row in enumerate(rows)
+        (row.label.ljust(label) + _line(row.bars, scale, columns, colours)).rstrip() for row in rows
     )
 
 
 def time_shown(timeline: Timeline, width: int = 100) -> float:
     """Return how much of the makespan `timeline_text` shows in that width."""
     columns = _columns(timeline, width)
-    scale = _scale(bars(timeline), timeline.makespan, columns)
+    scale = _scale([row.bars for row in lanes(timeline)], timeline.makespan, columns)
     needed = round(timeline.makespan * scale)
     return timeline.makespan if needed <= columns else columns / scale
 
 
 def _gutter(timeline: Timeline) -> int:
     """Return characters before the first pass: `rank 12  `."""
-    return len(f'rank {timeline.schedule.num_ranks - 1}') + 2
+    return max(len(row.label) for row in lanes(timeline)) + 2
 
 
 def _columns(timeline: Timeline, width: int) -> int:

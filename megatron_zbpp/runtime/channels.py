@@ -9,6 +9,8 @@ NCCL makes a communicator when it is first used, and connects two ranks when the
 holds both up on the host until the other comes there, even the one that would only post a receive.
 So all channels are used once, in an order that all ranks share, before any pass is.
 
+What forwards have saved goes to a partner by channels of its own, as bytes.
+
 A shape that the receiver cannot know goes ahead of its message from host to host: no rank waits for
 a device to learn it.
 """
@@ -28,8 +30,9 @@ import torch.distributed as dist
 from megatron_zbpp.analysis.program import Send
 from megatron_zbpp.runtime.groups import backend_for, directions, host_group
 
-# Of all messages, and of their shapes: those of one direction are told apart by their order.
-_TAG, _SHAPE_TAG = 0, 1
+# Of all messages, and of their shapes: those of one direction are told apart by their order. What
+# goes by a second set of channels in the same groups has tags of its own.
+_TAG, _SHAPE_TAG, _TAGS = 0, 1, 2
 _MOST_DIMENSIONS = 7
 
 
@@ -65,6 +68,26 @@ class Incoming(NamedTuple):
         return self.tensor if self.device is None else self.tensor.to(self.device)
 
 
+class Transfer(NamedTuple):
+    """Bytes that leave, or arrive.
+
+    Attributes:
+        tensor: that is sent, or received into.
+        work: of it.
+        target: where to bring what has arrived, if it comes by way of the host.
+    """
+
+    tensor: torch.Tensor
+    work: dist.Work
+    target: torch.Tensor | None = None
+
+    def wait(self) -> None:
+        """Let the host (on CUDA: what computes from now on) wait until that is done."""
+        self.work.wait()
+        if self.target is not None:
+            self.target.copy_(self.tensor)
+
+
 _Unfinished = deque[tuple[dist.Work, torch.Tensor, Send]]
 
 
@@ -78,7 +101,8 @@ class Channels:
         collective: around what waits for other ranks, which it is told in words.
         separate: whether each direction gets a group of its own; default: unless the backend for
             `device` is gloo.
-        shapes: whether shapes can be told.
+        shapes: whether shapes and sizes can be told.
+        saved: whether they are for what forwards have saved.
 
     Attributes:
         pp_group: the same.
@@ -95,8 +119,10 @@ class Channels:
         collective: Callable[[str], AbstractContextManager] = nullcontext,
         separate: bool | None = None,
         shapes: bool = False,
+        saved: bool = False,
     ) -> None:
         self.pp_group = pp_group
+        self._tag, self._shape_tag = (tag + _TAGS * saved for tag in (_TAG, _SHAPE_TAG))
         self.rank = dist.get_rank(pp_group)
         self.leaving: Send | None = None
         self.ranks = dist.get_process_group_ranks(pp_group)
@@ -112,6 +138,7 @@ class Channels:
         self._from = {a: self._seen(a, groups[a, b]) for a, b in groups if b == self.rank}
         self._unfinished: dict[int, _Unfinished] = defaultdict(deque)
         self._untold: dict[int, _Unfinished] = defaultdict(deque)  # shapes
+        self._told: deque[tuple[dist.Work, torch.Tensor]] = deque()  # sizes
         self._host_group = pp_group
         if shapes and not self._on_host:
             with collective('making of the group for shapes of messages'):
@@ -132,10 +159,10 @@ class Channels:
             with collective(f'first message from pipeline rank {a} to {b}'):
                 if self.rank == a:
                     group, peer = self._to[b]
-                    group.send([tensor], peer, _TAG).wait()
+                    group.send([tensor], peer, self._tag).wait()
                 else:
                     group, peer = self._from[a]
-                    group.recv([tensor], peer, _TAG).wait()
+                    group.recv([tensor], peer, self._tag).wait()
                 tensor.item()  # waits for the device
 
     def send(self, tensor: torch.Tensor, send: Send) -> None:
@@ -150,7 +177,7 @@ class Channels:
         if self._on_host and not tensor.is_cpu:
             tensor = tensor.to('cpu')
         group, peer = self._to[send.peer]
-        work = group.send([tensor], peer, _TAG)
+        work = group.send([tensor], peer, self._tag)
         self._keep(self._unfinished[send.peer], work, tensor, send)
 
     def tell(self, shape: Sequence[int], send: Send) -> None:
@@ -166,13 +193,13 @@ class Channels:
             )
         padding = [0] * (_MOST_DIMENSIONS - len(shape))
         tensor = torch.tensor([len(shape), *shape, *padding])
-        work = self._host_group.send([tensor], send.peer, _SHAPE_TAG)
+        work = self._host_group.send([tensor], send.peer, self._shape_tag)
         self._keep(self._untold[send.peer], work, tensor, send)
 
     def ask(self, peer: int) -> Callable[[], tuple[int, ...]]:
         """Post the receive of the next shape from `peer`; return what waits for it."""
         tensor = torch.empty(1 + _MOST_DIMENSIONS, dtype=torch.int64)
-        work = self._host_group.recv([tensor], peer, _SHAPE_TAG)
+        work = self._host_group.recv([tensor], peer, self._shape_tag)
 
         def shape() -> tuple[int, ...]:
             work.wait()
@@ -180,6 +207,37 @@ class Channels:
             return tuple(sizes[:dimensions])
 
         return shape
+
+    def tell_sizes(self, sizes: Sequence[int], peer: int) -> None:
+        """Start sending how many bytes each of the next transfers to `peer` has."""
+        for numbers in ([len(sizes)], sizes) if sizes else ([0],):
+            tensor = torch.tensor(numbers, dtype=torch.int64)
+            work = self._host_group.send([tensor], peer, self._shape_tag)
+            self._told.append((work, tensor))
+
+    def ask_sizes(self, peer: int) -> list[int]:
+        """Return the next sizes from `peer`, once its host has told them."""
+        count = torch.empty(1, dtype=torch.int64)
+        self._host_group.recv([count], peer, self._shape_tag).wait()
+        sizes = torch.empty(int(count.item()), dtype=torch.int64)
+        if len(sizes):
+            self._host_group.recv([sizes], peer, self._shape_tag).wait()
+        return sizes.tolist()
+
+    def begin(self, tensor: torch.Tensor, peer: int) -> Transfer:
+        """Start sending a tensor, which nobody may write to until that is done."""
+        if self._on_host and not tensor.is_cpu:
+            tensor = tensor.to('cpu')
+        group, there = self._to[peer]
+        return Transfer(tensor, group.send([tensor], there, self._tag))
+
+    def into(self, tensor: torch.Tensor, peer: int) -> Transfer:
+        """Post the receive of the next tensor from `peer`."""
+        copied = self._on_host and not tensor.is_cpu
+        taken = torch.empty_like(tensor, device='cpu') if copied else tensor
+        group, there = self._from[peer]
+        work = group.recv([taken], there, self._tag)
+        return Transfer(taken, work, tensor if copied else None)
 
     def let_go(self) -> None:
         """Hold no longer what has left by now; never waits. Of gloo only `finish` can tell."""
@@ -196,11 +254,13 @@ class Channels:
         device = 'cpu' if copied else message.device
         tensor = torch.empty(message.shape, dtype=message.dtype, device=device)
         group, there = self._from[peer]
-        work = group.recv([tensor], there, _TAG)
+        work = group.recv([tensor], there, self._tag)
         return Incoming(tensor, work, message.device if copied else None)
 
     def finish(self) -> None:
-        """Wait for every send."""
+        """Wait for every send of messages, shapes and sizes."""
+        while self._told:
+            self._told.popleft()[0].wait()
         for unfinished in (*self._untold.values(), *self._unfinished.values()):
             while unfinished:
                 self._finish_oldest(unfinished)

@@ -9,13 +9,15 @@ Nothing here knows Megatron.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
 from megatron_zbpp.analysis.program import Begin, Hand, Program, Receive, Send
 from megatron_zbpp.ir import B, F, Pass, W, chain
+from megatron_zbpp.runtime.activations import moves
+from megatron_zbpp.runtime.activations.moves import Moves
 from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import Clock
@@ -26,7 +28,8 @@ from megatron_zbpp.runtime.side_work import SideWork
 from megatron_zbpp.runtime.weight_grads import Key, WeightGradStore
 
 _PLAIN = chain(1)  # what each kind of pass does, whatever its stage
-_OUT, _BACK = 'O', 'L'
+_AGAIN = 'R'
+_RUN = (*_PLAIN.kinds, _AGAIN)
 
 
 class Stage(Protocol):
@@ -37,6 +40,14 @@ class Stage(Protocol):
 
         The last returns its loss: where no backward follows, that may be anything.
         """
+        ...
+
+    def forward_unsaved(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """Output of the stage, of which nothing is kept: `recompute` makes it again."""
+        ...
+
+    def recompute(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """Make the same output again, to the bit, with its graph; leave nothing else behind."""
         ...
 
     def backward(
@@ -72,6 +83,7 @@ class Executor:
             another thread: plain values, without a lock.
         current: the pass that runs, or whose input is waited for; the latest one between passes.
         awaiting: whether its input is waited for.
+        moves: what its forwards have saved, where that moves.
         splits: whether its program has W passes.
     """
 
@@ -99,27 +111,29 @@ class Executor:
         self._named = named
         passes = [i for i in program if isinstance(i, Pass)]
         _refuse_others(passes, activations)
-        self._activations = activations
         self._side = side
+        self.moves = Moves(program, activations)
         # those whose input its maker on this rank may still use
         self._handed_to = {i.consumer for i in program if isinstance(i, Hand)}
-        self._leaving = {(p.stage, p.microbatch) for p in passes if p.kind == _OUT}
         self.splits = any(p.kind == W for p in passes)
         self._trains = any(p.kind != F for p in passes)
         # what B accumulates by itself (norms, embeddings) is complete after the last of the first,
         # what waits for W after the last of the second
         self._last_backwards, self._last_weights = _last(passes, B), _last(passes, W)
+        # those of which F keeps the input only
+        self._recomputed = {(p.stage, p.microbatch) for p in passes if p.kind == _AGAIN}
         self._actions = {
             F: self._forward,
+            _AGAIN: self._recompute,
             B: self._backward,
             W: self._weights,
-            _OUT: self._leave,
-            _BACK: self._come_back,
+            **self.moves.actions,
         }
         self._done = 0  # instructions
         self._incoming: dict[Pass, Awaited] = {}
         self._handed: dict[Pass, torch.Tensor] = {}
         self._saved: dict[Key, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._inputs: dict[Key, torch.Tensor | None] = {}  # of forwards that run again
 
     def run(self) -> Record:
         """Every instruction that is left, in order; returns when this rank has done its part.
@@ -132,10 +146,10 @@ class Executor:
         try:
             self._run(self.program[self._done :])
             self.channels.finish()
+            self.moves.finish()
         finally:
             self._store.clear()
-            if self._activations is not None:
-                self._activations.clear()
+            self.moves.clear()
         return self.record
 
     def run_ahead(self, count: int) -> None:
@@ -159,8 +173,8 @@ class Executor:
         self._incoming.clear()
         self._handed.clear()
         self._saved.clear()
-        if self._activations is not None:
-            self._activations.clear()
+        self._inputs.clear()
+        self.moves.drop()
 
     def _run(self, instructions: Program) -> None:
         output: torch.Tensor | None = (
@@ -169,13 +183,15 @@ class Executor:
         for instruction in instructions:
             if isinstance(instruction, Pass):
                 output = self._timed(instruction)
+            elif isinstance(instruction, Begin):
+                self.moves.begin(instruction)
+            elif not isinstance(instruction, Hand) and instruction.saved:
+                self._messages.settle()  # here the host may wait: what comes before is posted first
+                self.moves.transfer(instruction)
             elif isinstance(instruction, Receive):
                 self._incoming[instruction.consumer] = self._messages.post(instruction)
             elif isinstance(instruction, Send):
                 self._messages.send(self._messages.checked(output, instruction), instruction)
-            elif isinstance(instruction, Begin):
-                p = instruction.leaving
-                self._moving.begin_out((p.stage, p.microbatch))
             else:
                 self._handed[instruction.consumer] = self._messages.checked(output, instruction)
 
@@ -197,8 +213,7 @@ class Executor:
                 self._actions[kind](p, None)
         record.marks.append((start, self.clock.mark()))
         record.passes.append(p)
-        away = 0 if self._activations is None else self._activations.away
-        record.live.append(len(self._saved) + self._store.pending - away)
+        record.live.append(len(self._saved) + self._store.pending + self.moves.held)
         return output
 
     def _take(self, p: Pass) -> torch.Tensor | None:
@@ -212,24 +227,32 @@ class Executor:
     def _forward(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
         key = (p.stage, p.microbatch)
         stage = self._stages[p.stage]
-        leaves = key in self._leaving
-        if leaves and received is not None and p in self._handed_to:
+        if received is not None and p in self._handed_to and self.moves.leaves(key):
             received = received.clone()
         if received is not None and self._trains:
             received.requires_grad_()
-        with (
-            self._store.scope(key if self.splits else None),
-            self._moving.packing(key) if leaves else nullcontext(),
-        ):
-            if leaves and received is not None:
-                self._moving.take(key, received)
-            output = stage.forward(p.microbatch, received)
+        scope = self._store.scope(key if self.splits else None)
+        again = key in self._recomputed
+        run = stage.forward_unsaved if again else stage.forward
+        with scope, self.moves.packing(key, received):
+            output = run(p.microbatch, received)
         # keeps the data alive for whoever gets it
         detached = output.detach() if isinstance(output, torch.Tensor) else output
-        if self._trains:
+        if again:
+            self._inputs[key] = received
+        elif self._trains:
             self._saved[key] = received, output
             stage.release(output)
         return detached
+
+    def _recompute(self, p: Pass, _: None) -> None:
+        key = (p.stage, p.microbatch)
+        stage, received = self._stages[p.stage], self._inputs.pop(key)
+        self.moves.await_back(key)
+        with self._store.scope(key if self.splits else None):
+            output = stage.recompute(p.microbatch, received)
+        self._saved[key] = received, output
+        stage.release(output)
 
     def _backward(self, p: Pass, gradient: torch.Tensor | None) -> torch.Tensor | None:
         key = (p.stage, p.microbatch)
@@ -240,20 +263,9 @@ class Executor:
         with (
             self._store.scope(key if self.splits else None),
             stage.grad_sync(p in self._last_backwards),
-            self._moving.using(key) if key in self._leaving else nullcontext(),
+            self.moves.using(key),
         ):
             return stage.backward(received, output, gradient)
-
-    @property
-    def _moving(self) -> ActivationStore:
-        assert self._activations is not None, 'programs that move activations were refused'
-        return self._activations
-
-    def _leave(self, p: Pass, _: None) -> None:
-        self._moving.leave((p.stage, p.microbatch))
-
-    def _come_back(self, p: Pass, _: None) -> None:
-        self._moving.begin_back((p.stage, p.microbatch))
 
     def _weights(self, p: Pass, _: None) -> None:
         with self._stages[p.stage].grad_sync(p in self._last_weights):
@@ -279,9 +291,9 @@ def _refuse_others(passes: Sequence[Pass], activations: ActivationStore | None) 
         NotImplementedError: names the pass.
     """
     for p in passes:
-        moves = p.kind in (_OUT, _BACK) and activations is not None
-        if (p.kind not in _PLAIN.kinds and not moves) or p.slice:
+        moving = p.kind in moves.KINDS and activations is not None
+        if (p.kind not in _RUN and not moving) or p.slice:
             raise NotImplementedError(
                 f'{p} cannot run yet: of techniques, {p.words}; schedules that run have '
-                f'{", ".join((*_PLAIN.kinds, _OUT, _BACK))} of whole sequences'
+                f'{", ".join((*_RUN, *moves.KINDS))} of whole sequences'
             )

@@ -21,6 +21,7 @@ from megatron_zbpp.schedules import (  # noqa: F401
     gpipe,
     one_f_one_b,
     one_f_one_b_pb,
+    b_pipe,
     interleaved,
     breadth_first,
     zb_h,
@@ -48,9 +49,13 @@ FAMILIES: tuple[Family, ...] = tuple(families())
 """The library's own, in the order of `zbpp list`."""
 
 
-def names() -> tuple[str, ...]:
-    """Canonical names of all of the library's families."""
-    return tuple(each.name for each in FAMILIES)
+def names(plain: bool = False) -> tuple[str, ...]:
+    """Canonical names of all of the library's families.
+
+    Args:
+        plain: of those only whose passes are F, B and W.
+    """
+    return tuple(each.name for each in FAMILIES if not (plain and each.moves))
 
 
 def build(

@@ -9,6 +9,7 @@ from megatron_zbpp.ir import BW, F, Pass, Schedule
 from megatron_zbpp.ir.graph import PARTNER
 from megatron_zbpp.ir.techniques import offload
 from megatron_zbpp.schedules.one_f_one_b import one_f_one_b
+from megatron_zbpp.schedules.registry import Formula, Sizes, family
 
 _LEAST = 3  # passes between the F and the B of what is evicted
 
@@ -18,12 +19,25 @@ def bound(num_ranks: int) -> int:
     return (num_ranks + 3) // 2
 
 
+def _most(at: Sizes) -> float:
+    return min(bound(at.p), at.m) if at.p > 1 else 1
+
+
+@family(
+    'bpipe',
+    summary='1F1B whose first ranks keep activations on the last ones, which have room',
+    bubble=Formula('(p-1)(F+B+W)', lambda at: (at.p - 1) * at.S),
+    memory=Formula('floor((p+3)/2)', _most, at_most=True),
+    source='BPipe, ICML 2023',
+    aliases=('memory-balanced-pipeline',),
+    moves=True,
+)
 def b_pipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """BPipe: of pairs (x, p-1-x) the first sends activations to the second, and takes them back.
 
     Kim et al., BPipe: Memory-Balanced Pipeline Parallelism, ICML 2023. Which microbatch goes when
     is a rule of our own: at most one eviction beside the pass behind its F, one load beside the
-    pass before its B.
+    pass before its B. (Whether it pays: arXiv 2401.02088.)
 
         >>> print(grid(b_pipe(4, 4), width=76))
         rank 0   0F0   0F1   0F2   0E1   0F3   0E2   0K1   0BW0  0K2   0BW1  0BW2…
@@ -33,8 +47,7 @@ def b_pipe(num_ranks: int, num_microbatches: int) -> Schedule:
 
     - Bubble: (p-1)(F+B+W), 1F1B's.
     - Peak memory: ceil((p+2)/2) activations on every rank, what it stores for its partner included.
-    - When: links within a pair are fast and memory is what limits; it promises no speed. The
-      executor does not run it yet.
+    - When: links within a pair are fast and memory is what limits; it promises no speed.
     """
     plain = one_f_one_b(num_ranks, num_microbatches)
     evicting = range(max(0, num_ranks - bound(num_ranks)))

@@ -53,6 +53,17 @@ def po(
     return _base('po', num_ranks, num_microbatches, num_chunks, costs)
 
 
+@family(
+    'po-h',
+    summary='PO with half of the chunks of each rank on the host between F and B',
+    bubble=Formula('at most (p-1)(F+B+W)', _bubble, _enough, at_most=True),
+    memory=Formula(
+        'at most ((v+2)p/8 + 3)/v', lambda at: ((at.v + 2) * at.p / 8 + 3) / at.v, at_most=True
+    ),
+    source=_SOURCE,
+    aliases=('PipeOffload-half',),
+    moves=True,
+)
 def po_h(
     num_ranks: int, num_microbatches: int, num_chunks: int = 2, costs: Costs | None = None
 ) -> Schedule:
@@ -72,6 +83,15 @@ def po_h(
     return _offloaded('po-h', num_ranks, num_microbatches, num_chunks, (num_chunks + 1) // 2, costs)
 
 
+@family(
+    'po-f',
+    summary='PO with all that has the time on the host between F and B',
+    bubble=Formula('at most (p-1)(F+B+W)', _bubble, _enough, at_most=True),
+    memory=Formula('at most 4/v', lambda at: 4 / at.v, at_most=True),
+    source=_SOURCE,
+    aliases=('PipeOffload-full',),
+    moves=True,
+)
 def po_f(
     num_ranks: int, num_microbatches: int, num_chunks: int = 2, costs: Costs | None = None
 ) -> Schedule:

@@ -107,6 +107,7 @@ class Family:
         default_chunks: the number of chunks where the caller names none.
         options: which of `num_chunks`, `costs`, `memory_limit` the generator takes.
         min_ranks: fewest ranks that it can take.
+        moves: whether it has passes that move activations, beside F, B and W.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Family:
     default_chunks: int = 1
     options: tuple[str, ...] = ()
     min_ranks: int = 1
+    moves: bool = False
 
     def label(self, num_chunks: int) -> str:
         """Return the name, and the chunks per rank where they are not the default: `gis v=4`."""
@@ -140,6 +142,7 @@ def family(
     aliases: tuple[str, ...] = (),
     chunks: range | None = None,
     min_ranks: int = 1,
+    moves: bool = False,
 ) -> Callable[[Generator], Generator]:
     """Return a decorator that registers a generator as a family, and give it back unchanged.
 
@@ -157,6 +160,7 @@ def family(
         chunks: the numbers of chunks per rank that it can take; by default any if it takes
             `num_chunks`, else one.
         min_ranks: fewest ranks that it can take.
+        moves: whether it has passes that move activations, beside F, B and W.
 
     Raises:
         ValueError: another family has one of the names already.
@@ -184,6 +188,7 @@ def family(
                 default_chunks=allowed.start if default is inspect.Parameter.empty else default,
                 options=tuple(option for option in _OPTIONS if option in parameters),
                 min_ranks=min_ranks,
+                moves=moves,
             )
         )
         return generate

@@ -88,14 +88,14 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp('torch')
     for ranks in RANKS:
         (folder / str(ranks)).mkdir()
-        for name in names():
+        for name in names(plain=True):
             text = formats.to_torch_csv(build(name, ranks, 2 * ranks))
             (folder / str(ranks) / f'{name}.csv').write_text(text)
     mp.spawn(run_in_torch, (folder,), nprocs=max(RANKS))
     return folder
 
 
-@pytest.mark.parametrize('name', names())
+@pytest.mark.parametrize('name', names(plain=True))
 @pytest.mark.parametrize('num_ranks', RANKS)
 def test_ours_runs_in_torch(ran: Path, num_ranks: int, name: str) -> None:
     folder = ran / str(num_ranks)

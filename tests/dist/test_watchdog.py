@@ -59,6 +59,13 @@ CASES |= {
     'blocking, one killed': SOUND | {'mishap': 'SIGKILL', 'pass': '1B2', 'blocks': True},
     'blocking, first killed': SOUND
     | {'mishap': 'SIGKILL', 'pass': '0F3', 'ranks': 4, 'schedule': 'zb-v', 'blocks': True},
+    # rank 3 keeps activations for rank 0
+    **{
+        f'partner, {mishap} at {what}': SOUND
+        | {'mishap': mishap, 'pass': p, 'ranks': 4, 'schedule': 'bpipe', 'microbatches': 8}
+        for mishap in ('SIGKILL', 'SIGSTOP')
+        for what, p in (('load', '3F1'), ('eviction', '3F3'))
+    },
     'slow pass': SOUND | {'mishap': 'slow', 'pass': '1F1'},
     'long pause': SOUND | {'mishap': 'slow', 'pass': '1F1', 'pause': 1.5 * TIMEOUT},
 }
@@ -167,6 +174,23 @@ def test_the_first_rank_is_killed(ended):
         _, fields = report(ranks[other])
         assert accused(fields) == 0, ranks[other]
         assert ranks[other]['seconds'] < LAST_WORDS
+
+
+@pytest.mark.parametrize('what', ['load', 'eviction'])
+@pytest.mark.parametrize('mishap', ['SIGKILL', 'SIGSTOP'])
+def test_a_partner_is_gone_amid_a_transfer(ended, mishap, what):
+    """All ranks end and name it; who waits for it to take activations says so."""
+    ranks = ended[f'partner, {mishap} at {what}']
+    awaited = {}
+    for other in (0, 1, 2):
+        _, fields = report(ranks[other])
+        assert accused(fields) == 3, ranks[other]
+        assert ranks[other]['code'] not in (None, 0)
+        assert ranks[other]['seconds'] < TIMEOUT + LAST_WORDS
+        awaited[other] = fields['waits for']
+    if what == 'eviction':
+        taken = 'pipeline rank 3 (global rank 3) to take activations of stage 0 microbatch 5'
+        assert awaited[0] == taken
 
 
 @pytest.mark.parametrize(

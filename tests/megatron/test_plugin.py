@@ -66,6 +66,7 @@ ASKED = [
     ({'offload': 'half'}, {}, {'offload': 'all'}),
     ({'offload': 2, 'schedule': 'zb-v'}, {}, {'offload': None}),
     ({}, {'freeze': None}, {'freeze': FREEZING}),
+    ({'recompute': 'half'}, {}, {'recompute': 'all'}),
 ]
 
 

@@ -104,6 +104,20 @@ def test_emulated_transformer_engine_can_more():
     assert refused == ['transformer_impl', 'attention_backend']
 
 
+def test_what_cannot_run_again():
+    """In recompute passes only."""
+    asked = SimpleNamespace(fp8='hybrid', fp8_recipe='delayed', cuda_graph_impl='local')
+    found = [str(each) for each in refusals.refused(asked, splits=False, recomputes=True)]
+    assert [text.partition(':')[0] for text in found] == [
+        'fp8_recipe=delayed',
+        'cuda_graph_impl=local',
+    ]
+    assert 'a second time; give --fp8-recipe tensorwise' in found[0]
+    assert not list(refusals.refused(asked, splits=False))
+    asked.fp8_recipe, asked.cuda_graph_impl = 'tensorwise', 'none'
+    assert not list(refusals.refused(asked, recomputes=True))
+
+
 def test_tied_embeddings_and_multi_token_prediction():
     tied = SimpleNamespace(mtp_num_layers=1, untie_embeddings_and_output_weights=False)
     (found,) = refusals.refused(tied)

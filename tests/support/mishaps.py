@@ -25,6 +25,7 @@ from stages import ROWS, WIDTH, LinearStage
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.emulation import nccl
 from megatron_zbpp.ir import B, F, Pass
+from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
@@ -128,6 +129,11 @@ def serve(case):
 def iterate(case, rank, schedule, programs, channels, watchdog):
     """Three iterations: to warm up, which may take long; to watch; and the one of the mishap."""
     message = Message((ROWS, WIDTH), torch.float32, torch.device('cpu'))
+    activations, partners = None, pairs(programs, saved=True)
+    if partners:
+        activations = ActivationStore(message.device, small=1)
+        saving = Channels(dist.group.WORLD, partners, message.device, shapes=True, saved=True)
+        activations.join(saving)
     for iteration in range(3):
         store = WeightGradStore()
         victim = Pass.parse(case['pass']) if iteration == 2 else None
@@ -135,7 +141,15 @@ def iterate(case, rank, schedule, programs, channels, watchdog):
             stage: UnluckyStage(store, stage, schedule.num_stages, victim, case)
             for stage in schedule.placement.stages(rank)
         }
-        executor = Executor(programs[rank], stages, channels, message, store, HostClock())
+        executor = Executor(
+            programs[rank],
+            stages,
+            channels,
+            message,
+            store,
+            HostClock(),
+            activations=activations,
+        )
         with watchdog.passes(executor) if iteration else nullcontext():
             executor.run()
         if iteration == 0:

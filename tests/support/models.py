@@ -83,6 +83,7 @@ class Job:
         fp8: None, 'products' for products of FP8 with current scaling, or 'weights' for such
             weights as well.
         offload: of --pipeline-offload, for schedules of ours.
+        again: of --pipeline-recompute, for schedules of ours.
         dropout: of hidden states and of attention.
     """
 
@@ -100,6 +101,7 @@ class Job:
     distributed: bool = False
     fp8: str | None = None
     offload: str | None = None
+    again: str | None = None
     dropout: float = 0.0
 
     @property
@@ -122,6 +124,7 @@ class Job:
         words += ['--overlap-grad-reduce'] if self.overlap else []
         words += ['--use-distributed-optimizer'] if self.distributed else []
         words += ['--pipeline-offload', self.offload] if self.offload else []
+        words += ['--pipeline-recompute', self.again] if self.again else []
         if post_validation:
             words += ['--enable-optimizer-post-validation']
             words += ['--optimizer-post-validation-clean-steps', 1]
@@ -324,7 +327,12 @@ def _left(models: list, optimizer: Any) -> tuple[dict, dict]:
 
 
 def check(
-    ranks: Callable[[int], Ranks], data: Path, schedule: str, job: Job, than: str = 'megatron'
+    ranks: Callable[[int], Ranks],
+    data: Path,
+    schedule: str,
+    job: Job,
+    than: str = 'megatron',
+    moves: bool | None = None,
 ) -> None:
     """Trains by `schedule` and by that of the reference.
 
@@ -333,16 +341,18 @@ def check(
         data: the fixture.
         schedule: a name, with +post-validation if optimizer steps are to be validated later.
         job: what to train.
-        than: the schedule of the reference, without offload.
+        than: the schedule of the reference, without offload and recomputation.
+        moves: whether what forwards have saved leaves the device; default: with offload.
     """
     name, _, early = schedule.partition('+')
-    argv = replace(job, offload=None).argv(than, False, data)
+    argv = replace(job, offload=None, again=None).argv(than, False, data)
     reference = ranks(job.size).run(train, job, argv)
     trained = ranks(job.size).run(train, job, job.argv(name, bool(early), data))
     assert_same(trained, reference)
     waits = job.fp8 == 'weights'  # they are quantized amid the step
     assert any(rank.early for rank in trained) == (bool(early) and not waits)
-    assert any(any(rank.moved.values()) for rank in trained) == bool(job.offload)
+    moves = bool(job.offload) if moves is None else moves
+    assert any(any(rank.moved.values()) for rank in trained) == moves
 
 
 def assert_same(trained: list[Trained], reference: list[Trained]) -> None:

@@ -84,25 +84,31 @@ def programs_always_end(
         in_order: whether a receive waits for the one before it from the same rank.
     """
 
-    def channel(rank: int, at: int, kind: type, peer: int) -> list[Pass]:
-        return [i.consumer for i in programs[rank][:at] if isinstance(i, kind) and i.peer == peer]
+    def channel(rank: int, at: int, kind: type, peer: int, saved: bool | None = None) -> list[Pass]:
+        return [
+            i.consumer
+            for i in programs[rank][:at]
+            if isinstance(i, kind) and i.peer == peer and saved in (None, i.saved)
+        ]
 
     def can_act(state: tuple[int, ...], rank: int) -> bool:
-        def arrived(peer: int) -> bool:
+        def arrived(peer: int, saved: bool) -> bool:
             """Whether all that is posted from there has been sent."""
-            posted = channel(rank, state[rank], Receive, peer)
-            return channel(peer, state[peer], Send, rank) == posted
+            posted = channel(rank, state[rank], Receive, peer, saved)
+            return channel(peer, state[peer], Send, rank, saved) == posted
 
         instruction = programs[rank][state[rank]]
         if isinstance(instruction, Receive):
-            return not in_order or arrived(instruction.peer)
+            return not in_order or arrived(instruction.peer, instruction.saved)
         if isinstance(instruction, Send):
-            sent = channel(rank, state[rank] + 1, Send, instruction.peer)
-            posted = channel(instruction.peer, state[instruction.peer], Receive, rank)
+            peer, saved = instruction.peer, instruction.saved
+            sent = channel(rank, state[rank] + 1, Send, peer, saved)
+            posted = channel(peer, state[peer], Receive, rank, saved)
             return posted[: len(sent)] == sent
         if not isinstance(instruction, Pass):
             return True
-        if synchronises and not all(map(arrived, range(len(programs)))):
+        peers = range(len(programs))
+        if synchronises and not all(arrived(r, saved) for r in peers for saved in (False, True)):
             return False
         awaited = {
             i.peer for i in programs[rank] if isinstance(i, Receive) and i.consumer == instruction

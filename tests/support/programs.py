@@ -28,9 +28,14 @@ def _posted_earlier(program, lead):
     yield from waiting
 
 
-def pairs(programs):
-    """Who sends to whom."""
-    return {(rank, i.peer) for rank, program in enumerate(programs) for i in program if _sends(i)}
+def pairs(programs, saved=False):
+    """Who sends to whom: messages, or what forwards have saved."""
+    return {
+        (rank, i.peer)
+        for rank, program in enumerate(programs)
+        for i in program
+        if _sends(i) and i.saved == saved
+    }
 
 
 def _sends(instruction):

@@ -37,6 +37,7 @@ class LinearStage(torch.nn.Module):
         self.rows = rows  # of each microbatch
         self.complete = None  # the gradients, when they were said to be complete
         self._losses = []
+        self.ran = []  # forwards of which nothing was saved, and those that ran again
 
     def forward(self, microbatch, received):
         x = received
@@ -59,6 +60,18 @@ class LinearStage(torch.nn.Module):
     def losses(self):
         """Of the microbatches so far; read once they have run, so that no pass waits for them."""
         return [loss.item() for loss in self._losses]
+
+    def forward_unsaved(self, microbatch, received):
+        self.ran = [*self.ran, ('F', microbatch)]
+        with torch.no_grad():
+            return self.forward(microbatch, received)
+
+    def recompute(self, microbatch, received):
+        self.ran = [*self.ran, ('R', microbatch)]
+        output = self.forward(microbatch, received)
+        if self.last:
+            self._losses.pop()
+        return output
 
     def backward(self, received, output, gradient):
         torch.autograd.backward(output, gradient)

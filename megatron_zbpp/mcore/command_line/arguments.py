@@ -127,13 +127,17 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         trace_dir=folder(config.pipeline_trace_dir),
         offload=config.pipeline_offload,
         freeze=freezing(config.pipeline_freeze),
+        recompute=config.pipeline_recompute,
     )
     if layout is not None:
         say(f'layers as the plan has them: {layout}')
     _supersede(args)
     ranks, programs = args.pipeline_model_parallel_size, Programs(settings)
     placement, splits = programs.placement(ranks), programs.splits(ranks)
-    reasons = list(refusals.refused(args, cpu.installed(), te.installed(), placement, splits))
+    recomputes = programs.recomputes(ranks)
+    reasons = list(
+        refusals.refused(args, cpu.installed(), te.installed(), placement, splits, recomputes)
+    )
     if reasons:
         raise NotImplementedError('with --pipeline-schedule, ' + '. '.join(map(str, reasons)))
     plugin = enabled.switch(settings, vars(args))

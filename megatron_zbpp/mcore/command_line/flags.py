@@ -41,6 +41,10 @@ class PipelineScheduleConfig:
     pipeline_freeze: Path | None = None
     """A plan of `zbpp freeze -o`: weight gradients that it names are left out in its steps, to
     shorten the batch (TimelyFreeze). It trains another model: losses are not those of Megatron."""
+    pipeline_recompute: str | None = None
+    """Forwards of the chunks of each rank that wait longest keep their input only, and run again
+    before their backward, in bubbles first: half, all, or how many chunks. Losses stay the same to
+    the bit."""
 
     pipeline_trace_dir: Path | None = None
     """Folder for pictures of an early iteration, and of one after auto has switched, the clocks of

@@ -209,7 +209,8 @@ def prepare(
     models = arguments.models
     config = get_model_config(models[0])
     splits = session.programs.splits(groups.pp.size())
-    refuse_unsupported(config, arguments.adjust_tensor_shapes_fn, splits)
+    recomputes = session.programs.recomputes(groups.pp.size())
+    refuse_unsupported(config, arguments.adjust_tensor_shapes_fn, splits, recomputes)
     call = Call(
         session.store,
         arguments.forward_step_func,
@@ -247,19 +248,23 @@ def prepare(
         session.store,
         clock_for(call.device, counting=session.auto is not None and session.auto.counting),
         profiled,
-        _activations(session, lowered, models, call),
+        _activations(session, lowered, models, call, groups.pp),
         None if arguments.forward_only else session.side,
     )
     return Batch(arguments, groups, config, call, lowered, executor), count
 
 
 def _activations(
-    session: Session, lowered: Lowered, models: list[torch.nn.Module], call: Call
+    session: Session,
+    lowered: Lowered,
+    models: list[torch.nn.Module],
+    call: Call,
+    pp_group: torch.distributed.ProcessGroup,
 ) -> ActivationStore | None:
     """Return what moves activations, where the schedule does and there is a backward."""
     if call.forward_only or not lowered.moves:
         return None
-    store = session.activations(call.device)
+    store = session.activations(call.device, pp_group, lowered.partners)
     store.tell(everything=torch.distributed.get_rank() == 0)
     store.keep(parameter for model in models for parameter in model.parameters())
     return store
@@ -289,18 +294,21 @@ def _message(
     return Message(shape, config.pipeline_dtype, device)
 
 
-def refuse_unsupported(config: Any, adjust_tensor_shapes_fn: Callable | None, splits: bool) -> None:
+def refuse_unsupported(
+    config: Any, adjust_tensor_shapes_fn: Callable | None, splits: bool, recomputes: bool = False
+) -> None:
     """Raise for what would be silently wrong, with the cure.
 
     Args:
         config: of the model.
         adjust_tensor_shapes_fn: of the call.
         splits: whether the schedule has W passes.
+        recomputes: whether it runs forwards again.
 
     Raises:
         NotImplementedError: names the setting.
     """
-    for refusal in refusals.refused(config, splits=splits):
+    for refusal in refusals.refused(config, splits=splits, recomputes=recomputes):
         raise NotImplementedError(
             f"does not work with --pipeline-schedule: {refusal}, or use Megatron's own schedule"
         )

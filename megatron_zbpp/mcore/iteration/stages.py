@@ -12,7 +12,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
-from megatron_zbpp.mcore import compat
+from megatron_zbpp.mcore import compat, left_behind
 from megatron_zbpp.mcore.patches import transformer_engine
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
@@ -46,6 +46,25 @@ class Call:
         self.num_tokens = torch.zeros([], dtype=torch.int, device=self.device)
 
 
+class _Read:
+    """Gives what `source` gives, and remembers it.
+
+    Attributes:
+        items: given so far.
+    """
+
+    def __init__(self, source: Iterator) -> None:
+        self.items: list[Any] = []
+        self._source = source
+
+    def __iter__(self) -> _Read:
+        return self
+
+    def __next__(self) -> Any:
+        self.items.append(next(self._source))
+        return self.items[-1]
+
+
 class ModelStage:
     """One chunk of a Megatron model.
 
@@ -70,6 +89,8 @@ class ModelStage:
         self._data_iterator = data_iterator
         self._vp_stage = vp_stage
         self._is_last = is_last
+        # by microbatch that is to run again: random states before it, and what it has read
+        self._to_run_again: dict[int, tuple[tuple, list[Any]]] = {}
         self._config = get_model_config(model)
         self._context = compat.backward_arguments(model, self._config)
         self._delaying = transformer_engine.Delaying(model, call.store)
@@ -79,29 +100,63 @@ class ModelStage:
         self._no_sync = no_sync or contextlib.nullcontext
 
     def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        call, data = self._call, self._data_iterator
+        output, num_tokens = self._forward_step(microbatch, received, data, call.results)
+        if self._is_last:
+            call.num_tokens += num_tokens
+        return output
+
+    def forward_unsaved(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        read = None if self._data_iterator is None else _Read(self._data_iterator)
+        states = left_behind.random_states()
+        with torch.no_grad():
+            output, num_tokens = self._forward_step(microbatch, received, read, self._call.results)
+        if self._is_last:
+            self._call.num_tokens += num_tokens
+        self._to_run_again[microbatch] = states, [] if read is None else read.items
+        return output
+
+    def recompute(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        states, items = self._to_run_again.pop(microbatch)
+        data = None if self._data_iterator is None else iter(items)
+        logged = left_behind.emptied(compat.logged_mtp_losses())  # the first has been
+        with left_behind.drawing_again(states), logged:
+            return self._forward_step(microbatch, received, data, [])[0]
+
+    def _forward_step(
+        self,
+        microbatch: int,
+        received: torch.Tensor | None,
+        data: Iterator | None,
+        results: list[Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output, and on the last stage how many tokens count."""
         call = self._call
         try:
-            made = self._forward_step(microbatch, received)
+            made = self._by_megatron(microbatch, received, data, results)
         except StopIteration as error:
             raise StopIteration(
                 f'the data iterator has ended at microbatch {microbatch} of '
                 f'{call.num_microbatches}: it must go on for as long as iterations do'
             ) from error
         # lists of tensors, of which Megatron's annotations speak, are for several modules at once
-        output, num_tokens = cast(tuple[torch.Tensor, torch.Tensor], made)
-        if self._is_last:
-            call.num_tokens += num_tokens
-        return output
+        return cast(tuple[torch.Tensor, torch.Tensor], made)
 
-    def _forward_step(self, microbatch: int, received: torch.Tensor | None) -> Any:
+    def _by_megatron(
+        self,
+        microbatch: int,
+        received: torch.Tensor | None,
+        data: Iterator | None,
+        results: list[Any],
+    ) -> Any:
         call = self._call
         return schedules.forward_step(
             call.forward_step_func,
-            self._data_iterator,
+            data,
             self._model,
             call.num_microbatches,
             received,
-            call.results,
+            results,
             self._config,
             cp_group_size=call.cp_size,
             collect_non_loss_data=call.collect_non_loss_data,

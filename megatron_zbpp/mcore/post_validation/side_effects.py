@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_zbpp.mcore import compat
+from megatron_zbpp.mcore.left_behind import emptied, random_states, set_random_states
 
 
 @dataclass
@@ -29,23 +30,23 @@ class SideEffects:
     @contextmanager
     def capture(self) -> Iterator[None]:
         """Leave random states and logged losses as they were; keep what becomes of them."""
-        states = _random_states()
+        states = random_states()
         self._buffers = [(b, b.detach().clone()) for m in self.models for _, b in m.named_buffers()]
         losses, mtp_losses = compat.logged_losses(), compat.logged_mtp_losses()
         try:
-            with _emptied(losses), _emptied(mtp_losses):
+            with emptied(losses), emptied(mtp_losses):
                 yield
-                self._random = _random_states()
+                self._random = random_states()
                 self._losses, self._mtp_losses = dict(losses), dict(mtp_losses)
         finally:
-            _set_random_states(*states)
+            set_random_states(*states)
 
     def commit(self) -> None:
         """Make all as if they had just run: their iteration begins.
 
         What is shown has been cleared since: nothing is rounded by a sum.
         """
-        _set_random_states(*self._random)
+        set_random_states(*self._random)
         losses = compat.logged_losses()
         for name, entry in self._losses.items():
             if name in losses:
@@ -65,38 +66,3 @@ class SideEffects:
         """Make all as if they had never run."""
         for buffer, value in self._buffers:
             buffer.copy_(value)
-
-
-@contextmanager
-def _emptied(entries: dict[str, Any]) -> Iterator[None]:
-    """Take all out of `entries` for a while; what is put in meanwhile is forgotten."""
-    shown = dict(entries)
-    entries.clear()
-    try:
-        yield
-    finally:
-        entries.clear()
-        entries.update(shown)
-
-
-def _random_states() -> tuple:
-    """Return values of the host's, the device's and the tracked random states."""
-    host, device, tracked = compat.random_states()
-    return host, _value(device), {name: _value(state) for name, state in tracked.items()}
-
-
-def _value(state: torch.Tensor | torch.Generator) -> torch.Tensor:
-    """Return a copy; trackers made for CUDA graphs, as Transformer Engine's, hold generators."""
-    return state.get_state() if isinstance(state, torch.Generator) else state.clone()
-
-
-def _set_random_states(host: torch.Tensor, device: torch.Tensor, tracked: dict) -> None:
-    """Set the values; generators stay the ones that Transformer Engine and graphs know."""
-    _, held, generators = compat.random_states()
-    if not isinstance(held, torch.Generator):
-        compat.set_random_states(host, device, tracked)
-        return
-    torch.set_rng_state(host)
-    held.set_state(device)
-    for name, value in tracked.items():
-        generators[name].set_state(value)

@@ -7,14 +7,14 @@ sequence parallelism gathers, tensors that a layer keeps beside what it saves.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from megatron_zbpp.runtime import compat
-from megatron_zbpp.runtime.activations.copies import Copies, PinningError
+from megatron_zbpp.runtime.activations.copies import PinningError
 
 HELD = 'held by others'
 SMALL = 1024  # elements: below, a copy costs more than it frees
@@ -62,6 +62,30 @@ class Bytes:
         self.stayed[why] = self.stayed.get(why, 0) + nbytes
 
 
+class Engine(Protocol):
+    """What moves storages away and back: `copies.Copies`, `partner.Partner`."""
+
+    device: torch.device
+
+    def out(self, storages: Sequence[torch.UntypedStorage]) -> tuple[Any, Any]:
+        """Begin; return what has left, and what tells when it has."""
+        ...
+
+    def back(self, left: Any, storages: Sequence[torch.UntypedStorage], /) -> Any:
+        """Begin to bring it back; return what tells when it has come."""
+        ...
+
+    def wait(self, mark: Any) -> None:
+        """Let what computes from now on wait."""
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """Return memory for what comes back."""
+        ...
+
+    def free(self, left: Any, /) -> None:
+        """Forget what has left."""
+
+
 class Bundle:
     """The saved tensors of one (stage, microbatch).
 
@@ -72,16 +96,16 @@ class Bundle:
 
     Attributes:
         bytes: what became of them.
-        away: whether it is on the host.
+        away: whether it is not on the device.
     """
 
-    def __init__(self, copies: Copies, staying: Set[int], small: int = SMALL) -> None:
+    def __init__(self, copies: Engine, staying: Set[int], small: int = SMALL) -> None:
         self._copies = copies
         self._staying = staying
         self._small = small
         self._pieces: dict[int, Piece] = {}
         self._going: list[Piece] = []
-        self._slab: torch.Tensor | None = None
+        self._left: Any = None  # what has left, by the engine
         self._mark: object = None  # of the copy that was begun last
         self._arriving = False
         self.bytes = Bytes()
@@ -127,7 +151,7 @@ class Bundle:
         self._going = [piece for piece in self._pieces.values() if self._may_go(piece)]
         storages = [piece.storage for piece in self._going if piece.storage is not None]
         try:
-            self._slab, self._mark = self._copies.out(storages)
+            self._left, self._mark = self._copies.out(storages)
         except PinningError:
             self._going = []
             raise
@@ -138,6 +162,7 @@ class Bundle:
         if not self._going:
             return
         self._copies.wait(self._mark)
+        self._mark = None  # which may hold what leaves
         for piece in self._going:
             if piece.lasting and piece.storage is not None:
                 piece.storage.resize_(0)
@@ -147,7 +172,7 @@ class Bundle:
 
     def begin_back(self) -> None:
         """Take memory, and begin to copy into it."""
-        if not self.away or self._slab is None:
+        if not self.away or self._left is None:
             return
         storages: list[torch.UntypedStorage] = []
         for piece in self._going:
@@ -156,8 +181,8 @@ class Bundle:
             else:
                 piece.storage.resize_(piece.nbytes)
             storages.append(piece.storage)
-        self._mark = self._copies.back(self._slab, storages)
-        self._slab, self._arriving, self.away = None, True, False
+        self._mark = self._copies.back(self._left, storages)
+        self._left, self._arriving, self.away = None, True, False
 
     def arrived(self) -> None:
         """Let what computes from now on wait until all of it is back."""
@@ -165,11 +190,17 @@ class Bundle:
             self._copies.wait(self._mark)
             self._arriving = False
 
+    def settle(self) -> None:
+        """Let the host wait for the copy that was begun last: of one that is given up."""
+        if self._mark is not None:
+            self._copies.wait(self._mark)
+            self._mark = None
+
     def drop(self) -> None:
         """Forget everything; memory that a W still uses is freed behind that."""
-        if self._slab is not None:
-            self._copies.free(self._slab)
-            self._slab = None
+        if self._left is not None:
+            self._copies.free(self._left)
+            self._left = None
         self._pieces.clear()
         self._going = []
 

@@ -51,7 +51,7 @@ class Copies:
             at = 0
             for storage in storages:
                 part = slab[at : at + storage.nbytes()]
-                part.copy_(_bytes_of(storage, self.device), non_blocking=True)
+                part.copy_(bytes_of(storage, self.device), non_blocking=True)
                 at += _room(storage)
             return slab, self._mark()
 
@@ -67,7 +67,7 @@ class Copies:
             at = 0
             for storage in storages:
                 part = slab[at : at + storage.nbytes()]
-                _bytes_of(storage, self.device).copy_(part, non_blocking=True)
+                bytes_of(storage, self.device).copy_(part, non_blocking=True)
                 at += _room(storage)
             written = self._mark()
         self.free(slab)
@@ -124,6 +124,7 @@ def _room(storage: torch.UntypedStorage) -> int:
     return -(-storage.nbytes() // _ALIGNED) * _ALIGNED
 
 
-def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    """Return the storage as a row of bytes."""
     flat = torch.empty(0, dtype=torch.uint8, device=device)
     return flat.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]

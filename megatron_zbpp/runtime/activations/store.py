@@ -13,20 +13,24 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron_zbpp.runtime import compat
 from megatron_zbpp.runtime.activations.bundle import HELD, SMALL, Bundle, Bytes
 from megatron_zbpp.runtime.activations.copies import Copies, PinningError
+from megatron_zbpp.runtime.activations.partner import Keeping, Partner
+from megatron_zbpp.runtime.channels import Channels
 
 Key = tuple[int, int]  # (stage, microbatch)
 
 
 class ActivationStore:
-    """Bundles by (stage, microbatch), from F to B.
+    """Bundles by (stage, microbatch), from F to B: on the device, on the host or on a partner.
 
     Args:
         device: whose memory is freed.
         say: tells the user.
         small: tensors of fewer elements stay; default: where a copy costs more than it frees.
+        copies: the copy engine of the device; default: its own.
 
     Attributes:
         bytes: of each stage, those of the latest pass that left.
+        keeping: what this rank keeps for its partner; None: none has joined.
     """
 
     def __init__(
@@ -34,9 +38,12 @@ class ActivationStore:
         device: torch.device,
         say: Callable[[str], None] | None = None,
         small: int | None = None,
+        copies: Copies | None = None,
     ) -> None:
         self.bytes: dict[int, Bytes] = {}
-        self._copies = Copies(device)
+        self.keeping: Keeping | None = None
+        self._channels: Channels | None = None
+        self._copies = Copies(device) if copies is None else copies
         self._say = say or _warn
         self._small = SMALL if small is None else small
         self._staying: frozenset[int] = frozenset()
@@ -47,8 +54,19 @@ class ActivationStore:
 
     @property
     def away(self) -> int:
-        """How many (stage, microbatch) are on the host."""
+        """How many (stage, microbatch) are not on the device."""
         return sum(bundle.away for bundle in self._bundles.values())
+
+    @property
+    def kept(self) -> int:
+        """How many (stage, microbatch) of its partner's this rank keeps."""
+        return 0 if self.keeping is None else len(self.keeping)
+
+    def join(self, channels: Channels) -> None:
+        """Let bundles go to partners, by channels of nothing else."""
+        if channels is not self._channels:
+            self._channels = channels
+            self.keeping = Keeping(self._copies.device, channels)
 
     def keep(self, parameters: Iterable[torch.Tensor]) -> None:
         """Let these stay, and be seen as themselves by the backwards of what leaves."""
@@ -71,15 +89,25 @@ class ActivationStore:
                 self._say(f'offload of stage {stage}: {found}')
 
     @contextmanager
-    def packing(self, key: Key) -> Iterator[None]:
-        """Around the forward of a pass that leaves."""
-        bundle = self._bundles[key] = Bundle(self._copies, self._staying, self._small)
+    def packing(
+        self, key: Key, received: torch.Tensor | None = None, partner: int | None = None
+    ) -> Iterator[None]:
+        """Around the forward of a pass that leaves.
+
+        Args:
+            key: of the pass.
+            received: the stage's input, whose memory goes, too; its holder keeps it until B.
+            partner: who keeps it; None: the host.
+        """
+        engine = self._copies
+        if partner is not None:
+            assert self._channels is not None, 'programs for partners come with channels to them'
+            engine = Partner(self._copies.device, self._channels, partner)
+        bundle = self._bundles[key] = Bundle(engine, self._staying, self._small)
+        if received is not None:
+            bundle.take(received)
         with saved_tensors_hooks(bundle.pack, bundle.unpack):
             yield
-
-    def take(self, key: Key, received: torch.Tensor) -> None:
-        """Move the memory of the stage's input, too, which its holder keeps until B."""
-        self._bundles[key].take(received)
 
     def begin_out(self, key: Key) -> None:
         """Begin to copy it out; where the host has no room it stays, which is said once."""
@@ -100,6 +128,11 @@ class ActivationStore:
         """Begin to copy it back."""
         self._bundles[key].begin_back()
 
+    def arrived(self, key: Key) -> None:
+        """Let what computes from now on wait until it is back."""
+        if key in self._bundles:
+            self._bundles[key].arrived()
+
     @contextmanager
     def using(self, key: Key) -> Iterator[None]:
         """Around the backward of a pass, which needs it; forgets it then."""
@@ -107,15 +140,30 @@ class ActivationStore:
         if bundle is None:
             yield
             return
-        bundle.arrived()
         with compat.saved_parameters(self._parameters):
             yield
         self._bundles.pop(key).drop()
+
+    def finish(self) -> None:
+        """Wait until all that goes by channels has left."""
+        if self.keeping is not None and self._channels is not None:
+            self.keeping.finish()
+            self._channels.finish()
 
     def clear(self) -> None:
         """Forget everything: after an error, so that no activation outlives its iteration."""
         while self._bundles:
             self._bundles.popitem()[1].drop()
+        if self.keeping is not None:
+            self.keeping.clear()
+
+    def drop(self) -> None:
+        """Forget everything once all that was sent has come: forwards run ahead for nothing."""
+        for bundle in self._bundles.values():
+            bundle.settle()
+        if self.keeping is not None:
+            self.keeping.drop()
+        self.clear()
 
 
 def _warn(message: str) -> None:

@@ -19,7 +19,7 @@ class Position(NamedTuple):
     Attributes:
         done: passes that the device has ended.
         current: the pass that runs, or whose input is waited for; the latest one between passes.
-        waits: the message that the rank waits for: to arrive, or to leave.
+        waits: what the rank waits for, to arrive or to leave: a message, or what a forward saved.
     """
 
     done: int
@@ -51,6 +51,7 @@ class Tracker:
         else:
             current, awaiting = executor.current, executor.awaiting
         waits = self._receive(current) if current and awaiting else executor.channels.leaving
+        waits = waits or executor.moves.waits
         return Position(ended, current, waits)
 
     def _receive(self, consumer: Pass) -> Receive | None:
@@ -92,6 +93,12 @@ class Tracker:
 
     def _awaited(self, position: Position) -> str:
         waits = position.waits
+        if waits is not None and waits.saved:
+            _, stage, microbatch, _ = waits.consumer
+            whose = f'activations of stage {stage} microbatch {microbatch}'
+            if isinstance(waits, Receive):
+                return f'{whose} from {self._rank(waits.peer)}'
+            return f'{self._rank(waits.peer)} to take {whose}'
         if isinstance(waits, Receive):
             made = waits.producer
             what = f'{"output" if made.kind == F else "gradient"} of stage {made.stage}'

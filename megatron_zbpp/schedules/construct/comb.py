@@ -32,8 +32,7 @@ class Comb:
 
     def out(self, at: int) -> Span:
         """Return the slot out of that number."""
-        start = self.origin + 2 * at * self.length
-        return start, start + self.length
+        return self.origin + 2 * at * self.length, self.into(at)[0]
 
     def into(self, at: int) -> Span:
         """Return the slot in of that number: behind the one out."""

@@ -503,7 +503,7 @@ def test_closed_pipe_is_no_error() -> None:
     assert done.stdout == 'zb-v: 8 ra' and done.stderr == ''
 
 
-@pytest.mark.parametrize('name', names())
+@pytest.mark.parametrize('name', names(plain=True))
 def test_every_schedule_is_drawn_and_checked(zbpp, tmp_path: Path, name: str) -> None:
     file = tmp_path / 'schedule.csv'
     zbpp('convert', '--schedule', name, *SHAPE, '--to', 'torch-csv', '-o', file)
@@ -633,3 +633,21 @@ def test_offload_is_simulated(zbpp) -> None:
             assert f'{max(facts["peak_activations"]):g}' == most, (name, flags)
     text = zbpp('simulate', '--schedule', 'po', *shape, '--offload', 'half', '--copy-ratio', 0.5)
     assert 'on the host' in text and text.startswith('po + offload half: 8 ranks')
+
+
+def test_recomputation_is_simulated(zbpp) -> None:
+    """GPipe as its paper has it: m (F + R + B + W) behind its bubble, one activation at once."""
+    shape = ['--schedule', 'gpipe', '--pp', 4, '--microbatches', 8]
+    plain = zbpp('simulate', *shape, '--json')
+    again = zbpp('simulate', *shape, '--recompute', 'all', '--json')
+    assert again['makespan'] == plain['makespan'] + 8
+    assert max(plain['peak_activations']) == 8 and max(again['peak_activations']) == 1
+
+
+def test_copies_of_a_schedule_take_time(zbpp) -> None:
+    shape = ['--schedule', 'po-f', '--pp', 4, '--microbatches', 8]
+    fast, slow = (
+        zbpp('simulate', *shape, '--copy-ratio', k, '--json')['makespan'] for k in (0.5, 4)
+    )
+    assert fast < slow
+    assert zbpp('show', *shape, '--width', 0).count('copies') == 4

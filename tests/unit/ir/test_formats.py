@@ -50,7 +50,7 @@ def test_json_round_trip(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize('dialect', DIALECTS)
-@pytest.mark.parametrize('name', names())
+@pytest.mark.parametrize('name', names(plain=True))
 def test_dialect_is_told_by_the_contents(name: str, dialect: str, tmp_path: Path) -> None:
     schedule = build(name, 4, 8)
     file = tmp_path / f'{schedule.name}.csv'

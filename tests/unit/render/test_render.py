@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -399,3 +400,50 @@ def test_page_needs_no_network_and_escapes() -> None:
     assert 'http' not in page.replace('http-equiv', '')
     data = json.loads(re.search(r'type="application/json">(.*?)</script>', page)[1])
     assert data['panels'][0]['name'] == name
+
+
+# Copies
+
+
+def copying(name: str) -> tuple[Timeline, Costs]:
+    """A schedule whose copies take time, each way as long as a pass."""
+    schedule = build(name, 4, 8)
+    ways = (1.0,) * schedule.num_stages
+    costs = replace(Costs.uniform(schedule.placement), times=dict.fromkeys('OLEK', ways))
+    return simulate(schedule, costs), costs
+
+
+@pytest.mark.parametrize(('name', 'copied'), [('po-h', 4), ('bpipe', 1)])
+def test_copies_have_rows_of_their_own(name: str, copied: int) -> None:
+    """Below the passes of their rank, in text, SVG and page; in none two bars lie on each other."""
+    timeline, costs = copying(name)
+    rows = scene.lanes(timeline)
+    assert [row.label for row in rows].count('copies') == copied
+    assert sum(len(row.bars) for row in rows) == sum(map(len, timeline.schedule.passes))
+    for row in rows:
+        assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(row.bars))
+    text = timeline_text(timeline, width=0).splitlines()
+    assert [line.split()[0] for line in text] == [row.label.split()[0] for row in rows]
+    picture = svg({name: timeline}, {name: costs})
+    assert picture.count('>copies</text>') == copied
+    page = html({name: timeline}, {name: costs})
+    (data,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page)
+    (panel,) = json.loads(data)['panels']
+    assert [row['rank'] for row in panel['rows']] == [row.rank for row in rows]
+    for row in panel['rows']:
+        assert len(row['live']) == len(row['waits']) == len(row['starts'])
+        for lane, at in row['waits']:
+            assert lane == -1 or at < len(panel['rows'][lane]['starts'])
+
+
+def test_memory_of_what_is_copied_rises_and_falls_with_the_copies() -> None:
+    timeline, costs = copying('po-h')
+    for curve, most in zip(held(timeline, costs), peak(timeline.schedule, costs), strict=True):
+        assert max(amount for _, amount in curve) == most and curve[-1][1] == 0
+        assert [time for time, _ in curve] == sorted(time for time, _ in curve)
+
+
+def test_copies_without_a_time_have_no_row() -> None:
+    schedule = build('po-h', 4, 8)
+    timeline = simulate(schedule, Costs.uniform(schedule.placement))
+    assert len(scene.lanes(timeline)) == 4

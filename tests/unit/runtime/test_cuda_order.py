@@ -112,6 +112,7 @@ class Stalled:
         self.record = Record([Pass(B, 0, 0)], [(clock.mark(), clock.mark())])
         self.current, self.awaiting = Pass(B, 0, 0), False
         self.channels = mock.Mock(leaving=None, ranks=[0])
+        self.moves = mock.Mock(waits=None)
 
 
 class Passes:

@@ -18,17 +18,10 @@ import pytest
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import FAMILIES, Family, build
-from megatron_zbpp.schedules.b_pipe import b_pipe
-from megatron_zbpp.schedules.pipe_offload import po_f, po_h
 
 FILE = Path(__file__).with_name('orders.json')
 SIZES = (1, 3), (2, 5), (3, 2), (4, 8), (5, 7)  # ranks and microbatches
 TIMES = ((5.0, 6.0, 4.0), (1.0, 2.5, 1.0), (3.0, 3.0, 1.0))
-OTHERS = {
-    'bpipe': lambda p, m, costs: b_pipe(p, m),
-    'po-h': lambda p, m, costs: po_h(p, m, 4, costs),
-    'po-f': lambda p, m, costs: po_f(p, m, 4, costs),
-}
 
 
 def uneven(num_stages: int) -> Costs:
@@ -56,22 +49,14 @@ def of_family(family: Family) -> Iterator[str]:
             yield text(build(family.name, p, m, num_chunks=chunks, costs=costs))
 
 
-def of_other(name: str) -> Iterator[str]:
-    """The same, of what is no family."""
-    for p, m in SIZES:
-        plain = OTHERS[name](p, m, None)
-        yield text(plain)
-        yield text(OTHERS[name](p, m, uneven(plain.placement.num_stages)))
-
-
 def hashes(name: str) -> str:
     """Return a few digits for each order."""
-    texts = of_other(name) if name in OTHERS else of_family(BY_NAME[name])
+    texts = of_family(BY_NAME[name])
     return ' '.join(sha256(each.encode()).hexdigest()[:6] for each in texts)
 
 
 BY_NAME = {family.name: family for family in FAMILIES}
-NAMES = sorted([*BY_NAME, *OTHERS])
+NAMES = sorted(BY_NAME)
 
 
 @pytest.mark.parametrize('name', NAMES)

@@ -1,0 +1,203 @@
+"""Recomputation of any schedule: forwards keep their input only, and run again before B.
+
+R of a pass is right before its B, where it waits for nothing but the rank. It comes earlier where
+the rank would idle: as long as the whole of it fits there, and nothing more is held than otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from math import inf
+
+from megatron_zbpp.analysis.offloading import Amount, chunks_of
+from megatron_zbpp.ir import B, F, Pass, Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.techniques import recompute
+
+_SLACK = 1e-9
+
+
+def recomputed(schedule: Schedule, amount: Amount, costs: Costs | None = None) -> Schedule:
+    """Return `schedule` with forwards of the first chunks of each rank run again before B.
+
+    Chunks live the longer the earlier they are. A stage whose B follow their F at once has nothing
+    to gain and keeps what it saves. (Chen et al., arXiv 1604.06174; GPipe, arXiv 1811.06965.)
+
+    Args:
+        schedule: without recomputation.
+        amount: 'half', 'all', or how many chunks of each rank.
+        costs: of its stages, by which idle times are known; default: F = B = W.
+
+    Raises:
+        ValueError: it recomputes or moves activations already, or an amount that makes no sense.
+    """
+    if schedule.graph.techniques:
+        names = ', '.join(technique.name for technique in schedule.graph.techniques)
+        raise ValueError(f'{schedule.name} has {names} already: leave the recomputation out')
+    placement = schedule.placement
+    chunks = chunks_of(amount, placement.num_chunks, 'recompute')
+    stages = [
+        stage
+        for stage in range(placement.num_stages)
+        if placement.chunk_of(stage) < chunks and _waits(schedule, stage)
+    ]
+    plain = replace(schedule, graph=recompute(schedule.graph, stages), phases=())
+    orders = _Filling(plain, frozenset(stages), costs or Costs.uniform(placement)).orders()
+    together = frozenset(_moved(schedule, orders))
+    name = f'{schedule.name} + recompute {amount}'
+    return replace(plain, name=name, passes=orders, together=together)
+
+
+def _waits(schedule: Schedule, stage: int) -> bool:
+    """Whether anything runs between an F and its B of this stage."""
+    for order in schedule.passes:
+        own = [(at, p) for at, p in enumerate(order) if p.stage == stage]
+        for (at, p), (behind, q) in pairwise(own):
+            if p.kind == F and (behind > at + 1 or q.microbatch != p.microbatch):
+                return True
+    return False
+
+
+def _moved(schedule: Schedule, orders: tuple[tuple[Pass, ...], ...]) -> Iterator[tuple[int, int]]:
+    """Yield where passes that run as one begin now: those that no R has come between."""
+    for rank, at in schedule.together:
+        first, second = schedule.passes[rank][at : at + 2]
+        place = orders[rank].index(first)
+        if orders[rank][place + 1] == second:
+            yield rank, place
+
+
+class _Filling:
+    """Runs the passes of all ranks in time, and puts each R where its rank would idle.
+
+    Args:
+        schedule: its graph has R, its orders have none.
+        stages: that recompute.
+        costs: of its stages.
+    """
+
+    def __init__(self, schedule: Schedule, stages: frozenset[int], costs: Costs) -> None:
+        self._schedule = schedule
+        self._stages = stages
+        self._costs = costs
+        self._left = [list(order) for order in schedule.passes]
+        self._orders: list[list[Pass]] = [[] for _ in schedule.passes]
+        self._clocks = [0.0] * len(self._left)
+        self._ends: dict[Pass, float] = {}
+        self._known: dict[Pass, tuple[tuple[Pass, float], ...]] = {}
+        self._lengths: dict[tuple[str, int, int], float] = {}
+        self._backward = frozenset(schedule.graph.doers[B])
+        self._change = costs.changes(schedule.graph)
+        self._most = [max(self._held(rank), default=0.0) for rank in range(len(self._left))]
+
+    def orders(self) -> tuple[tuple[Pass, ...], ...]:
+        """Return each rank's order."""
+        while True:
+            moments = [(self._moment(rank), rank) for rank, left in enumerate(self._left) if left]
+            if not moments:
+                return tuple(map(tuple, self._orders))
+            moment, rank = min(moments)
+            if moment == inf:  # of an order that waits in a circle, which `check` tells
+                return tuple(tuple(self._rest(rank)) for rank in range(len(self._left)))
+            self._step(rank)
+
+    def _moment(self, rank: int) -> float:
+        """When the rank decides next: where it is free, or what it needs is there."""
+        free = self._clocks[rank]
+        if self._own_again(rank) or (free < self._ready(rank) and self._filler(rank)):
+            return free
+        return max(free, self._ready(rank))
+
+    def _step(self, rank: int) -> None:
+        """Run what comes next: the pass, its R, or an R of a later pass."""
+        p, ready = self._left[rank][0], self._ready(rank)
+        again = self._own_again(rank)
+        if again is None and self._clocks[rank] < ready:
+            again = self._filler(rank)
+        if again is not None:
+            self._run(rank, again, self._clocks[rank])
+            return
+        self._left[rank].pop(0)
+        self._run(rank, p, max(ready, self._clocks[rank]))
+
+    def _run(self, rank: int, p: Pass, start: float) -> None:
+        end = start + self._length(p, rank)
+        self._orders[rank].append(p)
+        self._clocks[rank] = self._ends[p] = end
+
+    def _own_again(self, rank: int) -> Pass | None:
+        """Return the R that the next pass waits for."""
+        return self._again(self._left[rank][0])
+
+    def _again(self, p: Pass) -> Pass | None:
+        """Return the R of a backward that has not run yet."""
+        if p.stage not in self._stages or p.kind not in self._backward:
+            return None
+        again = p._replace(kind='R')
+        return None if again in self._ends else again
+
+    def _filler(self, rank: int) -> Pass | None:
+        """Return the R of the next backward that lacks it, if it fits into the time and memory."""
+        for p in self._left[rank]:
+            again = self._again(p)
+            if again is None:
+                continue
+            if p._replace(kind=F) not in self._ends:
+                return None
+            if self._clocks[rank] + self._length(again, rank) > self._earliest(rank) + _SLACK:
+                return None
+            most = max(self._held(rank, again), default=0.0)
+            return again if most <= self._most[rank] + _SLACK else None
+        return None
+
+    def _ready(self, rank: int) -> float:
+        """When what the next pass of the rank needs is there; infinite: it is not known yet."""
+        ends = self._ends
+        return max((ends.get(q, inf) + edge for q, edge in self._needs(rank)), default=0.0)
+
+    def _earliest(self, rank: int) -> float:
+        """Return a time before which the next pass cannot start."""
+        times = [0.0]
+        for q, edge in self._needs(rank):
+            end = self._ends.get(q, inf)
+            if end == inf:
+                other = self._schedule.rank_of(q)
+                begin = max(self._clocks[other], self._clocks[rank])
+                end = begin + self._length(q, other)
+            times.append(end + edge)
+        return max(times)
+
+    def _length(self, p: Pass, rank: int) -> float:
+        key = p.kind, p.stage, rank
+        if key not in self._lengths:
+            self._lengths[key] = self._costs.duration(self._schedule.graph, *key)
+        return self._lengths[key]
+
+    def _needs(self, rank: int) -> tuple[tuple[Pass, float], ...]:
+        """Return what the next pass needs, but for its own R, each with the time from there."""
+        p = self._left[rank][0]
+        if p not in self._known:
+            self._known[p] = tuple(
+                (q, self._costs.edge(self._schedule.rank_of(q), rank))
+                for q in self._schedule.predecessors(p)
+            )
+        return self._known[p]
+
+    def _rest(self, rank: int, first: Pass | None = None) -> Iterator[Pass]:
+        """Yield the order so far, then `first`, then what is left, each R right before its B."""
+        yield from self._orders[rank]
+        if first is not None:
+            yield first
+        for p in self._left[rank]:
+            again = self._again(p)
+            if again is not None and again != first:
+                yield again
+            yield p
+
+    def _held(self, rank: int, first: Pass | None = None) -> Iterator[float]:
+        """Yield what is held after each pass of that order."""
+        return accumulate(
+            self._change.get((p.kind, p.stage, p.slice), 0.0) for p in self._rest(rank, first)
+        )

@@ -1,0 +1,150 @@
+"""What of a program moves what forwards have saved: the executor's hand on the activation store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from megatron_zbpp.analysis.program import Begin, Program, Receive, Send
+from megatron_zbpp.ir import Pass
+from megatron_zbpp.runtime.activations.partner import Keeping
+from megatron_zbpp.runtime.activations.store import ActivationStore, Key
+
+_OUT, _BACK = 'O', 'L'  # to the host
+_EVICT, _FETCH = 'E', 'K'  # to the partner
+KINDS = (_OUT, _BACK, _EVICT, _FETCH)
+
+
+class Moves:
+    """Of one iteration on one rank.
+
+    Args:
+        program: of the rank.
+        store: moves; None: nothing may.
+
+    Attributes:
+        waits: the send or receive of what was saved that this rank waits for, while it does.
+        actions: of each kind of pass that moves something.
+    """
+
+    def __init__(self, program: Program, store: ActivationStore | None) -> None:
+        self.waits: Send | Receive | None = None
+        self._store = store
+        saved = [i for i in program if isinstance(i, Send | Receive) and i.saved]
+        self._sent = {
+            key_of(i.consumer): i
+            for i in saved
+            if isinstance(i, Send) and i.consumer.kind == _EVICT
+        }
+        self._fetched = {
+            key_of(i.consumer): i
+            for i in saved
+            if isinstance(i, Receive) and i.consumer.kind == _FETCH
+        }
+        self._leaving = {
+            *self._sent,
+            *(key_of(i) for i in program if isinstance(i, Pass) and i.kind == _OUT),
+        }
+        self.actions: dict[str, Callable[[Pass, object], None]] = {
+            _OUT: self._leave,
+            _BACK: self._begin_back,
+            _EVICT: self._leave,
+            _FETCH: _nothing,  # the receive in front of it has taken the memory
+        }
+
+    @property
+    def held(self) -> int:
+        """How many activations this rank keeps for its partner, less those that are away."""
+        return 0 if self._store is None else self._store.kept - self._store.away
+
+    def leaves(self, key: Key) -> bool:
+        """Whether what the forward saves is elsewhere until B."""
+        return key in self._leaving
+
+    def packing(self, key: Key, received: torch.Tensor | None) -> AbstractContextManager[None]:
+        """Around the forward of a pass; its input leaves, too."""
+        if key not in self._leaving:
+            return nullcontext()
+        sent = self._sent.get(key)
+        return self._of_store.packing(key, received, None if sent is None else sent.peer)
+
+    def await_back(self, key: Key) -> None:
+        """Let what computes from now on wait until what the forward of a pass saved is back."""
+        if key in self._leaving:
+            self.waits = self._fetched.get(key)
+            self._of_store.arrived(key)
+            self.waits = None
+
+    @contextmanager
+    def using(self, key: Key) -> Iterator[None]:
+        """Around the backward of a pass."""
+        if key not in self._leaving:
+            yield
+            return
+        self.await_back(key)
+        with self._of_store.using(key):
+            yield
+
+    def begin(self, instruction: Begin) -> None:
+        """Begin to copy out to the host."""
+        self._of_store.begin_out(key_of(instruction.leaving))
+
+    def transfer(self, i: Send | Receive) -> None:
+        """Begin to send or to receive what was saved: of this rank, or of its partner."""
+        key = key_of(i.consumer)
+        if i == self._sent.get(key):
+            self._of_store.begin_out(key)
+        elif i == self._fetched.get(key):
+            self._of_store.begin_back(key)
+        else:
+            self.waits = i
+            if isinstance(i, Receive):
+                self._keeping.keep(key, i.peer)
+            else:
+                self._keeping.give_back(key)
+            self.waits = None
+
+    def finish(self) -> None:
+        """Wait until all that was given back has left."""
+        if self._store is not None:
+            self._store.finish()
+
+    def drop(self) -> None:
+        """Forget everything once all that was sent has come: forwards run ahead for nothing."""
+        if self._store is not None:
+            self._store.drop()
+
+    def clear(self) -> None:
+        """Forget everything: after the end, or an error."""
+        if self._store is not None:
+            self._store.clear()
+
+    def _leave(self, p: Pass, _: object) -> None:
+        self.waits = self._sent.get(key_of(p))
+        self._of_store.leave(key_of(p))
+        self.waits = None
+
+    def _begin_back(self, p: Pass, _: object) -> None:
+        self._of_store.begin_back(key_of(p))
+
+    @property
+    def _of_store(self) -> ActivationStore:
+        assert self._store is not None, 'programs that move activations were refused'
+        return self._store
+
+    @property
+    def _keeping(self) -> Keeping:
+        keeping = self._of_store.keeping
+        assert keeping is not None, 'programs for partners come with channels to them'
+        return keeping
+
+
+def key_of(p: Pass) -> Key:
+    """Return what a bundle goes by."""
+    return p.stage, p.microbatch
+
+
+def _nothing(p: Pass, _: object) -> None:
+    pass

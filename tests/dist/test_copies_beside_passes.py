@@ -1,0 +1,57 @@
+"""Time and memory of what moves, as simulated: with a copy engine that sleeps beside the passes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.copies import cli
+from benchmarks.copies.measure import Case, measured
+from benchmarks.copies.stage import Sizes
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize('name', ['bpipe', '1f1b+recompute'])
+def test_the_resident_set_is_what_was_planned(name):
+    """Of each of four processes, within a tenth; without, the first would hold four."""
+    found = measured(Case(name, 1.0, 4, 6, Sizes(1e-3, 34 * MIB), 2))
+    assert found.held == pytest.approx(found.planned, rel=0.1)
+    assert max(found.planned) == (3 if name == 'bpipe' else 1) * 34 * MIB
+
+
+def test_copies_to_the_host_free_memory():
+    found = measured(Case('po+offload', num_microbatches=4, sizes=Sizes(2e-3, 34 * MIB), rounds=2))
+    without = measured(Case('po', num_microbatches=4, sizes=Sizes(2e-3, 34 * MIB), rounds=2))
+    assert found.held == pytest.approx(found.planned, rel=0.1)
+    assert without.held == pytest.approx(without.planned, rel=0.1)
+    assert max(found.held) < max(without.held)
+
+
+def test_where_copies_are_slow_the_passes_wait(tmp_path):
+    """The command at its smallest: what it takes is near what is simulated on any machine."""
+    file = tmp_path / 'found.json'
+    assert cli.main(['--ms', '5', '--mib', '8', '--rounds', '1', '--json', str(file)]) == 0
+    found = json.loads(file.read_text())
+    times = {(entry['name'], entry['k']): entry for entry in found[:6]}
+    for entry in times.values():
+        assert 0.99 < entry['seconds'] / entry['simulated'] < 2
+    fast, slow = (times['po+offload', k]['seconds'] for k in (0.5, 2.0))
+    assert len(found) == 11 and fast < slow
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('k', [0.5, 1.0, 2.0])
+@pytest.mark.parametrize('name', ['po+offload', '1f1b+offload', 'interleaved+offload'])
+def test_time_is_as_simulated(name, k):
+    """Within 3 %, where the copies hide behind the passes and where they do not."""
+    case = Case(name, k, sizes=Sizes(0.1, MIB), rounds=4)
+    found = measured(case)
+    assert found.seconds == pytest.approx(found.simulated, rel=0.03)
+
+
+def test_what_makes_no_sense(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(['--ms', '0'])
+    assert 'give numbers above 0' in capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""What forwards have saved on the partner meanwhile (BPipe): small stages, to the bit."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from grids import grid
+from programs import pairs
+from stages import ROWS, WIDTH, LinearStage, reference, uneven
+from test_nccl import MODES
+
+from megatron_zbpp.analysis.lowering import lower
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
+from megatron_zbpp.emulation import nccl
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.runtime.activations.store import ActivationStore
+from megatron_zbpp.runtime.channels import Channels, Message
+from megatron_zbpp.runtime.clock import HostClock
+from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
+from megatron_zbpp.schedules import build
+from megatron_zbpp.schedules.b_pipe import bound, evicted
+
+CPU = torch.device('cpu')
+
+
+class Iterations:
+    """Of one schedule on this rank, on groups like `group`."""
+
+    def __init__(self, schedule, group, varying=False, **named):
+        self.schedule, self.varying, self.named = schedule, varying, named
+        self.programs, self.rank = lower(schedule), dist.get_rank()
+        self.channels = Channels(group, pairs(self.programs), CPU, shapes=varying)
+        self.activations = ActivationStore(CPU, small=1)
+        self.activations.join(
+            Channels(group, pairs(self.programs, saved=True), CPU, shapes=True, saved=True)
+        )
+
+    def executor(self, program):
+        store, count = WeightGradStore(), self.schedule.num_stages
+        rows = [uneven] if self.varying else []
+        stages = {
+            s: LinearStage(store, s, count, *rows)
+            for s in self.schedule.placement.stages(self.rank)
+        }
+        self.activations.keep(p for stage in stages.values() for p in stage.parameters())
+        message = Message(None if self.varying else (ROWS, WIDTH), torch.float32, CPU)
+        executor = Executor(
+            program,
+            stages,
+            self.channels,
+            message,
+            store,
+            HostClock(),
+            activations=self.activations,
+            **self.named,
+        )
+        return executor, stages
+
+    def ahead(self):
+        """Its program with the forwards first that may run ahead, and how many these are."""
+        counts = passes_ahead(self.schedule)
+        ahead = passes_run_ahead(self.schedule, counts, self.schedule.num_ranks)
+        first, rest = split(self.programs[self.rank], ahead)
+        return first + rest, len(first)
+
+    def drop(self):
+        """Runs forwards ahead for nothing."""
+        program, count = self.ahead()
+        executor, _ = self.executor(program)
+        executor.run_ahead(count)
+        executor.drop()
+        assert not self.activations.away and not self.activations.kept
+
+    def train(self, ahead=False):
+        """Losses and gradients by stage, bytes that left, and what was held after each pass."""
+        program, count = self.ahead() if ahead else (self.programs[self.rank], 0)
+        executor, stages = self.executor(program)
+        executor.run_ahead(count)
+        record = executor.run()
+        assert not self.activations.away and not self.activations.kept
+        assert not self.activations._bundles and executor.moves.waits is None
+        made = {s: (m.losses, [p.grad for p in m.parameters()]) for s, m in stages.items()}
+        moved = {s: found.moved for s, found in self.activations.bytes.items()}
+        return made, moved, record.live
+
+
+def on_gloo(schedule, varying):
+    iterations = Iterations(schedule, dist.group.WORLD, varying)
+    results = [iterations.train()]
+    iterations.drop()
+    return [*results, iterations.train(ahead=True)]
+
+
+def on_nccl(schedule, varying, mode):
+    with nccl.Device(**MODES[mode]) as device:
+        group = dist.new_group(list(range(dist.get_world_size())), backend=nccl.NAME)
+        iterations = Iterations(schedule, group, varying, named=device.passing)
+        results = [iterations.train()]
+        iterations.drop()
+        return [*results, iterations.train(ahead=True)]
+
+
+def verify(schedule, results, varying):
+    p, m = schedule.num_ranks, schedule.num_microbatches
+    losses, gradients = reference(p, m, True, *([uneven] if varying else []))
+    planned = peak(schedule, Costs.uniform(schedule.placement))
+    for rank, iterations in enumerate(results):
+        for made, moved, held in iterations:
+            assert max(held) <= planned[rank] <= bound(p)
+            assert bool(moved.get(rank)) == bool(evicted(p, m, rank))
+            for stage, (own, grads) in made.items():
+                assert stage < p - 1 or own == losses
+                assert all(map(torch.equal, grads, gradients[stage]))
+
+
+@grid(p=(2, 4, 5, 8), m=(8, 9, 16), varying=(False, True), when=lambda p, m, varying: p <= m)
+def test_to_the_bit(ranks, p, m, varying):
+    """No rank holds more than was planned; forwards run ahead, and are dropped."""
+    schedule = build('bpipe', p, m)
+    verify(schedule, ranks(p).run(on_gloo, schedule, varying), varying)
+
+
+@grid(mode=tuple(MODES), p=(4, 6), varying=(False, True))
+def test_as_nccl_orders_and_blocks(ranks, mode, p, varying):
+    schedule = build('bpipe', p, 8)
+    verify(schedule, ranks(p).run(on_nccl, schedule, varying, mode, timeout=200), varying)
+
+
+def test_the_peak_is_reached(ranks):
+    """Both of a pair: the one that sends, and the one that keeps."""
+    schedule = build('bpipe', 4, 8)
+    (first, *_), *_, (last, *_) = ranks(4).run(on_gloo, schedule, False)
+    assert max(first[2]) == max(last[2]) == bound(4) < 4

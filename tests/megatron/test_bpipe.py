@@ -1,0 +1,42 @@
+"""BPipe: activations on a partner between F and B; as by Megatron's own schedule, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+from grids import grid
+from models import Job, check
+from supported import supports
+
+
+@supports('activations on a partner: GPT on {pp} ranks', 'bpipe')
+@grid(pp=(4, 2), fused=(False, True), recompute=(None, 'full'), bf16=(False, True))
+def test_ranks(ranks, data, pp, fused, recompute, bf16):
+    """Two ranks hold no more than the bound by themselves."""
+    job = Job(te=False, pp=pp, fused=fused, recompute=recompute, bf16=bf16)
+    check(ranks, data, 'bpipe', job, moves=pp > 3)
+
+
+@supports('activations on a partner: dropout, and an evaluation between', 'bpipe')
+def test_dropout(ranks, data):
+    """As by Megatron itself: stages are where it has them."""
+    check(ranks, data, 'bpipe', Job(te=False, pp=4, dropout=0.1), moves=True)
+
+
+@supports('activations on a partner: optimizer steps that do not wait', 'bpipe')
+def test_forwards_run_ahead(ranks, data):
+    check(ranks, data, 'bpipe+post-validation', Job(te=False, pp=4), moves=True)
+
+
+@supports('activations on a partner: {kind}', 'bpipe')
+@pytest.mark.te
+@grid(kind=('lengths', 'experts'), fused=(True, True, False))
+def test_layers(te_ranks, data, kind, fused):
+    """Real layers of Transformer Engine; microbatches of any length, tokens of experts."""
+    te = kind != 'lengths'
+    check(te_ranks, data, 'bpipe', Job(kind, te=te, pp=4, fused=fused and te), moves=True)
+
+
+@pytest.mark.full
+@supports('activations on a partner: tp 2', 'bpipe')
+def test_sequence_parallel(ranks, data):
+    check(ranks, data, 'bpipe', Job(te=False, pp=4, tp=2, bf16=True), moves=True)
