@@ -45,8 +45,18 @@ schedules: one stage a rank (`1f1b`; with W passes `zb-h1`), a loop (`interleave
 SIGNS = {'bit-identical': '=', 'within tolerance': '≈'}
 
 
-class Row(NamedTuple):
-    """A line of the records: see tests/support/supported.py."""
+class Record(NamedTuple):
+    """A line of the records.
+
+    Attributes:
+        feature: what was trained with a schedule of ours.
+        schedule: its name, with +post-validation where steps are validated later; 'any' where it
+            does not matter.
+        megatron: the release of megatron-core.
+        te: the release of Transformer Engine, on whose layers; '' for Megatron's own.
+        outcome: 'bit-identical', 'within tolerance', 'waits', 'passes', or 'refused: ' and why.
+        test: file::function, from the repository's root.
+    """
 
     feature: str
     schedule: str
@@ -62,6 +72,12 @@ class Row(NamedTuple):
     @property
     def refused(self) -> bool:
         return self.outcome.startswith('refused: ')
+
+
+def read() -> list[Record]:
+    """Return the records."""
+    with RECORDS.open(newline='') as file:
+        return [Record(*row) for row in csv.reader(file)][1:]
 
 
 @cache
@@ -83,12 +99,11 @@ def kind(schedule: str) -> tuple[int, str]:
 
 def page() -> str:
     """Return the page."""
-    with RECORDS.open(newline='') as file:
-        rows = [Row(*row) for row in csv.reader(file)][1:]
+    rows = read()
     return '\n'.join([HEAD, *_trained(rows), '', '## What is refused', '', *_refused(rows), ''])
 
 
-def _trained(rows: list[Row]) -> list[str]:
+def _trained(rows: list[Record]) -> list[str]:
     rows = [row for row in rows if not row.refused]
     releases = sorted({row.release for row in rows}, key=lambda found: (found[1] != '', found))
     heads = [megatron + (f', TE {te}' if te else '') for megatron, te in releases]
@@ -108,12 +123,12 @@ def _trained(rows: list[Row]) -> list[str]:
     return lines
 
 
-def _cell(rows: list[Row]) -> str:
+def _cell(rows: list[Record]) -> str:
     outcomes = sorted({SIGNS.get(row.outcome, row.outcome) for row in rows})
     return ', '.join(outcomes)
 
 
-def _refused(rows: list[Row]) -> list[str]:
+def _refused(rows: list[Record]) -> list[str]:
     """Return a line for each refusal: by which releases."""
     refusals = defaultdict(set)
     for row in rows:

@@ -71,9 +71,9 @@ def by_layer(
         model = get_attr_wrapped_model(chunk, 'pre_process', return_model_obj=True)
         for name, parameter in model.named_parameters():
             place, _, rest = name.partition('.')
-            if name.startswith('decoder.layers.'):
-                index, _, rest = name.removeprefix('decoder.layers.').partition('.')
-                place = str(model.decoder.layers[int(index)].layer_number)
+            if rest.startswith('layers.') and hasattr(model, place):  # decoder, or BERT's encoder
+                index, _, rest = rest.removeprefix('layers.').partition('.')
+                place = str(getattr(model, place).layers[int(index)].layer_number)
             yield place, rest, parameter
 
 

@@ -12,6 +12,7 @@ from megatron_zbpp.mcore.patches import (
     log_line,
     memory_report,
     placement,
+    tied,
     transformer_engine,
 )
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
@@ -116,6 +117,7 @@ class Plugin:
             linear.patches(session.store),
             transformer_engine.patches(session.programs.splits),
             placement.patches(session.programs.placement, session.agree),
+            tied.patches(session.programs.placement),
             log_line.patches(session),
             memory_report.patches(session),
             split_step.patches(),

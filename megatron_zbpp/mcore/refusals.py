@@ -35,10 +35,6 @@ class Refusal:
 
 # setting: (reason, cure); refused where it is set
 _WITH_A_SCHEDULE = {
-    'defer_embedding_wgrad_compute': (
-        'W passes defer that gradient already',
-        'leave it out of the config',
-    ),
     'num_microbatches_with_partial_activation_checkpoints': (
         'a schedule holds the activations of all microbatches alike',
         'recompute all microbatches alike',

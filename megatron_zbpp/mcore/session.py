@@ -67,7 +67,7 @@ class Session:
         self.post_validation: PostValidation | None = None
         if settings.post_validation is not None:
             policy = EarlyStepPolicy(settings.post_validation)
-            self.post_validation = PostValidation(policy, self.watchdog.collective, _say)
+            self.post_validation = PostValidation(policy, self.watchdog.collective, say)
         self.auto: AutoPlan | None = None
         if settings.schedule == AUTO:
             objective = 'makespan' if self.post_validation is None else 'window'
@@ -185,7 +185,7 @@ class Session:
                 self.tracer.switched(auto.costs)
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
     """Tell the user, once for all ranks."""
     if dist.get_rank() == 0:
         print(f'megatron_zbpp: {message}', file=sys.stderr, flush=True)

@@ -97,13 +97,13 @@ def moved(what):
     from megatron.core.transformer import TransformerConfig
 
     from megatron_zbpp.mcore.command_line import doctor
-    from megatron_zbpp.mcore.patches import placement
+    from megatron_zbpp.mcore.patches import tied
 
     own = schedules.get_forward_backward_func, TransformerConfig.__post_init__
     change = {
         'function': mock.patch.object(schedules, 'get_forward_backward_func', lambda: None),
         'method': mock.patch.object(TransformerConfig, '__post_init__', lambda self: None),
-        'gone': mock.patch.object(placement, 'TIED', '_no_such_name'),
+        'gone': mock.patch.object(tied, 'SUM', '_no_such_name'),
         'class': mock.patch.dict(sys.modules, {'megatron_zbpp.mcore.plugin': None}),
     }
     with change[what]:

@@ -33,7 +33,7 @@ CASES = {
 @pytest.mark.parametrize(
     'case',
     [
-        pytest.param(case, marks=supports(f"NVIDIA's loop: {case}", f'{schedule}+post-validation'))
+        pytest.param(case, marks=supports("NVIDIA's loop: {case}", f'{schedule}+post-validation'))
         for case, (_, schedule, *_) in CASES.items()
     ],
 )

@@ -55,11 +55,12 @@ def test_post_validation(ranks, tmp_path, schedule):
     assert len({tuple(losses) for losses in stock.reported[-1]}) == 5, 'of the rank that has them'
 
 
-@supports('multi-token prediction in a stage of its own', 'zb-h1')
-def test_a_stage_of_its_own(ranks):
+@supports('multi-token prediction in a stage of its own, depth {depth}', 'zb-h1')
+@pytest.mark.parametrize('depth', [1, 2])
+def test_a_stage_of_its_own(ranks, depth):
     """Its message to the stage of the loss is longer than all others."""
-    layout = ['--pipeline-model-parallel-layout', 'Etttt|tttt|m|L', '--num-layers', 8]
-    flags = [*MTP, *layout, '--pipeline-model-parallel-size', 4, '--mtp-num-layers', 1]
+    layout = ['--pipeline-model-parallel-layout', f'Etttt|tttt|{"m" * depth}|L', '--num-layers', 8]
+    flags = [*MTP, *layout, '--pipeline-model-parallel-size', 4, '--mtp-num-layers', depth]
     stock = run(ranks(4), *flags)
     assert len(set(stock.losses.values())) == 3
     assert run(ranks(4), *flags, '--pipeline-schedule', 'zb-h1') == stock

@@ -20,7 +20,7 @@ SHAPES = {
 }
 
 
-@supports('GPT of {kind} layers, recompute: {recompute}')
+@supports('GPT of {kind}, {recompute}')
 @grid(
     kind=tuple(KINDS),
     schedule=SCHEDULES,
@@ -34,7 +34,7 @@ def test_kinds(te_ranks, data, kind, schedule, fused, bf16, recompute):
     check(te_ranks, data, schedule, Job(kind, bf16=bf16, fused=fused, recompute=recompute))
 
 
-@supports('GPT of {kind} layers, {shape}')
+@supports('GPT of {kind}, {shape}')
 @grid(
     when=lambda shape, kind, **_: shape != 'ep 2' or 'experts' in kind,
     shape=tuple(SHAPES),

@@ -59,12 +59,13 @@ class Run:
     reported: tuple[Any, ...] = ()
 
 
-def train(argv: list[str], event: Any) -> tuple[dict, dict, dict, dict, Any]:
+def train(argv: list[str], event: Any, script: Path = SCRIPT) -> tuple[dict, dict, dict, dict, Any]:
     """Runs on each rank: the script under our launcher, leaving no state of Megatron behind.
 
     Args:
         argv: of the script.
         event: a context manager around the run, see `events`; gives what is to be reported.
+        script: that one.
     """
     if CHECKOUT and CHECKOUT not in sys.path:
         sys.path.insert(0, CHECKOUT)
@@ -94,7 +95,7 @@ def train(argv: list[str], event: Any) -> tuple[dict, dict, dict, dict, Any]:
     try:
         with event(training) as reported:
             try:
-                megatron_zbpp.launch.main(['--cpu', str(SCRIPT), *argv])
+                megatron_zbpp.launch.main(['--cpu', str(script), *argv])
             except SystemExit as left:  # at --exit-interval
                 if left.code:
                     raise
@@ -149,9 +150,13 @@ def since(iteration: int, values: dict[int, Any]) -> dict[int, Any]:
     return {at: value for at, value in values.items() if at > iteration}
 
 
-def run(ranks: Ranks, *argv: str | int | Path, event: Any = events.nothing) -> Run:
+def run(
+    ranks: Ranks, *argv: str | int | Path, event: Any = events.nothing, script: Path = SCRIPT
+) -> Run:
     """Trains with `argv` on `ranks`."""
-    results = ranks.run(train, [*COMMON, *map(str, argv)], event)
+    real = '--data-path' in argv
+    common = [word for word in COMMON if word != '--mock-data' or not real]
+    results = ranks.run(train, [*common, *map(str, argv)], event, script)
     losses, norms, zeros, hashes, _ = results[-1]
     return Run(
         losses,

@@ -15,37 +15,17 @@ import re
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from paths import ROOT
+from words import worded
 
-RECORDS = ROOT / 'docs' / 'support.csv'
+from scripts.support_page import RECORDS, Record, read
+
 BITS = 'bit-identical'
 TOLERANCE = 'within tolerance'
 WAITS = 'waits'
 PASSES = 'passes'
-
-
-class Record(NamedTuple):
-    """A line of the records.
-
-    Attributes:
-        feature: what was trained with a schedule of ours.
-        schedule: its name, with +post-validation where steps are validated later; 'any' where it
-            does not matter.
-        megatron: the release of megatron-core.
-        te: the release of Transformer Engine, on whose layers; '' for Megatron's own.
-        outcome: BITS, TOLERANCE, WAITS, PASSES, or `refused: ` and why.
-        test: file::function, from the repository's root.
-    """
-
-    feature: str
-    schedule: str
-    megatron: str
-    te: str
-    outcome: str
-    test: str
 
 
 def supports(
@@ -74,16 +54,10 @@ def claims(item: pytest.Item) -> Iterator[Record]:
     megatron = measured.get('megatron', metadata.version('megatron-core'))
     test = re.sub(r'\[.*', '', item.nodeid, flags=re.S)
     for mark in item.iter_markers('supports'):
-        feature, schedules, outcome = (text.format(**given) for text in mark.args)
+        feature, schedules, outcome = (text.format(**worded(given)) for text in mark.args)
         for schedule in schedules.split():
-            te = str(given.get('te_ranks', ''))
+            te = str(measured.get('te', given.get('te_ranks', '')))
             yield Record(feature, schedule, megatron, te, outcome, test)
-
-
-def read() -> list[Record]:
-    """The records."""
-    with RECORDS.open(newline='') as file:
-        return [Record(*row) for row in csv.reader(file)][1:]
 
 
 def write(records: Iterable[Record]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zbpp.emulation import cpu, te
-from megatron_zbpp.mcore import enabled, refusals
+from megatron_zbpp.mcore import enabled, refusals, superseded
 from megatron_zbpp.mcore.command_line import flags, plan_layout, sizes
 from megatron_zbpp.mcore.command_line.messages import refuse, say
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
@@ -89,13 +89,6 @@ def _preparing(parse: Callable) -> Callable:
     return parse_known_args
 
 
-def _supersede(args: argparse.Namespace) -> None:
-    """Drop what a schedule of ours does by itself."""
-    if getattr(args, 'defer_embedding_wgrad_compute', False):
-        args.defer_embedding_wgrad_compute = False
-        say('--defer-embedding-wgrad-compute has no effect: the schedule places all W passes')
-
-
 def prepare(args: argparse.Namespace) -> Plugin | None:
     """Do what the flags ask for; None where they ask for nothing.
 
@@ -131,7 +124,8 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
     )
     if layout is not None:
         say(f'layers as the plan has them: {layout}')
-    _supersede(args)
+    for each in superseded.drop(args):
+        say(each)
     ranks, programs = args.pipeline_model_parallel_size, Programs(settings)
     placement, splits = programs.placement(ranks), programs.splits(ranks)
     recomputes = programs.recomputes(ranks)

@@ -13,7 +13,7 @@ from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.layout import layers_per_stage
 from megatron_zbpp.ir.timeline import MEANING
-from megatron_zbpp.mcore import layout, refusals
+from megatron_zbpp.mcore import layout, refusals, superseded
 from megatron_zbpp.mcore.command_line import flags, plan_layout, sizes
 from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
 from megatron_zbpp.mcore.command_line.layer_memory import LayerMemory, layer_memory
@@ -133,6 +133,7 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     placement = programs.placement(parallel['pipeline'])
     splits = programs.splits(parallel['pipeline'])
     counts = _microbatches(line, parallel['data'])
+    notes += superseded.drop(line.args)
     if config.enable_optimizer_post_validation:
         sizes.disable_rerun_checks(line.args, line.words)
         notes += [f'all ranks wait: {each}' for each in barriers(line.args, placement)]

@@ -42,7 +42,8 @@ def num_chunks(args: argparse.Namespace) -> int | None:
     text = args.pipeline_model_parallel_layout
     if text is not None:
         try:
-            stages = layout.StageLayout.get_num_stages_from_str(text)
+            known = isinstance(text, list)  # of a program; as a flag it is text
+            stages = len(text) if known else layout.StageLayout.get_num_stages_from_str(text)
         except AssertionError as error:
             raise ValueError(f'--pipeline-model-parallel-layout {text}: {error}') from None
         if stages % ranks:

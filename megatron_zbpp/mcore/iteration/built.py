@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron_zbpp.ir import Placement
 
@@ -40,16 +41,20 @@ def require_all_layers(
     Raises:
         ValueError: on all ranks, if a layer is missing, there twice or in another stage.
     """
+    held = placement.stages(pp_group.rank())
     own = {
-        stage: numbered_layers(model)
-        for stage, model in zip(placement.stages(pp_group.rank()), models, strict=True)
+        stage: (numbered_layers(model), _cut(model))
+        for stage, model in zip(held, models, strict=True)
     }
     with collective('comparison of the layers that were built'):
         by_rank: list[Any] = [None] * placement.num_ranks
         dist.all_gather_object(by_rank, own, group=pp_group)
     by_stage: dict[int, dict[str, list[int]]] = {}
     for stages in by_rank:
-        by_stage |= stages
+        for stage, (layers, problem) in stages.items():
+            if problem is not None:
+                raise ValueError(problem)
+            by_stage[stage] = layers
     stacks = {stack for layers in by_stage.values() for stack in layers}
     for stack in sorted(stacks):
         found = [by_stage[stage].get(stack, []) for stage in range(placement.num_stages)]
@@ -61,6 +66,28 @@ def require_all_layers(
                 'pipeline_model_parallel_layout, or take a schedule whose stages go around the '
                 'ranks once, such as zb-h1'
             )
+
+
+def _cut(model: torch.nn.Module) -> str | None:
+    """Return why a part that one rank has for itself, as an encoder of images, lacks layers.
+
+    Its config may be a copy of the pipeline's model's, with that one's layout.
+    """
+    for name, module in model.named_modules():
+        config = getattr(module, 'config', None)
+        divided = getattr(config, 'pipeline_model_parallel_layout', None) is not None
+        if (
+            divided
+            and isinstance(module, TransformerBlock)
+            and config.pipeline_model_parallel_size == 1
+        ):
+            return (
+                f'{name} is whole, but its config has pipeline_model_parallel_layout, by which '
+                f'Megatron built {len(module.layers)} of its {config.num_layers} layers: give a '
+                'number of layers that divides among the ranks, or '
+                '--decoder-first-pipeline-num-layers'
+            )
+    return None
 
 
 def numbered_layers(model: torch.nn.Module) -> dict[str, list[int]]:

@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore import compat, layout, refusals
+from megatron_zbpp.mcore import compat, layout, refusals, superseded
 from megatron_zbpp.mcore.iteration.alike import agreement
 from megatron_zbpp.mcore.iteration.announcement import announce
 from megatron_zbpp.mcore.iteration.built import require_all_layers
@@ -312,6 +312,7 @@ def refuse_unsupported(
         raise NotImplementedError(
             f"does not work with --pipeline-schedule: {refusal}, or use Megatron's own schedule"
         )
+    superseded.require_none(config)
     if adjust_tensor_shapes_fn is not None:
         raise NotImplementedError(
             "adjust_tensor_shapes_fn does not work with --pipeline-schedule: use Megatron's own"

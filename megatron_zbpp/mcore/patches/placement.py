@@ -1,6 +1,6 @@
 """Where Megatron looks for the first stage, the layers and the embedding.
 
-Megatron takes stage 0 to be on pipeline rank 0. In a Λ it is on the last rank: five of Megatron's
+Megatron takes stage 0 to be on pipeline rank 0. In a Λ it is on the last rank: some of Megatron's
 functions answer otherwise while the plugin is enabled, and everything that asks them (building of
 model and data, precision casts, checkpoints) follows. For other placements they answer as ever.
 """
@@ -9,33 +9,25 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore import compat
-from megatron_zbpp.mcore.layout import (
-    StageLayout,
-    has_embedding,
-    require_placed,
-    tied_copies,
-)
+from megatron_zbpp.mcore import compat, superseded
+from megatron_zbpp.mcore.layout import StageLayout, require_placed
 from megatron_zbpp.mcore.patches.registry import Patch
+from megatron_zbpp.mcore.session import say
 
 Placements = Callable[[int], Placement]  # of so many pipeline ranks
 Agree = Callable[[Mapping[str, object], dist.ProcessGroup], None]  # on settings, in a group
 LAYOUT = 'PipelineParallelLayerLayout'
-TIED = '_allreduce_word_embedding_grads'
 
 _CONFIG = 'megatron.core.transformer.transformer_config'
 _LANGUAGE = 'megatron.core.models.common.language_module.language_module:LanguageModule'
-_FINALIZE = 'megatron.core.distributed.finalize_model_grads'
 # While this is not empty, data is built.
 _building: list[bool] = []
 
@@ -63,15 +55,15 @@ def patches(placement: Placements, agree: Agree) -> Iterator[Patch]:
     makes = (f'{_CONFIG}:TransformerConfig.__post_init__',)
     yield Patch(_CONFIG, LAYOUT, wrapped(_Layouts), makes)
     yield Patch(_LANGUAGE, '__init__', wrapped(_refusing))
-    yield Patch(_LANGUAGE, 'setup_embeddings_and_output_layer', wrapped(_tying))
-    yield Patch(_FINALIZE, TIED, _summing_tied_copies, (f'{_FINALIZE}:finalize_model_grads',))
 
     segments = compat.segments_module()
     if segments is not None:
         yield Patch(segments, compat.SELECT_SEGMENT, wrapped(_segments), everywhere=True)
 
-    training = 'megatron.training.training', 'build_train_valid_test_data_loaders'
-    yield Patch(*training, _with_data_on_rank_0, everywhere=True, late=True)
+    training = 'megatron.training.training'
+    yield Patch(training, 'get_model', wrapped(_with_chunks), everywhere=True, late=True)
+    loaders = 'build_train_valid_test_data_loaders'
+    yield Patch(training, loaders, _with_data_on_rank_0, everywhere=True, late=True)
     batch = compat.get_batch_module(), compat.GET_BATCH
     yield Patch(*batch, wrapped(_with_whole_batch), everywhere=True, late=True)
 
@@ -170,56 +162,20 @@ def _segments(original: Callable, placement: Placements) -> Callable:
 
 
 def _refusing(original: Callable, placement: Placements) -> Callable:
-    """Before any layer is built, a model that would have its layers elsewhere than its stages."""
+    """Before any layer is built, a model that would have its layers elsewhere than its stages.
+
+    It also takes back what the schedule does by itself.
+    """
 
     @functools.wraps(original)
     def __init__(self: LanguageModule, config: Any, *args: Any, **kwargs: Any) -> None:
         if config.pipeline_model_parallel_size > 1:
+            for each in superseded.drop(config):
+                say(each)
             require_placed(self, placement(config.pipeline_model_parallel_size), config)
         original(self, config, *args, **kwargs)
 
     return __init__
-
-
-def _tying(original: Callable, placement: Placements) -> Callable:
-    """Also copies the embedding to what is tied to it where one rank holds both in two chunks.
-
-    That is the output layer, or the embedding of multi-token prediction. Megatron does it by an
-    all-reduce between first and last rank, and does not see such a pair.
-    """
-    # the latest chunk with an embedding; chunks are built in order
-    latest: list[Callable[[], Any]] = []
-
-    @functools.wraps(original)
-    def setup_embeddings_and_output_layer(self: LanguageModule) -> None:
-        original(self)
-        if self.pre_process:
-            latest[:] = [weakref.ref(self)]
-        elif self.post_process and has_embedding(self):
-            ranks = placement(self.config.pipeline_model_parallel_size).ranks
-            if ranks[0] == ranks[-1]:
-                embedding = latest[0]().shared_embedding_or_output_weight()
-                with torch.no_grad():
-                    self.shared_embedding_or_output_weight().copy_(embedding)
-
-    return setup_embeddings_and_output_layer
-
-
-def _summing_tied_copies(original: Callable) -> Callable:
-    """Megatron's reduction of tied embeddings, and a plain sum where one rank holds both copies."""
-
-    @functools.wraps(original)
-    def reduce(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
-        copies = tied_copies(model)
-        if not copies:
-            original(model, *args, **kwargs)
-            return
-        gradients: list[Any] = [getattr(copy, 'main_grad', copy.grad) for copy in copies]
-        one, other = gradients
-        one.add_(other)
-        other.copy_(one)
-
-    return reduce
 
 
 def _with_whole_batch(original: Callable, placement: Placements) -> Callable:
@@ -239,6 +195,29 @@ def _with_whole_batch(original: Callable, placement: Placements) -> Callable:
         return original(*args, **kwargs)
 
     return get_batch_on_this_tp_rank
+
+
+def _with_chunks(original: Callable, placement: Placements) -> Callable:
+    """Refuse a model of several chunks a rank whose provider would not know which it builds."""
+
+    @functools.wraps(original)
+    def get_model(model_provider: Any, *args: Any, **kwargs: Any) -> Any:
+        size = parallel_state.get_pipeline_model_parallel_world_size()
+        chunks = placement(size).num_chunks if size > 1 else 1
+        if chunks > 1 and not _takes_vp_stage(model_provider):
+            name = getattr(model_provider, '__qualname__', type(model_provider).__name__)
+            raise NotImplementedError(
+                f'{name} has no parameter vp_stage, so that it cannot tell apart the {chunks} '
+                'chunks that the schedule has on each rank: take a schedule with one, such as zb-h1'
+            )
+        return original(model_provider, *args, **kwargs)
+
+    return get_model
+
+
+def _takes_vp_stage(provider: Callable) -> bool:
+    parameters = inspect.signature(provider).parameters
+    return 'vp_stage' in parameters or any(p.kind == p.VAR_KEYWORD for p in parameters.values())
 
 
 def _with_data_on_rank_0(original: Callable) -> Callable:

@@ -21,12 +21,19 @@ from megatron_zbpp.mcore.post_validation.next_iteration import NextIteration
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.partial_state import PartialReduction
 from megatron_zbpp.post_validation.protocol import STEP, PostValidation
+from megatron_zbpp.post_validation.views import SharedViews
+
+# NVIDIA's training loops: where they make ranks agree
+_LOOPS = ('megatron.training.utils', 'megatron.bridge.training.utils.train_utils')
+
+# Megatron-Bridge's: makes iterators of a rank's chunks
+_VIEWS = 'megatron.bridge.data.iterator_utils', 'make_data_iterator_list'
 
 
 def patches(steps: Steps, post_validation: PostValidation | None) -> Iterator[Patch]:
     """Yield what steps; with post-validation, what would wait for all ranks around that.
 
-    NVIDIA's training loop makes ranks agree on results that they have in common, and takes the time
+    NVIDIA's training loops make ranks agree on results that they have in common, and take the time
     of an iteration behind a barrier.
     """
     for owner in split_step.STEPPING:
@@ -40,7 +47,9 @@ def patches(steps: Steps, post_validation: PostValidation | None) -> Iterator[Pa
         ('reduce_max_stat_across_model_parallel_group', _as_float32),
     ):
         without_reduction = functools.partial(_without_reduction, post_validation, same)
-        yield Patch('megatron.training.utils', name, without_reduction, everywhere=True, late=True)
+        for module in _LOOPS:
+            yield Patch(module, name, without_reduction, everywhere=True, late=True)
+    yield Patch(*_VIEWS, _the_same_views, everywhere=True, late=True)
 
 
 def _as_float32(value: float | None) -> float | None:
@@ -58,6 +67,19 @@ def _without_reduction(
         return original(value, *args, **kwargs)
 
     return reduce
+
+
+def _the_same_views(original: Callable) -> Callable:
+    """Give chunks the iterators of the iteration before, in which this one may have begun."""
+    views = SharedViews()
+
+    @functools.wraps(original)
+    def make_data_iterator_list(model: list, data_iterator: Iterator | None) -> Any:
+        if not isinstance(model, list) or len(model) < 2:
+            return original(model, data_iterator)
+        return views.of(data_iterator, len(model))
+
+    return make_data_iterator_list
 
 
 def _without_barrier(post_validation: PostValidation, original: Callable) -> Callable:

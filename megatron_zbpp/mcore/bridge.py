@@ -1,0 +1,153 @@
+"""What a configuration of Megatron-Bridge needs for a schedule: see `megatron_zbpp.bridge`.
+
+Bridge has no command line. Its configuration is read as Megatron's arguments are, and what the
+command line would write into those is written into it.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_zbpp.emulation import cpu, te
+from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.mcore import refusals, superseded
+from megatron_zbpp.mcore.command_line import sizes
+from megatron_zbpp.mcore.command_line.messages import say
+from megatron_zbpp.mcore.layout import StageLayout
+from megatron_zbpp.mcore.post_validation.barriers import barriers
+from megatron_zbpp.mcore.programs import Programs
+from megatron_zbpp.mcore.settings import Settings
+
+# Megatron's arguments, and Bridge's fields where those have another name
+_FIELDS = {
+    'pipeline_model_parallel_layout': 'pipeline_model_parallel_layout',
+    'num_virtual_stages_per_pipeline_rank': 'virtual_pipeline_model_parallel_size',
+    'decoder_first_pipeline_num_layers': 'num_layers_in_first_pipeline_stage',
+    'decoder_last_pipeline_num_layers': 'num_layers_in_last_pipeline_stage',
+    'account_for_embedding_in_pipeline_split': 'account_for_embedding_in_pipeline_split',
+    'account_for_loss_in_pipeline_split': 'account_for_loss_in_pipeline_split',
+}
+_OF_TRAINING = ('micro_batch_size', 'global_batch_size', 'rampup_batch_size')
+_OPTIONS = ('exit_duration_in_mins', 'exit_signal_handler')
+_DECENTRALIZED = (
+    'its groups are made without asking where the schedule has its stages',
+    'leave it False',
+)
+_HYBRID = (
+    "Bridge's hybrid models have one chunk on a rank",
+    'take a schedule that has one, such as zb-h1',
+)
+
+
+def prepare(
+    config: Any,
+    schedule: str | Schedule,
+    num_chunks: int | None = None,
+    memory_limit: float | None = None,
+    post_validation: bool | int = False,
+) -> tuple[int | None, dict[str, Any]]:
+    """Check `config` for the schedule, and write the layout of the layers into it.
+
+    Args:
+        config: a `ConfigContainer`.
+        schedule: as for `megatron_zbpp.enable`, as are the others.
+        num_chunks, memory_limit, post_validation: those.
+
+    Returns:
+        Chunks that are asked for, and settings that all ranks must have alike.
+
+    Raises:
+        ValueError: a setting that cannot work, with the cure.
+        NotImplementedError: a setting that is refused, with the cure.
+    """
+    args = _arguments(config)
+    alike = dict(vars(args))
+    ranks = args.pipeline_model_parallel_size
+    if ranks == 1:
+        say('one pipeline rank has no pipeline: the schedule changes nothing')
+        return num_chunks, alike
+    if not isinstance(schedule, Schedule):
+        num_chunks = num_chunks or sizes.num_chunks(args)
+    programs = Programs(Settings(schedule, num_chunks, memory_limit))
+    placement = programs.placement(ranks)
+    reasons = dict.fromkeys(map(str, _refused(config, args, placement, programs.splits(ranks))))
+    if reasons:
+        raise NotImplementedError(f'with schedule {programs.key}, ' + '. '.join(reasons))
+    for count in sorted(sizes.microbatches(args, int(os.environ.get('WORLD_SIZE', 1)))):
+        programs.lowered(ranks, count, forward_only=False)
+    for each in superseded.drop(_transformer(config)):
+        say(each)
+    _place_layers(_transformer(config), args, placement)
+    if post_validation:
+        for each in barriers(args, placement):
+            say(f'all ranks wait: {each}')
+    return num_chunks, alike
+
+
+def _transformer(config: Any) -> Any:
+    """Return the TransformerConfig: the model's provider is one, or it has one."""
+    return getattr(config.model, 'transformer', config.model)
+
+
+def _arguments(config: Any) -> Namespace:
+    """Return `config` as Megatron's arguments; writing into them changes nothing in it.
+
+    Raises:
+        ValueError: it has been validated, and its layout is an object.
+    """
+    model = _transformer(config)
+    values = {name: value for name, value in vars(model).items() if not name.startswith('_')}
+    values |= {name: getattr(model, field, None) for name, field in _FIELDS.items()}
+    layout = values['pipeline_model_parallel_layout']
+    if layout is not None and not isinstance(layout, str | list):
+        raise ValueError(
+            'model.pipeline_model_parallel_layout is an object: call megatron_zbpp.bridge.enable '
+            'before config.validate() and pretrain(), and give the layout as text'
+        )
+    values |= {name: getattr(config.train, name, None) for name in (*_OF_TRAINING, *_OPTIONS)}
+    tied = getattr(config.model, 'share_embeddings_and_output_weights', False)
+    values |= {
+        'num_layers_per_virtual_pipeline_stage': None,
+        'untie_embeddings_and_output_weights': not tied,
+        'hybrid_layer_pattern': getattr(config.model, 'hybrid_layer_pattern', None),
+        'num_experts': values.get('num_moe_experts'),
+        'rerun_mode': config.rerun_state_machine.rerun_mode,
+        'log_interval': config.logger.log_interval,
+        'log_params_norm': config.logger.log_params_norm,
+        'async_save': config.checkpoint.async_save,
+        'use_megatron_fsdp': config.dist.use_megatron_fsdp or config.ddp.use_megatron_fsdp,
+        'use_torch_fsdp2': config.dist.use_torch_fsdp2,
+    }
+    return Namespace(**values)
+
+
+def _refused(
+    config: Any, args: Namespace, placement: Placement, splits: bool
+) -> Iterator[refusals.Refusal]:
+    if config.dist.use_decentralized_pg:
+        yield refusals.Refusal('dist.use_decentralized_pg', True, *_DECENTRALIZED)
+    if args.hybrid_layer_pattern and placement.num_chunks > 1:
+        yield refusals.Refusal('hybrid_layer_pattern', args.hybrid_layer_pattern, *_HYBRID)
+    yield from refusals.refused(args, cpu.installed(), te.installed(), placement, splits)
+
+
+def _place_layers(model: Any, args: Namespace, placement: Placement) -> None:
+    """Write the layout of the layers into the configuration of the model.
+
+    Raises:
+        ValueError: too few layers for so many stages.
+    """
+    before = model.pipeline_model_parallel_layout
+    sizes.place_layers(args, placement)
+    for name, field in _FIELDS.items():
+        setattr(model, field, getattr(args, name))
+    chunks = placement.num_chunks
+    model.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+    layout = model.pipeline_model_parallel_layout
+    if layout is not None:
+        StageLayout(placement, layout)  # raises where it has another number of stages
+    if layout != before:
+        say(f'model.pipeline_model_parallel_layout: {layout}')

@@ -1,0 +1,100 @@
+"""The word embedding and its copy, where one rank holds both in two chunks, as in a Λ.
+
+Megatron keeps the two equal, and sums their gradients, between first and last rank; Megatron-Bridge
+sends one to the other when it has loaded weights. None of them sees such a pair.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
+
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.mcore.layout import has_embedding, tied_copies
+from megatron_zbpp.mcore.patches.registry import Patch
+
+Placements = Callable[[int], Placement]  # of so many pipeline ranks
+SUM = '_allreduce_word_embedding_grads'
+COPY = '_broadcast_shared_embeddings'
+
+_LANGUAGE = 'megatron.core.models.common.language_module.language_module:LanguageModule'
+_FINALIZE = 'megatron.core.distributed.finalize_model_grads'
+_CONVERSION = 'megatron.bridge.models.conversion.model_bridge:MegatronModelBridge'
+
+
+def patches(placement: Placements) -> Iterator[Patch]:
+    """Yield what keeps the two equal.
+
+    Args:
+        placement: of a number of pipeline ranks.
+    """
+    setup = functools.partial(_tying, placement=placement)
+    yield Patch(_LANGUAGE, 'setup_embeddings_and_output_layer', setup)
+    yield Patch(_FINALIZE, SUM, _summing_tied_copies, (f'{_FINALIZE}:finalize_model_grads',))
+    yield Patch(_CONVERSION, COPY, _copying_tied, late=True)
+
+
+def _tying(original: Callable, placement: Placements) -> Callable:
+    """Also copies the embedding to what is tied to it.
+
+    That is the output layer, or the embedding of multi-token prediction.
+    """
+    # the latest chunk with an embedding; chunks are built in order
+    latest: list[Callable[[], Any]] = []
+
+    @functools.wraps(original)
+    def setup_embeddings_and_output_layer(self: LanguageModule) -> None:
+        original(self)
+        if self.pre_process:
+            latest[:] = [weakref.ref(self)]
+        elif self.post_process and has_embedding(self):
+            ranks = placement(self.config.pipeline_model_parallel_size).ranks
+            if ranks[0] == ranks[-1]:
+                embedding = latest[0]().shared_embedding_or_output_weight()
+                with torch.no_grad():
+                    self.shared_embedding_or_output_weight().copy_(embedding)
+
+    return setup_embeddings_and_output_layer
+
+
+def _summing_tied_copies(original: Callable) -> Callable:
+    """Megatron's reduction of tied embeddings, and a plain sum where one rank holds both copies."""
+
+    @functools.wraps(original)
+    def reduce(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
+        copies = tied_copies(model)
+        if not copies:
+            original(model, *args, **kwargs)
+            return
+        gradients: list[Any] = [getattr(copy, 'main_grad', copy.grad) for copy in copies]
+        one, other = gradients
+        one.add_(other)
+        other.copy_(one)
+
+    return reduce
+
+
+def _copying_tied(original: Callable) -> Callable:
+    """Bridge's broadcast of tied embeddings; where one rank holds both copies, a copy.
+
+    Bridge then takes the last chunk to hold the embedding, and would fill it with memory that
+    nobody has written.
+    """
+
+    @functools.wraps(original)
+    def _broadcast_shared_embeddings(self: Any, megatron_model: Any) -> None:
+        models = megatron_model if isinstance(megatron_model, list) else [megatron_model]
+        copies = tied_copies(models) if len(models) > 1 else ()
+        if not copies:
+            original(self, megatron_model)
+            return
+        embedding, copy = copies
+        with torch.no_grad():
+            copy.copy_(embedding)
+
+    return _broadcast_shared_embeddings

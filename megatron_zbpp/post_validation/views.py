@@ -1,0 +1,94 @@
+"""The data of one iterator for several chunks of a model, by iterators that stay the same.
+
+A loop that makes them anew for each iteration, as Megatron-Bridge's does, leaves none with which
+forwards of the next iteration could begin.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from typing import Any
+
+_KEPT = 4  # sources at once: of training, validation, test
+
+
+class View:
+    """Gives a chunk what `shared` draws, from where the chunk is.
+
+    Attributes:
+        at: how many items it has given; None: its chunk reads no data.
+    """
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self.at: int | None = 0
+
+    def __iter__(self) -> View:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at is None:
+            raise RuntimeError(
+                'a chunk that read no data in its first iteration reads some now: leave out '
+                'post_validation'
+            )
+        item = self._shared.item(self.at)
+        self.at += 1
+        return item
+
+
+class Shared:
+    """Draws from `source` once for all of its views.
+
+    Args:
+        source: the iterator.
+        num_views: as many as chunks.
+    """
+
+    def __init__(self, source: Iterator[Any], num_views: int) -> None:
+        self.source = source
+        self.views = [View(self) for _ in range(num_views)]
+        self._drawn: deque[Any] = deque()
+        self._first = 0  # the number of the oldest item that is kept
+
+    def item(self, number: int) -> Any:
+        """Return the item of that number, from 0."""
+        while number >= self._first + len(self._drawn):
+            self._drawn.append(next(self.source))
+        return self._drawn[number - self._first]
+
+    def begin(self) -> list[View]:
+        """Return the views for one more iteration; what all have read is forgotten."""
+        if any(view.at for view in self.views):
+            for view in self.views:
+                view.at = view.at or None
+            oldest = min(view.at for view in self.views if view.at is not None)
+            for _ in range(oldest - self._first):
+                self._drawn.popleft()
+            self._first = oldest
+        return list(self.views)
+
+
+class SharedViews:
+    """The views of the iterators of a training, each made once."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[int, Shared] = OrderedDict()
+
+    def of(self, source: Iterator[Any] | None, num_views: int) -> list[View | None]:
+        """Return as many views of `source`, the same as before.
+
+        Args:
+            source: an iterator; None, where a rank reads no data.
+            num_views: as many as chunks.
+        """
+        if source is None:
+            return [None] * num_views
+        shared = self._known.get(id(source))
+        if shared is None:
+            shared = self._known[id(source)] = Shared(source, num_views)
+        self._known.move_to_end(id(source))
+        while len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+        return list(shared.begin())

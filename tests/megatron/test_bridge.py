@@ -1,0 +1,123 @@
+"""Megatron-Bridge: a toy recipe trains by our schedules as by Megatron's, and comes out as it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import bridge
+import pytest
+import recipe
+import wheels
+from gpu import CUDA
+from ranks import Pool, Ranks
+from recipe import ITERATIONS, Recipe, train
+from supported import refuses, supports
+
+pytestmark = [pytest.mark.te, pytest.mark.skipif(CUDA, reason='tested on the CPU')]
+WHAT = f'Megatron-Bridge {bridge.VERSION}: '
+
+
+@pytest.fixture(scope='module')
+def bridge_ranks() -> Iterator[Callable[[int], Ranks]]:
+    """As `ranks`, in processes that have Bridge, and Transformer Engine with emulated kernels."""
+    newest = wheels.transformer_engine(wheels.NEWEST)
+    pool = Pool(bridge.install, bridge.folder(), newest)
+    yield lambda size: Ranks(size, pool)
+    pool.stop()
+
+
+@pytest.fixture(scope='module', params=[False, True], ids=['untied', 'tied'])
+def stock(bridge_ranks, request, tmp_path_factory):
+    """Weights of Hugging Face's, and what Megatron's own schedule makes of them."""
+    folder = tmp_path_factory.mktemp('llama')
+    bridge_ranks(2).run(recipe.save_weights, folder, request.param, timeout=240)
+    how = Recipe(tied=request.param)
+    trained = bridge_ranks(2).run(train, folder, how, 'megatron', False, timeout=240)
+    assert len(set(trained[-1].losses)) == ITERATIONS
+    assert trained[0].loaded == trained[1].loaded and trained[0].weights == trained[1].weights
+    assert not trained[0].loaded.items() & trained[0].weights.items(), 'each weight has changed'
+    return folder, how, trained
+
+
+@supports(WHAT + 'a recipe, weights from and to Hugging Face', '{schedule}')
+@pytest.mark.parametrize(
+    'schedule', ['zb-h1', 'zb-v', 'zb-2p+post-validation', 'zb-v+post-validation']
+)
+def test_identical_to_megatron(bridge_ranks, stock, schedule, record_property):
+    record_property('te', wheels.NEWEST)
+    folder, how, expected = stock
+    name, _, early = schedule.partition('+')
+    trained = bridge_ranks(2).run(train, folder, how, name, 1 if early else False, timeout=240)
+    for ours, theirs in zip(trained, expected, strict=True):
+        assert ours.loaded == theirs.loaded, 'what was read'
+        assert ours.losses == theirs.losses
+        assert ours.weights == theirs.weights, 'what was written'
+        if name != 'zb-v':  # which sums the norm in another order
+            assert ours.norms == theirs.norms
+    assert any(ours.early for ours in trained) == bool(early)
+
+
+def enabling(folder, changes, schedule='zb-v'):
+    """Runs on a rank: what the configuration has become, or why it cannot."""
+    from megatron_zbpp import bridge as ours
+    from megatron_zbpp.mcore import enabled
+
+    made, _ = recipe.config(folder, Recipe())
+    for name, value in changes.items():
+        *path, last = name.split('.')
+        owner = made
+        for each in path:
+            owner = getattr(owner, each)
+        setattr(owner, last, value)
+    try:
+        ours.enable(made, schedule)
+        model = made.model
+        return model.pipeline_model_parallel_layout, model.virtual_pipeline_model_parallel_size
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    finally:
+        if enabled.plugin is not None:
+            enabled.plugin.disable()
+            enabled.plugin = None
+
+
+@pytest.mark.parametrize(
+    ('schedule', 'changes', 'expected'),
+    [
+        ('zb-v', {}, ('Et|t|t|tL', 2)),
+        ('zb-h1', {}, (None, None)),
+        ('zb-interleaved', {'model.virtual_pipeline_model_parallel_size': 2}, ('Et|t|t|tL', 2)),
+        ('zb-v', {'model.account_for_loss_in_pipeline_split': True}, ('Ett|t|t|L', 2)),
+        ('zb-h1', {'model.num_layers': 5}, ('Ettt|ttL', None)),
+        ('zb-v', {'model.defer_embedding_wgrad_compute': True}, ('Et|t|t|tL', 2)),
+        ('zb-v', {'model.pipeline_model_parallel_size': 1}, (None, None)),
+    ],
+)
+def test_what_is_written_into_the_configuration(bridge_ranks, stock, schedule, changes, expected):
+    assert bridge_ranks(2).run(enabling, stock[0], changes, schedule) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'model.pipeline_model_parallel_layout': 'Ett|ttL'}, 'has 2 stages, but the schedule'),
+        ({'model.virtual_pipeline_model_parallel_size': 3}, 'zb-v.*2'),
+        ({'model.pipeline_model_parallel_layout': SimpleNamespace()}, 'before config.validate'),
+        ({'model.num_layers': 3}, 'layers'),
+        ({'model.overlap_moe_expert_parallel_comm': True}, 'overlap_moe_expert_parallel_comm=True'),
+    ],
+)
+def test_what_cannot_work(bridge_ranks, stock, changes, message):
+    found = bridge_ranks(2).run(enabling, stock[0], changes)
+    assert all(isinstance(each, str) and re.search(message, each) for each in found), found
+
+
+@refuses(
+    WHAT + '`dist.use_decentralized_pg`',
+    'its groups are made without asking where the schedule has its stages',
+)
+def test_decentralized_groups_are_refused(bridge_ranks, stock):
+    found = bridge_ranks(2).run(enabling, stock[0], {'dist.use_decentralized_pg': True})
+    assert all('dist.use_decentralized_pg=True: its groups are made' in each for each in found)

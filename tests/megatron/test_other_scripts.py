@@ -1,0 +1,115 @@
+"""NVIDIA's scripts for other models than GPTs; they are in a checkout, which MEGATRON_LM names."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from nvidia import CHECKOUT, run, since
+from ranks import RankError
+from supported import refuses, supports
+
+LETTERS = 'abcdefghijklmnopqrstuvwxyz'
+VOCABULARY = ('[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', *LETTERS)
+PIPELINE = '--pipeline-model-parallel-size 2 --global-batch-size 6 --clip-grad 1e9'.split()
+PIPELINE += '--train-iters 3'.split()
+IMAGES = '--img-h 28 --img-w 28 --patch-dim 14 --ckpt-format torch --seq-length 5'.split()
+
+
+def script(*places: str) -> Path:
+    """Return the script, where the checkout has it in one of these places."""
+    found = [Path(CHECKOUT) / place for place in places if CHECKOUT]
+    found = [path for path in found if path.exists()]
+    if not found:
+        pytest.skip(f'needs a checkout of Megatron-LM with {places[0]}: MEGATRON_LM names it')
+    return found[0]
+
+
+@pytest.fixture
+def sentences(ranks, tmp_path) -> list[str]:
+    """Flags that name documents of sentences, and their vocabulary."""
+    vocabulary = tmp_path / 'vocab.txt'
+    vocabulary.write_text('\n'.join(VOCABULARY))
+    ranks(1).run(write_sentences, tmp_path / 'text')
+    flags = f'--data-path {tmp_path / "text"} --vocab-file {vocabulary} --legacy-tokenizer'
+    return [*flags.split(), '--tokenizer-type', 'BertWordPieceLowerCase', '--spec', 'local']
+
+
+def write_sentences(prefix: Path) -> None:
+    """Runs on a rank."""
+    import numpy
+    import torch
+    from megatron.core.datasets import indexed_dataset
+
+    draw = random.Random(7)
+    files = indexed_dataset.get_bin_path(str(prefix)), indexed_dataset.get_idx_path(str(prefix))
+    builder = indexed_dataset.IndexedDatasetBuilder(files[0], dtype=numpy.uint16)
+    for _ in range(40):
+        for _ in range(6):
+            words = draw.choices(range(5, len(VOCABULARY)), k=draw.randint(3, 6))
+            builder.add_item(torch.tensor(words))
+        builder.end_document()
+    builder.finalize(files[1])
+
+
+@supports('BERT', 'zb-h1 zb-v zb-2p+post-validation')
+def test_bert(ranks, tmp_path, sentences):
+    """Two losses, attention both ways, tied embeddings; from a checkpoint of Megatron's own."""
+    bert = script('pretrain_bert.py', 'examples/bert/pretrain_bert.py')
+    flags = [*PIPELINE, *sentences]
+    saving = ['--save', tmp_path / 'saved', '--save-interval', 1]
+    stock = run(ranks(2), *flags, *saving, script=bert)
+    assert len(set(stock.losses.values())) == 3
+    for schedule in ('zb-h1', 'zb-v', 'zb-2p'):
+        loading = ['--load', tmp_path / 'saved', '--ckpt-step', 1]
+        early = ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 0]
+        flags_of = [*loading, '--pipeline-schedule', schedule, *(early * (schedule == 'zb-2p'))]
+        ours = run(ranks(2), *flags, *flags_of, script=bert)
+        assert ours.losses == since(1, stock.losses), schedule
+        assert ours.parameters == stock.parameters, schedule
+        assert ours.optimizer == stock.optimizer, schedule
+
+
+@supports('images and text (`pretrain_vlm.py`), stages of unlike layers', '1f1b zb-h1')
+def test_images(ranks):
+    """The encoder of images makes the first stage longer: it gets fewer layers of the decoder."""
+    vlm = script('pretrain_vlm.py')
+    flags = [*PIPELINE, *IMAGES, '--decoder-first-pipeline-num-layers', 1]
+    stock = run(ranks(2), *flags, script=vlm)
+    assert len(set(stock.losses.values())) == 3
+    for schedule in ('1f1b', 'zb-h1'):
+        assert run(ranks(2), *flags, '--pipeline-schedule', schedule, script=vlm) == stock
+
+
+@refuses(
+    'images and text (`pretrain_vlm.py`)',
+    'its model provider has no vp_stage: it builds one chunk a rank',
+    'zb-v interleaved',
+)
+@pytest.mark.parametrize('schedule', ['zb-v', 'interleaved'])
+def test_images_have_one_chunk_a_rank(ranks, schedule):
+    vlm = script('pretrain_vlm.py')
+    with pytest.raises(RankError, match='has no parameter vp_stage'):
+        run(ranks(2), *PIPELINE, *IMAGES, '--pipeline-schedule', schedule, script=vlm)
+
+
+@refuses(
+    'images and text (`pretrain_vlm.py`), a layout of the layers',
+    'Megatron would cut the encoder of images as the decoder',
+    'zb-h1',
+)
+def test_images_need_a_whole_encoder(ranks):
+    """Without the check the encoder of images would have lost layers without a word."""
+    vlm = script('pretrain_vlm.py')
+    with pytest.raises(RankError, match='whole, but its config has pipeline_model_parallel_layout'):
+        flags = [*PIPELINE, *IMAGES, '--num-layers', 5, '--pipeline-schedule', 'zb-h1']
+        run(ranks(2), *flags, script=vlm)
+
+
+@refuses('T5', 'Megatron itself has it without pipelines only')
+def test_t5_is_megatrons_to_refuse(ranks, sentences):
+    t5 = script('pretrain_t5.py', 'examples/t5/pretrain_t5.py')
+    flags = [*PIPELINE, *sentences, '--vocab-extra-ids', 8, '--decoder-seq-length', 16]
+    with pytest.raises(RankError, match='Pipeline parallelism is not supported for T5'):
+        run(ranks(2), *flags, '--pipeline-schedule', 'zb-h1', script=t5)

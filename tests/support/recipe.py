@@ -1,0 +1,176 @@
+"""A toy recipe of Megatron-Bridge, from weights of Hugging Face's and back to them."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from example import forget_groups
+
+ITERATIONS, MICROBATCHES, LENGTH, VOCABULARY = 4, 5, 16, 64
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained.
+
+    Attributes:
+        tied: whether the output layer is the embedding.
+        lora: whether adapters are trained, on a checkpoint of Bridge's.
+    """
+
+    tied: bool = False
+    lora: bool = False
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run left: exact, so that two can be compared with ==.
+
+    Attributes:
+        losses: of each iteration, on the last rank.
+        norms: of the gradients.
+        weights: as Hugging Face names them, in hex of their sums and of sums of their squares.
+        loaded: the same, before the first iteration.
+        early: how many optimizer steps did not wait for all ranks.
+        begun: how many iterations had begun before their step was validated.
+        layout: the layers that the schedule wants where.
+    """
+
+    losses: list[str]
+    norms: list[str]
+    weights: dict[str, str]
+    loaded: dict[str, str]
+    early: int
+    layout: Any
+
+
+def save_weights(folder: Path, tied: bool) -> None:
+    """Leaves a small Llama in Hugging Face's format: run it on all ranks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if dist.get_rank() == 0:
+        torch.manual_seed(7)
+        config = LlamaConfig(
+            num_hidden_layers=4,
+            hidden_size=32,
+            intermediate_size=64,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=LENGTH,
+            tie_word_embeddings=tied,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder)
+    dist.barrier()
+
+
+def config(weights: Path, recipe: Recipe) -> tuple[Any, Any]:
+    """Return Bridge's configuration, and what converts weights."""
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.training import config as of
+
+    bridge = AutoBridge.from_hf_pretrained(weights)
+    model = bridge.to_megatron_provider(load_weights=True)
+    for name, value in {
+        'pipeline_model_parallel_size': dist.get_world_size(),
+        'pipeline_dtype': torch.float32,
+        'params_dtype': torch.float32,
+        'bf16': False,
+        'seq_length': LENGTH,
+        'apply_rope_fusion': False,
+        'masked_softmax_fusion': False,
+        'bias_activation_fusion': False,
+        'bias_dropout_fusion': False,
+        'cross_entropy_loss_fusion': False,
+        'gradient_accumulation_fusion': False,
+        'make_vocab_size_divisible_by': 1,
+    }.items():
+        setattr(model, name, value)
+    made = of.ConfigContainer(
+        model=model,
+        train=of.TrainingConfig(
+            train_iters=ITERATIONS, micro_batch_size=1, global_batch_size=MICROBATCHES
+        ),
+        validation=of.ValidationConfig(eval_iters=0),
+        optimizer=of.OptimizerConfig(optimizer='adam', lr=1e-2, min_lr=1e-3, clip_grad=1e9),
+        scheduler=of.SchedulerConfig(lr_decay_style='linear', lr_warmup_iters=1),
+        dataset=of.MockGPTDatasetConfig(
+            seq_length=LENGTH,
+            random_seed=7,
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            dataloader_type='single',
+            num_workers=0,
+            split='1,0,0',
+        ),
+        ddp=of.DistributedDataParallelConfig(),
+        logger=of.LoggerConfig(log_interval=100),
+        tokenizer=of.TokenizerConfig(tokenizer_type='NullTokenizer', vocab_size=VOCABULARY - 1),
+        checkpoint=of.CheckpointConfig(),
+        dist=of.DistributedInitConfig(distributed_backend='gloo'),
+        rng=of.RNGConfig(seed=7),
+    )
+    return made, bridge
+
+
+def train(folder: Path, recipe: Recipe, schedule: str, post_validation: bool | int) -> Trained:
+    """Runs on each rank: `pretrain` of Bridge, by `schedule`; 'megatron' is Megatron's own."""
+    from megatron.bridge.training import pretrain as entry
+    from megatron.bridge.training.callbacks import Callback
+    from megatron.bridge.training.gpt_step import forward_step
+
+    from megatron_zbpp import bridge as ours
+
+    losses, norms, found = [], [], {}
+
+    class Watch(Callback):
+        def on_train_start(self, context):
+            found['loaded'] = hashes(converter, context.model)
+
+        def on_train_step_end(self, context):
+            losses.extend(value.item().hex() for value in context.loss_dict.values())
+            norms.append(float(context.grad_norm).hex())
+
+        def on_train_end(self, context):
+            found['weights'] = hashes(converter, context.model)
+
+    made, converter = config(folder, recipe)
+    plugin = None
+    try:
+        if schedule != 'megatron':
+            plugin = ours.enable(made, schedule, post_validation=post_validation)
+        layout = made.model.pipeline_model_parallel_layout
+        entry.pretrain(made, forward_step, callbacks=[Watch()])
+        early = plugin.post_validation.early if post_validation else 0
+        return Trained(losses, norms, found['weights'], found['loaded'], early, layout)
+    finally:
+        forget()
+
+
+def hashes(converter: Any, model: list) -> dict[str, str]:
+    """Weights by Hugging Face's names: all ranks have all."""
+    exported = converter.export_hf_weights(model, cpu=True, show_progress=False)
+    return {name: _sums(weight) for name, weight in exported}
+
+
+def _sums(weight: torch.Tensor) -> str:
+    flat = weight.double().flatten()
+    order = torch.arange(1, flat.numel() + 1, dtype=torch.float64)
+    return f'{tuple(weight.shape)} {(flat * order).sum().item().hex()}'
+
+
+def forget() -> None:
+    """Everything that Bridge keeps in modules, and the plugin."""
+    from megatron.bridge.training.initialize import destroy_global_state
+
+    with contextlib.suppress(Exception):
+        destroy_global_state()
+    forget_groups()
+    shutil.rmtree('nemo_experiments', ignore_errors=True)
