@@ -51,6 +51,9 @@ class StageLayout(PipelineParallelLayerLayout):
             stage before the loss where that is not laid out in a loop.
     """
 
+    # not among its vars: Megatron-Bridge sets all of those anew in a copy, down to their own
+    __slots__ = ('placement',)
+
     def __init__(self, placement: Placement, layout: str | list) -> None:
         stages = self.parse_str_to_list(layout) if isinstance(layout, str) else layout
         if len(stages) != placement.num_stages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from example import run
+from models import Job, check
 from supported import supports
 
 COMMON = ['--num-layers', 4, '--pipeline-model-parallel-size', 2, '--clip-grad', 1e9]
@@ -35,3 +36,10 @@ def test_more_parallelism(ranks, data, tmp_path, option):
         trained = run(ranks(4), tmp_path, *common, '--pipeline-schedule', schedule)
         assert trained.losses == reference.losses, schedule
         assert trained.parameters == reference.parameters, schedule
+
+
+@supports('`defer_embedding_wgrad_compute` in the config of a program', '{schedule}')
+@pytest.mark.parametrize('schedule', ['zb-h1', 'zb-v'])
+def test_the_embedding_deferred(ranks, data, schedule):
+    """Megatron's own schedule drains it after the last backward; ours has W passes for it."""
+    check(ranks, data, schedule, Job('embedding deferred', te=False, fused=True))

@@ -13,6 +13,8 @@ import sys
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -69,6 +71,19 @@ def folder() -> Path:
     return found
 
 
+class _Any(ModuleType):
+    """A module that has every name: a class of its own where it is written as one."""
+
+    __version__ = '0'
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith('__'):
+            raise AttributeError(name)
+        value = type(name, (), {}) if name[0].isupper() else mock.MagicMock(return_value=None)
+        setattr(self, name, value)
+        return value
+
+
 class _Unused(Loader):
     """Finds every module of the packages that nobody calls."""
 
@@ -78,7 +93,7 @@ class _Unused(Loader):
         return None
 
     def create_module(self, spec):
-        return mock.MagicMock(__version__='0', __spec__=spec, __path__=[], __name__=spec.name)
+        return _Any(spec.name)
 
     def exec_module(self, module):
         pass

@@ -48,10 +48,12 @@ KINDS: dict[str, dict[str, Any]] = {
         'add_bias_linear': False,
     },
 }
-# of which the dispatch goes back while their weight gradients are computed
 KINDS_OF_SOME = {
+    # the dispatch goes back while weight gradients are computed
     'overlapped experts': KINDS['grouped experts']
-    | {'overlap_dispatch_backward_with_experts_wgrad': True}
+    | {'overlap_dispatch_backward_with_experts_wgrad': True},
+    # Megatron keeps what the output layer's weight gradient is computed from until the end
+    'embedding deferred': {'defer_embedding_wgrad_compute': True},
 }
 # microbatches of any length, as programs without padding have them
 KINDS['lengths'] = {'variable_seq_lengths': True, 'moe_token_dispatcher_type': 'alltoall'}

@@ -16,30 +16,15 @@ ITERATIONS, MICROBATCHES, LENGTH, VOCABULARY = 4, 5, 16, 64
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What is trained.
-
-    Attributes:
-        tied: whether the output layer is the embedding.
-        lora: whether adapters are trained, on a checkpoint of Bridge's.
-    """
-
-    tied: bool = False
-    lora: bool = False
-
-
-@dataclass(frozen=True)
 class Trained:
     """What a run left: exact, so that two can be compared with ==.
 
     Attributes:
         losses: of each iteration, on the last rank.
         norms: of the gradients.
-        weights: as Hugging Face names them, in hex of their sums and of sums of their squares.
+        weights: as Hugging Face names them: shape, and a weighted sum in hex.
         loaded: the same, before the first iteration.
         early: how many optimizer steps did not wait for all ranks.
-        begun: how many iterations had begun before their step was validated.
-        layout: the layers that the schedule wants where.
     """
 
     losses: list[str]
@@ -47,7 +32,6 @@ class Trained:
     weights: dict[str, str]
     loaded: dict[str, str]
     early: int
-    layout: Any
 
 
 def save_weights(folder: Path, tied: bool) -> None:
@@ -70,7 +54,7 @@ def save_weights(folder: Path, tied: bool) -> None:
     dist.barrier()
 
 
-def config(weights: Path, recipe: Recipe) -> tuple[Any, Any]:
+def config(weights: Path) -> tuple[Any, Any]:
     """Return Bridge's configuration, and what converts weights."""
     from megatron.bridge import AutoBridge
     from megatron.bridge.training import config as of
@@ -99,7 +83,13 @@ def config(weights: Path, recipe: Recipe) -> tuple[Any, Any]:
         ),
         validation=of.ValidationConfig(eval_iters=0),
         optimizer=of.OptimizerConfig(optimizer='adam', lr=1e-2, min_lr=1e-3, clip_grad=1e9),
-        scheduler=of.SchedulerConfig(lr_decay_style='linear', lr_warmup_iters=1),
+        scheduler=of.SchedulerConfig(
+            start_weight_decay=0.01,
+            end_weight_decay=0.01,
+            weight_decay_incr_style='constant',
+            lr_decay_style='linear',
+            lr_warmup_iters=1,
+        ),
         dataset=of.MockGPTDatasetConfig(
             seq_length=LENGTH,
             random_seed=7,
@@ -120,7 +110,7 @@ def config(weights: Path, recipe: Recipe) -> tuple[Any, Any]:
     return made, bridge
 
 
-def train(folder: Path, recipe: Recipe, schedule: str, post_validation: bool | int) -> Trained:
+def train(folder: Path, schedule: str, post_validation: bool | int) -> Trained:
     """Runs on each rank: `pretrain` of Bridge, by `schedule`; 'megatron' is Megatron's own."""
     from megatron.bridge.training import pretrain as entry
     from megatron.bridge.training.callbacks import Callback
@@ -141,15 +131,14 @@ def train(folder: Path, recipe: Recipe, schedule: str, post_validation: bool | i
         def on_train_end(self, context):
             found['weights'] = hashes(converter, context.model)
 
-    made, converter = config(folder, recipe)
+    made, converter = config(folder)
     plugin = None
     try:
         if schedule != 'megatron':
             plugin = ours.enable(made, schedule, post_validation=post_validation)
-        layout = made.model.pipeline_model_parallel_layout
         entry.pretrain(made, forward_step, callbacks=[Watch()])
         early = plugin.post_validation.early if post_validation else 0
-        return Trained(losses, norms, found['weights'], found['loaded'], early, layout)
+        return Trained(losses, norms, found['weights'], found['loaded'], early)
     finally:
         forget()
 
