@@ -143,7 +143,9 @@ def _input_gradient(
     grad_output: torch.Tensor,
 ) -> torch.Tensor:
     """Gradient of the layer's input, reduced over `tp_group` as the layer asks."""
-    context.saved_tensors = input, weight
+    # as the parameter does: torch multiplies by another kernel where no gradient is wanted and the
+    # other operand is not contiguous
+    context.saved_tensors = input, weight.requires_grad_()
     context.main_grad = None
     context.use_bias = False
     # put the weight gradient off, without limit; only the fused branch knows how to
