@@ -78,7 +78,7 @@ class Session:
         self.interval = Interval()
         self.freezing: FreezeRun | None = None
         if settings.freeze is not None:
-            self.freezing = self.store.left_out = FreezeRun(settings.freeze, _say)
+            self.freezing = self.store.left_out = FreezeRun(settings.freeze, say)
         self.side: SideWork | None = None
         self.announced = False
         self.compared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()

@@ -74,7 +74,7 @@ def _cut(model: torch.nn.Module) -> str | None:
     Its config may be a copy of the pipeline's model's, with that one's layout.
     """
     for name, module in model.named_modules():
-        config = getattr(module, 'config', None)
+        config: Any = getattr(module, 'config', None)
         divided = getattr(config, 'pipeline_model_parallel_layout', None) is not None
         if (
             divided
