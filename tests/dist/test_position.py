@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.analysis.program import Send
+from megatron_zbpp.analysis.program import Receive, Send
+from megatron_zbpp.ir import Pass
 from megatron_zbpp.runtime.guard.position import Tracker
 from megatron_zbpp.runtime.guard.termination import Termination
 from megatron_zbpp.runtime.observe.record import Record
@@ -36,6 +37,7 @@ def ahead():
     return SimpleNamespace(
         program=lower(schedule)[1],
         channels=SimpleNamespace(ranks=[4, 5, 6], leaving=None),
+        moves=SimpleNamespace(waits=None),
         clock=DeviceClock(),
         record=Record(list(passes), marks, []),
         current=passes[-1],
@@ -115,3 +117,16 @@ def test_sigterm_is_read_by_a_thread_and_kills_children():
     again.remove()
     assert signal.getsignal(signal.SIGTERM) is own
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_what_was_saved_is_waited_for(ahead):
+    """A partner that is to take activations, or to send them back."""
+    tracker, p = Tracker(ahead), Pass('F', 0, 2)
+    ahead.clock.now = 2 * len(ahead.record.passes)
+    for waits, words in (
+        (Send(p, Pass('E', 0, 2), 2, saved=True), 'to take activations of stage 0 microbatch 2'),
+        (Receive(p, Pass('K', 0, 2), 2, saved=True), 'activations of stage 0 microbatch 2 from'),
+    ):
+        ahead.moves.waits = waits
+        assert tracker.position().waits == waits and tracker.waits() == (6,)
+        assert words in tracker.standing()['waits for']
