@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from megatron_zbpp.analysis import collector, departures
 from megatron_zbpp.analysis.deadlock import prove
-from megatron_zbpp.analysis.program import Begin, Hand, Instruction, Program, Receive, Send
+from megatron_zbpp.analysis.program import Begin, Hand, Instruction, Join, Program, Receive, Send
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.ir.compiled import Compiled, compiled
@@ -118,21 +118,28 @@ def _one_by_one(schedule: Schedule) -> list[list[Instruction]]:
     # ... and those that take what is on the way there
     under_way: list[dict[int, deque[int]]] = [defaultdict(deque) for _ in programs]
     begun, flat = departures.begun(schedule), compiled(schedule.graph)
-    for number in _by_end(schedule):
-        rank, p = ranks[number], passes[number]
+    joined = _joined(schedule)
+    group: list[int] = []  # of passes that run as one: those so far
+    for number in _by_end(schedule, joined):
+        group.append(number)
+        if number in joined:
+            continue
+        rank = ranks[number]
         program, known = programs[rank], latest[rank]
+        own = [passes[each] for each in group]
         partner = schedule.placement.partner(rank)
-        if p.kind in flat.between_partners & flat.arriving:
-            (left,) = schedule.predecessors(p)
-            program.append(Receive(left, p, partner, saved=True))
-            programs[partner].append(Send(left, p, rank, saved=True))
-        program.append(p)
-        for giver in givers[number]:
+        for p in own:
+            if p.kind in flat.between_partners & flat.arriving:
+                (left,) = schedule.predecessors(p)
+                program.append(Receive(left, p, partner, saved=True))
+                programs[partner].append(Send(left, p, rank, saved=True))
+        program += [Join(tuple(own)), *own] if len(own) > 1 else own
+        for giver in itertools.chain.from_iterable(givers[each] for each in group):
             peer = ranks[giver]
             if giver > known.get(peer, -1):
                 known[peer] = giver
-        for taker in takers[number]:
-            peer, consumer = ranks[taker], passes[taker]
+        for producer, taker in ((each, taker) for each in group for taker in takers[each]):
+            p, peer, consumer = passes[producer], ranks[taker], passes[taker]
             if peer == rank:
                 program.append(Hand(p, consumer))
                 continue
@@ -142,23 +149,32 @@ def _one_by_one(schedule: Schedule) -> list[list[Instruction]]:
             waiting.append(taker)
             program.append(Send(p, consumer, peer, len(waiting)))
             programs[peer].append(Receive(p, consumer, rank))
-        for leaving in begun.get(p, ()):
+        for leaving in itertools.chain.from_iterable(begun.get(p, ()) for p in own):
             if leaving.kind not in flat.between_partners:
                 program.append(Begin(leaving))
                 continue
             (made,) = schedule.predecessors(leaving)
             program.append(Send(made, leaving, partner, saved=True))
             programs[partner].append(Receive(made, leaving, rank, saved=True))
+        group = []
     return programs
 
 
-def _by_end(schedule: Schedule) -> list[int]:
-    """Return the numbers of all passes, in the order in which they end."""
+def _joined(schedule: Schedule) -> set[int]:
+    """Return the numbers of passes that run as one with the pass behind them."""
+    before = [0, *itertools.accumulate(map(len, schedule.passes))]
+    return {before[rank] + at for rank, at in schedule.together}
+
+
+def _by_end(schedule: Schedule, joined: Set[int]) -> list[int]:
+    """Return the numbers of all passes, in the order in which they end; those `joined` with it."""
     costs = Costs.uniform(schedule.placement, comm=_LATENCY)
     spans = itertools.chain.from_iterable(simulate(schedule, costs).spans)
     ends = [end for _, end in spans]
     if compiled(schedule.graph).on_copy_engines:  # else they are in order already
         ends = [end for own in _by_rank(schedule, ends) for end in itertools.accumulate(own, max)]
+    for number in sorted(joined, reverse=True):
+        ends[number] = ends[number + 1]
     return sorted(range(len(ends)), key=ends.__getitem__)
 
 

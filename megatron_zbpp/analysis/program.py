@@ -10,6 +10,8 @@ from megatron_zbpp.ir import Pass
 class Send(NamedTuple):
     """Send what `producer`, which has just ended on this rank, made for `consumer` on `peer`.
 
+    It has ended by itself, or together with others (`Join`).
+
     Attributes:
         producer: of this rank.
         consumer: of `peer`.
@@ -72,5 +74,14 @@ class Begin(NamedTuple):
         return f'begin({self.leaving})'
 
 
-Instruction = Pass | Send | Receive | Hand | Begin
+class Join(NamedTuple):
+    """Run the `passes` that follow as one; what they made is sent behind the last of them."""
+
+    passes: tuple[Pass, ...]
+
+    def __str__(self) -> str:
+        return f'join({" ".join(map(str, self.passes))})'
+
+
+Instruction = Pass | Send | Receive | Hand | Begin | Join
 Program = tuple[Instruction, ...]

@@ -12,7 +12,7 @@ from collections.abc import Sequence, Set
 from math import inf
 
 from megatron_zbpp.analysis.lowering import takers
-from megatron_zbpp.analysis.program import Instruction, Program, Receive, Send
+from megatron_zbpp.analysis.program import Instruction, Join, Program, Receive, Send
 from megatron_zbpp.ir import F, Pass, Placement, Schedule
 
 
@@ -40,8 +40,8 @@ def passes_ahead(schedule: Schedule) -> tuple[int, ...]:
         return p.kind == F and ahead.issuperset(needed) and min(goes, default=inf) >= place[rank]
 
     for rank in order[:-1]:
-        for p in schedule.passes[rank]:
-            if not may(rank, p):
+        for at, p in enumerate(schedule.passes[rank]):
+            if (rank, at) in schedule.together or not may(rank, p):
                 break
             ahead.add(p)
             counts[rank] += 1
@@ -77,6 +77,8 @@ def split(program: Program, ahead: Set[Pass]) -> tuple[Program, Program]:
     for instruction in program:
         if isinstance(instruction, Pass):
             latest = instruction
+        elif isinstance(instruction, Join):
+            latest = instruction.passes[0]
         if isinstance(instruction, Receive) or (
             isinstance(instruction, Send) and instruction.saved
         ):

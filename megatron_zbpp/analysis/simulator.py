@@ -55,8 +55,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Run each rank's order as early as its dependencies allow.
 
     A message between ranks takes `costs.edge`, which occupies no device; between stages on one rank
-    it takes nothing. Passes that run together start together and hand on at the end of the last.
-    Linear in the number of passes.
+    it takes nothing. Passes that run together start together, take `costs.together` of the sum of
+    their times, and hand on at the end of the last. Linear in the number of passes.
 
     Args:
         schedule: one that `check` accepts; otherwise only deadlock is noticed.
@@ -216,14 +216,15 @@ class _Run:
         needs += [(self.noted[place], 0.0) for place in self.waits.get((rank, first), ())]
         if (rank, first) in self.noted:
             own.append(self.noted[rank, first])
-        duration = sum(flat.duration for _, flat in group)
+        duration = self.costs.together * sum(flat.duration for _, flat in group)
         return _Flat(*needs[0], tuple(needs[1:]), own[0], tuple(own[1:]), duration)
 
     def _share(self, rank: int, first: int, start: float) -> None:
         """Give each of a group its part of the time, one after the other."""
         for at, (_, flat) in enumerate(self._group(rank, first), first):
-            self.spans[rank][at] = start, start + flat.duration
-            start += flat.duration
+            end = start + self.costs.together * flat.duration
+            self.spans[rank][at] = start, end
+            start = end
 
 
 def _engines(schedule: Schedule, flat: Compiled) -> Iterator[tuple[int, Sequence[int]]]:

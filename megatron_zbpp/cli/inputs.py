@@ -168,7 +168,16 @@ def _generated(args: Namespace, name: str) -> Case:
     _require_size(p * m * chunks)
     costs = _costs(args, Placement.loop(p, chunks))  # a stage's share does not depend on its place
     limit = args.memory_limit if 'memory_limit' in family.options else None
-    schedule = build(name, p, m, num_chunks=chunks, costs=costs, memory_limit=limit)
+    asked = getattr(args, 'together', None) is not None
+    if asked and getattr(args, 'schedule', None) == name and 'together' not in family.options:
+        raise ValueError(
+            f'--together {args.together:g}, but {name} has no forwards and backwards that run as '
+            'one: take dualpipe-v, or leave it out'
+        )
+    together = 'together' in family.options and (asked or costs.together != 1)
+    schedule = build(
+        name, p, m, num_chunks=chunks, costs=costs, memory_limit=limit, together=together
+    )
     return Case(schedule, costs)
 
 
@@ -217,6 +226,22 @@ def _chunks(times: Times | StageCosts, p: int, asked: int | None, default: int) 
 
 
 def _costs(args: Namespace, placement: Placement) -> Costs:
+    """Return the costs that are asked for.
+
+    Raises:
+        ValueError: they do not fit the placement, or one is given twice.
+    """
+    costs, together = _of_passes(args, placement), getattr(args, 'together', None)
+    if together is None:
+        return costs
+    if costs.together != 1:
+        raise ValueError(
+            f'--together {together:g}, but the file of --times has {costs.together:g}: drop one'
+        )
+    return replace(costs, together=together)
+
+
+def _of_passes(args: Namespace, placement: Placement) -> Costs:
     if not isinstance(args.times, StageCosts):
         return Costs.uniform(placement, *args.times, comm=args.comm or 0.0)
     if args.times.num_stages != placement.num_stages:

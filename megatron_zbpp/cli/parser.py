@@ -32,6 +32,7 @@ _EXAMPLES = """
 zbpp list                                              every schedule, its bubble and memory
 zbpp show --schedule zb-v --pp 4 --microbatches 8      draw it here
 zbpp simulate --schedule zb-1p --pp 8 --microbatches 24 --times 18.5,18.1,9.3 --comm 0.6
+zbpp simulate --schedule dualpipe-v --pp 8 --microbatches 24 --together 0.85
 zbpp simulate --schedule po --pp 8 --microbatches 24 --offload half --copy-ratio 0.8
 zbpp compare --pp 8 --microbatches 24 --times 1,1.2,0.8 -o compare.html
 zbpp compare --layers layers.json --pp 8 --microbatches 24 --latencies 0,1,4 --csv rows.csv
@@ -280,13 +281,21 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
         default=Times(1.0, 1.0, 1.0),
         metavar='F,B,W|FILE',
         help='times of a full rank, or a JSON file of costs: F, B and W by stage, and at will '
-        'activation, retained, comm, message, edges, speeds, times, amounts; default 1,1,1',
+        'activation, retained, comm, message, edges, speeds, together, times, amounts; '
+        'default 1,1,1',
     )
     parser.add_argument(
         '--comm',
         type=values.amount,
         metavar='C',
         help='time of a message; default 0, or as in FILE',
+    )
+    parser.add_argument(
+        '--together',
+        type=values.amount,
+        metavar='SHARE',
+        help='time of a forward and a backward that run as one (dualpipe-v has such pairs), over '
+        'that of both; default: they run apart, or as in FILE',
     )
     _add_memory_limit(parser)
 

@@ -39,6 +39,8 @@ class Costs:
             'logits'. Default: 0.
         edges: (sender, receiver, latency) of pairs of ranks whose latency is not `comm`.
         speeds: per rank, how many times as fast as the times say. Default: 1 each.
+        together: time of passes that run as one (`ir.Together`), over the sum of theirs. Default:
+            1, nothing is hidden.
     """
 
     forward: tuple[float, ...]
@@ -52,6 +54,7 @@ class Costs:
     amounts: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
     edges: tuple[tuple[int, int, float], ...] = ()
     speeds: tuple[float, ...] = ()
+    together: float = 1.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, 'activation', self.activation or (1.0,) * len(self.forward))
@@ -81,6 +84,9 @@ class Costs:
         object.__setattr__(self, 'speeds', tuple(self.speeds))
         _require_costs('comm', (self.comm,))
         _require_costs('message', (self.message,))
+        _require_costs('together', (self.together,))
+        if not self.together:
+            raise ValueError('together = 0: what runs as one takes time: give a share above 0')
         _require_costs('edges', tuple(latency for _, _, latency in self.edges))
         _require_costs('speeds', self.speeds)
         if 0 in self.speeds:
@@ -230,7 +236,7 @@ def _edge_list(value: Any) -> str | None:
 _NUMBERS = strict_json.list_of(strict_json.number, 'numbers')
 _TIMES: dict[str, strict_json.Check] = dict.fromkeys(('forward', 'backward', 'weight'), _NUMBERS)
 _OTHERS = {  # fields of a file, but for the times of F, B and W
-    **dict.fromkeys(('comm', 'message'), strict_json.number),
+    **dict.fromkeys(('comm', 'message', 'together'), strict_json.number),
     **dict.fromkeys(('activation', 'retained'), _per_stage),
     'speeds': _NUMBERS,
     **dict.fromkeys(('times', 'amounts'), _by_name),

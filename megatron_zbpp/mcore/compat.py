@@ -19,7 +19,8 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
-from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel import combined_1f1b, schedules
+from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils
@@ -80,6 +81,16 @@ def backward_arguments(model: torch.nn.Module, config: Any) -> tuple[Any, ...]:
     if takes(schedules.backward_step, 'model_type'):  # until 0.16
         return schedules.get_model_type(model), config
     return (config,)
+
+
+def combined_step(config: Any) -> Callable:
+    """Return Megatron's combined step, its streams made ready as `config` asks."""
+    if takes(pipeline_utils.set_streams, 'high_priority'):  # from 0.18
+        streams = {'high_priority': config.high_priority_a2a_comm_stream}
+    else:
+        streams = {}
+    pipeline_utils.set_streams(**streams)
+    return combined_1f1b.combined_forward_backward_step
 
 
 def default_groups() -> ProcessGroupCollection:

@@ -111,9 +111,11 @@ class Programs:
 
     Attributes:
         source: a schedule, or the family that makes one.
+        together: whether pairs of F and BW are to run as one.
     """
 
     def __init__(self, settings: Settings) -> None:
+        self.together = False
         self._to_plan_from = settings.schedule == AUTO
         self.source: Schedule | Family
         if isinstance(settings.schedule, Schedule):
@@ -124,7 +126,7 @@ class Programs:
             self.source = Family(settings.schedule, settings.num_chunks, settings.memory_limit)
         self._offload, self._freeze = settings.offload, settings.freeze
         self._recompute = settings.recompute
-        self._lowered: dict[tuple[int, int, bool], Lowered] = {}
+        self._lowered: dict[tuple[int, int, bool, bool], Lowered] = {}
         self._placements: dict[int, Placement] = {}
         self._planned: dict[tuple[int, int], Schedule] = {}
         self._kinds_of: dict[int, frozenset[str]] = {}
@@ -191,6 +193,7 @@ class Programs:
             num_microbatches,
             num_chunks=num_chunks,
             memory_limit=memory_limit,
+            together=self.together,
         )
         return self._moving(for_megatron(schedule))
 
@@ -221,6 +224,17 @@ class Programs:
             self._kinds_of[num_ranks] = frozenset(p.kind for _, p in example)
         return self._kinds_of[num_ranks]
 
+    def join(self, asked: object) -> None:
+        """Make schedules from now on have pairs that run as one, if `asked` and there are any."""
+        self.together = bool(asked) and self.joins
+
+    @property
+    def joins(self) -> bool:
+        """Whether there are pairs of F and BW that can run as one."""
+        if isinstance(self.source, Schedule):
+            return bool(self.source.together)
+        return 'together' in find(self.source.name).options and not self._to_plan_from
+
     def _example(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """Return the schedule for p ranks and, where that can be chosen, so many microbatches."""
         if isinstance(self.source, Schedule):
@@ -233,7 +247,7 @@ class Programs:
         Raises:
             ScheduleError: the schedule is not valid.
         """
-        key = (num_ranks, num_microbatches, forward_only)
+        key = (num_ranks, num_microbatches, forward_only, self.together)
         if key not in self._lowered:
             schedule = self.schedule(num_ranks, num_microbatches)
             if self._freeze is not None and not forward_only:
@@ -248,8 +262,8 @@ class Programs:
         size = planned.num_ranks, planned.num_microbatches
         self._planned[size] = planned
         self._kinds_of.clear()
-        for forward_only in (False, True):
-            self._lowered.pop((*size, forward_only), None)
+        for key in [key for key in self._lowered if key[:2] == size]:
+            del self._lowered[key]
 
 
 def _require_planned(schedule: Schedule, planned: Schedule) -> None:

@@ -39,10 +39,6 @@ _WITH_A_SCHEDULE = {
         'a schedule holds the activations of all microbatches alike',
         'recompute all microbatches alike',
     ),
-    'overlap_moe_expert_parallel_comm': (
-        'it is a schedule of its own, which runs two microbatches as one',
-        'drop --overlap-moe-expert-parallel-comm',
-    ),
     'external_cuda_graph': (
         'a captured backward computes weight gradients at once',
         'drop --external-cuda-graph',
@@ -100,6 +96,14 @@ _WITH_W = {
         'drop --enable-cuda-graph',
     ),
 }
+# what runs a forward and a backward as one: without such cells
+OVERLAP = 'overlap_moe_expert_parallel_comm'
+_WITHOUT_CELLS = {
+    OVERLAP: (
+        'this schedule has no forward that runs as one with a backward',
+        'take dualpipe-v, or drop --overlap-moe-expert-parallel-comm',
+    ),
+}
 _FUSED = 'or take a schedule without W passes, such as 1f1b or interleaved'
 _GRAPHS = (
     "captured graphs compute weight gradients at once, or in the order of Megatron's own schedules",
@@ -150,7 +154,8 @@ _BY_VALUE = (
 
 def settings() -> tuple[str, ...]:
     """All that may be refused."""
-    return (*_WITH_A_SCHEDULE, *_WITH_W, *_ON_CPU, *_EMULATED, *_HYBRID, *_BY_VALUE)
+    tables = _WITH_A_SCHEDULE, _WITHOUT_CELLS, _WITH_W, _ON_CPU, _EMULATED
+    return (*(name for table in tables for name in table), *_HYBRID, *_BY_VALUE)
 
 
 def hybrid(settings: Any) -> str | None:
@@ -165,6 +170,7 @@ def refused(
     placement: Placement | None = None,
     splits: bool = True,
     recomputes: bool = False,
+    joins: bool = False,
 ) -> Iterator[Refusal]:
     """Everything in Megatron's arguments or config that is refused.
 
@@ -175,8 +181,10 @@ def refused(
         placement: also what cannot be laid out for it.
         splits: whether the schedule has W passes.
         recomputes: whether it runs forwards again, in passes of their own.
+        joins: whether it can run a forward and a backward as one.
     """
     table = _WITH_A_SCHEDULE | (_ON_CPU if on_cpu else {})
+    table |= {} if joins else _WITHOUT_CELLS
     table |= _EMULATED if on_cpu and not with_te else {}
     for setting, (reason, cure) in table.items():
         value = getattr(settings, setting, None)

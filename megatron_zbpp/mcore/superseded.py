@@ -7,15 +7,18 @@ from typing import Any
 
 DEFERRED = 'defer_embedding_wgrad_compute'
 _SETTINGS = {DEFERRED: 'the schedule places all W passes'}
+# with W passes; without, Megatron's combined step delays them
+_WITH_W = {'delay_wgrad_compute': 'the schedule places all W passes'}
 
 
-def drop(settings: Any) -> Iterator[str]:
+def drop(settings: Any, splits: bool = False) -> Iterator[str]:
     """Take back what is set of them; yield in words what has no effect, and why.
 
     Args:
         settings: Megatron's arguments or config, before a model is built.
+        splits: whether the schedule has W passes.
     """
-    for name, why in _SETTINGS.items():
+    for name, why in (_SETTINGS | (_WITH_W if splits else {})).items():
         if getattr(settings, name, False):
             setattr(settings, name, False)
             yield f'--{name.replace("_", "-")} has no effect: {why}'

@@ -3,13 +3,15 @@
 It starts from every named schedule on the placements that are allowed, fused backwards split, so it
 is never worse than the best of them; searches on from there (`search`); and on small problems asks
 the exact solver, where it is installed, for the optimum or a proof. Time goes to the placements
-that can still win.
+that can still win. Where costs say what forwards and backwards take that run as one, what it has
+found is compared with the same in such cells (`cells`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from megatron_zbpp.analysis.checker import check
@@ -17,6 +19,7 @@ from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner import cp_sat
 from megatron_zbpp.planner.budget import Budget
+from megatron_zbpp.planner.cells import Joined, joined
 from megatron_zbpp.planner.grouped_orders import grouped
 from megatron_zbpp.planner.named_schedules import Named, named
 from megatron_zbpp.planner.problem import EPSILON, OBJECTIVES, Problem, same_limits
@@ -127,14 +130,20 @@ def plan(
         interrupted = True
     best = min(searches, key=lambda search: search.best.value)
     schedule = best.problem.schedule(best.best.orders, 'planned')
+    found = Joined(best.best.value, None, schedule, best.problem.costs)
+    with_cells = list(itertools.chain.from_iterable(map(_joined, searches)))
+    found = min(found, *with_cells, key=lambda each: each.value) if with_cells else found
+    schedule = replace(found.schedule, name='planned', phases=())
     check(schedule)
+    # cells take no less than this share of what their passes take one by one
+    least = min(search.bound * min(1, search.problem.costs.together) for search in searches)
     made = Plan(
         schedule,
-        best.problem.costs,
+        found.costs,
         objective,
-        best.best.value,
-        min(best.best.value, *(search.bound for search in searches)),  # which rounding may cross
-        _best(names),
+        found.value,
+        min(found.value, least),  # which rounding may cross
+        _best(names, with_cells),
         not budget.overran,
     )
     if interrupted:
@@ -182,10 +191,16 @@ def _solve(search: Search, budget: Budget, best: float) -> None:
         search.add(answer.orders)
 
 
-def _best(names: list[Named]) -> tuple[str, float] | None:
+def _joined(search: Search) -> list[Joined]:
+    """Return what becomes of the best by cells, and named schedules with them."""
+    return list(joined(search.problem, search.problem.schedule(search.best.orders, 'planned')))
+
+
+def _best(names: list[Named], with_cells: list[Joined]) -> tuple[str, float] | None:
     """Name and value of the best."""
-    best = min(names, key=lambda entry: entry.value, default=None)
-    return None if best is None else (best.name, best.value)
+    found = [(entry.name, entry.value) for entry in names]
+    found += [(entry.name, entry.value) for entry in with_cells if entry.name is not None]
+    return min(found, key=lambda entry: entry[1], default=None)
 
 
 def _with_room(

@@ -10,58 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 
-from megatron_zbpp.analysis.program import Begin, Hand, Program, Receive, Send
-from megatron_zbpp.ir import B, F, Pass, W, chain
-from megatron_zbpp.runtime.activations import moves
+from megatron_zbpp.analysis.program import Begin, Hand, Join, Program, Receive, Send
+from megatron_zbpp.ir import BW, B, F, Pass, W
 from megatron_zbpp.runtime.activations.moves import Moves
 from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import Clock
+from megatron_zbpp.runtime.kinds import AGAIN, done_by, last, refuse_others
 from megatron_zbpp.runtime.messages import Awaited, messages
 from megatron_zbpp.runtime.observe.profiling import profiled
 from megatron_zbpp.runtime.observe.record import Record
 from megatron_zbpp.runtime.side_work import SideWork
+from megatron_zbpp.runtime.stage import Backward, Forward, Stage, Together
 from megatron_zbpp.runtime.weight_grads import Key, WeightGradStore
-
-_PLAIN = chain(1)  # what each kind of pass does, whatever its stage
-_AGAIN = 'R'
-_RUN = (*_PLAIN.kinds, _AGAIN)
-
-
-class Stage(Protocol):
-    """What the executor needs of one stage of the model; it keeps no state between passes."""
-
-    def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Output of the stage; `received` is None on the first one.
-
-        The last returns its loss: where no backward follows, that may be anything.
-        """
-        ...
-
-    def forward_unsaved(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Output of the stage, of which nothing is kept: `recompute` makes it again."""
-        ...
-
-    def recompute(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Make the same output again, to the bit, with its graph; leave nothing else behind."""
-        ...
-
-    def backward(
-        self, received: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Gradient with respect to `received`; `gradient` is None on the last stage."""
-        ...
-
-    def release(self, output: torch.Tensor) -> None:
-        """Release the data of `output`, which has been passed on; its graph is still needed."""
-
-    def grad_sync(self, last: bool) -> AbstractContextManager[None]:
-        """Around what accumulates gradients; `last`: these parameters get no more after it."""
-        ...
 
 
 class Executor:
@@ -77,6 +41,7 @@ class Executor:
         named: makes the range around a pass in profiles.
         activations: moves what passes have saved, where the program says so.
         side: what this rank does while it waits.
+        together: runs a forward and a backward that the program joins; None: one after the other.
 
     Attributes:
         record: what has been done so far. This and the next two are what a watchdog reads, from
@@ -98,6 +63,7 @@ class Executor:
         named: Callable[[Pass], AbstractContextManager] = profiled,
         activations: ActivationStore | None = None,
         side: SideWork | None = None,
+        together: Together | None = None,
     ) -> None:
         self.program = program
         self.channels = channels
@@ -110,8 +76,9 @@ class Executor:
         self._store = store
         self._named = named
         passes = [i for i in program if isinstance(i, Pass)]
-        _refuse_others(passes, activations)
+        refuse_others(passes, activations)
         self._side = side
+        self._together = together
         self.moves = Moves(program, activations)
         # those whose input its maker on this rank may still use
         self._handed_to = {i.consumer for i in program if isinstance(i, Hand)}
@@ -119,12 +86,12 @@ class Executor:
         self._trains = any(p.kind != F for p in passes)
         # what B accumulates by itself (norms, embeddings) is complete after the last of the first,
         # what waits for W after the last of the second
-        self._last_backwards, self._last_weights = _last(passes, B), _last(passes, W)
+        self._last_backwards, self._last_weights = last(passes, B), last(passes, W)
         # those of which F keeps the input only
-        self._recomputed = {(p.stage, p.microbatch) for p in passes if p.kind == _AGAIN}
+        self._recomputed = {(p.stage, p.microbatch) for p in passes if p.kind == AGAIN}
         self._actions = {
             F: self._forward,
-            _AGAIN: self._recompute,
+            AGAIN: self._recompute,
             B: self._backward,
             W: self._weights,
             **self.moves.actions,
@@ -177,12 +144,18 @@ class Executor:
         self.moves.drop()
 
     def _run(self, instructions: Program) -> None:
-        output: torch.Tensor | None = (
-            None  # by the latest pass; lowering puts its use right behind it
-        )
+        # by the latest passes; lowering puts their use right behind them
+        made: dict[Pass, torch.Tensor | None] = {}
+        joined: tuple[Pass, ...] = ()
         for instruction in instructions:
             if isinstance(instruction, Pass):
-                output = self._timed(instruction)
+                if instruction not in joined:
+                    made, joined = {}, ()
+                if instruction not in made:
+                    made[instruction] = self._timed(instruction)
+            elif isinstance(instruction, Join):
+                joined = instruction.passes
+                made = self._as_one(*joined) if self._joins(joined) else {}
             elif isinstance(instruction, Begin):
                 self.moves.begin(instruction)
             elif not isinstance(instruction, Hand) and instruction.saved:
@@ -191,30 +164,81 @@ class Executor:
             elif isinstance(instruction, Receive):
                 self._incoming[instruction.consumer] = self._messages.post(instruction)
             elif isinstance(instruction, Send):
+                output = made[instruction.producer]
                 self._messages.send(self._messages.checked(output, instruction), instruction)
             else:
+                output = made[instruction.producer]
                 self._handed[instruction.consumer] = self._messages.checked(output, instruction)
 
     def _timed(self, p: Pass) -> torch.Tensor | None:
         """Run `p` once its input is there, and write down when it ran and what is held after."""
-        record = self.record
-        self.current, self.awaiting = p, True
-        self._messages.settle()
-        if self._side is not None and p in self._incoming:
-            self._side.before(p)
-        received = self._take(p)
-        self.awaiting = False  # not after an error: it tells what was waited for
-        self.channels.let_go()
+        (received,) = self._await(p)
         start = self.clock.mark()
         with self._named(p):
-            first, *others = _done_by(p)
+            first, *others = done_by(p)
             output = self._actions[first](p, received)
             for kind in others if self.splits else ():  # else autograd has done all at once
                 self._actions[kind](p, None)
-        record.marks.append((start, self.clock.mark()))
+        self._note(p, start, self.clock.mark())
+        return output
+
+    def _joins(self, passes: Sequence[Pass]) -> bool:
+        """Whether they run as one, and not one after the other, as those of one microbatch must."""
+        kinds = sorted(p.kind for p in passes)
+        apart = len({p.microbatch for p in passes}) > 1
+        return self._together is not None and kinds in ([B, F], [BW, F]) and apart
+
+    def _as_one(self, *passes: Pass) -> dict[Pass, torch.Tensor | None]:
+        """Run a forward and a backward as one, once the inputs of both are there.
+
+        The time of both is noted at the first of them.
+
+        Returns:
+            What each has made.
+        """
+        assert self._together is not None, 'only what it runs is joined'
+        ahead, back = sorted(passes, key=lambda p: p.kind != F)
+        received, gradient = self._await(ahead, back)
+        start = self.clock.mark()
+        with self._named(ahead), self._named(back):
+            forward = Forward(self._stages[ahead.stage], ahead.microbatch, self._fed(received))
+            backward = Backward(self._stages[back.stage], *self._opened(back), gradient)
+            with (
+                # forwards ask whether to defer, backwards for whom
+                self._store.scope((back.stage, back.microbatch) if self.splits else None),
+                backward.stage.grad_sync(back in self._last_backwards),
+            ):
+                output, gradient = self._together(forward, backward)
+            made = {ahead: self._kept(ahead, forward.received, output), back: gradient}
+            for kind in done_by(back)[1:] if self.splits else ():
+                self._actions[kind](back, None)
+        for p in passes:
+            end = self.clock.mark()
+            self._note(p, start, end)
+            start = end
+        self.record.joined.append(len(self.record.passes) - len(passes))
+        return made
+
+    def _await(self, *passes: Pass) -> list[torch.Tensor | None]:
+        """Return what each of them takes, once it is there."""
+        found: list[torch.Tensor | None] = []
+        self.awaiting = True
+        for p in passes:
+            self.current = p
+            if not found:
+                self._messages.settle()
+            if self._side is not None and p in self._incoming:
+                self._side.before(p)
+            found.append(self._take(p))
+        self.awaiting = False  # not after an error: it tells what was waited for
+        self.channels.let_go()
+        return found
+
+    def _note(self, p: Pass, start: object, end: object) -> None:
+        record = self.record
+        record.marks.append((start, end))
         record.passes.append(p)
         record.live.append(len(self._saved) + self._store.pending + self.moves.held)
-        return output
 
     def _take(self, p: Pass) -> torch.Tensor | None:
         """Return what a neighbouring stage made for `p`; None where the model begins or ends."""
@@ -229,20 +253,28 @@ class Executor:
         stage = self._stages[p.stage]
         if received is not None and p in self._handed_to and self.moves.leaves(key):
             received = received.clone()
-        if received is not None and self._trains:
-            received.requires_grad_()
+        received = self._fed(received)
         scope = self._store.scope(key if self.splits else None)
         again = key in self._recomputed
         run = stage.forward_unsaved if again else stage.forward
         with scope, self.moves.packing(key, received):
             output = run(p.microbatch, received)
+        if not again:
+            return self._kept(p, received, output)
+        self._inputs[key] = received
+        return output.detach()
+
+    def _fed(self, received: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the input of a forward, of which a gradient will be asked."""
+        return received.requires_grad_() if received is not None and self._trains else received
+
+    def _kept(self, p: Pass, received: torch.Tensor | None, output: torch.Tensor) -> torch.Tensor:
+        """Keep for the backward what a forward leaves; return what is passed on."""
         # keeps the data alive for whoever gets it
         detached = output.detach() if isinstance(output, torch.Tensor) else output
-        if again:
-            self._inputs[key] = received
-        elif self._trains:
-            self._saved[key] = received, output
-            stage.release(output)
+        if self._trains:
+            self._saved[p.stage, p.microbatch] = received, output
+            self._stages[p.stage].release(output)
         return detached
 
     def _recompute(self, p: Pass, _: None) -> None:
@@ -257,9 +289,7 @@ class Executor:
     def _backward(self, p: Pass, gradient: torch.Tensor | None) -> torch.Tensor | None:
         key = (p.stage, p.microbatch)
         stage = self._stages[p.stage]
-        received, output = self._saved.pop(key)
-        if self.splits:
-            self._store.open(key, waits=p.kind == B)
+        received, output = self._opened(p)
         with (
             self._store.scope(key if self.splits else None),
             stage.grad_sync(p in self._last_backwards),
@@ -267,33 +297,13 @@ class Executor:
         ):
             return stage.backward(received, output, gradient)
 
+    def _opened(self, p: Pass) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Begin a backward: return what its forward left."""
+        key = (p.stage, p.microbatch)
+        if self.splits:
+            self._store.open(key, waits=p.kind == B)
+        return self._saved.pop(key)
+
     def _weights(self, p: Pass, _: None) -> None:
         with self._stages[p.stage].grad_sync(p in self._last_weights):
             self._store.run((p.stage, p.microbatch))
-
-
-def _done_by(p: Pass) -> tuple[str, ...]:
-    """Return kinds of the tasks that `p` does."""
-    if p.kind not in _PLAIN.kinds:
-        return (p.kind,)
-    return tuple(task.kind for task in _PLAIN.tasks(p.kind, 0))
-
-
-def _last(passes: Sequence[Pass], kind: str) -> set[Pass]:
-    """Return the last pass of each stage that does a task of `kind`."""
-    return set({p.stage: p for p in passes if kind in _done_by(p)}.values())
-
-
-def _refuse_others(passes: Sequence[Pass], activations: ActivationStore | None) -> None:
-    """Raise for what only the planner and the pictures know so far.
-
-    Raises:
-        NotImplementedError: names the pass.
-    """
-    for p in passes:
-        moving = p.kind in moves.KINDS and activations is not None
-        if (p.kind not in _RUN and not moving) or p.slice:
-            raise NotImplementedError(
-                f'{p} cannot run yet: of techniques, {p.words}; schedules that run have '
-                f'{", ".join((*_RUN, *moves.KINDS))} of whole sequences'
-            )

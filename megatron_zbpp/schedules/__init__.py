@@ -66,6 +66,7 @@ def build(
     num_chunks: int | None = None,
     costs: Costs | None = None,
     memory_limit: float | None = None,
+    together: bool = False,
 ) -> Schedule:
     """Return the schedule of that family for p ranks and m microbatches.
 
@@ -79,6 +80,7 @@ def build(
             one order whatever the times.
         memory_limit: most that a rank may hold, in the unit of `costs.activation`; without costs,
             in activations of one microbatch on a full rank.
+        together: pairs of F and BW run as one, for families that have such pairs.
 
     Raises:
         ValueError: an unknown name, a value that the family cannot take, or a family of somebody
@@ -95,7 +97,17 @@ def build(
     chunks = checked_chunks(found, num_chunks)
     _require_costs(found, costs, num_ranks * chunks)
     require_no_limit(found, memory_limit)
-    options = {'num_chunks': chunks, 'costs': costs, 'memory_limit': memory_limit}
+    if together and 'together' not in found.options:
+        takers = ', '.join(f.name for f in FAMILIES if 'together' in f.options)
+        raise ValueError(
+            f'{found.name} has no forwards and backwards that run together: use {takers}'
+        )
+    options = {
+        'num_chunks': chunks,
+        'costs': costs,
+        'memory_limit': memory_limit,
+        'together': together,
+    }
     taken = {key: value for key, value in options.items() if key in found.options}
     schedule = found.generate(num_ranks, num_microbatches, **taken)
     _require_as_asked(found, schedule, num_ranks, num_microbatches)

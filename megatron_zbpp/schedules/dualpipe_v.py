@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from megatron_zbpp.ir import Phase, Placement, Schedule
+import itertools
+from collections.abc import Iterable
+from dataclasses import replace
+
+from megatron_zbpp.ir import BW, F, Pass, Phase, Placement, Schedule
 from megatron_zbpp.schedules.construct.phases import first_microbatches, phases
 from megatron_zbpp.schedules.registry import TWO, Formula, family
 
@@ -21,13 +25,14 @@ from megatron_zbpp.schedules.registry import TWO, Formula, family
     chunks=TWO,
     min_ranks=2,
 )
-def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
+def dualpipe_v(num_ranks: int, num_microbatches: int, together: bool = False) -> Schedule:
     """DualPipeV: forwards and backwards of opposite directions paired, one direction per chunk.
 
     DeepSeek's DualPipe (DeepSeek-V3, arXiv 2412.19437) cut in half by Sea AI Lab: the same without
-    a second copy of the weights. A pair is here F, then BW: running both at once, to hide an
-    expert's all-to-all, takes a model that is written for it. With m < 2p it is the order of 2p
-    without the missing microbatches.
+    a second copy of the weights. A pair is here F, then BW. With `together` it is one cell, which
+    starts when both inputs are there: Megatron runs it at once where
+    `overlap_moe_expert_parallel_comm` is set, to hide the experts' all-to-all. With m < 2p it is
+    the order of 2p without the missing microbatches.
 
         >>> print(grid(dualpipe_v(2, 4), width=76))
         rank 0   0F0   0F1   0F2   3F0   3B0   3W0   3F1   0F3   3BW1  3F2   0BW0…
@@ -41,8 +46,29 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
       heavy last stage this order happens to lose little).
     """
     p, m = num_ranks, num_microbatches
-    orders = (first_microbatches(_in_steps(p, max(m, 2 * p), rank), m) for rank in range(p))
-    return Schedule.of('dualpipe-v', Placement.v(p), m, orders)
+    whole = [_in_steps(p, max(m, 2 * p), rank) for rank in range(p)]
+    orders = [first_microbatches(found, m) for found in whole]
+    schedule = Schedule.of('dualpipe-v', Placement.v(p), m, orders)
+    if not together:
+        return schedule
+    cells = set(itertools.chain.from_iterable(map(_pairs, whole)))
+    joined = (
+        (rank, at)
+        for rank, order in enumerate(schedule.passes)
+        for at, pair in enumerate(itertools.pairwise(order))
+        if pair in cells
+    )
+    return replace(schedule, together=frozenset(joined))
+
+
+def _pairs(found: Iterable[Phase]) -> list[tuple[Pass, Pass]]:
+    """Return each F of a phase with the BW behind it."""
+    return [
+        (first, second)
+        for _, passes in found
+        for first, second in itertools.pairwise(passes)
+        if (first.kind, second.kind) == (F, BW)
+    ]
 
 
 def _in_steps(p: int, m: int, rank: int) -> list[Phase]:

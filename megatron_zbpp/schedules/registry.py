@@ -26,7 +26,7 @@ TWO = range(2, 3)
 ANY = range(1, sys.maxsize)
 EVEN = range(2, sys.maxsize, 2)
 
-_OPTIONS = ('num_chunks', 'costs', 'memory_limit')
+_OPTIONS = ('num_chunks', 'costs', 'memory_limit', 'together')
 _OURS = 'megatron_zbpp.'  # what names of our own modules begin with
 
 Generator = TypeVar('Generator', bound=Callable[..., Schedule])
@@ -105,7 +105,7 @@ class Family:
         aliases: other names, of torch, Megatron, the research fork and others.
         chunks: the numbers of chunks per rank that the family can take.
         default_chunks: the number of chunks where the caller names none.
-        options: which of `num_chunks`, `costs`, `memory_limit` the generator takes.
+        options: which of `num_chunks`, `costs`, `memory_limit`, `together` the generator takes.
         min_ranks: fewest ranks that it can take.
         moves: whether it has passes that move activations, beside F, B and W.
     """
@@ -146,8 +146,9 @@ def family(
 ) -> Callable[[Generator], Generator]:
     """Return a decorator that registers a generator as a family, and give it back unchanged.
 
-    The generator takes `num_ranks` and `num_microbatches`, and of `num_chunks`, `costs` and
-    `memory_limit` those that its signature has; the default of its `num_chunks` is the family's.
+    The generator takes `num_ranks` and `num_microbatches`, and of `num_chunks`, `costs`,
+    `memory_limit` and `together` those that its signature has; the default of its `num_chunks` is
+    the family's.
 
     Args:
         name: case, `-` and `_` do not matter. Outside this package `package.module:` is put before

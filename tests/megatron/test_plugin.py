@@ -148,7 +148,7 @@ def refused(setting):
     from megatron_zbpp.mcore.iteration.forward_backward import refuse_unsupported
 
     try:
-        refuse_unsupported(SimpleNamespace(**{setting: 1}), None, splits=True)
+        refuse_unsupported(SimpleNamespace(**{setting: 1}), None, splits=True, joins=False)
     except NotImplementedError as error:
         return str(error)
 

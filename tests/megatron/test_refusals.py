@@ -177,7 +177,7 @@ def launch(*argv):
         ('--fine-grained-activation-offloading', 'drop --fine-grained-activation-offloading'),
         ('--use-transformer-engine-op-fuser', 'drop --use-transformer-engine-op-fuser'),
         ('--use-torch-fsdp2', 'use --use-distributed-optimizer'),
-        ('--overlap-moe-expert-parallel-comm', 'drop --overlap-moe-expert-parallel-comm'),
+        ('--overlap-moe-expert-parallel-comm', 'take dualpipe-v, or drop --overlap-moe-expert'),
         ('--pipeline-schedule zb-w', "unknown schedule 'zb-w'"),
         ('--yaml-cfg nowhere.yaml', '--yaml-cfg'),
         ('--use-checkpoint-args', 'give the arguments of the checkpoint as flags'),

@@ -55,6 +55,8 @@ KINDS_OF_SOME = {
     # Megatron keeps what the output layer's weight gradient is computed from until the end
     'embedding deferred': {'defer_embedding_wgrad_compute': True},
 }
+# whose all-to-all hides behind the passes of another microbatch
+KINDS_OF_SOME['hidden all-to-all'] = _EXPERTS | {'overlap_moe_expert_parallel_comm': True}
 # microbatches of any length, as programs without padding have them
 KINDS['lengths'] = {'variable_seq_lengths': True, 'moe_token_dispatcher_type': 'alltoall'}
 _SELECTIVE = {

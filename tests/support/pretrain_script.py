@@ -82,10 +82,11 @@ def loss_func(loss_mask, losses):
     return loss, num_tokens, {'lm loss': torch.stack([loss.detach(), num_tokens.float()])}
 
 
-def forward_step(data_iterator, model):
+def forward_step(data_iterator, model, return_schedule_plan=False):
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, 'vp_stage'))
     sequences = {'packed_seq_params': packed.sequences(batch)} if get_args().sft else {}
-    output = model(
+    make = model.build_schedule_plan if return_schedule_plan else model
+    output = make(
         batch['tokens'],
         batch['position_ids'],
         batch['attention_mask'],

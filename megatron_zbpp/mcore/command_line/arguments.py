@@ -124,19 +124,27 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
     )
     if layout is not None:
         say(f'layers as the plan has them: {layout}')
-    for each in superseded.drop(args):
-        say(each)
     ranks, programs = args.pipeline_model_parallel_size, Programs(settings)
     placement, splits = programs.placement(ranks), programs.splits(ranks)
-    recomputes = programs.recomputes(ranks)
+    for each in superseded.drop(args, splits):
+        say(each)
     reasons = list(
-        refusals.refused(args, cpu.installed(), te.installed(), placement, splits, recomputes)
+        refusals.refused(
+            args,
+            cpu.installed(),
+            te.installed(),
+            placement,
+            splits,
+            programs.recomputes(ranks),
+            programs.joins,
+        )
     )
     if reasons:
         raise NotImplementedError('with --pipeline-schedule, ' + '. '.join(map(str, reasons)))
     plugin = enabled.switch(settings, vars(args))
     if config.enable_optimizer_post_validation and sizes.disable_rerun_checks(args, sys.argv):
         say('--rerun-mode disabled, or all ranks would wait for each other in each iteration')
+    plugin.session.programs.join(getattr(args, refusals.OVERLAP, False))
     for num_microbatches in sorted(sizes.microbatches(args, int(os.environ.get('WORLD_SIZE', 1)))):
         plugin.session.programs.lowered(ranks, num_microbatches, forward_only=False)
     sizes.place_layers(args, placement)

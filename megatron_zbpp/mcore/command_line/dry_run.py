@@ -131,7 +131,8 @@ def dry_run_of(line: LaunchLine) -> DryRun:
         )
     )
     placement = programs.placement(parallel['pipeline'])
-    splits = programs.splits(parallel['pipeline'])
+    splits, args = programs.splits(parallel['pipeline']), line.args
+    programs.join(getattr(args, refusals.OVERLAP, False))
     counts = _microbatches(line, parallel['data'])
     notes += superseded.drop(line.args)
     if config.enable_optimizer_post_validation:
@@ -149,7 +150,11 @@ def dry_run_of(line: LaunchLine) -> DryRun:
         tuple(_layers(line.args, placement)),
         tuple(_simulated(programs, placement.num_ranks, count) for count in counts),
         layer_memory(line.args),
-        tuple(refusals.refused(line.args, line.on_cpu, te.find() is not None, placement, splits)),
+        tuple(
+            refusals.refused(
+                args, line.on_cpu, te.find() is not None, placement, splits, programs.joins
+            )
+        ),
         tuple(notes),
     )
 

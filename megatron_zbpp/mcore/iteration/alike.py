@@ -22,6 +22,7 @@ _CONFIG = (
     'expert_model_parallel_size',
     'sequence_parallel',
     'calculate_per_token_loss',
+    'overlap_moe_expert_parallel_comm',
 )
 
 

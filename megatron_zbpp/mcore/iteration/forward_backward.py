@@ -15,6 +15,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import compat, layout, refusals, superseded
+from megatron_zbpp.mcore.iteration import combined
 from megatron_zbpp.mcore.iteration.alike import agreement
 from megatron_zbpp.mcore.iteration.announcement import announce
 from megatron_zbpp.mcore.iteration.built import require_all_layers
@@ -208,9 +209,12 @@ def prepare(
     groups = arguments.pg_collection or compat.default_groups()
     models = arguments.models
     config = get_model_config(models[0])
-    splits = session.programs.splits(groups.pp.size())
-    recomputes = session.programs.recomputes(groups.pp.size())
-    refuse_unsupported(config, arguments.adjust_tensor_shapes_fn, splits, recomputes)
+    programs = session.programs
+    splits, recomputes = programs.splits(groups.pp.size()), programs.recomputes(groups.pp.size())
+    refuse_unsupported(
+        config, arguments.adjust_tensor_shapes_fn, splits, recomputes, programs.joins
+    )
+    programs.join(getattr(config, refusals.OVERLAP, False))
     call = Call(
         session.store,
         arguments.forward_step_func,
@@ -225,8 +229,13 @@ def prepare(
     sizes = groups.pp.size(), arguments.num_microbatches
     alike = agreement(sizes[1], len(models), message, arguments.forward_only, config)
     alike['side task'] = session.side is not None
-    session.agree(alike | session.programs.fingerprint(*sizes), groups.pp)
-    lowered = session.programs.lowered(*sizes, arguments.forward_only)
+    session.agree(alike | programs.fingerprint(*sizes), groups.pp)
+    lowered = programs.lowered(*sizes, arguments.forward_only)
+    as_one = programs.together and not arguments.forward_only
+    if as_one:
+        combined.require(
+            unwrap_model(models), arguments.forward_step_func, lowered.moves, recomputes
+        )
     if not arguments.forward_only and not session.announced:
         session.announced = True
         announce(lowered.schedule, config)
@@ -234,7 +243,8 @@ def prepare(
             chunk = cast(torch.nn.Module, unwrap_model(models[0]))
             session.auto.layout = layout.text_of(chunk, lowered.placement)
     rank = groups.pp.rank()
-    stages = _stages(call, arguments, begun, lowered.placement, rank)
+    make = combined.CombinedStage if as_one else ModelStage
+    stages = _stages(make, call, arguments, begun, lowered.placement, rank)
     if models[0] not in session.compared:
         session.compared.add(models[0])
         collective = session.watchdog.collective
@@ -250,6 +260,7 @@ def prepare(
         profiled,
         _activations(session, lowered, models, call, groups.pp),
         None if arguments.forward_only else session.side,
+        combined.as_one if as_one else None,
     )
     return Batch(arguments, groups, config, call, lowered, executor), count
 
@@ -295,7 +306,11 @@ def _message(
 
 
 def refuse_unsupported(
-    config: Any, adjust_tensor_shapes_fn: Callable | None, splits: bool, recomputes: bool = False
+    config: Any,
+    adjust_tensor_shapes_fn: Callable | None,
+    splits: bool,
+    recomputes: bool = False,
+    joins: bool = False,
 ) -> None:
     """Raise for what would be silently wrong, with the cure.
 
@@ -304,11 +319,13 @@ def refuse_unsupported(
         adjust_tensor_shapes_fn: of the call.
         splits: whether the schedule has W passes.
         recomputes: whether it runs forwards again.
+        joins: whether it can run a forward and a backward as one.
 
     Raises:
         NotImplementedError: names the setting.
     """
-    for refusal in refusals.refused(config, splits=splits, recomputes=recomputes):
+    found = refusals.refused(config, splits=splits, recomputes=recomputes, joins=joins)
+    for refusal in found:
         raise NotImplementedError(
             f"does not work with --pipeline-schedule: {refusal}, or use Megatron's own schedule"
         )
@@ -320,7 +337,12 @@ def refuse_unsupported(
 
 
 def _stages(
-    call: Call, arguments: Arguments, begun: Begun, placement: Placement, rank: int
+    make: type[ModelStage],
+    call: Call,
+    arguments: Arguments,
+    begun: Begun,
+    placement: Placement,
+    rank: int,
 ) -> dict[int, ModelStage]:
     """Return the stages of this rank by number.
 
@@ -337,7 +359,7 @@ def _stages(
             'there: build as many as the num_chunks of what megatron_zbpp.enable() returns'
         )
     return {
-        stage: ModelStage(
+        stage: make(
             call,
             models[chunk],
             begun.replayed(arguments.iterators[chunk]),

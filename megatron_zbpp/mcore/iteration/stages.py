@@ -45,6 +45,25 @@ class Call:
     def __post_init__(self) -> None:
         self.num_tokens = torch.zeros([], dtype=torch.int, device=self.device)
 
+    def told(self, microbatch: int, step: Callable, *arguments: Any) -> Any:
+        """Return what a step of Megatron's gives that has a forward of `microbatch` in it.
+
+        Raises:
+            StopIteration: the data has ended; the message says where.
+        """
+        try:
+            return step(*arguments)
+        except StopIteration as error:
+            raise StopIteration(
+                f'the data iterator has ended at microbatch {microbatch} of '
+                f'{self.num_microbatches}: it must go on for as long as iterations do'
+            ) from error
+
+    def is_first(self, microbatch: int) -> bool:
+        """Return what Megatron's steps are told of the first microbatch."""
+        first = microbatch == 0
+        return schedules.check_first_val_step(self.first_val_step, self.forward_only, first)
+
 
 class _Read:
     """Gives what `source` gives, and remembers it.
@@ -74,6 +93,10 @@ class ModelStage:
         data_iterator: the chunk's.
         vp_stage: its index among the chunks of this rank; None where there is one.
         is_last: whether it computes the loss.
+
+    Attributes, beside those:
+        config: of the model.
+        delaying: what leaves weight gradients of Transformer Engine's modules to W.
     """
 
     def __init__(
@@ -84,41 +107,44 @@ class ModelStage:
         vp_stage: int | None,
         is_last: bool,
     ) -> None:
-        self._call = call
-        self._model = model
-        self._data_iterator = data_iterator
-        self._vp_stage = vp_stage
+        self.call = call
+        self.model = model
+        self.data_iterator = data_iterator
+        self.vp_stage = vp_stage
         self._is_last = is_last
         # by microbatch that is to run again: random states before it, and what it has read
         self._to_run_again: dict[int, tuple[tuple, list[Any]]] = {}
-        self._config = get_model_config(model)
-        self._context = compat.backward_arguments(model, self._config)
-        self._delaying = transformer_engine.Delaying(model, call.store)
-        no_sync = self._config.no_sync_func  # one for all chunks, or a list of theirs
+        self.config = get_model_config(model)
+        self._context = compat.backward_arguments(model, self.config)
+        self.delaying = transformer_engine.Delaying(model, call.store)
+        no_sync = self.config.no_sync_func  # one for all chunks, or a list of theirs
         if isinstance(no_sync, list | tuple):
             no_sync = no_sync[vp_stage or 0]
         self._no_sync = no_sync or contextlib.nullcontext
 
     def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        call, data = self._call, self._data_iterator
-        output, num_tokens = self._forward_step(microbatch, received, data, call.results)
-        if self._is_last:
-            call.num_tokens += num_tokens
+        data, results = self.data_iterator, self.call.results
+        output, num_tokens = self._forward_step(microbatch, received, data, results)
+        self.count(num_tokens)
         return output
 
+    def count(self, num_tokens: Any) -> None:
+        """Take note of what the loss function has counted in a forward."""
+        if self._is_last:
+            self.call.num_tokens += num_tokens
+
     def forward_unsaved(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        read = None if self._data_iterator is None else _Read(self._data_iterator)
+        read = None if self.data_iterator is None else _Read(self.data_iterator)
         states = left_behind.random_states()
         with torch.no_grad():
-            output, num_tokens = self._forward_step(microbatch, received, read, self._call.results)
-        if self._is_last:
-            self._call.num_tokens += num_tokens
+            output, num_tokens = self._forward_step(microbatch, received, read, self.call.results)
+        self.count(num_tokens)
         self._to_run_again[microbatch] = states, [] if read is None else read.items
         return output
 
     def recompute(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         states, items = self._to_run_again.pop(microbatch)
-        data = None if self._data_iterator is None else iter(items)
+        data = None if self.data_iterator is None else iter(items)
         logged = left_behind.emptied(compat.logged_mtp_losses())  # the first has been
         with left_behind.drawing_again(states), logged:
             return self._forward_step(microbatch, received, data, [])[0]
@@ -131,14 +157,7 @@ class ModelStage:
         results: list[Any],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output, and on the last stage how many tokens count."""
-        call = self._call
-        try:
-            made = self._by_megatron(microbatch, received, data, results)
-        except StopIteration as error:
-            raise StopIteration(
-                f'the data iterator has ended at microbatch {microbatch} of '
-                f'{call.num_microbatches}: it must go on for as long as iterations do'
-            ) from error
+        made = self.call.told(microbatch, self._by_megatron, microbatch, received, data, results)
         # lists of tensors, of which Megatron's annotations speak, are for several modules at once
         return cast(tuple[torch.Tensor, torch.Tensor], made)
 
@@ -149,34 +168,32 @@ class ModelStage:
         data: Iterator | None,
         results: list[Any],
     ) -> Any:
-        call = self._call
+        call = self.call
         return schedules.forward_step(
             call.forward_step_func,
             data,
-            self._model,
+            self.model,
             call.num_microbatches,
             received,
             results,
-            self._config,
+            self.config,
             cp_group_size=call.cp_size,
             collect_non_loss_data=call.collect_non_loss_data,
-            is_first_microbatch=schedules.check_first_val_step(
-                call.first_val_step, call.forward_only, microbatch == 0
-            ),
+            is_first_microbatch=call.is_first(microbatch),
             current_microbatch=microbatch,
-            vp_stage=self._vp_stage,
+            vp_stage=self.vp_stage,
             is_last_stage=self._is_last,
         )
 
     def backward(
         self, received: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        with self._delaying.queueing():
+        with self.delaying.queueing():
             made = schedules.backward_step(received, output, gradient, *self._context)
         return cast(torch.Tensor | None, made)
 
     def release(self, output: torch.Tensor) -> None:
-        schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+        schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
     def grad_sync(self, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if last else self._no_sync()

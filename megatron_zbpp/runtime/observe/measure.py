@@ -148,9 +148,16 @@ class Iteration:
     clock: Clock
 
     def spans(self) -> tuple[tuple[float, float], ...]:
-        """Start and end of each pass in seconds of this host's clock; may synchronise."""
+        """Start and end of each pass in seconds of this host's clock; may synchronise.
+
+        Two that ran as one have half of their time each.
+        """
         seconds = self.clock.seconds
-        return tuple((seconds(start), seconds(end)) for start, end in self.record.marks)
+        spans = [(seconds(start), seconds(end)) for start, end in self.record.marks]
+        for at in self.record.joined:  # they share their time alike
+            start, end = spans[at][0], spans[at + 1][1]
+            spans[at], spans[at + 1] = (start, (start + end) / 2), ((start + end) / 2, end)
+        return tuple(spans)
 
     def peak(self) -> float:
         """Most that this rank held, in activations of one microbatch on a full rank."""
@@ -164,13 +171,17 @@ class Iteration:
         stage whose Ws are all fused with Bs counts as one that gives nothing back before.
         """
         taken: dict[tuple[int, str], list[int]] = defaultdict(list)
-        for p, marks in zip(self.record.passes, self.record.marks, strict=True):
+        joined = self.record.joined
+        shared = {*joined, *(at + 1 for at in joined)}  # what each took is not known
+        for at, (p, marks) in enumerate(zip(self.record.passes, self.record.marks, strict=True)):
+            if at in shared:
+                continue
             before, after = map(self.clock.allocated, marks)
             if before is None or after is None:
                 return {}
             taken[p.stage, p.kind].append(after - before)
         found = {}
-        for stage in {stage for stage, _ in taken}:
+        for stage in {stage for stage, kind in taken if kind == F}:
             left = max(0.0, median(taken[stage, F]))
             weights = taken.get((stage, W))
             found[stage] = left, max(0.0, -median(weights)) if weights else left

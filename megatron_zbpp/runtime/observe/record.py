@@ -15,8 +15,11 @@ class Record:
         passes: in order.
         marks: (start, end) of each, for `Clock.seconds`.
         live: activations held after each, counted in (stage, microbatch) pairs by chunk.
+        joined: places of passes that ran as one with the next; the time of both is noted at the
+            first.
     """
 
     passes: list[Pass] = field(default_factory=list)
     marks: list[tuple[object, object]] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
+    joined: list[int] = field(default_factory=list)

@@ -621,6 +621,26 @@ def test_an_interrupted_solver(monkeypatch, capsys: pytest.CaptureFixture) -> No
     check(formats.from_json(capsys.readouterr().out), memory_limit=None)
 
 
+def test_cells_are_simulated(zbpp, refusal, tmp_path: Path) -> None:
+    """By the flag or by the file; the page says from where on they pay."""
+    shape = ('--pp', 8, '--microbatches', 24)
+    least = zbpp('simulate', '--schedule', 'zb-v', *shape, '--json')['makespan']
+    for share, pays in ((0.94, True), (0.95, False)):
+        facts = zbpp('simulate', '--schedule', 'dualpipe-v', *shape, '--together', share, '--json')
+        assert (facts['makespan'] < least) == pays
+    assert '`--together`' in (page := (ROOT / 'docs' / 'choosing.md').read_text())
+    assert 'they pay from 0.94 down' in page
+    file = tmp_path / 'costs.json'
+    file.write_text(json.dumps({kind: [1 / 2] * 16 for kind in 'FBW'} | {'together': 0.95}))
+    of_file = zbpp('simulate', '--schedule', 'dualpipe-v', *shape, '--times', file, '--json')
+    assert of_file['makespan'] == pytest.approx(facts['makespan'])
+    twice = ('--schedule', 'dualpipe-v', *shape, '--times', file, '--together', 0.9)
+    assert '--together 0.9, but the file of --times has 0.95' in refusal('simulate', *twice)
+    line = refusal('simulate', '--schedule', 'zb-v', *shape, '--together', 0.9)
+    assert 'zb-v has no forwards and backwards that run as one: take dualpipe-v' in line
+    assert 'zb-v' in zbpp('compare', '--schedules', 'zb-v,dualpipe-v', *shape, '--together', 0.9)
+
+
 def test_offload_is_simulated(zbpp) -> None:
     """The rows of the page: less on the device, the rest on the host."""
     page = (ROOT / 'docs' / 'does-not-fit.md').read_text()

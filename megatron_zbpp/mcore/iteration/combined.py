@@ -1,0 +1,164 @@
+"""Passes by Megatron's combined step, where the experts' all-to-all of one hides behind another.
+
+It takes a forward of one microbatch and a backward of another, layer by layer; or one of them
+alone, which in such a run has to go through it, too: the plan of the layers hangs on the output of
+the forward, and the backward takes it from there. Weight gradients that wait for W do so as in any
+other pass: Megatron's own delay (`delay_wgrad_compute`) would only move them within the step, so
+the plans are made without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+
+from megatron_zbpp.mcore import compat
+from megatron_zbpp.mcore.iteration.stages import ModelStage
+from megatron_zbpp.mcore.refusals import OVERLAP
+from megatron_zbpp.runtime.stage import Backward, Forward
+
+_ASKS_FOR_A_PLAN = 'return_schedule_plan'
+_MAKES_A_PLAN = 'build_schedule_plan'
+
+
+class CombinedStage(ModelStage):
+    """A chunk of a model of which Megatron's combined step runs each pass."""
+
+    def _by_megatron(
+        self,
+        microbatch: int,
+        received: torch.Tensor | None,
+        data: Iterator | None,
+        results: list[Any],
+    ) -> Any:
+        assert data is self.data_iterator and results is self.call.results, 'nothing runs again'
+        output, num_tokens, _ = _step(Forward(self, microbatch, received), None)
+        return output, num_tokens
+
+    def backward(
+        self, received: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        with self.delaying.queueing():
+            *_, made = _step(None, Backward(self, received, output, gradient))
+        return made
+
+
+def as_one(forward: Forward, backward: Backward) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run both at once; return the output of one, and the input's gradient of the other."""
+    ahead, back = cast(CombinedStage, forward.stage), cast(CombinedStage, backward.stage)
+    with back.delaying.queueing():
+        made = ahead.call.told(forward.microbatch, _step, forward, backward)
+    output, num_tokens, gradient = made
+    ahead.count(num_tokens)
+    return output, gradient
+
+
+def _step(forward: Forward | None, backward: Backward | None) -> Any:
+    """Return output, number of tokens, and input's gradient; None for what is not asked for."""
+    given: dict[str, Any] = dict.fromkeys(_ARGUMENTS)
+    stages: list[CombinedStage] = []
+    if forward is not None:
+        stage = cast(CombinedStage, forward.stage)
+        stages.append(stage)
+        given |= {
+            'data_iterator': stage.data_iterator,
+            'f_model': stage.model,
+            'input_tensor': forward.received,
+            'f_model_chunk_id': stage.vp_stage,
+            'is_first_microbatch': stage.call.is_first(forward.microbatch),
+            'current_microbatch': forward.microbatch,
+        }
+    if backward is not None:
+        stage = cast(CombinedStage, backward.stage)
+        stages.append(stage)
+        given |= {
+            'b_model': stage.model,
+            'b_input_tensor': backward.received,
+            'b_output_tensor': backward.output,
+            'b_output_tensor_grad': backward.gradient,
+        }
+    call, config = stages[0].call, stages[0].config
+    with _undelayed(stages):
+        return compat.combined_step(config)(
+            forward_step_func=call.forward_step_func,
+            num_microbatches=call.num_microbatches,
+            forward_data_store=call.results,
+            config=config,
+            collect_non_loss_data=call.collect_non_loss_data,
+            **given,
+        )
+
+
+_ARGUMENTS = (  # that a pass alone leaves out
+    'data_iterator',
+    'f_model',
+    'input_tensor',
+    'b_model',
+    'b_input_tensor',
+    'b_output_tensor',
+    'b_output_tensor_grad',
+)
+
+
+@contextlib.contextmanager
+def _undelayed(stages: list[CombinedStage]) -> Iterator[None]:
+    """Megatron's plans find that no layer delays weight gradients: those of TE are in our store."""
+    every: Iterator[Any] = (
+        getattr(module, 'config', None)
+        for stage in stages
+        if stage.delaying.modules
+        for module in stage.model.modules()
+    )
+    found = (config for config in every if getattr(config, 'delay_wgrad_compute', False))
+    configs: list[Any] = list({id(config): config for config in found}.values())
+    for config in configs:
+        config.delay_wgrad_compute = False
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.delay_wgrad_compute = True
+
+
+def require(
+    models: list[torch.nn.Module], forward_step_func: Callable, moves: bool, recomputes: bool
+) -> None:
+    """Raise for what Megatron's combined step could not run.
+
+    Args:
+        models: the chunks of this rank, unwrapped.
+        forward_step_func: of the program.
+        moves: whether activations leave the device.
+        recomputes: whether forwards run again.
+
+    Raises:
+        NotImplementedError: names what, and the cure.
+    """
+    cure = f'drop --{OVERLAP.replace("_", "-")}'
+    for model in models:
+        if not hasattr(model, _MAKES_A_PLAN):
+            raise NotImplementedError(
+                f'{OVERLAP}: Megatron makes no plan of the layers of a {type(model).__name__} '
+                f'(it has no {_MAKES_A_PLAN}); {cure}'
+            )
+    parameters = inspect.signature(forward_step_func).parameters.values()
+    if not any(p.name == _ASKS_FOR_A_PLAN or p.kind is p.VAR_KEYWORD for p in parameters):
+        raise NotImplementedError(
+            f'{OVERLAP}: the forward_step function takes no {_ASKS_FOR_A_PLAN}, with which '
+            f'Megatron asks it for model.{_MAKES_A_PLAN}(...); add it, as pretrain_gpt.py has it, '
+            f'or {cure}'
+        )
+    if recomputes:
+        raise NotImplementedError(
+            f'{OVERLAP}: Megatron makes no plan of a forward that runs again; drop '
+            f'--pipeline-recompute, or {cure}'
+        )
+    if moves:
+        raise NotImplementedError(
+            f'{OVERLAP}: Megatron frees what its layers pass to each other before it could go to '
+            f'the host; drop --pipeline-offload, or {cure}'
+        )

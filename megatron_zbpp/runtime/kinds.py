@@ -1,0 +1,40 @@
+"""What passes of each kind do, and which of them can run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_zbpp.ir import Pass, chain
+from megatron_zbpp.runtime.activations import moves
+from megatron_zbpp.runtime.activations.store import ActivationStore
+
+_PLAIN = chain(1)  # what each kind of pass does, whatever its stage
+AGAIN = 'R'
+_RUN = (*_PLAIN.kinds, AGAIN)
+
+
+def done_by(p: Pass) -> tuple[str, ...]:
+    """Return kinds of the tasks that `p` does."""
+    if p.kind not in _PLAIN.kinds:
+        return (p.kind,)
+    return tuple(task.kind for task in _PLAIN.tasks(p.kind, 0))
+
+
+def last(passes: Sequence[Pass], kind: str) -> set[Pass]:
+    """Return the last pass of each stage that does a task of `kind`."""
+    return set({p.stage: p for p in passes if kind in done_by(p)}.values())
+
+
+def refuse_others(passes: Sequence[Pass], activations: ActivationStore | None) -> None:
+    """Raise for what only the planner and the pictures know so far.
+
+    Raises:
+        NotImplementedError: names the pass.
+    """
+    for p in passes:
+        moving = p.kind in moves.KINDS and activations is not None
+        if (p.kind not in _RUN and not moving) or p.slice:
+            raise NotImplementedError(
+                f'{p} cannot run yet: of techniques, {p.words}; schedules that run have '
+                f'{", ".join((*_RUN, *moves.KINDS))} of whole sequences'
+            )

@@ -1,0 +1,62 @@
+"""What the executor needs of the stages of a model, and of what runs two of their passes as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class Stage(Protocol):
+    """What the executor needs of one stage of the model; it keeps no state between passes."""
+
+    def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """Output of the stage; `received` is None on the first one.
+
+        The last returns its loss: where no backward follows, that may be anything.
+        """
+        ...
+
+    def forward_unsaved(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """Output of the stage, of which nothing is kept: `recompute` makes it again."""
+        ...
+
+    def recompute(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+        """Make the same output again, to the bit, with its graph; leave nothing else behind."""
+        ...
+
+    def backward(
+        self, received: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Gradient with respect to `received`; `gradient` is None on the last stage."""
+        ...
+
+    def release(self, output: torch.Tensor) -> None:
+        """Release the data of `output`, which has been passed on; its graph is still needed."""
+
+    def grad_sync(self, last: bool) -> AbstractContextManager[None]:
+        """Around what accumulates gradients; `last`: these parameters get no more after it."""
+        ...
+
+
+class Forward(NamedTuple):
+    """A forward that is to run: arguments of `Stage.forward`, and whose it is."""
+
+    stage: Stage
+    microbatch: int
+    received: torch.Tensor | None
+
+
+class Backward(NamedTuple):
+    """A backward that is to run: arguments of `Stage.backward`, and whose it is."""
+
+    stage: Stage
+    received: torch.Tensor | None
+    output: torch.Tensor
+    gradient: torch.Tensor | None
+
+
+Together = Callable[[Forward, Backward], tuple[torch.Tensor, torch.Tensor | None]]
+"""Runs both as one; returns what each would."""

@@ -1,0 +1,233 @@
+"""Forwards and backwards that Megatron's combined step runs as one, so that the experts'
+all-to-all of one hides behind the other: to the bit as by Megatron's own schedules, which run them
+apart (1F1B) or do the same (interleaved, with the overlap)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import events
+import pytest
+from models import Job, train
+from nvidia import SCRIPT, needs_training, run, since
+from outcome import of_all, refusal
+from ranks import RankError
+from supported import refuses, supports
+from test_launch import MOE, NO_CLIPPING
+from test_launch_post_validation import EARLY
+from test_refusals import launch
+
+from megatron_zbpp.ir import Pass
+from megatron_zbpp.mcore.programs import for_megatron
+from megatron_zbpp.schedules import build
+
+pytestmark = needs_training
+
+M = 8
+EXPERTS = [*MOE, '--expert-model-parallel-size', 2, '--disable-bias-linear', '--bf16']
+BASE = [*NO_CLIPPING, '--global-batch-size', 2 * M, '--train-iters', 3]
+BASE += ['--untie-embeddings-and-output-weights', '--position-embedding-type', 'rope']
+OVERLAP = '--overlap-moe-expert-parallel-comm'
+OURS = ['--pipeline-schedule', 'dualpipe-v', OVERLAP]
+# other models; what each lacks of the experts' flags is their default
+MODELS = {
+    'experts': [],
+    'first layer dense': ['--moe-layer-freq', '[0]+[1]*{rest}'],
+    'shared expert': ['--moe-shared-expert-intermediate-size', 32],
+    'multi-token prediction': ['--mtp-num-layers', 1],
+    'attention in few dimensions': """--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16
+        --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16""".split(),
+    'gradients reduced while passes run': ['--overlap-grad-reduce'],
+}
+
+
+@contextmanager
+def combined_steps(training: Any) -> Iterator[list[tuple[str | int, ...]]]:
+    """What each combined step of the last iteration ran, by microbatch and chunk of this rank.
+
+    And how many layers it ran of both at once.
+    """
+    from megatron.core.models.common import model_chunk_schedule_plan as plans
+    from megatron.core.pipeline_parallel import combined_1f1b
+
+    found: list[tuple[str | int, ...]] = []
+    named: dict[int, str] = {}
+    layers = [0]
+    step, train_step = combined_1f1b.combined_forward_backward_step, training.train_step
+    run_layer = plans.TransformerLayerSchedulePlan.run
+
+    def noting_step(*args: Any, **given: Any) -> Any:
+        back = given['b_output_tensor']
+        done = [] if back is None else [f'BW{named.pop(id(back.schedule_plan))}']
+        layers[0] = 0
+        made = step(*args, **given)
+        if given['f_model'] is not None:
+            name = f'{given["f_model_chunk_id"]}.{given["current_microbatch"]}'
+            named[id(made[0].schedule_plan)] = name
+            done.insert(0, f'F{name}')
+        found.append((*done, layers[0]))
+        return made
+
+    def noting_layer(f_layer: Any, b_layer: Any, *args: Any, **given: Any) -> Any:
+        layers[0] += f_layer is not None and b_layer is not None
+        return run_layer(f_layer, b_layer, *args, **given)
+
+    def counting_step(*args: Any, **given: Any) -> Any:
+        found.clear()
+        return train_step(*args, **given)
+
+    with (
+        mock.patch.object(combined_1f1b, 'combined_forward_backward_step', noting_step),
+        mock.patch.object(plans.TransformerLayerSchedulePlan, 'run', staticmethod(noting_layer)),
+        mock.patch.object(training, 'train_step', counting_step),
+    ):
+        yield found
+
+
+def planned(p: int, rank: int, layers: int) -> list[tuple]:
+    """The same by the schedule: what runs as one is one entry, a W by itself none."""
+    schedule = for_megatron(build('dualpipe-v', p, M, together=True))
+    held = schedule.placement.stages(rank)
+    entries = []
+    for entry in schedule.order(rank):
+        passes = (entry,) if isinstance(entry, Pass) else entry.passes
+        words = tuple(
+            f'{"F" if q.kind == "F" else "BW"}{held.index(q.stage)}.{q.microbatch}'
+            for q in passes
+            if q.kind != 'W'
+        )
+        if words:
+            entries.append((*words, layers if len(words) > 1 else 0))
+    return entries
+
+
+def flags_of(model: str, p: int) -> list:
+    words = [str(word).format(rest=2 * p - 1) for word in MODELS[model]]
+    return [*BASE, *EXPERTS, *words, '--num-layers', 2 * p, '--pipeline-model-parallel-size', p]
+
+
+CASES = [pytest.param(2, model, id=f'{model}-2') for model in ('experts', 'multi-token prediction')]
+CASES += [pytest.param(4, 'experts', id='experts-4', marks=pytest.mark.full)]
+CASES += [
+    pytest.param(p, model, id=f'{model}-{p}', marks=pytest.mark.full)
+    for model in MODELS
+    for p in (2, 4)
+    if model != 'experts' and (p, model) != (2, 'multi-token prediction')
+]
+
+
+@supports('overlapped communication of experts: {model}', 'dualpipe-v')
+@pytest.mark.parametrize(('p', 'model'), CASES)
+def test_identical_to_megatron(ranks, tmp_path, p, model):
+    """From a checkpoint of Megatron's own 1F1B; each cell is one combined step, as planned."""
+    flags = flags_of(model, p)
+    stock = run(ranks(2 * p), *flags, '--save', tmp_path, '--save-interval', 1)
+    assert len(set(stock.losses.values())) == 3
+    ours = [*OURS, '--load', tmp_path, '--ckpt-step', 1]
+    found = run(ranks(2 * p), *flags, *ours, event=combined_steps)
+    assert found.losses == since(1, stock.losses)
+    assert found.parameters == stock.parameters
+    assert found.optimizer == stock.optimizer
+    for rank, steps in enumerate(found.reported):
+        if model == 'experts':
+            assert steps == planned(p, rank // 2, layers=1)
+        assert any(len(step) > 2 for step in steps)
+
+
+INTERLEAVED = ['--num-virtual-stages-per-pipeline-rank', 2, OVERLAP]
+
+
+@supports(
+    "overlapped communication of experts, beside Megatron's interleaved with it", 'dualpipe-v'
+)
+@pytest.mark.parametrize('p', [2, pytest.param(4, marks=pytest.mark.full)])
+def test_identical_to_what_megatron_overlaps(ranks, tmp_path, p):
+    """Its own schedule with the same step; both from one checkpoint."""
+    flags = flags_of('experts', p)
+    saving = ['--save', tmp_path, '--save-interval', 1, *INTERLEAVED]
+    stock = run(ranks(2 * p), *flags, *saving, event=events.aliased_sends)
+    ours = run(ranks(2 * p), *flags, *OURS, '--load', tmp_path, '--ckpt-step', 1)
+    assert len(set(stock.losses.values())) == 3
+    assert ours.losses == since(1, stock.losses)
+    assert ours.parameters == stock.parameters
+    assert ours.optimizer == stock.optimizer
+
+
+TE = ['--transformer-impl', 'transformer_engine', '--moe-grouped-gemm']
+
+
+@pytest.mark.te
+@supports('overlapped communication of experts in one product', 'dualpipe-v')
+@pytest.mark.parametrize('p', [2, pytest.param(4, marks=pytest.mark.full)])
+def test_transformer_engine(te_ranks, tmp_path, p):
+    """Whose modules delay weight gradients, though Megatron's plans are to find that none does."""
+    flags = [*flags_of('experts', p), *TE]
+    stock = run(te_ranks(2 * p), *flags, '--save', tmp_path, '--save-interval', 1)
+    loading = ['--load', tmp_path, '--ckpt-step', 1, '--delay-wgrad-compute']
+    ours = run(te_ranks(2 * p), *flags, *OURS, *loading, event=combined_steps)
+    assert ours.losses == since(1, stock.losses)
+    assert ours.parameters == stock.parameters
+    assert ours.optimizer == stock.optimizer
+    assert all(any(len(step) > 2 for step in steps) for steps in ours.reported)
+
+
+@pytest.mark.full
+@supports('overlapped communication of experts', 'dualpipe-v+post-validation')
+def test_post_validation(ranks, tmp_path):
+    flags = [*flags_of('experts', 2), '--train-iters', 6]
+    stock = run(ranks(4), *flags, '--save', tmp_path, '--save-interval', 1)
+    ours = run(ranks(4), *flags, *OURS, *EARLY, '--load', tmp_path, '--ckpt-step', 1)
+    assert ours.losses == since(1, stock.losses)
+    assert ours.parameters == stock.parameters
+    assert ours.optimizer == stock.optimizer
+
+
+@pytest.mark.full
+@supports('overlapped communication of experts, by a file with such cells', 'planned')
+def test_a_file(ranks, tmp_path):
+    """A schedule of one's own, without a W, with evaluation between."""
+    schedule = for_megatron(build('dualpipe-v', 2, M, together=True))
+    orders = [_whole(schedule.order(rank)) for rank in range(2)]
+    own = schedule.of('own', schedule.placement, M, orders)
+    (tmp_path / 'own.json').write_text(own.to_json())
+    flags = [*flags_of('experts', 2), '--eval-interval', 2, '--eval-iters', 1, '--split', '90,10,0']
+    stock = run(ranks(4), *flags, '--save', tmp_path, '--save-interval', 1)
+    loading = ['--load', tmp_path, '--ckpt-step', 1, OVERLAP]
+    loading += ['--pipeline-schedule-file', tmp_path / 'own.json']
+    ours = run(ranks(4), *flags, *loading)
+    assert ours.losses == since(1, stock.losses)
+    assert ours.parameters == stock.parameters
+
+
+def _whole(order: Any) -> Iterator[Any]:
+    """B as BW, and no W."""
+    for entry in order:
+        if not isinstance(entry, Pass):
+            yield entry
+        elif entry.kind != 'W':
+            yield entry._replace(kind='BW') if entry.kind == 'B' else entry
+
+
+@refuses('overlapped communication of experts', 'forward_step makes no plan', 'dualpipe-v')
+def test_a_program_whose_forward_step_makes_no_plan(ranks, data):
+    job = Job('hidden all-to-all', te=False, bf16=True, dp=2, ep=2)
+    with pytest.raises(RankError, match='the forward_step function takes no return_schedule_plan'):
+        ranks(4).run(train, job, job.argv('dualpipe-v', False, data))
+
+
+@refuses('overlapped communication of experts', 'nothing says what cells take', 'auto')
+def test_auto_is_refused(ranks):
+    flags = [*flags_of('experts', 2), OVERLAP, '--pipeline-schedule', 'auto']
+    said = refusal(of_all(ranks(4).run(launch, *map(str, flags))), SCRIPT.name)
+    assert 'this schedule has no forward that runs as one with a backward; take dualpipe-v' in said
+
+
+@refuses(
+    'overlapped communication of experts, offload', 'Megatron frees what would go', 'dualpipe-v'
+)
+def test_offload_is_refused(ranks):
+    with pytest.raises(RankError, match='drop --pipeline-offload, or drop --overlap-moe'):
+        run(ranks(4), *flags_of('experts', 2), *OURS, '--pipeline-offload', 'half')

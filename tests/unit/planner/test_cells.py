@@ -1,0 +1,135 @@
+"""Forwards and backwards that run as one: schedules, their costs, programs and plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from grids import grid
+
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.program import Join, Send
+from megatron_zbpp.analysis.run_ahead import passes_ahead
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Pass, Placement, Schedule, Together
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner.plans import plan
+from megatron_zbpp.schedules import build
+
+
+def cells(schedule: Schedule, rank: int) -> list[str]:
+    return [str(entry) for entry in schedule.order(rank) if isinstance(entry, Together)]
+
+
+def test_those_of_dualpipe_v():
+    schedule = build('dualpipe-v', 2, 5, together=True)
+    assert cells(schedule, 0) == [
+        '(0F3&3BW1)',
+        '(3F2&0BW0)',
+        '(0F4&3BW2)',
+        '(3F3&0BW1)',
+        '(3F4&0BW2)',
+    ]
+    apart = build('dualpipe-v', 2, 5)
+    assert schedule.passes == apart.passes and not apart.together
+    assert Schedule.from_json(schedule.to_json()) == schedule
+
+
+@pytest.mark.parametrize('p', range(2, 8))
+def test_the_published_bubble_of_dualpipe_v(p):
+    """(p-1)(F&B + B - 3W) where F&B takes what both do, all of its one direction: p - 1."""
+    for m in range(1, 3 * p + 2):
+        schedule = build('dualpipe-v', p, m, together=True)
+        check(schedule)
+        timeline = simulate(schedule, Costs.uniform(schedule.placement))
+        assert m < 2 * p or max(timeline.windows) - 3 * m == p - 1
+        assert bool(schedule.together) == (m > p), m
+        for rank, at in schedule.together:
+            first, second = schedule.passes[rank][at : at + 2]
+            assert (first.kind, second.kind) == ('F', 'BW')
+            assert first.stage != second.stage and first.microbatch > second.microbatch
+
+
+def test_others_have_none():
+    with pytest.raises(ValueError, match='zb-v has no forwards and backwards that run together'):
+        build('zb-v', 2, 4, together=True)
+
+
+def test_a_cell_takes_a_share_of_both():
+    orders = [['0F0', '(0F1&0BW0)', '0BW1']]
+    rows = [
+        [
+            Together(tuple(map(Pass.parse, text[1:-1].split('&'))))
+            if text[0] == '('
+            else Pass.parse(text)
+            for text in order
+        ]
+        for order in orders
+    ]
+    schedule = Schedule.of('x', Placement.loop(1), 2, rows)
+    costs = Costs((2.0,), (3.0,), (1.0,), together=0.5)
+    assert simulate(schedule, costs).spans == (((0, 2), (2, 3), (3, 5), (5, 9)),)
+    whole = replace(costs, together=1.0)
+    assert simulate(schedule, whole).spans == (((0, 2), (2, 4), (4, 8), (8, 12)),)
+
+
+@pytest.mark.parametrize('share', [0.0, -1.0, float('nan')])
+def test_a_share_is_above_zero(share):
+    with pytest.raises(ValueError, match='together'):
+        Costs((1.0,), (1.0,), (1.0,), together=share)
+
+
+def test_a_share_in_a_file():
+    times = '"F": [1], "B": [1], "W": [1]'
+    assert Costs.from_json(f'{{{times}, "together": 0.8}}').together == 0.8
+    with pytest.raises(ValueError, match=r"did you mean 'together'"):
+        Costs.from_json(f'{{{times}, "togethr": 0.8}}')
+    with pytest.raises(ValueError, match='together'):
+        Costs.from_json(f'{{{times}, "together": [0.8]}}')
+
+
+@pytest.mark.parametrize('p', [2, 4])
+def test_what_cells_made_is_sent_behind_them(p):
+    schedule = build('dualpipe-v', p, 3 * p, together=True)
+    programs = check(schedule).programs
+    for rank, program in enumerate(programs):
+        assert [i for i in program if isinstance(i, Pass)] == list(schedule.passes[rank])
+        joins = [at for at, i in enumerate(program) if isinstance(i, Join)]
+        assert [f'({"&".join(map(str, program[at].passes))})' for at in joins] == cells(
+            schedule, rank
+        )
+        for at in joins:
+            both = program[at].passes
+            assert program[at + 1 : at + 3] == both
+            sent = [i.producer for i in program if isinstance(i, Send) and i.producer in both]
+            behind = program[at + 3 : at + 3 + len(sent) + 2]
+            assert {i.producer for i in behind if isinstance(i, Send)} >= set(sent)
+
+
+def test_cells_do_not_run_ahead():
+    """A forward that waits for a backward is none of those before the optimizer's step."""
+    order = [[Pass.parse('0F0'), Together((Pass.parse('0F1'), Pass.parse('0BW0')))]]
+    order[0].append(Pass.parse('0BW1'))
+    order.append([Pass.parse(text) for text in ('1F0', '1BW0', '1F1', '1BW1')])
+    schedule = Schedule.of('x', Placement.loop(2), 2, order)
+    check(schedule)
+    assert passes_ahead(schedule) == (1, 0)
+
+
+@grid(share=(0.7, 0.9, 1.0), objective=('makespan', 'window'), limit=(None, 5.0, 4.0))
+def test_plans_know_what_cells_take(share, objective, limit):
+    placement = Placement.v(4)
+    costs = replace(Costs.uniform(placement), together=share)
+    asked = {'objective': objective, 'memory_limit': limit, 'seconds': 0.2}
+    found = plan([(placement, costs)], 12, **asked)
+    check(found.schedule)
+    timeline = simulate(found.schedule, costs)
+    value = timeline.makespan if objective == 'makespan' else max(timeline.windows)
+    assert value == pytest.approx(found.value) and found.value >= found.lower_bound
+    assert max(peak(found.schedule, costs)) <= (limit or 99) * (1 + 1e-9)
+    apart = plan([(placement, replace(costs, together=1.0))], 12, **asked)
+    assert found.value <= apart.value and not apart.schedule.together
+    hidden = share < 0.8  # 4.5 activations, in which dualpipe-v has its cells, are more than 4
+    assert bool(found.schedule.together) == (share < 1 and found.value < apart.value)
+    assert not hidden or limit == 4.0 or found.value < apart.value
