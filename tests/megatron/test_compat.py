@@ -150,3 +150,25 @@ def test_batch_module(ranks):
     if found == [None] * 2 and not checkout:
         pytest.skip('megatron.training is not here: MEGATRON_LM names a checkout')
     assert found == [True] * 2
+
+
+def combined_step_takes():
+    """Whether Megatron's combined step is there, its streams ready, and takes what we give it."""
+    import inspect
+    from types import SimpleNamespace
+
+    from megatron.core.pipeline_parallel import utils
+
+    from megatron_zbpp.mcore import compat
+    from megatron_zbpp.mcore.iteration import combined
+
+    utils._COMM_STREAM = None
+    step = compat.combined_step(SimpleNamespace(high_priority_a2a_comm_stream=False))
+    given = {'forward_step_func', 'config', 'forward_data_store', *combined._ARGUMENTS}
+    given |= {'f_model_chunk_id', 'is_first_microbatch', 'current_microbatch'}
+    given |= {'collect_non_loss_data', 'num_microbatches'}
+    return utils.get_comm_stream() is not None, given - inspect.signature(step).parameters.keys()
+
+
+def test_combined_step(ranks):
+    assert ranks(2).run(combined_step_takes) == [(True, set())] * 2
