@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -78,3 +79,12 @@ def test_gradients_to_the_bit(ranks, p, m, as_one):
         for at in record.joined:
             (start, middle), (again, end) = spans[at : at + 2]
             assert middle == again and middle - start == pytest.approx(end - middle)
+
+
+def test_passes_of_one_microbatch_run_one_after_the_other(ranks):
+    """The last stage's: its backward needs what its forward leaves."""
+    schedule = replace(build('1f1b', 2, 3), together=frozenset({(1, 0), (1, 2), (1, 4)}))
+    _, expected = reference(2, 3)
+    for rank, (cells, made, record, _) in enumerate(ranks(2).run(execute, schedule, True)):
+        assert cells == [] == record.joined
+        assert all(map(torch.equal, made[rank][1], expected[rank]))
