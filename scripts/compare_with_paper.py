@@ -1,18 +1,24 @@
-"""Prints what the Zero Bubble papers measured on A100s beside what our simulator predicts.
+"""Prints what papers measured on A100s beside what our simulator predicts.
 
-It predicts from their own pass times. As Markdown, this is docs/benchmarks/paper.md.
+As Markdown: without an option docs/benchmarks/paper.md (Zero Bubble, from its own pass times), with
+--offload docs/benchmarks/paper-offload.md (PipeOffload, from its own times of copies).
 
-    python scripts/compare_with_paper.py
+    python scripts/compare_with_paper.py [--offload]
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.paper.page import page
+from benchmarks.paper import offload, page
 
 if __name__ == '__main__':
-    print(page(), end='')
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument('--offload', action='store_true', help="PipeOffload's table, instead")
+    print((offload if parser.parse_args().offload else page).page(), end='')

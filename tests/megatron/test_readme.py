@@ -28,6 +28,7 @@ ELSEWHERE = {
     'python scripts/benchmark_copies.py --ms 100 --rounds 2 --realtime': (
         'tests/dist/test_copies_beside_passes.py'
     ),
+    'python scripts/compare_with_paper.py --offload': 'tests/project/test_paper_page.py',
     'python scripts/support_page.py': 'tests/project/test_support.py',
     'python scripts/benchmark_splitting.py --te [FOLDER] --rounds 31': (
         'tests/megatron/test_benchmark.py'
