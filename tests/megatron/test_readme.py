@@ -33,6 +33,8 @@ ELSEWHERE = {
     'python scripts/benchmark_splitting.py --te [FOLDER] --rounds 31': (
         'tests/megatron/test_benchmark.py'
     ),
+    'python scripts/benchmark_splitting.py --te [FOLDER] --rounds 101 --layers 8 --hidden-size 64 '
+    '--seq-length 8': 'tests/megatron/test_benchmark.py',
 }
 WALK = {  # by tests/megatron/test_unbalanced_page.py, with those between
     c.line for c in COMMANDS if c.page.stem == 'unbalanced' and 'megatron_zbpp.launch' in c.line
