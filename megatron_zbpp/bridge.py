@@ -40,7 +40,10 @@ def enable(
             in model order; `virtual_pipeline_model_parallel_size` is the number of chunks of a
             schedule that leaves the choice.
         schedule: as for `megatron_zbpp.enable`, as are the others.
-        num_chunks, memory_limit, post_validation, options: those.
+        num_chunks: chunks a rank.
+        memory_limit: in activations.
+        post_validation: whether optimizer steps are validated later.
+        **options: the rest.
 
     Returns:
         The plugin, as `megatron_zbpp.enable` does.
