@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -19,7 +20,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 _MOST_THREADS = 24  # of a rank between two calls
-_TOO_MANY = 60  # with so many left, ranks start anew: on what holds their groups Python has no hold
+# with so many left, ranks start anew: on what holds their groups Python has no hold; more where
+# tests of a module keep Megatron's groups for each other
+_TOO_MANY, _WITH_KEPT = 60, 150
 _LAST_WORDS = 5  # seconds for the others to answer when a rank has failed
 
 
@@ -42,12 +45,14 @@ class Pool:
         self._processes: list[mp.Process] = []
         self._connections: list[Connection] = []
         self._joined = 0
+        self._keeps = False  # whether ranks have Megatron's groups for the next call
         self._store: dist.Store | None = None
         atexit.register(self.stop)
 
     def run(self, size: int, function: Callable, args: tuple, timeout: float) -> list[Any]:
         """`function(*args)` on the ranks of a group of `size`: see `Ranks.run`."""
-        if any(psutil.Process(each.pid).num_threads() > _TOO_MANY for each in self._processes):
+        most = _WITH_KEPT if self._keeps else _TOO_MANY
+        if any(psutil.Process(each.pid).num_threads() > most for each in self._processes):
             self.stop()
         try:
             self._start(size)
@@ -70,7 +75,7 @@ class Pool:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.join()
-        self._processes, self._connections, self._joined = [], [], 0
+        self._processes, self._connections, self._joined, self._keeps = [], [], 0, False
 
     def _start(self, size: int) -> None:
         context = mp.get_context('spawn')
@@ -87,15 +92,17 @@ class Pool:
         for connection in connections:
             connection.send((function, args))
         results, errors = {}, {}
+        self._keeps = False
         waiting = dict(zip(connections, range(size), strict=True))
         deadline = time.monotonic() + timeout
         while waiting and (ready := wait([*waiting], max(0, deadline - time.monotonic()))):
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
-                    failed, value = connection.recv()
+                    failed, value, keeps = connection.recv()
                 except EOFError:
-                    failed, value = True, 'died'
+                    failed, value, keeps = True, 'died', False
+                self._keeps |= keeps
                 (errors if failed else results)[rank] = value
                 if failed:  # others may wait for it, and for ever
                     deadline = min(deadline, time.monotonic() + _LAST_WORDS)
@@ -161,13 +168,22 @@ def _serve(rank: int, connection: Connection, prepare: Callable | None, prepared
             function, args = connection.recv()
         except EOFError:
             return
+        keeps = False
         try:
-            connection.send((False, function(*args)))
+            value = function(*args)
+            keeps = _keeps_groups()
+            connection.send((False, value, keeps))
         except BaseException:  # reported to the test, SystemExit included
-            connection.send((True, traceback.format_exc()))
-        if len(psutil.Process().threads()) > _MOST_THREADS:
+            connection.send((True, traceback.format_exc(), keeps))
+        if not keeps and psutil.Process().num_threads() > _MOST_THREADS:
             gc.unfreeze()
             let_go()
+
+
+def _keeps_groups() -> bool:
+    """Whether a function has left Megatron's groups to the next one, and not by an error."""
+    state = sys.modules.get('megatron.core.parallel_state')
+    return state is not None and state.model_parallel_is_initialized()
 
 
 def let_go() -> None:
