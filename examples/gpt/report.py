@@ -71,7 +71,7 @@ def by_layer(
         model = get_attr_wrapped_model(chunk, 'pre_process', return_model_obj=True)
         for name, parameter in model.named_parameters():
             place, _, rest = name.partition('.')
-            if rest.startswith('layers.') and hasattr(model, place):  # decoder, or BERT's encoder
+            if place in ('decoder', 'encoder') and rest.startswith('layers.'):  # BERT's is one
                 index, _, rest = rest.removeprefix('layers.').partition('.')
                 place = str(getattr(model, place).layers[int(index)].layer_number)
             yield place, rest, parameter

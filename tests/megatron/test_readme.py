@@ -149,6 +149,8 @@ def test_zbpp_commands(page, tmp_path, data):
 )
 def test_snippet(code):
     """What has no file of its own."""
+    if 'megatron.bridge' in code:
+        pytest.skip('needs Megatron-Bridge: test_bridge.py runs such a program')
     done = run([sys.executable, '-c', f'{code}\nassert plugin.enabled\nplugin.disable()'])
     assert done.returncode == 0, done.stderr
 
