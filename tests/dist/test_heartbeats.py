@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import time
+from math import inf
 
 import torch.distributed as dist
 
-from megatron_zbpp.runtime.guard.heartbeats import Heartbeats
+from megatron_zbpp.runtime.guard.culprit import Statement
+from megatron_zbpp.runtime.guard.heartbeats import Heartbeats, _Board, _Question
 
 
 def connected(late):
@@ -24,3 +27,36 @@ def connected(late):
 
 def test_ranks_meet(ranks):
     assert ranks(3).run(connected, 0.5) == [[True, True]] * 3
+
+
+class Leaving:
+    """A store whose keeper leaves soon after the first question of who holds it."""
+
+    def __init__(self, store, after):
+        self.store, self.after = store, after
+        self.until = None
+
+    def __getattr__(self, name):
+        if name == 'add':
+            self.until = time.monotonic() + self.after
+        elif self.until is not None and time.monotonic() > self.until:
+            raise RuntimeError('the store is gone')
+        return getattr(self.store, name)
+
+
+def test_what_another_has_found_is_heard_while_one_asks():
+    """Who keeps the store may leave amid a question of a rank that lost its neighbour late."""
+    store = dist.HashStore()
+    first, second = (
+        _Board(str(rank), rank, 3, lambda: Statement('1F0', (2,)), lambda kept=kept: kept)
+        for rank, kept in enumerate((store, Leaving(store, 0.3)))
+    )
+    question = _Question(Statement('1F0', (2,), ending=True), inf, queue.SimpleQueue())
+    store.set('said 2', f'0 {Statement("2F0").to_json()}')
+    first.questions.put(question)
+    line = question.lines.get(timeout=5)
+    assert line.startswith('culprit: global rank 2, which does not answer')
+    second.questions.put(question)
+    assert question.lines.get(timeout=5) == ''
+    assert second.verdict == f'{line} (so says global rank 0)'
+    first.questions.put(None)

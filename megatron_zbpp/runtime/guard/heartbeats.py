@@ -181,13 +181,18 @@ class _Board:
         asked = self._answered
         while store.check([f'asked {asked + 1}']):
             asked += 1
-        if asked and not self.verdict and store.check(['verdict']):
-            self.verdict = store.get('verdict').decode()
+        if asked:
+            self._hear(store)
         statement = self._latest()
         if asked == self._answered and statement == self._written:
             return
         store.set(f'said {self._rank}', f'{asked} {statement.to_json()}')
         self._answered, self._written = asked, statement
+
+    def _hear(self, store: Store) -> None:
+        """Take note of what another rank has found."""
+        if not self.verdict and store.check(['verdict']):
+            self.verdict = store.get('verdict').decode()
 
     def _accuse(self, store: Store, own: Statement, stalled: float) -> str:
         number = store.add('questions', 1)
@@ -195,6 +200,7 @@ class _Board:
         store.set(f'asked {number}', '')
         deadline = time.monotonic() + _ANSWER
         while True:
+            self._hear(store)  # who keeps the store may leave before its ranks have answered
             said = dict(self._said(store))
             answering = {rank for rank, (at, _) in said.items() if at >= number}
             if len(answering) == self._size or time.monotonic() > deadline:
