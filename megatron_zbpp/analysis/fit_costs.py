@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import fsum
 from statistics import median
 
-from megatron_zbpp.ir import B, F, Placement, W
+from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, Together, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
 
@@ -15,22 +16,28 @@ from megatron_zbpp.ir.timeline import Timeline
 def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
     """Return costs whose times are the medians of what `timeline` measured on each stage.
 
-    A pass of several tasks counts as the first of them, the others take no time. Activations are
-    those of `Costs.uniform`.
+    Tasks have the times of the passes that do only them. Of a pass of several tasks the first that
+    no pass does alone gets what is left, the others take no time. A forward and a backward that ran
+    as one tell only what that took, over the sum of both: the first forward and the last backward
+    of a stage find no other to run with. Activations are those of `Costs.uniform`.
 
     Args:
         timeline: measured; every stage ran each of its kinds at least once.
         comm: latency of an edge between ranks, in the timeline's unit.
     """
-    taken: dict[tuple[str, int], list[float]] = defaultdict(list)
     schedule = timeline.schedule
-    for order, spans in zip(schedule.passes, timeline.spans, strict=True):
-        for p, (start, end) in zip(order, spans, strict=True):
-            first, *_ = schedule.graph.tasks(p.kind, p.stage)
-            taken[first.kind, p.stage].append(end - start)
+    spans = _spans(timeline)
+    cells = [*_cells(schedule)]
+    shared = {p for cell in cells for p in cell}
+    times = _times(schedule, {p: span for p, span in spans.items() if p not in shared})
+    shares = []
+    for cell in cells:
+        tasks = [(task.kind, p.stage) for p in cell for task in schedule.graph.tasks(*p[:2])]
+        alone = fsum(times[task] for task in tasks)
+        if alone:
+            shares.append((spans[cell[-1]][1] - spans[cell[0]][0]) / alone)
     forward, backward, weight = (
-        tuple(median(taken.get((kind, s), [0.0])) for s in range(schedule.num_stages))
-        for kind in (F, B, W)
+        tuple(times.get((kind, s), 0.0) for s in range(schedule.num_stages)) for kind in (F, B, W)
     )
     uniform = Costs.uniform(schedule.placement)
     return Costs(
@@ -40,7 +47,45 @@ def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
         comm,
         activation=uniform.activation,
         retained=uniform.retained,
+        together=(median(shares) if shares else 0.0) or 1.0,
     )
+
+
+def _times(
+    schedule: Schedule, spans: Mapping[Pass, tuple[float, float]]
+) -> dict[tuple[str, int], float]:
+    """Return the times of tasks, by kind and stage, from those of passes."""
+    times: dict[tuple[str, int], float] = {}
+    taken: dict[tuple[tuple[str, ...], int], list[float]] = defaultdict(list)
+    for p, (start, end) in spans.items():
+        kinds = tuple(task.kind for task in schedule.graph.tasks(p.kind, p.stage))
+        taken[kinds, p.stage].append(end - start)
+    for (kinds, stage), seconds in sorted(taken.items(), key=lambda found: len(found[0][0])):
+        unknown = [kind for kind in kinds if (kind, stage) not in times]
+        known = fsum(times.get((kind, stage), 0.0) for kind in kinds)
+        times |= {(kind, stage): 0.0 for kind in unknown[1:]}
+        if unknown:
+            times[unknown[0], stage] = max(0.0, median(seconds) - known)
+    return times
+
+
+def _cells(schedule: Schedule) -> Iterator[tuple[Pass, ...]]:
+    """Yield a forward and a backward of two microbatches that run as one."""
+    for rank in range(schedule.num_ranks):
+        for entry in schedule.order(rank):
+            if not isinstance(entry, Together):
+                continue
+            kinds = sorted(p.kind for p in entry.passes)
+            if kinds in ([B, F], [BW, F]) and len({p.microbatch for p in entry.passes}) > 1:
+                yield entry.passes
+
+
+def _spans(timeline: Timeline) -> dict[Pass, tuple[float, float]]:
+    return {
+        p: span
+        for order, own in zip(timeline.schedule.passes, timeline.spans, strict=True)
+        for p, span in zip(order, own, strict=True)
+    }
 
 
 def lags(timeline: Timeline) -> dict[tuple[int, int], float]:
@@ -49,11 +94,7 @@ def lags(timeline: Timeline) -> dict[tuple[int, int], float]:
     By (rank of the pass, other rank). Below 0 only where their clocks differ.
     """
     schedule = timeline.schedule
-    spans = {
-        p: span
-        for order, own in zip(schedule.passes, timeline.spans, strict=True)
-        for p, span in zip(order, own, strict=True)
-    }
+    spans = _spans(timeline)
     shortest: dict[tuple[int, int], float] = {}
     for p, (start, _) in spans.items():
         for q in schedule.predecessors(p):
@@ -89,6 +130,7 @@ def middle(found: Sequence[Costs]) -> Costs:
         median(costs.comm for costs in found),
         activation=first.activation,
         retained=first.retained,
+        together=median(costs.together for costs in found),
     )
 
 

@@ -32,6 +32,8 @@ _FIELDS = {
 }
 _OF_TRAINING = ('micro_batch_size', 'global_batch_size', 'rampup_batch_size')
 _OPTIONS = ('exit_duration_in_mins', 'exit_signal_handler')
+# what `config.comm_overlap` writes into the model's configuration when Bridge validates it
+_OVERLAPS = ('tp_comm_overlap', refusals.OVERLAP, *superseded.NAMES)
 _DECENTRALIZED = (
     'its groups are made without asking where the schedule has its stages',
     'leave it False',
@@ -73,12 +75,15 @@ def prepare(
         num_chunks = num_chunks or sizes.num_chunks(args)
     programs = Programs(Settings(schedule, num_chunks, memory_limit))
     placement = programs.placement(ranks)
-    reasons = dict.fromkeys(map(str, _refused(config, args, placement, programs.splits(ranks))))
+    reasons = dict.fromkeys(map(str, _refused(config, args, placement, programs)))
     if reasons:
         raise NotImplementedError(f'with schedule {programs.key}, ' + '. '.join(reasons))
+    programs.join(getattr(args, refusals.OVERLAP, False))
     for count in sorted(sizes.microbatches(args, int(os.environ.get('WORLD_SIZE', 1)))):
         programs.lowered(ranks, count, forward_only=False)
-    for each in superseded.drop(_transformer(config)):
+    taken = (_transformer(config), config.comm_overlap)
+    words = (each for held in taken for each in superseded.drop(held, programs.splits(ranks)))
+    for each in dict.fromkeys(words):
         say(each)
     _place_layers(_transformer(config), args, placement)
     if post_validation:
@@ -108,6 +113,7 @@ def _arguments(config: Any) -> Namespace:
             'before config.validate() and pretrain(), and give the layout as text'
         )
     values |= {name: getattr(config.train, name, None) for name in (*_OF_TRAINING, *_OPTIONS)}
+    values |= _overlaps(config)
     tied = getattr(config.model, 'share_embeddings_and_output_weights', False)
     values |= {
         'num_layers_per_virtual_pipeline_stage': None,
@@ -124,14 +130,28 @@ def _arguments(config: Any) -> Namespace:
     return Namespace(**values)
 
 
+def _overlaps(config: Any) -> dict[str, bool]:
+    """Return what `comm_overlap` will write over the model's configuration."""
+    asked, model = config.comm_overlap, _transformer(config)
+    if asked is None:
+        return {}
+    values = {name: bool(getattr(asked, name, False)) for name in _OVERLAPS}
+    # else Bridge warns, and leaves it
+    values['tp_comm_overlap'] &= model.tensor_model_parallel_size > 1 and model.sequence_parallel
+    return values
+
+
 def _refused(
-    config: Any, args: Namespace, placement: Placement, splits: bool
+    config: Any, args: Namespace, placement: Placement, programs: Programs
 ) -> Iterator[refusals.Refusal]:
     if config.dist.use_decentralized_pg:
         yield refusals.Refusal('dist.use_decentralized_pg', True, *_DECENTRALIZED)
     if args.hybrid_layer_pattern and placement.num_chunks > 1:
         yield refusals.Refusal('hybrid_layer_pattern', args.hybrid_layer_pattern, *_HYBRID)
-    yield from refusals.refused(args, cpu.installed(), te.installed(), placement, splits)
+    splits = programs.splits(args.pipeline_model_parallel_size)
+    yield from refusals.refused(
+        args, cpu.installed(), te.installed(), placement, splits, joins=programs.joins
+    )
 
 
 def _place_layers(model: Any, args: Namespace, placement: Placement) -> None:

@@ -141,7 +141,8 @@ class Programs:
             more += f', freezing {agreement.digest(self._freeze.to_json())}'
         if isinstance(self.source, Schedule):
             return agreement.fingerprint(self.source) + more
-        name, num_chunks, memory_limit = self.source
+        _, num_chunks, memory_limit = self.source
+        name = self._family(self.together)
         chunks = f' with {num_chunks} chunks a rank' if num_chunks else ''
         limit = f' within {memory_limit:g}' if memory_limit else ''
         return name + chunks + limit + more + (' to plan from' if self._to_plan_from else '')
@@ -186,9 +187,9 @@ class Programs:
                         'the parallel or batch sizes, or use a family by its name'
                     )
             return self._moving(for_megatron(self.source))
-        name, num_chunks, memory_limit = self.source
+        _, num_chunks, memory_limit = self.source
         schedule = build(
-            name,
+            self._family(self.together),
             num_ranks,
             num_microbatches,
             num_chunks=num_chunks,
@@ -233,7 +234,18 @@ class Programs:
         """Whether there are pairs of F and BW that can run as one."""
         if isinstance(self.source, Schedule):
             return bool(self.source.together)
-        return 'together' in find(self.source.name).options and not self._to_plan_from
+        return 'together' in find(self._family(True)).options
+
+    def _family(self, together: bool) -> str:
+        """Return the family's name; to plan from, one on the same placement that shows what counts.
+
+        Args:
+            together: whether pairs of F and BW are to run as one.
+        """
+        assert not isinstance(self.source, Schedule)
+        if self._to_plan_from:
+            return start_family(self.source.num_chunks, together)
+        return self.source.name
 
     def _example(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """Return the schedule for p ranks and, where that can be chosen, so many microbatches."""

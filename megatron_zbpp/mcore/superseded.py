@@ -9,6 +9,7 @@ DEFERRED = 'defer_embedding_wgrad_compute'
 _SETTINGS = {DEFERRED: 'the schedule places all W passes'}
 # with W passes; without, Megatron's combined step delays them
 _WITH_W = {'delay_wgrad_compute': 'the schedule places all W passes'}
+NAMES = (*_SETTINGS, *_WITH_W)
 
 
 def drop(settings: Any, splits: bool = False) -> Iterator[str]:

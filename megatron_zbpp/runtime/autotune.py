@@ -33,9 +33,16 @@ _LATE = 10  # times the seconds to plan in, after which the planner is taken for
 _WAITING, _KEEP = '', 'keep'  # what the planning rank may say instead of a schedule
 
 
-def start_family(num_chunks: int | None) -> str:
-    """Return the named schedule to measure under, which fixes the placement."""
-    return {None: 'zb-v', 1: 'zb-h1', 2: 'zb-v'}.get(num_chunks, 'zb-interleaved')
+def start_family(num_chunks: int | None, together: bool = False) -> str:
+    """Return the named schedule to measure under, which fixes the placement.
+
+    Args:
+        num_chunks: stages a rank; None: two.
+        together: whether it is to have forwards and backwards that run as one, to be measured; on
+            the same placement, if there is such a schedule.
+    """
+    v = 'dualpipe-v' if together else 'zb-v'
+    return {None: v, 1: 'zb-h1', 2: v}.get(num_chunks, 'zb-interleaved')
 
 
 @dataclass(frozen=True)
@@ -273,6 +280,9 @@ class AutoPlan:
         self._settled = True
         if dist.get_rank() != 0 or self.layout is None or self.costs is None:
             return
+        if (self._original or schedule).together:
+            self.say('auto: looks for no other partition of the layers: it knows no cells')
+            return
         looked = look(self.layout, schedule, self.costs, self.objective)
         # a proposal may take all the room that there is; what runs keeps to what 1F1B holds
         asked = inf if self.memory_limit is None else self.memory_limit
@@ -294,6 +304,8 @@ def _words(costs: Costs, full: float | None) -> str:
     """Return what was measured."""
     kinds = (('F', costs.forward), ('B', costs.backward), ('W', costs.weight))
     parts = [f'{kind} {min(t) * 1e3:.3g} to {max(t) * 1e3:.3g} ms' for kind, t in kinds]
+    if costs.together != 1:
+        parts.append(f'a forward and a backward as one {costs.together:.0%} of both')
     parts.append(f'messages {(costs.comm + costs.message) * 1e3:.3g} ms')
     if full is not None:
         parts.append(f'an activation of a full rank {full / 2**20:.4g} MiB')

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from nvidia import SCRIPT, needs_training, run, since
 from outcome import of_all, refusal
 from ranks import RankError
 from supported import refuses, supports
+from test_auto import told
 from test_launch import MOE, NO_CLIPPING
 from test_launch_post_validation import EARLY
 from test_refusals import launch
@@ -26,7 +28,7 @@ from megatron_zbpp.schedules import build
 pytestmark = needs_training
 
 M = 8
-EXPERTS = [*MOE, '--expert-model-parallel-size', 2, '--disable-bias-linear', '--bf16']
+EXPERTS = [*MOE, '--expert-model-parallel-size', 2, '--disable-bias-linear']
 BASE = [*NO_CLIPPING, '--global-batch-size', 2 * M, '--train-iters', 3]
 BASE += ['--untie-embeddings-and-output-weights', '--position-embedding-type', 'rope']
 OVERLAP = '--overlap-moe-expert-parallel-comm'
@@ -40,6 +42,7 @@ MODELS = {
     'attention in few dimensions': """--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16
         --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16""".split(),
     'gradients reduced while passes run': ['--overlap-grad-reduce'],
+    'fp16': ['--fp16', '--initial-loss-scale', 1024],
 }
 
 
@@ -108,6 +111,7 @@ FIRST = (2, 'experts')  # of which each run has the case
 
 def flags_of(model: str, p: int) -> list:
     words = [str(word).format(rest=2 * p - 1) for word in MODELS[model]]
+    words += [] if '--fp16' in words else ['--bf16']
     return [*BASE, *EXPERTS, *words, '--num-layers', 2 * p, '--pipeline-model-parallel-size', p]
 
 
@@ -210,9 +214,49 @@ def _whole(order: Any) -> Iterator[Any]:
             yield entry._replace(kind='BW') if entry.kind == 'B' else entry
 
 
-@refuses('overlapped communication of experts', 'nothing says what cells take', 'auto')
-def test_auto_is_refused(ranks):
+@contextmanager
+def hiding(training: Any) -> Iterator[tuple[list[str], list]]:
+    """What auto says, and what combined steps ran, where cells take half of their passes' time.
+
+    On a CPU nothing hides.
+    """
+    from megatron_zbpp.runtime import autotune
+
+    fit = autotune.fit
+    measured = []
+
+    def halved(*args: Any) -> Any:
+        measured.append(fit(*args))
+        return replace(measured[-1], together=0.5)
+
+    with (
+        told(training, switching=True, seconds=1.0) as said,
+        combined_steps(training) as steps,
+        mock.patch.object(autotune, 'fit', halved),
+    ):
+        yield said, steps
+    assert all(costs.together != 1 for costs in measured), 'cells are measured'
+
+
+@supports('overlapped communication of experts, by what cells were measured to take', 'auto')
+@pytest.mark.parametrize('p', [2, pytest.param(4, marks=pytest.mark.full)])
+def test_auto(ranks, tmp_path, p):
+    """It begins with dualpipe-v, and switches to a plan with cells."""
+    flags = [*flags_of('experts', p), '--train-iters', 7]
+    stock = run(ranks(2 * p), *flags, '--save', tmp_path, '--save-interval', 1)
+    auto = ['--pipeline-schedule', 'auto', '--pipeline-schedule-profile-iters', 1, OVERLAP]
+    ours = run(ranks(2 * p), *flags, *auto, '--load', tmp_path, '--ckpt-step', 1, event=hiding)
+    assert ours.losses == since(1, stock.losses)
+    assert ours.parameters == stock.parameters
+    assert ours.optimizer == stock.optimizer
+    assert any('switches' in line for line in ours.reported[0][0])
+    for _, steps in ours.reported:
+        assert any(len(step) > 2 for step in steps)
+
+
+def test_auto_with_one_chunk_is_refused(ranks):
     flags = [*flags_of('experts', 2), OVERLAP, '--pipeline-schedule', 'auto']
+    flags += ['--num-virtual-stages-per-pipeline-rank', 1]
     said = refusal(of_all(ranks(4).run(launch, *map(str, flags))), SCRIPT.name)
     assert 'this schedule has no forward that runs as one with a backward; take dualpipe-v' in said
 

@@ -6,8 +6,8 @@ import importlib.util
 
 import pytest
 from nvidia import needs_training, run, since
-from supported import supports
-from test_launch import DISTRIBUTED, LLAMA, NO_CLIPPING, PIPELINE
+from supported import WAITS, supports
+from test_launch import DISTRIBUTED, LLAMA, NO_CLIPPING, OVERLAP, PIPELINE
 from test_launch_post_validation import EARLY
 
 pytestmark = [
@@ -38,7 +38,17 @@ def cases(*kept):
 @cases('Muon', SHARED_OUT)
 def test_identical_to_megatron(ranks, tmp_path, case):
     """From a checkpoint of Megatron's own 1F1B, with steps that are validated later."""
-    size, flags = CASES[case]
+    compare(ranks, tmp_path, *CASES[case])
+
+
+@pytest.mark.full
+@supports('Muon, whose forwards gather layers', 'zb-v+post-validation', WAITS)
+def test_gathering_amid_forwards(ranks, tmp_path):
+    """Its steps wait, which forwards would overtake that gather layers of other ranks."""
+    compare(ranks, tmp_path, 4, ['--bf16', *DISTRIBUTED, *OVERLAP, '--overlap-param-gather'])
+
+
+def compare(ranks, tmp_path, size, flags):
     flags = [*MUON, *flags, *NO_CLIPPING]
     stock = run(ranks(size), *flags, '--save', tmp_path, '--save-interval', 1)
     ours = ['--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule', 'zb-v', *EARLY]

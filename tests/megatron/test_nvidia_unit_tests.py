@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from commands import run
-from nvidia import CHECKOUT
+from nvidia import CHECKOUT, release
 from paths import SUPPORT
 from supported import PASSES, supports
 
@@ -29,16 +29,6 @@ def tests() -> list[str]:
     tree = ast.parse(path.read_text())
     named = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     return [name for name in named if name.startswith('test_') and name not in OF_ITS_OWN]
-
-
-def release() -> str:
-    """The version of Megatron-Core in the checkout."""
-    names: dict[str, object] = {}
-    path = Path(CHECKOUT or '', 'megatron/core/package_info.py')
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id in ('MAJOR', 'MINOR', 'PATCH'):
-            names[node.targets[0].id] = ast.literal_eval(node.value)
-    return '{MAJOR}.{MINOR}.{PATCH}'.format(**names)
 
 
 def schedule(test: str) -> str:

@@ -47,6 +47,8 @@ HARMLESS = {
     'attention_backend': ['auto', 'unfused', SimpleNamespace(name='local')],
     'context_parallel_size': [1],
 }
+_TWICE = 'a forward that runs again would enter its largest values a second time'
+_CAPTURED = 'a captured forward cannot run again with other random states'
 HYBRID = [s for s in refusals.settings() if s.startswith('hybrid_') and 'context' not in s]
 # but for what is refused with others, or by some releases, only
 OTHERS = ['fp8_recipe', 'mtp_num_layers', *HYBRID]
@@ -104,6 +106,8 @@ def test_emulated_transformer_engine_can_more():
     assert refused == ['transformer_impl', 'attention_backend']
 
 
+@refuses('`--pipeline-recompute`, scales of FP8 by history', _TWICE)
+@refuses('`--pipeline-recompute`, `cuda_graph_impl`', _CAPTURED)
 def test_what_cannot_run_again():
     """In recompute passes only."""
     asked = SimpleNamespace(fp8='hybrid', fp8_recipe='delayed', cuda_graph_impl='local')
@@ -112,12 +116,16 @@ def test_what_cannot_run_again():
         'fp8_recipe=delayed',
         'cuda_graph_impl=local',
     ]
-    assert 'a second time; give --fp8-recipe tensorwise' in found[0]
+    assert f'{_TWICE}; give --fp8-recipe tensorwise' in found[0] and _CAPTURED in found[1]
     assert not list(refusals.refused(asked, splits=False))
     asked.fp8_recipe, asked.cuda_graph_impl = 'tensorwise', 'none'
     assert not list(refusals.refused(asked, recomputes=True))
 
 
+@refuses(
+    'multi-token prediction, tied embeddings',
+    'Megatron cannot save the last of several pipeline ranks',
+)
 def test_tied_embeddings_and_multi_token_prediction():
     tied = SimpleNamespace(mtp_num_layers=1, untie_embeddings_and_output_weights=False)
     (found,) = refusals.refused(tied)
@@ -271,6 +279,14 @@ def test_hybrid_models_by_release(ranks):
         assert found == (HYBRID if knows_one_chunk else [])
 
 
+@refuses('`MambaModel`', 'this release of Megatron lays its layers out in a loop', 'zb-v')
+def test_layers_that_megatron_lays_out_in_a_loop(ranks):
+    knows_one_chunk, found = ranks(2).run(hybrid_refused)[0]
+    if not knows_one_chunk:
+        pytest.skip('from 0.17 on a hybrid model may have segments')
+    assert found == HYBRID
+
+
 def test_hybrid_model_where_it_is_built(ranks):
     assert ranks(2).run(hybrid_model, 'zb-h1', 1) == [[[1]], [[2]]]
     found = ranks(2).run(hybrid_model, 'zb-v', 2)
@@ -290,6 +306,23 @@ def test_without_w_passes_more_may_be():
     assert not list(refusals.refused(args, splits=False))
     args = SimpleNamespace(cuda_graph_impl='local', cuda_graph_scope=['full_iteration'])
     assert list(refusals.refused(args, splits=False))
+
+
+def shapes_of_ones_own():
+    """What is said of a program that sends tensors of its own shapes."""
+    from megatron_zbpp.mcore.iteration.forward_backward import refuse_unsupported
+
+    try:
+        refuse_unsupported(SimpleNamespace(), lambda *shapes: shapes, splits=True)
+    except NotImplementedError as error:
+        return str(error)
+
+
+@refuses('`adjust_tensor_shapes_fn` (distillation)', 'its shapes are for ranks, not for stages')
+def test_shapes_of_ones_own(ranks):
+    said = ranks(2).run(shapes_of_ones_own)[0]
+    assert 'adjust_tensor_shapes_fn does not work' in said
+    assert 'its shapes are for ranks, not for stages; use' in said
 
 
 def mesh_of_fsdp():

@@ -7,6 +7,7 @@ pretrain_gpt.py in it.
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import os
 import sys
@@ -36,6 +37,16 @@ COMMON = """
     --split 100,0,0 --seed 7 --hidden-dropout 0 --attention-dropout 0 --num-workers 0
     --ckpt-format torch_dist --no-save-rng --no-load-rng
 """.split()
+
+
+def release() -> str:
+    """The version of Megatron-Core in the checkout."""
+    names: dict[str, object] = {}
+    path = Path(CHECKOUT or '', 'megatron/core/package_info.py')
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and node.targets[0].id in ('MAJOR', 'MINOR', 'PATCH'):
+            names[node.targets[0].id] = ast.literal_eval(node.value)
+    return '{MAJOR}.{MINOR}.{PATCH}'.format(**names)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from example import forget_groups
 
-ITERATIONS, MICROBATCHES, LENGTH, VOCABULARY = 4, 5, 16, 64
+ITERATIONS, MICROBATCHES, LENGTH, VOCABULARY, WIDTH = 4, 5, 16, 64, 32
+UNTIED, TIED = 'a recipe', 'a recipe, tied embeddings'
+LORA, MTP = 'a recipe of LoRA', 'a recipe of multi-token prediction'
 
 
 @dataclass(frozen=True)
@@ -34,27 +36,75 @@ class Trained:
     early: int
 
 
-def save_weights(folder: Path, tied: bool) -> None:
-    """Leaves a small Llama in Hugging Face's format: run it on all ranks."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def save_weights(folder: Path, kind: str) -> None:
+    """Leaves a small model in Hugging Face's format: run it on all ranks.
+
+    Args:
+        folder: to leave it in.
+        kind: of recipe.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     if dist.get_rank() == 0:
         torch.manual_seed(7)
-        config = LlamaConfig(
-            num_hidden_layers=4,
-            hidden_size=32,
-            intermediate_size=64,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=VOCABULARY,
-            max_position_embeddings=LENGTH,
-            tie_word_embeddings=tied,
-        )
-        LlamaForCausalLM(config).save_pretrained(folder)
+        sizes = {
+            'num_hidden_layers': 4,
+            'hidden_size': WIDTH,
+            'intermediate_size': 2 * WIDTH,
+            'num_attention_heads': 4,
+            'num_key_value_heads': 2,
+            'head_dim': WIDTH // 4,
+            'vocab_size': VOCABULARY,
+            'max_position_embeddings': LENGTH,
+            'tie_word_embeddings': kind == TIED,
+        }
+        if kind == MTP:
+            config = Qwen3Config(**sizes, mtp_num_hidden_layers=1)
+            Qwen3ForCausalLM(config).save_pretrained(folder)
+            _add_mtp(folder / 'model.safetensors')
+        else:
+            LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
     dist.barrier()
 
 
-def config(weights: Path) -> tuple[Any, Any]:
+def _add_mtp(file: Path) -> None:
+    """Add the weights of multi-token prediction, which Hugging Face's own model does not have."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(file)
+    layer = 'model.layers.0.'
+    found = {n.removeprefix(layer): w for n, w in weights.items() if n.startswith(layer)}
+    added = {f'mtp.layers.0.{name}': torch.randn_like(w) / 50 for name, w in found.items()}
+    added['mtp.fc.weight'] = torch.randn(WIDTH, 2 * WIDTH) / 50
+    for name in ('pre_fc_norm_embedding', 'pre_fc_norm_hidden', 'norm'):
+        added[f'mtp.{name}.weight'] = torch.ones(WIDTH)
+    save_file(weights | added, file, {'format': 'pt'})
+
+
+def adapters() -> Any:
+    """Return LoRA, whose first weights do not depend on where layers are."""
+    from megatron.bridge.peft.lora import LoRA
+
+    class Seeded(LoRA):
+        def __call__(self, model, training=True):
+            made = super().__call__(model, training)
+            for chunk in made:
+                for layer in chunk.decoder.layers:
+                    _fill(layer)
+            return made
+
+    return Seeded(dim=4, alpha=8)
+
+
+def _fill(layer: torch.nn.Module) -> None:
+    """Give this layer's adapters weights by its number and their names."""
+    for name, parameter in sorted(layer.named_parameters()):
+        if 'adapter' in name:
+            generator = torch.Generator().manual_seed(layer.layer_number)
+            parameter.data = torch.randn(parameter.shape, generator=generator) / 10
+
+
+def config(weights: Path, kind: str = UNTIED) -> tuple[Any, Any]:
     """Return Bridge's configuration, and what converts weights."""
     from megatron.bridge import AutoBridge
     from megatron.bridge.training import config as of
@@ -104,13 +154,23 @@ def config(weights: Path) -> tuple[Any, Any]:
         logger=of.LoggerConfig(log_interval=100),
         tokenizer=of.TokenizerConfig(tokenizer_type='NullTokenizer', vocab_size=VOCABULARY - 1),
         checkpoint=of.CheckpointConfig(),
+        peft=adapters() if kind == LORA else None,
         dist=of.DistributedInitConfig(distributed_backend='gloo'),
         rng=of.RNGConfig(seed=7),
     )
+    if kind == LORA:
+        made.checkpoint.pretrained_checkpoint = str(weights)
     return made, bridge
 
 
-def train(folder: Path, schedule: str, post_validation: bool | int) -> Trained:
+def overlaps(tp_comm_overlap: bool = False, **asked: bool) -> Any:
+    """Return what of communication a recipe overlaps."""
+    from megatron.bridge.training.comm_overlap import CommOverlapConfig
+
+    return CommOverlapConfig(tp_comm_overlap=tp_comm_overlap, data_parallel_size=1, **asked)
+
+
+def train(folder: Path, schedule: str, post_validation: bool | int, kind: str) -> Trained:
     """Runs on each rank: `pretrain` of Bridge, by `schedule`; 'megatron' is Megatron's own."""
     from megatron.bridge.training import pretrain as entry
     from megatron.bridge.training.callbacks import Callback
@@ -131,7 +191,7 @@ def train(folder: Path, schedule: str, post_validation: bool | int) -> Trained:
         def on_train_end(self, context):
             found['weights'] = hashes(converter, context.model)
 
-    made, converter = config(folder)
+    made, converter = config(folder, kind)
     plugin = None
     try:
         if schedule != 'megatron':

@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import nvidia
 import pytest
 from words import worded
 
@@ -51,7 +52,9 @@ def claims(item: pytest.Item) -> Iterator[Record]:
     params = getattr(item, 'callspec', None)
     given: dict[str, Any] = dict(params.params) if params else {}
     measured = dict(getattr(item, 'user_properties', ()))
-    megatron = measured.get('megatron', metadata.version('megatron-core'))
+    trains = getattr(getattr(item, 'module', None), 'run', None) is nvidia.run
+    here = nvidia.release() if nvidia.CHECKOUT and trains else metadata.version('megatron-core')
+    megatron = measured.get('megatron', here)
     test = re.sub(r'\[.*', '', item.nodeid, flags=re.S)
     for mark in item.iter_markers('supports'):
         feature, schedules, outcome = (text.format(**worded(given)) for text in mark.args)

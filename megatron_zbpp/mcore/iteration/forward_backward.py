@@ -332,7 +332,8 @@ def refuse_unsupported(
     superseded.require_none(config)
     if adjust_tensor_shapes_fn is not None:
         raise NotImplementedError(
-            "adjust_tensor_shapes_fn does not work with --pipeline-schedule: use Megatron's own"
+            'adjust_tensor_shapes_fn does not work with --pipeline-schedule: its shapes are for '
+            "ranks, not for stages; use Megatron's own schedule"
         )
 
 

@@ -1,7 +1,8 @@
 """The word embedding and its copy, where one rank holds both in two chunks, as in a Λ.
 
 Megatron keeps the two equal, and sums their gradients, between first and last rank; Megatron-Bridge
-sends one to the other when it has loaded weights. None of them sees such a pair.
+sends one to the other when it has loaded weights, and takes one of two with the same name to be the
+other. None of them sees such a pair.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +23,9 @@ from megatron_zbpp.mcore.patches.registry import Patch
 Placements = Callable[[int], Placement]  # of so many pipeline ranks
 SUM = '_allreduce_word_embedding_grads'
 COPY = '_broadcast_shared_embeddings'
+TASKS = 'build_conversion_tasks'
 
+_EMBEDDING = 'embedding.word_embeddings.weight'
 _LANGUAGE = 'megatron.core.models.common.language_module.language_module:LanguageModule'
 _FINALIZE = 'megatron.core.distributed.finalize_model_grads'
 _CONVERSION = 'megatron.bridge.models.conversion.model_bridge:MegatronModelBridge'
@@ -37,6 +41,7 @@ def patches(placement: Placements) -> Iterator[Patch]:
     yield Patch(_LANGUAGE, 'setup_embeddings_and_output_layer', setup)
     yield Patch(_FINALIZE, SUM, _summing_tied_copies, (f'{_FINALIZE}:finalize_model_grads',))
     yield Patch(_CONVERSION, COPY, _copying_tied, late=True)
+    yield Patch(_CONVERSION, TASKS, _of_the_first, late=True)
 
 
 def _tying(original: Callable, placement: Placements) -> Callable:
@@ -98,3 +103,39 @@ def _copying_tied(original: Callable) -> Callable:
             copy.copy_(embedding)
 
     return _broadcast_shared_embeddings
+
+
+def _of_the_first(original: Callable) -> Callable:
+    """Bridge's list of what is converted; of two embeddings on one rank the first stage's.
+
+    It has one entry for a name, and that of the last chunk stays: of the copy that multi-token
+    prediction has, which alone would be filled, and which Bridge leaves out when it saves.
+    """
+
+    @functools.wraps(original)
+    def build_conversion_tasks(
+        self: Any,
+        hf_pretrained: Any,
+        megatron_model: list[torch.nn.Module],
+        *rest: Any,
+        **more: Any,
+    ) -> list[Any]:
+        tasks = original(self, hf_pretrained, megatron_model, *rest, **more)
+        copies = tied_copies(megatron_model) if len(megatron_model) > 1 else ()
+        if not copies:
+            return tasks
+        stage, module = next(
+            (stage, module)
+            for stage, model in enumerate(megatron_model)
+            for module in model.modules()
+            if getattr(module, 'weight', None) is copies[0]
+        )
+        first = {'vp_stage': stage, 'megatron_module': module, 'param_weight': copies[0]}
+        return [
+            replace(task, **first)
+            if task is not None and task.global_param_name.endswith(_EMBEDDING)
+            else task
+            for task in tasks
+        ]
+
+    return build_conversion_tasks

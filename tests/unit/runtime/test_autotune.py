@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from megatron_zbpp.analysis.fit_costs import fit
 from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import BW, B, F, Placement, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner import worker
+from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.process import PlannerProcess
-from megatron_zbpp.runtime.autotune import AutoPlan, Measured, merge_measurements
+from megatron_zbpp.runtime.autotune import AutoPlan, Measured, merge_measurements, start_family
 from megatron_zbpp.runtime.executor import Record
 from megatron_zbpp.runtime.observe.measure import Iteration
 from megatron_zbpp.schedules import build
@@ -105,6 +109,22 @@ def test_where_nobody_counts(held):
     costs, limit, full = merge_measurements([Measured(COSTS, 1.0, held, None, 0)], SCHEDULE, 3.0)
     assert (limit, full) == (3, None)
     assert max(peak(build('zb-v', 2, 4), costs)) == max(peak(build('zb-v', 2, 4), COSTS))
+
+
+@pytest.mark.parametrize(('share', 'cells'), [(0.7, True), (1.1, False)])
+def test_cells_are_planned_by_what_they_take(share, cells):
+    """What auto measures of the schedule that it begins with, as the planner's process reads it."""
+    schedule = build(start_family(None, together=True), 2, 8, together=True)
+    assert schedule.placement == PLACEMENT, 'what it begins with otherwise'
+    timeline = simulate(schedule, replace(COSTS, together=share))
+    costs, limit, _ = merge_measurements(
+        [Measured(fit(timeline), 1.0, {}, None, 0)] * 2, schedule, None
+    )
+    text = worker.request(schedule.placement, costs, 8, limit, 0.2, 'makespan')
+    candidate, inputs = worker.read(text)
+    found = plan([candidate], **inputs).schedule
+    assert bool(found.together) == cells
+    assert simulate(found, costs).makespan <= timeline.makespan
 
 
 @pytest.mark.parametrize('settled', [False, True])

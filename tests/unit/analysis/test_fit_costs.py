@@ -1,0 +1,70 @@
+"""Costs as they were measured, by stage and kind of pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from grids import grid
+
+from megatron_zbpp.analysis.fit_costs import fit, middle
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Pass, Placement, Schedule, Together
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.schedules import build
+
+V = Costs((1.0, 1.1, 1.2, 1.4), (1.5, 1.6, 1.7, 2.0), (0.7, 0.8, 0.9, 1.0))
+
+
+def _entries(order: list[str]) -> Iterator[Pass | Together]:
+    for text in order:
+        passes = tuple(map(Pass.parse, text.strip('()').split('&')))
+        yield Together(passes) if len(passes) > 1 else passes[0]
+
+
+def times(costs: Costs) -> tuple[tuple[float, ...], ...]:
+    return costs.forward, costs.backward, costs.weight
+
+
+@grid(schedule=('zb-v', 'dualpipe-v'), m=(2, 4, 9))
+def test_as_they_were(schedule, m):
+    """Whether a stage ran some of its backwards whole, and others not."""
+    found = fit(simulate(build(schedule, 2, m), V), comm=0.25)
+    assert times(found) == tuple(map(pytest.approx, times(V)))
+    assert (found.comm, found.together) == (0.25, 1)
+
+
+def test_whole_backwards_are_b():
+    """Where no W runs by itself nobody knows its share."""
+    schedule = build('1f1b', 2, 4)
+    costs = Costs((1.0, 1.5), (2.0, 2.5), (3.0, 3.5))
+    found = fit(simulate(schedule, costs))
+    assert times(found) == ((1, 1.5), (5, 6), (0, 0))
+
+
+def test_whole_backwards_among_others():
+    """They are no longer B's: those without W tell."""
+    orders = [['0F0', '0F1', '0BW0', '0B1', '0W1'], ['1F0', '1BW0', '1F1', '1BW1']]
+    schedule = Schedule.of('own', Placement.loop(2), 2, map(_entries, orders))
+    costs = Costs((1.0, 1.0), (2.0, 2.5), (0.5, 0.75))
+    assert times(fit(simulate(schedule, costs))) == ((1, 1), (2, 3.25), (0.5, 0))
+
+
+@pytest.mark.parametrize('share', [0.6, 0.85, 1.2])
+def test_what_cells_take(share):
+    """Apart from what their passes take alone, which it leaves as it is."""
+    costs = replace(V, together=share)
+    timeline = simulate(build('dualpipe-v', 2, 8, together=True), costs)
+    found = fit(timeline)
+    assert times(found) == tuple(map(pytest.approx, times(V)))
+    assert found.together == pytest.approx(share)
+    assert middle([found, V, found]).together == pytest.approx(share)
+
+
+def test_cells_whose_backwards_leave_w():
+    """And the last backward whole: what is left of it is B."""
+    orders = [['0F0', '(0F1&0B0)', '0W0', '0BW1'], ['1F0', '1B0', '1W0', '1F1', '1BW1']]
+    schedule = Schedule.of('own', Placement.loop(2), 2, map(_entries, orders))
+    found = fit(simulate(schedule, Costs((1.0, 1.0), (2.0, 2.0), (0.5, 0.5), together=0.5)))
+    assert times(found) == ((1, 1), (2, 2), (0.5, 0.5)) and found.together == 0.5
