@@ -189,7 +189,7 @@ def test_post_validation(ranks, tmp_path):
 
 
 @pytest.mark.full
-@supports('overlapped communication of experts, by a file with such cells', 'planned')
+@supports('overlapped communication of experts, by a file with such cells', 'dualpipe-v')
 def test_a_file(ranks, tmp_path):
     """A schedule of one's own, without a W, with evaluation between."""
     schedule = for_megatron(build('dualpipe-v', 2, M, together=True))
