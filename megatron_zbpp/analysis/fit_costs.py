@@ -30,7 +30,7 @@ def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
     cells = [*_cells(schedule)]
     shared = {p for cell in cells for p in cell}
     times = _times(schedule, {p: span for p, span in spans.items() if p not in shared})
-    shares = []
+    shares: list[float] = []
     for cell in cells:
         tasks = [(task.kind, p.stage) for p in cell for task in schedule.graph.tasks(*p[:2])]
         alone = fsum(times[task] for task in tasks)
