@@ -11,7 +11,7 @@ from megatron_zbpp.cli.printing import print_json, print_table, write
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.fitting import fit_layers
 from megatron_zbpp.partitioning.layers import Layers
-from megatron_zbpp.partitioning.shapes import MODELS, Shape, layers_of
+from megatron_zbpp.partitioning.shapes import MODELS, OWN_FIELDS, Shape, layers_of
 from megatron_zbpp.render.scene import number
 
 _HELP = {
@@ -56,6 +56,7 @@ def profile(args: Namespace) -> None:
     """Print the layers' costs, and write the file."""
     if bool(args.model) == bool(args.stages):
         raise ValueError('give --model and its shape, or --stages with measured times')
+    _refuse_what_is_not_read(args)
     note = ''
     if args.model:
         made = layers_of(_shape(args))
@@ -69,6 +70,26 @@ def profile(args: Namespace) -> None:
     _print(made, note)
     if args.output:
         print(f'wrote {args.output}')
+
+
+def _refuse_what_is_not_read(args: Namespace) -> None:
+    """Return if each flag that is given is about what is asked for.
+
+    Raises:
+        ValueError: one is not.
+    """
+    if args.model and args.constant:
+        raise ValueError('--constant is about --stages: leave it out')
+    for each in fields(Shape):
+        if each.name == 'model' or getattr(args, each.name) is None:
+            continue
+        flag, models = '--' + each.name.replace('_', '-'), OWN_FIELDS.get(each.name)
+        if args.stages:
+            raise ValueError(f'{flag} is about --model: leave it out, or give --model')
+        if models is not None and args.model not in models:
+            raise ValueError(
+                f'{flag} is about --model {" or ".join(models)}, not {args.model}: leave it out'
+            )
 
 
 def _shape(args: Namespace) -> Shape:
@@ -96,7 +117,10 @@ def _measured(text: str) -> tuple[str, Costs]:
     try:
         return layout, Costs.from_json(Path(path).read_text(encoding='utf-8'))
     except ValueError as error:
-        raise ValueError(f'{path}: {error}') from error
+        raise ValueError(
+            f'{path}: {error}: give times of the stages as {{"F": [...], "B": [...], "W": [...]}}, '
+            'such as stages.json of --pipeline-trace-dir'
+        ) from error
 
 
 def _print(made: Layers, note: str) -> None:

@@ -7,8 +7,10 @@ from argparse import ArgumentParser, Namespace
 from megatron_zbpp.analysis.gaps import Gap, gaps
 from megatron_zbpp.cli import inputs, values
 from megatron_zbpp.cli.printing import headline, print_json, print_table, write
+from megatron_zbpp.cli.progress import progress
+from megatron_zbpp.ir import Schedule, W
 from megatron_zbpp.partitioning.freeze_plans import UNIT, FreezePlan
-from megatron_zbpp.partitioning.freezing import Freezing, freeze
+from megatron_zbpp.partitioning.freezing import FREEZE_STEPS, Freezing, freeze
 from megatron_zbpp.render.scene import number
 
 
@@ -23,7 +25,7 @@ def add_freeze(command: ArgumentParser) -> None:
     """Add what `zbpp freeze` takes beside a schedule and costs."""
     command.add_argument(
         '--most',
-        type=values.amount,
+        type=values.share,
         default=0.9,
         metavar='R',
         help="share of a stage's weight gradients that may be left out, 0 to 1; default 0.9",
@@ -75,7 +77,10 @@ def _fields(gap: Gap) -> dict:
 def freeze_schedule(args: Namespace) -> None:
     """Print how much of which weight gradients to leave out."""
     case = inputs.load_case(args)
-    found = freeze(case.schedule, case.costs, args.most)
+    if args.output:
+        _require_weight_passes(case.schedule)
+    with progress('freezing', 'step', FREEZE_STEPS) as done:
+        found = freeze(case.schedule, case.costs, args.most, done)
     stages = [found.stage(stage) for stage in range(case.schedule.num_stages)]
     if args.output:
         write(
@@ -97,6 +102,19 @@ def freeze_schedule(args: Namespace) -> None:
     _print(found, stages)
     if args.output:
         print(f'wrote {args.output}')
+
+
+def _require_weight_passes(schedule: Schedule) -> None:
+    """Return if a training can follow what is written.
+
+    Raises:
+        ValueError: weight gradients are computed within backwards.
+    """
+    if not any(p.kind == W for order in schedule.passes for p in order):
+        raise ValueError(
+            f'{schedule.name} has no W passes, of which a training leaves gradients out: take a '
+            'schedule that has, such as zb-h1, or leave -o out and read the estimate'
+        )
 
 
 def _print(found: Freezing, stages: list[float]) -> None:

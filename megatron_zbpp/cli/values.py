@@ -33,6 +33,16 @@ def amount(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    """Return a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    require(text, 0 <= value <= 1, 'give a number from 0 to 1')
+    return value
+
+
 def amounts(text: str) -> list[float]:
     """Return several, divided by commas."""
     return [amount(part) for part in text.split(',')]

@@ -25,6 +25,14 @@ from megatron_zbpp.mcore import compat, refusals
 
 # They divide their pattern among the stages, and have no layout.
 _HYBRID_MODELS = ('HybridModel', 'MambaModel')
+# of TransformerConfig: which decoder layers are others than the rest
+_PATTERNS = (
+    'moe_layer_freq',
+    'linear_attention_freq',
+    'window_attn_skip_freq',
+    'no_rope_freq',
+    'heterogeneous_block_specs',
+)
 _LETTERS = {
     LayerType.embedding: 'E',
     LayerType.decoder: 't',
@@ -119,6 +127,24 @@ def text_of(model: torch.nn.Module, placement: Placement) -> str | None:
         for rank, chunk in zip(placement.ranks, placement.chunks, strict=True)
     ]
     return layout_string(counts, getattr(config, 'mtp_num_layers', None) or 0)
+
+
+def layers_alike(config: Any) -> bool:
+    """Return whether the decoder layers of a model of this config do the same.
+
+    >>> from types import SimpleNamespace
+    >>> [layers_alike(SimpleNamespace(moe_layer_freq=x)) for x in (1, [1, 1], [0, 1], 2)]
+    [True, True, False, False]
+    """
+    given = (getattr(config, name, None) for name in _PATTERNS)
+    return not any(_varies(value) for value in given)
+
+
+def _varies(value: Any) -> bool:
+    """Whether a pattern of Megatron's, a list or every how many layers, has several kinds."""
+    if isinstance(value, list | tuple):
+        return len(set(value)) > 1
+    return value is True or (isinstance(value, int) and value > 1)
 
 
 def _hybrid(model: torch.nn.Module) -> str | None:

@@ -72,8 +72,9 @@ class Plugin:
 
         Some iterations are measured without it, and again where the schedule or the number of
         microbatches changes. Then steps run where one fits, with a margin, before the input of the
-        next pass is expected, and before the last rank is expected to end; so they cost about
-        nothing as long as they take no longer than was said. After two in a row that did, there are
+        next pass is expected, and before the last rank is expected to end (not where the optimizer
+        step does not wait for it: see post-validation); so they cost about nothing as long as they
+        take no longer than was said. After two in a row that did, there are
         no more in that iteration. A step runs in this thread between two passes, torch's random
         states saved around it. It must not call collectives of the training's process groups; what
         it allocates is its own matter. One that raises is reported, and not called again.
@@ -88,21 +89,34 @@ class Plugin:
             What counts the steps; its `stop()` ends them.
 
         Raises:
-            ValueError: a time that makes no sense, or steps are validated later, which uses the
-                same gaps.
+            ValueError: a time that makes no sense.
         """
         for name, value in (('step_seconds', step_seconds), ('margin', margin or 0.0)):
             if not isinstance(value, int | float) or not isfinite(value) or value < 0:
                 raise ValueError(f'{name} is {value!r}: give seconds, from 0 up')
         if not step_seconds:
             raise ValueError('step_seconds is 0: give the seconds that a step takes')
-        if self.post_validation is not None:
-            raise ValueError(
-                'side_task: with post-validation iterations overlap, and their gaps have not been '
-                'measured for side work: leave --enable-optimizer-post-validation out'
-            )
         self.session.side = SideWork(step, step_seconds, margin)
         return self.session.side
+
+    def resume(self, step: int) -> None:
+        """Say how many steps a training has taken that goes on from a checkpoint.
+
+        Freezing then goes on in the phase of that step, with its draws. NVIDIA's loop says so by
+        itself; in a loop of one's own all ranks call this, before the first iteration.
+
+        Args:
+            step: how many were taken.
+
+        Raises:
+            ValueError: it is no number of steps.
+        """
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise ValueError(
+                f'step is {step!r}: give how many were taken, a whole number from 0 up'
+            )
+        if self.session.freezing is not None:
+            self.session.freezing.resume(step)
 
     @property
     def enabled(self) -> bool:

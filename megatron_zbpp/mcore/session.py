@@ -174,7 +174,8 @@ class Session:
             self.freezing.after(iteration)
         if self.side is not None:
             with self.watchdog.collective('times of the pipeline for a side task'):
-                self.side.after(iteration)
+                early = self.post_validation
+                self.side.after(iteration, early is not None and early.agreed)
         if self.tracer is not None:
             self.tracer.after(iteration)
         auto = self.auto

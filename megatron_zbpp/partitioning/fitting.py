@@ -18,13 +18,17 @@ _CONSTANT = ''  # the kind of what each stage takes whatever its layers
 
 
 def fit_layers(
-    measured: Sequence[tuple[str, Costs]], constant: bool = False
+    measured: Sequence[tuple[str, Costs]],
+    constant: bool = False,
+    factors: Sequence[float] | None = None,
 ) -> tuple[Layers, float]:
     """Return the layers of the first layout, and the largest error of a stage, as a share.
 
     Args:
         measured: layouts such as `Ett|tt|ttL`, each with times of its stages.
         constant: whether each stage may take a time of its own; else its layers take all.
+        factors: by which the rank of each stage, of all layouts in turn, multiplies times; default:
+            ranks are alike.
 
     Raises:
         ValueError: a layout has other stages than its costs, or other layers than the first.
@@ -49,15 +53,21 @@ def fit_layers(
     error = 0.0
     for name in ('forward', 'backward', 'weight', 'activation', 'retained'):
         values = [value for _, costs in measured for value in getattr(costs, name)]
-        solved = non_negative(rows, values)
+        timed = name in ('forward', 'backward', 'weight')
+        own = _times_each(rows, factors) if timed and factors else rows
+        solved = non_negative(own, values)
         found[name] = dict(zip(kinds, solved, strict=True))
-        if name in ('forward', 'backward', 'weight'):
-            error = max(error, _error(rows, values, solved))
+        if timed:
+            error = max(error, _error(own, values, solved))
     made = [
-        Layer(kind, **{name: own[kind] for name, own in found.items()})
+        Layer(kind, **{name: each[kind] for name, each in found.items()})
         for kind in ''.join(layouts[0])
     ]
     return Layers(tuple(made)), error
+
+
+def _times_each(rows: Sequence[Sequence[float]], factors: Sequence[float]) -> list[list[float]]:
+    return [[x * factor for x in row] for row, factor in zip(rows, factors, strict=True)]
 
 
 def _error(

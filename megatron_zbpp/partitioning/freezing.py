@@ -7,7 +7,7 @@ shortest batch first, then the least freezing, under a most of freezing in each 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
@@ -16,6 +16,7 @@ from typing import Any
 from megatron_zbpp.ir import BW, Pass, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 
+FREEZE_STEPS = 4  # two programmes, each written down and solved
 _FIRST = 1e6  # how much more the end of the batch counts than all freezing
 
 
@@ -44,21 +45,34 @@ class Freezing:
         return sum(own) / len(own) if own else 0.0
 
 
-def freeze(schedule: Schedule, costs: Costs, most: float = 0.9) -> Freezing:
+def freeze(
+    schedule: Schedule,
+    costs: Costs,
+    most: float = 0.9,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Freezing:
     """Return the shares that make a batch shortest, and of those the least.
 
     Args:
         schedule: one that `check` accepts.
         costs: of its stages; a frozen BW takes its B, a frozen W nothing.
         most: mean share of a stage that may be left out, from 0 to 1.
+        progress: called with the share that is done, after each of `FREEZE_STEPS` steps.
 
     Raises:
         ValueError: OR-tools is not installed, or `most` is no share.
     """
     if not 0 <= most <= 1:
         raise ValueError(f'a most of {most} is no share: give a number from 0 to 1')
-    without = _Programme(schedule, costs, 0.0).solve()
-    found = _Programme(schedule, costs, most).solve() if most else without
+    programme = _Programme(schedule, costs, 0.0)
+    progress(1 / FREEZE_STEPS)
+    found = without = programme.solve()
+    progress(2 / FREEZE_STEPS)
+    if most:
+        programme = _Programme(schedule, costs, most)
+        progress(3 / FREEZE_STEPS)
+        found = programme.solve()
+    progress(1.0)
     return Freezing(found.makespan, without.makespan, found.ratios)
 
 

@@ -29,7 +29,8 @@ class PartitionPlan:
     Attributes:
         schedule: checked.
         cuts: layers of each stage in model order, embedding and loss counted.
-        device_order: the device of each rank of the schedule.
+        device_order: the device of each rank of the schedule. Where devices differ, these are
+            Megatron's ranks, of which the last has the loss.
         layout: for `--pipeline-model-parallel-layout`.
         costs: of the stages on their devices.
         objective: 'makespan', 'window' or 'period'.
@@ -141,12 +142,20 @@ def partition(
     space = Space.of(
         layers, devices, num_microbatches, allowed, memory_limit, objective, fused, keep_order
     )
+    if not space.alike:
+        space = replace(space, placements=tuple(map(_loss_last, space.placements)))
     finder = Finder(space, tuple(schedules), top, seconds, seed, progress)
     found = finder.find(exact)
     made = _plan(space, found)
     if found.interrupted:
         raise PartitionInterrupted(made)
     return made
+
+
+def _loss_last(placement: Placement) -> Placement:
+    """Return it with the loss on the last rank, where Megatron's is, if that is so in reverse."""
+    last, other = placement.num_ranks - 1, placement.reversed()
+    return other if placement.ranks[-1] != last == other.ranks[-1] else placement
 
 
 def partition_by(strategy: str, space: Space) -> tuple[PartitionPlan, str]:

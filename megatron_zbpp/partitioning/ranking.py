@@ -125,7 +125,10 @@ def named_schedule(name: str, problem: Problem) -> Schedule | None:
             )
         except ValueError:
             return None
-    return schedule if schedule and schedule.placement.ranks == placement.ranks else None
+    for found in (schedule, schedule and schedule.reversed()):
+        if found is not None and found.placement.ranks == placement.ranks:
+            return found
+    return None
 
 
 @lru_cache(64)

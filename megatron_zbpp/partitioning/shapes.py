@@ -11,11 +11,21 @@ what waits; F and B read the weights, W reads and writes their fp32 gradient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from math import isfinite
 
 from megatron_zbpp.partitioning.layers import Layer, Layers
 
 MODELS = ('gpt', 'llama', 'mla', 'moe', 'hybrid')
+# fields that some models only have
+OWN_FIELDS = {
+    'pattern': ('hybrid',),
+    'state': ('hybrid',),
+    'dense_first': ('mla', 'moe'),
+    **dict.fromkeys(('q_rank', 'kv_rank', 'rope_dim', 'v_dim'), ('mla',)),
+    **dict.fromkeys(('experts', 'top_k', 'expert_ffn', 'shared_ffn'), ('moe', 'mla', 'hybrid')),
+}
+_FROM_ONE = ('layers', 'hidden', 'heads', 'vocab', 'seq', 'micro_batch', 'tp', 'ep', 'dp')
 _BF16, _FP32 = 2, 4
 
 
@@ -92,8 +102,30 @@ class Shape:
             raise ValueError(f'pattern {self.pattern!r}: give a letter a layer, of M, *, - and E')
         if 'E' in self.pattern and not self.experts:
             raise ValueError('a pattern with E needs --experts: how many a layer has')
-        if self.tflops <= 0:
+        if not (isfinite(self.tflops) and self.tflops > 0):
             raise ValueError(f'tflops {self.tflops}: give what a device reaches, above 0')
+        self._require_sizes()
+
+    def _require_sizes(self) -> None:
+        """Return if sizes are numbers, and fit each other."""
+        for each in fields(self):
+            value, least = getattr(self, each.name), int(each.name in _FROM_ONE)
+            if isinstance(value, int | float) and not value >= least:
+                raise ValueError(f'{each.name} {value}: give {least} or more')
+        for name, value, other, divided in (
+            ('heads', self.heads, 'hidden', 0 if self.head_dim else self.hidden),
+            ('groups', self.groups, 'heads', self.heads),
+            ('tp', self.tp, 'heads', self.heads),
+            ('ep', self.ep, 'experts', self.experts),
+        ):
+            if value and divided % value:
+                raise ValueError(
+                    f'{name} {value} does not divide {other} {divided}: give one that does'
+                )
+        if self.experts and self.top_k > self.experts:
+            raise ValueError(f'top_k {self.top_k} of experts {self.experts}: give at most as many')
+        if self.dense_first > self.layers:
+            raise ValueError(f'dense_first {self.dense_first} of layers {self.layers}: give fewer')
 
     @property
     def tokens(self) -> int:

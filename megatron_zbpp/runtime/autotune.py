@@ -115,6 +115,8 @@ class AutoPlan:
         planned: the schedule that was switched to.
         costs: that it was planned for.
         layout: the layers of each stage, where that is known: then a better one is looked for.
+        layers_alike: whether layers of a letter are: then a rank on which they take longer is taken
+            for a slower one.
     """
 
     profile_iters: int = 5
@@ -127,6 +129,7 @@ class AutoPlan:
     planned: Schedule | None = None
     costs: Costs | None = None
     layout: str | None = None
+    layers_alike: bool = True
     _num_microbatches: int = 0
     _seen: int = 0
     _spans: list[float] = field(default_factory=list)
@@ -283,7 +286,7 @@ class AutoPlan:
         if (self._original or schedule).together:
             self.say('auto: looks for no other partition of the layers: it knows no cells')
             return
-        looked = look(self.layout, schedule, self.costs, self.objective)
+        looked = look(self.layout, schedule, self.costs, self.objective, self.layers_alike)
         # a proposal may take all the room that there is; what runs keeps to what 1F1B holds
         asked = inf if self.memory_limit is None else self.memory_limit
         _, room, _ = merge_measurements(self._found, schedule, asked)

@@ -78,6 +78,7 @@ class Executor:
         passes = [i for i in program if isinstance(i, Pass)]
         refuse_others(passes, activations)
         self._side = side
+        self._fills: SideWork | None = None  # that, once the iteration has begun
         self._together = together
         self.moves = Moves(program, activations)
         # those whose input its maker on this rank may still use
@@ -110,6 +111,7 @@ class Executor:
         """
         if self._side is not None:
             self._side.begin(self.clock, self.record)
+            self._fills = self._side
         try:
             self._run(self.program[self._done :])
             self.channels.finish()
@@ -227,8 +229,8 @@ class Executor:
             self.current = p
             if not found:
                 self._messages.settle()
-            if self._side is not None and p in self._incoming:
-                self._side.before(p)
+            if self._fills is not None and p in self._incoming:
+                self._fills.before(p)
             found.append(self._take(p))
         self.awaiting = False  # not after an error: it tells what was waited for
         self.channels.let_go()

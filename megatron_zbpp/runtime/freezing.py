@@ -24,12 +24,13 @@ class FreezeRun:
     Attributes:
         plan: the same.
         step: that runs, from 0.
+        first: the step that a resumed training began with.
         left_out: weight gradients that this rank has left out so far.
         seen: weight gradients that could have been.
     """
 
     def __init__(self, plan: FreezePlan, say: Callable[[str], None]) -> None:
-        self.plan, self.step = plan, 0
+        self.plan, self.step, self.first = plan, 0, 0
         self.left_out = self.seen = 0
         self._say = say
         self._phase = ''
@@ -40,6 +41,10 @@ class FreezeRun:
     def active(self) -> bool:
         """Whether gradients are left out in this step."""
         return self.plan.share(self.step) > 0
+
+    def resume(self, step: int) -> None:
+        """Take note that so many steps were taken before, by the run that left the checkpoint."""
+        self.step = self.first = step
 
     def begin(self, step: int | None) -> None:
         """Take note that a step begins; None: the one after the last."""

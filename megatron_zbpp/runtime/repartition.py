@@ -19,6 +19,7 @@ from megatron_zbpp.partitioning import worker
 from megatron_zbpp.partitioning.devices import Device, Devices
 from megatron_zbpp.partitioning.fitting import fit_layers
 from megatron_zbpp.partitioning.layers import Layers
+from megatron_zbpp.partitioning.speeds import rank_factors
 from megatron_zbpp.partitioning.stages import Partition, stage_costs
 from megatron_zbpp.planner.cache import default_folder
 from megatron_zbpp.planner.process import PlannerProcess
@@ -34,7 +35,7 @@ class Looked:
     Attributes:
         layers: whose costs are fitted to the times of stages that were measured.
         error: the largest of a stage, as a share.
-        devices: of the pipeline, alike, with the links' latency.
+        devices: of the pipeline, those of slower ranks with a factor; with the links' latency.
         now: what an iteration takes with the layers where they are, by those costs, in seconds.
     """
 
@@ -43,24 +44,40 @@ class Looked:
     devices: Devices
     now: float
 
+    @property
+    def unequal(self) -> str:
+        """Which ranks take longer or less long than others for the same layers; '' if none does."""
+        return ', '.join(
+            f'rank {rank} takes {device.factors[0]:.3g} times as long'
+            for rank, device in enumerate(self.devices.devices)
+            if device.factors[0] != 1
+        )
 
-def look(layout: str, schedule: Schedule, costs: Costs, objective: str) -> Looked:
-    """Return what is known of the layers from the times of their stages.
+
+def look(
+    layout: str, schedule: Schedule, costs: Costs, objective: str, layers_alike: bool = True
+) -> Looked:
+    """Return what is known of the layers and ranks from the times of the stages.
 
     Args:
         layout: of the layers, in model order.
         schedule: that runs.
         costs: measured, of its stages.
         objective: 'makespan' or 'window'.
+        layers_alike: whether layers of a letter are; if not, no rank is taken for a slower one.
 
     Raises:
         ValueError: the layout has another number of stages.
     """
-    layers, error = fit_layers([(layout, costs)])
     placement, edge = schedule.placement, costs.comm + costs.message
-    ranks = range(placement.num_ranks)
+    stages, ranks = layout.split('|'), range(placement.num_ranks)
+    factors = (1.0,) * len(ranks)
+    if layers_alike and len(stages) == placement.num_stages:
+        factors = rank_factors(stages, placement.ranks, costs)
+    by_stage = [factors[rank] for rank in placement.ranks]
+    layers, error = fit_layers([(layout, costs)], factors=by_stage)
     devices = Devices(
-        tuple(Device(str(rank)) for rank in ranks),
+        tuple(Device(str(rank), (x, x, x)) for rank, x in enumerate(factors)),
         tuple(tuple(edge * (a != b) for b in ranks) for a in ranks),
     )
     cuts = tuple(map(len, layout.split('|')))
@@ -132,6 +149,7 @@ class Repartition:
         expected = plan[self._objective]
         gain = 1 - expected / looked.now if looked.now else 0.0
         fit = f'layers fitted to stages within {looked.error:.1%}'
+        fit += f'; {looked.unequal} for its layers' if looked.unequal else ''
         if gain < _WORTH:
             self._say(f'auto: no other partition of the layers gains {_WORTH:.0%} ({fit})')
             return

@@ -3,6 +3,10 @@
 Some iterations are measured without it. They tell when each pass of this rank starts, and when the
 last rank ends. From then on, before a pass whose input has not come, and behind the last one, steps
 run for as long as a step and a margin fit before what was measured.
+
+Where iterations overlap, as those of optimizer steps that are validated later, a rank does not wait
+for the last one, and its first forwards have run before an iteration begins: there is nothing to do
+at its end, and times count from the first pass that is left.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from megatron_zbpp.runtime.observe.record import Record
 
 _WARM_UP = 2  # iterations that are slower than others
 _MEASURED = 3
+_APART = 3  # iterations between those measured that overlap: measuring is a barrier
 _AGAIN = 200  # iterations after which times are measured anew
 _IN_A_ROW = 2  # steps too long, after which an iteration has no more
 _SHARE, _LEAST = 0.2, 1e-3  # margin: of a step, and seconds
@@ -34,6 +39,7 @@ class _Times:
     """When a rank runs its passes, in seconds.
 
     Attributes:
+        ahead: passes that had run before the iteration began; the first is the one after them.
         starts: of each pass, after the start of the first.
         gaps: before each pass, in which the rank waits.
         end: of the last rank, after the start of the first pass here.
@@ -42,6 +48,7 @@ class _Times:
         after_end: the same after the end of the iteration before.
     """
 
+    ahead: int
     starts: dict[Pass, float]
     gaps: dict[Pass, float]
     end: float
@@ -52,8 +59,10 @@ class _Times:
     @classmethod
     def middle(cls, found: Sequence[_Times]) -> _Times:
         """Return the medians of several iterations."""
-        first = found[0]
+        first = found[-1]
+        found = [each for each in found if each.starts.keys() == first.starts.keys()]
         return cls(
+            first.ahead,
             {p: median(each.starts[p] for each in found) for p in first.starts},
             {p: median(each.gaps[p] for each in found) for p in first.gaps},
             *(
@@ -94,7 +103,7 @@ class SideWork:
         self._step = step
         self._long = step_seconds + (_LEAST + _SHARE * step_seconds if margin is None else margin)
         self._say = say
-        self._schedule: Schedule | None = None
+        self._kind: tuple[Schedule, bool] | None = None  # of iterations: what was measured
         self._seen = 0
         self._found: list[_Times] = []
         self._expected: _Times | None = None
@@ -102,6 +111,7 @@ class SideWork:
         self._clock: Clock | None = None
         self._record: Record | None = None
         self._began = 0.0
+        self._ahead = 0
         self._row = 0
         self._last_end: float | None = None  # of the iteration before
         self._lead: float | None = None
@@ -113,11 +123,14 @@ class SideWork:
     @property
     def active(self) -> bool:
         """Whether steps run in this iteration."""
-        return not self.finished and self._expected is not None and self._row < _IN_A_ROW
+        expected = self._expected
+        as_measured = expected is not None and expected.ahead == self._ahead
+        return not self.finished and as_measured and self._row < _IN_A_ROW
 
     def begin(self, clock: Clock, record: Record) -> None:
-        """Take note that an iteration begins, whose passes `record` will have."""
+        """Take note that an iteration begins, whose passes `record` has or will have."""
         self._clock, self._record, self._began, self._row = clock, record, clock.now(), 0
+        self._ahead = len(record.passes)
 
     def before(self, p: Pass) -> None:
         """Run steps until `p`, whose input is on its way, is expected to start."""
@@ -128,8 +141,8 @@ class SideWork:
         if p not in expected.gaps or expected.gaps[p] <= self._long:
             return
         _wait_for_device()
-        if marks:
-            until = self._clock.seconds(marks[0][0]) + expected.starts[p]
+        if len(marks) > self._ahead:
+            until = self._clock.seconds(marks[self._ahead][0]) + expected.starts[p]
         else:
             until = self._began + expected.after_begin
             if self._last_end is not None:
@@ -141,20 +154,28 @@ class SideWork:
         if not self.active:
             return
         assert self._expected is not None and self._clock is not None and self._record is not None
-        if self._expected.end_gap > self._long and self._record.marks:
+        marks = self._record.marks[self._ahead :]
+        if self._expected.end_gap > self._long and marks:
             _wait_for_device()
-            first = self._clock.seconds(self._record.marks[0][0])
+            first = self._clock.seconds(marks[0][0])
             self._run(first + self._expected.end)
 
-    def after(self, iteration: Iteration) -> None:
-        """Take note of an iteration of training: a collective of its pipeline while measuring."""
-        if iteration.schedule is not self._schedule or self._seen >= _AGAIN:
-            first = self._schedule is None
-            self._schedule, self._seen = iteration.schedule, 0 if first else _WARM_UP - 1
+    def after(self, iteration: Iteration, overlaps: bool = False) -> None:
+        """Take note of an iteration of training: a collective of its pipeline while measuring.
+
+        Args:
+            iteration: that has ended.
+            overlaps: whether ranks began it without waiting for all; alike on all ranks.
+        """
+        last = self._kind
+        known = last is not None and last[0] is iteration.schedule and last[1] == overlaps
+        if not known or self._seen >= _AGAIN:
+            self._kind, self._seen = (iteration.schedule, overlaps), _WARM_UP - 1 if last else 0
             self._found, self._expected = [], None
         self._seen += 1
         spans = iteration.spans()
-        if self._seen > _WARM_UP and self._expected is None:
+        due = self._seen > _WARM_UP and not (overlaps and self._seen % _APART)
+        if due and self._expected is None:
             self._found.append(self._times(iteration, spans))
             if len(self._found) == _MEASURED:
                 self._expected = _Times.middle(self._found)
@@ -162,17 +183,18 @@ class SideWork:
 
     def _times(self, iteration: Iteration, spans: tuple[tuple[float, float], ...]) -> _Times:
         timeline = iteration.gather().timeline
-        own = timeline.spans[dist.get_rank(iteration.pp_group)]
+        ahead = self._ahead
+        own = timeline.spans[dist.get_rank(iteration.pp_group)][ahead:]
         last = max(end for rank in timeline.spans for _, end in rank)
         first = own[0][0]
-        passes = iteration.record.passes
+        passes, spans = iteration.record.passes[ahead:], spans[ahead:]
         starts = {p: start - first for p, (start, _) in zip(passes, own, strict=True)}
         after_begin = spans[0][0] - self._began
         after_end = after_begin if self._last_end is None else spans[0][0] - self._last_end
         gaps = {passes[0]: after_begin}
         for (_, end), p, (start, _) in zip(own, passes[1:], own[1:], strict=False):
             gaps[p] = start - end
-        return _Times(starts, gaps, last - first, last - own[-1][1], after_begin, after_end)
+        return _Times(ahead, starts, gaps, last - first, last - own[-1][1], after_begin, after_end)
 
     def _run(self, until: float) -> None:
         """Run steps while one and the margin end before `until`."""

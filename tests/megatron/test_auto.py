@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
+from held_layers import layers_of_ranks
 from nvidia import needs_training, run, since
 from supported import supports
 
@@ -99,6 +100,58 @@ def test_another_partition(ranks, tmp_path, chunks):
     resumed = run(ranks(2), *flags, *loading)
     assert resumed.losses == since(7, stock.losses)
     assert resumed.parameters == stock.parameters
+
+
+@contextmanager
+def slowed(training, home):
+    """What auto says where each layer of rank 2 keeps its processor busy for longer.
+
+    Args:
+        training: not asked.
+        home: of this user's cache.
+    """
+    import os
+    import time
+    from unittest import mock
+
+    import torch.distributed as dist
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from megatron_zbpp.runtime.repartition import Repartition
+
+    forward, finished = TransformerLayer.forward, Repartition.finished
+
+    def busy(self, *args, **named):
+        until = time.perf_counter() + 0.04 * (dist.get_rank() == 2)
+        while time.perf_counter() < until:
+            pass
+        return forward(self, *args, **named)
+
+    def wait(self):
+        self.wait()
+        return finished(self)
+
+    with (
+        told(training, seconds=1.0) as said,
+        mock.patch.object(TransformerLayer, 'forward', busy),
+        mock.patch.object(Repartition, 'finished', wait),
+        mock.patch.dict(os.environ, XDG_CACHE_HOME=str(home)),
+    ):
+        yield said
+
+
+@pytest.mark.full
+def test_a_slow_rank_gets_fewer_layers(ranks, tmp_path):
+    """What ranks take for layers of the same kind tells which is slow; its plan spares that one."""
+    flags = ['--pipeline-model-parallel-size', 4, '--global-batch-size', 4, '--clip-grad', 1e9]
+    flags += ['--train-iters', 7, '--num-layers', 12, '--untie-embeddings-and-output-weights']
+    auto = ['--pipeline-schedule', 'auto', '--num-virtual-stages-per-pipeline-rank', 1]
+    auto += ['--pipeline-schedule-profile-iters', 3]
+    found = run(ranks(4), *flags, *auto, event=partial(slowed, home=tmp_path))
+    *_, said = found.reported[0]
+    assert 'rank 2 takes' in said and 'times as long for its layers' in said
+    held = layers_of_ranks(said.rpartition(' ')[2])
+    assert sum(held) == 12 and held[2] == min(held) < 3
 
 
 @supports("NVIDIA's loop: measures, plans and switches", 'auto')

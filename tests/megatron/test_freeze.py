@@ -72,3 +72,49 @@ def test_a_resumed_run_goes_on_in_its_phase(ranks, tmp_path):
     rest = run(ranks(2), *flags, '--load', tmp_path, '--ckpt-step', 34, event=counted)
     assert rest.losses == {at: loss for at, loss in whole.losses.items() if at > 34}
     assert rest.parameters == whole.parameters
+
+
+def stepped(file, steps, first):
+    """The gradients of each step of a loop of one's own, on this rank, as sums in hex."""
+    from functools import partial
+    from unittest import mock
+
+    from example import forget_groups
+    from megatron.core import parallel_state, tensor_parallel
+
+    import megatron_zbpp
+    from benchmarks.pipelines.runners import ZbppRunner
+    from benchmarks.training.model import Gpt
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    freezing = mock.patch.object(
+        megatron_zbpp, 'enable', partial(megatron_zbpp.enable, freeze=file)
+    )
+    try:
+        with freezing:
+            gpt = Gpt(4, 32, 16, 8, 64)
+            runner = ZbppRunner(build('zb-h1', 2, 4), 'zb-h1', gpt, optimizer=False)
+        if first:
+            runner.plugin.resume(first)
+        found = []
+        with runner.ready():
+            for _ in range(steps):
+                runner.iterate()
+                # none where all of a step were left out
+                grads = [p.grad for p in runner.parameters if p.grad is not None]
+                found.append(sum(grad.abs().sum().item() for grad in grads).hex())
+        return found
+    finally:
+        forget_groups()
+
+
+def test_a_loop_of_ones_own_resumes_in_its_phase(ranks, tmp_path):
+    """It says at which step; weights are the same in all steps here, gradients as drawn."""
+    *_, file = plan(tmp_path, 0.5)
+    whole = ranks(2).run(stepped, file, BEGINS + 12, 0)
+    rest = ranks(2).run(stepped, file, 8, BEGINS + 4)
+    for every, later in zip(whole, rest, strict=True):
+        assert len({*every[:BEGINS]}) == 1, 'nothing is left out'
+        assert later == every[BEGINS + 4 :]
+        assert every[0] not in later and len({*later}) > 1, 'drawn anew at a step of ten'

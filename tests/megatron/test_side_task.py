@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from statistics import median
 
+import pytest
 import torch.distributed as dist
+from nvidia import needs_training, run
 
 from megatron_zbpp.schedules import build
 
@@ -84,3 +87,45 @@ def disagreeing():
 def test_ranks_that_disagree(ranks):
     for said in ranks(2).run(disagreeing):
         assert 'side task' in said
+
+
+@contextmanager
+def beside(training):
+    """NVIDIA's loop with a task that draws random numbers: how many steps, early and side ones."""
+    import torch
+
+    from megatron_zbpp.mcore import enabled
+
+    original = training.setup_model_and_optimizer
+    found, works = [], []
+
+    def setup_model_and_optimizer(*args, **kwargs):
+        made = original(*args, **kwargs)
+        works.append(enabled.plugin.side_task(lambda: torch.rand(8), 1e-5, margin=1e-5))
+        return made
+
+    training.setup_model_and_optimizer = setup_model_and_optimizer
+    try:
+        yield found
+        early = enabled.plugin.post_validation
+        found += [works[0].steps, 0 if early is None else early.early]
+    finally:
+        training.setup_model_and_optimizer = original
+
+
+@needs_training
+@pytest.mark.parametrize('early', [False, True], ids=['waiting', 'post-validation'])
+def test_a_whole_training(ranks, early):
+    """To the bit what it is without the task, random masks included; steps are still early."""
+    flags = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 6, '--clip-grad', 1e9]
+    flags += ['--train-iters', 18, '--hidden-dropout', 0.1, '--pipeline-schedule', 'zb-h1']
+    flags += ['--untie-embeddings-and-output-weights']
+    if early:
+        flags += ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps']
+        flags += [1, '--log-interval', 6]
+    without = run(ranks(2), *flags)
+    found = run(ranks(2), *flags, event=beside)
+    assert found.losses == without.losses and found.parameters == without.parameters
+    steps, stepped_early = zip(*found.reported, strict=True)
+    assert sum(steps) > 0
+    assert bool(stepped_early[0]) == early

@@ -173,7 +173,8 @@ class Batch:
         if forward_only:
             session.latest = iteration
         else:
-            if session.side is not None:
+            early = session.post_validation
+            if session.side is not None and not (early is not None and early.policy.engaged):
                 session.side.at_end()
             session.on_iteration_end(iteration)
         return self.call.results
@@ -229,6 +230,8 @@ def prepare(
     sizes = groups.pp.size(), arguments.num_microbatches
     alike = agreement(sizes[1], len(models), message, arguments.forward_only, config)
     alike['side task'] = session.side is not None
+    if session.freezing is not None:
+        alike['step resumed at'] = session.freezing.first
     session.agree(alike | programs.fingerprint(*sizes), groups.pp)
     lowered = programs.lowered(*sizes, arguments.forward_only)
     as_one = programs.together and not arguments.forward_only
@@ -242,6 +245,7 @@ def prepare(
         if session.auto is not None:
             chunk = cast(torch.nn.Module, unwrap_model(models[0]))
             session.auto.layout = layout.text_of(chunk, lowered.placement)
+            session.auto.layers_alike = layout.layers_alike(getattr(chunk, 'config', None))
     rank = groups.pp.rank()
     make = combined.CombinedStage if as_one else ModelStage
     stages = _stages(make, call, arguments, begun, lowered.placement, rank)

@@ -95,6 +95,31 @@ def test_odd_files(change, said):
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ('given', 'said'),
+    [
+        (['--most', '1.5'], "argument --most: '1.5' is not possible: give a number from 0 to 1"),
+        (['--most', '-1'], 'give a number from 0 to 1'),
+        (['--warm-up', '0'], 'give a whole number from 1 up'),
+        (['--unit', '-3'], 'give a whole number from 1 up'),
+        (['--times', 'nowhere.json'], "'nowhere.json' has no times"),
+        (['--schedule', '1f1b', '-o', 'x.json'], '1f1b has no W passes'),
+        (['-o', 'no/where.json'], 'no/where.json: No such file or directory: give another path'),
+    ],
+    ids=str,
+)
+def test_odd_commands(given, said, capsys, tmp_path, monkeypatch):
+    """One line each, with the cure, and no file."""
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main(['freeze', *'--schedule zb-h1 --pp 2 --microbatches 2'.split(), *given])
+    except SystemExit as stop:
+        status = stop.code
+    error = capsys.readouterr().err
+    assert status == 2 and said in error and error.count('\n') == 1
+    assert not [*tmp_path.iterdir()]
+
+
 def test_command(tmp_path, capsys):
     file = tmp_path / 'freeze.json'
     case = '--schedule zb-h1 --pp 4 --microbatches 8 --most 0.5 --warm-up 5 --unit 7'.split()

@@ -36,6 +36,13 @@ def test_known_answers(case):
         assert all(found.stage(stage) <= most + 1e-6 for stage in range(p))
 
 
+@pytest.mark.parametrize('most', [0.0, 0.5])
+def test_progress(most):
+    told = []
+    freeze(build('1f1b', 2, 2), Costs((1.0,) * 2, (1.0,) * 2, (1.0,) * 2), most, told.append)
+    assert told == sorted(told) and told[-1] == 1.0
+
+
 def test_which_passes():
     """Of two ranks and two microbatches: the first backward there, the second here."""
     found = freeze(build('1f1b', 2, 2), Costs((1.0,) * 2, (1.0,) * 2, (1.0,) * 2), 0.5)

@@ -110,6 +110,27 @@ def test_placement_and_partition_are_searched_together():
     assert plan.value == 85 and plan.schedule.placement == Placement.loop(2, 2)
 
 
+@pytest.mark.parametrize('keep_order', [True, False])
+@pytest.mark.parametrize('slow', [0, 2])
+def test_a_slow_device_on_a_v_is_megatrons_rank(slow, keep_order):
+    """The loss is on Megatron's last rank; whose device is slow has the least work."""
+    model = layers((1, 1, 1), *[(2, 2, 2)] * 13, (1, 1, 1))
+    devices = Devices(
+        tuple(Device(str(r), (3.0,) * 3 if r == slow else (1.0,) * 3) for r in range(3))
+    )
+    found = partition(
+        model, devices, 6, placements=[Placement.v(3)], keep_order=keep_order, seconds=0.5
+    )
+    check(found.schedule)
+    placement = found.schedule.placement
+    assert placement.ranks == (2, 1, 0, 0, 1, 2)
+    held = [sum(found.cuts[s] for s in placement.stages(rank)) for rank in range(3)]
+    assert held[found.device_order.index(slow)] == min(held) < 5
+    assert found.value == simulate(found.schedule, found.costs).makespan
+    if keep_order:
+        assert found.device_order == (0, 1, 2)
+
+
 def test_bounds_of_all_partitions():
     for name, fused in (('P1', 86), ('P2', 157), ('P8', 456)):
         instance, more = asked(name)

@@ -106,6 +106,14 @@ def test_parallel_ranks_share():
         ({'model': 'hybrid'}, "pattern ''"),
         ({'model': 'hybrid', 'pattern': 'ME'}, '--experts'),
         ({'tflops': 0}, 'tflops 0'),
+        ({'layers': -1}, 'layers -1: give 1 or more'),
+        ({'bandwidth': -1.0}, r'bandwidth -1\.0: give 0 or more'),
+        ({'heads': 5}, 'heads 5 does not divide hidden 64'),
+        ({'groups': 3}, 'groups 3 does not divide heads 4'),
+        ({'tp': 8}, 'tp 8 does not divide heads 4'),
+        ({'model': 'moe', 'experts': 4, 'ep': 3}, 'ep 3 does not divide experts 4'),
+        ({'model': 'moe', 'experts': 4, 'top_k': 5}, 'top_k 5 of experts 4'),
+        ({'model': 'moe', 'experts': 4, 'dense_first': 3}, 'dense_first 3 of layers 2'),
     ],
 )
 def test_odd_shapes(change, said):
@@ -170,6 +178,12 @@ def test_command(tmp_path, capsys):
         (['--model', 'gpt'], '--model gpt needs --layers'),
         (['--stages', 'Et|tL'], 'give LAYOUT=FILE'),
         (['--stages', f'EttL={file}'], 'layers.json'),
+        (['--stages', f'EttL={file}'], 'give times of the stages as {"F"'),
+        (['--stages', f'Et|tL={tmp_path / "none"}'], 'No such file or directory: give another'),
+        (['--stages', f'Et|tL={times}', '--hidden', '4'], '--hidden is about --model'),
+        (['--model', 'gpt', *shape, '--constant'], '--constant is about --stages'),
+        (['--model', 'gpt', *shape, '--pattern', 'M'], '--pattern is about --model hybrid, not'),
+        (['--model', 'gpt', *shape, '--kv-rank', '8'], '--kv-rank is about --model mla'),
     ):
         assert main(['profile', *bad]) == 2
         assert said in capsys.readouterr().err

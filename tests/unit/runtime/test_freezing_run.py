@@ -46,6 +46,18 @@ def test_phases():
     assert 'freezing: 100.0 ms before, 80.0 ms with it on this rank (20.0% less; 20.0%' in words[4]
 
 
+def test_a_loop_says_where_it_resumes():
+    """Then steps count on from there, in the phase and with the draws of an unbroken run."""
+    run = FreezeRun(PLAN, lambda message: None)
+    run.resume(130)
+    iteration = SimpleNamespace(extent=lambda: SimpleNamespace(window=0.1))
+    for step in (130, 131):
+        run.begin(None)
+        assert run.step == step and run((1, 0), 4) == PLAN.left_out(step, 1, 0, 4) != frozenset()
+        run.after(iteration)
+    assert run.first == 130
+
+
 def test_a_run_that_goes_on():
     """From a checkpoint: in the phase of its step, with nothing to compare with."""
     said, out, _ = ran(40, first=200)

@@ -6,6 +6,7 @@ import re
 import sys
 
 import pytest
+from held_layers import layers_of_ranks
 
 from megatron_zbpp import load
 from megatron_zbpp.analysis.checker import check
@@ -20,6 +21,7 @@ from megatron_zbpp.schedules import build
 
 SCHEDULE = build('zb-h1', 4, 8)
 EVEN = 'Ett|tt|tt|ttL'
+SLOW = Costs(*[(0.003, 0.002, 0.003, 0.004)] * 3, 0.0001)  # the third rank, and the head
 HEAVY = Costs(*[(0.002, 0.002, 0.002, 0.005)] * 3, 0.0001)
 
 
@@ -32,6 +34,31 @@ def test_what_is_known_of_the_layers():
     assert found.error < 1e-3
     assert found.now == pytest.approx(simulate(SCHEDULE, HEAVY).makespan, rel=1e-3)
     assert look(EVEN, SCHEDULE, HEAVY, 'window').now < found.now
+
+
+def test_a_slower_rank_is_told_from_heavier_layers():
+    """The same layers take 1.5 times as long there; embedding and head are no slow machines."""
+    found = look(EVEN, SCHEDULE, SLOW, 'makespan')
+    assert [device.factors[0] for device in found.devices.devices] == pytest.approx([1, 1, 1.5, 1])
+    embedding, layer, *_, head = found.layers
+    assert (embedding.forward, layer.forward, head.forward) == pytest.approx(
+        (0.001, 0.001, 0.002), rel=1e-3
+    )
+    assert found.error < 1e-3 and found.unequal == 'rank 2 takes 1.5 times as long'
+    assert found.now == pytest.approx(simulate(SCHEDULE, SLOW).makespan, rel=1e-3)
+    unlike = look(EVEN, SCHEDULE, SLOW, 'makespan', layers_alike=False)
+    assert not unlike.unequal and unlike.error > 0.05
+
+
+def test_a_slower_rank_gets_fewer_layers(monkeypatch, tmp_path):
+    """On whatever placement: there it has the fewest, or as few as who has a heavy end."""
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    layout = 'Etttt|tttt|tttt|ttttL'
+    times = (0.004, 0.004, 0.012, 0.005)
+    (said,) = settled(monkeypatch, Costs(*[times] * 3, 0.0001), layout=layout)
+    assert 'rank 2 takes 3 times as long for its layers' in said
+    held = layers_of_ranks(said.rpartition(' ')[2])
+    assert sum(held) == 16 and held[2] == min(held) < 4 and max(held) > 4
 
 
 def settled(monkeypatch, costs, schedule=SCHEDULE, **changes):

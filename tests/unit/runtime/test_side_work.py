@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -41,11 +42,18 @@ class Host:
         monkeypatch.setattr(side_work.dist, 'get_rank', lambda *_: RANK)
         self.clock, self.work, self.late = Clock(), work, 0.0
 
-    def iterate(self, schedule=SCHEDULE):
+    def iterate(self, schedule=SCHEDULE, ahead=0, overlaps=False):
+        """One iteration, of which so many passes ran before it began, a second ahead of the rest;
+        where it overlaps, the rank does not wait for others behind it."""
         clock, record = self.clock, Record()
         began = clock.time
+        for p, (start, end) in zip(PASSES[:ahead], SPANS, strict=False):
+            record.passes.append(p)
+            record.marks.append((began + start, began + end))
+            clock.time = began + end
+        began += bool(ahead)
         self.work.begin(clock, record)
-        for p, (start, end) in zip(PASSES, SPANS, strict=True):
+        for p, (start, end) in list(zip(PASSES, SPANS, strict=True))[ahead:]:
             self.work.before(p)
             self.late = max(self.late, clock.time - began - start - self.late)
             clock.time = max(clock.time, began + start + self.late)
@@ -53,7 +61,8 @@ class Host:
             clock.time += end - start
             record.passes.append(p)
             record.marks.append((mark, clock.time))
-        self.work.at_end()
+        if not overlaps:
+            self.work.at_end()
         spans = tuple(record.marks)
         own = [tuple((a + began, b + began) for a, b in rank) for rank in TIMELINE.spans]
         own[RANK] = spans
@@ -65,7 +74,7 @@ class Host:
             gather=lambda: SimpleNamespace(timeline=SimpleNamespace(spans=tuple(own))),
         )
         clock.time = max(clock.time, began + TIMELINE.makespan)
-        self.work.after(iteration)
+        self.work.after(iteration, overlaps)
         clock.time += PAUSE
 
 
@@ -164,6 +173,32 @@ def test_times_are_measured_again(monkeypatch):
     assert found[5] and not all(found[6:]) and found[-1]
 
 
+def test_iterations_that_overlap(monkeypatch):
+    """They are measured anew, three apart; steps run before passes that have not run ahead only."""
+    made = host(monkeypatch)
+    for _ in range(6):
+        made.iterate()
+    steps = made.work.steps
+    assert steps > 0
+    made.iterate(overlaps=True)  # nothing has run ahead of the first
+    for _ in range(9):
+        steps = made.work.steps
+        made.iterate(ahead=1, overlaps=True)
+        if made.work._expected is None:
+            assert made.work.steps == steps, 'times are not known'
+    assert made.work._expected is not None and made.work._expected.ahead == 1
+    before = made.work.seconds
+    made.iterate(ahead=1, overlaps=True)
+    used = made.work.seconds - before
+    inside = [b[0] - a[1] for a, b in itertools.pairwise(SPANS[1:])]
+    waits = 1 + sum(inside)  # the second for the first pass that is left
+    assert 0.6 * waits < used <= waits
+    assert made.late < 1e-9 and made.work.overruns == 0
+    steps = made.work.steps
+    made.iterate(overlaps=True)  # forwards were dropped: not as it was measured
+    assert made.work.steps == steps
+
+
 def test_a_rank_without_work_measures(monkeypatch):
     made = Host(monkeypatch, SideWork(None, 1.0))
     for _ in range(6):
@@ -184,6 +219,17 @@ def test_random_numbers_are_those_without(monkeypatch):
     assert torch.rand(2).equal(expected)
 
 
+def test_resumed_at_nonsense():
+    from megatron_zbpp.mcore.plugin import Plugin
+    from megatron_zbpp.mcore.settings import Settings
+
+    plugin = Plugin(Settings('zb-h1'))
+    for step in (-1, 1.5, True, '7'):
+        with pytest.raises(ValueError, match='give how many were taken'):
+            plugin.resume(step)
+    plugin.resume(7)  # without freezing there is nothing to go on with
+
+
 def test_asked_for_nonsense():
     from megatron_zbpp.mcore.plugin import Plugin
     from megatron_zbpp.mcore.settings import Settings
@@ -198,6 +244,4 @@ def test_asked_for_nonsense():
         with pytest.raises(ValueError) as error:
             plugin.side_task(*arguments)
         assert said in str(error.value)
-    with pytest.raises(ValueError, match='with post-validation iterations overlap'):
-        Plugin(Settings('zb-h1', post_validation=3)).side_task(len, 1.0)
     assert plugin.session.side is None

@@ -1,0 +1,92 @@
+"""What a model's shape says of its stages, beside what they take: Megatron's GPT on this CPU."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+
+from benchmarks.partition.cases import worst
+from megatron_zbpp import Layers
+from megatron_zbpp.cli import main
+from megatron_zbpp.ir.layout import layers_per_stage
+from megatron_zbpp.schedules import build
+
+HEAD, SEQUENCE = 64, 128
+OFF = 0.1  # that a stage may be, as a share of what it takes
+ITERATIONS = 4
+
+
+def measured(p, layers, hidden, words):
+    """Seconds of F, B and W of this rank's stage, of one microbatch: medians.
+
+    Seconds of this thread on a processor: what other programs take does not count.
+    """
+    import time
+    from unittest import mock
+
+    import torch
+    from example import forget_groups
+    from megatron.core import parallel_state, tensor_parallel
+
+    from benchmarks.pipelines.runners import ZbppRunner
+    from benchmarks.training.model import Gpt
+    from megatron_zbpp.runtime.clock import HostClock
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=p)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    try:
+        model = Gpt(layers, hidden, HEAD, SEQUENCE, words)
+        # of one microbatch, so that ranks take turns
+        runner = ZbppRunner(build('zb-h1', p, 1), 'zb-h1', model, optimizer=False)
+        found = []
+        on_processor = mock.patch.object(HostClock, 'mark', lambda self: time.thread_time())
+        with runner.ready(), on_processor:
+            for number in range(1 + ITERATIONS):
+                runner.iterate()
+                spans = runner.plugin.latest.spans()
+                if number:
+                    found.append([end - start for start, end in spans])
+        return sum(median(times) for times in zip(*found, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+        forget_groups()
+
+
+def by_shape(folder, p, layers, hidden, words):
+    """Seconds of each stage as `zbpp profile` has them, of a device of 1 TFLOP/s."""
+    file = folder / f'{words}.json'
+    sizes = {'layers': layers, 'hidden': hidden, 'heads': hidden // HEAD, 'vocab': words}
+    sizes |= {'seq': SEQUENCE, 'tflops': 1}
+    flags = [word for name, size in sizes.items() for word in (f'--{name}', str(size))]
+    assert main(['profile', '--model', 'gpt', *flags, '-o', str(file)]) == 0
+    cuts = layers_per_stage(layers, build('zb-h1', p, 1).placement)
+    cuts = [cuts[0] + 1, *cuts[1:-1], cuts[-1] + 1]
+    known = Layers.from_json(file.read_text())
+    return [sum(layer.time for layer in own) for own in known.stages(cuts)]
+
+
+def off(times, known):
+    """By how much a stage is off, at the rate that a shape does not tell."""
+    rate = sum(known) / sum(times)
+    return worst(times, [each / rate for each in known])
+
+
+@pytest.mark.parametrize(
+    ('p', 'layers', 'hidden', 'words'),
+    [(2, 4, 512, 8000), pytest.param(4, 8, 512, 16000, marks=pytest.mark.full)],
+)
+def test_within_a_tenth(ranks, tmp_path, p, layers, hidden, words):
+    """Of each stage, at one rate for all; measured again where the machine was disturbed."""
+    known = by_shape(tmp_path, p, layers, hidden, words)
+    headless = by_shape(tmp_path, p, layers, hidden, 64)
+    found = []
+    for _ in range(4):
+        times = ranks(p).run(measured, p, layers, hidden, words)
+        found.append(off(times, known))
+        if found[-1] <= OFF:
+            assert off(times, headless) > OFF, 'it tells whether the head is counted'
+            return
+    raise AssertionError(found)

@@ -1,0 +1,18 @@
+"""How many decoder layers each of Megatron's ranks holds by a plan's file."""
+
+from __future__ import annotations
+
+from megatron_zbpp import load
+from megatron_zbpp.ir.formats import load_layout
+
+
+def layers_of_ranks(path) -> list[int]:
+    """By rank; the loss is on the last one, or Megatron has the ranks in reverse."""
+    placement = load(path).placement
+    if placement.ranks[-1] != placement.num_ranks - 1:
+        placement = placement.reversed()
+    stages = load_layout(path).split('|')
+    return [
+        sum(stages[stage].count('t') for stage in placement.stages(rank))
+        for rank in range(placement.num_ranks)
+    ]
