@@ -36,7 +36,7 @@ the costs measured on a real GPT with 40,000 words, by least squares, beside tho
 
 a rank that takes half as long again; two hosts with a link of 20 Mbit/s (Linux, as root):
 
-    python scripts/benchmark_partition.py --head 3 --slow 2:1.5
+    python scripts/benchmark_partition.py --head 3 --slow 2:1.5 --busy
     python scripts/benchmark_partition.py --head 3 --link-mbit 20
 
 columns: median of the iterations; what the simulator predicts, and how far that is off; ratio to
@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 args.rounds,
                 args.realtime,
                 made,
+                args.busy,
             )
             samples = collected(measure(job), [each.title for each in chosen], args.rounds)
     except (OSError, ValueError) as error:
@@ -160,6 +161,8 @@ def _slow(args: argparse.Namespace) -> tuple[int, float] | None:
         if getattr(args, name) < least:
             raise ValueError(f'--{name} {getattr(args, name)} is too small: give at least {least}')
     if args.slow is None:
+        if args.busy:
+            raise ValueError('--busy is about the rank of --slow: give that, such as 2:1.5')
         return None
     rank, colon, factor = args.slow.partition(':')
     if not colon or not rank.isdigit() or int(rank) >= args.pp:
@@ -187,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     add('--seconds-per-microbatch', type=float, default=0.4, metavar='S', help='F, B and W of all '
         'layers, to which times are scaled (default: 0.4)')  # fmt: skip
     add('--slow', metavar='RANK:FACTOR', help='a rank whose passes take so many times as long')
+    add('--busy', action='store_true', help='that rank keeps a processor busy, instead of sleeping')
     add('--link-mbit', type=float, metavar='RATE', help='two hosts, with that between them')
     add('--rows', type=int, default=4, help='of a message, of 64 bytes each (default: 4)')
     add('--planning', type=float, default=10.0, metavar='S', help='seconds (default: 10)')

@@ -6,17 +6,28 @@ Importing this imports Megatron.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from megatron.core.enums import ModelType
 
-from benchmarks.pipelines.emulated import SHAPE, EmulatedChunk, EmulatedLayer, Times
+from benchmarks.pipelines.emulated import SHAPE, EmulatedChunk, EmulatedLayer, Meter, Start, Times
 from benchmarks.pipelines.runners import EmulatedModel
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
+
+
+class BusyMeter(Meter):
+    """One whose passes work all the time."""
+
+    def fill(self, start: Start, seconds: float) -> None:
+        until = start.clock + seconds
+        while time.perf_counter() < until:
+            pass
+        self.awake += time.thread_time() - start.used
 
 
 class UnevenModel(EmulatedModel):
@@ -27,10 +38,20 @@ class UnevenModel(EmulatedModel):
         cuts: layers of each stage.
         factor: by which this rank's passes take longer.
         rows: of a message, of 64 bytes each.
+        busy: whether its passes keep a processor busy, instead of sleeping.
     """
 
-    def __init__(self, layers: Layers, cuts: tuple[int, ...], factor: float, rows: int) -> None:
+    def __init__(
+        self,
+        layers: Layers,
+        cuts: tuple[int, ...],
+        factor: float,
+        rows: int,
+        busy: bool = False,
+    ) -> None:
         super().__init__(Times(0.0, 0.0, 0.0))
+        if busy:
+            self.meter = BusyMeter()
         self.sequence = rows
         self._layers, self._cuts, self._factor = layers, cuts, factor
 

@@ -27,6 +27,7 @@ class Job:
         rounds: of each, after one that does not count.
         realtime: whether ranks come before other programs.
         network: of two hosts; None: all ranks on this one.
+        busy: whether slower ranks keep a processor busy in their passes.
     """
 
     entries: tuple[Entry, ...]
@@ -37,6 +38,7 @@ class Job:
     rounds: int
     realtime: bool = False
     network: Network | None = None
+    busy: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ def _runner(entry: Entry, job: Job, factor: float) -> Any:
     from benchmarks.partition.model import UnevenModel
     from benchmarks.pipelines.runners import MegatronRunner, ZbppRunner
 
-    model = UnevenModel(job.layers, entry.cuts, factor, job.rows)
+    busy = job.busy and factor != 1
+    model = UnevenModel(job.layers, entry.cuts, factor, job.rows, busy)
     if entry.runner == MEGATRON:
         return MegatronRunner(entry.schedule, model, optimizer=False)
     return ZbppRunner(entry.schedule, entry.schedule, model, optimizer=False)

@@ -33,7 +33,7 @@ def run(folder, *flags):
 def test_costs_partition_iterations(tmp_path):
     """Costs by least squares of a real model, then the even split beside the better ones."""
     measuring = ['--measure', '--hidden-size', '64', '--seq-length', '16', '--words', '512']
-    text, result = run(tmp_path, *measuring, '--samples', '1', '--slow', '1:1.5')
+    text, result = run(tmp_path, *measuring, '--samples', '1', '--slow', '1:1.5', '--busy')
     assert 'gradients are equal to the bit' in text
     even, zb_v, stock, plan = result['rows']
     assert (even['layout'], zb_v['layout']) == ('Ett|ttL', 'Et|t|t|tL')
@@ -64,6 +64,7 @@ def test_two_hosts(tmp_path):
         (['--pp', '1'], '--pp 1 is too small'),
         (['--slow', '9:2'], '--slow 9:2: give RANK:FACTOR'),
         (['--layers', '3'], '--layers 3 is too small'),
+        (['--busy'], '--busy is about the rank of --slow'),
     ],
 )
 def test_odd_flags(capsys, flags, said):
