@@ -56,8 +56,9 @@ def check(
 
     Args:
         schedule: any.
-        memory_limit: activations that a rank may hold, in the unit of `costs.activation`.
-        costs: whose activations count against the limit. Default: a full rank holds 1 a microbatch.
+        memory_limit: most that a rank may hold, in the unit of `costs.activation`.
+        costs: whose activations and parameters count against the limit. Default: a full rank holds
+            1 a microbatch, and no parameters count.
 
     Raises:
         ScheduleError: it may not; the message names what, where and the cure, and shows the grid.
@@ -290,12 +291,15 @@ def _check_memory(schedule: Schedule, limit: float, costs: Costs) -> None:
     """No rank ever holds more than `limit`, at the end of an F, of a B, or within a BW."""
     if not limit >= 0:
         raise ValueError(f'memory limit {limit} is not an amount: give a number from 0 up')
+    static = costs.static(schedule.placement)
     for rank, held in enumerate(highest(schedule, costs)):
-        at = next((i for i, amount in enumerate(held) if amount > limit + RESOLUTION), None)
+        room = limit - static[rank] + RESOLUTION
+        at = next((i for i, amount in enumerate(held) if amount > room), None)
         if at is not None:
+            parameters = f' beside parameters of {static[rank]:g}' if static[rank] else ''
             what = (
-                f'rank {rank} holds activations of {held[at]:g} at {schedule.passes[rank][at]}, '
-                f'{max(held):g} at its peak, above the limit of {limit:g}: raise the limit, or '
-                'take a schedule that holds less'
+                f'rank {rank} holds activations of {held[at]:g}{parameters} at '
+                f'{schedule.passes[rank][at]}, {max(held):g} at its peak, above the limit of '
+                f'{limit:g}: raise the limit, or take a schedule that holds less'
             )
             raise ScheduleError(what, schedule, [(rank, at)])

@@ -15,10 +15,11 @@ from megatron_zbpp.analysis.offloading import offloaded, with_copies
 from megatron_zbpp.analysis.recomputing import recomputed
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli.progress import progress
-from megatron_zbpp.ir import Placement, Schedule, formats
+from megatron_zbpp.ir import Placement, Schedule, formats, strict_json
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
+from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.schedules import FAMILIES, build, find, names
 
 # How many chunks a rank may have on each placement that `plan` knows.
@@ -168,6 +169,8 @@ def _generated(args: Namespace, name: str) -> Case:
     _require_size(p * m * chunks)
     costs = _costs(args, Placement.loop(p, chunks))  # a stage's share does not depend on its place
     limit = args.memory_limit if 'memory_limit' in family.options else None
+    if limit is not None:
+        limit = max(0.0, limit - max(costs.static(Placement.loop(p, chunks))))
     asked = getattr(args, 'together', None) is not None
     if asked and getattr(args, 'schedule', None) == name and 'together' not in family.options:
         raise ValueError(
@@ -229,8 +232,11 @@ def _costs(args: Namespace, placement: Placement) -> Costs:
     """Return the costs that are asked for.
 
     Raises:
-        ValueError: they do not fit the placement, or one is given twice.
+        ValueError: they do not fit the placement, one is given twice, or say nothing of bytes
+            though a limit does.
     """
+    if any(isinstance(limit, Bytes) for limit in _limits(args)):
+        _require_bytes(args.times)
     costs, together = _of_passes(args, placement), getattr(args, 'together', None)
     if together is None:
         return costs
@@ -239,6 +245,22 @@ def _costs(args: Namespace, placement: Placement) -> Costs:
             f'--together {together:g}, but the file of --times has {costs.together:g}: drop one'
         )
     return replace(costs, together=together)
+
+
+def _limits(args: Namespace) -> list[float | None]:
+    return [args.memory_limit, *(getattr(args, 'frontier', None) or ())]
+
+
+def _require_bytes(times: Times | StageCosts) -> None:
+    """Raise ValueError unless costs say how many bytes a stage holds."""
+    told = strict_json.loads(times.text) if isinstance(times, StageCosts) else {}
+    missing = [name for name in ('activation', 'parameters') if name not in told]
+    if missing:
+        raise ValueError(
+            f'a memory limit in bytes, but --times says nothing of {" and ".join(missing)}: give a '
+            'file that has them by stage, in bytes (of parameters with gradients and optimizer), '
+            'or a limit in activations'
+        )
 
 
 def _of_passes(args: Namespace, placement: Placement) -> Costs:

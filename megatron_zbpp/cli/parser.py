@@ -158,7 +158,12 @@ def _parser() -> argparse.ArgumentParser:
         'check', commands.check_file, 'prove that a file holds a schedule that can run'
     )
     checked.add_argument('file', metavar='FILE', help='our JSON, a plan, or the CSV of torch')
-    _add_memory_limit(checked)
+    checked.add_argument(
+        '--memory-limit',
+        type=values.amount,
+        metavar='A',
+        help='most activations of a microbatch on a full rank that a rank may hold',
+    )
 
     compared = command('compare', commands.compare, 'a table, and a picture, of many schedules')
     compared.add_argument(
@@ -229,7 +234,7 @@ def _add_planning(planned: argparse.ArgumentParser) -> None:
     add_search(planned, OBJECTIVES, 20.0, more)
     planned.add_argument(
         '--frontier',
-        type=values.amounts,
+        type=values.memories,
         metavar='A,...',
         help='plan under each of these memory limits: less bubble for more memory',
     )
@@ -281,7 +286,7 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
         default=Times(1.0, 1.0, 1.0),
         metavar='F,B,W|FILE',
         help='times of a full rank, or a JSON file of costs: F, B and W by stage, and at will '
-        'activation, retained, comm, message, edges, speeds, together, times, amounts; '
+        'activation, retained, parameters, comm, message, edges, speeds, together, times, amounts; '
         'default 1,1,1',
     )
     parser.add_argument(
@@ -297,15 +302,12 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
         help='time of a forward and a backward that run as one (dualpipe-v has such pairs), over '
         'that of both; default: they run apart, or as in FILE',
     )
-    _add_memory_limit(parser)
-
-
-def _add_memory_limit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--memory-limit',
-        type=values.amount,
+        type=values.memory,
         metavar='A',
-        help='most activations of a microbatch on a full rank that a rank may hold',
+        help='most that a rank may hold: activations of a microbatch on a full rank; or bytes, '
+        'such as 60GiB, where FILE has activation and parameters in bytes',
     )
 
 

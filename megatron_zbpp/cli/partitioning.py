@@ -23,6 +23,7 @@ from megatron_zbpp.partitioning.plans import (
 )
 from megatron_zbpp.partitioning.space import OBJECTIVES, Space
 from megatron_zbpp.partitioning.strategies.by_name import STRATEGIES
+from megatron_zbpp.planner.limits import Bytes, same_limits
 from megatron_zbpp.render.html import html
 from megatron_zbpp.render.png import timeline_png
 from megatron_zbpp.render.scene import number
@@ -69,9 +70,10 @@ def add_case(command: ArgumentParser) -> None:
     )
     command.add_argument(
         '--memory-limit',
-        type=values.amounts,
+        type=values.memories,
         metavar='A,...',
-        help='most activations of a rank, or of each device, in the unit of the file of layers',
+        help='most activations of a rank, or of each device, in the unit of the file of layers; or '
+        'bytes of all that it holds, such as 60GiB, where that unit is bytes',
     )
     command.add_argument(
         '--keep-order', action='store_true', help='device r is rank r; default: the best order'
@@ -138,13 +140,31 @@ def placements_of(text: str | None, layers: Layers, ranks: int) -> list[Placemen
 def limit_of(args: Namespace) -> float | list[float] | None:
     """Return the memory limit: one for all, one a device, or none."""
     given = args.memory_limit
+    if given and isinstance(given[0], Bytes):
+        return None  # the devices have it
     return given[0] if given and len(given) == 1 else given
+
+
+def _within(devices: Devices, args: Namespace) -> Devices:
+    """Return the devices, with no more memory than a limit in bytes says.
+
+    Raises:
+        ValueError: some limits are in bytes and others are not, or they are not one a device.
+    """
+    given = args.memory_limit or [0.0]
+    kinds = {isinstance(limit, Bytes) for limit in given}
+    if kinds == {False}:
+        return devices
+    if kinds != {True}:
+        raise ValueError('--memory-limit: give all limits in bytes, or all in activations')
+    limits = same_limits(given[0] if len(given) == 1 else given, len(devices))
+    return devices.within(limits)
 
 
 def partition_layers(args: Namespace) -> int:
     """Return 0, or 130 where Ctrl-C ended the search; prints and writes the best plan."""
     layers = load_layers(args.layers)
-    devices = load_devices(args.devices, args.pp)
+    devices = _within(load_devices(args.devices, args.pp), args)
     saved = bool(args.output) and args.output.endswith('.json')
     picture = (
         picture_format(args.output, 'name .json, .html, .svg or .png')

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 from math import isfinite
+
+from megatron_zbpp.planner.limits import Bytes
+
+_BYTES = re.compile(r'([0-9.]+(?:e[0-9]+)?) ?(B|[kKMGT]B|[KMGT]iB)', re.ASCII)
 
 
 def require(text: str, ok: bool, cure: str) -> None:
@@ -41,6 +46,24 @@ def share(text: str) -> float:
         value = -1.0
     require(text, 0 <= value <= 1, 'give a number from 0 to 1')
     return value
+
+
+def memory(text: str) -> float:
+    """Return a number from 0 up, or so many `Bytes`: 60GiB, 80GB."""
+    told = _BYTES.fullmatch(text)
+    if told is None:
+        try:
+            return amount(text)
+        except argparse.ArgumentTypeError:
+            require(text, False, 'give a number from 0 up, or bytes such as 60GiB')
+    value, unit = told[1], told[2]
+    base = 1024 if 'i' in unit else 1000
+    return Bytes(amount(value) * base ** 'BKMGT'.index(unit[0].upper()))
+
+
+def memories(text: str) -> list[float]:
+    """Return several, divided by commas."""
+    return [memory(part) for part in text.split(',')]
 
 
 def amounts(text: str) -> list[float]:

@@ -34,6 +34,8 @@ class Costs:
         activation: per stage, held from the start of its F. Default: 1 a stage.
         retained: held in its place from the end of B to the end of W. It may be more: gradients of
             outputs, and inputs that tensor parallelism has gathered, wait for W. Default: as much.
+        parameters: per stage, held all the time: weights, gradients and the optimizer's states, in
+            the unit of `activation`. They count against a memory limit. Default: 0.
         times: of one pass of other kinds, by kind: O, L, R, S, ... Default: 0.
         amounts: that other techniques hold, by the name that the graph gives them: 'input',
             'logits'. Default: 0.
@@ -50,6 +52,7 @@ class Costs:
     message: float = 0.0
     activation: tuple[float, ...] = ()
     retained: tuple[float, ...] = ()
+    parameters: tuple[float, ...] = ()
     times: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
     amounts: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
     edges: tuple[tuple[int, int, float], ...] = ()
@@ -59,7 +62,8 @@ class Costs:
     def __post_init__(self) -> None:
         object.__setattr__(self, 'activation', self.activation or (1.0,) * len(self.forward))
         object.__setattr__(self, 'retained', self.retained or self.activation)
-        for name in ('forward', 'backward', 'weight', 'activation', 'retained'):
+        object.__setattr__(self, 'parameters', self.parameters or (0.0,) * len(self.forward))
+        for name in ('forward', 'backward', 'weight', 'activation', 'retained', 'parameters'):
             values = tuple(getattr(self, name))
             object.__setattr__(self, name, values)
             _require_costs(name, values)
@@ -183,6 +187,12 @@ class Costs:
         own = self.amounts.get(name) if own is None else own
         return 0.0 if own is None else own[stage]
 
+    def static(self, placement: Placement) -> tuple[float, ...]:
+        """Return what each rank holds all the time, in the unit of `activation`."""
+        self.require(placement)
+        held = map(placement.stages, range(placement.num_ranks))
+        return tuple(sum(self.parameters[stage] for stage in own) for own in held)
+
     def changes(self, graph: Graph, pool: str = DEVICE) -> dict[tuple[str, int, int], float]:
         """Return what each pass adds to `pool`, by its kind, stage and slice."""
         return {
@@ -237,7 +247,7 @@ _NUMBERS = strict_json.list_of(strict_json.number, 'numbers')
 _TIMES: dict[str, strict_json.Check] = dict.fromkeys(('forward', 'backward', 'weight'), _NUMBERS)
 _OTHERS = {  # fields of a file, but for the times of F, B and W
     **dict.fromkeys(('comm', 'message', 'together'), strict_json.number),
-    **dict.fromkeys(('activation', 'retained'), _per_stage),
+    **dict.fromkeys(('activation', 'retained', 'parameters'), _per_stage),
     'speeds': _NUMBERS,
     **dict.fromkeys(('times', 'amounts'), _by_name),
     'edges': _edge_list,

@@ -14,7 +14,8 @@ from megatron_zbpp.ir.layout import layers_per_stage
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.layers import DECODER, LOSS, MTP, Layers
 from megatron_zbpp.partitioning.stages import Partition, fits, memory_limits, stage_costs
-from megatron_zbpp.planner.problem import Problem, same_limits
+from megatron_zbpp.planner.limits import same_limits
+from megatron_zbpp.planner.problem import Problem
 
 OBJECTIVES = ('makespan', 'window', 'period')
 MOST_ORDERS = 5040  # orders of devices that are listed: those of 7

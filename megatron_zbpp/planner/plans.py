@@ -15,17 +15,16 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner import cp_sat
 from megatron_zbpp.planner.budget import Budget
 from megatron_zbpp.planner.cells import Joined, joined
 from megatron_zbpp.planner.grouped_orders import grouped
+from megatron_zbpp.planner.limits import Candidate, Limit, activation_limits, with_room
 from megatron_zbpp.planner.named_schedules import Named, named
-from megatron_zbpp.planner.problem import EPSILON, OBJECTIVES, Problem, same_limits
+from megatron_zbpp.planner.problem import EPSILON, OBJECTIVES, Problem
 from megatron_zbpp.planner.search import Search
-
-Candidate = tuple[Placement, Costs]
 
 _EXACT_PASSES = 4 * 8 * 2 * 3  # p, m, chunks, kinds: the exact solver ends in time up to here
 _BRIEF = 0.05  # share of the time that is searched before
@@ -83,7 +82,7 @@ def plan(
     candidates: Sequence[Candidate],
     num_microbatches: int,
     *,
-    memory_limit: float | Sequence[float] | None = None,
+    memory_limit: Limit = None,
     objective: str = 'makespan',
     seconds: float = 20.0,
     seed: int = 0,
@@ -96,7 +95,7 @@ def plan(
         candidates: placements that may be used, each with the costs of its stages.
         num_microbatches: m.
         memory_limit: most that a rank may hold, or one limit a rank, in the unit of
-            `costs.activation`.
+            `costs.activation`; its parameters count.
         objective: 'makespan' while all ranks wait for each other between iterations; 'window',
             the longest span of one rank, where they do not.
         seconds: at most; turned into a number of steps, so that plans can be made again.
@@ -115,8 +114,8 @@ def plan(
     budget = Budget(seconds, progress)
     searches: list[Search] = []
     names: list[Named] = []
-    for placement, costs in _with_room(candidates, memory_limit):
-        limits = same_limits(memory_limit, placement.num_ranks)
+    for placement, costs in with_room(candidates, memory_limit):
+        limits = activation_limits(memory_limit, placement, costs)
         problem = Problem(placement, num_microbatches, costs, limits, objective)
         known = named(problem)
         names += known
@@ -201,37 +200,3 @@ def _best(names: list[Named], with_cells: list[Joined]) -> tuple[str, float] | N
     found = [(entry.name, entry.value) for entry in names]
     found += [(entry.name, entry.value) for entry in with_cells if entry.name is not None]
     return min(found, key=lambda entry: entry[1], default=None)
-
-
-def _with_room(
-    candidates: Sequence[Candidate], memory_limit: float | Sequence[float] | None
-) -> list[Candidate]:
-    """Return the candidates on which one microbatch fits: a rank holds its activations together.
-
-    Raises:
-        ValueError: there are none.
-    """
-    found: list[Candidate] = []
-    missing: list[tuple[float, float, int, float]] = []
-    for placement, costs in candidates:
-        limits = same_limits(memory_limit, placement.num_ranks)
-        least = _least(placement, costs)
-        short = [rank for rank, limit in enumerate(limits) if limit < least[rank] * (1 - 1e-9)]
-        if short:
-            missing.append((max(least), limits[short[0]], short[0], least[short[0]]))
-        else:
-            found.append((placement, costs))
-    if not found:
-        most, limit, rank, own = min(missing)
-        raise ValueError(
-            f'memory limit {limit:g} of rank {rank} is below {own:g}, one microbatch: give at '
-            f'least {most:g}, the least that any of these placements needs'
-        )
-    return found
-
-
-def _least(placement: Placement, costs: Costs) -> list[float]:
-    """Per rank, the smallest limit under which there surely is a schedule (see `pattern`)."""
-    rises = [max(0.0, w - a) for a, w in zip(costs.activation, costs.retained, strict=True)]
-    held = map(placement.stages, range(placement.num_ranks))
-    return [sum(costs.activation[s] for s in own) + max(rises[s] for s in own) for own in held]

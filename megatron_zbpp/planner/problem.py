@@ -9,7 +9,6 @@ split, which never costs time or memory. Every array here is indexed by queue.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -305,24 +304,3 @@ def _resume(problem: Problem, ends: Ends, cap: float) -> tuple[list[int], list[f
         clocks.append(clock)
         spare.append(cap + origin - work - clock + done)
     return positions, clocks, spare
-
-
-def same_limits(limit: float | Sequence[float] | None, num_ranks: int) -> tuple[float, ...]:
-    """One limit a rank.
-
-    Raises:
-        ValueError: not one number, nor one a rank, or a limit that is no amount.
-    """
-    limits = (
-        (inf if limit is None else float(limit),) * num_ranks
-        if limit is None or isinstance(limit, (int, float))
-        else tuple(map(float, limit))
-    )
-    if len(limits) != num_ranks:
-        raise ValueError(
-            f'{len(limits)} memory limits for {num_ranks} ranks: give one number, or one a rank'
-        )
-    for amount in limits:
-        if not amount >= 0:
-            raise ValueError(f'memory limit {amount} is not an amount: give a number from 0 up')
-    return limits

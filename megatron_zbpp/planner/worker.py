@@ -16,7 +16,7 @@ from typing import Any
 from megatron_zbpp.ir import Placement, strict_json
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner.cache import default_folder, planned
-from megatron_zbpp.planner.plans import Candidate
+from megatron_zbpp.planner.limits import Candidate
 from megatron_zbpp.planner.problem import OBJECTIVES
 
 COMMAND = (sys.executable, '-m', 'megatron_zbpp.planner.worker')

@@ -1,0 +1,98 @@
+"""How many activations each rank may hold: what a limit leaves beside parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, inf
+
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir.costs import Costs
+
+Candidate = tuple[Placement, Costs]
+Limit = float | Sequence[float] | None  # one for all ranks, one a rank, or none
+
+_ROUNDING = 1 - 1e-9
+_GIB = 2**30
+
+
+class Bytes(float):
+    """An amount that is told in bytes: a limit of all that a rank holds."""
+
+
+def with_room(candidates: Sequence[Candidate], limit: Limit) -> list[Candidate]:
+    """Return the candidates on which one microbatch fits: a rank holds its activations together.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found: list[Candidate] = []
+    refusals: list[tuple[float, str]] = []
+    for placement, costs in candidates:
+        refusal = _refusal(placement, costs, limit)
+        if refusal is None:
+            found.append((placement, costs))
+        else:
+            refusals.append(refusal)
+    if not found:
+        least, what = min(refusals)
+        raise ValueError(
+            f'{what}: give at least {_said(least, limit)}, the least that any of these placements '
+            'needs'
+        )
+    return found
+
+
+def activation_limits(limit: Limit, placement: Placement, costs: Costs) -> tuple[float, ...]:
+    """Return the most activations of each rank: its limit less its parameters."""
+    limits = same_limits(limit, placement.num_ranks)
+    return tuple(most - taken for most, taken in zip(limits, costs.static(placement), strict=True))
+
+
+def _refusal(placement: Placement, costs: Costs, limit: Limit) -> tuple[float, str] | None:
+    """Return the smallest limit on a placement, and what does not fit; None: a microbatch does."""
+    limits, static = same_limits(limit, placement.num_ranks), costs.static(placement)
+    least = _least(placement, costs)
+    for rank, (most, taken, own) in enumerate(zip(limits, static, least, strict=True)):
+        if most - taken >= own * _ROUNDING:
+            continue
+        needed = max(a + b for a, b in zip(static, least, strict=True))
+        below = f'memory limit {_said(most, limit)} of rank {rank} is below'
+        if not taken:
+            return needed, f'{below} {_said(own, limit)}, one microbatch'
+        beside = '' if taken > most else f' beside {_said(own, limit)} of one microbatch'
+        return needed, f'{below} {_said(taken, limit)} of weights, gradients and optimizer{beside}'
+    return None
+
+
+def _said(amount: float, limit: Limit) -> str:
+    """Return an amount as the limit was told: in GiB, rounded up, or as a number."""
+    first = limit[0] if isinstance(limit, Sequence) else limit
+    return f'{ceil(amount / _GIB * 100) / 100:g} GiB' if isinstance(first, Bytes) else f'{amount:g}'
+
+
+def _least(placement: Placement, costs: Costs) -> list[float]:
+    """Per rank, the smallest limit under which there surely is a schedule (see `pattern`)."""
+    rises = [max(0.0, w - a) for a, w in zip(costs.activation, costs.retained, strict=True)]
+    held = map(placement.stages, range(placement.num_ranks))
+    return [sum(costs.activation[s] for s in own) + max(rises[s] for s in own) for own in held]
+
+
+def same_limits(limit: float | Sequence[float] | None, num_ranks: int) -> tuple[float, ...]:
+    """One limit a rank.
+
+    Raises:
+        ValueError: not one number, nor one a rank, or a limit that is no amount.
+    """
+    limits = (
+        (inf if limit is None else float(limit),) * num_ranks
+        if limit is None or isinstance(limit, (int, float))
+        else tuple(map(float, limit))
+    )
+    if len(limits) != num_ranks:
+        raise ValueError(
+            f'{len(limits)} memory limits for {num_ranks} ranks: give one number, or one a rank'
+        )
+    for amount in limits:
+        if not amount >= 0:
+            raise ValueError(f'memory limit {amount} is not an amount: give a number from 0 up')
+    return limits
