@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from megatron_zbpp.analysis.simulator import simulate
@@ -43,11 +43,25 @@ def offloaded(
     chunks = chunks_of(amount, placement.num_chunks)
     costs = with_copies(costs or Costs.uniform(placement), ratio)
     stages = [s for s in range(placement.num_stages) if placement.chunk_of(s) < chunks]
-    length = max(costs.time(kind, stage) for kind in ('O', 'L') for stage in stages)
-    on_grid = schedule.name == po.__name__  # whose gaps are what makes it hold so little
-    spans = planned(schedule, costs) if on_grid else simulate(schedule, costs).spans
-    moved = with_transfers(schedule, spans, stages, length, max(costs.backward), pairs)
+    moved = with_offload(schedule, stages, costs, pairs)
     return replace(moved, name=f'{schedule.name} + offload {amount}')
+
+
+def with_offload(
+    schedule: Schedule, stages: Collection[int], costs: Costs, pairs: bool = True
+) -> Schedule:
+    """Return `schedule` with activations of `stages` on the host where they have time to return.
+
+    Args:
+        schedule: with no copies of these stages.
+        stages: at least one.
+        costs: with times of O and L.
+        pairs: see `offloaded`.
+    """
+    length = max(costs.time(kind, stage) for kind in ('O', 'L') for stage in stages)
+    on_grid = schedule.name == po.__name__ and not schedule.graph.techniques  # its gaps count
+    spans = planned(schedule, costs) if on_grid else simulate(schedule, costs).spans
+    return with_transfers(schedule, spans, stages, length, max(costs.backward), pairs)
 
 
 def chunks_of(amount: Amount, num_chunks: int, what: str = 'offload') -> int:

@@ -6,7 +6,7 @@ the rank would idle: as long as the whole of it fits there, and nothing more is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import inf
@@ -38,16 +38,23 @@ def recomputed(schedule: Schedule, amount: Amount, costs: Costs | None = None) -
         raise ValueError(f'{schedule.name} has {names} already: leave the recomputation out')
     placement = schedule.placement
     chunks = chunks_of(amount, placement.num_chunks, 'recompute')
-    stages = [
-        stage
-        for stage in range(placement.num_stages)
-        if placement.chunk_of(stage) < chunks and _waits(schedule, stage)
-    ]
+    stages = [s for s in range(placement.num_stages) if placement.chunk_of(s) < chunks]
+    found = with_recomputation(schedule, stages, costs or Costs.uniform(placement))
+    return replace(found, name=f'{schedule.name} + recompute {amount}')
+
+
+def with_recomputation(schedule: Schedule, stages: Iterable[int], costs: Costs) -> Schedule:
+    """Return `schedule` with forwards of those of `stages` that gain by it run again before B.
+
+    Args:
+        schedule: without techniques.
+        stages: of it.
+        costs: by which idle times are known.
+    """
+    stages = [stage for stage in stages if _waits(schedule, stage)]
     plain = replace(schedule, graph=recompute(schedule.graph, stages), phases=())
-    orders = _Filling(plain, frozenset(stages), costs or Costs.uniform(placement)).orders()
-    together = frozenset(_moved(schedule, orders))
-    name = f'{schedule.name} + recompute {amount}'
-    return replace(plain, name=name, passes=orders, together=together)
+    orders = _Filling(plain, frozenset(stages), costs).orders()
+    return replace(plain, passes=orders, together=frozenset(_moved(schedule, orders)))
 
 
 def _waits(schedule: Schedule, stage: int) -> bool:

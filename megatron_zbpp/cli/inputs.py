@@ -134,7 +134,14 @@ def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
             f'--placement {",".join(args.placement)} cannot have {allowed} chunks per rank: '
             'v takes 2, wave takes 2 or more, loop any'
         )
-    return [(placement, _costs(args, placement)) for placement in placements.values()]
+    found = [(placement, _costs(args, placement)) for placement in placements.values()]
+    if not args.actions:
+        return found
+    if args.memory_limit is None and not args.frontier:
+        raise ValueError('--actions are for a memory limit: give --memory-limit or --frontier')
+    return [
+        (placement, with_copies(costs, args.copy_ratio, ('E', 'K'))) for placement, costs in found
+    ]
 
 
 def _allowed_chunks(args: Namespace) -> list[int]:

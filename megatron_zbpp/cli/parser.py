@@ -21,6 +21,7 @@ from megatron_zbpp.cli.inputs import PLACEMENTS, StageCosts, Times
 from megatron_zbpp.cli.searching import add_search
 from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.strict_json import printable
+from megatron_zbpp.planner.actions import ACTIONS
 from megatron_zbpp.planner.problem import OBJECTIVES
 from megatron_zbpp.version import __version__
 
@@ -37,6 +38,7 @@ zbpp simulate --schedule po --pp 8 --microbatches 24 --offload half --copy-ratio
 zbpp compare --pp 8 --microbatches 24 --times 1,1.2,0.8 -o compare.html
 zbpp compare --layers layers.json --pp 8 --microbatches 24 --latencies 0,1,4 --csv rows.csv
 zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --memory-limit 8 --layers 32 -o plan.json
+zbpp plan --pp 8 --microbatches 24 --memory-limit 3 --actions offload --copy-ratio 0.8 -o plan.json
 zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --frontier 3,4,5,6,7,8 --seconds 60
 zbpp profile --model gpt --layers 24 --hidden 2048 --heads 16 --vocab 50257 --seq 2048 --tflops 300
 zbpp profile --stages 'Ett|tt|ttL=times.json' -o layers.json
@@ -146,13 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar='CHUNKS',
         help='half, all or how many chunks of each rank: F keeps its input, runs again before B',
     )
-    simulated.add_argument(
-        '--copy-ratio',
-        type=values.amount,
-        default=1.0,
-        metavar='K',
-        help='time of a copy out and back, over that of F, B and W of what is copied; default 1',
-    )
+    _add_copy_ratio(simulated)
 
     checked = command(
         'check', commands.check_file, 'prove that a file holds a schedule that can run'
@@ -239,6 +235,15 @@ def _add_planning(planned: argparse.ArgumentParser) -> None:
         help='plan under each of these memory limits: less bubble for more memory',
     )
     planned.add_argument(
+        '--actions',
+        type=_actions,
+        default=(),
+        metavar='NAME,...',
+        help='what may be done with activations between F and B: offload (to the host), recompute, '
+        'evict (to a partner); default: they are kept',
+    )
+    _add_copy_ratio(planned)
+    planned.add_argument(
         '--layers', type=values.count, metavar='N', help='of the model: no more stages than that'
     )
     caching = planned.add_mutually_exclusive_group()
@@ -309,6 +314,22 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
         help='most that a rank may hold: activations of a microbatch on a full rank; or bytes, '
         'such as 60GiB, where FILE has activation and parameters in bytes',
     )
+
+
+def _add_copy_ratio(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        '--copy-ratio',
+        type=values.amount,
+        default=1.0,
+        metavar='K',
+        help='time of a copy out and back, over that of F, B and W of what is copied; default 1',
+    )
+
+
+def _actions(text: str) -> tuple[str, ...]:
+    for name in text.split(','):
+        values.require(name, name in ACTIONS, f'choose of {", ".join(ACTIONS)}')
+    return tuple(sorted(set(text.split(','))))
 
 
 def _placements(text: str) -> list[str]:

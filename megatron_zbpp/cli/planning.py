@@ -43,6 +43,7 @@ def plan_schedule(args: Namespace) -> int:
             seconds=args.seconds,
             objective=args.objective,
             seed=args.seed,
+            actions=args.actions,
             progress=done,
         ),
         lambda e: (e.best, False) if isinstance(e, PlanningInterrupted) else None,
@@ -75,6 +76,9 @@ def _print_plan(found: Plan, made: dict) -> None:
     chunks = found.schedule.num_stages // found.schedule.num_ranks
     each = f'{chunks} chunks' if chunks > 1 else '1 chunk'
     print(f'needs {found.schedule.num_stages} layers or more: {each} on each rank (--vpp)')
+    for name, (stages, *where) in found.schedule.graph.techniques:
+        to = f' to the {where[0]}' if where else ''
+        print(f'{name}{to}: stages {", ".join(map(str, stages))}')
     if made['cached']:
         print('planned before with the same inputs; --no-cache plans anew')
 
@@ -103,6 +107,7 @@ def _plan_frontier(args: Namespace) -> int:
             seconds=args.seconds,
             objective=args.objective,
             seed=args.seed,
+            actions=args.actions,
             progress=done,
         ),
         lambda e: e.found if isinstance(e, FrontierInterrupted) else None,

@@ -25,7 +25,8 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule, strict_json
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.errors import ScheduleError
-from megatron_zbpp.planner.plans import Candidate, Plan, plan
+from megatron_zbpp.planner.actions import plan_within
+from megatron_zbpp.planner.plans import Candidate, Plan
 
 
 def _best_named(value: Any) -> str | None:
@@ -89,7 +90,7 @@ def planned(
         ValueError: as `plan` does.
     """
     if folder is None:
-        return plan(candidates, num_microbatches, progress=progress, **inputs), False
+        return plan_within(candidates, num_microbatches, progress=progress, **inputs), False
     asked = repr((_code(), candidates, num_microbatches, sorted(inputs.items())))
     file = folder / f'{_digest(asked)}.plan'
     found = _load(file)
@@ -98,7 +99,7 @@ def planned(
         if wrong is None:
             return found, True
         warnings.warn(f'{file} is damaged ({wrong}): planning anew', stacklevel=2)
-    made = plan(candidates, num_microbatches, progress=progress, **inputs)
+    made = plan_within(candidates, num_microbatches, progress=progress, **inputs)
     _store(file, made)
     return made, False
 

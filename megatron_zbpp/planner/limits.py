@@ -36,7 +36,7 @@ def with_room(candidates: Sequence[Candidate], limit: Limit) -> list[Candidate]:
     if not found:
         least, what = min(refusals)
         raise ValueError(
-            f'{what}: give at least {_said(least, limit)}, the least that any of these placements '
+            f'{what}: give at least {said(least, limit)}, the least that any of these placements '
             'needs'
         )
     return found
@@ -56,15 +56,15 @@ def _refusal(placement: Placement, costs: Costs, limit: Limit) -> tuple[float, s
         if most - taken >= own * _ROUNDING:
             continue
         needed = max(a + b for a, b in zip(static, least, strict=True))
-        below = f'memory limit {_said(most, limit)} of rank {rank} is below'
+        below = f'memory limit {said(most, limit)} of rank {rank} is below'
         if not taken:
-            return needed, f'{below} {_said(own, limit)}, one microbatch'
-        beside = '' if taken > most else f' beside {_said(own, limit)} of one microbatch'
-        return needed, f'{below} {_said(taken, limit)} of weights, gradients and optimizer{beside}'
+            return needed, f'{below} {said(own, limit)}, one microbatch'
+        beside = '' if taken > most else f' beside {said(own, limit)} of one microbatch'
+        return needed, f'{below} {said(taken, limit)} of weights, gradients and optimizer{beside}'
     return None
 
 
-def _said(amount: float, limit: Limit) -> str:
+def said(amount: float, limit: Limit) -> str:
     """Return an amount as the limit was told: in GiB, rounded up, or as a number."""
     first = limit[0] if isinstance(limit, Sequence) else limit
     return f'{ceil(amount / _GIB * 100) / 100:g} GiB' if isinstance(first, Bytes) else f'{amount:g}'

@@ -26,7 +26,7 @@ def named(problem: Problem) -> list[Named]:
     for family in FAMILIES:
         if family.moves:
             continue  # what a copy takes is no part of the problem
-        for schedule in _variants(family, problem):
+        for schedule in variants(family, problem):
             orders = problem.orders(schedule)
             result = replay(problem, orders) if problem.fits(orders) else None
             if result is not None:
@@ -35,7 +35,7 @@ def named(problem: Problem) -> list[Named]:
     return sorted(found, key=lambda entry: entry.value)
 
 
-def _variants(family: Family, problem: Problem) -> Iterator[Schedule]:
+def variants(family: Family, problem: Problem) -> Iterator[Schedule]:
     """Yield what the family can do on the problem's placement: as it is, and under the limit."""
     probe = _built(family, problem, 1)
     if probe is None or probe.placement.ranks != problem.placement.ranks:

@@ -7,9 +7,12 @@ import torch
 import torch.distributed as dist
 from stages import ROWS, WIDTH, LinearStage, reference
 
+from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import live
-from megatron_zbpp.analysis.offloading import offloaded
+from megatron_zbpp.analysis.offloading import offloaded, with_copies, with_offload
+from megatron_zbpp.analysis.recomputing import with_recomputation
+from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.runtime.activations import copies
 from megatron_zbpp.runtime.activations.bundle import Bundle, Bytes
@@ -77,6 +80,25 @@ def test_what_is_held_is_what_was_planned(ranks, name):
     planned = live(schedule, Costs(ones, ones, ones))
     for rank, (*_, held) in enumerate(ranks(4).run(executed, schedule)):
         assert tuple(held) == planned[rank]
+
+
+def test_what_the_planner_decides_per_stage_runs(ranks):
+    """Some stages' activations leave, others' are made again, others' stay: to the bit."""
+    placement = Placement.loop(2, 3)
+    costs = with_copies(Costs.uniform(placement), 0.5)
+    base = build('gis', 2, 8, num_chunks=3)
+    schedule = with_offload(with_recomputation(base, (1, 2), costs), (0, 3), costs)
+    assert {p.kind for _, p in schedule} >= {'O', 'L', 'R'}
+    check(schedule)
+    again = Schedule.from_json(schedule.to_json())
+    losses, gradients = reference(schedule.num_stages, 8)
+    ones = (1.0,) * schedule.num_stages
+    planned = live(schedule, Costs(ones, ones, ones))
+    for rank, (made, _, _, held) in enumerate(ranks(2).run(executed, again)):
+        assert tuple(held) == planned[rank]
+        for stage, (own, grads) in made.items():
+            assert stage < schedule.num_stages - 1 or own == losses
+            assert all(map(torch.equal, grads, gradients[stage]))
 
 
 def saved(tensor, weight, kept):

@@ -1,0 +1,153 @@
+"""Orders and memory actions in one search: never worse than what has a name at equal memory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.offloading import with_copies
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.cli import main
+from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner.actions import plan_within
+from megatron_zbpp.planner.cache import planned
+from megatron_zbpp.planner.limits import Candidate
+from megatron_zbpp.planner.plans import Plan
+from megatron_zbpp.schedules import build
+
+NAMED = ('po-h', 'po-f', 'v-half', 'v-min')
+TIMES = ((1, 1, 1), (1, 1.2, 0.8), (1, 1.4, 0.6), (1, 1.1, 1.3), (0.8, 1.5, 0.7))
+SIZES = ((4, 8), (6, 12))
+RATIOS = (0.5, 0.8, 1.0, 1.5)
+INSTANCES = [
+    pytest.param(*case, marks=() if at in (0, 26) else pytest.mark.full)
+    for at, case in enumerate(itertools.product(SIZES, TIMES, RATIOS))
+]
+
+
+def costed(placement: Placement, times: tuple[float, ...], ratio: float = 1.0) -> Candidate:
+    """With all that actions ask for: an input is a twentieth of what a stage saves."""
+    costs = with_copies(Costs.uniform(placement, *times), ratio, ('E', 'K'))
+    times_of = {**costs.times, 'R': costs.forward}
+    inputs = tuple(0.05 * amount for amount in costs.activation)
+    return placement, replace(costs, times=times_of, amounts={'input': inputs})
+
+
+def kept(made: Plan, limit: float) -> None:
+    """Check what every plan promises."""
+    check(made.schedule)
+    assert made.value == pytest.approx(simulate(made.schedule, made.costs).makespan)
+    assert max(peak(made.schedule, made.costs)) <= limit + 1e-9
+    assert made.lower_bound <= made.value + 1e-9
+
+
+def does(schedule: Schedule) -> set[str]:
+    return {technique.name for technique in schedule.graph.techniques}
+
+
+@pytest.mark.parametrize(('sizes', 'times', 'ratio'), INSTANCES)
+def test_never_worse_than_named_schedules_at_equal_memory(sizes, times, ratio):
+    """40 instances: sizes, times of F, B and W, and how long copies take."""
+    p, m = sizes
+    loop, v = (costed(at, times, ratio) for at in (Placement.loop(p, 2), Placement.v(p)))
+    for name in NAMED:
+        _, costs = loop if name.startswith('po') else v
+        takes = {'costs': costs} if name.startswith('po') else {}
+        known = build(name, p, m, **takes)
+        limit = max(peak(known, costs))
+        made = plan_within([loop, v], m, actions=('offload',), memory_limit=limit, seconds=0.2)
+        kept(made, limit)
+        assert made.value <= simulate(known, costs).makespan + 1e-9
+
+
+def test_actions_of_single_stages_beat_every_name():
+    """At p = 3 with one chunk a rank, where no name has any."""
+    case = costed(Placement.loop(3), (1, 1, 1), 0.5)
+    limit = 1.6
+    plain = plan_within([case], 6, memory_limit=limit, seconds=1)
+    made = plan_within([case], 6, actions=('offload', 'recompute'), memory_limit=limit, seconds=2)
+    kept(made, limit)
+    assert does(made.schedule) and made.value < plain.value - 0.5
+    assert made.best_named is None or made.value < made.best_named[1]
+
+
+def test_recomputation_of_some_stages_and_offload_of_others():
+    """Stage 0 has no time to copy: a copy takes as long as ten passes. It recomputes."""
+    placement, costs = costed(Placement.loop(2, 2), (1, 1, 1), 0.6)
+    slow = (9.0, *costs.times['O'][1:])
+    costs = replace(costs, times={**costs.times, 'O': slow, 'L': slow})
+    made = plan_within(
+        [(placement, costs)], 6, actions=('offload', 'recompute'), memory_limit=0.8, seconds=2
+    )
+    kept(made, 0.8)
+    again = {task.stage for task in made.schedule.graph.needs if task.kind == 'R'}
+    assert 0 in again
+
+
+def test_parameters_count_here_too():
+    placement, costs = costed(Placement.loop(2, 2), (1, 1, 1))
+    heavy = replace(costs, parameters=(2.0,) * 4)
+    question = {'actions': ('offload',), 'seconds': 0.2}
+    bare = plan_within([(placement, costs)], 6, memory_limit=1.5, **question)
+    made = plan_within([(placement, heavy)], 6, memory_limit=5.5, **question)
+    assert max(peak(made.schedule, heavy)) <= 1.5 and bare.value > 0
+    with pytest.raises(ValueError, match=r'all that is known needs [0-9.]+ or more: give that'):
+        plan_within([(placement, heavy)], 6, memory_limit=3.5, **question)
+
+
+def test_partners():
+    """bpipe is allowed only where eviction is."""
+    case = costed(Placement.loop(6), (1, 1, 1))
+    limit = max(peak(build('bpipe', 6, 12), case[1]))
+    made = plan_within([case], 12, actions=('evict',), memory_limit=limit, seconds=0.1)
+    kept(made, limit)
+    value = simulate(build('bpipe', 6, 12), case[1]).makespan
+    assert made.best_named is not None and made.value <= made.best_named[1] <= value + 1e-9
+
+
+def test_what_cannot_be_asked():
+    bare = Placement.loop(2), Costs.uniform(Placement.loop(2))
+    full = costed(Placement.loop(2), (1, 1, 1))
+    free = replace(full[1], times={'O': (0.0, 0.0), 'L': (0.0, 0.0), 'R': (1.0, 1.0)}, amounts={})
+
+    def refused(case: Candidate, *actions: str) -> str:
+        with pytest.raises(ValueError) as error:
+            plan_within([case], 4, actions=actions, memory_limit=2)
+        return str(error.value)
+
+    assert 'use offload, recompute, evict' in refused(full, 'forget')
+    assert 'no times of O and L: give a file with "times"' in refused(bare, 'offload')
+    assert 'a copy takes no time' in refused((bare[0], free), 'offload')
+    assert '"amounts": {"input": [...]}' in refused((bare[0], free), 'recompute')
+
+
+def test_plans_with_actions_are_found_again(tmp_path):
+    case = costed(Placement.loop(4, 2), (1, 1, 1))
+    question = {'actions': ('offload',), 'memory_limit': 2, 'seconds': 0.1}
+    first, cached = planned(tmp_path, [case], 8, **question)
+    again, found = planned(tmp_path, [case], 8, **question)
+    assert (cached, found) == (False, True) and first == again
+    assert does(first.schedule)
+    assert not does(planned(tmp_path, [case], 8, **{**question, 'actions': ()})[0].schedule)
+
+
+def test_on_the_command_line(tmp_path, capsys):
+    plan, picture = tmp_path / 'plan.json', tmp_path / 'frontier.svg'
+    case = ['plan', '--pp', '4', '--vpp', '2', '--microbatches', '6', '--no-cache', '--seconds']
+    case += ['0.2', '--actions', 'offload', '--copy-ratio', '0.5']
+    assert main([*case, '--memory-limit', '2', '-o', str(plan)]) == 0
+    assert 'offload to the host: stages' in capsys.readouterr().out
+    assert main(['check', str(plan)]) == 0
+    assert 'techniques' in plan.read_text()
+    assert main([*case, '--frontier', '2,3', '-o', str(picture)]) == 0
+    drawn = picture.read_text()
+    assert 'po-h' in drawn and 'po-f' in drawn
+    capsys.readouterr()
+    assert main(case) == 2
+    assert 'give --memory-limit or --frontier' in capsys.readouterr().err
