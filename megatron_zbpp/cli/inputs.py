@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.offloading import offloaded, with_copies
@@ -260,7 +260,7 @@ def _limits(args: Namespace) -> list[float | None]:
 
 def _require_bytes(times: Times | StageCosts) -> None:
     """Raise ValueError unless costs say how many bytes a stage holds."""
-    told = strict_json.loads(times.text) if isinstance(times, StageCosts) else {}
+    told: Any = strict_json.loads(times.text) if isinstance(times, StageCosts) else {}
     missing = [name for name in ('activation', 'parameters') if name not in told]
     if missing:
         raise ValueError(

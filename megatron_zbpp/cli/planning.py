@@ -76,9 +76,9 @@ def _print_plan(found: Plan, made: dict) -> None:
     chunks = found.schedule.num_stages // found.schedule.num_ranks
     each = f'{chunks} chunks' if chunks > 1 else '1 chunk'
     print(f'needs {found.schedule.num_stages} layers or more: {each} on each rank (--vpp)')
-    for name, (stages, *where) in found.schedule.graph.techniques:
-        to = f' to the {where[0]}' if where else ''
-        print(f'{name}{to}: stages {", ".join(map(str, stages))}')
+    for technique in found.schedule.graph.techniques:
+        stages, *where = map(str, technique.arguments)
+        print(f'{technique.name}{" to the " if where else ""}{"".join(where)}: stages {stages}')
     if made['cached']:
         print('planned before with the same inputs; --no-cache plans anew')
 

@@ -51,14 +51,13 @@ def share(text: str) -> float:
 def memory(text: str) -> float:
     """Return a number from 0 up, or so many `Bytes`: 60GiB, 80GB."""
     told = _BYTES.fullmatch(text)
-    if told is None:
-        try:
-            return amount(text)
-        except argparse.ArgumentTypeError:
-            require(text, False, 'give a number from 0 up, or bytes such as 60GiB')
-    value, unit = told[1], told[2]
-    base = 1024 if 'i' in unit else 1000
-    return Bytes(amount(value) * base ** 'BKMGT'.index(unit[0].upper()))
+    if told is not None:
+        base = 1024 if 'i' in told[2] else 1000
+        return Bytes(amount(told[1]) * base ** 'BKMGT'.index(told[2][0].upper()))
+    try:
+        return amount(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f'{error}, or bytes such as 60GiB') from error
 
 
 def memories(text: str) -> list[float]:

@@ -1,0 +1,224 @@
+"""The search over actions: orders that are known, and what is done with each stage's activations.
+
+Every order is rated with its actions by the simulator, copy engines included, and by the memory
+that its order needs whatever the times are. At first whole chunks have one action, those that live
+longest before others; then actions of the best are changed, of a stage or of its chunk.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from random import Random
+
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.offloading import with_offload
+from megatron_zbpp.analysis.recomputing import with_recomputation
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.errors import ScheduleError
+from megatron_zbpp.planner.budget import Budget
+from megatron_zbpp.planner.limits import Candidate, Limit, activation_limits, said
+from megatron_zbpp.planner.lower_bounds import lower_bound
+from megatron_zbpp.planner.named_schedules import variants
+from megatron_zbpp.planner.plans import Plan
+from megatron_zbpp.planner.problem import EPSILON, Problem
+from megatron_zbpp.schedules import FAMILIES
+
+OFFLOAD, EVICT, RECOMPUTE = 'offload', 'evict', 'recompute'
+ACTIONS = (OFFLOAD, RECOMPUTE, EVICT)
+_KEEP = 'keep'
+
+_POOL = 6  # what is changed at once
+_STEPS = 12  # that a pass of a rated schedule costs, of a budget's
+_ROUNDING = 1 + 1e-9
+
+State = tuple[str, ...]  # per stage, what is done with its activations
+
+
+@dataclass(frozen=True)
+class Rated:
+    """A schedule with actions, and how good it is.
+
+    Attributes:
+        excess: what ranks hold above their limits, in all.
+        value: what it takes by the objective.
+        schedule: with its passes that move or make again.
+        base: without.
+        state: the actions; empty: all are kept, but for what the base itself does.
+        name: of the family, where it is as that has it.
+        candidate: number of its placement.
+    """
+
+    excess: float
+    value: float
+    schedule: Schedule
+    base: Schedule
+    state: State
+    name: str | None
+    candidate: int
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """What is better comes first: within limits by time, else by what is too much."""
+        return self.excess, self.value
+
+
+class ActionSearch:
+    """What is known of the question, and how to learn more.
+
+    Attributes:
+        best: the best that keeps the limits; None: none is known.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        num_microbatches: int,
+        limit: Limit,
+        objective: str,
+        actions: frozenset[str],
+    ) -> None:
+        self.best: Rated | None = None
+        self._actions = actions
+        self._objective = objective
+        self._limits = [activation_limits(limit, at, costs) for at, costs in candidates]
+        self._problems = [
+            Problem(at, num_microbatches, costs, (inf,) * at.num_ranks, objective)
+            for at, costs in candidates
+        ]
+        self._pool: list[Rated] = []
+        self._least: float | None = None
+        self._limit = limit
+        self._named: list[tuple[str, float]] = []
+        self._seen: set[tuple[int, State]] = set()
+        self._todo: list[tuple[Schedule, State, int]] = []
+        self._choices = (_KEEP, *(name for name in (OFFLOAD, RECOMPUTE) if name in actions))
+
+    def start(self, schedule: Schedule, name: str | None = None) -> None:
+        """Rate a schedule as it is; if it has no actions of its own, `climb` gives it some."""
+        for at, problem in enumerate(self._problems):
+            if problem.placement.ranks == schedule.placement.ranks:
+                self._rate(schedule, (), at, name)
+                if not schedule.graph.techniques:
+                    self._todo += [(schedule, state, at) for state in self._states(schedule)]
+
+    def start_named(self) -> None:
+        """Rate all families."""
+        for problem in self._problems:
+            for family in FAMILIES:
+                label = family.label(problem.placement.num_chunks)
+                for schedule in variants(family, problem):
+                    if self._allowed(schedule):
+                        self.start(schedule, label)
+
+    def climb(self, budget: Budget, rng: Random) -> None:
+        """Try whole chunks, then change actions of the best, a stage or a chunk at a time."""
+        while self._todo or (self._pool and len(self._choices) > 1):
+            if self._todo:
+                base, state, at = self._todo.pop(0)
+            else:
+                old = self._pool[min(int(rng.expovariate(0.7)), len(self._pool) - 1)]
+                base, state, at = old.base, self._changed(old, rng), old.candidate
+            if not budget.charge(_STEPS * sum(map(len, base.passes))):
+                return
+            new = self._rate(base, state, at)
+            if new is not None:
+                self._pool = sorted([*self._pool, new], key=lambda rated: rated.rank)[:_POOL]
+
+    def made(self, repeats: bool) -> Plan:
+        """Return the plan of the best.
+
+        Raises:
+            ValueError: nothing keeps the limits.
+        """
+        best = self.best
+        if best is None:
+            raise ValueError(self._too_tight())
+        bound = min(map(lower_bound, self._problems))
+        named = min(self._named, key=lambda entry: entry[1], default=None)
+        costs = self._problems[best.candidate].costs
+        schedule = replace(best.schedule, name='planned', phases=())
+        bound = min(best.value, bound)
+        return Plan(schedule, costs, self._objective, best.value, bound, named, repeats)
+
+    def _too_tight(self) -> str:
+        if self._least is None:
+            return 'no schedule is known for such ranks and microbatches: allow other placements'
+        needed = said(self._least, self._limit)
+        return (
+            f'nothing found keeps the memory limit: all that is known needs {needed} or more: give '
+            'that, or allow more actions or chunks'
+        )
+
+    def _allowed(self, schedule: Schedule) -> bool:
+        """Whether what a named schedule does with activations is among the actions."""
+        return all(
+            (EVICT if technique.arguments[-1] == 'partner' else technique.name) in self._actions
+            for technique in schedule.graph.techniques
+        )
+
+    def _states(self, schedule: Schedule) -> Iterator[State]:
+        """Yield actions to begin with: of the first chunks, which live long."""
+        placement = schedule.placement
+        chunks = range(1, placement.num_chunks + 1)
+        for action, count in itertools.product(self._choices[1:], chunks):
+            yield tuple(
+                action if placement.chunk_of(stage) < count else _KEEP
+                for stage in range(placement.num_stages)
+            )
+
+    def _changed(self, old: Rated, rng: Random) -> State:
+        placement, state = old.base.placement, list(old.state)
+        stage, action = rng.randrange(len(state)), rng.choice(self._choices)
+        along = rng.random() < 0.25
+        for other in range(len(state)):
+            if other == stage or (along and placement.chunk_of(other) == placement.chunk_of(stage)):
+                state[other] = action
+        return tuple(state)
+
+    def _rate(self, base: Schedule, state: State, at: int, name: str | None = None) -> Rated | None:
+        """Rate a base with actions once, and remember it where it is good."""
+        if (key := (hash(base), state)) in self._seen:
+            return None
+        self._seen.add(key)
+        problem = self._problems[at]
+        try:
+            schedule = _acted(base, state, problem.costs)
+            timeline = simulate(schedule, problem.costs)
+        except ScheduleError:  # its copies wait for each other
+            return None
+        value = max(timeline.windows) if self._objective == 'window' else timeline.makespan
+        held, limits = peak(schedule, problem.costs), self._limits[at]
+        pairs = list(zip(held, limits, strict=True))
+        excess = sum(max(0.0, most - limit * _ROUNDING) for most, limit in pairs)
+        rated = Rated(excess, value, schedule, base, state, name, at)
+        static = problem.costs.static(problem.placement)
+        needed = max(a + b for a, b in zip(held, static, strict=True))
+        self._least = min(needed, needed if self._least is None else self._least)
+        if not excess:
+            self._consider(rated)
+        return rated
+
+    def _consider(self, rated: Rated) -> None:
+        """Make it the best if it is, and may run."""
+        if rated.name is not None:
+            self._named.append((rated.name, rated.value))
+        if self.best is None or rated.value < self.best.value - EPSILON:
+            try:
+                check(rated.schedule)
+            except ScheduleError:
+                return
+            self.best = rated
+
+
+def _acted(base: Schedule, state: State, costs: Costs) -> Schedule:
+    """Return `base` with the actions of its stages."""
+    again = [stage for stage, action in enumerate(state) if action == RECOMPUTE]
+    gone = [stage for stage, action in enumerate(state) if action == OFFLOAD]
+    schedule = with_recomputation(base, again, costs) if again else base
+    return with_offload(schedule, gone, costs) if gone else schedule
