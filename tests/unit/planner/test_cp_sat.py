@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner import cp_sat
+from megatron_zbpp.planner.limits import same_limits
 from megatron_zbpp.planner.lower_bounds import lower_bound
 from megatron_zbpp.planner.plans import plan
-from megatron_zbpp.planner.problem import Problem, replay, same_limits
+from megatron_zbpp.planner.problem import Problem, replay
 
 PLACEMENT, M = Placement.loop(2), 3
 # One microbatch after the other: possible under any limit, and far from the best.
