@@ -19,6 +19,7 @@ from typing import Any
 from megatron_zbpp.ir import strict_json
 
 FORMAT = 'megatron_zbpp.layers/1'
+_MOST = 100_000  # layers of an entry
 EMBEDDING, DECODER, MTP, LOSS = 'E', 't', 'm', 'L'
 
 
@@ -142,8 +143,10 @@ class Layers:
             strict_json.require(entry, {'kind': strict_json.text}, _FIELDS)
             fields: dict[str, Any] = {str(_READ.get(k, k)): v for k, v in entry.items()}
             count = fields.pop('count', 1)
-            if count < 1:
-                raise ValueError(f"'count': {count} is not a number of layers: give 1 or more")
+            if not 1 <= count <= _MOST:
+                raise ValueError(
+                    f"'count': {count} is not a number of layers: give 1 or more, to {_MOST}"
+                )
             found += [Layer(**fields)] * count
         return cls(tuple(found))
 

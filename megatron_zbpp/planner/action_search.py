@@ -22,6 +22,8 @@ from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.errors import ScheduleError
 from megatron_zbpp.planner.budget import Budget
+from megatron_zbpp.planner.cp_sat import available
+from megatron_zbpp.planner.exact_offload import solve_offload
 from megatron_zbpp.planner.limits import Candidate, Limit, activation_limits, said
 from megatron_zbpp.planner.lower_bounds import lower_bound
 from megatron_zbpp.planner.named_schedules import variants
@@ -33,6 +35,7 @@ OFFLOAD, EVICT, RECOMPUTE = 'offload', 'evict', 'recompute'
 ACTIONS = (OFFLOAD, RECOMPUTE, EVICT)
 _KEEP = 'keep'
 
+_EXACT_PASSES = 4 * 8 * 3  # p, m, kinds: the exact solver ends in time up to here
 _POOL = 6  # what is changed at once
 _STEPS = 12  # that a pass of a rated schedule costs, of a budget's
 _ROUNDING = 1 + 1e-9
@@ -86,11 +89,13 @@ class ActionSearch:
         self.best: Rated | None = None
         self._actions = actions
         self._objective = objective
+        self._exact = actions == {OFFLOAD}  # the exact solver knows no other
         self._limits = [activation_limits(limit, at, costs) for at, costs in candidates]
         self._problems = [
             Problem(at, num_microbatches, costs, (inf,) * at.num_ranks, objective)
             for at, costs in candidates
         ]
+        self._bounds = [lower_bound(problem) for problem in self._problems]
         self._pool: list[Rated] = []
         self._least: float | None = None
         self._limit = limit
@@ -130,6 +135,26 @@ class ActionSearch:
             if new is not None:
                 self._pool = sorted([*self._pool, new], key=lambda rated: rated.rank)[:_POOL]
 
+    def solve(self, budget: Budget) -> None:
+        """Ask the exact solver, where it is installed and the question small enough for it."""
+        small = [at for at, problem in enumerate(self._problems) if self._solvable(problem)]
+        for done, at in enumerate(small):
+            part, known = budget.split_off(1 / (len(small) - done)), self.best
+            if known is None or not part.effort or self._bounds[at] >= known.value - EPSILON:
+                continue
+            problem = replace(self._problems[at], limits=self._limits[at])
+            answer = solve_offload(
+                problem, self._bounds[at], known.value, part.effort, part.seconds
+            )
+            part.spend_effort(answer.effort, answer.overran)
+            self._bounds[at] = answer.bound
+            if answer.schedule is not None:
+                self._rate(answer.schedule, (), at)
+
+    def _solvable(self, problem: Problem) -> bool:
+        positive = min(problem.durations) > 0
+        return self._exact and available() and positive and problem.num_passes <= _EXACT_PASSES
+
     def made(self, repeats: bool) -> Plan:
         """Return the plan of the best.
 
@@ -139,11 +164,10 @@ class ActionSearch:
         best = self.best
         if best is None:
             raise ValueError(self._too_tight())
-        bound = min(map(lower_bound, self._problems))
         named = min(self._named, key=lambda entry: entry[1], default=None)
         costs = self._problems[best.candidate].costs
         schedule = replace(best.schedule, name='planned', phases=())
-        bound = min(best.value, bound)
+        bound = min(best.value, *self._bounds)
         return Plan(schedule, costs, self._objective, best.value, bound, named, repeats)
 
     def _too_tight(self) -> str:

@@ -23,6 +23,8 @@ from megatron_zbpp.planner.problem import OBJECTIVES
 
 _ABOVE = (1.0, 1.5, 2.0, 3.0, inf)  # limits of the orders to begin with, over the one asked for
 _ORDERS = 0.5  # share of the time that these get
+_BRIEF = 0.3  # of what is left, that is searched before
+_EXACT = 0.8  # and of what is left then, that the exact solver gets, where it can do it
 
 
 def plan_within(
@@ -87,7 +89,9 @@ def plan_within(
                 repeats = repeats and found.repeats
                 search.start(found.schedule)
         budget = Budget(seconds * (1 - _ORDERS), progress)
-        search.climb(budget, Random(seed))
+        search.climb(budget.split_off(_BRIEF), Random(seed))
+        search.solve(budget.split_off(_EXACT))
+        search.climb(budget, Random(seed + 1))
         repeats = repeats and not budget.overran
     except KeyboardInterrupt:
         interrupted = True

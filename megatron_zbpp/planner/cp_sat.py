@@ -70,31 +70,22 @@ def solve(
     Raises:
         ValueError: OR-tools is not installed.
     """
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError as error:
-        raise ValueError(
-            'the exact solver needs OR-tools: pip install "megatron_zbpp[exact]", or plan without'
-        ) from error
-    unit, rounded = _unit(problem)
+    solver = solver_of(effort, seconds)
+    from ortools.sat.python import cp_model
+
+    unit, rounded = unit_of((*problem.durations, *problem.edges))
     ticks = _ticks(problem, unit)
-    scaled = _scaled(problem, unit, ticks)
+    scaled = in_ticks(problem, unit, ticks)
     value, ends = replay_whole(scaled, orders)
     value //= ticks
     # Rounding times down may also move a window's start by as much as its stages and edges.
     doubt = 2 * problem.placement.num_stages if rounded and problem.objective == 'window' else 0
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.catch_sigint_signal = False  # else Ctrl-C would end this, and nothing else
-    solver.parameters.linearization_level = 0  # linear relaxations cost more than they prove
-    solver.parameters.max_deterministic_time = effort
-    solver.parameters.max_time_in_seconds = max(seconds, 0.0)
     most = min(round(value), floor(enough / unit + EPSILON) + doubt)
     least = min(floor(lower_bound(scaled) / ticks if rounded else bound / unit), most)
-    model = _Model(cp_model.CpModel(), scaled, ticks, least, most)
+    model = Model(cp_model.CpModel(), scaled, ticks, least, most)
     if value <= most:
         model.hint(ends)
-    status = _interruptible(solver, model.model)
+    status = interruptible(solver, model.model)
     found = model.orders(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
     proven = enough
     if status != cp_model.INFEASIBLE:
@@ -104,7 +95,28 @@ def solve(
     return Answer(found, max(bound, proven), effort, overran)
 
 
-def _interruptible(solver: Any, model: Any) -> Any:
+def solver_of(effort: float, seconds: float) -> cp_model.CpSolver:
+    """Return a solver with so many deterministic seconds, and so many by the clock.
+
+    Raises:
+        ValueError: OR-tools is not installed.
+    """
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise ValueError(
+            'the exact solver needs OR-tools: pip install "megatron_zbpp[exact]", or plan without'
+        ) from error
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.catch_sigint_signal = False  # else Ctrl-C would end this, and nothing else
+    solver.parameters.linearization_level = 0  # linear relaxations cost more than they prove
+    solver.parameters.max_deterministic_time = effort
+    solver.parameters.max_time_in_seconds = max(seconds, 0.0)
+    return solver
+
+
+def interruptible(solver: Any, model: Any) -> Any:
     """Return the solver's status; Ctrl-C ends it at once, and goes on to whoever called."""
     with ThreadPoolExecutor(1) as pool:
         status = pool.submit(solver.solve, model)
@@ -115,37 +127,32 @@ def _interruptible(solver: Any, model: Any) -> Any:
             raise
 
 
-def _unit(problem: Problem) -> tuple[float, bool]:
+def unit_of(times: tuple[float, ...]) -> tuple[float, bool]:
     """Return the time that is 1 for the solver, and whether times must be rounded down to it."""
-    times = (*problem.durations, *problem.edges)
     for denominator in _DENOMINATORS:
         if all(abs(time * denominator - round(time * denominator)) < EPSILON for time in times):
             return 1 / denominator, False
     return max(times) / _FINE, True
 
 
-def _whole(time: float, unit: float) -> float:
+def whole(time: float, unit: float) -> float:
     """Return how many units are in that time."""
     return float(floor(time / unit + EPSILON))
 
 
 def _ticks(problem: Problem, unit: float) -> int:
     """Return how many ticks a unit has: one, or more than there are passes."""
-    if all(_whole(time, unit) for time in problem.durations):
+    if all(whole(time, unit) for time in problem.durations):
         return 1
     return 1 + problem.num_queues * problem.num_microbatches
 
 
-def _scaled(problem: Problem, unit: float, ticks: int) -> Problem:
+def in_ticks(problem: Problem, unit: float, ticks: int) -> Problem:
     """Return the problem in ticks: whole units, none longer than they were, and one for no time."""
-
-    def whole(time: float) -> float:
-        return ticks * _whole(time, unit)
-
     count = problem.placement.num_stages
-    times = tuple(whole(time) or 1.0 for time in problem.durations)
+    times = tuple(ticks * whole(time, unit) or 1.0 for time in problem.durations)
     edges = {
-        (problem.ranks[need], problem.ranks[queue]): whole(edge)
+        (problem.ranks[need], problem.ranks[queue]): ticks * whole(edge, unit)
         for queue, (need, edge) in enumerate(zip(problem.needs, problem.edges, strict=True))
         if edge
     }
@@ -160,7 +167,7 @@ def _scaled(problem: Problem, unit: float, ticks: int) -> Problem:
     return replace(problem, costs=costs)
 
 
-class _Model:
+class Model:
     """Start times as variables, and what they must obey."""
 
     def __init__(
@@ -231,11 +238,15 @@ class _Model:
                     self.model.add(start >= self._end(need, microbatch) + edge)
 
     def _share_rank(self, rank: int) -> None:
-        self.model.add_no_overlap(
+        self.model.add_no_overlap(self._computing(rank))
+
+    def _computing(self, rank: int) -> list[cp_model.IntervalVar]:
+        """Return when the rank runs passes."""
+        return [
             self.model.new_fixed_size_interval_var(start, self.lengths[queue], '')
             for queue in self.problem.queues[rank]
             for start in self.starts[queue]
-        )
+        ]
 
     def _limit_memory(self, rank: int) -> None:
         """Hold what B releases until its end, the rest and what B adds until the end of W.
@@ -258,13 +269,17 @@ class _Model:
                 (added, backward, weight),
             ):
                 if amount > 0:
-                    intervals += [self._held(since, until, i) for i in range(len(self.starts[0]))]
-                    amounts += [amount // unit] * len(self.starts[0])
+                    every = range(self.problem.num_microbatches)
+                    held = [part for i in every for part in self._held(since, until, i)]
+                    intervals += held
+                    amounts += [amount // unit] * len(held)
         self.model.add_cumulative(intervals, amounts, int(cap // unit))
 
-    def _held(self, since: int, until: int, microbatch: int) -> cp_model.IntervalVar:
+    def _held(self, since: int, until: int, microbatch: int) -> list[cp_model.IntervalVar]:
         """From the start of one pass to the end of another."""
-        start, end = self.starts[since][microbatch], self._end(until, microbatch)
+        return [self._span(self.starts[since][microbatch], self._end(until, microbatch))]
+
+    def _span(self, start: Any, end: Any) -> cp_model.IntervalVar:
         length = self.model.new_int_var(0, self.horizon, '')
         return self.model.new_interval_var(start, length, end, '')
 

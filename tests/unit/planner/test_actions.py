@@ -9,15 +9,17 @@ import pytest
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.analysis.offloading import with_copies
+from megatron_zbpp.analysis.offloading import offloaded, with_copies
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli import main
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.planner.cache import planned
+from megatron_zbpp.planner.exact_offload import solve_offload
 from megatron_zbpp.planner.limits import Candidate
 from megatron_zbpp.planner.plans import Plan
+from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.schedules import build
 
 NAMED = ('po-h', 'po-f', 'v-half', 'v-min')
@@ -87,6 +89,36 @@ def test_recomputation_of_some_stages_and_offload_of_others():
     kept(made, 0.8)
     again = {task.stage for task in made.schedule.graph.needs if task.kind == 'R'}
     assert 0 in again
+
+
+@pytest.mark.parametrize(
+    ('placement', 'm', 'limit', 'optimum'),
+    [
+        (Placement.loop(2), 4, 1, 18),
+        (Placement.loop(3), 4, 1, 20),
+        (Placement.loop(3), 4, 2, 15),
+        (Placement.loop(4), 5, 2, 20),
+        pytest.param(Placement.loop(2, 2), 4, 1, 13.25, marks=pytest.mark.full),
+    ],
+)
+def test_small_plans_with_offload_are_proven(placement, m, limit, optimum):
+    """The exact form's bound is what a schedule takes in simulation, copies and all."""
+    case = costed(placement, (1, 1, 1), 0.5 if placement.num_chunks == 1 else 1.0)
+    made = plan_within([case], m, actions=('offload',), memory_limit=limit, seconds=30)
+    kept(made, limit)
+    assert made.value == made.lower_bound == optimum
+
+
+@pytest.mark.parametrize('times', [(1, 1, 1), (2, 3, 1), (1, 1.3, 0.7)])
+def test_the_exact_form_forbids_nothing_that_runs(times):
+    """No simulated schedule with offload is below its bound."""
+    placement, costs = costed(Placement.loop(3), times, 0.6)
+    plain = build('gpipe', 3, 4)
+    for schedule in (offloaded(plain, 'all', costs), offloaded(build('zb-h1', 3, 4), 'all', costs)):
+        value = simulate(schedule, costs).makespan
+        problem = Problem(placement, 4, costs, peak(schedule, costs))
+        found = solve_offload(problem, 0.0, value, effort=2.0, seconds=60.0)
+        assert found.schedule is not None and found.bound <= value + 1e-9
 
 
 def test_parameters_count_here_too():
