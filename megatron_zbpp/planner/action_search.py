@@ -89,7 +89,7 @@ class ActionSearch:
         self.best: Rated | None = None
         self._actions = actions
         self._objective = objective
-        self._exact = actions == {OFFLOAD}  # the exact solver knows no other
+        self._exact = actions == frozenset({OFFLOAD})  # the exact solver knows no other
         self._limits = [activation_limits(limit, at, costs) for at, costs in candidates]
         self._problems = [
             Problem(at, num_microbatches, costs, (inf,) * at.num_ranks, objective)

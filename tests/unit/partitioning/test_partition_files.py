@@ -33,6 +33,7 @@ def test_devices_come_back(devices):
         (HEAD + '[{"kind": "t", "f": 1}]}', "'f' is not known"),
         (HEAD + '[{"kind": "t", "F": -1}]}', 'forward = -1'),
         (HEAD + '[{"kind": "t", "count": 0}]}', "'count': 0"),
+        (HEAD + '[{"kind": "t", "count": 1000000000000}]}', 'give 1 or more, to 100000'),
         (HEAD + '[{"kind": "tt"}]}', "'tt' is not a letter"),
         (HEAD + '[{"kind": "t"}, {"kind": "E"}]}', 'give one E, as the first'),
         (HEAD + '[{"kind": "L"}, {"kind": "t"}]}', 'give one L, as the last'),
