@@ -12,6 +12,7 @@ from megatron_zbpp.cli import main
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.shapes import Shape, layers_of
+from megatron_zbpp.planner import budget
 from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.schedules import build
@@ -22,13 +23,14 @@ COSTS = replace(Costs.uniform(PLACEMENT, 3, 4, 2), parameters=(1.0, 3.0, 2.0, 2.
 FILE = """{"F": [1, 1.1], "B": [1, 1.2], "W": [0.8, 0.9], "activation": [6e9, 6e9]%s}"""
 
 
-def test_parameters_take_their_part_of_the_limit():
-    """On a V rank 0 has stages 0 and 3, rank 1 has 1 and 2."""
+def test_parameters_take_their_part_of_the_limit(monkeypatch):
+    """On a V rank 0 has stages 0 and 3, rank 1 has 1 and 2. Steps end the search, not the clock."""
+    monkeypatch.setattr(budget, '_STEPS_PER_SECOND', 5_000)
     assert COSTS.static(PLACEMENT) == (3, 5)
-    under = plan([(PLACEMENT, COSTS)], 4, memory_limit=[5, 6.5], seconds=0.2)
+    under = plan([(PLACEMENT, COSTS)], 4, memory_limit=[5, 6.5], seconds=30)
     held = peak(under.schedule, COSTS)
     assert held[0] <= 2 and held[1] <= 1.5
-    bare = plan([(PLACEMENT, replace(COSTS, parameters=()))], 4, memory_limit=[2, 1.5], seconds=0.2)
+    bare = plan([(PLACEMENT, replace(COSTS, parameters=()))], 4, memory_limit=[2, 1.5], seconds=30)
     assert (bare.schedule, bare.value) == (under.schedule, under.value)
 
 
