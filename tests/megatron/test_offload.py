@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 from grids import grid
-from models import KINDS, Job, check
+from models import KINDS, MICROBATCHES, Job, check
 from supported import supports
+
+from megatron_zbpp.analysis.offloading import with_copies, with_offload
+from megatron_zbpp.analysis.recomputing import with_recomputation
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner.plans import plan
 
 SCHEDULES = ('zb-v', 'interleaved', 'po', 'v-half')
 SHAPES = {
@@ -27,6 +33,20 @@ def test_families(ranks, data, schedule, offload, fused, recompute):
     """W split from B and not, its products added to `main_grad` or by Megatron."""
     job = Job(te=False, offload=offload, fused=fused, recompute=recompute)
     check(ranks, data, schedule, job)
+
+
+@supports('plans of order and actions: GPT', 'planned')
+@pytest.mark.parametrize('fused', [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_plan_of_order_and_actions(ranks, data, tmp_path, fused):
+    """Some stages' activations leave, some are made again, some stay, in an order of its own."""
+    placement = Placement.loop(2, 2)
+    costs = with_copies(Costs.uniform(placement), 0.5)
+    planned = plan([(placement, costs)], MICROBATCHES, seconds=0.2).schedule
+    acting = with_offload(with_recomputation(planned, [0], costs), [1], costs)
+    assert {p.kind for _, p in acting} >= {'O', 'L', 'R'}
+    file = tmp_path / 'plan.json'
+    file.write_text(acting.to_json())
+    check(ranks, data, 'planned', Job(te=False, fused=fused, file=str(file)), moves=True)
 
 
 @supports('activation offload: GPT on 4 ranks', '{schedule}')

@@ -88,6 +88,7 @@ class Job:
             weights as well.
         offload: of --pipeline-offload, for schedules of ours.
         again: of --pipeline-recompute, for schedules of ours.
+        file: of --pipeline-schedule-file, instead of a schedule's name.
         dropout: of hidden states and of attention.
     """
 
@@ -106,6 +107,7 @@ class Job:
     fp8: str | None = None
     offload: str | None = None
     again: str | None = None
+    file: str | None = None
     dropout: float = 0.0
 
     @property
@@ -120,7 +122,9 @@ class Job:
     def argv(self, schedule: str, post_validation: bool, data: Path) -> list[str]:
         """Of the example."""
         words = [*MODEL, '--num-layers', 2 * self.pp, '--data-path', data, '--log-interval', 1000]
-        words += ['--pipeline-model-parallel-size', self.pp, '--pipeline-schedule', schedule]
+        words += ['--pipeline-model-parallel-size', self.pp]
+        named = ['--pipeline-schedule', schedule]
+        words += ['--pipeline-schedule-file', self.file] if self.file else named
         words += ['--tensor-model-parallel-size', self.tp, '--clip-grad', NO_CLIPPING]
         words += ['--global-batch-size', MICROBATCHES * self.dp * self.cp]
         words += ['--train-iters', ITERATIONS, '--lr-warmup-iters', 1]
@@ -349,7 +353,7 @@ def check(
         moves: whether what forwards have saved leaves the device; default: with offload.
     """
     name, _, early = schedule.partition('+')
-    argv = replace(job, offload=None, again=None).argv(than, False, data)
+    argv = replace(job, offload=None, again=None, file=None).argv(than, False, data)
     reference = ranks(job.size).run(train, job, argv)
     trained = ranks(job.size).run(train, job, job.argv(name, bool(early), data))
     assert_same(trained, reference)
