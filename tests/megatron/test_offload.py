@@ -11,7 +11,7 @@ from megatron_zbpp.analysis.offloading import with_copies, with_offload
 from megatron_zbpp.analysis.recomputing import with_recomputation
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.planner.plans import plan
+from megatron_zbpp.schedules import build
 
 SCHEDULES = ('zb-v', 'interleaved', 'po', 'v-half')
 SHAPES = {
@@ -35,18 +35,18 @@ def test_families(ranks, data, schedule, offload, fused, recompute):
     check(ranks, data, schedule, job)
 
 
-@supports('plans of order and actions: GPT', 'planned')
+@supports('plans of order and actions: GPT', 'gis')
 @pytest.mark.parametrize('fused', [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_plan_of_order_and_actions(ranks, data, tmp_path, fused):
-    """Some stages' activations leave, some are made again, some stay, in an order of its own."""
+    """From a file: some stages' activations leave, some are made again, some stay."""
     placement = Placement.loop(2, 2)
     costs = with_copies(Costs.uniform(placement), 0.5)
-    planned = plan([(placement, costs)], MICROBATCHES, seconds=0.2).schedule
-    acting = with_offload(with_recomputation(planned, [0], costs), [1], costs)
+    base = build('gis', 2, MICROBATCHES)
+    acting = with_offload(with_recomputation(base, [0], costs), [1], costs)
     assert {p.kind for _, p in acting} >= {'O', 'L', 'R'}
     file = tmp_path / 'plan.json'
     file.write_text(acting.to_json())
-    check(ranks, data, 'planned', Job(te=False, fused=fused, file=str(file)), moves=True)
+    check(ranks, data, 'gis', Job(te=False, fused=fused, file=str(file)), moves=True)
 
 
 @supports('activation offload: GPT on 4 ranks', '{schedule}')
