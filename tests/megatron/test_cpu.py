@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 from commands import run
 
 
@@ -66,18 +67,22 @@ def test_backward_keeps_to_the_cpu(ranks):
     assert ranks(2).run(backwards) == [[[2.0, 6.0]] * 2] * 2
 
 
-def gathered():
+def gathered(async_op):
     import torch
     import torch.distributed as dist
 
     sizes = [3, 0, 2]
     outputs = [torch.empty(size) for size in sizes]
-    dist.all_gather(outputs, torch.full((sizes[dist.get_rank()],), float(dist.get_rank())))
+    own = torch.full((sizes[dist.get_rank()],), float(dist.get_rank()))
+    work = dist.all_gather(outputs, own, async_op=async_op)
+    if async_op:
+        work.wait()
     return torch.cat(outputs).tolist()
 
 
-def test_gathers_tensors_of_any_size(ranks):
-    assert ranks(3).run(gathered) == [[0, 0, 0, 2, 2]] * 3
+@pytest.mark.parametrize('async_op', [False, True])
+def test_gathers_tensors_of_any_size(ranks, async_op):
+    assert ranks(3).run(gathered, async_op) == [[0, 0, 0, 2, 2]] * 3
 
 
 def leave(folder: Path, pairs: int = 6) -> None:
