@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,8 @@ def sentences(te_ranks, tmp_path) -> list[str]:
 
 def write_sentences(prefix: Path) -> None:
     """Runs on each rank: the first one writes."""
+    if CHECKOUT and CHECKOUT not in sys.path:  # else Megatron-Core were not the script's
+        sys.path.insert(0, CHECKOUT)
     import numpy
     import torch
     import torch.distributed as dist
