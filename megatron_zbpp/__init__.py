@@ -109,14 +109,17 @@ def enable(
             as long, and 600 at least.
         post_validation: whether optimizer steps are taken before all ranks have agreed to them, and
             validated later, once 10 in a row were neither clipped nor skipped; or how many of them.
-        profile_iters: iterations that 'auto' measures before it plans.
+        profile_iters: iterations that 'auto' measures before it plans, of schedule or offload.
         trace_dir: where to draw an iteration of the first pipeline as a page, and for Perfetto.
         offload: of which chunks of each rank activations are on the host between forward and
-            backward: 'half' (those that wait longest), 'all', or how many. Losses stay the same.
+            backward: 'half' (those that wait longest), 'all', or how many; or 'auto': all of them
+            while `profile_iters` iterations are measured, then what costs no time. Losses stay the
+            same.
         freeze: the file of `zbpp freeze -o`: weight gradients that it names are left out, step by
             step. This trains another model than without; see the page on unbalanced pipelines.
         recompute: of which chunks of each rank forwards keep their input only, and run again before
-            their backward, in passes that the schedule places; as `offload`, and not beside it.
+            their backward, in passes that the schedule places; as `offload`, for which then
+            chunks are left that do not run again.
         flags: of the program, by name: all ranks must have them alike, but for paths and their own
             numbers, or they stop before they train.
 

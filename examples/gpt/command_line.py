@@ -41,7 +41,7 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     add('--account-for-loss-in-pipeline-split', action='store_true', help='a layer less there')
     add('--pipeline-watchdog-timeout', type=float, default=300, metavar='SECONDS', help=WATCHDOG)
     add('--pipeline-watchdog-pause-timeout', type=float, metavar='SECONDS', help=PAUSE)
-    add('--pipeline-offload', metavar='CHUNKS', help='half, all or how many: on the host until B')
+    add('--pipeline-offload', metavar='CHUNKS', help='half, all, N or auto: on the host')
     add('--pipeline-freeze', type=Path, metavar='FILE', help='of zbpp freeze -o: another training')
     add('--pipeline-recompute', metavar='CHUNKS', help='half, all or how many: F again before B')
     add(

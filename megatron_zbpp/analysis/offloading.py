@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
+from math import ceil, floor
 
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules.construct.comb import with_transfers
 from megatron_zbpp.schedules.pipe_offload import planned, po
 
 HALF, ALL = 'half', 'all'
+FREE = 'auto'  # as much as hides behind the passes
 Amount = str | int
+_WHAT = 'offload'
 
 
 def offloaded(
@@ -24,11 +27,13 @@ def offloaded(
 ) -> Schedule:
     """Return `schedule` with activations of the first chunks of each rank on the host meanwhile.
 
-    Chunks live the longer the earlier they are. (PipeOffload, arXiv 2503.01328.)
+    Chunks live the longer the earlier they are. (PipeOffload, arXiv 2503.01328.) Of chunks that run
+    again it is the input, which is small: it goes only on ranks where all those chunks run again.
 
     Args:
         schedule: without copies.
-        amount: 'half', 'all', or how many chunks of each rank.
+        amount: 'half', 'all', or how many chunks of each rank; or 'auto': what is free, all of them
+            where k is at most 1, else the share 1/k (PipeOffload, section 3.1).
         costs: of its stages, by which copies are planned; default: F = B = W.
         ratio: k, time of both ways of an activation over that of its F, B and W; where costs have
             times of O and L, these count.
@@ -40,15 +45,28 @@ def offloaded(
     if any(technique.name == 'offload' for technique in schedule.graph.techniques):
         raise ValueError(f'{schedule.name} moves activations already: leave the offload out')
     placement = schedule.placement
-    chunks = chunks_of(amount, placement.num_chunks)
     costs = with_copies(costs or Costs.uniform(placement), ratio)
-    stages = [s for s in range(placement.num_stages) if placement.chunk_of(s) < chunks]
-    moved = with_offload(schedule, stages, costs, pairs)
+    if amount == FREE:
+        share = free_share(costs, placement.num_chunks)
+    else:
+        share = float(chunks_of(amount, placement.num_chunks))
+    stages = list(_worth_it(schedule, ceil(share)))
+
+    def goes(forward: Pass) -> bool:
+        """Whether it is of the share: of the last chunk that is, every so many-th microbatch."""
+        part, at = share - placement.chunk_of(forward.stage), forward.microbatch
+        return part >= 1 or floor((at + 1) * part) > floor(at * part)
+
+    moved = with_offload(schedule, stages, costs, pairs, goes)
     return replace(moved, name=f'{schedule.name} + offload {amount}')
 
 
 def with_offload(
-    schedule: Schedule, stages: Collection[int], costs: Costs, pairs: bool = True
+    schedule: Schedule,
+    stages: Collection[int],
+    costs: Costs,
+    pairs: bool = True,
+    goes: Callable[[Pass], bool] = lambda forward: True,
 ) -> Schedule:
     """Return `schedule` with activations of `stages` on the host where they have time to return.
 
@@ -57,14 +75,46 @@ def with_offload(
         stages: at least one.
         costs: with times of O and L.
         pairs: see `offloaded`.
+        goes: whether the activation of a forward of `stages` may go; others stay.
     """
     length = max(costs.time(kind, stage) for kind in ('O', 'L') for stage in stages)
     on_grid = schedule.name == po.__name__ and not schedule.graph.techniques  # its gaps count
     spans = planned(schedule, costs) if on_grid else simulate(schedule, costs).spans
-    return with_transfers(schedule, spans, stages, length, max(costs.backward), pairs)
+    return with_transfers(schedule, spans, stages, length, max(costs.backward), pairs, goes)
 
 
-def chunks_of(amount: Amount, num_chunks: int, what: str = 'offload') -> int:
+def _worth_it(schedule: Schedule, chunks: int) -> Iterator[int]:
+    """Yield stages of each rank's first `chunks`, without those that run again beside others."""
+    placement = schedule.placement
+    again = {task.stage for task in schedule.graph.needs if task.kind == 'R'}
+    for rank in range(placement.num_ranks):
+        first = [s for s in placement.stages(rank) if placement.chunk_of(s) < chunks]
+        yield from [s for s in first if s not in again] or first
+
+
+def free_share(costs: Costs, num_chunks: int) -> float:
+    """Return how many chunks of a rank hide their copies behind the passes; the last one in part.
+
+    Args:
+        costs: with times of O and L.
+        num_chunks: of a rank.
+    """
+    return num_chunks / max(1.0, copy_ratio(costs))
+
+
+def copy_ratio(costs: Costs) -> float:
+    """Return k: time of both ways of an activation over that of its F, B and W; of the worst stage.
+
+    Args:
+        costs: with times of O and L.
+    """
+    works = zip(costs.forward, costs.backward, costs.weight, strict=True)
+    ways = zip(costs.times['O'], costs.times['L'], strict=True)
+    found = (sum(way) / sum(work) for way, work in zip(ways, works, strict=True) if sum(work))
+    return max(found, default=0.0)
+
+
+def chunks_of(amount: Amount, num_chunks: int, what: str = _WHAT) -> int:
     """Return how many chunks of a rank that is.
 
     Args:
@@ -82,7 +132,8 @@ def chunks_of(amount: Amount, num_chunks: int, what: str = 'offload') -> int:
     if isinstance(amount, str) and amount.isdecimal():
         amount = int(amount)
     if isinstance(amount, bool) or not isinstance(amount, int) or amount < 1:
-        raise ValueError(f'{what} of {amount!r}: give {HALF!r}, {ALL!r} or a number of chunks')
+        words = ', '.join(repr(word) for word in (HALF, ALL, *([FREE] if what == _WHAT else [])))
+        raise ValueError(f'{what} of {amount!r}: give {words} or a number of chunks')
     if amount > num_chunks:
         raise ValueError(f'{what} of {amount} chunks: a rank has {num_chunks}')
     return amount

@@ -35,7 +35,10 @@ def recomputed(schedule: Schedule, amount: Amount, costs: Costs | None = None) -
     """
     if schedule.graph.techniques:
         names = ', '.join(technique.name for technique in schedule.graph.techniques)
-        raise ValueError(f'{schedule.name} has {names} already: leave the recomputation out')
+        raise ValueError(
+            f'{schedule.name} has {names} already: leave the recomputation out, or take a schedule '
+            'without it, such as po or 1f1b, and ask for both'
+        )
     placement = schedule.placement
     chunks = chunks_of(amount, placement.num_chunks, 'recompute')
     stages = [s for s in range(placement.num_stages) if placement.chunk_of(s) < chunks]

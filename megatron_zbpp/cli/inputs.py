@@ -74,6 +74,8 @@ def load_case(args: Namespace, name: str | None = None) -> Case:
     """Return the schedule that is asked for (or that of family `name`), checked, with costs."""
     name = name or args.schedule
     case = _generated(args, name) if name else _from_file(args)
+    if getattr(args, 'recompute', None) is not None:
+        case = Case(recomputed(case.schedule, args.recompute, case.costs), case.costs)
     if getattr(args, 'offload', None) is not None:
         costs = with_copies(case.costs, args.copy_ratio)
         case = Case(offloaded(case.schedule, args.offload, costs), costs)
@@ -81,8 +83,6 @@ def load_case(args: Namespace, name: str | None = None) -> Case:
         between = compiled(case.schedule.graph).between_partners
         costs = with_copies(case.costs, getattr(args, 'copy_ratio', 1.0), between)
         case = Case(case.schedule, costs)
-    if getattr(args, 'recompute', None) is not None:
-        case = Case(recomputed(case.schedule, args.recompute, case.costs), case.costs)
     check(case.schedule, memory_limit=args.memory_limit, costs=case.costs)
     return case
 

@@ -141,7 +141,8 @@ def _parser() -> argparse.ArgumentParser:
     simulated.add_argument(
         '--offload',
         metavar='CHUNKS',
-        help='half, all or how many chunks of each rank: on the host between F and B',
+        help='half, all or how many chunks of each rank: on the host between F and B; auto: what '
+        '--copy-ratio lets hide behind the passes',
     )
     simulated.add_argument(
         '--recompute',

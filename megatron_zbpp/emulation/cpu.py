@@ -52,6 +52,8 @@ class CudaMeansCpu(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if kwargs and kwargs.get('device') is not None:
             kwargs['device'] = _cpu(kwargs['device'])
+        if kwargs and kwargs.get('pin_memory'):  # nothing is page-locked for no device
+            kwargs['pin_memory'] = False
         if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is not int:
             if args[1] == 'cpu' and type(args[0]).cpu is not torch.Tensor.cpu:
                 return args[0].cpu()  # quantized ones come to the host in a way of their own

@@ -148,9 +148,15 @@ def _refused(
         yield refusals.Refusal('dist.use_decentralized_pg', True, *_DECENTRALIZED)
     if args.hybrid_layer_pattern and placement.num_chunks > 1:
         yield refusals.Refusal('hybrid_layer_pattern', args.hybrid_layer_pattern, *_HYBRID)
-    splits = programs.splits(args.pipeline_model_parallel_size)
+    ranks = args.pipeline_model_parallel_size
     yield from refusals.refused(
-        args, cpu.installed(), te.installed(), placement, splits, joins=programs.joins
+        args,
+        cpu.installed(),
+        te.installed(),
+        placement,
+        programs.splits(ranks),
+        joins=programs.joins,
+        in_order=programs.in_order(ranks),
     )
 
 

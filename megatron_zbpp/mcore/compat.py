@@ -93,6 +93,11 @@ def combined_step(config: Any) -> Callable:
     return combined_1f1b.combined_forward_backward_step
 
 
+def offloading() -> Any:
+    """Return what Megatron's functions tell of iterations, of its own offloading of activations."""
+    return schedules.off_interface
+
+
 def default_groups() -> ProcessGroupCollection:
     """Return the process groups of a program that gives none to a forward_backward function."""
     build: Callable | None = getattr(schedules, '_build_default_pg_collection', None)  # from 0.19

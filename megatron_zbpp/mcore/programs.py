@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.analysis.offloading import offloaded
+from megatron_zbpp.analysis.offloading import ALL, FREE, offloaded
 from megatron_zbpp.analysis.program import Begin, Program, Send
 from megatron_zbpp.analysis.recomputing import recomputed
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.ir import Placement, Schedule, W
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.mcore import own_offloading
 from megatron_zbpp.mcore.settings import AUTO, Settings
 from megatron_zbpp.runtime.autotune import start_family
 from megatron_zbpp.runtime.guard import agreement
@@ -126,10 +128,13 @@ class Programs:
             self.source = Family(settings.schedule, settings.num_chunks, settings.memory_limit)
         self._offload, self._freeze = settings.offload, settings.freeze
         self._recompute = settings.recompute
+        self._early = settings.post_validation is not None
+        self._measured: Costs | None = None
         self._lowered: dict[tuple[int, int, bool, bool], Lowered] = {}
         self._placements: dict[int, Placement] = {}
         self._planned: dict[tuple[int, int], Schedule] = {}
         self._kinds_of: dict[int, frozenset[str]] = {}
+        self._in_order_of: dict[tuple[int, int], bool] = {}
         self._fingerprints: dict[tuple[int, int], dict[str, str]] = {}
 
     @functools.cached_property
@@ -176,6 +181,19 @@ class Programs:
         """
         if (num_ranks, num_microbatches) in self._planned:
             return self._planned[num_ranks, num_microbatches]
+        schedule = self.on_the_device(num_ranks, num_microbatches)
+        if self._offload is None:
+            return schedule
+        if self._offload == FREE and self._measured is None:
+            return offloaded(schedule, ALL)
+        return offloaded(schedule, self._offload, self._measured)
+
+    def on_the_device(self, num_ranks: int, num_microbatches: int) -> Schedule:
+        """Return the same without the copies that were asked for.
+
+        Raises:
+            ValueError: as `schedule`.
+        """
         if isinstance(self.source, Schedule):
             for what, has, needed in (
                 ('pipeline ranks', self.source.num_ranks, num_ranks),
@@ -186,7 +204,7 @@ class Programs:
                         f'schedule {self.source.name} is for {has} {what}, not {needed}: change '
                         'the parallel or batch sizes, or use a family by its name'
                     )
-            return self._moving(for_megatron(self.source))
+            return self._recomputing(for_megatron(self.source))
         _, num_chunks, memory_limit = self.source
         schedule = build(
             self._family(self.together),
@@ -196,13 +214,11 @@ class Programs:
             memory_limit=memory_limit,
             together=self.together,
         )
-        return self._moving(for_megatron(schedule))
+        return self._recomputing(for_megatron(schedule))
 
-    def _moving(self, schedule: Schedule) -> Schedule:
-        """Return it with the copies, or the recomputation, that were asked for."""
-        if self._recompute is not None:
-            return recomputed(schedule, self._recompute)
-        return schedule if self._offload is None else offloaded(schedule, self._offload)
+    def _recomputing(self, schedule: Schedule) -> Schedule:
+        """Return it with the recomputation that was asked for."""
+        return schedule if self._recompute is None else recomputed(schedule, self._recompute)
 
     def placement(self, num_ranks: int) -> Placement:
         """Return where the stages are, whatever the number of microbatches."""
@@ -217,6 +233,19 @@ class Programs:
     def recomputes(self, num_ranks: int) -> bool:
         """Return whether forwards run again, in passes of their own."""
         return 'R' in self._kinds(num_ranks)
+
+    def in_order(self, num_ranks: int, num_microbatches: int | None = None) -> bool:
+        """Return whether Megatron's own offloading of activations fits what runs, and all of it.
+
+        Not where the schedule will be another one, nor where forwards run ahead, which may be taken
+        back.
+        """
+        if self._to_plan_from or self._early:
+            return False
+        sizes = num_ranks, num_microbatches or 2 * num_ranks
+        if sizes not in self._in_order_of:
+            self._in_order_of[sizes] = own_offloading.fits(self._example(*sizes))
+        return self._in_order_of[sizes]
 
     def _kinds(self, num_ranks: int) -> frozenset[str]:
         """Return which kinds of passes an iteration has; asked in each."""
@@ -268,6 +297,16 @@ class Programs:
             programs = check(schedule).programs
             self._lowered[key] = Lowered(schedule, programs, passes_ahead(schedule))
         return self._lowered[key]
+
+    def offload_within(self, costs: Costs) -> None:
+        """Leave on the device from now on what would cost time there.
+
+        Args:
+            costs: measured, with times of O and L.
+        """
+        self._measured = costs
+        self._kinds_of.clear()
+        self._lowered.clear()
 
     def replace(self, planned: Schedule) -> None:
         """Run `planned` from now on where it has the right size."""

@@ -60,21 +60,17 @@ _WITH_A_SCHEDULE = {
         'its fused operations keep weight gradients where no W pass finds them',
         'drop --use-transformer-engine-op-fuser',
     ),
-    'fine_grained_activation_offloading': (
-        "it follows the order of Megatron's own schedules",
-        'drop --fine-grained-activation-offloading',
-    ),
     'moe_paged_stash': (
         "it follows the order of Megatron's own schedules",
         'drop --moe-paged-stash',
     ),
     'cpu_offloading': (
-        "it follows the order of Megatron's own schedules",
-        'drop --cpu-offloading-num-layers',
+        'Megatron itself has it without pipelines only',
+        'drop --cpu-offloading-num-layers for --pipeline-offload',
     ),
     'cpu_offloading_num_layers': (
-        "it follows the order of Megatron's own schedules",
-        'drop --cpu-offloading-num-layers',
+        'Megatron itself has it without pipelines only',
+        'drop --cpu-offloading-num-layers for --pipeline-offload',
     ),
     'use_legacy_models': (
         'legacy models have layers of their own, whose weight gradients cannot wait',
@@ -94,6 +90,15 @@ _WITH_W = {
     'enable_cuda_graph': (
         'a captured backward computes weight gradients at once',
         'drop --enable-cuda-graph',
+    ),
+}
+# what takes for granted in which order chunks run back
+_IN_ORDER = {
+    'fine_grained_activation_offloading': (
+        "it takes backwards to come as in Megatron's own schedules, each forward to run once, and "
+        'steps to wait for all ranks',
+        'drop --fine-grained-activation-offloading for --pipeline-offload, which any schedule '
+        'takes, or take a schedule of one chunk a rank by itself, such as 1f1b or zb-h1',
     ),
 }
 # what runs a forward and a backward as one: without such cells
@@ -154,7 +159,7 @@ _BY_VALUE = (
 
 def settings() -> tuple[str, ...]:
     """All that may be refused."""
-    tables = _WITH_A_SCHEDULE, _WITHOUT_CELLS, _WITH_W, _ON_CPU, _EMULATED
+    tables = _WITH_A_SCHEDULE, _IN_ORDER, _WITHOUT_CELLS, _WITH_W, _ON_CPU, _EMULATED
     return (*(name for table in tables for name in table), *_HYBRID, *_BY_VALUE)
 
 
@@ -171,6 +176,7 @@ def refused(
     splits: bool = True,
     recomputes: bool = False,
     joins: bool = False,
+    in_order: bool = False,
 ) -> Iterator[Refusal]:
     """Everything in Megatron's arguments or config that is refused.
 
@@ -182,9 +188,11 @@ def refused(
         splits: whether the schedule has W passes.
         recomputes: whether it runs forwards again, in passes of their own.
         joins: whether it can run a forward and a backward as one.
+        in_order: whether it runs back as Megatron's own offloading takes for granted.
     """
     table = _WITH_A_SCHEDULE | (_ON_CPU if on_cpu else {})
     table |= {} if joins else _WITHOUT_CELLS
+    table |= {} if in_order else _IN_ORDER
     table |= _EMULATED if on_cpu and not with_te else {}
     for setting, (reason, cure) in table.items():
         value = getattr(settings, setting, None)

@@ -13,11 +13,13 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from megatron_zbpp.analysis.offloading import FREE
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import AUTO, Settings
 from megatron_zbpp.post_validation.policy import EarlyStepPolicy
 from megatron_zbpp.post_validation.protocol import PostValidation
+from megatron_zbpp.runtime.activations.free_amount import FreeAmount
 from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.autotune import AutoPlan
 from megatron_zbpp.runtime.channels import Channels
@@ -44,6 +46,7 @@ class Session:
         watchdog: ends this process if the pipeline no longer moves.
         post_validation: of the optimizer steps, where that is asked for.
         auto: plans, where that is asked for.
+        amount: finds out how much is offloaded, where that is asked for.
         tracer: draws an iteration, where that is asked for.
         flags: of the program, that all ranks must have alike: compared before groups are made.
         latest: the latest iteration of this rank.
@@ -72,6 +75,7 @@ class Session:
         if settings.schedule == AUTO:
             objective = 'makespan' if self.post_validation is None else 'window'
             self.auto = AutoPlan(settings.profile_iters, settings.memory_limit, objective=objective)
+        self.amount = FreeAmount(settings.profile_iters) if settings.offload == FREE else None
         self.tracer = None if settings.trace_dir is None else Tracer(settings.trace_dir)
         self.flags: Mapping[str, object] = {}
         self.latest: Iteration | None = None
@@ -178,12 +182,38 @@ class Session:
                 self.side.after(iteration, early is not None and early.agreed)
         if self.tracer is not None:
             self.tracer.after(iteration)
+        self._settle_amount(iteration)
         auto = self.auto
         planned = None if auto is None else auto.after(iteration)
         if auto is not None and planned is not None:
             self.programs.replace(planned)
             if self.tracer is not None:
                 self.tracer.switched(auto.costs)
+
+    @property
+    def counting(self) -> bool:
+        """Whether bytes are worth counting, for what is still to be planned."""
+        auto, amount = self.auto, self.amount
+        return (auto is not None and auto.counting) or (amount is not None and not amount.settled)
+
+    def _settle_amount(self, iteration: Iteration) -> None:
+        """Leave on the device what copies would cost time for, once that is known."""
+        if self.amount is None:
+            return
+        schedule = iteration.schedule
+        costs = self.amount.after(
+            iteration,
+            lambda: {
+                stage: seconds
+                for store in self._activations.values()
+                for stage, seconds in store.copy_times().items()
+            },
+            lambda: self.programs.on_the_device(schedule.num_ranks, schedule.num_microbatches),
+        )
+        if costs is not None:
+            self.programs.offload_within(costs)
+            if self.tracer is not None:
+                self.tracer.switched(costs)
 
 
 def say(message: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
-from megatron_zbpp.analysis.offloading import Amount, chunks_of
+from megatron_zbpp.analysis.offloading import FREE, Amount, chunks_of
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.partitioning.freeze_plans import FreezePlan
 from megatron_zbpp.schedules import Family, checked_chunks, find, require_no_limit
@@ -30,8 +30,8 @@ class Settings:
             ranks; None: they always wait. True stands for 10, False for None.
         profile_iters: iterations that 'auto' measures.
         trace_dir: where to draw an iteration; None: nowhere.
-        offload: 'half', 'all' or how many chunks of each rank go to the host between F and B; None:
-            what the schedule says.
+        offload: 'half', 'all' or how many chunks of each rank go to the host between F and B, or
+            'auto' for what costs no time, as measured; None: what the schedule says.
         freeze: which weight gradients are left out, and when; None: none.
         recompute: of which chunks forwards keep their input only, and run again in passes of their
             own; as `offload`.
@@ -92,13 +92,10 @@ class Settings:
             amount = getattr(self, name)
             if amount is None:
                 continue
-            chunks_of(amount, self.num_chunks or sys.maxsize, name)
+            if name != 'offload' or amount != FREE:
+                chunks_of(amount, self.num_chunks or sys.maxsize, name)
             if self.schedule == AUTO:
                 raise ValueError(f'{name}: auto plans without it so far: name a schedule')
-        if self.offload is not None and self.recompute is not None:
-            raise ValueError(
-                f'offload {self.offload} and recompute {self.recompute}: give one of them'
-            )
 
     def _require_numbers(self) -> None:
         """Raise ValueError unless each number is one, and has a sense."""

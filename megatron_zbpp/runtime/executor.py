@@ -175,9 +175,11 @@ class Executor:
     def _timed(self, p: Pass) -> torch.Tensor | None:
         """Run `p` once its input is there, and write down when it ran and what is held after."""
         (received,) = self._await(p)
+        first, *others = done_by(p)
+        if first in (B, AGAIN):  # a copy that is late is a wait, too, and no work
+            self.moves.await_back((p.stage, p.microbatch))
         start = self.clock.mark()
         with self._named(p):
-            first, *others = done_by(p)
             output = self._actions[first](p, received)
             for kind in others if self.splits else ():  # else autograd has done all at once
                 self._actions[kind](p, None)
@@ -240,7 +242,9 @@ class Executor:
         record = self.record
         record.marks.append((start, end))
         record.passes.append(p)
-        record.live.append(len(self._saved) + self._store.pending + self.moves.held)
+        record.live.append(
+            len(self._saved) + self._store.pending + self.moves.held(self._saved.keys())
+        )
 
     def _take(self, p: Pass) -> torch.Tensor | None:
         """Return what a neighbouring stage made for `p`; None where the model begins or ends."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +18,7 @@ from megatron_zbpp.analysis.offloading import offloaded, with_copies, with_offlo
 from megatron_zbpp.analysis.recomputing import with_recomputation
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.runtime.activations import copies
+from megatron_zbpp.runtime.activations import copies, host
 from megatron_zbpp.runtime.activations.bundle import Bundle, Bytes
 from megatron_zbpp.runtime.activations.copies import Copies, PinningError
 from megatron_zbpp.runtime.activations.store import ActivationStore
@@ -31,8 +35,6 @@ def executed(schedule, fails=False):
     """On each rank: losses and gradients by stage, bytes by stage, what was said, what was held."""
     rank, store, said = dist.get_rank(), WeightGradStore(), []
     activations = ActivationStore(CPU, said.append, small=1)
-    if fails:
-        activations._copies._slab = _refuse
     programs = lower(schedule)
     stages = {
         s: LinearStage(store, s, schedule.num_stages) for s in schedule.placement.stages(rank)
@@ -47,14 +49,12 @@ def executed(schedule, fails=False):
     executor = Executor(
         programs[rank], stages, channels, message, store, HostClock(), activations=activations
     )
-    record = executor.run()
+    full = mock.patch.object(host, 'room', lambda: host.Room(1, Path('a limit')))
+    with full if fails else nullcontext():
+        record = executor.run()
     assert not activations.away and not activations._bundles
     made = {s: (m.losses, tuple(p.grad for p in m.parameters())) for s, m in stages.items()}
     return made, activations.bytes, said, record.live
-
-
-def _refuse(nbytes):
-    raise PinningError(f'{nbytes} bytes cannot be page-locked')
 
 
 @pytest.mark.parametrize('name', ['po', 'interleaved', 'zb-v', 'gis'])
@@ -67,6 +67,7 @@ def test_to_the_bit(ranks, name, fails):
     assert any(each.moved for _, found, _, _ in results for each in found.values()) != fails
     for made, found, said, _ in results:
         assert len(said) == (fails and bool(found))
+        assert all('of 9.31e-10 GiB (a limit) left: give the job more memory' in s for s in said)
         for stage, (own, grads) in made.items():
             assert stage < schedule.num_stages - 1 or own == losses
             assert all(map(torch.equal, grads, gradients[stage]))
@@ -174,6 +175,18 @@ def test_slabs_are_used_again():
     storage = torch.ones(100).untyped_storage()
     slab, _ = engine.out([storage])
     engine.back(slab, [storage])
+    assert engine.out([storage])[0] is slab
+
+
+def test_the_link_is_timed():
+    """Once something has gone: with the largest slab, which is used again."""
+    engine = Copies(CPU)
+    assert engine.seconds_per_byte() is None
+    storage = torch.ones(1000).untyped_storage()
+    slab, _ = engine.out([storage])
+    engine.back(slab, [storage])
+    rate = engine.seconds_per_byte()
+    assert rate is not None and 0 < rate < 1
     assert engine.out([storage])[0] is slab
 
 

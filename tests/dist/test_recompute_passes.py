@@ -10,8 +10,10 @@ from stages import ROWS, WIDTH, LinearStage, reference
 
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import live
+from megatron_zbpp.analysis.offloading import offloaded
 from megatron_zbpp.analysis.recomputing import recomputed
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
@@ -22,24 +24,43 @@ CPU = torch.device('cpu')
 
 
 def executed(schedule):
-    """On each rank, by stage: losses, gradients, what ran twice; and what was held."""
+    """On each rank, by stage: losses, gradients, what ran twice; what was held, bytes that left."""
     rank, store, count = dist.get_rank(), WeightGradStore(), schedule.num_stages
     programs = lower(schedule)
     stages = {s: LinearStage(store, s, count) for s in schedule.placement.stages(rank)}
     message = Message((ROWS, WIDTH), torch.float32, CPU)
     channels = Channels(dist.group.WORLD, pairs(programs), CPU)
-    record = Executor(programs[rank], stages, channels, message, store, HostClock()).run()
+    activations = ActivationStore(CPU, small=1)
+    activations.keep(p for stage in stages.values() for p in stage.parameters())
+    record = Executor(
+        programs[rank], stages, channels, message, store, HostClock(), activations=activations
+    ).run()
+    assert not activations.away
     made = {s: (m.losses, tuple(p.grad for p in m.parameters()), m.ran) for s, m in stages.items()}
-    return made, record.live
+    return made, record.live, {s: found.moved for s, found in activations.bytes.items()}
 
 
-@grid(name=('gpipe', '1f1b', 'zb-h1', 'zb-v', 'interleaved'), p=(2, 4), amount=('all', 'half'))
-def test_to_the_bit(ranks, name, p, amount):
+@grid(
+    name=('gpipe', '1f1b', 'zb-h1', 'zb-v', 'interleaved', 'po'),
+    p=(2, 4),
+    amount=('all', 'half'),
+    away=(None, None, 'all', 'half', 'all', 'all'),
+)
+def test_to_the_bit(ranks, name, p, amount, away):
+    """Also where inputs of what runs again, and what else is held, are on the host meanwhile."""
     schedule = recomputed(build(name, p, 8), amount)
+    if away:
+        schedule = offloaded(schedule, away)
     losses, gradients = reference(schedule.num_stages, 8)
     again = {task.stage for task in schedule.graph.needs if task.kind == 'R'}
     planned = live(schedule, Costs.uniform(schedule.placement, 1, 1, 1))
-    for rank, (made, held) in enumerate(ranks(p).run(executed, schedule)):
+    results = ranks(p).run(executed, schedule)
+    gone = {p.stage for _, p in schedule if p.kind == 'O'}
+    for rank, (made, held, moved) in enumerate(results):
+        for stage, nbytes in moved.items():  # of the first stage that runs again there is no input
+            assert stage in gone
+            if stage in again:
+                assert nbytes == (ROWS * WIDTH * 4 if stage else 0)
         share = len(schedule.placement.stages(rank))
         assert [each / share for each in held] == list(planned[rank])
         for stage, (own, grads, ran) in made.items():

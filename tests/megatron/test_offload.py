@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from grids import grid
-from models import KINDS, MICROBATCHES, Job, check
+from models import KINDS, MICROBATCHES, Job, assert_same, check, train
 from supported import supports
 
 from megatron_zbpp.analysis.offloading import with_copies, with_offload
@@ -85,3 +85,65 @@ def test_dropout(ranks, data, schedule, recompute):
 def test_te_layers(te_ranks, data, kind, schedule, fused, bf16, recompute):
     job = Job(kind, bf16=bf16, fused=fused, recompute=recompute, offload='all')
     check(te_ranks, data, schedule, job)
+
+
+def measuring(job, argv, k):
+    """As `train`; also what is said, and how many passes of each iteration have left.
+
+    Args:
+        job: to train.
+        argv: of the example.
+        k: as if that were measured, with passes that all take as long; None: what is measured.
+    """
+    from contextlib import ExitStack
+    from unittest import mock
+
+    from megatron_zbpp.ir.costs import Costs
+    from megatron_zbpp.mcore import session
+    from megatron_zbpp.runtime.activations import free_amount
+    from megatron_zbpp.runtime.activations.store import ActivationStore
+
+    said, left, ended = [], [], session.Session.on_iteration_end
+
+    def noted(self, iteration):
+        left.append(sum(p.kind == 'O' for _, p in iteration.schedule))
+        ended(self, iteration)
+
+    def equal(timeline, comm):
+        return Costs.uniform(timeline.schedule.placement)
+
+    def slow(self):
+        return dict.fromkeys(self.bytes, 1.5 * k / 2)  # of one of two chunks
+
+    with ExitStack() as stack:
+        patch = mock.patch.object
+        stack.enter_context(patch(session.Session, 'on_iteration_end', noted))
+        stack.enter_context(
+            patch(session, 'FreeAmount', lambda _: free_amount.FreeAmount(1, said.append))
+        )
+        if k is not None:
+            stack.enter_context(patch(free_amount, 'fit', equal))
+            stack.enter_context(patch(ActivationStore, 'copy_times', slow))
+        return train(job, argv), said, left
+
+
+@supports('activation offload: as much as measured', '{schedule}')
+@grid(schedule=('po', 'zb-v'), k=(3.0, None, 0.5), fused=(False, True))
+def test_as_much_as_is_free(ranks, data, schedule, k, fused):
+    """All of it goes while k is measured, then the share 1/k; all ranks switch together."""
+    job = Job(te=False, offload='auto', fused=fused)
+    own = Job(te=False, fused=fused)
+    reference = ranks(2).run(train, own, own.argv('megatron', False, data))
+    found = ranks(2).run(measuring, job, job.argv(schedule, False, data), k)
+    assert_same([trained for trained, _, _ in found], reference)
+    (line,), (), left = found[0][1], found[1][1], found[0][2]
+    assert all(each == left for _, _, each in found)
+    assert left[0] == left[1] == left[2] > 0
+    if k == 3:
+        assert 'k = 3 measured: the share 1/k, 33%, that has the time goes' in line
+        assert left[3] < left[0]
+    elif k == 0.5:
+        assert 'k = 0.5 measured: all that has the time goes to the host' in line
+        assert left[3] >= left[0]
+    else:
+        assert line.startswith('offload auto: k = ') and 'activations of a full rank' in line

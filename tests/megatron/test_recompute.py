@@ -28,6 +28,37 @@ def test_four_ranks(ranks, data, schedule):
     check(ranks, data, schedule, Job(te=False, pp=4, again='all'))
 
 
+@supports('recompute passes with offload: GPT', '{schedule}')
+@grid(
+    schedule=('po', 'interleaved', '1f1b'),
+    again=('1', 'all', 'half'),
+    offload=('all', 'half', '1'),
+    fused=(True, False),
+    dropout=(0.0, 0.0, 0.1),
+)
+def test_with_offload(ranks, data, schedule, again, offload, fused, dropout):
+    """What does not run again is on the host; where all of a rank does, the input is."""
+    job = Job(te=False, again=again, offload=offload, fused=fused, dropout=dropout)
+    check(ranks, data, schedule, job, than=schedule if dropout else 'megatron')
+
+
+@supports('recompute passes with offload: optimizer steps that do not wait', '{schedule}')
+@pytest.mark.full
+@grid(schedule=('1f1b', 'zb-h1'))
+def test_with_offload_ahead(ranks, data, schedule):
+    job = Job(te=False, again='all', offload='all')
+    check(ranks, data, f'{schedule}+post-validation', job)
+
+
+@pytest.mark.te
+@pytest.mark.full
+@supports("recompute passes with offload: {kind} layers of Transformer Engine's", '{schedule}')
+@grid(kind=('dense', 'experts', 'MLA'), schedule=('zb-v', 'interleaved'), tp=(1, 2))
+def test_with_offload_te(te_ranks, data, kind, schedule, tp):
+    job = Job(kind, bf16=True, fused=True, again='1', offload='all', tp=tp)
+    check(te_ranks, data, schedule, job)
+
+
 @pytest.mark.te
 @supports('recompute passes: {shape}', '{schedule}')
 @grid(

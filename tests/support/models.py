@@ -87,9 +87,10 @@ class Job:
         fp8: None, 'products' for products of FP8 with current scaling, or 'weights' for such
             weights as well.
         offload: of --pipeline-offload, for schedules of ours.
-        again: of --pipeline-recompute, for schedules of ours.
+        again: of --pipeline-recompute, for schedules of ours, also beside an offload.
         file: of --pipeline-schedule-file, instead of a schedule's name.
         dropout: of hidden states and of attention.
+        modules: of a layer, what Megatron's own offloading has on the host; none: it is off.
     """
 
     kind: str = 'dense'
@@ -109,6 +110,7 @@ class Job:
     again: str | None = None
     file: str | None = None
     dropout: float = 0.0
+    modules: tuple[str, ...] = ()
 
     @property
     def evaluates(self) -> bool:
@@ -145,9 +147,13 @@ class Job:
             recompute |= {'recompute_method': 'uniform', 'recompute_num_layers': 1}
         elif self.recompute == 'selective':
             recompute |= {'recompute_modules': list(_SELECTIVE[self.kind])}
+        own: dict[str, Any] = {'fine_grained_activation_offloading': bool(self.modules)}
+        if self.modules:
+            own |= {'offload_modules': list(self.modules), 'min_offloaded_tensor_size': 16}
         return {
             **(KINDS | KINDS_OF_SOME)[self.kind],
             **recompute,
+            **own,
             'hidden_dropout': self.dropout,
             'attention_dropout': self.dropout,
             'sequence_parallel': self.tp > 1,

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zbpp.emulation import cpu, te
-from megatron_zbpp.mcore import enabled, refusals, superseded
+from megatron_zbpp.mcore import enabled, own_offloading, refusals, superseded
 from megatron_zbpp.mcore.command_line import flags, plan_layout, sizes
+from megatron_zbpp.mcore.command_line.host_memory import require_host_memory
 from megatron_zbpp.mcore.command_line.messages import refuse, say
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
 from megatron_zbpp.mcore.plugin import Plugin
@@ -137,6 +138,7 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
             splits,
             programs.recomputes(ranks),
             programs.joins,
+            bool(getattr(args, own_offloading.SETTING, False)) and programs.in_order(ranks),
         )
     )
     if reasons:
@@ -146,6 +148,7 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         say('--rerun-mode disabled, or all ranks would wait for each other in each iteration')
     plugin.session.programs.join(getattr(args, refusals.OVERLAP, False))
     for num_microbatches in sorted(sizes.microbatches(args, int(os.environ.get('WORLD_SIZE', 1)))):
-        plugin.session.programs.lowered(ranks, num_microbatches, forward_only=False)
+        lowered = plugin.session.programs.lowered(ranks, num_microbatches, forward_only=False)
+        require_host_memory(args, lowered.schedule, os.environ)
     sizes.place_layers(args, placement)
     return plugin

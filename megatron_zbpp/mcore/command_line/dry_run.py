@@ -152,7 +152,13 @@ def dry_run_of(line: LaunchLine) -> DryRun:
         layer_memory(line.args),
         tuple(
             refusals.refused(
-                args, line.on_cpu, te.find() is not None, placement, splits, programs.joins
+                args,
+                line.on_cpu,
+                te.find() is not None,
+                placement,
+                splits,
+                joins=programs.joins,
+                in_order=programs.in_order(placement.num_ranks),
             )
         ),
         tuple(notes),

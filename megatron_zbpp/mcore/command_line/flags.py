@@ -35,7 +35,8 @@ class PipelineScheduleConfig:
 
     pipeline_offload: str | None = None
     """Activations of the chunks of each rank that wait longest are on the host between forward and
-    backward, where there is time for both ways: half, all, or how many chunks. Losses stay the same
+    backward, where there is time for both ways: half, all, or how many chunks; or auto, which
+    measures how long copies take and keeps what would cost time on the device. Losses stay the same
     to the bit."""
 
     pipeline_freeze: Path | None = None

@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore import compat, layout, refusals, superseded
+from megatron_zbpp.mcore import compat, layout, own_offloading, refusals, superseded
 from megatron_zbpp.mcore.iteration import combined
 from megatron_zbpp.mcore.iteration.alike import agreement
 from megatron_zbpp.mcore.iteration.announcement import announce
@@ -157,6 +157,7 @@ class Batch:
             self._gather_parameters()
             record = self.executor.run()
         config, forward_only = self.config, self.arguments.forward_only
+        own_offloading.end(config, session.announced)
         if config.finalize_model_grads_func is not None and not forward_only:
             with session.watchdog.collective(
                 'reduction of gradients among replicas and tied layers'
@@ -212,8 +213,11 @@ def prepare(
     config = get_model_config(models[0])
     programs = session.programs
     splits, recomputes = programs.splits(groups.pp.size()), programs.recomputes(groups.pp.size())
+    in_order = bool(getattr(config, own_offloading.SETTING, False)) and programs.in_order(
+        groups.pp.size(), None if arguments.forward_only else arguments.num_microbatches
+    )
     refuse_unsupported(
-        config, arguments.adjust_tensor_shapes_fn, splits, recomputes, programs.joins
+        config, arguments.adjust_tensor_shapes_fn, splits, recomputes, programs.joins, in_order
     )
     programs.join(getattr(config, refusals.OVERLAP, False))
     call = Call(
@@ -260,7 +264,7 @@ def prepare(
         session.channels(groups.pp, lowered.placement, call.device, message.shape is None),
         message,
         session.store,
-        clock_for(call.device, counting=session.auto is not None and session.auto.counting),
+        clock_for(call.device, counting=session.counting),
         profiled,
         _activations(session, lowered, models, call, groups.pp),
         None if arguments.forward_only else session.side,
@@ -315,6 +319,7 @@ def refuse_unsupported(
     splits: bool,
     recomputes: bool = False,
     joins: bool = False,
+    in_order: bool = False,
 ) -> None:
     """Raise for what would be silently wrong, with the cure.
 
@@ -324,11 +329,14 @@ def refuse_unsupported(
         splits: whether the schedule has W passes.
         recomputes: whether it runs forwards again.
         joins: whether it can run a forward and a backward as one.
+        in_order: whether it runs back as Megatron's own offloading takes for granted.
 
     Raises:
         NotImplementedError: names the setting.
     """
-    found = refusals.refused(config, splits=splits, recomputes=recomputes, joins=joins)
+    found = refusals.refused(
+        config, splits=splits, recomputes=recomputes, joins=joins, in_order=in_order
+    )
     for refusal in found:
         raise NotImplementedError(
             f"does not work with --pipeline-schedule: {refusal}, or use Megatron's own schedule"

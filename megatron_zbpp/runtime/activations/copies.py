@@ -8,13 +8,18 @@ back is allocated on it before the copy stream writes there. So the allocator ne
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from statistics import median
 from typing import Any
 
 import torch
 
+from megatron_zbpp.runtime.activations import host
+
+_SPARED = 0.95  # of what the host has left: other ranks take some meanwhile
 _ALIGNED = 512  # bytes: as the caching allocator of CUDA has them
 
 
@@ -81,6 +86,34 @@ class Copies:
         """Let what computes from now on wait for `mark`; never the host."""
         self._wait(mark)
 
+    def seconds_per_byte(self, times: int = 3) -> float | None:
+        """Return the time of one way to the host, as measured now; None: nothing has gone there.
+
+        To be called where nothing else is under way: the host waits.
+
+        Args:
+            times: both ways, of the largest slab that there is; the median counts.
+        """
+        size = max((size for size, free in self._slabs.items() if free), default=0)
+        if not size:
+            return None
+        storage = self.allocate(size)
+        found = []
+        for _ in range(1 + times):  # the first may be slow
+            self._settle()
+            start = time.perf_counter()
+            slab, mark = self.out([storage])
+            self.wait(mark)
+            self.wait(self.back(slab, [storage]))
+            self._settle()
+            found.append(time.perf_counter() - start)
+        return median(found[1:]) / (2 * size)
+
+    def _settle(self) -> None:
+        """Let the host wait until the device has done what was asked so far."""
+        if self._on_cuda:
+            torch.cuda.current_stream(self.device).synchronize()
+
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Return memory of the device, there for what computes from now on."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
@@ -89,6 +122,7 @@ class Copies:
         free = self._slabs.get(nbytes)
         if free:
             return free.pop()
+        _require_room(nbytes)
         slab = torch.empty(nbytes, dtype=torch.uint8)
         if self._on_cuda:
             _pin(slab)
@@ -103,6 +137,20 @@ class Copies:
 
     def _copying(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream) if self._on_cuda else contextlib.nullcontext()
+
+
+def _require_room(nbytes: int) -> None:
+    """Raise where the host would end a process of this job, which has no error for that.
+
+    Raises:
+        PinningError: there is not as much memory, and something to spare.
+    """
+    left = host.room()
+    if left is not None and nbytes > _SPARED * left.nbytes:
+        raise PinningError(
+            f'{nbytes / 2**20:.1f} MiB more of host memory are not to be had, of {left} left: give '
+            'the job more memory, or offload fewer chunks'
+        )
 
 
 def _pin(slab: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -54,10 +54,15 @@ class Moves:
             _FETCH: _nothing,  # the receive in front of it has taken the memory
         }
 
-    @property
-    def held(self) -> int:
-        """How many activations this rank keeps for its partner, less those that are away."""
-        return 0 if self._store is None else self._store.kept - self._store.away
+    def held(self, saved: Collection[Key]) -> int:
+        """Return how many activations this rank keeps for its partner, less those that are away.
+
+        Args:
+            saved: those that count. Of a forward that runs again its input is away, which does not.
+        """
+        if self._store is None:
+            return 0
+        return self._store.kept - sum(key in saved for key in self._store.away)
 
     def leaves(self, key: Key) -> bool:
         """Whether what the forward saves is elsewhere until B."""

@@ -53,9 +53,14 @@ class ActivationStore:
         self._told = False
 
     @property
-    def away(self) -> int:
-        """How many (stage, microbatch) are not on the device."""
-        return sum(bundle.away for bundle in self._bundles.values())
+    def away(self) -> frozenset[Key]:
+        """Which (stage, microbatch) are not on the device."""
+        return frozenset(key for key, bundle in self._bundles.items() if bundle.away)
+
+    def copy_times(self) -> dict[int, float]:
+        """Return seconds of one way of an activation to the host, by stage, as measured now."""
+        rate = self._copies.seconds_per_byte()
+        return {} if rate is None else {s: rate * b.moved for s, b in self.bytes.items()}
 
     @property
     def kept(self) -> int:

@@ -7,7 +7,7 @@ one switch, one sends out while the other reads in.)
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor
 
@@ -55,6 +55,7 @@ def with_transfers(
     length: float,
     margin: float,
     pairs: bool = True,
+    goes: Callable[[Pass], bool] = lambda forward: True,
 ) -> Schedule:
     """Return `schedule` with O and L of what has time to go and to return: see `ir.graph.Hold`.
 
@@ -68,6 +69,7 @@ def with_transfers(
         length: of a slot: the longest way of one activation, in the unit of `spans`.
         margin: time by which an activation is to be back before it is needed.
         pairs: whether of ranks 2i and 2i + 1 one sends out while the other reads in.
+        goes: whether the activation of a forward of `stages` may go; others stay.
     """
     graph = offload(schedule.graph, stages)
     made = replace(schedule, graph=graph, together=frozenset(), phases=())
@@ -75,7 +77,8 @@ def with_transfers(
     together: set[tuple[int, int]] = set()
     for rank, comb in enumerate(_combs(spans, length, pairs)):
         order, own = schedule.passes[rank], spans[rank]
-        going = transfers(comb, _lives(order, own, stages), margin)
+        lives = _lives(order, own, stages)
+        going = transfers(comb, {p: life for p, life in lives.items() if goes(p)}, margin)
         placed = [*_placed(schedule, rank, own), *_copies(going)]
         found = tuple(p for _, p in sorted(placed, key=lambda entry: entry[0]))
         orders.append(found)

@@ -662,6 +662,11 @@ def test_recomputation_is_simulated(zbpp) -> None:
     again = zbpp('simulate', *shape, '--recompute', 'all', '--json')
     assert again['makespan'] == plain['makespan'] + 8
     assert max(plain['peak_activations']) == 8 and max(again['peak_activations']) == 1
+    shape = ['--schedule', 'interleaved', '--pp', 8, '--vpp', 4, '--microbatches', 24]
+    both = zbpp('simulate', *shape, '--recompute', 1, '--offload', 'all', '--json')
+    for flags in (['--recompute', 1], ['--offload', 'all']):
+        one = zbpp('simulate', *shape, *flags, '--json')
+        assert max(both['peak_activations']) < max(one['peak_activations'])
 
 
 def test_copies_of_a_schedule_take_time(zbpp) -> None:

@@ -39,7 +39,6 @@ from megatron_zbpp.schedules import build
         ({'schedule': build('1f1b', 2, 2), 'num_chunks': 1}, 'num_chunks: the schedule that is'),
         ({'recompute': 'some'}, "recompute of 'some': give 'half', 'all' or a number"),
         ({'recompute': 'all', 'schedule': 'auto'}, 'recompute: auto plans without it so far'),
-        ({'recompute': 'all', 'offload': 1}, 'offload 1 and recompute all: give one of them'),
     ],
     ids=str,
 )

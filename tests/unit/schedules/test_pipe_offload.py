@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_zbpp.analysis.checker import ScheduleError, check
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import live, peak
-from megatron_zbpp.analysis.offloading import offloaded
+from megatron_zbpp.analysis.offloading import copy_ratio, offloaded, with_copies
 from megatron_zbpp.analysis.program import Begin
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Placement, Schedule, Together
@@ -133,6 +133,30 @@ def test_offload_of_any_schedule(name):
     costs = Costs.uniform(plain.placement)
     less = max(peak(plain, costs)) - max(peak(moved, costs))
     assert less > 0 if name in ('1f1b', 'interleaved') else less >= 0
+
+
+@pytest.mark.parametrize('k', [0.3, 1.0, 1.5, 2.0, 3.0])
+@pytest.mark.parametrize('name', ['po', 'interleaved', '1f1b', 'gis'])
+def test_offload_of_what_is_free(name, k):
+    """All of it where k is at most 1, else no more than 1/k, the first chunks; and no rank more."""
+    plain = build(name, 8, 24)
+    costs = with_copies(Costs.uniform(plain.placement), k)
+    moved, every = (offloaded(plain, amount, costs) for amount in ('auto', 'all'))
+    check(moved)
+    if k <= 1:
+        assert moved.passes == every.passes
+    out, forwards = ([p for _, p in moved if p.kind == kind] for kind in 'OF')
+    assert 0 < len(out) <= max(1.0, 1 / k) * len(forwards)
+    chunks = {plain.placement.chunk_of(p.stage) for p in out}
+    assert max(chunks) < plain.placement.num_chunks / max(1, k)
+    assert max(peak(moved, costs)) <= max(peak(every, costs))
+
+
+def test_what_is_never_free_stays():
+    plain = build('zb-v', 4, 12)
+    costs = with_copies(Costs.uniform(plain.placement), 1e9)
+    assert copy_ratio(costs) == pytest.approx(1e9)
+    assert not [p for _, p in offloaded(plain, 'auto', costs) if p.kind in 'OL']
 
 
 def test_passes_together_stay_together():

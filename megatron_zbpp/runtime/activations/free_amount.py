@@ -1,0 +1,122 @@
+"""`--pipeline-offload auto`: measures what copies take, and keeps what would cost time.
+
+Everything that has the time goes while some iterations are measured: so what fits then fits. From
+times of passes and copies comes k (PipeOffload, arXiv 2503.01328, section 3.1); all ranks have the
+same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+
+import torch.distributed as dist
+
+from megatron_zbpp.analysis.fit_costs import fit, latency
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.offloading import FREE, copy_ratio, offloaded
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.runtime.autotune import Measured, merge_measurements
+from megatron_zbpp.runtime.observe.measure import Iteration
+
+_WARM_UP = 2  # iterations that are slower than others
+
+
+@dataclass
+class FreeAmount:
+    """Follows the iterations of one rank, and says once what was measured.
+
+    Args:
+        profile_iters: how many iterations to measure.
+        say: tells the user, on the first rank.
+
+    Attributes:
+        settled: whether it has measured.
+    """
+
+    profile_iters: int = 5
+    say: Callable[[str], None] = lambda message: print(
+        f'megatron_zbpp: {message}', file=sys.stderr, flush=True
+    )
+    settled: bool = False
+    _seen: int = 0
+    _found: list[Measured] = field(default_factory=list)
+
+    def after(
+        self,
+        iteration: Iteration,
+        copy_times: Callable[[], Mapping[int, float]],
+        base: Callable[[], Schedule],
+    ) -> Costs | None:
+        """Return what to plan copies by from now on; None: nothing changes. A collective.
+
+        Args:
+            iteration: that has ended, of training.
+            copy_times: of one way, by stage of this rank; waits for the device.
+            base: the schedule of this iteration without copies.
+        """
+        if self.settled:
+            return None
+        self._seen += 1
+        if self._seen <= _WARM_UP:
+            return None
+        timeline = iteration.gather().timeline
+        own = Measured(
+            fit(timeline, latency(timeline)),
+            timeline.makespan,
+            iteration.held(),
+            iteration.clock.spare(),
+            dist.get_rank(iteration.pp_group),
+        )
+        self._found += _from_all(own)
+        if self._seen < _WARM_UP + self.profile_iters:
+            return None
+        self.settled = True
+        ways: dict[int, float] = {}
+        for found in _from_all(dict(copy_times())):
+            ways |= {stage: max(seconds, ways.get(stage, 0.0)) for stage, seconds in found.items()}
+        costs, room, _ = merge_measurements(self._found, iteration.schedule, inf)
+        times = tuple(ways.get(stage, 0.0) for stage in range(costs.num_stages))
+        costs = replace(costs, times={'O': times, 'L': times})
+        if not any(times):
+            self._tell('offload auto: nothing has left the device')
+            return None
+        return self._decided(iteration.schedule, base(), costs, room)
+
+    def _decided(self, runs: Schedule, base: Schedule, costs: Costs, room: float) -> Costs | None:
+        """Say what becomes of it; return the costs where that is another schedule."""
+        ratio = copy_ratio(costs)
+        planned = offloaded(base, FREE, costs)
+        found = f'offload auto: k = {ratio:.2g} measured'
+        if max(peak(planned, costs)) > max(room, *peak(runs, costs)):
+            share, costs_nothing = 'all', None
+            planned, found = runs, f'{found}, but the device has no room for more'
+        else:
+            share, costs_nothing = _words(ratio), costs
+        with_, without = (simulate(each, costs).makespan for each in (planned, base))
+        holds, held = (max(peak(each, costs)) for each in (planned, base))
+        self._tell(
+            f'{found}: {share} that has the time goes to the host; simulated: '
+            f'{with_ * 1e3:.4g} ms, {with_ / without - 1:+.1%} for it, and {holds:.3g} activations '
+            f'of a full rank instead of {held:.3g}'
+        )
+        return costs_nothing
+
+    def _tell(self, message: str) -> None:
+        if dist.get_rank() == 0:
+            self.say(message)
+
+
+def _words(ratio: float) -> str:
+    return 'all' if ratio <= 1 else f'the share 1/k, {1 / ratio:.0%},'
+
+
+def _from_all(own: object) -> list:
+    """Return what all ranks of the job have: a collective."""
+    found: list = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found

@@ -1,0 +1,111 @@
+"""What the host has left: of files as kernels write them; and launch lines that need more."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from megatron_zbpp.analysis.offloading import offloaded
+from megatron_zbpp.mcore.command_line import host_memory
+from megatron_zbpp.runtime.activations import host
+from megatron_zbpp.schedules import build
+
+GIB = 2**30
+
+
+def write(root, files):
+    for name, text in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+MACHINE = {'proc/meminfo': 'MemTotal:  4194304 kB\nMemAvailable:  2097152 kB\nHugePages: x\n'}
+SECOND = {
+    'proc/self/cgroup': '0::/job/step\n',
+    'sys/fs/cgroup/job/step/memory.max': 'max\n',
+    'sys/fs/cgroup/job/memory.max': f'{GIB}\n',
+    'sys/fs/cgroup/job/memory.current': f'{GIB - 100}\n',
+    'sys/fs/cgroup/job/memory.stat': 'anon 7\nactive_file 20\ninactive_file 30\n',
+}
+FIRST = {
+    'proc/self/cgroup': '7:cpu:/other\n4:memory:/job\n0::/\n',
+    'sys/fs/cgroup/memory/job/memory.limit_in_bytes': f'{GIB}\n',
+    'sys/fs/cgroup/memory/job/memory.usage_in_bytes': '1000\n',
+    'sys/fs/cgroup/memory/job/memory.stat': 'active_file 5\ntotal_active_file 300\n',
+    'sys/fs/cgroup/memory/memory.limit_in_bytes': '9223372036854771712\n',
+    'sys/fs/cgroup/memory/memory.usage_in_bytes': '5000\n',
+}
+
+
+@pytest.mark.parametrize(
+    ('files', 'expected', 'file'),
+    [
+        (MACHINE, 2 * GIB, 'proc/meminfo'),
+        (MACHINE | SECOND, 150, 'sys/fs/cgroup/job/memory.max'),
+        (MACHINE | FIRST, GIB - 700, 'sys/fs/cgroup/memory/job/memory.limit_in_bytes'),
+        (SECOND, 150, 'sys/fs/cgroup/job/memory.max'),
+    ],
+)
+def test_the_least_counts(tmp_path, files, expected, file):
+    """Of the machine, and of each group that this process is in; cached files are free."""
+    write(tmp_path, files)
+    assert host.room(tmp_path) == (expected, tmp_path / file)
+
+
+def test_where_nothing_tells(tmp_path):
+    assert host.room(tmp_path) is None
+
+
+def test_here():
+    """This machine says something, and in words."""
+    found = host.room()
+    assert found is None or (found.nbytes > 0 and ' GiB (/' in str(found))
+
+
+def launch(**changes):
+    sizes = {
+        'hidden_size': 1024, 'num_attention_heads': 16, 'seq_length': 2048, 'micro_batch_size': 1,
+        'num_experts': None, 'multi_latent_attention': False, 'tensor_model_parallel_size': 1,
+        'kv_channels': None, 'group_query_attention': False, 'ffn_hidden_size': None,
+        'swiglu': False, 'sequence_parallel': False, 'bf16': True, 'fp16': False,
+        'hidden_dropout': 0.0, 'recompute_granularity': None, 'context_parallel_size': 1,
+        'num_layers': 32,
+    }  # fmt: skip
+    return Namespace(**sizes | changes)
+
+
+TORCHRUN = {'RANK': '4', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '4', 'WORLD_SIZE': '16'}
+SCHEDULE = offloaded(build('1f1b', 8, 16), 'all')
+
+
+def needed(monkeypatch, room, args, environment=TORCHRUN):
+    """What is said where the host has so much; None: nothing."""
+    monkeypatch.setattr(host, 'room', lambda: host.Room(room, Path('/a/limit')))
+    try:
+        host_memory.require_host_memory(args, SCHEDULE, environment)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_of_the_ranks_of_this_node(monkeypatch):
+    """Here pipeline ranks 2 and 3, of two replicas: as many bytes as the graph says."""
+    held = host_memory.on_host(SCHEDULE, 1.0)
+    layer = host_memory.layer_memory(launch()).activation
+    total = 2 * (held[2] + held[3]) * layer * 32 / 8
+    assert total > 0 and held[0] > held[7] == 0
+    said = needed(monkeypatch, int(0.8 * total), launch())
+    assert said.startswith(f'1f1b + offload all needs about {total / GIB:.3g} GiB of host memory')
+    assert 'for the 4 ranks of this node' in said and '(/a/limit) left: offload fewer' in said
+    assert needed(monkeypatch, int(total), launch()) is None
+
+
+@pytest.mark.parametrize(
+    ('args', 'environment'), [(launch(num_experts=8), TORCHRUN), (launch(), {})]
+)
+def test_what_is_not_known_is_not_refused(monkeypatch, args, environment):
+    """Layers that are not dense, a launch line without ranks."""
+    assert needed(monkeypatch, 1, args, environment) is None

@@ -1,0 +1,48 @@
+"""Which schedules Megatron's own offloading of activations fits: by the order of backwards."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_zbpp.analysis.offloading import offloaded
+from megatron_zbpp.analysis.recomputing import recomputed
+from megatron_zbpp.ir import Pass, Placement, Schedule
+from megatron_zbpp.mcore.own_offloading import fits
+from megatron_zbpp.mcore.programs import Programs
+from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.schedules import build
+
+FITTING = ('gpipe', '1f1b', '1f1b-pb', 'zb-h1', 'zb-h2')
+OTHERS = (
+    'interleaved',
+    'zb-interleaved',
+    'zb-v',
+    'v-half',
+    '1f1b-v',
+    'po',
+    'hanayo',
+    'dualpipe-v',
+    'bpipe',
+    'po-f',
+)
+
+
+@pytest.mark.parametrize('name', FITTING + OTHERS)
+def test_by_name(name):
+    assert fits(build(name, 4, 12)) == (name in FITTING)
+
+
+def test_microbatches_that_run_back_in_another_order():
+    passes = [Pass.parse(word) for word in '0F0 0F1 0BW1 0BW0'.split()]
+    assert not fits(Schedule.of('mine', Placement.loop(1), 2, [passes]))
+
+
+@pytest.mark.parametrize('moved', [offloaded, recomputed])
+def test_not_beside_what_moves_or_runs_again(moved):
+    assert not fits(moved(build('1f1b', 4, 8), 'all'))
+
+
+def test_not_where_orders_change_or_forwards_are_taken_back():
+    assert Programs(Settings('zb-h1')).in_order(4)
+    assert not Programs(Settings('zb-h1', post_validation=True)).in_order(4)
+    assert not Programs(Settings('auto', num_chunks=1)).in_order(4)
