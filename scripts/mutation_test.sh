@@ -30,7 +30,8 @@ pytest_add_cli_args_test_selection = [
     "tests/unit/schedules",
     "tests/unit/analysis",
     "tests/unit/planner",
-    "tests/unit/render/test_render.py",
+    "tests/unit/render",
+    "tests/unit/cli",
     "tests/unit/runtime/test_clock_sync.py",
 ]
 pytest_add_cli_args = [

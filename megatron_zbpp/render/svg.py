@@ -18,7 +18,7 @@ from megatron_zbpp.render.scene import figures, first_rows, held, lanes, number,
 # Within a rank's row of height 1: where its bars start, how high they are, where memory ends.
 TOP, BAR, BAR_AND_MEMORY, FLOOR = 0.06, 0.88, 0.5, 0.97
 
-_GUTTER, _MARGIN, _ROW, _MEMORY_ROW, _LETTER = 64, 70, 26, 46, 7
+_GUTTER, _MARGIN, _ROW, _MEMORY_ROW, _LETTER, _LINE = 64, 70, 26, 46, 7, 20
 _STYLE = (
     'text{font:12px system-ui,"DejaVu Sans",sans-serif;fill:#1c2330}.soft{fill:#5d6879}'
     '.name{font-size:15px;font-weight:600}.label{font-size:11px;text-anchor:middle}'
@@ -46,7 +46,8 @@ def svg(
         heading: what all of them have in common, such as the times of passes.
     """
     horizon = max(line.makespan for line in timelines.values()) or 1.0
-    parts, y = [_legend(timelines)], 52
+    entries, more = _legend(timelines, width)
+    parts, y = [entries], 52 + more
     if heading:
         parts.append(f'<text class="soft" x="{_GUTTER}" y="{y}">{escape(heading)}</text>')
         y += 28
@@ -150,13 +151,17 @@ def _axis(horizon: float, width: int, y: int, unit: str) -> str:
     return ''.join(texts) + f'<text class="soft" x="{x}" y="{y + 16}">{escape(unit)}</text>'
 
 
-def _legend(timelines: Mapping[str, Timeline]) -> str:
+def _legend(timelines: Mapping[str, Timeline], width: int) -> tuple[str, int]:
+    """Return the entries, in as many lines as they take, and the height of what is added to one."""
     parts: list[str] = []
-    x = _GUTTER
+    x, y = _GUTTER, 12
     for text, fill in legend(line.schedule for line in timelines.values()):
-        parts.append(f'<rect x="{x}" y="12" width="20" height="12" rx="2" fill="{fill}"/>')
-        feet = ''.join(f'M{x} {y:.4g}h20' for y in stripes(text.split()[0].strip(':'), 12, 12))
+        step = 26 + _LETTER * len(text) + 14
+        if x > _GUTTER and x + step > width:
+            x, y = _GUTTER, y + _LINE
+        parts.append(f'<rect x="{x}" y="{y}" width="20" height="12" rx="2" fill="{fill}"/>')
+        feet = ''.join(f'M{x} {to:.4g}h20' for to in stripes(text.split()[0].strip(':'), y, 12))
         parts.append(_stripes(feet, ink(fill)))
-        parts.append(f'<text x="{x + 26}" y="22">{escape(text)}</text>')
-        x += 26 + _LETTER * len(text) + 14
-    return ''.join(parts)
+        parts.append(f'<text x="{x + 26}" y="{y + 10}">{escape(text)}</text>')
+        x += step
+    return ''.join(parts), y - 12

@@ -233,6 +233,23 @@ def test_kinds_differ_without_colours() -> None:
     assert sum(d.count('M') for d in drawn) == sum(wanted.get(k, 0) for k in (*passes, *named))
 
 
+@pytest.mark.parametrize('width', [600, 1400])
+def test_svg_legend_keeps_to_the_width(width: int) -> None:
+    """With many kinds in as many lines as it takes, and nothing of it below what follows."""
+    lines = {name: copying(name)[0] for name in ('po-h', 'bpipe')} | {'zb-v': simulated('zb-v')[0]}
+    entries = legend(line.schedule for line in lines.values())
+    root = ET.fromstring(svg(lines, width=width))
+    texts = [(t.text, float(t.get('x', 0)), float(t.get('y', 0))) for t in root.iter(f'{SVG}text')]
+    drawn = texts[: len(entries)]
+    assert [text for text, *_ in drawn] == [text for text, _ in entries]
+    assert all(x + 7 * len(text) <= width for text, x, _ in drawn)
+    for (text, x, y), (_, after, below) in itertools.pairwise(drawn):
+        assert after >= x + 7 * len(text) if below == y else below >= y + 12
+    assert len({y for *_, y in drawn}) > 1
+    first = next(t for t in root.iter(f'{SVG}text') if t.get('class') == 'name')
+    assert float(first.get('y', 0)) > max(y for *_, y in drawn) + 12
+
+
 def test_svg_escapes_names() -> None:
     timeline, _ = simulated('1f1b')
     root = ET.fromstring(svg({'<a & "b">': timeline}))
