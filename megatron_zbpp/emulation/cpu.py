@@ -6,33 +6,22 @@ development, tests and trying things out: the arithmetic is the real one, the sp
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
-import functools
-import importlib.util
 import logging
 import os
 import platform
 import sys
-import time
 import types
-import typing
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-import typing_extensions
 from torch.autograd import Variable
-from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
-from torch.utils._triton import has_triton_package
 
-from megatron_zbpp.emulation import apex
-from megatron_zbpp.runtime.import_hook import after_import
+from megatron_zbpp.emulation import gloo, packages
 
 
 def _cpu(device: Any) -> Any:
@@ -144,8 +133,6 @@ def _wrapper(cls, *args, _original=torch.Tensor._make_wrapper_subclass, **kwargs
 
 _MODE = CudaMeansCpu()
 _STREAM = Stream()
-_DRAIN_S = 5  # seconds for gloo's threads to end before the process ends
-_LET_GO = 0.05  # seconds in which one of them does, or is seen running
 _PROPERTIES = types.SimpleNamespace(
     name='cpu', major=9, minor=0, total_memory=16 << 30, multi_processor_count=1
 )
@@ -188,72 +175,6 @@ _TENSOR: dict[str, object] = {
     '_make_wrapper_subclass': staticmethod(_wrapper),
 }
 
-# of a process group, by the release of torch
-_GATHERS = ('allgather_into_tensor_coalesced', 'all_gather_single_coalesced')
-
-
-def _aliased_isend(tensor: torch.Tensor, *args, _original=distributed_c10d.isend, **kwargs):
-    """Send an alias, which keeps the memory.
-
-    Megatron's interleaved schedule frees what it sends (`deallocate_output_tensor`) before the send
-    is waited for. CUDA's allocator keeps such memory for the stream that reads it; gloo's send
-    would read freed memory (0.16 and 0.17). The executor of this package needs no alias.
-    """
-    return _original(tensor.detach(), *args, **kwargs)
-
-
-def _by_bytes(original: Callable) -> Callable:
-    """Gather bytes where types differ, as FP8 weights and their biases do.
-
-    gloo would convert them all to the type of the first.
-    """
-
-    @functools.wraps(original)
-    def gather(self, outputs, inputs, *args, **kwargs):
-        if len({tensor.dtype for tensor in outputs}) > 1:
-            outputs, inputs = ([t.view(torch.uint8) for t in part] for part in (outputs, inputs))
-        return original(self, outputs, inputs, *args, **kwargs)
-
-    return gather
-
-
-def _of_any_sizes(original: Callable) -> Callable:
-    """Gather tensors of different sizes, as NCCL does and gloo does not."""
-
-    @functools.wraps(original)
-    def wrapper(outputs, own, group=None, async_op=False):  # by that name a watchdog leaves it out
-        if len({output.numel() for output in outputs}) == 1:
-            return original(outputs, own, group, async_op)
-        outputs[dist.get_rank(group)].copy_(own)
-        works = _Works(
-            dist.broadcast(output, group=group, group_src=rank, async_op=True)
-            for rank, output in enumerate(outputs)
-            if output.numel()
-        )
-        return works if async_op else works.wait()
-
-    return wrapper
-
-
-class _Works(tuple[Any, ...]):
-    """Collectives that stand for one."""
-
-    def wait(self) -> None:
-        """Return when all have ended."""
-        for work in self:
-            work.wait()
-
-
-def _over_gloo(original: Callable) -> Callable:
-    """'nccl' is what --distributed-backend defaults to, and what BridgeCommunicator names."""
-
-    @functools.wraps(original)
-    def call(*args, **kwargs):
-        args = ['gloo' if a == 'nccl' else a for a in args]
-        return original(*args, **{k: 'gloo' if v == 'nccl' else v for k, v in kwargs.items()})
-
-    return call
-
 
 def installed() -> bool:
     """Whether this process runs Megatron-Core on the CPU."""
@@ -287,7 +208,7 @@ def install(alias_sends: bool = True) -> None:
     """Make this process run Megatron-Core on CPU and gloo; again does nothing more.
 
     Args:
-        alias_sends: also protect Megatron's own interleaved schedule: see `_aliased_isend`.
+        alias_sends: also protect Megatron's own interleaved schedule: see `gloo`.
 
     Raises:
         RuntimeError: megatron.core was imported first, and may have asked for CUDA already.
@@ -303,14 +224,7 @@ def install(alias_sends: bool = True) -> None:
     os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')
     # wanted with tensor parallelism
     os.environ.setdefault('CUDA_DEVICE_MAX_CONNECTIONS', '1')
-    if alias_sends:
-        dist.isend = distributed_c10d.isend = _aliased_isend
-    dist.init_process_group = _over_gloo(dist.init_process_group)
-    dist.new_group = distributed_c10d.new_group = _over_gloo(dist.new_group)
-    dist.all_gather = distributed_c10d.all_gather = _of_any_sizes(dist.all_gather)
-    for name in _GATHERS:
-        if hasattr(dist.ProcessGroup, name):
-            setattr(dist.ProcessGroup, name, _by_bytes(getattr(dist.ProcessGroup, name)))
+    gloo.install(alias_sends)
     for name, value in _CUDA.items():
         setattr(torch.cuda, name, value)
         if name in vars(torch.cuda.random):  # its own 'from . import'
@@ -324,15 +238,7 @@ def install(alias_sends: bool = True) -> None:
     random = logging.getLogger('megatron.core.tensor_parallel.random')
     random.addFilter(lambda record: 'CPU RNG state changed' not in record.msg)
     _keep_memory()
-    atexit.register(_drain_gloo_threads)
-    _stand_in_for_missing_packages()
-    after_import(
-        {
-            'megatron.core.transformer.moe.moe_utils': _patch_moe,
-            'megatron.core.datasets.utils': _patch_dataset_helpers,
-            'megatron.legacy.fused_kernels': _patch_fused_kernels,
-        }
-    )
+    packages.install()
 
 
 def _keep_memory() -> None:
@@ -345,53 +251,3 @@ def _keep_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
         mallopt(-4, 0)  # M_MMAP_MAX: no block of its own
-
-
-def _drain_gloo_threads() -> None:
-    """Wait until gloo's threads have nothing left to do.
-
-    Such a thread takes the GIL to let go of a tensor. Where Python is ending, that aborts the
-    process: a collective may be over for the program, which ends, before it is for its thread.
-    """
-    deadline = time.monotonic() + _DRAIN_S
-    time.sleep(_LET_GO)
-    while _gloo_runs() and time.monotonic() < deadline:
-        time.sleep(_LET_GO)
-
-
-def _gloo_runs() -> bool:
-    """Whether a thread of gloo has work, or only waits for a core; False where nobody can tell."""
-    for task in Path('/proc/self/task').glob('*/stat'):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            if task.read_text().partition('(')[2].startswith('pt_gloo_runloop) R'):
-                return True
-    return False
-
-
-def _stand_in_for_missing_packages() -> None:
-    apex.install()
-    # megatron.training 0.18, 0.19 on Python 3.11: from typing import override
-    if not hasattr(typing, 'override'):
-        setattr(typing, 'override', typing_extensions.override)  # noqa: B010
-    # megatron.core 0.18, 0.19 and megatron.training 0.16 import triton for kernels that the CPU
-    # never runs; torch keeps the answer it gives here and goes on without triton
-    if not has_triton_package():
-        triton = mock.MagicMock(__version__='3.7.1', __spec__=None)
-        sys.modules.update({'triton': triton, 'triton.language': triton.language})
-
-
-def _patch_moe(module: types.ModuleType) -> None:
-    # 0.16: without Transformer Engine the name is looked up and not there
-    vars(module).setdefault('te_general_gemm', None)
-
-
-def _patch_dataset_helpers(module: types.ModuleType) -> None:
-    # 'make' for helpers_cpp: the wheel has the built file and no Makefile, so that 'make' fails
-    # there and ends the program
-    if importlib.util.find_spec('megatron.core.datasets.helpers_cpp'):
-        vars(module)['compile_helpers'] = lambda: None
-
-
-def _patch_fused_kernels(module: types.ModuleType) -> None:
-    # 0.16 asks nvcc for its version; it builds nothing
-    vars(module)['load'] = lambda args: None

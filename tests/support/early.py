@@ -14,18 +14,19 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 
 import megatron_zbpp
-from megatron_zbpp.emulation import cpu
+from megatron_zbpp.emulation import cpu, gloo, packages
 
 PACKAGE = str(Path(megatron_zbpp.__file__).parent)
+CPU = {cpu.__file__, gloo.__file__, packages.__file__}
 
 
 def is_ours(value: object) -> bool:
-    """Whether it is code, a class or an object of the package; what cpu.py puts in stays."""
+    """Whether it is code, a class or an object of the package; what is there for the CPU stays."""
     if isinstance(value, functools.partial):
         return is_ours(value.func)
     if isinstance(value, FunctionType):
         file = value.__code__.co_filename
-        return file.startswith(PACKAGE) and file != cpu.__file__
+        return file.startswith(PACKAGE) and file not in CPU
     owner = value if isinstance(value, type) else type(value)
     return owner.__module__.startswith('megatron_zbpp')
 

@@ -21,9 +21,9 @@ def aliased_sends(training: Any) -> Iterator[None]:
     from torch import distributed as dist
     from torch.distributed import distributed_c10d
 
-    from megatron_zbpp.emulation import cpu
+    from megatron_zbpp.emulation import gloo
 
-    aliased = cpu._aliased_isend
+    aliased = gloo._aliased_isend
     with (
         mock.patch.object(dist, 'isend', aliased),
         mock.patch.object(distributed_c10d, 'isend', aliased),
