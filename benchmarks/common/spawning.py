@@ -81,12 +81,13 @@ def collected(
 
 
 @contextmanager
-def joined(rank: int, num_ranks: int, port: int | str, **sizes: int) -> Iterator[None]:
+def joined(rank: int, num_ranks: int, port: int | str | None, **sizes: int) -> Iterator[None]:
     """Inside, Megatron runs on the CPU, with groups of those sizes on ranks that leave together.
 
     Args:
         rank, num_ranks: of this process, and of all.
-        port: where `spawned` lets them meet; or a file, where their networks differ.
+        port: where `spawned` lets them meet; or a file, where their networks differ; None: they do
+            not, this one runs alone, and its messages take no time and carry nothing.
         sizes: as Megatron's `initialize_model_parallel` takes them.
     """
     import torch
@@ -95,11 +96,16 @@ def joined(rank: int, num_ranks: int, port: int | str, **sizes: int) -> Iterator
 
     torch.set_num_threads(1)
     cpu.install()
-    if isinstance(port, str):
+    if port is None:
+        from torch.testing._internal.distributed import fake_pg
+
+        store = fake_pg.FakeStore()
+    elif isinstance(port, str):
         store = dist.FileStore(port, num_ranks)
     else:
         store = dist.TCPStore('127.0.0.1', port, is_master=False)
-    dist.init_process_group('gloo', store=store, rank=rank, world_size=num_ranks)
+    backend = 'fake' if port is None else 'gloo'
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
     from megatron.core import parallel_state, tensor_parallel
 
     from benchmarks.common.groups import shared_groups

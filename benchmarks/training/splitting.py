@@ -7,7 +7,10 @@ price where products take the time; small ones show what our hooks take of the h
 autograd, DistributedDataParallel and Transformer Engine take for the second visit of each layer.
 Transformer Engine can delay weight gradients by itself, for a program that then calls `backward_dw`
 layer by layer, as Megatron's overlap of experts does: what B and W take longer than that way is our
-hooks' share. On a CPU Transformer Engine's kernels are emulated, and its own Python runs.
+hooks' share. With sequence parallelism, W also gathers again what B let go, for memory. The small
+layers of several ranks are measured on one, whose messages take no time (torch's `fake` backend): a
+network carries them beside the passes. On a CPU Transformer Engine's kernels are emulated, and its
+own Python runs.
 """
 
 from __future__ import annotations
@@ -37,17 +40,24 @@ class Job:
         te: whether Transformer Engine's layers, else Megatron's own.
         folder: that holds `transformer_engine`; empty: where Python finds it.
         tp: ranks of tensor parallelism.
+        shared: whether these share the sequence.
         layers: transformer layers.
-        shapes: (hidden size, sequence) of each model.
+        shape: hidden size and sequence.
         rounds: of both ways, after one that does not count.
     """
 
     te: bool
     folder: str
     tp: int
+    shared: bool
     layers: int
-    shapes: tuple[tuple[int, int], ...]
+    shape: tuple[int, int]
     rounds: int
+
+    @property
+    def alone(self) -> bool:
+        """Whether one rank runs, and the others are thought."""
+        return self.shape == SMALL
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class Row:
     """Of one model on rank 0; medians, in seconds.
 
     Attributes:
-        layers, tp, hidden: of the model.
+        layers, tp, shared, hidden: of the model.
         fused, b, w: of a BW, a B and a W.
         ratio: of B and W together to BW, in the same round.
         more: what B and W take longer than BW, for each linear layer.
@@ -64,6 +74,7 @@ class Row:
 
     layers: str
     tp: int
+    shared: bool
     hidden: int
     fused: float
     b: float
@@ -74,30 +85,31 @@ class Row:
 
 
 def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
-    """Measures on one rank; rank 0 reports rows."""
+    """Measures on one rank; rank 0 reports its row."""
     from megatron_zbpp.emulation import cpu, te
 
     cpu.install()
     if job.te:
         te.install(job.folder or None)  # Megatron looks for it when it is imported
-    with joined(rank, job.tp, port, tensor_model_parallel_size=job.tp):
-        for hidden, sequence in job.shapes:
-            row = _measured(job, hidden, sequence)
-            if rank == 0:
-                queue.put(row)
+    with joined(rank, job.tp, None if job.alone else port, tensor_model_parallel_size=job.tp):
+        row = _measured(job)
+        if rank == 0:
+            queue.put(row)
 
 
-def _measured(job: Job, hidden: int, sequence: int) -> Row:
+def _measured(job: Job) -> Row:
     import megatron_zbpp
+
+    hidden, sequence = job.shape
 
     plugin = megatron_zbpp.enable('zb-h1')
     plugin.disable()
-    whole = _model(job, hidden, sequence, '')
-    alone = _model(job, hidden, sequence, 'TE') if job.te else None
+    whole = _model(job, '')
+    alone = _model(job, 'TE') if job.te else None
     with plugin:
         plugin.install()
-        split = _model(job, hidden, sequence, 'us')
-    shape = (sequence // (job.tp if _shared(job) else 1), BATCH, hidden)
+        split = _model(job, 'us')
+    shape = (sequence // (job.tp if job.shared else 1), BATCH, hidden)
     fused, parts, least = [], [], []
     for number in range(job.rounds + 1):
         taken = _fused(whole, shape)
@@ -118,6 +130,7 @@ def _measured(job: Job, hidden: int, sequence: int) -> Row:
     return Row(
         'te' if job.te else 'local',
         job.tp,
+        job.shared,
         hidden,
         median(fused),
         median(b for b, _ in parts),
@@ -128,16 +141,11 @@ def _measured(job: Job, hidden: int, sequence: int) -> Row:
     )
 
 
-def _shared(job: Job) -> bool:
-    """Whether ranks share the sequence; norms of Megatron's own layers cannot."""
-    return job.te and job.tp > 1
-
-
-def _model(job: Job, hidden: int, sequence: int, splitter: str) -> Any:
+def _model(job: Job, splitter: str) -> Any:
     """Layers without embedding and loss, as a training script wraps them.
 
     Args:
-        job, hidden, sequence: of what size.
+        job: of what size.
         splitter: who is to split backwards: 'us', 'TE', or nobody.
     """
     from megatron.core.distributed import DistributedDataParallel as DDP
@@ -149,12 +157,12 @@ def _model(job: Job, hidden: int, sequence: int, splitter: str) -> Any:
 
     config = TransformerConfig(
         num_layers=job.layers,
-        hidden_size=hidden,
+        hidden_size=job.shape[0],
         num_attention_heads=HEADS,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=job.tp,
-        sequence_parallel=_shared(job),
+        sequence_parallel=job.shared,
         gradient_accumulation_fusion=False,
     )
     if splitter and job.te:
@@ -165,7 +173,7 @@ def _model(job: Job, hidden: int, sequence: int, splitter: str) -> Any:
         config,
         spec,
         vocab_size=128,
-        max_sequence_length=sequence,
+        max_sequence_length=job.shape[1],
         pre_process=False,
         post_process=False,
     )
@@ -251,7 +259,7 @@ def table(rows: Sequence[Row]) -> str:
     cells = [
         (
             row.layers,
-            str(row.tp),
+            f'{row.tp}, SP' if row.shared else str(row.tp),
             str(row.hidden),
             *(f'{1e3 * seconds:.2f}' for seconds in (row.fused, row.b, row.w)),
             f'{row.ratio:.3f}',
@@ -289,12 +297,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f'--hidden-size {args.hidden_size} is no multiple of {2 * HEADS}')
     if args.seq_length < 2 or args.seq_length % 2:
         parser.error(f'--seq-length {args.seq_length} is not even and above 0')
-    shapes = (args.hidden_size, args.seq_length), SMALL
+    kinds = [(False, 1, False), (False, 2, False)]  # norms of Megatron's own layers share nothing
+    if args.te is not None:
+        kinds += [(True, 1, False), (True, 2, False), (True, 2, True)]
     rows: list[Row] = []
-    for te in (False, True)[: 1 if args.te is None else 2]:
-        for tp in (1, 2):
-            job = Job(te, args.te or '', tp, args.layers, shapes, args.rounds)
-            rows += spawned(_rank, tp, job)
+    for te, tp, shared in kinds:
+        for shape in ((args.hidden_size, args.seq_length), SMALL):
+            job = Job(te, args.te or '', tp, shared, args.layers, shape, args.rounds)
+            rows += spawned(_rank, 1 if job.alone else tp, job)
     print(table(rows))
     if args.json:
         args.json.write_text(json.dumps({'rows': [asdict(row) for row in rows]}, indent=1) + '\n')

@@ -218,8 +218,9 @@ def test_splitting(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(file.read_text())['rows']
-    found = [(row['layers'], row['tp'], row['hidden']) for row in rows]
-    assert found == [(of, tp, h) for of in ('local', 'te') for tp in (1, 2) for h in (512, 64)]
+    found = [(row['layers'], row['tp'], row['shared'], row['hidden']) for row in rows]
+    kinds = [(of, tp, False) for of in ('local', 'te') for tp in (1, 2)] + [('te', 2, True)]
+    assert found == [(*kind, hidden) for kind in kinds for hidden in (512, 64)]
     assert all(row[part] > 0 for row in rows for part in ('fused', 'b', 'w', 'ratio'))
     # Transformer Engine splits by itself, too: ours is what we take longer than that
     assert all((row['hooks'] == row['more']) == (row['layers'] == 'local') for row in rows)
