@@ -8,6 +8,7 @@ import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,14 +68,26 @@ def _of_any_sizes(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def wrapper(outputs, own, group=None, async_op=False):  # by that name a watchdog leaves it out
-        if async_op or len({output.numel() for output in outputs}) == 1:
+        if len({output.numel() for output in outputs}) == 1:
             return original(outputs, own, group, async_op)
         outputs[dist.get_rank(group)].copy_(own)
-        for rank, output in enumerate(outputs):
-            if output.numel():
-                dist.broadcast(output, group=group, group_src=rank)
+        works = _Works(
+            dist.broadcast(output, group=group, group_src=rank, async_op=True)
+            for rank, output in enumerate(outputs)
+            if output.numel()
+        )
+        return works if async_op else works.wait()
 
     return wrapper
+
+
+class _Works(tuple[Any, ...]):
+    """Collectives that stand for one."""
+
+    def wait(self) -> None:
+        """Return when all have ended."""
+        for work in self:
+            work.wait()
 
 
 def _over_gloo(original: Callable) -> Callable:
