@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from grids import grid
 
-from megatron_zbpp.analysis.fit_costs import fit, middle
+from megatron_zbpp.analysis.fit_costs import fit, latency, middle
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Placement, Schedule, Together
 from megatron_zbpp.ir.costs import Costs
@@ -68,3 +68,8 @@ def test_cells_whose_backwards_leave_w():
     schedule = Schedule.of('own', Placement.loop(2), 2, map(_entries, orders))
     found = fit(simulate(schedule, Costs((1.0, 1.0), (2.0, 2.0), (0.5, 0.5), together=0.5)))
     assert times(found) == ((1, 1), (2, 2), (0.5, 0.5)) and found.together == 0.5
+
+
+def test_one_rank_has_no_latency():
+    schedule = build('1f1b', 1, 3)
+    assert latency(simulate(schedule, Costs.uniform(schedule.placement))) == 0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import FAMILIES, Family, build
 
@@ -24,12 +24,15 @@ SIZES = (1, 3), (2, 5), (3, 2), (4, 8), (5, 7)  # ranks and microbatches
 TIMES = ((5.0, 6.0, 4.0), (1.0, 2.5, 1.0), (3.0, 3.0, 1.0))
 
 
-def uneven(num_stages: int) -> Costs:
-    """Stages of three kinds in turn, the last one heavy; messages, copies and memory as well."""
+def uneven(placement: Placement) -> Costs:
+    """Stages of three kinds in turn, the last one heavy; copies; links, slower on the way back."""
+    num_stages, ranks = placement.num_stages, range(1, placement.num_ranks)
+    edges = tuple((rank, rank - 1, 0.6 + rank) for rank in ranks)
     of = [TIMES[stage % 3] for stage in range(num_stages)]
     of[-1] = (6.0, 9.0, 5.0)
     forward, backward, weight = (tuple(kind) for kind in zip(*of, strict=True))
-    return Costs(forward, backward, weight, comm=0.6, times={'L': (4.0,) * num_stages})
+    copies = {'L': (4.0,) * num_stages}
+    return Costs(forward, backward, weight, comm=0.6, edges=edges, times=copies)
 
 
 def text(schedule: Schedule) -> str:
@@ -45,7 +48,7 @@ def of_family(family: Family) -> Iterator[str]:
                 continue
             plain = build(family.name, p, m, num_chunks=chunks)
             yield text(plain)
-            costs = uneven(plain.placement.num_stages)
+            costs = uneven(plain.placement)
             yield text(build(family.name, p, m, num_chunks=chunks, costs=costs))
 
 
