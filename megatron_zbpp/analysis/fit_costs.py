@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import fsum
-from statistics import median
+from statistics import fmean, median
 
 from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, Together, W
 from megatron_zbpp.ir.costs import Costs
@@ -14,7 +14,10 @@ from megatron_zbpp.ir.timeline import Timeline
 
 
 def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
-    """Return costs whose times are the medians of what `timeline` measured on each stage.
+    """Return costs whose times are the means over the microbatches of `timeline`, by stage.
+
+    So each rank has as much to do as it had, also where microbatches are not alike, as sequences of
+    other lengths are; an iteration that something disturbed is for `middle` to leave out.
 
     Tasks have the times of the passes that do only them. Of a pass of several tasks the first that
     no pass does alone gets what is left, the others take no time. A forward and a backward that ran
@@ -47,7 +50,7 @@ def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
         comm,
         activation=uniform.activation,
         retained=uniform.retained,
-        together=(median(shares) if shares else 0.0) or 1.0,
+        together=(fmean(shares) if shares else 0.0) or 1.0,
     )
 
 
@@ -65,7 +68,7 @@ def _times(
         known = fsum(times.get((kind, stage), 0.0) for kind in kinds)
         times |= {(kind, stage): 0.0 for kind in unknown[1:]}
         if unknown:
-            times[unknown[0], stage] = max(0.0, median(seconds) - known)
+            times[unknown[0], stage] = max(0.0, fmean(seconds) - known)
     return times
 
 

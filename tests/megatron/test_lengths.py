@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
+import pytest
 from grids import grid
-from models import Job, check
+from models import Job, check, train
 from supported import supports
+
+from megatron_zbpp.analysis.simulator import simulate
 
 
 @supports('microbatches of any length (`variable_seq_lengths`)')
@@ -15,3 +20,32 @@ from supported import supports
 )
 def test_identical_to_megatron(ranks, data, schedule, pp, dp):
     check(ranks, data, schedule, Job('lengths', te=False, pp=pp, dp=dp))
+
+
+def planned_for(job, argv):
+    """Runs on each rank: the costs that `auto` planned for, and the iteration that it measured."""
+    from megatron_zbpp.mcore import session
+    from megatron_zbpp.runtime import autotune
+
+    made, measured, fit = [], [], autotune.fit
+
+    def make(profile_iters, *settings, **named):
+        made.append(autotune.AutoPlan(1, *settings, **named, seconds=0.1))
+        return made[0]
+
+    def noting(timeline, comm):
+        measured.append(timeline)
+        return fit(timeline, comm)
+
+    with mock.patch.object(session, 'AutoPlan', make), mock.patch.object(autotune, 'fit', noting):
+        train(job, argv)
+    return made[0].costs, measured
+
+
+def test_auto_plans_for_the_mean(ranks, data):
+    """Each rank then has in the simulator as much to do as it had in training."""
+    job = Job('lengths', te=False)
+    for costs, (measured,) in ranks(2).run(planned_for, job, job.argv('auto', False, data)):
+        simulated = simulate(measured.schedule, costs)
+        for rank in range(job.pp):
+            assert simulated.busy(rank) == pytest.approx(measured.busy(rank))

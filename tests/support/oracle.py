@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from random import Random
 
 from megatron_zbpp.analysis.program import Program, Receive, Send
@@ -134,9 +134,21 @@ def _never_stuck(lengths: list[int], can_act: Callable[[tuple[int, ...], int], b
     return True
 
 
-def spans(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """Start and end of each pass, by correcting guesses until none is too early."""
+def spans(
+    schedule: Schedule, costs: Costs, sizes: Sequence[float] = ()
+) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """Start and end of each pass, by correcting guesses until none is too early.
+
+    Args:
+        schedule: of which passes.
+        costs: of a microbatch of size 1.
+        sizes: of the microbatches; default: 1.
+    """
     ranks, everything = schedule.placement.ranks, {p for _, p in schedule}
+
+    def time(p: Pass, costs: Costs) -> float:
+        return duration(p, costs) * (sizes[p.microbatch] if sizes else 1)
+
     starts, changed = dict.fromkeys(everything, 0.0), True
     while changed:
         changed = False
@@ -153,7 +165,7 @@ def spans(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[float, float], 
     )
 
 
-def time(p: Pass, costs: Costs) -> float:
+def duration(p: Pass, costs: Costs) -> float:
     """How long a pass takes."""
     times = {F: costs.forward, B: costs.backward, W: costs.weight}
     return sum(times[kind][p.stage] for kind in ((B, W) if p.kind == BW else (p.kind,)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import oracle
 import pytest
 from grids import grid
 
@@ -12,6 +13,7 @@ from megatron_zbpp.analysis.fit_costs import fit, latency, middle
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Placement, Schedule, Together
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.schedules import build
 
 V = Costs((1.0, 1.1, 1.2, 1.4), (1.5, 1.6, 1.7, 2.0), (0.7, 0.8, 0.9, 1.0))
@@ -68,6 +70,35 @@ def test_cells_whose_backwards_leave_w():
     schedule = Schedule.of('own', Placement.loop(2), 2, map(_entries, orders))
     found = fit(simulate(schedule, Costs((1.0, 1.0), (2.0, 2.0), (0.5, 0.5), together=0.5)))
     assert times(found) == ((1, 1), (2, 2), (0.5, 0.5)) and found.together == 0.5
+
+
+SIZES = (1.0, 1.0, 4.0, 1.0, 1.0, 1.0, 2.5, 0.5)  # of which the median is 1
+
+
+@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v', 'zb-interleaved'])
+def test_the_mean_of_microbatches_of_any_length(name):
+    """What a rank does in all is as it was: neither a long sequence nor a short one is lost."""
+    schedule = build(name, 2, len(SIZES))
+    costs = V if schedule.num_stages == 4 else Costs((1.0, 1.5), (2.0, 2.5), (0.5, 0.75))
+    measured = Timeline(schedule, oracle.spans(schedule, costs, SIZES))
+    found = fit(measured)
+    mean = sum(SIZES) / len(SIZES)
+    wholes = zip(costs.backward, costs.weight, strict=True)
+    both = [mean * (b + w) for b, w in wholes]
+    assert found.forward == pytest.approx([mean * each for each in costs.forward])
+    assert list(map(sum, zip(found.backward, found.weight, strict=True))) == pytest.approx(both)
+    simulated = simulate(schedule, found)
+    for rank in range(2):
+        assert simulated.busy(rank) == pytest.approx(measured.busy(rank))
+
+
+def test_an_iteration_that_was_disturbed_does_not_count():
+    """As by another job on the machine: one pass of it took ten times as long."""
+    schedule = build('zb-v', 2, 4)
+    quiet = simulate(schedule, V)
+    disturbed = Timeline(schedule, oracle.spans(schedule, V, (1.0, 10.0, 1.0, 1.0)))
+    found = middle([fit(quiet), fit(disturbed), fit(quiet)])
+    assert times(found) == tuple(map(pytest.approx, times(V)))
 
 
 def test_one_rank_has_no_latency():
