@@ -15,6 +15,7 @@ import megatron_zbpp
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.mcore import refusals
 from megatron_zbpp.schedules import FAMILIES, build
 from scripts import docs_gallery
 
@@ -32,6 +33,13 @@ def test_links_lead_somewhere(page):
     for link in LINK.findall(page.read_text()):
         made = link == 'schedules.md'  # the gallery, made from the registry
         assert made or link.startswith('https://') or (page.parent / link).exists(), link
+
+
+def test_each_refusal_says_what_was_tried():
+    """A new one needs a row."""
+    text = (ROOT / 'docs' / 'limits.md').read_text().partition('## Refusals left')[2]
+    named = set(re.findall(r'`(\w+)`', text))
+    assert set(refusals.settings()) <= named
 
 
 def strings(tree: ast.AST):
