@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from nvidia import CHECKOUT, run, since
+from nvidia import CHECKOUT, known, run, since
 from ranks import RankError
 from supported import refuses, supports
 
@@ -29,13 +29,31 @@ def script(*places: str) -> Path:
 
 
 @pytest.fixture
-def sentences(te_ranks, tmp_path) -> list[str]:
-    """Flags that name documents of sentences, and their vocabulary."""
-    vocabulary = tmp_path / 'vocab.txt'
-    vocabulary.write_text('\n'.join(VOCABULARY))
+def sentences(te_ranks, tmp_path) -> list[str | Path]:
+    """Flags that name documents of sentences, and their tokenizer."""
     te_ranks(2).run(write_sentences, tmp_path / 'text')
-    flags = f'--data-path {tmp_path / "text"} --vocab-file {vocabulary} --legacy-tokenizer'
-    return [*flags.split(), '--tokenizer-type', 'BertWordPieceLowerCase', '--spec', 'local']
+    if '--legacy-tokenizer' in te_ranks(2).run(known)[0]:  # until 0.16
+        vocabulary = tmp_path / 'vocab.txt'
+        vocabulary.write_text('\n'.join(VOCABULARY))
+        words = ['--legacy-tokenizer', '--tokenizer-type', 'BertWordPieceLowerCase']
+        words += ['--vocab-file', vocabulary]
+    else:
+        pytest.importorskip('transformers', reason='Megatron has its tokenizers of Hugging Face')
+        write_tokenizer(tmp_path / 'words')
+        words = ['--tokenizer-type', 'HuggingFaceTokenizer']
+        words += ['--tokenizer-model', tmp_path / 'words']
+    return ['--data-path', tmp_path / 'text', *words, '--spec', 'local']
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Of the same words, as `AutoTokenizer` reads it."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    numbers = {word: number for number, word in enumerate(VOCABULARY)}
+    words = Tokenizer(models.WordPiece(numbers, unk_token='[UNK]'))
+    named = {f'{word[1:-1].lower()}_token': word for word in VOCABULARY if word[0] == '['}
+    PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(folder)
 
 
 def write_sentences(prefix: Path) -> None:
