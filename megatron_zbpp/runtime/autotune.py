@@ -8,8 +8,7 @@ ranks make it together.
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 from statistics import median
@@ -17,18 +16,16 @@ from statistics import median
 import torch.distributed as dist
 
 from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.analysis.fit_costs import fit, full_rank, latency, middle, with_bytes
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner import worker
 from megatron_zbpp.planner.process import PlannerProcess
+from megatron_zbpp.runtime.measurements import WARM_UP, Measured, measured, merge_measurements
 from megatron_zbpp.runtime.observe.measure import Iteration
 from megatron_zbpp.runtime.repartition import Repartition, look
 
-_WARM_UP = 2  # iterations that are slower than others
-_USABLE = 0.9  # of memory that was never needed: fragments, and what other libraries take
 _LATE = 10  # times the seconds to plan in, after which the planner is taken for stuck
 _WAITING, _KEEP = '', 'keep'  # what the planning rank may say instead of a schedule
 
@@ -43,58 +40,6 @@ def start_family(num_chunks: int | None, together: bool = False) -> str:
     """
     v = 'dualpipe-v' if together else 'zb-v'
     return {None: v, 1: 'zb-h1', 2: v}.get(num_chunks, 'zb-interleaved')
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What one rank knows of an iteration.
-
-    Attributes:
-        costs: of all stages of its pipeline; times only.
-        makespan: of its pipeline, in seconds.
-        held: `Iteration.held`, of its own stages.
-        spare: bytes that it never needed; None where nobody counts them.
-        rank: in the pipeline.
-    """
-
-    costs: Costs
-    makespan: float
-    held: Mapping[int, tuple[float, float]]
-    spare: int | None
-    rank: int
-
-
-def merge_measurements(
-    found: Sequence[Measured], schedule: Schedule, limit: float | None
-) -> tuple[Costs, float, float | None]:
-    """Return costs to plan for; the limit that memory allows; bytes of a full rank's activation.
-
-    Args:
-        found: on all ranks, in one or more iterations.
-        schedule: that ran.
-        limit: not to be exceeded, in activations of one microbatch on a full rank; None: as many as
-            there are pipeline ranks, what 1F1B holds, or as much as `schedule` holds.
-
-    Returns:
-        The bytes are None where no rank counts them; what waits for W then counts as F's.
-    """
-    placement = schedule.placement
-    costs = middle([each.costs for each in found])
-    by_stage: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for each in found:
-        for stage, pair in each.held.items():
-            by_stage[stage].append(pair)
-    held = {
-        stage: tuple(map(median, zip(*pairs, strict=True))) for stage, pairs in by_stage.items()
-    }
-    full = full_rank(placement, held)
-    costs = costs if full is None else with_bytes(costs, full, held)
-    peaks = peak(schedule, costs)
-    limit = max(placement.num_ranks, *peaks) if limit is None else limit
-    if full is None:
-        return costs, limit, None
-    room = [(peaks[each.rank], each.spare) for each in found if each.spare is not None]
-    return costs, min([limit, *(most + _USABLE * spare / full for most, spare in room)]), full
 
 
 @dataclass
@@ -160,7 +105,7 @@ class AutoPlan:
                 self._partition = None
             return None
         self._seen += 1
-        if self._seen <= _WARM_UP:
+        if self._seen <= WARM_UP:
             return None
         if len(self._spans) < self.profile_iters:
             self._measure(iteration)
@@ -180,16 +125,7 @@ class AutoPlan:
 
     def _measure(self, iteration: Iteration) -> None:
         """Add what all pipelines measured; start planning when there is enough of it."""
-        timeline = iteration.gather().timeline
-        own = Measured(
-            fit(timeline, latency(timeline)),
-            timeline.makespan,
-            iteration.held(),
-            iteration.clock.spare(),
-            dist.get_rank(iteration.pp_group),
-        )
-        everywhere: list[Measured] = [own] * dist.get_world_size()
-        dist.all_gather_object(everywhere, own)
+        everywhere = measured(iteration)
         self._found += everywhere
         self._spans.append(max(each.makespan for each in everywhere))
         if len(self._spans) == self.profile_iters and self.planned is None:

@@ -220,9 +220,9 @@ def hiding(training: Any) -> Iterator[tuple[list[str], list]]:
 
     On a CPU nothing hides.
     """
-    from megatron_zbpp.runtime import autotune
+    from megatron_zbpp.runtime import measurements
 
-    fit = autotune.fit
+    fit = measurements.fit
     measured = []
 
     def halved(*args: Any) -> Any:
@@ -232,7 +232,7 @@ def hiding(training: Any) -> Iterator[tuple[list[str], list]]:
     with (
         told(training, switching=True, seconds=1.0) as said,
         combined_steps(training) as steps,
-        mock.patch.object(autotune, 'fit', halved),
+        mock.patch.object(measurements, 'fit', halved),
     ):
         yield said, steps
     assert all(costs.together != 1 for costs in measured), 'cells are measured'

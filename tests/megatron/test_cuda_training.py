@@ -24,7 +24,7 @@ def train(argv, looks):
     from megatron.core.transformer.mlp import MLP
 
     from megatron_zbpp.mcore import enabled
-    from megatron_zbpp.mcore.iteration import forward_backward
+    from megatron_zbpp.mcore.iteration import preparation
 
     def forward(self, hidden_states, *args, _original=MLP.forward, **kwargs):
         if hidden_states.requires_grad:
@@ -33,7 +33,7 @@ def train(argv, looks):
 
     with (
         Cuda() as cuda,
-        mock.patch.object(forward_backward, 'profiled', cuda.within),
+        mock.patch.object(preparation, 'profiled', cuda.within),
         mock.patch.object(MLP, 'forward', forward if looks else MLP.forward),
         mock.patch.object(pretrain_gpt, 'DEVICE', torch.device('cuda', GPU)),
     ):

@@ -145,7 +145,7 @@ def delegated():
 def refused(setting):
     from types import SimpleNamespace
 
-    from megatron_zbpp.mcore.iteration.forward_backward import refuse_unsupported
+    from megatron_zbpp.mcore.iteration.preparation import refuse_unsupported
 
     try:
         refuse_unsupported(SimpleNamespace(**{setting: 1}), None, splits=True, joins=False)

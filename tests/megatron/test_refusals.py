@@ -315,7 +315,7 @@ def test_without_w_passes_more_may_be():
 
 def shapes_of_ones_own():
     """What is said of a program that sends tensors of its own shapes."""
-    from megatron_zbpp.mcore.iteration.forward_backward import refuse_unsupported
+    from megatron_zbpp.mcore.iteration.preparation import refuse_unsupported
 
     try:
         refuse_unsupported(SimpleNamespace(), lambda *shapes: shapes, splits=True)

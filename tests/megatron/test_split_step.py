@@ -198,7 +198,7 @@ def differing():
     import io
     from contextlib import redirect_stderr
 
-    from megatron_zbpp.mcore.iteration.forward_backward import Arguments
+    from megatron_zbpp.mcore.iteration.arguments import Arguments
     from megatron_zbpp.mcore.post_validation.next_iteration import NextIteration
 
     class Script:

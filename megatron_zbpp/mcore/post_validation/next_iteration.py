@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_zbpp.mcore.iteration.forward_backward import Arguments, Batch, prepare
+from megatron_zbpp.mcore.iteration.arguments import Arguments
+from megatron_zbpp.mcore.iteration.batch import Batch
+from megatron_zbpp.mcore.iteration.preparation import prepare
 from megatron_zbpp.mcore.post_validation.barriers import say
 from megatron_zbpp.mcore.post_validation.side_effects import SideEffects
 from megatron_zbpp.mcore.session import Session

@@ -13,7 +13,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
 from megatron_zbpp.analysis.run_ahead import rank_order
-from megatron_zbpp.mcore.iteration.forward_backward import Arguments
+from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.post_validation import split_step, waiting
 from megatron_zbpp.mcore.post_validation.barriers import say

@@ -14,16 +14,19 @@ from math import inf
 
 import torch.distributed as dist
 
-from megatron_zbpp.analysis.fit_costs import fit, latency
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.offloading import FREE, copy_ratio, offloaded
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.runtime.autotune import Measured, merge_measurements
+from megatron_zbpp.runtime.measurements import (
+    WARM_UP,
+    Measured,
+    from_all,
+    measured,
+    merge_measurements,
+)
 from megatron_zbpp.runtime.observe.measure import Iteration
-
-_WARM_UP = 2  # iterations that are slower than others
 
 
 @dataclass
@@ -62,22 +65,14 @@ class FreeAmount:
         if self.settled:
             return None
         self._seen += 1
-        if self._seen <= _WARM_UP:
+        if self._seen <= WARM_UP:
             return None
-        timeline = iteration.gather().timeline
-        own = Measured(
-            fit(timeline, latency(timeline)),
-            timeline.makespan,
-            iteration.held(),
-            iteration.clock.spare(),
-            dist.get_rank(iteration.pp_group),
-        )
-        self._found += _from_all(own)
-        if self._seen < _WARM_UP + self.profile_iters:
+        self._found += measured(iteration)
+        if self._seen < WARM_UP + self.profile_iters:
             return None
         self.settled = True
         ways: dict[int, float] = {}
-        for found in _from_all(dict(copy_times())):
+        for found in from_all(dict(copy_times())):
             ways |= {stage: max(seconds, ways.get(stage, 0.0)) for stage, seconds in found.items()}
         costs, room, _ = merge_measurements(self._found, iteration.schedule, inf)
         times = tuple(ways.get(stage, 0.0) for stage in range(costs.num_stages))
@@ -113,10 +108,3 @@ class FreeAmount:
 
 def _words(ratio: float) -> str:
     return 'all' if ratio <= 1 else f'the share 1/k, {1 / ratio:.0%},'
-
-
-def _from_all(own: object) -> list:
-    """Return what all ranks of the job have: a collective."""
-    found: list = [own] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found

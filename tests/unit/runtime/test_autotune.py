@@ -17,8 +17,9 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner import worker
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.process import PlannerProcess
-from megatron_zbpp.runtime.autotune import AutoPlan, Measured, merge_measurements, start_family
+from megatron_zbpp.runtime.autotune import AutoPlan, start_family
 from megatron_zbpp.runtime.executor import Record
+from megatron_zbpp.runtime.measurements import Measured, merge_measurements
 from megatron_zbpp.runtime.observe.measure import Iteration
 from megatron_zbpp.schedules import build
 

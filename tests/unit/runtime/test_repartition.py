@@ -15,7 +15,8 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.formats import load_layout
 from megatron_zbpp.partitioning import worker
 from megatron_zbpp.runtime import repartition
-from megatron_zbpp.runtime.autotune import AutoPlan, Measured
+from megatron_zbpp.runtime.autotune import AutoPlan
+from megatron_zbpp.runtime.measurements import Measured
 from megatron_zbpp.runtime.repartition import Repartition, look
 from megatron_zbpp.schedules import build
 

@@ -1,0 +1,98 @@
+"""One global batch: its passes, and what Megatron does after them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_zbpp.mcore import compat, own_offloading
+from megatron_zbpp.mcore.iteration.arguments import Arguments
+from megatron_zbpp.mcore.iteration.completeness import every_weight_gradient
+from megatron_zbpp.mcore.iteration.stages import Call
+from megatron_zbpp.mcore.programs import Lowered
+from megatron_zbpp.mcore.session import Session
+from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.observe.measure import Iteration
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One global batch of one module, ready to run on this rank."""
+
+    arguments: Arguments
+    groups: ProcessGroupCollection
+    config: Any
+    call: Call
+    lowered: Lowered
+    executor: Executor
+
+    def run(self, session: Session) -> list[Any]:
+        """Run what is left of it; return the loss function's results on the last rank."""
+        looked_at = self.arguments.models if self.executor.splits else ()
+        if session.freezing is not None and not self.arguments.forward_only:
+            session.freezing.begin(compat.training_step())
+            session.store.shown = compat.hooks_want_gradients(self.arguments.models)
+            if session.freezing.active:
+                looked_at = ()  # some get none
+        with (
+            _timed(self.config),
+            session.watchdog.passes(self.executor),
+            every_weight_gradient(looked_at),
+        ):
+            self._gather_parameters()
+            record = self.executor.run()
+        config, forward_only = self.config, self.arguments.forward_only
+        own_offloading.end(config, session.announced)
+        if config.finalize_model_grads_func is not None and not forward_only:
+            with session.watchdog.collective(
+                'reduction of gradients among replicas and tied layers'
+            ):
+                config.finalize_model_grads_func(
+                    self.arguments.models,
+                    self.call.num_tokens if config.calculate_per_token_loss else None,
+                    pg_collection=self.groups,
+                    force_all_reduce=self.arguments.force_all_reduce,
+                )
+        if getattr(config, 'cuda_graph_impl', None) == 'local':
+            schedules.create_cudagraphs()  # in the order of the first iteration; later it does none
+        iteration = Iteration(self.lowered.schedule, self.groups.pp, record, self.executor.clock)
+        if forward_only:
+            session.latest = iteration
+        else:
+            early = session.post_validation
+            if session.side is not None and not (early is not None and early.policy.engaged):
+                session.side.at_end()
+            session.on_iteration_end(iteration)
+        return self.call.results
+
+    def _gather_parameters(self) -> None:
+        """Send for what forwards of chunks that have run none will wait for: other ranks' shards.
+
+        Megatron's interleaved schedule does so where --overlap-param-gather keeps parameters; its
+        1F1B does not: there one part of the parameters sends for the next.
+        """
+        functions, models = self.config.param_sync_func, self.arguments.models
+        if functions is None or self.arguments.forward_only or len(models) == 1:
+            return
+        begun = {p.stage for p in self.executor.record.passes}
+        stages = self.lowered.placement.stages(self.groups.pp.rank())
+        for chunk, (stage, model) in enumerate(zip(stages, models, strict=True)):
+            if stage not in begun:
+                start = functions[chunk] if isinstance(functions, list | tuple) else functions
+                start(model.parameters())
+
+
+@contextlib.contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """Megatron's own timer around the passes."""
+    if config.timers is None:
+        yield
+        return
+    config.timers('forward-backward', log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    config.timers('forward-backward').stop()

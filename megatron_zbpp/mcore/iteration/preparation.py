@@ -1,0 +1,248 @@
+"""Make a batch ready: its call is checked, agreed upon, and given programs and stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config, unwrap_model
+
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.mcore import compat, layout, own_offloading, refusals, superseded
+from megatron_zbpp.mcore.iteration import combined
+from megatron_zbpp.mcore.iteration.alike import agreement
+from megatron_zbpp.mcore.iteration.announcement import announce
+from megatron_zbpp.mcore.iteration.arguments import Arguments
+from megatron_zbpp.mcore.iteration.batch import Batch
+from megatron_zbpp.mcore.iteration.built import require_all_layers
+from megatron_zbpp.mcore.iteration.ranges import profiled
+from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
+from megatron_zbpp.mcore.programs import Lowered
+from megatron_zbpp.mcore.session import Session
+from megatron_zbpp.runtime.activations.store import ActivationStore
+from megatron_zbpp.runtime.channels import Message
+from megatron_zbpp.runtime.clock import clock_for
+from megatron_zbpp.runtime.executor import Executor
+
+
+class Replay(Protocol):
+    """What forwards that ran ahead have read of the data, and did not use."""
+
+    def replayed(self, iterator: Iterator | None) -> Iterator | None:
+        """Return what is read instead of the data `iterator`."""
+        ...
+
+
+def prepare(
+    session: Session, replay: Replay, arguments: Arguments, ranks_ahead: int = 0
+) -> tuple[Batch, int]:
+    """Return a batch, and how many of its instructions come ahead.
+
+    Args:
+        session: whose schedule it is.
+        replay: gives what its stages read.
+        arguments: of the call.
+        ranks_ahead: how many ranks of the chain go ahead.
+    """
+    groups = arguments.pg_collection or compat.default_groups()
+    models, rank = arguments.models, groups.pp.rank()
+    config = get_model_config(models[0])
+    _allow(session, arguments, config, groups.pp.size())
+    call = Call(
+        session.store,
+        arguments.forward_step_func,
+        arguments.num_microbatches,
+        groups.cp.size(),
+        _device(),
+        arguments.forward_only,
+        arguments.collect_non_loss_data,
+        arguments.first_val_step,
+    )
+    message = _message(arguments, config, groups, call.device)
+    lowered = _agreed(session, arguments, config, message, groups.pp)
+    as_one = session.programs.together and not arguments.forward_only
+    if as_one:
+        recomputes = session.programs.recomputes(groups.pp.size())
+        combined.require(
+            unwrap_model(models), arguments.forward_step_func, lowered.moves, recomputes
+        )
+    if not arguments.forward_only and not session.announced:
+        _announce(session, lowered, config, models[0])
+    make = combined.CombinedStage if as_one else ModelStage
+    stages = _stages(make, call, arguments, replay, lowered.placement, rank)
+    if models[0] not in session.compared:
+        session.compared.add(models[0])
+        collective = session.watchdog.collective
+        require_all_layers(unwrap_model(models), lowered.placement, groups.pp, collective)
+    program, count = lowered.program(rank, ranks_ahead)
+    executor = Executor(
+        program,
+        stages,
+        session.channels(groups.pp, lowered.placement, call.device, message.shape is None),
+        message,
+        session.store,
+        clock_for(call.device, counting=session.counting),
+        profiled,
+        _activations(session, lowered, models, call, groups.pp),
+        None if arguments.forward_only else session.side,
+        combined.as_one if as_one else None,
+    )
+    return Batch(arguments, groups, config, call, lowered, executor), count
+
+
+def _allow(session: Session, arguments: Arguments, config: Any, num_ranks: int) -> None:
+    """Raise where the session's schedule cannot do what the call and its model ask for."""
+    programs = session.programs
+    num_microbatches = None if arguments.forward_only else arguments.num_microbatches
+    offloads = bool(getattr(config, own_offloading.SETTING, False))
+    refuse_unsupported(
+        config,
+        arguments.adjust_tensor_shapes_fn,
+        programs.splits(num_ranks),
+        programs.recomputes(num_ranks),
+        programs.joins,
+        offloads and programs.in_order(num_ranks, num_microbatches),
+    )
+    programs.join(getattr(config, refusals.OVERLAP, False))
+
+
+def _agreed(
+    session: Session,
+    arguments: Arguments,
+    config: Any,
+    message: Message,
+    pp_group: torch.distributed.ProcessGroup,
+) -> Lowered:
+    """Return the programs of all ranks, once they have found that they mean the same."""
+    sizes = pp_group.size(), arguments.num_microbatches
+    alike = agreement(sizes[1], len(arguments.models), message, arguments.forward_only, config)
+    alike['side task'] = session.side is not None
+    if session.freezing is not None:
+        alike['step resumed at'] = session.freezing.first
+    session.agree(alike | session.programs.fingerprint(*sizes), pp_group)
+    return session.programs.lowered(*sizes, arguments.forward_only)
+
+
+def _announce(
+    session: Session, lowered: Lowered, config: Any, first_chunk: torch.nn.Module
+) -> None:
+    """Say what runs, before it first does; tell `auto` of which layers the model is."""
+    session.announced = True
+    announce(lowered.schedule, config)
+    if session.auto is not None:
+        chunk = cast(torch.nn.Module, unwrap_model(first_chunk))
+        session.auto.layout = layout.text_of(chunk, lowered.placement)
+        session.auto.layers_alike = layout.layers_alike(getattr(chunk, 'config', None))
+
+
+def _activations(
+    session: Session,
+    lowered: Lowered,
+    models: list[torch.nn.Module],
+    call: Call,
+    pp_group: torch.distributed.ProcessGroup,
+) -> ActivationStore | None:
+    """Return what moves activations, where the schedule does and there is a backward."""
+    if call.forward_only or not lowered.moves:
+        return None
+    store = session.activations(call.device, pp_group, lowered.partners)
+    store.tell(everything=torch.distributed.get_rank() == 0)
+    store.keep(parameter for model in models for parameter in model.parameters())
+    return store
+
+
+def _device() -> torch.device:
+    """Return this rank's, where Megatron puts what it receives, wherever parameters are."""
+    return torch.empty(0, device=torch.cuda.current_device()).device
+
+
+def _message(
+    arguments: Arguments, config: Any, groups: ProcessGroupCollection, device: torch.device
+) -> Message:
+    """Return what neighbours exchange; as Megatron has it, all shapes vary where some may."""
+    if config.variable_seq_lengths or getattr(config, 'mtp_standalone', False):
+        return Message(None, config.pipeline_dtype, device)
+    # Megatron's function for several chunks takes no notice of the decoder's
+    decoder: Any = arguments.decoder_seq_length if len(arguments.models) == 1 else None
+    (shape,) = schedules.get_tensor_shapes(
+        seq_length=arguments.seq_length,
+        micro_batch_size=arguments.micro_batch_size,
+        decoder_seq_length=decoder,
+        config=config,
+        tp_group=groups.tp,
+        cp_group=groups.cp,
+    )
+    return Message(shape, config.pipeline_dtype, device)
+
+
+def refuse_unsupported(
+    config: Any,
+    adjust_tensor_shapes_fn: Callable | None,
+    splits: bool,
+    recomputes: bool = False,
+    joins: bool = False,
+    in_order: bool = False,
+) -> None:
+    """Raise for what would be silently wrong, with the cure.
+
+    Args:
+        config: of the model.
+        adjust_tensor_shapes_fn: of the call.
+        splits: whether the schedule has W passes.
+        recomputes: whether it runs forwards again.
+        joins: whether it can run a forward and a backward as one.
+        in_order: whether it runs back as Megatron's own offloading takes for granted.
+
+    Raises:
+        NotImplementedError: names the setting.
+    """
+    found = refusals.refused(
+        config, splits=splits, recomputes=recomputes, joins=joins, in_order=in_order
+    )
+    for refusal in found:
+        raise NotImplementedError(
+            f"does not work with --pipeline-schedule: {refusal}, or use Megatron's own schedule"
+        )
+    superseded.require_none(config)
+    if adjust_tensor_shapes_fn is not None:
+        raise NotImplementedError(
+            'adjust_tensor_shapes_fn does not work with --pipeline-schedule: its shapes are for '
+            "ranks, not for stages; use Megatron's own schedule"
+        )
+
+
+def _stages(
+    make: type[ModelStage],
+    call: Call,
+    arguments: Arguments,
+    replay: Replay,
+    placement: Placement,
+    rank: int,
+) -> dict[int, ModelStage]:
+    """Return the stages of this rank by number.
+
+    Raises:
+        ValueError: the model was not built for this placement.
+    """
+    held = placement.stages(rank)
+    models = arguments.models
+    for model in models:
+        layout.require_placed(cast(torch.nn.Module, unwrap_model(model)), placement)
+    if len(models) != len(held):
+        raise ValueError(
+            f'rank {rank} has {len(models)} model chunks, but the schedule places {len(held)} '
+            'there: build as many as the num_chunks of what megatron_zbpp.enable() returns'
+        )
+    return {
+        stage: make(
+            call,
+            models[chunk],
+            replay.replayed(arguments.iterators[chunk]),
+            chunk if len(held) > 1 else None,
+            stage == placement.num_stages - 1,
+        )
+        for chunk, stage in enumerate(held)
+    }

@@ -1,0 +1,93 @@
+"""What all ranks of a job have measured of their iterations, made into costs to plan for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megatron_zbpp.analysis.fit_costs import fit, full_rank, latency, middle, with_bytes
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.runtime.observe.measure import Iteration
+
+WARM_UP = 2  # iterations that are slower than others
+_T = TypeVar('_T')
+_USABLE = 0.9  # of memory that was never needed: fragments, and what other libraries take
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank knows of an iteration.
+
+    Attributes:
+        costs: of all stages of its pipeline; times only.
+        makespan: of its pipeline, in seconds.
+        held: `Iteration.held`, of its own stages.
+        spare: bytes that it never needed; None where nobody counts them.
+        rank: in the pipeline.
+    """
+
+    costs: Costs
+    makespan: float
+    held: Mapping[int, tuple[float, float]]
+    spare: int | None
+    rank: int
+
+
+def measured(iteration: Iteration) -> list[Measured]:
+    """Return what every rank of the job knows of an iteration that has ended: a collective."""
+    timeline = iteration.gather().timeline
+    own = Measured(
+        fit(timeline, latency(timeline)),
+        timeline.makespan,
+        iteration.held(),
+        iteration.clock.spare(),
+        dist.get_rank(iteration.pp_group),
+    )
+    return from_all(own)
+
+
+def from_all(own: _T) -> list[_T]:
+    """Return what all ranks of the job have: a collective."""
+    found = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+def merge_measurements(
+    found: Sequence[Measured], schedule: Schedule, limit: float | None
+) -> tuple[Costs, float, float | None]:
+    """Return costs to plan for; the limit that memory allows; bytes of a full rank's activation.
+
+    Args:
+        found: on all ranks, in one or more iterations.
+        schedule: that ran.
+        limit: not to be exceeded, in activations of one microbatch on a full rank; None: as many as
+            there are pipeline ranks, what 1F1B holds, or as much as `schedule` holds.
+
+    Returns:
+        The bytes are None where no rank counts them; what waits for W then counts as F's.
+    """
+    placement = schedule.placement
+    costs = middle([each.costs for each in found])
+    by_stage: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for each in found:
+        for stage, pair in each.held.items():
+            by_stage[stage].append(pair)
+    held = {
+        stage: tuple(map(median, zip(*pairs, strict=True))) for stage, pairs in by_stage.items()
+    }
+    full = full_rank(placement, held)
+    costs = costs if full is None else with_bytes(costs, full, held)
+    peaks = peak(schedule, costs)
+    limit = max(placement.num_ranks, *peaks) if limit is None else limit
+    if full is None:
+        return costs, limit, None
+    room = [(peaks[each.rank], each.spare) for each in found if each.spare is not None]
+    return costs, min([limit, *(most + _USABLE * spare / full for most, spare in room)]), full
