@@ -12,7 +12,6 @@ from megatron_zbpp.analysis.critical import critical_path
 from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.cli import inputs
 from megatron_zbpp.cli.comparing import compare_partitions
-from megatron_zbpp.cli.planning import plan_schedule
 from megatron_zbpp.cli.printing import (
     IDLE,
     draw,
@@ -33,18 +32,6 @@ from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.text import time_shown, timeline_text
 from megatron_zbpp.schedules import FAMILIES
-
-__all__ = [
-    'check_file',
-    'compare',
-    'convert',
-    'doctor',
-    'list_families',
-    'plan_schedule',
-    'refuse',
-    'show',
-    'simulate_case',
-]
 
 
 def list_families(args: Namespace) -> None:

@@ -12,17 +12,21 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from megatron_zbpp.analysis.checker import ScheduleError
-from megatron_zbpp.cli import commands, comparing, partitioning, profiling, side_work, values
-from megatron_zbpp.cli.inputs import PLACEMENTS, StageCosts, Times
-from megatron_zbpp.cli.searching import add_search
+from megatron_zbpp.cli import (
+    arguments,
+    commands,
+    comparing,
+    partitioning,
+    planning,
+    profiling,
+    side_work,
+    values,
+)
 from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.strict_json import printable
-from megatron_zbpp.planner.actions import ACTIONS
-from megatron_zbpp.planner.problem import OBJECTIVES
 from megatron_zbpp.version import __version__
 
 # Commands whose numbers, if they take any, are no times.
@@ -128,16 +132,16 @@ def _parser() -> argparse.ArgumentParser:
     command('list', commands.list_families, 'name every schedule, with its bubble and peak memory')
 
     show = command('show', commands.show, 'draw a schedule as text, to scale')
-    _add_source(show)
-    _add_costs(show)
+    arguments.add_source(show)
+    arguments.add_costs(show)
     show.add_argument('--order', action='store_true', help='orders only, also of an invalid file')
     show.add_argument('--width', type=int, help='columns; 0: all it takes. Default: the terminal')
 
     simulated = command(
         'simulate', commands.simulate_case, 'makespan, window, bubbles, peak memory'
     )
-    _add_source(simulated)
-    _add_costs(simulated)
+    arguments.add_source(simulated)
+    arguments.add_costs(simulated)
     simulated.add_argument(
         '--offload',
         metavar='CHUNKS',
@@ -149,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar='CHUNKS',
         help='half, all or how many chunks of each rank: F keeps its input, runs again before B',
     )
-    _add_copy_ratio(simulated)
+    arguments.add_copy_ratio(simulated)
 
     checked = command(
         'check', commands.check_file, 'prove that a file holds a schedule that can run'
@@ -166,13 +170,13 @@ def _parser() -> argparse.ArgumentParser:
     compared.add_argument(
         '--schedules', type=_names, metavar='NAME,...', help='default: all that can be built'
     )
-    _add_shape(compared, required=True)
-    _add_costs(compared)
+    arguments.add_shape(compared, required=True)
+    arguments.add_costs(compared)
     compared.add_argument('-o', '--output', metavar='FILE', help='picture: .html, .svg or .png')
     comparing.add_comparison(compared)
 
-    planned = command('plan', commands.plan_schedule, 'search the best schedule for given costs')
-    _add_planning(planned)
+    planned = command('plan', planning.plan_schedule, 'search the best schedule for given costs')
+    planning.add_planning(planned)
 
     partitioned = command(
         'partition',
@@ -186,15 +190,15 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     gaps = command('bubbles', side_work.bubbles, 'when each rank waits, and between which passes')
-    _add_source(gaps)
-    _add_costs(gaps)
+    arguments.add_source(gaps)
+    arguments.add_costs(gaps)
     side_work.add_bubbles(gaps)
 
     frozen = command(
         'freeze', side_work.freeze_schedule, 'weight gradients to leave out for a shorter batch'
     )
-    _add_source(frozen)
-    _add_costs(frozen)
+    arguments.add_source(frozen)
+    arguments.add_costs(frozen)
     side_work.add_freeze(frozen)
 
     doctor = command('doctor', commands.doctor, 'what is installed, and what a job would run')
@@ -203,8 +207,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument('line', nargs='*', metavar='-- LAUNCH LINE', help='of pretrain_gpt.py')
 
     converted = command('convert', commands.convert, 'write a schedule in another format')
-    _add_source(converted)
-    _add_costs(converted)
+    arguments.add_source(converted)
+    arguments.add_costs(converted)
     converted.add_argument('--to', choices=_FORMATS, required=True, help='format to write')
     converted.add_argument('-o', '--output', metavar='FILE', required=True, help='where to')
     converted.add_argument(
@@ -216,44 +220,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_planning(planned: argparse.ArgumentParser) -> None:
-    """Add what `plan` takes."""
-    _add_shape(planned, required=True, chunks=values.counts)
-    _add_costs(planned)
-    planned.add_argument(
-        '--placement',
-        type=_placements,
-        default=list(PLACEMENTS),
-        metavar='NAME,...',
-        help='that may be used: loop, v, wave; default all',
-    )
-    more = '; with --frontier a picture of it beside the named schedules (.png, .svg)'
-    add_search(planned, OBJECTIVES, 20.0, more)
-    planned.add_argument(
-        '--frontier',
-        type=values.memories,
-        metavar='A,...',
-        help='plan under each of these memory limits: less bubble for more memory',
-    )
-    planned.add_argument(
-        '--actions',
-        type=_actions,
-        default=(),
-        metavar='NAME,...',
-        help='what may be done with activations between F and B: offload (to the host), recompute, '
-        'evict (to a partner); default: they are kept',
-    )
-    _add_copy_ratio(planned)
-    planned.add_argument(
-        '--layers', type=values.count, metavar='N', help='of the model: no more stages than that'
-    )
-    caching = planned.add_mutually_exclusive_group()
-    caching.add_argument(
-        '--cache', metavar='FOLDER', help='of plans; default ~/.cache/megatron_zbpp/plans'
-    )
-    caching.add_argument('--no-cache', action='store_true', help='plan anew and keep nothing')
-
-
 def _epilog(prefix: str) -> str:
     """Return the examples that start with `prefix`, and what their numbers mean."""
     lines = [f'  {line}' for line in _EXAMPLES.splitlines() if line.startswith(prefix)]
@@ -263,93 +229,5 @@ def _epilog(prefix: str) -> str:
     return '\n'.join(['examples:', *lines, *units])
 
 
-def _add_source(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument('--schedule', metavar='NAME', help='see zbpp list')
-    source.add_argument('--file', metavar='FILE', help='our JSON, a plan, or the CSV of torch')
-    _add_shape(parser, required=False)
-
-
-def _add_shape(
-    parser: argparse.ArgumentParser, required: bool, chunks: Callable[[str], object] | None = None
-) -> None:
-    parser.add_argument('--pp', type=values.count, metavar='P', required=required, help='ranks')
-    parser.add_argument(
-        '--microbatches', type=values.count, metavar='M', required=required, help='microbatches'
-    )
-    if chunks is None:
-        parser.add_argument('--vpp', type=values.count, metavar='V', help='chunks per rank')
-    else:
-        parser.add_argument(
-            '--vpp', type=chunks, metavar='V,...', help='chunks per rank; default 1,2,4'
-        )
-
-
-def _add_costs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        '--times',
-        type=_times,
-        default=Times(1.0, 1.0, 1.0),
-        metavar='F,B,W|FILE',
-        help='times of a full rank, or a JSON file of costs: F, B and W by stage, and at will '
-        'activation, retained, parameters, comm, message, edges, speeds, together, times, amounts; '
-        'default 1,1,1',
-    )
-    parser.add_argument(
-        '--comm',
-        type=values.amount,
-        metavar='C',
-        help='time of a message; default 0, or as in FILE',
-    )
-    parser.add_argument(
-        '--together',
-        type=values.amount,
-        metavar='SHARE',
-        help='time of a forward and a backward that run as one (dualpipe-v has such pairs), over '
-        'that of both; default: they run apart, or as in FILE',
-    )
-    parser.add_argument(
-        '--memory-limit',
-        type=values.memory,
-        metavar='A',
-        help='most that a rank may hold: activations of a microbatch on a full rank; or bytes, '
-        'such as 60GiB, where FILE has activation and parameters in bytes',
-    )
-
-
-def _add_copy_ratio(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        '--copy-ratio',
-        type=values.amount,
-        default=1.0,
-        metavar='K',
-        help='time of a copy out and back, over that of F, B and W of what is copied; default 1',
-    )
-
-
-def _actions(text: str) -> tuple[str, ...]:
-    for name in text.split(','):
-        values.require(name, name in ACTIONS, f'choose of {", ".join(ACTIONS)}')
-    return tuple(sorted(set(text.split(','))))
-
-
-def _placements(text: str) -> list[str]:
-    for name in text.split(','):
-        values.require(name, name in PLACEMENTS, f'choose of {", ".join(PLACEMENTS)}')
-    return text.split(',')
-
-
 def _names(text: str) -> list[str]:
     return text.split(',')
-
-
-def _times(text: str) -> Times | StageCosts:
-    if ',' in text:
-        parts = [values.amount(part) for part in text.split(',')]
-        values.require(text, len(parts) == 3, 'give three times, F,B,W')
-        return Times(*parts)
-    try:
-        return StageCosts.read(Path(text))
-    except (OSError, ValueError) as error:
-        cure = 'give F,B,W or a file {"F": [...], "B": [...], "W": [...]}, one entry per stage'
-        raise argparse.ArgumentTypeError(f'{text!r} has no times ({error}): {cure}') from error

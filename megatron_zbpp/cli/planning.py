@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.cli import inputs
-from megatron_zbpp.cli.inputs import Case
+from megatron_zbpp.cli import arguments, inputs, values
+from megatron_zbpp.cli.inputs import PLACEMENTS, Case
 from megatron_zbpp.cli.printing import (
     IDLE,
     draw,
@@ -21,11 +21,13 @@ from megatron_zbpp.cli.printing import (
     row,
     write,
 )
-from megatron_zbpp.cli.searching import searched
+from megatron_zbpp.cli.searching import add_search, searched
 from megatron_zbpp.ir.timeline import MEANING
+from megatron_zbpp.planner.actions import ACTIONS
 from megatron_zbpp.planner.cache import default_folder, planned
 from megatron_zbpp.planner.frontier import FrontierInterrupted, frontier
 from megatron_zbpp.planner.plans import Candidate, Plan, PlanningInterrupted
+from megatron_zbpp.planner.problem import OBJECTIVES
 from megatron_zbpp.render.scene import number
 
 
@@ -171,3 +173,53 @@ def _frontier_row(limit: float, found: Plan) -> tuple[str, ...]:
     best = name if value is None else f'{name} {number(value)}'
     best += ', as good' if found.as_good_as else ''
     return (number(limit), *row(made)[1:6], f'{found.gap:.2%}', best)
+
+
+def add_planning(parser: ArgumentParser) -> None:
+    """Add what `plan` takes."""
+    arguments.add_shape(parser, required=True, chunks=values.counts)
+    arguments.add_costs(parser)
+    parser.add_argument(
+        '--placement',
+        type=_placements,
+        default=list(PLACEMENTS),
+        metavar='NAME,...',
+        help='that may be used: loop, v, wave; default all',
+    )
+    more = '; with --frontier a picture of it beside the named schedules (.png, .svg)'
+    add_search(parser, OBJECTIVES, 20.0, more)
+    parser.add_argument(
+        '--frontier',
+        type=values.memories,
+        metavar='A,...',
+        help='plan under each of these memory limits: less bubble for more memory',
+    )
+    parser.add_argument(
+        '--actions',
+        type=_actions,
+        default=(),
+        metavar='NAME,...',
+        help='what may be done with activations between F and B: offload (to the host), recompute, '
+        'evict (to a partner); default: they are kept',
+    )
+    arguments.add_copy_ratio(parser)
+    parser.add_argument(
+        '--layers', type=values.count, metavar='N', help='of the model: no more stages than that'
+    )
+    caching = parser.add_mutually_exclusive_group()
+    caching.add_argument(
+        '--cache', metavar='FOLDER', help='of plans; default ~/.cache/megatron_zbpp/plans'
+    )
+    caching.add_argument('--no-cache', action='store_true', help='plan anew and keep nothing')
+
+
+def _actions(text: str) -> tuple[str, ...]:
+    for name in text.split(','):
+        values.require(name, name in ACTIONS, f'choose of {", ".join(ACTIONS)}')
+    return tuple(sorted(set(text.split(','))))
+
+
+def _placements(text: str) -> list[str]:
+    for name in text.split(','):
+        values.require(name, name in PLACEMENTS, f'choose of {", ".join(PLACEMENTS)}')
+    return text.split(',')

@@ -1,0 +1,90 @@
+"""Arguments that several commands share: which schedule, of which shape, at which costs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_zbpp.cli import values
+from megatron_zbpp.cli.inputs import StageCosts, Times
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Add which schedule: a name and its shape, or a file."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument('--schedule', metavar='NAME', help='see zbpp list')
+    source.add_argument('--file', metavar='FILE', help='our JSON, a plan, or the CSV of torch')
+    add_shape(parser, required=False)
+
+
+def add_shape(
+    parser: argparse.ArgumentParser, required: bool, chunks: Callable[[str], object] | None = None
+) -> None:
+    """Add p, m and v."""
+    parser.add_argument('--pp', type=values.count, metavar='P', required=required, help='ranks')
+    parser.add_argument(
+        '--microbatches', type=values.count, metavar='M', required=required, help='microbatches'
+    )
+    if chunks is None:
+        parser.add_argument('--vpp', type=values.count, metavar='V', help='chunks per rank')
+    else:
+        parser.add_argument(
+            '--vpp', type=chunks, metavar='V,...', help='chunks per rank; default 1,2,4'
+        )
+
+
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    """Add times, and what else a schedule costs."""
+    parser.add_argument(
+        '--times',
+        type=_times,
+        default=Times(1.0, 1.0, 1.0),
+        metavar='F,B,W|FILE',
+        help='times of a full rank, or a JSON file of costs: F, B and W by stage, and at will '
+        'activation, retained, parameters, comm, message, edges, speeds, together, times, amounts; '
+        'default 1,1,1',
+    )
+    parser.add_argument(
+        '--comm',
+        type=values.amount,
+        metavar='C',
+        help='time of a message; default 0, or as in FILE',
+    )
+    parser.add_argument(
+        '--together',
+        type=values.amount,
+        metavar='SHARE',
+        help='time of a forward and a backward that run as one (dualpipe-v has such pairs), over '
+        'that of both; default: they run apart, or as in FILE',
+    )
+    parser.add_argument(
+        '--memory-limit',
+        type=values.memory,
+        metavar='A',
+        help='most that a rank may hold: activations of a microbatch on a full rank; or bytes, '
+        'such as 60GiB, where FILE has activation and parameters in bytes',
+    )
+
+
+def add_copy_ratio(parser: argparse.ArgumentParser) -> None:
+    """Add k, the ratio of copies to passes."""
+    parser.add_argument(
+        '--copy-ratio',
+        type=values.amount,
+        default=1.0,
+        metavar='K',
+        help='time of a copy out and back, over that of F, B and W of what is copied; default 1',
+    )
+
+
+def _times(text: str) -> Times | StageCosts:
+    if ',' in text:
+        parts = [values.amount(part) for part in text.split(',')]
+        values.require(text, len(parts) == 3, 'give three times, F,B,W')
+        return Times(*parts)
+    try:
+        return StageCosts.read(Path(text))
+    except (OSError, ValueError) as error:
+        cure = 'give F,B,W or a file {"F": [...], "B": [...], "W": [...]}, one entry per stage'
+        raise argparse.ArgumentTypeError(f'{text!r} has no times ({error}): {cure}') from error
