@@ -56,6 +56,19 @@ class CudaMeansCpu(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Range(contextlib.ContextDecorator):
+    """A range that no profiler of CUDA sees."""
+
+    def __init__(self, message: str, *args: object, **kwargs: object) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
 def _backward(
     tensors, gradients=None, retain_graph=None, create_graph=False, inputs=None, **renamed
 ):
@@ -162,7 +175,10 @@ _CUDA: dict[str, object] = {
     'is_bf16_supported': lambda *args: True,
     # architecture checks
     'get_device_properties': lambda *args: _PROPERTIES,
-    'nvtx': mock.MagicMock(),
+    # no mock, which would keep whatever it is called with
+    'nvtx': types.SimpleNamespace(
+        range_push=lambda message: 0, range_pop=lambda: 0, mark=lambda message: None, range=_Range
+    ),
 }
 
 _TENSOR: dict[str, object] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,10 @@ def forget_groups() -> None:
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     rotary_pos_embedding.RotaryEmbedding.forward.cache_clear()  # it keeps modules, those a group
+    engine = sys.modules.get('transformer_engine.pytorch.distributed')
+    if engine is not None:  # where a tuple in a cache holds it, no collector says so
+        engine.get_distributed_world_size.cache_clear()
+        engine.get_distributed_rank.cache_clear()
     for model in [o for o in gc.get_objects() if type(o) is DistributedDataParallel]:
         if not vars(model):  # FP8 weights hold one a while longer
             continue
