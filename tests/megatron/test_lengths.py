@@ -25,9 +25,9 @@ def test_identical_to_megatron(ranks, data, schedule, pp, dp):
 def planned_for(job, argv):
     """Runs on each rank: the costs that `auto` planned for, and the iteration that it measured."""
     from megatron_zbpp.mcore import session
-    from megatron_zbpp.runtime import autotune
+    from megatron_zbpp.runtime import autotune, measurements
 
-    made, measured, fit = [], [], autotune.fit
+    made, measured, fit = [], [], measurements.fit
 
     def make(profile_iters, *settings, **named):
         made.append(autotune.AutoPlan(1, *settings, **named, seconds=0.1))
@@ -37,7 +37,10 @@ def planned_for(job, argv):
         measured.append(timeline)
         return fit(timeline, comm)
 
-    with mock.patch.object(session, 'AutoPlan', make), mock.patch.object(autotune, 'fit', noting):
+    with (
+        mock.patch.object(session, 'AutoPlan', make),
+        mock.patch.object(measurements, 'fit', noting),
+    ):
         train(job, argv)
     return made[0].costs, measured
 

@@ -100,6 +100,7 @@ def measuring(job, argv, k):
 
     from megatron_zbpp.ir.costs import Costs
     from megatron_zbpp.mcore import session
+    from megatron_zbpp.runtime import measurements
     from megatron_zbpp.runtime.activations import free_amount
     from megatron_zbpp.runtime.activations.store import ActivationStore
 
@@ -122,7 +123,7 @@ def measuring(job, argv, k):
             patch(session, 'FreeAmount', lambda _: free_amount.FreeAmount(1, said.append))
         )
         if k is not None:
-            stack.enter_context(patch(free_amount, 'fit', equal))
+            stack.enter_context(patch(measurements, 'fit', equal))
             stack.enter_context(patch(ActivationStore, 'copy_times', slow))
         return train(job, argv), said, left
 

@@ -28,6 +28,9 @@ ELSEWHERE = {
     'python scripts/benchmark_copies.py --ms 100 --rounds 2 --realtime': (
         'tests/dist/test_copies_beside_passes.py'
     ),
+    'python scripts/benchmark_partition.py --head 3.1 --realtime': (
+        'tests/megatron/test_benchmark_partition.py'
+    ),
     'python scripts/compare_with_paper.py --offload': 'tests/project/test_paper_page.py',
     'python scripts/support_page.py': 'tests/project/test_support.py',
     'python scripts/benchmark_splitting.py --te [FOLDER] --rounds 31': (
@@ -89,8 +92,6 @@ def test_benchmark_command(command, tmp_path):
         'benchmark_step.py': ['--parameters', '0.1'],
         'benchmark_overhead.py': ['--repeats', '2'],
         'benchmark_training.py': '--hidden-size 64 --seq-length 8 --rounds 1'.split(),
-        'benchmark_partition.py': '--pp 2 --microbatches 2 --layers 4 --planning 0.2 --rounds 1 '
-        '--hidden-size 64 --seq-length 8 --words 64 --seconds-per-microbatch 0.02'.split(),
         'benchmark_pipelines.py': ['--pp', '2', '--microbatches', '3', '--times-ms', '1,1,1'],
     }[Path(script).name]
     if '--realtime' in arguments:

@@ -10,6 +10,7 @@ import sys
 
 import commands
 import psutil
+import pytest
 from example import MODEL, run
 from paths import ROOT, SUPPORT
 from test_bad_input import survivors
@@ -40,6 +41,7 @@ def left_by(pid):
     return started
 
 
+@pytest.mark.full
 def test_resume_after_a_rank_was_killed(ranks, data, tmp_path):
     common = ['--data-path', data, '--num-layers', 8, '--pipeline-model-parallel-size', NUM_RANKS]
     common += ['--global-batch-size', 6, '--train-iters', 7, '--pipeline-schedule', 'zb-v']
