@@ -19,7 +19,11 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
-from megatron.core.pipeline_parallel import combined_1f1b, schedules
+from megatron.core.pipeline_parallel import (
+    combined_1f1b,
+    fine_grained_activation_offload,
+    schedules,
+)
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random
@@ -96,6 +100,14 @@ def combined_step(config: Any) -> Callable:
 def offloading() -> Any:
     """Return what Megatron's functions tell of iterations, of its own offloading of activations."""
     return schedules.off_interface
+
+
+def forgets_modules_that_stay() -> bool:
+    """Return whether Megatron's own offloading keeps no note of a module that is not to go.
+
+    Those that know modules by name when they go: 0.19 at the latest, not 0.16.
+    """
+    return takes(fine_grained_activation_offload.ChunkOffloadHandler.bulk_offload, 'name')
 
 
 def default_groups() -> ProcessGroupCollection:

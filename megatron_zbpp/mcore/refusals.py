@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_zbpp.ir import Placement
+from megatron_zbpp.mcore import own_offloading
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,19 @@ _WITH_W = {
 }
 # what takes for granted in which order chunks run back
 _IN_ORDER = {
-    'fine_grained_activation_offloading': (
+    own_offloading.SETTING: (
         "it takes backwards to come as in Megatron's own schedules, each forward to run once, and "
         'steps to wait for all ranks',
         'drop --fine-grained-activation-offloading for --pipeline-offload, which any schedule '
-        'takes, or take a schedule of one chunk a rank by itself, such as 1f1b or zb-h1',
+        'takes, or take 1f1b, zb-h1, interleaved or zb-interleaved, by itself',
     ),
 }
+_ONE_LAYER = (
+    'this release of Megatron takes a chunk of one layer for finished after its first module: in '
+    "the second iteration it ends with 'Chunk mismatch', also by Megatron's own schedules",
+    'have two layers or more in each chunk, give one of --offload-modules, or drop '
+    '--fine-grained-activation-offloading for --pipeline-offload',
+)
 # what runs a forward and a backward as one: without such cells
 OVERLAP = 'overlap_moe_expert_parallel_comm'
 _WITHOUT_CELLS = {
@@ -198,6 +205,9 @@ def refused(
         value = getattr(settings, setting, None)
         if value:
             yield Refusal(setting, value, reason, cure)
+    if in_order and own_offloading.forgets(settings, _num_stages(settings, placement)):
+        value = getattr(settings, own_offloading.MODULES)
+        yield Refusal(own_offloading.MODULES, value, *_ONE_LAYER)
     for setting, (reason, cure) in _WITH_W.items() if splits else ():
         value = getattr(settings, setting, None)
         if value:
@@ -216,6 +226,14 @@ def refused(
         yield Refusal('mtp_num_layers', depth, *_TIED_MTP)
     if on_cpu:
         yield from _by_value_on_cpu(settings, with_te)
+
+
+def _num_stages(settings: Any, placement: Placement | None) -> int:
+    """Return how many chunks there are on all ranks."""
+    if placement is not None:
+        return placement.num_stages
+    chunks = getattr(settings, 'virtual_pipeline_model_parallel_size', None) or 1
+    return settings.pipeline_model_parallel_size * chunks
 
 
 def _with_recomputation(settings: Any, graphs: Any) -> Iterator[Refusal]:

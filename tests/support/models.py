@@ -91,6 +91,7 @@ class Job:
         file: of --pipeline-schedule-file, instead of a schedule's name.
         dropout: of hidden states and of attention.
         modules: of a layer, what Megatron's own offloading has on the host; none: it is off.
+        layers: of the model, over ranks of the pipeline.
     """
 
     kind: str = 'dense'
@@ -111,6 +112,7 @@ class Job:
     file: str | None = None
     dropout: float = 0.0
     modules: tuple[str, ...] = ()
+    layers: int = 2
 
     @property
     def evaluates(self) -> bool:
@@ -123,7 +125,8 @@ class Job:
 
     def argv(self, schedule: str, post_validation: bool, data: Path) -> list[str]:
         """Of the example."""
-        words = [*MODEL, '--num-layers', 2 * self.pp, '--data-path', data, '--log-interval', 1000]
+        words = [*MODEL, '--num-layers', self.layers * self.pp, '--data-path', data]
+        words += ['--log-interval', 1000]
         words += ['--pipeline-model-parallel-size', self.pp]
         named = ['--pipeline-schedule', schedule]
         words += ['--pipeline-schedule-file', self.file] if self.file else named
