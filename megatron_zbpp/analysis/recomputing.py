@@ -13,7 +13,9 @@ from math import inf
 
 from megatron_zbpp.analysis.offloading import Amount, chunks_of
 from megatron_zbpp.ir import B, F, Pass, Schedule
+from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import PARTNER
 from megatron_zbpp.ir.techniques import recompute
 
 _SLACK = 1e-9
@@ -26,15 +28,18 @@ def recomputed(schedule: Schedule, amount: Amount, costs: Costs | None = None) -
     to gain and keeps what it saves. (Chen et al., arXiv 1604.06174; GPipe, arXiv 1811.06965.)
 
     Args:
-        schedule: without recomputation.
+        schedule: without recomputation. What it keeps on partners (BPipe) is then the input of what
+            runs again. Copies to the host it cannot have: they were given times without R.
         amount: 'half', 'all', or how many chunks of each rank.
         costs: of its stages, by which idle times are known; default: F = B = W.
 
     Raises:
-        ValueError: it recomputes or moves activations already, or an amount that makes no sense.
+        ValueError: it recomputes or has activations on the host already, or an amount that makes no
+            sense.
     """
-    if schedule.graph.techniques:
-        names = ', '.join(technique.name for technique in schedule.graph.techniques)
+    others = [each for each in schedule.graph.techniques if each.arguments[-1] != PARTNER]
+    if others:
+        names = ', '.join(technique.name for technique in others)
         raise ValueError(
             f'{schedule.name} has {names} already: leave the recomputation out, or take a schedule '
             'without it, such as po or 1f1b, and ask for both'
@@ -50,7 +55,7 @@ def with_recomputation(schedule: Schedule, stages: Iterable[int], costs: Costs) 
     """Return `schedule` with forwards of those of `stages` that gain by it run again before B.
 
     Args:
-        schedule: without techniques.
+        schedule: in which forwards run once.
         stages: of it.
         costs: by which idle times are known.
     """
@@ -97,8 +102,10 @@ class _Filling:
         self._clocks = [0.0] * len(self._left)
         self._ends: dict[Pass, float] = {}
         self._known: dict[Pass, tuple[tuple[Pass, float], ...]] = {}
+        self._inputs: dict[Pass, Pass] = {}
         self._lengths: dict[tuple[str, int, int], float] = {}
         self._backward = frozenset(schedule.graph.doers[B])
+        self._beside = compiled(schedule.graph).on_copy_engines
         self._change = costs.changes(schedule.graph)
         self._most = [max(self._held(rank), default=0.0) for rank in range(len(self._left))]
 
@@ -154,13 +161,19 @@ class _Filling:
             again = self._again(p)
             if again is None:
                 continue
-            if p._replace(kind=F) not in self._ends:
+            if self._kept(again) not in self._ends:
                 return None
             if self._clocks[rank] + self._length(again, rank) > self._earliest(rank) + _SLACK:
                 return None
             most = max(self._held(rank, again), default=0.0)
             return again if most <= self._most[rank] + _SLACK else None
         return None
+
+    def _kept(self, again: Pass) -> Pass:
+        """Return the forward of what runs again, or the pass that brings the input back."""
+        if again not in self._inputs:
+            (self._inputs[again],) = self._schedule.predecessors(again)
+        return self._inputs[again]
 
     def _ready(self, rank: int) -> float:
         """When what the next pass of the rank needs is there; infinite: it is not known yet."""
@@ -180,6 +193,9 @@ class _Filling:
         return max(times)
 
     def _length(self, p: Pass, rank: int) -> float:
+        """Return for how long the rank computes; a copy runs beside."""
+        if p.kind in self._beside:
+            return 0.0
         key = p.kind, p.stage, rank
         if key not in self._lengths:
             self._lengths[key] = self._costs.duration(self._schedule.graph, *key)

@@ -15,6 +15,7 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Placement, Schedule, Together
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build, names
+from megatron_zbpp.schedules.b_pipe import bound
 
 
 @pytest.mark.parametrize('amount', ['half', 'all', '1'])
@@ -115,6 +116,23 @@ def test_chunks_hold_less_by_half():
     half, every = (max(peak(recomputed(plain, amount), costs)) for amount in ('half', 'all'))
     assert every < half < max(peak(plain, costs))
     assert live(recomputed(plain, 'half'), costs)[0][-1] == 0
+
+
+@pytest.mark.parametrize(('p', 'm'), [(4, 8), (5, 9), (8, 16)])
+def test_what_is_on_a_partner_meanwhile_is_the_input(p, m):
+    """Both of a pair hold at most the bound, of inputs, and one activation more."""
+    plain = build('bpipe', p, m)
+    schedule = recomputed(plain, 'all')
+    check(schedule)
+    moved = tuple(tuple(q for q in order if q.kind != 'R') for order in schedule.passes)
+    assert moved == plain.passes
+    share = 0.1
+    costs = replace(Costs.uniform(plain.placement), amounts={'input': (share,) * p})
+    held = peak(schedule, costs)
+    assert max(held) <= (bound(p) - 1) * share + 1 + 1e-9
+    assert held[0] < peak(recomputed(build('1f1b', p, m), 'all'), costs)[0]
+    of_plain = recomputed(build('1f1b', p, m), 'all')
+    assert simulate(schedule, costs).makespan == simulate(of_plain, costs).makespan
 
 
 def test_what_makes_no_sense():
