@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +18,7 @@ from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.planner.limits import Bytes
-from megatron_zbpp.schedules import FAMILIES, build, find, names
+from megatron_zbpp.schedules import build, find, names
 
 # How many chunks a rank may have on each placement that `plan` knows.
 PLACEMENTS: dict[str, Callable[[int], bool]] = {
@@ -108,73 +106,15 @@ def load_cases(args: Namespace) -> tuple[dict[str, Case], dict[str, str]]:
     return found, skipped
 
 
-def named_cases(args: Namespace) -> Iterator[tuple[str, Case]]:
-    """Every named schedule that can be had with chunks that `plan` may use, with its label."""
-    for family, chunks in itertools.product(FAMILIES, _allowed_chunks(args)):
-        if chunks < family.default_chunks == 2 and 'num_chunks' in family.options:
-            continue  # of one chunk a rank there are others, as good
-        plain = Namespace(**{**vars(args), 'vpp': chunks, 'memory_limit': None})
-        with contextlib.suppress(ValueError):  # it is not for such p, m, chunks or times
-            yield family.label(chunks), load_case(plain, family.name)
-
-
-def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
-    """Return the placements that `plan` may use, each once, with the costs of their stages."""
-    allowed = _allowed_chunks(args)
-    placements = {}
-    for asked in allowed:
-        chunks = _chunks(args.times, args.pp, asked, asked)
-        _require_size(args.pp * args.microbatches * chunks)
-        for name in args.placement:
-            if PLACEMENTS[name](chunks):
-                placement = (Placement.loop if name == 'loop' else Placement.wave)(args.pp, chunks)
-                placements.setdefault(placement.ranks, placement)
-    if not placements:
-        raise ValueError(
-            f'--placement {",".join(args.placement)} cannot have {allowed} chunks per rank: '
-            'v takes 2, wave takes 2 or more, loop any'
-        )
-    found = [(placement, _costs(args, placement)) for placement in placements.values()]
-    if not args.actions:
-        return found
-    if args.memory_limit is None and not args.frontier:
-        raise ValueError('--actions are for a memory limit: give --memory-limit or --frontier')
-    return [
-        (placement, with_copies(costs, args.copy_ratio, ('E', 'K'))) for placement, costs in found
-    ]
-
-
-def _allowed_chunks(args: Namespace) -> list[int]:
-    """Return the chunks per rank that `plan` may use."""
-    stages = _stages(args.times)
-    allowed = args.vpp or ([1, 2, 4] if stages is None else [stages // args.pp])
-    return allowed if args.layers is None else _within(args, allowed)
-
-
-def _within(args: Namespace, allowed: list[int]) -> list[int]:
-    """Return the chunks per rank of which each stage still gets a layer.
-
-    Raises:
-        ValueError: none are left.
-    """
-    fitting = [chunks for chunks in allowed if args.pp * chunks <= args.layers]
-    if not fitting:
-        fewest = args.pp * min(allowed)
-        raise ValueError(
-            f'--layers {args.layers} are fewer than {fewest} stages, of --pp {args.pp} and --vpp '
-            f'{min(allowed)}: use fewer ranks or chunks'
-        )
-    return fitting
-
-
 def _generated(args: Namespace, name: str) -> Case:
     family, p, m = find(name), args.pp, args.microbatches
     if p is None or m is None:
         missing = '--pp' if p is None else '--microbatches'
         raise ValueError(f'--schedule {name} needs {missing}: give a number from 1 up')
-    chunks = _chunks(args.times, p, args.vpp, family.default_chunks)
-    _require_size(p * m * chunks)
-    costs = _costs(args, Placement.loop(p, chunks))  # a stage's share does not depend on its place
+    chunks = chunks_of(args.times, p, args.vpp, family.default_chunks)
+    require_size(p * m * chunks)
+    # a stage's share does not depend on its place
+    costs = costs_of(args, Placement.loop(p, chunks))
     limit = args.memory_limit if 'memory_limit' in family.options else None
     if limit is not None:
         limit = max(0.0, limit - max(costs.static(Placement.loop(p, chunks))))
@@ -201,7 +141,7 @@ def _from_file(args: Namespace) -> Case:
     for flag, (asked, found) in held.items():
         if asked not in (None, found):
             raise ValueError(f'{flag} {asked}, but {args.file} has {found}: leave {flag} out')
-    return Case(schedule, _costs(args, schedule.placement))
+    return Case(schedule, costs_of(args, schedule.placement))
 
 
 def heading(args: Namespace) -> str:
@@ -217,14 +157,14 @@ def heading(args: Namespace) -> str:
     return f'{", ".join(parts)}; simulated'
 
 
-def _stages(times: Times | StageCosts) -> int | None:
+def stages_of(times: Times | StageCosts) -> int | None:
     """Of how many stages they are; None if of one full rank."""
     return times.num_stages if isinstance(times, StageCosts) else None
 
 
-def _chunks(times: Times | StageCosts, p: int, asked: int | None, default: int) -> int:
+def chunks_of(times: Times | StageCosts, p: int, asked: int | None, default: int) -> int:
     """v: what is asked for, or follows from the times of all stages, or else the default."""
-    stages = _stages(times)
+    stages = stages_of(times)
     if stages is None:
         return asked or default
     if stages % p or asked not in (None, stages // p):
@@ -235,8 +175,8 @@ def _chunks(times: Times | StageCosts, p: int, asked: int | None, default: int) 
     return stages // p
 
 
-def _costs(args: Namespace, placement: Placement) -> Costs:
-    """Return the costs that are asked for.
+def costs_of(args: Namespace, placement: Placement, selective: bool = False) -> Costs:
+    """Return the costs that are asked for; those with selective recomputation, if `selective`.
 
     Raises:
         ValueError: they do not fit the placement, one is given twice, or say nothing of bytes
@@ -244,7 +184,7 @@ def _costs(args: Namespace, placement: Placement) -> Costs:
     """
     if any(isinstance(limit, Bytes) for limit in _limits(args)):
         _require_bytes(args.times)
-    costs, together = _of_passes(args, placement), getattr(args, 'together', None)
+    costs, together = _of_passes(args, placement, selective), getattr(args, 'together', None)
     if together is None:
         return costs
     if costs.together != 1:
@@ -270,7 +210,7 @@ def _require_bytes(times: Times | StageCosts) -> None:
         )
 
 
-def _of_passes(args: Namespace, placement: Placement) -> Costs:
+def _of_passes(args: Namespace, placement: Placement, selective: bool) -> Costs:
     if not isinstance(args.times, StageCosts):
         return Costs.uniform(placement, *args.times, comm=args.comm or 0.0)
     if args.times.num_stages != placement.num_stages:
@@ -279,7 +219,7 @@ def _of_passes(args: Namespace, placement: Placement) -> Costs:
             'give one entry per stage, in model order'
         )
     shares = Costs.uniform(placement).activation
-    costs = Costs.from_json(args.times.text, activation=shares)
+    costs = Costs.from_json(args.times.text, selective, activation=shares)
     costs.require(placement)
     if args.comm is None:
         return costs
@@ -288,7 +228,7 @@ def _of_passes(args: Namespace, placement: Placement) -> Costs:
     return replace(costs, comm=args.comm)
 
 
-def _require_size(chunk_microbatches: int) -> None:
+def require_size(chunk_microbatches: int) -> None:
     if 3 * chunk_microbatches > formats.MOST_PASSES:
         raise ValueError(
             f'--pp times --vpp times --microbatches is {chunk_microbatches}: give less than '

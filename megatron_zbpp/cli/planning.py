@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.cli import arguments, inputs, values
+from megatron_zbpp.cli.candidates import candidates, named_cases, with_selective
 from megatron_zbpp.cli.inputs import PLACEMENTS, Case
 from megatron_zbpp.cli.printing import (
     IDLE,
@@ -22,6 +23,7 @@ from megatron_zbpp.cli.printing import (
     write,
 )
 from megatron_zbpp.cli.searching import add_search, searched
+from megatron_zbpp.ir.costs import SELECTIVE
 from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.planner.actions import ACTIONS
 from megatron_zbpp.planner.cache import default_folder, planned
@@ -45,12 +47,12 @@ def plan_schedule(args: Namespace) -> int:
             seconds=args.seconds,
             objective=args.objective,
             seed=args.seed,
-            actions=args.actions,
+            actions=_of_stages(args),
             progress=done,
         ),
         lambda e: (e.best, False) if isinstance(e, PlanningInterrupted) else None,
     )
-    made = _plan_facts(found, cached)
+    made = _plan_facts(args, found, cached)
     if picture is not None:
         case = Case(found.schedule, found.costs)
         name = found.as_good_as or 'planned'
@@ -81,6 +83,8 @@ def _print_plan(found: Plan, made: dict) -> None:
     for technique in found.schedule.graph.techniques:
         stages, *where = map(str, technique.arguments)
         print(f'{technique.name}{" to the " if where else ""}{"".join(where)}: stages {stages}')
+    if made[SELECTIVE]:
+        print("Megatron's selective recomputation: give the job --recompute-granularity selective")
     if made['cached']:
         print('planned before with the same inputs; --no-cache plans anew')
 
@@ -109,7 +113,7 @@ def _plan_frontier(args: Namespace) -> int:
             seconds=args.seconds,
             objective=args.objective,
             seed=args.seed,
-            actions=args.actions,
+            actions=_of_stages(args),
             progress=done,
         ),
         lambda e: e.found if isinstance(e, FrontierInterrupted) else None,
@@ -117,7 +121,9 @@ def _plan_frontier(args: Namespace) -> int:
     if args.output:
         _draw_frontier(args, [(limit, found) for limit, found, _ in points])
     if args.json:
-        made = [{'memory_limit': at, **_plan_facts(found, cached)} for at, found, cached in points]
+        made = [
+            {'memory_limit': at, **_plan_facts(args, found, cached)} for at, found, cached in points
+        ]
         print_json({'frontier': made})
         return status
     heads = ('limit', 'makespan', 'its bubble', 'window', 'its bubble', IDLE, 'gap', 'best named')
@@ -133,7 +139,7 @@ def _draw_frontier(args: Namespace, points: list[tuple[float, Plan]]) -> None:
     from megatron_zbpp.render.frontier import frontier_png
 
     named, plans = {}, {}
-    for label, case in inputs.named_cases(args):
+    for label, case in named_cases(args):
         named[label] = max(peak(case.schedule, case.costs)), _bubble(args, case)
     for limit, found in points:
         place = limit, _bubble(args, Case(found.schedule, found.costs))
@@ -149,10 +155,22 @@ def _bubble(args: Namespace, case: Case) -> float:
 def _plan_inputs(args: Namespace) -> tuple[Path | None, list[Candidate], int]:
     """Folder of the cache, placements with costs, m."""
     folder = None if args.no_cache else Path(args.cache) if args.cache else default_folder()
-    return folder, inputs.candidates(args), args.microbatches
+    return folder, candidates(args), args.microbatches
 
 
-def _plan_facts(found: Plan, cached: bool) -> dict:
+def _of_stages(args: Namespace) -> tuple[str, ...]:
+    """Return what may be done with activations of a stage: all but what is of the whole model."""
+    return tuple(name for name in args.actions if name != SELECTIVE)
+
+
+def _selective(args: Namespace, found: Plan) -> bool:
+    """Whether a plan is for a run with Megatron's selective recomputation."""
+    if SELECTIVE not in args.actions:
+        return False
+    return found.costs != with_selective(args, found.schedule.placement, selective=False)
+
+
+def _plan_facts(args: Namespace, found: Plan, cached: bool) -> dict:
     case = Case(found.schedule, found.costs)
     name, value = found.best_named or (None, None)
     return {
@@ -163,6 +181,7 @@ def _plan_facts(found: Plan, cached: bool) -> dict:
         'best_named': {'name': name, found.objective: value} if name else None,
         'repeats': found.repeats,
         'cached': cached,
+        SELECTIVE: _selective(args, found),
         'schedule': json.loads(found.schedule.to_json()),
     }
 
@@ -200,7 +219,8 @@ def add_planning(parser: ArgumentParser) -> None:
         default=(),
         metavar='NAME,...',
         help='what may be done with activations between F and B: offload (to the host), recompute, '
-        'evict (to a partner); default: they are kept',
+        "evict (to a partner), selective (Megatron's recomputation, of the whole model); default: "
+        'they are kept',
     )
     arguments.add_copy_ratio(parser)
     parser.add_argument(
@@ -215,7 +235,8 @@ def add_planning(parser: ArgumentParser) -> None:
 
 def _actions(text: str) -> tuple[str, ...]:
     for name in text.split(','):
-        values.require(name, name in ACTIONS, f'choose of {", ".join(ACTIONS)}')
+        known = (*ACTIONS, SELECTIVE)
+        values.require(name, name in known, f'choose of {", ".join(known)}')
     return tuple(sorted(set(text.split(','))))
 
 

@@ -17,6 +17,10 @@ from megatron_zbpp.ir import B, F, Graph, Placement, W, strict_json
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.graph import DEVICE
 
+SELECTIVE = 'selective'  # of a file: what differs with Megatron's selective recomputation
+_RECOMPUTED = (F, B, W, 'activation', 'retained', 'times')
+_COPIES = frozenset('OLEK')
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -97,11 +101,13 @@ class Costs:
             raise ValueError('a speed of 0 never ends: give numbers above 0')
 
     @classmethod
-    def from_json(cls, text: str, **defaults: Any) -> Costs:
+    def from_json(cls, text: str, selective: bool = False, **defaults: Any) -> Costs:
         """Return the costs that a file says: F, B and W by stage, and any other field by its name.
 
         Args:
             text: of the file.
+            selective: whether those with Megatron's selective recomputation, which the file says
+                under `SELECTIVE`; what it is silent of there is as without.
             defaults: fields, for where the file is silent.
 
         Raises:
@@ -112,7 +118,17 @@ class Costs:
         if not strict_json.is_object(data):
             raise ValueError('costs are one JSON object: {"F": [...], "B": [...], "W": [...]}')
         fields = {F: 'forward', B: 'backward', W: 'weight'}
-        strict_json.require(data, {}, {**dict.fromkeys(fields, _NUMBERS), **_OTHERS})
+        known = {**dict.fromkeys(fields, _NUMBERS), **_OTHERS}
+        strict_json.require(data, {}, {**known, SELECTIVE: strict_json.anything})
+        within = data.pop(SELECTIVE, None)
+        if selective and within is None:
+            raise ValueError(
+                'nothing is said of what passes take with selective recomputation: give '
+                f'"{SELECTIVE}": {{"B": [...], "activation": [...]}}'
+            )
+        if within is not None:
+            strict_json.require(within, {}, {name: known[name] for name in _RECOMPUTED})
+            data = {**data, **_within(data, within)} if selective else data
         for name in fields:
             if name not in data:
                 raise ValueError(f'the times of {name} are missing: give "{name}": [...]')
@@ -218,6 +234,20 @@ class Costs:
                     f'an edge from rank {sender} to rank {receiver}: there are ranks 0 to '
                     f'{placement.num_ranks - 1}'
                 )
+
+
+def _within(data: dict[str, Any], within: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of selective recomputation, with the times of kinds that it is silent of.
+
+    A copy of less takes less: where nothing else is told, times of copies are as activations.
+    """
+    kinds = dict(data.get('times', {}))
+    before, after = data.get('activation'), within.get('activation')
+    if before and after and len(before) == len(after):
+        shares = [new / old if old else 1.0 for new, old in zip(after, before, strict=True)]
+        for kind in _COPIES & set(kinds):
+            kinds[kind] = [time * share for time, share in zip(kinds[kind], shares, strict=False)]
+    return {**within, 'times': {**kinds, **within.get('times', {})}}
 
 
 def _per_stage(value: Any) -> str | None:

@@ -54,6 +54,7 @@ PLAN_FIELDS = (
     'best_named',
     'repeats',
     'cached',
+    'selective',
     'schedule',
     'timeline',
     'spans',
@@ -127,14 +128,28 @@ def load_layout(path: str | Path) -> str | None:
         OSError: the file cannot be read.
         ValueError: the layout is no text.
     """
+    layout = _beside(path, 'layout')
+    if layout is not None and strict_json.text(layout) is not None:
+        raise ValueError(f'{path}: layout {layout!r} is not a text such as Ett|ttL')
+    return layout
+
+
+def load_selective(path: str | Path) -> bool:
+    """Return whether a plan's file is for a run with Megatron's selective recomputation.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    return _beside(path, 'selective') is True
+
+
+def _beside(path: str | Path, name: str) -> Any:
+    """Return what a plan's file has beside its schedule; None: nothing of that name."""
     text = _text(Path(path))
     if not text.lstrip().startswith('{'):
         return None
     data: Any = strict_json.loads(text)
-    layout = data.get('layout') if strict_json.is_object(data) else None
-    if layout is not None and strict_json.text(layout) is not None:
-        raise ValueError(f'{path}: layout {layout!r} is not a text such as Ett|ttL')
-    return layout
+    return data.get(name) if strict_json.is_object(data) else None
 
 
 def from_json(text: str) -> Schedule:

@@ -14,6 +14,7 @@ from math import inf
 from random import Random
 
 from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.evicting import with_eviction
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.offloading import with_offload
 from megatron_zbpp.analysis.recomputing import with_recomputation
@@ -26,12 +27,12 @@ from megatron_zbpp.planner.cp_sat import available
 from megatron_zbpp.planner.exact_offload import solve_offload
 from megatron_zbpp.planner.limits import Candidate, Limit, activation_limits, said
 from megatron_zbpp.planner.lower_bounds import lower_bound
+from megatron_zbpp.planner.moving_bounds import EVICT, OFFLOAD, RECOMPUTE, moving_bound
 from megatron_zbpp.planner.named_schedules import variants
 from megatron_zbpp.planner.plans import Plan
 from megatron_zbpp.planner.problem import EPSILON, Problem
 from megatron_zbpp.schedules import FAMILIES
 
-OFFLOAD, EVICT, RECOMPUTE = 'offload', 'evict', 'recompute'
 ACTIONS = (OFFLOAD, RECOMPUTE, EVICT)
 _KEEP = 'keep'
 
@@ -95,21 +96,25 @@ class ActionSearch:
             Problem(at, num_microbatches, costs, (inf,) * at.num_ranks, objective)
             for at, costs in candidates
         ]
-        self._bounds = [lower_bound(problem) for problem in self._problems]
+        self._bounds = [
+            max(lower_bound(problem), moving_bound(replace(problem, limits=limits), actions))
+            * min(1.0, problem.costs.together)  # of which passes that run as one take as much
+            for problem, limits in zip(self._problems, self._limits, strict=True)
+        ]
         self._pool: list[Rated] = []
         self._least: float | None = None
         self._limit = limit
         self._named: list[tuple[str, float]] = []
-        self._seen: set[tuple[int, State]] = set()
+        self._seen: set[tuple[int, State, int]] = set()
         self._todo: list[tuple[Schedule, State, int]] = []
-        self._choices = (_KEEP, *(name for name in (OFFLOAD, RECOMPUTE) if name in actions))
+        self._choices = (_KEEP, *(name for name in ACTIONS if name in actions))
 
     def start(self, schedule: Schedule, name: str | None = None) -> None:
         """Rate a schedule as it is; if it has no actions of its own, `climb` gives it some."""
         for at, problem in enumerate(self._problems):
             if problem.placement.ranks == schedule.placement.ranks:
-                self._rate(schedule, (), at, name)
-                if not schedule.graph.techniques:
+                new = self._rate(schedule, (), at, name)
+                if new is not None and not schedule.graph.techniques:
                     self._todo += [(schedule, state, at) for state in self._states(schedule)]
 
     def start_named(self) -> None:
@@ -207,12 +212,12 @@ class ActionSearch:
 
     def _rate(self, base: Schedule, state: State, at: int, name: str | None = None) -> Rated | None:
         """Rate a base with actions once, and remember it where it is good."""
-        if (key := (hash(base), state)) in self._seen:
+        if (key := (hash(base), state, at)) in self._seen:
             return None
         self._seen.add(key)
         problem = self._problems[at]
         try:
-            schedule = _acted(base, state, problem.costs)
+            schedule = _acted(base, state, problem.costs, self._limits[at])
             timeline = simulate(schedule, problem.costs)
         except ScheduleError:  # its copies wait for each other
             return None
@@ -240,9 +245,12 @@ class ActionSearch:
             self.best = rated
 
 
-def _acted(base: Schedule, state: State, costs: Costs) -> Schedule:
+def _acted(base: Schedule, state: State, costs: Costs, limits: Sequence[float]) -> Schedule:
     """Return `base` with the actions of its stages."""
-    again = [stage for stage, action in enumerate(state) if action == RECOMPUTE]
-    gone = [stage for stage, action in enumerate(state) if action == OFFLOAD]
+    again, gone, evicting = (
+        [stage for stage, action in enumerate(state) if action == name]
+        for name in (RECOMPUTE, OFFLOAD, EVICT)
+    )
     schedule = with_recomputation(base, again, costs) if again else base
-    return with_offload(schedule, gone, costs) if gone else schedule
+    schedule = with_offload(schedule, gone, costs) if gone else schedule
+    return with_eviction(schedule, evicting, costs, limits) if evicting else schedule

@@ -1,11 +1,13 @@
 """One search over orders and over what is done with activations, stage by stage.
 
-What a stage saves between F and B is kept, goes to the host (O and L), or is made again (R). Orders
-to begin with are the named schedules and what the planner finds under several limits above the one
-that is asked for; each is rated with its actions by the simulator, copy engines included, and its
-memory by its order alone. From the best of them on, actions of single stages are changed. (AdaPipe,
-ASPLOS 2024, chooses recomputation per stage so, for 1F1B; OptPipe, arXiv 2510.05186, asks for
-orders and offloads at once.) Named schedules that move activations take part as they are.
+What a stage saves between F and B is kept, goes to the host (O and L) or to the partner (E and K),
+or is made again (R). What passes cost with another setting of the whole model, such as Megatron's
+selective recomputation, are further candidates on the same placements. Orders to begin with are the
+named schedules and what the planner finds under several limits above the one that is asked for;
+each is rated with its actions by the simulator, copy engines included, and its memory by its order
+alone. From the best of them on, actions of single stages are changed. (AdaPipe, ASPLOS 2024,
+chooses recomputation per stage so, for 1F1B; OptPipe, arXiv 2510.05186, asks for orders and
+offloads at once.) Named schedules that move activations take part as they are.
 """
 
 from __future__ import annotations

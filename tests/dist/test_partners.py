@@ -9,8 +9,10 @@ from programs import pairs
 from stages import ROWS, WIDTH, LinearStage, reference, uneven
 from test_nccl import MODES
 
+from megatron_zbpp.analysis.evicting import with_eviction
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.recomputing import recomputed
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.emulation import nccl
 from megatron_zbpp.ir.costs import Costs
@@ -126,6 +128,39 @@ def test_to_the_bit(ranks, p, m, varying):
 def test_as_nccl_orders_and_blocks(ranks, mode, p, varying):
     schedule = build('bpipe', p, 8)
     verify(schedule, ranks(p).run(on_nccl, schedule, varying, mode, timeout=200), varying)
+
+
+def of_any_order(name, p, m):
+    """The first rank has room for three quarters of what it would hold."""
+    plain = build(name, p, m)
+    costs = Costs.uniform(plain.placement)
+    limits = [0.75 * peak(plain, costs)[0], *(99.0,) * (p - 1)]
+    schedule = with_eviction(plain, range(plain.num_stages), costs, limits)
+    assert any(p.kind == 'E' for _, p in schedule)
+    return schedule
+
+
+@grid(
+    name=('zb-v', 'interleaved', 'zb-h1', 'gpipe'),
+    p=(4, 2, 2, 2),
+    again=(False, True),
+    mode=(None, 'both'),
+)
+def test_evictions_of_any_order(ranks, name, p, again, mode):
+    """Split passes, several chunks; of what runs again, the input: to the bit."""
+    schedule = of_any_order(name, p, 8)
+    schedule = recomputed(schedule, 'half') if again else schedule
+    if mode is None:
+        results = ranks(p).run(on_gloo, schedule, False)
+    else:
+        results = ranks(p).run(on_nccl, schedule, False, mode, timeout=200)
+    losses, gradients = reference(schedule.num_stages, 8)
+    for rank, iterations in enumerate(results):
+        for made, moved, _ in iterations:
+            assert any(moved.values()) == (rank == 0)
+            for stage, (own, grads) in made.items():
+                assert stage < schedule.num_stages - 1 or own == losses
+                assert all(map(torch.equal, grads, gradients[stage]))
 
 
 def test_the_peak_is_reached(ranks):

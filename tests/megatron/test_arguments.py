@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import dataclass, replace
 from unittest import mock
@@ -442,8 +443,6 @@ def test_layers_of_hybrid_models_are_where_their_pattern_says(ranks, schedule, p
 
 def plan_file(folder, layout='Ettt|tL'):
     """A plan of two ranks and four microbatches."""
-    import json
-
     from megatron_zbpp.schedules import build
 
     path = folder / 'plan.json'
@@ -473,6 +472,14 @@ def test_a_plan_brings_its_layout(ranks, tmp_path):
 def test_a_plan_of_another_model(ranks, tmp_path, layout, changes, said):
     plan = plan_file(tmp_path, layout)
     assert said in refused(ranks, '--pipeline-schedule-file', plan, **changes)
+
+
+def test_a_plan_that_counts_on_selective_recomputation(ranks, tmp_path):
+    plan = plan_file(tmp_path)
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | {'selective': True}))
+    words = ['--pipeline-schedule-file', plan]
+    assert 'give --recompute-granularity selective' in refused(ranks, *words)
+    assert parsed(ranks, *words, recompute_granularity='selective').code is None
 
 
 def test_a_file_keeps_its_chunks(ranks, tmp_path):

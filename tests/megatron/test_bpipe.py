@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 from grids import grid
-from models import Job, check
+from models import MICROBATCHES, Job, check
 from supported import supports
+
+from megatron_zbpp.analysis.evicting import with_eviction
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.schedules import build
 
 
 @supports('activations on a partner: GPT on {pp} ranks', 'bpipe')
@@ -14,6 +19,27 @@ def test_ranks(ranks, data, pp, fused, recompute, bf16):
     """Two ranks hold no more than the bound by themselves."""
     job = Job(te=False, pp=pp, fused=fused, recompute=recompute, bf16=bf16)
     check(ranks, data, 'bpipe', job, moves=pp > 3)
+
+
+@supports('activations on a partner with recompute passes: GPT', 'bpipe')
+@grid(dropout=(0.0, 0.1), fused=(False, True))
+def test_with_recompute_passes(ranks, data, dropout, fused):
+    """What is on the partner is the input of what runs again."""
+    job = Job(te=False, pp=4, again='all', dropout=dropout, fused=fused)
+    check(ranks, data, 'bpipe', job, moves=True)
+
+
+@supports('activations on a partner: a plan that evicts, {schedule}', 'from a file')
+@grid(schedule=('zb-v', 'interleaved'))
+def test_a_plan_that_evicts(ranks, data, tmp_path, schedule):
+    plain = build(schedule, 4, MICROBATCHES)
+    costs = Costs.uniform(plain.placement)
+    limits = [0.6 * peak(plain, costs)[0], *(99.0,) * 3]
+    plan = with_eviction(plain, range(8), costs, limits)
+    assert any(p.kind == 'E' for _, p in plan)
+    file = tmp_path / 'plan.json'
+    file.write_text(plan.to_json())
+    check(ranks, data, schedule, Job(te=False, pp=4, file=str(file)), moves=True)
 
 
 @supports('activations on a partner: dropout, and an evaluation between', 'bpipe')

@@ -108,6 +108,7 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         return None
     sizes.require_plain(args)
     source = flags.source_of(config)
+    plan_layout.require_selective(args, config)
     layout = plan_layout.take_layout(args, config)
     chunks = plan_layout.num_chunks(args, source)
     settings = Settings(

@@ -37,6 +37,20 @@ def take_layout(args: argparse.Namespace, config: flags.PipelineScheduleConfig) 
     return text
 
 
+def require_selective(args: argparse.Namespace, config: flags.PipelineScheduleConfig) -> None:
+    """Raise ValueError where a plan counts on Megatron's selective recomputation, and it is off.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    file, asked = config.pipeline_schedule_file, getattr(args, 'recompute_granularity', None)
+    if file is not None and asked != 'selective' and formats.load_selective(file):
+        raise ValueError(
+            f"{file} was planned with Megatron's selective recomputation, without which it holds "
+            'more: give --recompute-granularity selective, or plan without --actions selective'
+        )
+
+
 def num_chunks(args: argparse.Namespace, source: str | Schedule) -> int | None:
     """Return chunks a rank that the arguments ask for; None: the schedule has its own.
 

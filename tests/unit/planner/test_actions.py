@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli import main
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.formats import load_selective
 from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.planner.cache import planned
 from megatron_zbpp.planner.exact_offload import solve_offload
@@ -92,6 +94,42 @@ def test_recomputation_of_some_stages_and_offload_of_others():
 
 
 @pytest.mark.parametrize(
+    ('action', 'placement', 'm', 'limit', 'ratio'),
+    [
+        ('offload', Placement.loop(3), 4, 1, 0.5),
+        ('recompute', Placement.loop(3), 6, 1.15, 0.5),
+        # the first rank has little, its partner has much: no order of a V does without
+        ('evict', Placement.v(4), 8, (2, 4, 4, 6), 0.2),
+    ],
+)
+def test_each_action_is_taken_where_it_must_win(action, placement, m, limit, ratio):
+    """Nothing that keeps its activations can take as little: by the bound of those."""
+    case = costed(placement, (1, 1, 1), ratio)
+    plain = plan_within([case], m, memory_limit=limit, seconds=0.1)
+    made = plan_within([case], m, actions=(action,), memory_limit=limit, seconds=0.3)
+    assert made.value < plain.lower_bound - 0.5
+    assert {p.kind for _, p in made.schedule} >= set(
+        {'offload': 'OL', 'recompute': 'R', 'evict': 'EK'}[action]
+    )
+    limits = limit if isinstance(limit, tuple) else (limit,) * placement.num_ranks
+    held = peak(made.schedule, made.costs)
+    assert all(a <= b + 1e-9 for a, b in zip(held, limits, strict=True))
+    check(made.schedule)
+    assert made.lower_bound <= made.value
+
+
+def test_all_actions_in_one_plan():
+    """A rank with little: its stages do what they like best, and none holds more."""
+    case = costed(Placement.loop(4, 2), (1, 1, 1), 0.3)
+    limits = (1.5, 2.5, 2.5, 3.5)
+    every = ('offload', 'recompute', 'evict')
+    made = plan_within([case], 6, actions=every, memory_limit=limits, seconds=0.1)
+    check(made.schedule)
+    held = peak(made.schedule, made.costs)
+    assert all(a <= b + 1e-9 for a, b in zip(held, limits, strict=True))
+
+
+@pytest.mark.parametrize(
     ('placement', 'm', 'limit', 'optimum'),
     [
         (Placement.loop(2), 4, 1, 18),
@@ -166,6 +204,63 @@ def test_plans_with_actions_are_found_again(tmp_path):
     assert (cached, found) == (False, True) and first == again
     assert does(first.schedule)
     assert not does(planned(tmp_path, [case], 8, **{**question, 'actions': ()})[0].schedule)
+
+
+SELECTIVE = {
+    **{kind: [1, 1] for kind in 'FBW'},
+    'activation': [1, 1],
+    'times': {'O': [3, 3], 'L': [3, 3]},
+    'selective': {'B': [1.2, 1.2], 'activation': [0.4, 0.4]},
+}
+
+
+def test_selective_recomputation(tmp_path, capsys):
+    """It is chosen where it must win, not where there is room, and never above the limit."""
+    file = tmp_path / 'costs.json'
+    file.write_text(json.dumps(SELECTIVE))
+    case = ['plan', '--pp', '2', '--vpp', '1', '--microbatches', '4', '--times', str(file)]
+    case += ['--no-cache', '--seconds', '0.1', '--json']
+
+    def made(*more):
+        assert main([*case, *more]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    plain = made('--memory-limit', '1')
+    tight = made('--memory-limit', '1', '--actions', 'offload,selective')
+    roomy = made('--memory-limit', '2', '--actions', 'offload,selective')
+    assert tight['selective'] and not roomy['selective'] and not plain['selective']
+    assert tight['makespan'] < plain['lower_bound'] and roomy['makespan'] < tight['makespan']
+    assert max(tight['peak_activations']) <= 1
+    plan = tmp_path / 'plan.json'
+    words = [*case[:-1], '--memory-limit', '1', '--actions', 'selective', '-o', str(plan)]
+    assert main(words) == 0
+    assert '--recompute-granularity selective' in capsys.readouterr().out
+    assert load_selective(plan) and not load_selective(file)
+    assert main(['check', str(plan)]) == 0
+
+
+def test_selective_recomputation_that_is_not_told(tmp_path, capsys):
+    case = ['plan', '--pp', '2', '--vpp', '1', '--microbatches', '4', '--memory-limit', '1']
+    case += ['--actions', 'selective', '--no-cache', '--times']
+    assert main([*case, '1,1,1']) == 2
+    assert 'give a file that has "selective"' in capsys.readouterr().err
+    file = tmp_path / 'costs.json'
+    for wrong, said in (({'w': [1]}, "field 'w' is not known"), ({'B': [1]}, 'entries')):
+        file.write_text(json.dumps({**SELECTIVE, 'selective': wrong}))
+        assert main([*case, str(file)]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_what_is_copied_with_selective_recomputation_is_less():
+    """As much less as activations, where nothing else is told."""
+    costs = Costs.from_json(json.dumps(SELECTIVE), selective=True)
+    assert costs.times['O'] == pytest.approx((1.2, 1.2)) and costs.retained == (0.4, 0.4)
+    told = {**SELECTIVE, 'selective': {**SELECTIVE['selective'], 'times': {'O': [2, 2]}}}
+    costs = Costs.from_json(json.dumps(told), selective=True)
+    assert costs.times['O'] == (2, 2) and costs.times['L'] == pytest.approx((1.2, 1.2))
+    assert Costs.from_json(json.dumps(SELECTIVE)).backward == (1, 1)
+    with pytest.raises(ValueError, match='nothing is said of what passes take with selective'):
+        Costs.from_json('{"F": [1], "B": [1], "W": [1]}', selective=True)
 
 
 def test_on_the_command_line(tmp_path, capsys):

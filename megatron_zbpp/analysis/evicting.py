@@ -1,0 +1,190 @@
+"""Eviction of any schedule: what a rank has no room for waits in the memory of its partner.
+
+BPipe (ICML 2023) does so for 1F1B; here the order is any, and so is the limit of each rank. What
+goes is away from behind the pass after its F until before the pass before the one that takes it: so
+each way has a pass to hide behind. As few go as bring a rank to its limit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import NamedTuple
+
+from megatron_zbpp.analysis.memory import RESOLUTION, highest
+from megatron_zbpp.ir import F, Pass, Schedule
+from megatron_zbpp.ir.compiled import compiled
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import PARTNER
+from megatron_zbpp.ir.techniques import offload
+
+
+def with_eviction(
+    schedule: Schedule, stages: Collection[int], costs: Costs, limits: Sequence[float]
+) -> Schedule:
+    """Return `schedule` with activations of `stages` on partners where a rank holds too much.
+
+    It is `schedule` itself where no rank does. A rank that is its own partner evicts nothing.
+
+    Args:
+        schedule: in which nothing of these stages moves.
+        stages: whose activations may go.
+        costs: of all stages.
+        limits: most that each rank may hold, in the unit of `costs.activation`.
+    """
+    placement, amounts = schedule.placement, highest(schedule, costs)
+    gone = [
+        _evicted(_Order(schedule, rank, stages, costs), amounts[rank], limit)
+        if placement.partner(rank) != rank
+        else frozenset()
+        for rank, limit in enumerate(limits)
+    ]
+    moved = sorted({forward.stage for own in gone for forward in own})
+    if not moved:
+        return schedule
+    orders: list[tuple[Pass, ...]] = []
+    together: set[tuple[int, int]] = set()
+    for rank, own in enumerate(gone):
+        order = tuple(_Order(schedule, rank, stages, costs).with_copies(own))
+        at = {p: place for place, p in enumerate(order)}
+        orders.append(order)
+        together |= {(rank, at[schedule.passes[r][k]]) for r, k in schedule.together if r == rank}
+    graph = offload(schedule.graph, moved, PARTNER)
+    found = replace(schedule, graph=graph, passes=tuple(orders), phases=())
+    return replace(found, together=frozenset(together))
+
+
+class _Life(NamedTuple):
+    """When an activation is there: between two places of `_Order.units`.
+
+    Attributes:
+        first: of its F.
+        last: of the pass that takes it: B, or R where that comes first.
+        amount: of memory.
+    """
+
+    first: int
+    last: int
+    amount: float
+
+    @property
+    def away(self) -> range:
+        """Places at which it can be elsewhere."""
+        return range(self.first + 2, self.last - 1)
+
+
+class _Order:
+    """The order of one rank.
+
+    Args:
+        schedule: of all.
+        rank: whose order it is.
+        stages: whose activations may go.
+        costs: of all stages.
+
+    Attributes:
+        units: places in the order where something begins to compute; of passes that run as one,
+            of the first.
+        lives: of each forward whose activation may go.
+    """
+
+    def __init__(
+        self, schedule: Schedule, rank: int, stages: Collection[int], costs: Costs
+    ) -> None:
+        copies = compiled(schedule.graph).on_copy_engines
+        self._order = order = schedule.passes[rank]
+        self._copies = copies
+        self.units = [
+            at
+            for at, p in enumerate(order)
+            if p.kind not in copies and (rank, at - 1) not in schedule.together
+        ]
+        begins = set(self.units)
+        unit = list(accumulate((at in begins for at in range(len(order))), initial=-1))[1:]
+        change = costs.changes(schedule.graph)
+        begun: dict[tuple[int, ...], tuple[Pass, int]] = {}
+        self.lives: dict[Pass, _Life] = {}
+        for at, p in enumerate(order):
+            if p.stage not in stages or p.kind in copies:
+                continue
+            if p.kind == F:
+                begun[p[1:]] = p, unit[at]
+            elif p[1:] in begun:
+                forward, first = begun.pop(p[1:])
+                life = _Life(first, unit[at], change.get((F, p.stage, p.slice), 0.0))
+                if life.away and life.amount > 0:
+                    self.lives[forward] = life
+
+    def most(self, held: Sequence[float]) -> list[float]:
+        """Return the most that is held while each unit runs, and then until the next one begins.
+
+        Args:
+            held: at each pass of the order.
+        """
+        ends = [*self.units[1:], len(self._order)]
+        return [max(held[max(0, a - 1) : b]) for a, b in zip(self.units, ends, strict=True)]
+
+    def with_copies(self, gone: Collection[Pass]) -> Iterator[Pass]:
+        """Yield the order with E where memory is free, K where it is taken again."""
+        leaving: dict[int, list[Pass]] = defaultdict(list)
+        coming: dict[int, list[Pass]] = defaultdict(list)
+        for forward in gone:
+            life = self.lives[forward]
+            leaving[life.first + 1].append(forward._replace(kind='E'))
+            coming[life.last - 1].append(forward._replace(kind='K'))
+        ends = [*self.units[1:], len(self._order)]
+        for place, (start, end) in enumerate(zip(self.units, ends, strict=True)):
+            yield from coming[place]
+            own = self._order[start:end]
+            yield from (p for p in own if p.kind not in self._copies)
+            yield from leaving[place]
+            yield from (p for p in own if p.kind in self._copies)
+
+
+_Choice = Callable[[_Life, Sequence[_Life]], tuple[int, int]]
+
+
+def _evicted(order: _Order, held: Sequence[float], limit: float) -> frozenset[Pass]:
+    """Return the forwards whose activations go: the partner is to store as little as can be."""
+    most = order.most(held)
+    if max(most, default=0.0) <= limit + RESOLUTION:
+        return frozenset()
+    ways = [_relieved(order.lives, most, limit, choice) for choice in (_latest, _apart)]
+    return min(ways, key=lambda gone: (_stored([order.lives[p] for p in gone]), len(gone)))
+
+
+def _relieved(
+    lives: Mapping[Pass, _Life], most: Sequence[float], limit: float, choice: _Choice
+) -> frozenset[Pass]:
+    """Return forwards, one after the other, until no place is above the limit that can be below."""
+    left, gone = list(most), dict[Pass, _Life]()
+    for place in range(len(left)):
+        while left[place] > limit + RESOLUTION:
+            away = list(gone.values())
+            free = {p: life for p, life in lives.items() if p not in gone and place in life.away}
+            if not free:
+                break
+            forward, life = max(free.items(), key=lambda item: choice(item[1], away))
+            gone[forward] = life
+            for other in life.away:
+                left[other] -= life.amount
+    return frozenset(gone)
+
+
+def _latest(life: _Life, away: Sequence[_Life]) -> tuple[int, int]:
+    """Prefer what is needed last: fewest go so."""
+    return life.last, life.first
+
+
+def _apart(life: _Life, away: Sequence[_Life]) -> tuple[int, int]:
+    """Prefer what is far from others that go: fewest are stored at once."""
+    return min((abs(life.first - other.first) for other in away), default=0), -life.last
+
+
+def _stored(lives: Sequence[_Life]) -> float:
+    """Return the most that the partner stores: from behind F to where memory is taken again."""
+    ends = [(life.first + 1, life.amount) for life in lives]
+    ends += [(life.last - 1, -life.amount) for life in lives]
+    return max(accumulate(amount for _, amount in sorted(ends)), default=0.0)

@@ -1,0 +1,110 @@
+"""What `zbpp plan` may choose of: placements with costs, and named schedules beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_zbpp.analysis.offloading import with_copies
+from megatron_zbpp.cli.inputs import (
+    PLACEMENTS,
+    Case,
+    StageCosts,
+    chunks_of,
+    costs_of,
+    load_case,
+    require_size,
+    stages_of,
+)
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir.costs import SELECTIVE, Costs
+from megatron_zbpp.schedules import FAMILIES
+
+
+def named_cases(args: Namespace) -> Iterator[tuple[str, Case]]:
+    """Every named schedule that can be had with chunks that `plan` may use, with its label."""
+    for family, chunks in itertools.product(FAMILIES, _allowed_chunks(args)):
+        if chunks < family.default_chunks == 2 and 'num_chunks' in family.options:
+            continue  # of one chunk a rank there are others, as good
+        plain = Namespace(**{**vars(args), 'vpp': chunks, 'memory_limit': None})
+        with contextlib.suppress(ValueError):  # it is not for such p, m, chunks or times
+            yield family.label(chunks), load_case(plain, family.name)
+
+
+def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
+    """Return the placements that `plan` may use, each once, with the costs of their stages."""
+    allowed = _allowed_chunks(args)
+    placements = {}
+    for asked in allowed:
+        chunks = chunks_of(args.times, args.pp, asked, asked)
+        require_size(args.pp * args.microbatches * chunks)
+        for name in args.placement:
+            if PLACEMENTS[name](chunks):
+                placement = (Placement.loop if name == 'loop' else Placement.wave)(args.pp, chunks)
+                placements.setdefault(placement.ranks, placement)
+    if not placements:
+        raise ValueError(
+            f'--placement {",".join(args.placement)} cannot have {allowed} chunks per rank: '
+            'v takes 2, wave takes 2 or more, loop any'
+        )
+    found = list(placements.values())
+    if not args.actions:
+        return [(placement, costs_of(args, placement)) for placement in found]
+    if args.memory_limit is None and not args.frontier:
+        raise ValueError('--actions are for a memory limit: give --memory-limit or --frontier')
+    ways = (False, True) if SELECTIVE in args.actions else (False,)
+    return [
+        (placement, with_selective(args, placement, way)) for way in ways for placement in found
+    ]
+
+
+def with_selective(args: Namespace, placement: Placement, selective: bool = True) -> Costs:
+    """Return the costs of actions, with Megatron's selective recomputation or without.
+
+    Raises:
+        ValueError: as `_costs`, or they say nothing of it.
+    """
+    plain = with_copies(costs_of(args, placement), args.copy_ratio, ('E', 'K'))
+    if not selective:
+        return plain
+    if not isinstance(args.times, StageCosts):
+        raise ValueError(
+            f'--actions {SELECTIVE}, but --times says nothing of it: give a file that has '
+            f'"{SELECTIVE}": {{"B": [...], "activation": [...]}}'
+        )
+    found = costs_of(args, placement, selective=True)
+    if 'O' in found.times:
+        return with_copies(found, args.copy_ratio, ('E', 'K'))
+    # what is copied is less
+    shares = [a / b if b else 1.0 for a, b in zip(found.activation, plain.activation, strict=True)]
+    copies = {
+        kind: tuple(time * share for time, share in zip(plain.times[kind], shares, strict=True))
+        for kind in 'OLEK'
+    }
+    return replace(found, times={**copies, **found.times})
+
+
+def _allowed_chunks(args: Namespace) -> list[int]:
+    """Return the chunks per rank that `plan` may use."""
+    stages = stages_of(args.times)
+    allowed = args.vpp or ([1, 2, 4] if stages is None else [stages // args.pp])
+    return allowed if args.layers is None else _within(args, allowed)
+
+
+def _within(args: Namespace, allowed: list[int]) -> list[int]:
+    """Return the chunks per rank of which each stage still gets a layer.
+
+    Raises:
+        ValueError: none are left.
+    """
+    fitting = [chunks for chunks in allowed if args.pp * chunks <= args.layers]
+    if not fitting:
+        fewest = args.pp * min(allowed)
+        raise ValueError(
+            f'--layers {args.layers} are fewer than {fewest} stages, of --pp {args.pp} and --vpp '
+            f'{min(allowed)}: use fewer ranks or chunks'
+        )
+    return fitting
