@@ -29,7 +29,7 @@ def test_with_recompute_passes(ranks, data, dropout, fused):
     check(ranks, data, 'bpipe', job, moves=True)
 
 
-@supports('activations on a partner: a plan that evicts, {schedule}', 'from a file')
+@supports('activations on a partner: a plan that evicts', '{schedule}')
 @grid(schedule=('zb-v', 'interleaved'))
 def test_a_plan_that_evicts(ranks, data, tmp_path, schedule):
     plain = build(schedule, 4, MICROBATCHES)
