@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import inf
 
 from megatron_zbpp.analysis.offloading import Amount, chunks_of
@@ -107,7 +107,8 @@ class _Filling:
         self._backward = frozenset(schedule.graph.doers[B])
         self._beside = compiled(schedule.graph).on_copy_engines
         self._change = costs.changes(schedule.graph)
-        self._most = [max(self._held(rank), default=0.0) for rank in range(len(self._left))]
+        self._held = [0.0] * len(self._left)  # now
+        self._most = [self._highest(rank) for rank in range(len(self._left))]
 
     def orders(self) -> tuple[tuple[Pass, ...], ...]:
         """Return each rank's order."""
@@ -142,6 +143,7 @@ class _Filling:
     def _run(self, rank: int, p: Pass, start: float) -> None:
         end = start + self._length(p, rank)
         self._orders[rank].append(p)
+        self._held[rank] += self._changed(p)
         self._clocks[rank] = self._ends[p] = end
 
     def _own_again(self, rank: int) -> Pass | None:
@@ -165,8 +167,7 @@ class _Filling:
                 return None
             if self._clocks[rank] + self._length(again, rank) > self._earliest(rank) + _SLACK:
                 return None
-            most = max(self._held(rank, again), default=0.0)
-            return again if most <= self._most[rank] + _SLACK else None
+            return again if self._highest(rank, again) <= self._most[rank] + _SLACK else None
         return None
 
     def _kept(self, again: Pass) -> Pass:
@@ -211,19 +212,31 @@ class _Filling:
             )
         return self._known[p]
 
-    def _rest(self, rank: int, first: Pass | None = None) -> Iterator[Pass]:
-        """Yield the order so far, then `first`, then what is left, each R right before its B."""
+    def _rest(self, rank: int) -> Iterator[Pass]:
+        """Yield the order so far, then what is left, each R right before its B."""
         yield from self._orders[rank]
-        if first is not None:
-            yield first
         for p in self._left[rank]:
             again = self._again(p)
-            if again is not None and again != first:
+            if again is not None:
                 yield again
             yield p
 
-    def _held(self, rank: int, first: Pass | None = None) -> Iterator[float]:
-        """Yield what is held after each pass of that order."""
-        return accumulate(
-            self._change.get((p.kind, p.stage, p.slice), 0.0) for p in self._rest(rank, first)
-        )
+    def _highest(self, rank: int, first: Pass | None = None) -> float:
+        """Return the most that is held from now on, up to the backward of `first`.
+
+        Args:
+            rank: of it.
+            first: runs now; behind its backward all is as without. None: nothing but what is left.
+        """
+        held = most = self._held[rank] + (self._changed(first) if first else 0.0)
+        for p in self._left[rank]:
+            again = self._again(p)
+            if again is not None and again == first:
+                break
+            for each in (again, p) if again else (p,):
+                held += self._changed(each)
+                most = max(most, held)
+        return most
+
+    def _changed(self, p: Pass) -> float:
+        return self._change.get((p.kind, p.stage, p.slice), 0.0)
