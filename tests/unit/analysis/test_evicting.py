@@ -73,12 +73,12 @@ def test_the_rank_in_the_middle_is_its_own_partner():
 
 
 @pytest.mark.parametrize('rules', [{}, {'synchronises': True}, {'in_order': True}])
-@pytest.mark.parametrize('name', ['zb-v', 'zb-h1'])
-def test_whatever_rank_acts_next_it_ends(name, rules):
-    """Both of a pair evict, in other orders than 1F1B's: by looking at every state."""
+@pytest.mark.parametrize(('name', 'evicting'), [('zb-v', {0, 1}), ('zb-h1', {0})])
+def test_whatever_rank_acts_next_it_ends(name, evicting, rules):
+    """One or both of a pair evict, in other orders than 1F1B's: by looking at every state."""
     plain = build(name, 2, 4)
     schedule = evicted(plain, [1.5, 1.5])
-    assert {rank for rank, p in schedule if p.kind == 'E'} == {0, 1}
+    assert {rank for rank, p in schedule if p.kind == 'E'} == evicting
     assert programs_always_end(check(schedule).programs, **rules)
 
 
