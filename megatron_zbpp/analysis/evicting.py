@@ -35,10 +35,10 @@ def with_eviction(
         limits: most that each rank may hold, in the unit of `costs.activation`.
     """
     placement, amounts = schedule.placement, highest(schedule, costs)
-    gone = [
+    gone: list[frozenset[Pass]] = [
         _evicted(_Order(schedule, rank, stages, costs), amounts[rank], limit)
         if placement.partner(rank) != rank
-        else frozenset()
+        else frozenset[Pass]()
         for rank, limit in enumerate(limits)
     ]
     moved = sorted({forward.stage for own in gone for forward in own})
