@@ -233,7 +233,7 @@ def _num_stages(settings: Any, placement: Placement | None) -> int:
     if placement is not None:
         return placement.num_stages
     chunks = getattr(settings, 'virtual_pipeline_model_parallel_size', None) or 1
-    return settings.pipeline_model_parallel_size * chunks
+    return getattr(settings, 'pipeline_model_parallel_size', 1) * chunks
 
 
 def _with_recomputation(settings: Any, graphs: Any) -> Iterator[Refusal]:
