@@ -11,7 +11,10 @@ from nvidia import CHECKOUT, known, run, since
 from ranks import RankError
 from supported import refuses, supports
 
-pytestmark = pytest.mark.te  # their scripts import layers of Transformer Engine's
+pytestmark = [
+    pytest.mark.te,  # their scripts import layers of Transformer Engine's
+    pytest.mark.skipif(not CHECKOUT, reason='needs a checkout: MEGATRON_LM names it'),
+]
 LETTERS = 'abcdefghijklmnopqrstuvwxyz'
 VOCABULARY = ('[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', *LETTERS)
 PIPELINE = '--pipeline-model-parallel-size 2 --global-batch-size 6 --clip-grad 1e9'.split()
@@ -21,8 +24,7 @@ IMAGES = '--img-h 28 --img-w 28 --patch-dim 14 --ckpt-format torch --seq-length 
 
 def script(*places: str) -> Path:
     """Return the script, where the checkout has it in one of these places."""
-    found = [Path(CHECKOUT) / place for place in places if CHECKOUT]
-    found = [path for path in found if path.exists()]
+    found = [path for path in (Path(CHECKOUT) / place for place in places) if path.exists()]
     if not found:
         pytest.skip(f'needs a checkout of Megatron-LM with {places[0]}: MEGATRON_LM names it')
     return found[0]
