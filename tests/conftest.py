@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -41,6 +42,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     spared = [item for item in items if item.get_closest_marker('full')]
     config.hook.pytest_deselected(items=spared)
     items[:] = [item for item in items if not item.get_closest_marker('full')]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Tell what whole files took, where durations are asked for: those of tests do not add up."""
+    shown = config.getoption('durations')
+    if not shown:
+        return
+    taken: Counter[str] = Counter()
+    for report in [each for some in terminalreporter.stats.values() for each in some]:
+        if isinstance(report, pytest.TestReport):
+            taken[report.nodeid.partition('::')[0]] += report.duration
+    terminalreporter.section(f'slowest {shown} files')
+    for file, seconds in taken.most_common(shown):
+        terminalreporter.write_line(f'{seconds:7.2f}s {file}')
 
 
 @pytest.fixture(scope='session')
