@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
@@ -19,6 +20,17 @@ from megatron_zbpp.ir.layout import layers_per_stage, layout_string
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 _WORDS = 1024
+
+
+@contextmanager
+def _virtual(chunks: int) -> Iterator[None]:
+    """Inside, Megatron's own layout gives each chunk its layers, and not those of the first."""
+    before = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks if chunks > 1 else before)
+    try:
+        yield
+    finally:
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(before)
 
 
 class Gpt:
@@ -70,19 +82,20 @@ class Gpt:
         spec = get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts, normalization=config.normalization
         )
-        return [
-            GPTModel(
-                config,
-                spec,
-                vocab_size=self._words,
-                max_sequence_length=self.sequence,
-                pre_process=stage == 0,
-                post_process=stage == placement.num_stages - 1,
-                position_embedding_type='rope' if self._rotary else 'learned_absolute',
-                vp_stage=vp if len(held) > 1 else None,
-            )
-            for vp, stage in enumerate(held)
-        ]
+        with _virtual(len(held)):
+            return [
+                GPTModel(
+                    config,
+                    spec,
+                    vocab_size=self._words,
+                    max_sequence_length=self.sequence,
+                    pre_process=stage == 0,
+                    post_process=stage == placement.num_stages - 1,
+                    position_embedding_type='rope' if self._rotary else 'learned_absolute',
+                    vp_stage=vp if len(held) > 1 else None,
+                )
+                for vp, stage in enumerate(held)
+            ]
 
     def data(self, num_microbatches: int) -> Iterator[dict[str, torch.Tensor]]:
         words = torch.randint(self._words, (1, self.sequence + 1))
