@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        slow = _slow(args)
+        _check(args)
+        slow = _slow(args.slow, args.pp)
         linked = args.link_mbit is not None
         bandwidth = 1e6 * args.link_mbit / 8 if linked else 0.0
         devices = machines(args.pp, slow, 2 if linked else 1, bandwidth)
@@ -154,11 +155,25 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     return aligned([heads, *lines], left=3)
 
 
-def _slow(args: argparse.Namespace) -> tuple[int, float] | None:
+def _slow(words: str | None, num_ranks: int) -> tuple[int, float] | None:
     """Return the slow rank and its factor.
 
     Raises:
-        ValueError: a value that makes no sense.
+        ValueError: it is none of the ranks, or no factor.
+    """
+    if words is None:
+        return None
+    rank, colon, factor = words.partition(':')
+    if not colon or not rank.isdigit() or int(rank) >= num_ranks:
+        raise ValueError(f'--slow {words}: give RANK:FACTOR, such as 2:1.5')
+    return int(rank), float(factor)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Return if flags make sense together.
+
+    Raises:
+        ValueError: one does not.
     """
     for name, least in (('pp', 2), ('microbatches', 1), ('layers', 2 * args.pp), ('rounds', 1)):
         if getattr(args, name) < least:
@@ -166,12 +181,6 @@ def _slow(args: argparse.Namespace) -> tuple[int, float] | None:
     if args.slow is None and args.busy:
         raise ValueError('--busy is about the rank of --slow: give that, such as 2:1.5')
     _check_real(args)
-    if args.slow is None:
-        return None
-    rank, colon, factor = args.slow.partition(':')
-    if not colon or not rank.isdigit() or int(rank) >= args.pp:
-        raise ValueError(f'--slow {args.slow}: give RANK:FACTOR, such as 2:1.5')
-    return int(rank), float(factor)
 
 
 def _check_real(args: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 
 _LEAST = 0.05  # a smaller difference is that of measuring
-_SLOW = 1.1  # times as long as usual: then a rank of a replica is worth a word
+_SLOW = 1.2  # times as long as usual: then a rank of a replica is worth a word
 _MANY = 3  # of fewer replicas none is the usual one
 
 
