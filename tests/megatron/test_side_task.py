@@ -108,17 +108,17 @@ def trained_early(name):
 
 @pytest.mark.full
 def test_side_task_with_post_validation(ranks):
-    """At most 1 % slower, and most of what ranks wait for their passes is used."""
+    """At most 1 % slower. Ranks wait in their steps, too, where no side task runs."""
     waits = 0.0
     without, with_task, used = [], [], []
     for _ in range(6):
         *taken, seconds, early = zip(*ranks(P).run(trained_early, '1f1b'), strict=True)
-        assert all(early)
+        assert all(early[:-1])  # the last one soon knows everything, and waits for it
         for found, of_ranks in zip((without, with_task), taken, strict=True):
             found += map(max, zip(*of_ranks, strict=True))
         waits = P * (min(without) / TURN - M * sum(TIMES))
         used.append(sum(seconds) / waits)
-        if min(with_task) <= 1.01 * min(without) and max(used) >= 0.5:
+        if min(with_task) <= 1.01 * min(without) and max(used) >= 0.35:
             return
     raise AssertionError((without, with_task, used, waits))
 
