@@ -63,27 +63,43 @@ def machines(
     return Devices(devices, bandwidth=rows)
 
 
-def entries(layers: Layers, devices: Devices, m: int, seconds: float) -> list[Entry]:
+@dataclass(frozen=True)
+class Known:
+    """What is known before anything is planned.
+
+    Attributes:
+        layers: in seconds.
+        devices: in the order of the ranks, which stays.
+    """
+
+    layers: Layers
+    devices: Devices
+
+
+def entries(known: Known, m: int, seconds: float, fused: Known | None = None) -> list[Entry]:
     """Return the even split by stock 1F1B and by zb-v, the best for stock, and the best of all.
 
     Args:
-        layers: of the model, in seconds.
-        devices: in the order of the ranks, which stays.
+        known: of layers and ranks.
         m: microbatches.
         seconds: to search in, for each.
+        fused: the same of backwards that are not split, as stock's; default: what `known` says of B
+            and W together.
     """
-    p = len(devices)
-    even = [_even(layers, devices, m, 'megatron', '1f1b'), _even(layers, devices, m, ZBPP, 'zb-v')]
+    fused = fused or known
+    p = len(known.devices)
+    even = [_even(fused, m, MEGATRON, '1f1b'), _even(known, m, ZBPP, 'zb-v')]
     loop = [Placement.loop(p)]
     stock = partition(
-        layers, devices, m, placements=loop, fused=True, schedules=['1f1b'], keep_order=True,
-        seconds=seconds,
+        fused.layers, fused.devices, m, placements=loop, fused=True, schedules=['1f1b'],
+        keep_order=True, seconds=seconds,
     )  # fmt: skip
-    best = partition(layers, devices, m, keep_order=True, seconds=seconds)
+    best = partition(known.layers, known.devices, m, keep_order=True, seconds=seconds)
     return [*even, _planned(MEGATRON, '1f1b, best layout', stock), _planned(ZBPP, 'plan', best)]
 
 
-def _even(layers: Layers, devices: Devices, m: int, runner: str, name: str) -> Entry:
+def _even(known: Known, m: int, runner: str, name: str) -> Entry:
+    layers, devices = known.layers, known.devices
     schedule = build(name, len(devices), m)
     placement = schedule.placement
     cuts = _evenly(layers, placement.num_stages)

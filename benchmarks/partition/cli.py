@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from benchmarks.common.spawning import collected
 from benchmarks.common.tables import aligned
-from benchmarks.partition import measured
-from benchmarks.partition.cases import Entry, entries, gpt, machines, scaled, worst
+from benchmarks.partition import profiles
+from benchmarks.partition.cases import Entry, Known, entries, gpt, machines, scaled
+from benchmarks.partition.measured import Gpt
+from benchmarks.partition.place import Place, made
 from benchmarks.partition.run import Job, Sample, alike, measure
-from benchmarks.partition.two_hosts import network
-from megatron_zbpp.partitioning.fitting import fit_layers
-from megatron_zbpp.partitioning.layers import Layers
-from megatron_zbpp.partitioning.shapes import Shape, layers_of
+from megatron_zbpp.partitioning.devices import Devices
 
 _ABOUT = """\
 From the costs of layers to a partition to measured iterations, without a GPU: the even split by
 Megatron's own 1F1B and by zb-v, the layout that is best for Megatron's 1F1B, and the best plan of
-all take turns. Passes sleep for the times of their layers around a tiny real product.
+all take turns. Passes sleep for the times of their layers around a tiny real product; with --real
+they are those of Megatron's GPT, profiled while all ranks train.
 """
 _MORE = """\
 a GPT whose head takes as long as three layers:
@@ -39,6 +39,10 @@ a rank that takes half as long again; two hosts with a link of 20 Mbit/s (Linux,
     python scripts/benchmark_partition.py --head 3 --slow 2:1.5 --busy
     python scripts/benchmark_partition.py --head 3 --link-mbit 20
 
+real passes, four ranks that each have 0.45 of one of two processors (Linux, as root):
+
+    python scripts/benchmark_partition.py --real --share 0.45 --seq-length 64
+
 columns: median of the iterations; what the simulator predicts, and how far that is off; ratio to
 the even split with Megatron's 1F1B; layers of each stage.
 """
@@ -50,68 +54,68 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        slow = _slow(args)
-        layers, found = _layers(args)
-        size = float(_BYTES * args.rows)
-        layers = scaled(layers, args.seconds_per_microbatch, size)
+        _check(args)
+        slow = _slow(args.slow, args.pp)
         linked = args.link_mbit is not None
         bandwidth = 1e6 * args.link_mbit / 8 if linked else 0.0
         devices = machines(args.pp, slow, 2 if linked else 1, bandwidth)
-        chosen = entries(layers, devices, args.microbatches, args.planning)
-        with network(args.link_mbit) if linked else nullcontext() as made:
+        fused = None
+        with made(args.link_mbit, _shares(args, devices)) as place:
+            if args.real:
+                known, fused, found = profiles.beside(_gpt(args, args.microbatches), place, devices)
+            else:
+                known, found = _emulated(args, devices)
+            chosen = entries(known, args.microbatches, args.planning, fused)
             job = Job(
                 tuple(chosen),
-                layers,
+                known.layers,
                 tuple(device.factors[0] for device in devices.devices),
                 args.microbatches,
                 args.rows,
                 args.rounds,
+                place,
                 args.realtime,
-                made,
                 args.busy,
+                _gpt(args, args.microbatches) if args.real else None,
             )
             samples = collected(measure(job), [each.title for each in chosen], args.rounds)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     rows = _rows(chosen, samples)
     print(_table(rows))
+    what = 'losses' if args.real else 'gradients'
     if not alike(samples):
-        print('gradients differ: they did not do the same work')
+        print(f'{what} differ: they did not do the same work')
         return 1
-    print('all did the same work: gradients are equal to the bit')
+    print(f'all did the same work: {what} are equal to the bit')
+    if args.real:
+        first, last = (fmean(map(float.fromhex, samples[0][at].work)) for at in (0, -1))
+        print(f'loss of the first round: {first:.4f}; of the last: {last:.4f}')
     if args.json:
         args.json.write_text(json.dumps({'rows': rows, **found}, indent=1) + '\n')
     return 0
 
 
-def _layers(args: argparse.Namespace) -> tuple[Layers, dict[str, Any]]:
-    """Return the costs of the layers, and what is to be said of them."""
-    if not args.measure:
-        return gpt(args.layers, args.head), {}
-    model = measured.Gpt(
-        args.pp, args.layers, args.hidden_size, args.seq_length, args.words, args.samples
-    )
-    layout, costs = measured.stages(model)
-    layers, error = fit_layers([(layout, costs)])
-    shape = Shape(
-        'gpt',
-        args.layers,
-        hidden=args.hidden_size,
-        heads=args.hidden_size // measured.HEAD,
-        vocab=args.words,
-        seq=args.seq_length,
-        tflops=1.0,
-    )
-    known = layers_of(shape)
-    cuts = tuple(map(len, layout.split('|')))
-    by_shape = [sum(layer.time for layer in own) for own in known.stages(cuts)]
-    times = [sum(each) for each in zip(costs.forward, costs.backward, costs.weight, strict=True)]
-    rate = sum(by_shape) / sum(times)  # the one number that a shape does not tell
-    off = worst(times, [each / rate for each in by_shape])
-    print(f'measured stages {layout}: {", ".join(f"{1e3 * t:.0f}" for t in times)} ms')
-    print(f'least squares over the layers: a stage is off by {error:.1%} at most')
-    print(f'by its shape at {1e3 * rate:.3g} GFLOP/s: a stage is off by {off:.1%} at most')
-    return layers, {'layout': layout, 'stages_s': times, 'fit_error': error, 'shape_error': off}
+def _emulated(args: argparse.Namespace, devices: Devices) -> tuple[Known, dict[str, Any]]:
+    """Return the layers, scaled, and what else is to be told of them."""
+    if args.measure:
+        layers, found = profiles.alone(_gpt(args, 1), Place())
+    else:
+        layers, found = gpt(args.layers, args.head), {}
+    size = float(_BYTES * args.rows)
+    return Known(scaled(layers, args.seconds_per_microbatch, size), devices), found
+
+
+def _gpt(args: argparse.Namespace, m: int) -> Gpt:
+    sizes = args.pp, args.layers, args.hidden_size, args.seq_length, args.words
+    return Gpt(*sizes, iterations=args.samples, num_microbatches=m)
+
+
+def _shares(args: argparse.Namespace, devices: Devices) -> list[float] | None:
+    """Return how much of a processor each rank has; None: that is left to the system."""
+    if args.share is None:
+        return None
+    return [args.share / device.factors[0] for device in devices.devices]
 
 
 def _rows(chosen: Sequence[Entry], samples: Sequence[Sequence[Sample]]) -> list[dict[str, Any]]:
@@ -151,23 +155,59 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     return aligned([heads, *lines], left=3)
 
 
-def _slow(args: argparse.Namespace) -> tuple[int, float] | None:
+def _slow(words: str | None, num_ranks: int) -> tuple[int, float] | None:
     """Return the slow rank and its factor.
 
     Raises:
-        ValueError: a value that makes no sense.
+        ValueError: it is none of the ranks, or no factor.
+    """
+    if words is None:
+        return None
+    rank, colon, factor = words.partition(':')
+    if not colon or not rank.isdigit() or int(rank) >= num_ranks:
+        raise ValueError(f'--slow {words}: give RANK:FACTOR, such as 2:1.5')
+    return int(rank), float(factor)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Return if flags make sense together.
+
+    Raises:
+        ValueError: one does not.
     """
     for name, least in (('pp', 2), ('microbatches', 1), ('layers', 2 * args.pp), ('rounds', 1)):
         if getattr(args, name) < least:
             raise ValueError(f'--{name} {getattr(args, name)} is too small: give at least {least}')
-    if args.slow is None:
-        if args.busy:
-            raise ValueError('--busy is about the rank of --slow: give that, such as 2:1.5')
-        return None
-    rank, colon, factor = args.slow.partition(':')
-    if not colon or not rank.isdigit() or int(rank) >= args.pp:
-        raise ValueError(f'--slow {args.slow}: give RANK:FACTOR, such as 2:1.5')
-    return int(rank), float(factor)
+    if args.slow is None and args.busy:
+        raise ValueError('--busy is about the rank of --slow: give that, such as 2:1.5')
+    _check_real(args)
+
+
+def _check_real(args: argparse.Namespace) -> None:
+    """Return if flags are for the passes that run.
+
+    Raises:
+        ValueError: one is not.
+    """
+    if not args.real:
+        if args.share is not None:
+            raise ValueError('--share is of real passes: give --real')
+        return
+    for name in ('measure', 'busy'):
+        if getattr(args, name):
+            raise ValueError(f'--{name} is of emulated passes: leave it or --real out')
+    if args.share is not None:
+        if args.realtime:
+            raise ValueError('--share makes ranks come first, too: leave --realtime out')
+        return
+    if args.slow is not None:
+        raise ValueError('with --real a slow rank has a smaller share: give --share')
+    processors = os.cpu_count() or 1
+    if args.pp > processors:
+        raise ValueError(
+            f'{args.pp} ranks on {processors} processors would take their time from each other: '
+            f'give --share {0.9 * processors / args.pp:.2f}, or --pp {processors}'
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -183,13 +223,17 @@ def _parser() -> argparse.ArgumentParser:
     add('--head', type=float, default=3.0, metavar='N', help='layers that the output layer takes '
         'as long as (default: 3)')  # fmt: skip
     add('--measure', action='store_true', help='the costs, on a real GPT')
-    add('--hidden-size', type=int, default=1024, help='of --measure (default: 1024)')
-    add('--seq-length', type=int, default=128, help='of --measure (default: 128)')
-    add('--words', type=int, default=40000, help='of --measure (default: 40000)')
-    add('--samples', type=int, default=5, help='of --measure (default: 5)')
+    add('--real', action='store_true', help='profile, partition and train that GPT: real passes')
+    add('--share', type=float, metavar='S', help='of --real: of a processor, for each rank: a '
+        'control group (Linux, as root)')  # fmt: skip
+    add('--hidden-size', type=int, default=1024, help='of that GPT (default: 1024)')
+    add('--seq-length', type=int, default=128, help='of that GPT (default: 128)')
+    add('--words', type=int, default=40000, help='of that GPT (default: 40000)')
+    add('--samples', type=int, default=5, help='of its costs (default: 5)')
     add('--seconds-per-microbatch', type=float, default=0.4, metavar='S', help='F, B and W of all '
         'layers, to which times are scaled (default: 0.4)')  # fmt: skip
-    add('--slow', metavar='RANK:FACTOR', help='a rank whose passes take so many times as long')
+    add('--slow', metavar='RANK:FACTOR', help='a rank whose passes take so many times as long; '
+        'with --real its share is so much less')  # fmt: skip
     add('--busy', action='store_true', help='that rank keeps a processor busy, instead of sleeping')
     add('--link-mbit', type=float, metavar='RATE', help='two hosts, with that between them')
     add('--rows', type=int, default=4, help='of a message, of 64 bytes each (default: 4)')

@@ -1,13 +1,15 @@
-"""What the stages of a real GPT take on this CPU, evenly split: by least squares and by shape."""
+"""What the stages of a real GPT take on this CPU, evenly split: measured while it trains."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common.spawning import joined, spawned
-from megatron_zbpp.analysis.fit_costs import fit, middle
+from benchmarks.partition.place import Place
+from megatron_zbpp.analysis.fit_costs import fit, latency, middle
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.layout import layers_per_stage, layout_string
 from megatron_zbpp.schedules import build
@@ -23,7 +25,8 @@ class Gpt:
     Attributes:
         num_ranks: p.
         layers, hidden, sequence, words: of the model; a microbatch is one sample.
-        iterations: of one microbatch each: so ranks compute one after the other.
+        iterations: that are measured, of each schedule.
+        num_microbatches: of an iteration; 1: ranks compute one after the other.
     """
 
     num_ranks: int
@@ -32,37 +35,54 @@ class Gpt:
     sequence: int
     words: int
     iterations: int
+    num_microbatches: int = 1
 
 
-def stages(gpt: Gpt) -> tuple[str, Costs]:
+def stages(gpt: Gpt, schedules: tuple[str, ...], place: Place) -> tuple[str, dict[str, Costs]]:
     """Return the even layout of the layers, and the times of its stages in seconds: medians.
+
+    Args:
+        gpt: that is trained.
+        schedules: on a loop of one stage a rank, which take turns; times are by their names.
+        place: where ranks run.
 
     Raises:
         RuntimeError: a rank failed.
     """
-    found: list[Costs] = list(spawned(_rank, gpt.num_ranks, gpt))
-    placement = build('zb-h1', gpt.num_ranks, 1).placement
-    return layout_string(layers_per_stage(gpt.layers, placement)), middle(found)
+    found: dict[str, list[Costs]] = defaultdict(list)
+    for name, costs in spawned(_rank, gpt.num_ranks, (gpt, schedules, place)):
+        found[name].append(costs)
+    placement = build(schedules[0], gpt.num_ranks, 1).placement
+    layout = layout_string(layers_per_stage(gpt.layers, placement))
+    return layout, {name: middle(found[name]) for name in schedules}
 
 
-def _rank(rank: int, gpt: Gpt, port: int, queue: Any) -> None:
-    for costs in _costs(rank, gpt, port):
+def _rank(rank: int, job: tuple[Gpt, tuple[str, ...], Place], port: int, queue: Any) -> None:
+    for name, costs in _costs(rank, port, *job):
         if rank == 0:
-            queue.put(costs)
+            queue.put((name, costs))
 
 
-def _costs(rank: int, gpt: Gpt, port: int) -> Iterator[Costs]:
-    with joined(rank, gpt.num_ranks, port, pipeline_model_parallel_size=gpt.num_ranks):
+def _costs(
+    rank: int, port: int, gpt: Gpt, schedules: tuple[str, ...], place: Place
+) -> Iterator[tuple[str, Costs]]:
+    p, m = gpt.num_ranks, gpt.num_microbatches
+    meeting = place.enter(rank, p, port)
+    with joined(rank, p, meeting, pipeline_model_parallel_size=p):
         from benchmarks.pipelines.runners import ZbppRunner
         from benchmarks.training.model import Gpt as Model
 
-        model = Model(gpt.layers, gpt.hidden, HEAD, gpt.sequence, gpt.words)
-        runner = ZbppRunner(build('zb-h1', gpt.num_ranks, 1), 'zb-h1', model, optimizer=False)
-        with runner.ready():
-            for number in range(_WARM_UP + gpt.iterations):
-                runner.iterate()
-                latest = runner.plugin.latest
-                assert latest is not None
-                timeline = latest.gather().timeline
+        runners = {}
+        for name in schedules:
+            model = Model(gpt.layers, gpt.hidden, HEAD, gpt.sequence, gpt.words)
+            runners[name] = ZbppRunner(build(name, p, m), name, model, optimizer=False)
+        place.limit(rank)
+        for number in range(_WARM_UP + gpt.iterations):
+            for name, runner in runners.items():
+                with runner.ready():
+                    runner.iterate()
+                    latest = runner.plugin.latest
+                    assert latest is not None
+                    timeline = latest.gather().timeline
                 if number >= _WARM_UP:
-                    yield fit(timeline)
+                    yield name, fit(timeline, latency(timeline))

@@ -1,4 +1,4 @@
-"""Layers whose passes take the times that a file of layers says, each its own, on unequal ranks.
+"""What is trained: emulated layers of unequal times, or a GPT that is alike however it is divided.
 
 Importing this imports Megatron.
 """
@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import itertools
 import time
+import zlib
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
 
+from benchmarks.partition.measured import HEAD
+from benchmarks.partition.measured import Gpt as Sizes
 from benchmarks.pipelines.emulated import SHAPE, EmulatedChunk, EmulatedLayer, Meter, Start, Times
 from benchmarks.pipelines.runners import EmulatedModel
+from benchmarks.training.model import Gpt
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
@@ -80,3 +85,46 @@ class UnevenModel(EmulatedModel):
         shape = self.sequence, *SHAPE[1:]
         found = [torch.randn(shape, generator=generator) for _ in range(num_microbatches)]
         return itertools.cycle(found)
+
+
+class LaidOutGpt(Gpt):
+    """The GPT of the training benchmark, divided as a layout says.
+
+    Args:
+        sizes: of the model.
+        layout: of its layers, in Megatron's language.
+    """
+
+    def __init__(self, sizes: Sizes, layout: str) -> None:
+        super().__init__(
+            sizes.layers, sizes.hidden, HEAD, sizes.sequence, sizes.words, layout=layout
+        )
+
+    def chunks(self, placement: Placement, store: WeightGradStore) -> list[GPTModel]:
+        found = super().chunks(placement, store)
+        for chunk in found:
+            _draw(chunk)
+        return found
+
+    def data(self, num_microbatches: int) -> Iterator[dict[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(1234)
+        shape = num_microbatches, 1, self.sequence + 1
+        drawn = torch.randint(self._words, shape, generator=generator)
+        positions = torch.arange(self.sequence).unsqueeze(0)
+        return itertools.cycle(
+            {'tokens': words[:, :-1], 'labels': words[:, 1:], 'positions': positions}
+            for words in drawn
+        )
+
+
+def _draw(model: GPTModel) -> None:
+    """Draw each matrix by the name that it has in the whole model, whichever rank it is on."""
+    layers = model.decoder.layers
+    for name, parameter in model.named_parameters():
+        start, _, rest = name.partition('decoder.layers.')
+        if rest and not start:
+            index, _, rest = rest.partition('.')
+            name = f'layer {layers[int(index)].layer_number} {rest}'
+        if parameter.dim() > 1:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            parameter.data.normal_(0.0, 0.02, generator=generator)

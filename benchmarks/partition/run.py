@@ -1,4 +1,4 @@
-"""All entries in turn on emulated passes, one process a rank; on two hosts where that is asked."""
+"""All entries in turn, one process a rank: on emulated passes, or on those of a real GPT."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import Any
 from benchmarks.common.realtime import realtime
 from benchmarks.common.spawning import joined, spawned
 from benchmarks.partition.cases import MEGATRON, Entry
-from benchmarks.partition.two_hosts import Network
+from benchmarks.partition.measured import Gpt
+from benchmarks.partition.place import Place
 from megatron_zbpp.partitioning.layers import Layers
+
+_RATE = 0.1  # of learning
 
 
 @dataclass(frozen=True)
@@ -25,9 +28,10 @@ class Job:
         num_microbatches: m.
         rows: of a message.
         rounds: of each, after one that does not count.
-        realtime: whether ranks come before other programs.
-        network: of two hosts; None: all ranks on this one.
+        place: where ranks run.
+        realtime: whether they come before other programs.
         busy: whether slower ranks keep a processor busy in their passes.
+        gpt: that is trained, whose passes take what they take; None: passes are emulated.
     """
 
     entries: tuple[Entry, ...]
@@ -36,9 +40,10 @@ class Job:
     num_microbatches: int
     rows: int
     rounds: int
+    place: Place
     realtime: bool = False
-    network: Network | None = None
     busy: bool = False
+    gpt: Gpt | None = None
 
 
 @dataclass(frozen=True)
@@ -46,12 +51,13 @@ class Sample:
     """One iteration of one entry.
 
     Attributes:
-        seconds: of the slowest rank.
-        gradients: the sum of squares of each layer's, in hex: equal where the work was.
+        seconds: of the slowest rank, without the optimizer's step.
+        work: what came out, in hex, equal where the work was: the losses of a GPT's microbatches,
+            or the sum of squares of each emulated layer's gradients.
     """
 
     seconds: float
-    gradients: tuple[str, ...]
+    work: tuple[str, ...]
 
 
 def measure(job: Job) -> Iterator[tuple[int, Sample | None]]:
@@ -64,12 +70,11 @@ def measure(job: Job) -> Iterator[tuple[int, Sample | None]]:
 
 
 def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
-    meeting: int | str = port
-    if job.network is not None:
-        meeting = job.network.enter(2 * rank // len(job.factors))
+    meeting = job.place.enter(rank, len(job.factors), port)
     sizes = {'pipeline_model_parallel_size': len(job.factors)}
     with joined(rank, len(job.factors), meeting, **sizes):
         runners = [_runner(entry, job, job.factors[rank]) for entry in job.entries]
+        job.place.limit(rank)
         for number in range(job.rounds + 1):
             for index, runner in enumerate(runners):
                 sample = _sample(runner, job)
@@ -78,11 +83,14 @@ def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
 
 
 def _runner(entry: Entry, job: Job, factor: float) -> Any:
-    from benchmarks.partition.model import UnevenModel
+    from benchmarks.partition.model import LaidOutGpt, UnevenModel
     from benchmarks.pipelines.runners import MegatronRunner, ZbppRunner
 
-    busy = job.busy and factor != 1
-    model = UnevenModel(job.layers, entry.cuts, factor, job.rows, busy)
+    if job.gpt is None:
+        busy = job.busy and factor != 1
+        model = UnevenModel(job.layers, entry.cuts, factor, job.rows, busy)
+    else:
+        model = LaidOutGpt(job.gpt, entry.layout)
     if entry.runner == MEGATRON:
         return MegatronRunner(entry.schedule, model, optimizer=False)
     return ZbppRunner(entry.schedule, entry.schedule, model, optimizer=False)
@@ -97,15 +105,28 @@ def _sample(runner: Any, job: Job) -> Sample:
         start = time.perf_counter()
         runner.iterate()
         seconds = time.perf_counter() - start
-    squares = {
-        f'{layer.index}': p.grad.double().square().sum().item().hex()
-        for layer, p in _layers(runner)
-    }
+    own = _squares(runner) if job.gpt is None else _trained(runner)
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (seconds, squares))
+    dist.all_gather_object(gathered, (seconds, own))
     times, found = zip(*gathered, strict=True)
     every = {index: value for own in found for index, value in own.items()}
-    return Sample(max(times), tuple(every[index] for index in sorted(every, key=int)))
+    return Sample(max(times), tuple(every[index] for index in sorted(every)))
+
+
+def _squares(runner: Any) -> dict[int, str]:
+    """Return the sum of squares of the gradients of this rank's layers, in hex."""
+    return {
+        layer.index: p.grad.double().square().sum().item().hex() for layer, p in _layers(runner)
+    }
+
+
+def _trained(runner: Any) -> dict[int, str]:
+    """Step by plain gradient descent; return the losses, where they are known, in hex."""
+    for parameter in runner.parameters:
+        parameter.data.add_(parameter.grad, alpha=-_RATE)
+        parameter.grad = None  # those of all entries would take much memory
+    losses = [loss for each in runner.reported for loss in each.values()]
+    return {index: loss.item().hex() for index, loss in enumerate(losses)}
 
 
 def _layers(runner: Any) -> Iterator[tuple[Any, Any]]:
@@ -115,5 +136,6 @@ def _layers(runner: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def alike(samples: Sequence[Sequence[Sample]]) -> bool:
-    """Whether all did the same work, to the bit."""
-    return len({sample.gradients for own in samples for sample in own}) == 1
+    """Whether all did the same work in each round, to the bit."""
+    rounds = zip(*samples, strict=True)
+    return all(len({sample.work for sample in taken}) == 1 for taken in rounds)

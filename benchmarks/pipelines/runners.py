@@ -99,7 +99,13 @@ class MegatronRunner:
         schedule: the same, as ours: what is where, and how many microbatches.
         model: to train.
         optimizer: whether to train: DistributedDataParallel, Megatron's Adam in fp32, clipping.
+
+    Attributes:
+        reported: what the loss function told of each microbatch of the latest iteration, on the
+            rank that has the loss.
     """
+
+    reported: list[dict[str, torch.Tensor]]
 
     def __init__(self, schedule: Schedule, model: Model, optimizer: bool) -> None:
         self._model = model
@@ -160,7 +166,7 @@ class MegatronRunner:
     def _forward_backward(self) -> None:
         pp_size, vp_size = self._sizes
         many = vp_size is not None
-        get_forward_backward_func(pp_size, vp_size)(
+        self.reported = get_forward_backward_func(pp_size, vp_size)(
             forward_step_func=self._model.forward_step,
             data_iterator=self._inputs if many else self._inputs[0],
             model=self._models if many else self._models[0],

@@ -1,18 +1,23 @@
-"""How much slower some ranks are: what layers of one kind take on each of them.
+"""How much slower some ranks are: by what layers of one kind take, or the same stages elsewhere.
 
-Only stages count whose layers are all of that kind, so that neither embedding nor output layer is
-taken for a slow machine. The usual one of those ranks has 1, and so has who has no such stage.
+Within a pipeline only stages count whose layers are all of one kind, so that neither embedding nor
+output layer is taken for a slow machine. The usual one of those ranks has 1, and so has who has no
+such stage. Between pipelines that are replicas, a rank is compared with those of its own stages.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from statistics import median_low
+from collections.abc import Iterable, Sequence
+from math import fsum
+from statistics import median, median_low
 
+from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 
 _LEAST = 0.05  # a smaller difference is that of measuring
+_SLOW = 1.2  # times as long as usual: then a rank of a replica is worth a word
+_MANY = 3  # of fewer replicas none is the usual one
 
 
 def rank_factors(stages: Sequence[str], ranks: Sequence[int], costs: Costs) -> tuple[float, ...]:
@@ -44,3 +49,33 @@ def rank_factors(stages: Sequence[str], ranks: Sequence[int], costs: Costs) -> t
         if usual > 0 and mean > 0 and abs(mean / usual - 1) > _LEAST:
             factors[rank] = mean / usual
     return tuple(factors)
+
+
+def slow_ranks(
+    found: Iterable[tuple[Sequence[int], Costs]], placement: Placement
+) -> dict[int, float]:
+    """Return the ranks that take longer than others for the same stages, and how many times.
+
+    Nothing where there are fewer than three pipelines: of two, neither is the usual one.
+
+    >>> usual, slow = Costs(*[(1.0, 1.0)] * 3), Costs(*[(1.0, 1.5)] * 3)
+    >>> slow_ranks([((0, 3), usual), ((1, 4), slow), ((2, 5), usual)], Placement.loop(2))
+    {4: 1.5}
+
+    Args:
+        found: ranks of the job in a pipeline, and what its stages took, once or more for each.
+        placement: of the stages on the ranks of a pipeline.
+    """
+    taken: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for ranks, costs in found:
+        for at, rank in enumerate(ranks):
+            own = placement.stages(at)
+            times = (costs.forward, costs.backward, costs.weight)
+            taken[at, rank].append(fsum(kind[stage] for kind in times for stage in own))
+    slower: dict[int, float] = {}
+    for at in range(placement.num_ranks):
+        usually = {rank: median(each) for (where, rank), each in taken.items() if where == at}
+        if len(usually) >= _MANY:
+            usual = median_low(usually.values())
+            slower |= {rank: t / usual for rank, t in usually.items() if t > _SLOW * usual > 0}
+    return slower

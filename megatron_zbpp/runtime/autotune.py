@@ -20,6 +20,7 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.partitioning.speeds import slow_ranks
 from megatron_zbpp.planner import worker
 from megatron_zbpp.planner.process import PlannerProcess
 from megatron_zbpp.runtime.measurements import WARM_UP, Measured, measured, merge_measurements
@@ -138,6 +139,12 @@ class AutoPlan:
             return
         self.say(f'auto: {_words(self.costs, full)}; plans within {limit:.3g} activations')
         placement = schedule.placement
+        pipelines = [(each.ranks, each.costs) for each in self._found if each.rank == 0]
+        for rank, times in slow_ranks(pipelines, placement).items():
+            self.say(
+                f'auto: rank {rank} takes {times:.3g} times as long as other replicas usually do '
+                'for the same stages: all of them wait for it'
+            )
         placement = placement.reversed() if _mirrored(schedule) else placement
         num_microbatches = schedule.num_microbatches
         request = worker.request(

@@ -31,6 +31,7 @@ class Measured:
         held: `Iteration.held`, of its own stages.
         spare: bytes that it never needed; None where nobody counts them.
         rank: in the pipeline.
+        ranks: of the job, in its pipeline.
     """
 
     costs: Costs
@@ -38,6 +39,7 @@ class Measured:
     held: Mapping[int, tuple[float, float]]
     spare: int | None
     rank: int
+    ranks: tuple[int, ...] = ()
 
 
 def measured(iteration: Iteration) -> list[Measured]:
@@ -49,6 +51,7 @@ def measured(iteration: Iteration) -> list[Measured]:
         iteration.held(),
         iteration.clock.spare(),
         dist.get_rank(iteration.pp_group),
+        tuple(dist.get_process_group_ranks(iteration.pp_group)),
     )
     return from_all(own)
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 from paths import ROOT
 
-from benchmarks.partition import cases, cli, two_hosts
+from benchmarks.partition import cases, cli, shares, two_hosts
 
 
 def run(folder, *flags):
@@ -51,16 +51,95 @@ def test_two_hosts(tmp_path):
     text, result = run(tmp_path, '--link-mbit', '20', '--rows', '1024')
     assert 'gradients are equal to the bit' in text
     even, *_ = result['rows']
-    free = cases.entries(
-        cases.scaled(cases.gpt(4, 3.0), 0.04, 0.0), cases.machines(2, None, 1, 0.0), 4, 0.1
-    )[0]
+    layers = cases.scaled(cases.gpt(4, 3.0), 0.04, 0.0)
+    free = cases.entries(cases.Known(layers, cases.machines(2, None, 1, 0.0)), 4, 0.1)[0]
     assert even['predicted_ms'] > 1e3 * free.predicted + 40
     assert even['median_ms'] > 1e3 * free.predicted + 40
+
+
+REAL = ['--real', '--hidden-size', '64', '--seq-length', '16', '--words', '512', '--samples', '1']
+
+
+def limited() -> str | None:
+    """Why no process can be limited here; None if it can."""
+    try:
+        with shares.shared([0.5]):
+            return None
+    except OSError as error:
+        return str(error)
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason='two ranks want a processor each')
+def test_real_passes(tmp_path):
+    """Profiled while all ranks train, planned, trained: losses are those of stock, to the bit."""
+    share = [] if limited() else ['--share', '0.45']
+    text, result = run(tmp_path, *REAL, *share, '--rounds', '1')
+    assert 'losses are equal to the bit' in text
+    even, zb_v, stock, plan = result['rows']
+    assert (even['layout'], zb_v['layout']) == ('Ett|ttL', 'Et|t|t|tL')
+    assert stock['predicted_ms'] <= even['predicted_ms']
+    assert plan['layout'].replace('|', '') == 'EttttL'
+    assert all(row['median_ms'] > 0 for row in result['rows'])
+    assert [*result['stages_s']] == ['1f1b', 'zb-h1']
+
+
+SPIN = """
+import time
+from pathlib import PosixPath
+from benchmarks.partition.shares import Shares
+
+{where}.enter(1)
+start, used = time.perf_counter(), time.process_time()
+while time.perf_counter() < start + 0.8:
+    pass
+print((time.process_time() - used) / (time.perf_counter() - start))
+"""
+
+
+@pytest.mark.skipif(limited() is not None, reason=f'no shares: {limited()}')
+def test_a_share_of_a_processor():
+    """It gets what it is given, and leaves nothing behind."""
+    with shares.shared([0.3, 0.2]) as where:
+        assert all(group.exists() for group in where.groups)
+        program = [sys.executable, '-c', SPIN.format(where=repr(where))]
+        done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert 0.1 < float(done.stdout) < 0.25, done.stderr
+    assert not any(group.exists() for group in where.groups)
+
+
+@pytest.mark.parametrize(
+    ('version', 'kind', 'written'),
+    [
+        (1, 'cgroup', {'cpu.cfs_quota_us': '4500', 'cpu.cfs_period_us': '10000'}),
+        (2, 'cgroup2', {'cpu.max': '4500 10000', 'cpu.weight': '10000'}),
+    ],
+)
+def test_both_versions_of_control_groups(tmp_path, version, kind, written):
+    (tmp_path / 'cgroup.controllers').write_text('cpuset cpu io')
+    line = f'cgroup {tmp_path} {kind} rw,cpu 0 0'
+    controller = shares.Controller.found(f'proc /proc proc rw 0 0\n{line}')
+    assert controller == shares.Controller(tmp_path, version)
+    group = controller.make('one', 0.45)
+    assert {name: (group / name).read_text() for name in written} == written
+    with pytest.raises(OSError, match='no control groups'):
+        shares.Controller.found('proc /proc proc rw 0 0')
+
+
+def test_ranks_share_no_more_than_there_is():
+    assert shares.spread([0.45] * 4, [0, 1]) == (0, 0, 1, 1)
+    assert shares.spread([0.9, 0.9], [0, 1, 2]) == (0, 1)
+    with pytest.raises(ValueError, match='give --share above 0'):
+        shares.spread([0.6] * 4, [0, 1])
 
 
 @pytest.mark.parametrize(
     ('flags', 'said'),
     [
+        (['--share', '0.4'], '--share is of real passes'),
+        (['--real', '--measure'], '--measure is of emulated passes'),
+        (['--real', '--slow', '1:2'], 'with --real a slow rank has a smaller share'),
+        (['--real', '--share', '0.1', '--realtime'], 'leave --realtime out'),
+        (['--real', '--pp', '900', '--layers', '1800'], 'would take their time from each other'),
         (['--pp', '1'], '--pp 1 is too small'),
         (['--slow', '9:2'], '--slow 9:2: give RANK:FACTOR'),
         (['--layers', '3'], '--layers 3 is too small'),

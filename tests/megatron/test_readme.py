@@ -31,6 +31,9 @@ ELSEWHERE = {
     'python scripts/benchmark_partition.py --head 3.1 --realtime': (
         'tests/megatron/test_benchmark_partition.py'
     ),
+    'python scripts/benchmark_partition.py --real --share 0.45 --seq-length 64 --rounds 5': (
+        'tests/megatron/test_benchmark_partition.py'
+    ),
     'python scripts/compare_with_paper.py --offload': 'tests/project/test_paper_page.py',
     'python scripts/support_page.py': 'tests/project/test_support.py',
     'python scripts/benchmark_splitting.py --te [FOLDER] --rounds 31': (

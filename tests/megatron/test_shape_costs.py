@@ -1,4 +1,4 @@
-"""What a model's shape says of its stages, beside what they take: Megatron's GPT on this CPU."""
+"""What a model's shape says of its stages, beside what they take: Megatron's models on this CPU."""
 
 from __future__ import annotations
 
@@ -15,9 +15,17 @@ from megatron_zbpp.schedules import build
 HEAD, SEQUENCE = 64, 128
 OFF = 0.1  # that a stage may be, as a share of what it takes
 ITERATIONS = 4
+LLAMA = {'num_query_groups': 2, 'normalization': 'RMSNorm', 'add_bias_linear': False}
+EXPERTS = {'num_moe_experts': 4, 'moe_router_topk': 2, 'moe_ffn_hidden_size': 1024}
+# by model: fields of Megatron's config; flags of `zbpp profile`
+MODELS = {
+    'gpt': ({}, {}),
+    'llama': (LLAMA | {'ffn_hidden_size': 1408}, {'groups': 2, 'ffn': 1408}),
+    'moe': (LLAMA | EXPERTS, {'groups': 2, 'experts': 4, 'top-k': 2, 'expert-ffn': 1024}),
+}
 
 
-def measured(p, layers, hidden, words):
+def measured(p, model, layers, hidden, words):
     """Seconds of F, B and W of this rank's stage, of one microbatch: medians.
 
     Seconds of this thread on a processor: what other programs take does not count.
@@ -38,7 +46,10 @@ def measured(p, layers, hidden, words):
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=p)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     try:
-        model = Gpt(layers, hidden, HEAD, SEQUENCE, words)
+        fields = dict(MODELS[model][0])
+        if fields:
+            fields |= {'gated_linear_unit': True, 'activation_func': torch.nn.functional.silu}
+        model = Gpt(layers, hidden, HEAD, SEQUENCE, words, rotary=bool(fields), **fields)
         # of one microbatch, so that ranks take turns
         runner = ZbppRunner(build('zb-h1', p, 1), 'zb-h1', model, optimizer=False)
         found = []
@@ -55,13 +66,13 @@ def measured(p, layers, hidden, words):
         forget_groups()
 
 
-def by_shape(folder, p, layers, hidden, words):
+def by_shape(folder, p, model, layers, hidden, words):
     """Seconds of each stage as `zbpp profile` has them, of a device of 1 TFLOP/s."""
     file = folder / f'{words}.json'
     sizes = {'layers': layers, 'hidden': hidden, 'heads': hidden // HEAD, 'vocab': words}
-    sizes |= {'seq': SEQUENCE, 'tflops': 1}
+    sizes |= {'seq': SEQUENCE, 'tflops': 1} | MODELS[model][1]
     flags = [word for name, size in sizes.items() for word in (f'--{name}', str(size))]
-    assert main(['profile', '--model', 'gpt', *flags, '-o', str(file)]) == 0
+    assert main(['profile', '--model', model, *flags, '-o', str(file)]) == 0
     cuts = layers_per_stage(layers, build('zb-h1', p, 1).placement)
     cuts = [cuts[0] + 1, *cuts[1:-1], cuts[-1] + 1]
     known = Layers.from_json(file.read_text())
@@ -75,16 +86,21 @@ def off(times, known):
 
 
 @pytest.mark.parametrize(
-    ('p', 'layers', 'hidden', 'words'),
-    [(2, 4, 512, 8000), pytest.param(4, 8, 512, 16000, marks=pytest.mark.full)],
+    ('model', 'p', 'layers', 'hidden', 'words'),
+    [
+        ('gpt', 2, 4, 512, 8000),
+        pytest.param('gpt', 4, 8, 512, 16000, marks=pytest.mark.full),
+        pytest.param('llama', 2, 4, 512, 8000, marks=pytest.mark.full),
+        pytest.param('moe', 2, 4, 512, 8000, marks=pytest.mark.full),
+    ],
 )
-def test_within_a_tenth(ranks, tmp_path, p, layers, hidden, words):
+def test_within_a_tenth(ranks, tmp_path, model, p, layers, hidden, words):
     """Of each stage, at one rate for all; measured again where the machine was disturbed."""
-    known = by_shape(tmp_path, p, layers, hidden, words)
-    headless = by_shape(tmp_path, p, layers, hidden, 64)
+    known = by_shape(tmp_path, p, model, layers, hidden, words)
+    headless = by_shape(tmp_path, p, model, layers, hidden, 64)
     found = []
     for _ in range(4):
-        times = ranks(p).run(measured, p, layers, hidden, words)
+        times = ranks(p).run(measured, p, model, layers, hidden, words)
         found.append(off(times, known))
         if found[-1] <= OFF:
             assert off(times, headless) > OFF, 'it tells whether the head is counted'

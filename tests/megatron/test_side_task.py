@@ -15,6 +15,8 @@ P, M = 4, 8
 TIMES = 0.02, 0.02, 0.02  # of F, B, W
 STEP = 0.002
 ROUNDS = 4
+TURN = 5  # iterations that are timed together, where they overlap
+MEASURED = 15  # of those, after which times are known
 
 
 def trained(name):
@@ -67,6 +69,58 @@ def test_side_task(ranks, slower):
         if min(with_task) <= (1 + slower) * min(without) and max(used) >= 0.8:
             return
     raise AssertionError((without, with_task, used))
+
+
+def trained_early(name):
+    """Seconds of five iterations whose steps do not wait, without and with the task, which take
+    turns; of its steps in one iteration, and how many optimizer steps were early.
+    """
+    from example import forget_groups
+    from megatron.core import parallel_state
+
+    from benchmarks.pipelines.emulated import Times, sleep_until
+    from benchmarks.pipelines.runners import EmulatedModel, ZbppRunner
+
+    def step():
+        sleep_until(time.perf_counter() + STEP)
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=P)
+    try:
+        model = EmulatedModel(Times(*TIMES))
+        runner = ZbppRunner(build(name, P, M), name, model, optimizer=True, early=True)
+        with runner.ready():
+            work = runner.plugin.side_task(step, STEP)
+            for _ in range(MEASURED):
+                runner.iterate()
+            taken = [], []
+            for at in range(2 * ROUNDS):
+                work.finished = at % 2 == 0
+                before = work.seconds
+                dist.barrier()
+                start = time.perf_counter()
+                for _ in range(TURN):
+                    runner.iterate()
+                taken[at % 2].append(time.perf_counter() - start)
+            return *taken, (work.seconds - before) / TURN, runner.plugin.post_validation.early
+    finally:
+        forget_groups()
+
+
+@pytest.mark.full
+def test_side_task_with_post_validation(ranks):
+    """At most 1 % slower. Ranks wait in their steps, too, where no side task runs."""
+    waits = 0.0
+    without, with_task, used = [], [], []
+    for _ in range(6):
+        *taken, seconds, early = zip(*ranks(P).run(trained_early, '1f1b'), strict=True)
+        assert all(early[:-1])  # the last one soon knows everything, and waits for it
+        for found, of_ranks in zip((without, with_task), taken, strict=True):
+            found += map(max, zip(*of_ranks, strict=True))
+        waits = P * (min(without) / TURN - M * sum(TIMES))
+        used.append(sum(seconds) / waits)
+        if min(with_task) <= 1.01 * min(without) and max(used) >= 0.35:
+            return
+    raise AssertionError((without, with_task, used, waits))
 
 
 def disagreeing():

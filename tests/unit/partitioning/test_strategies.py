@@ -135,6 +135,68 @@ def test_by_name(strategy, tmp_path, capsys):
     assert ("an estimate, as Megatron's grid" in printed.err) == uneven
 
 
+def model(times, parameters, outputs):
+    """Layers of which F, B and W take a third of the time each."""
+    kinds = f'E{"t" * (len(times) - 2)}L'
+    return Layers(
+        tuple(
+            Layer(kind, time / 3, time / 3, time / 3, parameters=held, output=sent)
+            for kind, time, held, sent in zip(kinds, times, parameters, outputs, strict=True)
+        )
+    )
+
+
+LINKS = Devices(  # of a unit of output, or of parameters, a unit of time
+    tuple(Device(str(rank)) for rank in range(4)),
+    bandwidth=tuple(tuple(float(a != b) for b in range(4)) for a in range(4)),
+)
+
+
+@pytest.mark.parametrize(
+    ('strategy', 'layers', 'devices', 'm', 'said', 'order'),
+    [
+        (
+            'pipedream',
+            model([4] * 4, [1, 1, 1, 20], [6, 4, 1, 1]),
+            LINKS,
+            4,
+            '4 between microbatches, 2 admitted, with layers 0-2 x3, layers 3-3 x1',
+            [0, 1, 2, 3],
+        ),
+        (
+            'dapple',
+            model([3] * 4, [1, 1, 1, 30], [0] * 4),
+            LINKS,
+            8,
+            '30 a batch, with layers 0-0 x1, layers 1-2 x2, layers 3-3 x1',
+            [0, 1, 2, 3],
+        ),
+        ('pipe-torch', P3, ONE_SLOW, 6, '12 between microbatches, asynchronous', None),
+        ('spp', P4, NODES, 4, 'in the order of a minimum cut, 0, 2, 1, 3', [0, 2, 1, 3]),
+        (
+            '2bw',
+            model([3] * 8, [2] * 8, [1] * 8),
+            LINKS,
+            16,
+            '4 pipelines of 1 stages, 4 microbatches of 1 samples: 0.166667 samples',
+            [0, 1, 2, 3],
+        ),
+    ],
+)
+def test_known_answers_by_name(tmp_path, capsys, strategy, layers, devices, m, said, order):
+    """From files, by the command: what each strategy is known to choose."""
+    files = [tmp_path / 'layers.json', tmp_path / 'devices.json']
+    for file, each in zip(files, (layers, devices), strict=True):
+        file.write_text(each.to_json())
+    given = ['partition', str(files[0]), '--devices', str(files[1]), '--microbatches', str(m)]
+    assert main([*given, '--strategy', strategy, '--json']) == 0
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f'{strategy}: ') and said in printed.err
+    found = json.loads(printed.out)
+    assert sum(found['cuts']) == len(layers)
+    assert order is None or found['device_order'] == order
+
+
 @pytest.mark.parametrize('strategy', ['pipedream', 'dapple'])
 def test_devices_that_differ_are_refused(strategy, tmp_path, capsys):
     layers, devices = tmp_path / 'layers.json', tmp_path / 'devices.json'

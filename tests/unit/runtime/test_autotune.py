@@ -141,6 +141,28 @@ def test_another_batch_size_begins_anew(monkeypatch, settled):
     assert not planner.runs and auto.counting and auto.planned is None
 
 
+def test_a_slow_replica_is_named(monkeypatch):
+    """Of three, by the rank of the job; the costs to plan for are the usual ones."""
+    from megatron_zbpp.runtime import autotune
+
+    monkeypatch.setattr(autotune.dist, 'get_rank', lambda *_: 0)
+    monkeypatch.setattr(autotune, 'PlannerProcess', lambda *_: None)
+    slow = replace(COSTS, forward=(0.5, 0.8, 0.8, 0.5), weight=(0.5, 0.8, 0.8, 0.5))
+    found = [
+        Measured(slow if ranks == (1, 4) else COSTS, 1.0, {}, None, rank, ranks)
+        for ranks in ((0, 3), (1, 4), (2, 5))
+        for rank in (0, 1)
+    ]
+    said = []
+    auto = AutoPlan(say=said.append, _spans=[9.0], _found=found)
+    auto._start(SCHEDULE)
+    assert 'rank 4 takes 1.4 times as long as other replicas usually do' in said[1]
+    assert auto.costs.forward == COSTS.forward
+    two = AutoPlan(say=said.append, _spans=[9.0], _found=found[:4])
+    two._start(SCHEDULE)
+    assert len(said) == 3, 'of two, neither is the usual one'
+
+
 def asked(monkeypatch, tmp_path, program, seconds=30.0):
     """What `auto` says, and what it answers, where the planner is this program."""
     from megatron_zbpp.runtime import autotune
