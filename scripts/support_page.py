@@ -24,11 +24,13 @@ from megatron_zbpp.schedules.registry import find
 RECORDS = Path(__file__).parents[1] / 'docs' / 'support.csv'
 HEAD = """# What is supported
 
-Each cell is a test that passed with that release of megatron-core (and of Transformer Engine, its
-kernels emulated on a CPU) by that kind of schedule. **=**: losses, parameters and optimizer state
-are those of Megatron's own schedule, to the bit; **≈**: within a tolerance; **waits**: to the bit,
-and optimizer steps are not validated later; **passes**: a test that is not ours. A cell that is
-empty was not run.
+Each cell is a test that passed with that release of megatron-core by that kind of schedule; on
+Megatron's own layers, or on those of the release of Transformer Engine (TE) that is named, its
+kernels emulated on a CPU. **=**: losses, parameters and optimizer state are those of Megatron's own
+schedule, to the bit; **≈**: within a tolerance; **waits**: to the bit, and optimizer steps are not
+validated later; **passes**: a test that is not ours; **—**: that release does not have it, which
+the test found. A cell that is empty was not run. 0.20.0 is Megatron's main branch as of 22 August
+2026.
 
 Tests write the records (`docs/support.csv`), and a test fails where a record has no test any more:
 
@@ -42,7 +44,8 @@ schedules: one stage a rank (`1f1b`; with W passes `zb-h1`), a loop (`interleave
 
 ## What trains
 """
-SIGNS = {'bit-identical': '=', 'within tolerance': '≈'}
+ABSENT = 'absent'
+SIGNS = {'bit-identical': '=', 'within tolerance': '≈', ABSENT: '—'}
 
 
 class Record(NamedTuple):
@@ -54,7 +57,8 @@ class Record(NamedTuple):
             does not matter.
         megatron: the release of megatron-core.
         te: the release of Transformer Engine, on whose layers; '' for Megatron's own.
-        outcome: 'bit-identical', 'within tolerance', 'waits', 'passes', or 'refused: ' and why.
+        outcome: 'bit-identical', 'within tolerance', 'waits', 'passes', 'refused: ' and why, or
+            'absent' where that release of Megatron has no such thing.
         test: file::function, from the repository's root.
     """
 
@@ -66,8 +70,8 @@ class Record(NamedTuple):
     test: str
 
     @property
-    def release(self) -> tuple[str, str]:
-        return self.megatron, self.te
+    def release(self) -> str:
+        return self.megatron.rpartition('.')[0]
 
     @property
     def refused(self) -> bool:
@@ -105,8 +109,10 @@ def page() -> str:
 
 def _trained(rows: list[Record]) -> list[str]:
     rows = [row for row in rows if not row.refused]
-    releases = sorted({row.release for row in rows}, key=lambda found: (found[1] != '', found))
-    heads = [megatron + (f', TE {te}' if te else '') for megatron, te in releases]
+    releases = defaultdict(set)
+    for row in rows:
+        releases[row.release].add(row.megatron)
+    heads = [', '.join(sorted(versions)) for _, versions in sorted(releases.items())]
     lines = [f'| what | schedules | {" | ".join(heads)} | shown by |']
     lines.append('|---' * (3 + len(heads)) + '|')
     for feature, of_feature in groupby(rows, lambda row: row.feature):
@@ -115,7 +121,7 @@ def _trained(rows: list[Record]) -> list[str]:
             kinds[kind(row.schedule)].append(row)
             tests.add(row.test.partition('::')[0].rpartition('/')[2])
         for number, ((_, words), found) in enumerate(sorted(kinds.items())):
-            cells = [_cell([row for row in found if row.release == at]) for at in releases]
+            cells = [_cell([row for row in found if row.release == at]) for at in sorted(releases)]
             ends = (
                 ('', '') if number else (feature, ', '.join(f'`{test}`' for test in sorted(tests)))
             )
@@ -124,8 +130,22 @@ def _trained(rows: list[Record]) -> list[str]:
 
 
 def _cell(rows: list[Record]) -> str:
-    outcomes = sorted({SIGNS.get(row.outcome, row.outcome) for row in rows})
-    return ', '.join(outcomes)
+    """Return the outcomes, each with the releases of Transformer Engine that it was seen with."""
+    found = defaultdict(set)
+    for row in rows:
+        found[SIGNS.get(row.outcome, row.outcome)].add(row.te)
+    if len(found) > 1:
+        found.pop(SIGNS[ABSENT], None)
+    return '; '.join(
+        sign if sign == SIGNS[ABSENT] or engines == {''} else f'{sign} {_engines(engines)}'
+        for sign, engines in sorted(found.items())
+    )
+
+
+def _engines(versions: set[str]) -> str:
+    """Return with whose layers: those of some releases, or Megatron's own, too."""
+    of_others = sorted(versions - {''}, key=lambda version: [*map(int, version.split('.'))])
+    return ', '.join(['own'] * ('' in versions) + [f'TE {version}' for version in of_others])
 
 
 def _refused(rows: list[Record]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from grids import grid
 from nvidia import known, needs_training, run, since
-from supported import supports
+from supported import absent, supports
 from test_launch import MOE, NO_CLIPPING
 
 pytestmark = [pytest.mark.te, needs_training]
@@ -26,7 +26,7 @@ PATTERNS = {
 def knows_segments(te_ranks):
     """Skips where hybrid models have another name and one chunk a rank."""
     if '--hybrid-layer-pattern' not in te_ranks(2).run(known)[0]:
-        pytest.skip('hybrid models have segments from 0.17 on')
+        absent('hybrid models have segments from 0.17 on')
 
 
 @supports('HybridModel: {case}')

@@ -7,7 +7,7 @@ from gpu import CUDA, marks
 from grids import grid
 from models import KINDS, Job, check
 from nvidia import known_config
-from supported import supports
+from supported import absent, supports
 
 pytestmark = marks if CUDA else pytest.mark.te
 SCHEDULES = ('zb-h1', 'zb-v', 'zb-2p+post-validation')
@@ -52,5 +52,5 @@ def test_shapes(te_ranks, data, shape, kind, schedule, fused):
 def test_dispatch_overlapped_with_weight_gradients(te_ranks, data, schedule, dp):
     """By Megatron's own hooks, in schedules that leave the backward whole."""
     if 'overlap_dispatch_backward_with_experts_wgrad' not in te_ranks(2).run(known_config)[0]:
-        pytest.skip('Megatron has it from 0.18 on')
+        absent('from 0.18 on')
     check(te_ranks, data, schedule, Job('overlapped experts', bf16=True, fused=True, dp=dp, ep=dp))

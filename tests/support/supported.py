@@ -15,18 +15,19 @@ import re
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import nvidia
 import pytest
 from words import worded
 
-from scripts.support_page import RECORDS, Record, read
+from scripts.support_page import ABSENT, RECORDS, Record, read
 
 BITS = 'bit-identical'
 TOLERANCE = 'within tolerance'
 WAITS = 'waits'
 PASSES = 'passes'
+_LACKS = 'not in this Megatron: '
 
 
 def supports(
@@ -47,6 +48,15 @@ def refuses(feature: str, why: str, schedules: str = 'any') -> pytest.MarkDecora
     return supports(feature, schedules, f'refused: {why}')
 
 
+def absent(why: str) -> NoReturn:
+    """Skips a test of what this release of Megatron does not have; the page says so.
+
+    Args:
+        why: since when it does, or what it lacks.
+    """
+    pytest.skip(_LACKS + why)
+
+
 def claims(item: pytest.Item) -> Iterator[Record]:
     """What `item` shows when it passes here."""
     params = getattr(item, 'callspec', None)
@@ -61,6 +71,11 @@ def claims(item: pytest.Item) -> Iterator[Record]:
         for schedule in schedules.split():
             te = str(measured.get('te', given.get('te_ranks', '')))
             yield Record(feature, schedule, megatron, te, outcome, test)
+
+
+def lacks(item: pytest.Item) -> Iterator[Record]:
+    """What `item` says when it is skipped, since Megatron has no such thing here."""
+    return (each._replace(outcome=ABSENT) for each in claims(item) if not each.refused)
 
 
 def write(records: Iterable[Record]) -> None:
@@ -82,8 +97,7 @@ class Recorder:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
-            for claim in claims(item):
-                self._claimed.add(key(claim))
+            self._claimed |= keys(item)
             self._collected.add(Path(item.nodeid.partition('::')[0]).as_posix())
 
     @pytest.hookimpl(wrapper=True)
@@ -91,15 +105,27 @@ class Recorder:
         report = yield
         if report.when == 'call' and report.passed:
             self._passed.update(claims(item))
+        elif report.skipped and f'Skipped: {_LACKS}' in str(report.longrepr):
+            self._passed.update(lacks(item))
         return report
 
     def pytest_sessionfinish(self) -> None:
+        shown = {record._replace(outcome='') for record in self._passed}
         known = [
             record
             for record in (read() if RECORDS.exists() else [])
-            if record.test.partition('::')[0] not in self._collected or key(record) in self._claimed
+            if record._replace(outcome='') not in shown
+            and (
+                record.test.partition('::')[0] not in self._collected
+                or key(record) in self._claimed
+            )
         ]
         write([*known, *self._passed])
+
+
+def keys(item: pytest.Item) -> set[tuple[str, ...]]:
+    """Return `key` of each record that `item` may write, here or elsewhere."""
+    return {key(record) for record in (*claims(item), *lacks(item))}
 
 
 def key(record: Record) -> tuple[str, ...]:
@@ -115,5 +141,5 @@ class Lister:
         import sys
 
         writer = csv.writer(sys.stdout, lineterminator='\n')
-        writer.writerows(sorted({key(claim) for item in items for claim in claims(item)}))
+        writer.writerows(sorted(set[tuple[str, ...]]().union(*map(keys, items))))
         items.clear()
