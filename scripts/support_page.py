@@ -121,7 +121,7 @@ def _trained(rows: list[Record]) -> list[str]:
             kinds[kind(row.schedule)].append(row)
             tests.add(row.test.partition('::')[0].rpartition('/')[2])
         for number, ((_, words), found) in enumerate(sorted(kinds.items())):
-            cells = [_cell([row for row in found if row.release == at]) for at in sorted(releases)]
+            cells = [cell([row for row in found if row.release == at]) for at in sorted(releases)]
             ends = (
                 ('', '') if number else (feature, ', '.join(f'`{test}`' for test in sorted(tests)))
             )
@@ -129,7 +129,7 @@ def _trained(rows: list[Record]) -> list[str]:
     return lines
 
 
-def _cell(rows: list[Record]) -> str:
+def cell(rows: list[Record]) -> str:
     """Return the outcomes, each with the releases of Transformer Engine that it was seen with."""
     found = defaultdict(set)
     for row in rows:

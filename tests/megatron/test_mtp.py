@@ -2,32 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import events
 import pytest
+import wheels
 from grids import grid
 from nvidia import needs_training, run, since
-from ranks import RankError
+from ranks import Pool, RankError, Ranks
 from supported import refuses, supports
+from test_te_launch import TE
 
 pytestmark = needs_training
 
+Layers = tuple[Callable[[int], Ranks], list]
 MTP = """--untie-embeddings-and-output-weights --position-embedding-type rope
     --clip-grad 1e9 --global-batch-size 6 --train-iters 3""".split()
 
 
+def can_be_megatrons() -> bool:
+    """On each rank: whether such a model is built without Transformer Engine: until 0.19."""
+    from megatron.core.transformer import multi_token_prediction
+
+    ask = getattr(multi_token_prediction, 'is_inference_column_parallel_linear', None)
+    try:
+        return ask is None or not ask(None)
+    except TypeError:  # it looks for classes that are derived from Transformer Engine's
+        return False
+
+
+@pytest.fixture(scope='module')
+def layers_here(ranks) -> Iterator[Layers]:
+    """Ranks, and flags for Megatron's own layers, or else for Transformer Engine's."""
+    if ranks(2).run(can_be_megatrons)[0]:
+        yield ranks, []
+        return
+    pool = Pool(wheels.install, wheels.transformer_engine(wheels.NEWEST))
+    yield lambda size: Ranks(size, pool), TE
+    pool.stop()
+
+
+@pytest.fixture
+def layers(layers_here, record_property) -> Layers:
+    """The same, and the record of what this test shows says of which they are."""
+    if layers_here[1]:
+        record_property('te', wheels.NEWEST)
+    return layers_here
+
+
 @supports('multi-token prediction, depth {depth}')
 @grid(depth=(1, 2), p=(2, 4), schedule=('zb-h1', 'zb-v', 'dualpipe-v', 'interleaved', 'auto'))
-def test_identical_to_megatron(ranks, tmp_path, depth, p, schedule):
+def test_identical_to_megatron(layers, tmp_path, depth, p, schedule):
     """From a checkpoint that Megatron's own 1F1B saved; its layout is that of one chunk a rank."""
-    flags = [
-        *MTP,
-        '--num-layers',
-        2 * p,
-        '--pipeline-model-parallel-size',
-        p,
-        '--mtp-num-layers',
-        depth,
-    ]
+    ranks, te = layers
+    flags = [*MTP, *te, '--pipeline-model-parallel-size', p, '--num-layers', 2 * p]
+    flags += ['--mtp-num-layers', depth]
     stock = run(ranks(p), *flags, '--save', tmp_path, '--save-interval', 1)
     loading = ['--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule', schedule]
     ours = run(ranks(p), *flags, *loading)
@@ -40,10 +69,11 @@ def test_identical_to_megatron(ranks, tmp_path, depth, p, schedule):
 
 @supports('multi-token prediction, depth 2', '{schedule}+post-validation')
 @pytest.mark.parametrize('schedule', ['zb-2p', 'zb-v'])
-def test_post_validation(ranks, tmp_path, schedule):
+def test_post_validation(layers, tmp_path, schedule):
     """Losses of forwards that ran ahead are logged with their own iteration."""
-    flags = [*MTP, '--num-layers', 4, '--mtp-num-layers', 2, '--pipeline-model-parallel-size', 2]
-    flags += ['--train-iters', 5]
+    ranks, te = layers
+    flags = [*MTP, *te, '--pipeline-model-parallel-size', 2, '--num-layers', 4]
+    flags += ['--mtp-num-layers', 2, '--train-iters', 5]
     saving = ['--save', tmp_path, '--save-interval', 1]
     stock = run(ranks(2), *flags, *saving, event=events.mtp_losses)
     early = ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 1]
@@ -57,10 +87,12 @@ def test_post_validation(ranks, tmp_path, schedule):
 
 @supports('multi-token prediction in a stage of its own, depth {depth}', 'zb-h1')
 @pytest.mark.parametrize('depth', [1, 2])
-def test_a_stage_of_its_own(ranks, depth):
+def test_a_stage_of_its_own(layers, depth):
     """Its message to the stage of the loss is longer than all others."""
+    ranks, te = layers
     layout = ['--pipeline-model-parallel-layout', f'Etttt|tttt|{"m" * depth}|L', '--num-layers', 8]
-    flags = [*MTP, *layout, '--pipeline-model-parallel-size', 4, '--mtp-num-layers', depth]
+    flags = [*MTP, *te, *layout, '--pipeline-model-parallel-size', 4]
+    flags += ['--mtp-num-layers', depth]
     stock = run(ranks(4), *flags)
     assert len(set(stock.losses.values())) == 3
     assert run(ranks(4), *flags, '--pipeline-schedule', 'zb-h1') == stock
@@ -71,8 +103,9 @@ def test_a_stage_of_its_own(ranks, depth):
     'it must come before the stage of the loss',
     'zb-v',
 )
-def test_a_stage_of_its_own_needs_a_loop(ranks):
+def test_a_stage_of_its_own_needs_a_loop(layers):
+    ranks, te = layers
     layout = ['--pipeline-model-parallel-layout', 'Ett|tt|m|L', '--num-layers', 4]
-    flags = [*MTP, *layout, '--pipeline-model-parallel-size', 2, '--mtp-num-layers', 1]
+    flags = [*MTP, *te, *layout, '--pipeline-model-parallel-size', 2, '--mtp-num-layers', 1]
     with pytest.raises(RankError, match='before the stage of the loss'):
         run(ranks(2), *flags, '--pipeline-schedule', 'zb-v')

@@ -12,6 +12,8 @@ from paths import ROOT
 
 from scripts import support_page
 
+pytest_plugins = ['pytester']
+
 
 def test_page_is_what_the_records_give():
     assert (ROOT / 'docs' / 'support.md').read_text() == support_page.page(), (
@@ -36,3 +38,46 @@ def test_no_claim_outlives_its_test():
 def test_a_claim_fills_its_parameters_in():
     outcome = supported.refuses('{setting}', 'why', 'zb-v').mark.args
     assert outcome == ('{setting}', 'zb-v', 'refused: why')
+
+
+def test_what_a_release_lacks_is_recorded(pytester, monkeypatch):
+    """Until it has it: a test that is skipped for another reason, or refuses, says nothing."""
+    pytest.importorskip('megatron.core')
+    for module in (supported, support_page):
+        monkeypatch.setattr(module, 'RECORDS', pytester.path / 'support.csv')
+    monkeypatch.setattr(sys, 'dont_write_bytecode', True)
+    tests = """
+        import pytest
+        from supported import absent, refuses, supports
+
+        @supports('a', 'zb-v')
+        def test_a():
+            {a}
+
+        @supports('b', 'zb-v')
+        def test_b():
+            pytest.skip('no data')
+
+        @refuses('c', 'why')
+        def test_c():
+            absent('from 0.99 on')
+    """
+    for body, outcome, sign in (
+        ("absent('from 0.99 on')", support_page.ABSENT, '—'),
+        ('pass', supported.BITS, '='),
+    ):
+        pytester.makepyfile(test_it=tests.format(a=body))
+        pytester.inline_run(plugins=[supported.Recorder()])
+        assert [(record.feature, record.outcome) for record in supported.read()] == [('a', outcome)]
+        assert f'| a | V, W | {sign} | `test_it.py` |' in support_page.page()
+
+
+def test_a_cell_says_on_whose_layers():
+    def record(te, outcome=supported.BITS):
+        return support_page.Record('a', 'zb-v', '0.19.2', te, outcome, 'tests/test_a.py::test_a')
+
+    assert support_page.cell([record('')]) == '='
+    assert support_page.cell([record(''), record('2.20.2'), record('2.8.0')]) == (
+        '= own, TE 2.8.0, TE 2.20.2'
+    )
+    assert support_page.cell([record('2.8.0'), record('', support_page.ABSENT)]) == '= TE 2.8.0'
