@@ -71,6 +71,9 @@ def test_identical_to_megatron(bridge_ranks, stock, kind, schedule, record_prope
         if name != 'zb-v':  # which sums the norm in another order
             assert ours.norms == theirs.norms
     assert any(ours.early for ours in trained) == bool(early)
+    # the last iteration begins while the step before it is on trial
+    assert all(theirs.waits[-1] for theirs in expected)
+    assert all(bool(ours.waits[-1]) != bool(early) for ours in trained)
 
 
 def enabling(folder, changes, schedule='zb-v'):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -147,7 +147,31 @@ def sequence_parallel(training: Any) -> Iterator[None]:
 
 @contextmanager
 def waits(training: Any) -> Iterator[list[str]]:
-    """Collectives of several pipeline ranks that the last iteration waited for, but for its passes.
+    """Collectives that the last iteration waited for, but for its passes: see `pipeline_waits`."""
+    found: list[str] = []
+    train_step, training_log = training.train_step, training.training_log
+
+    with pipeline_waits() as current:
+
+        def counting_step(*args, **kwargs):
+            current.clear()
+            return train_step(*args, **kwargs)
+
+        def ending_log(*args, **kwargs):
+            result = training_log(*args, **kwargs)
+            found[:] = current
+            return result
+
+        with (
+            mock.patch.object(training, 'train_step', counting_step),
+            mock.patch.object(training, 'training_log', ending_log),
+        ):
+            yield found
+
+
+@contextmanager
+def pipeline_waits() -> Iterator[list[str]]:
+    """Collectives of several pipeline ranks, as they are waited for.
 
     Each by where it was called; what runs asynchronously does not count.
     """
@@ -156,17 +180,6 @@ def waits(training: Any) -> Iterator[list[str]]:
     import torch.distributed as dist
 
     found: list[str] = []
-    current: list[str] = []
-    train_step, training_log = training.train_step, training.training_log
-
-    def counting_step(*args, **kwargs):
-        current.clear()
-        return train_step(*args, **kwargs)
-
-    def ending_log(*args, **kwargs):
-        result = training_log(*args, **kwargs)
-        found[:] = current
-        return result
 
     def counting(name):
         original = getattr(dist, name)
@@ -185,24 +198,16 @@ def waits(training: Any) -> Iterator[list[str]]:
             )
             if len(ranks & own) > 1 and not kwargs.get('async_op'):
                 caller = traceback.extract_stack(limit=2)[0]
-                current.append(f'{name} in {caller.name}')
+                found.append(f'{name} in {caller.name}')
             return original(*args, **kwargs)
 
         return mock.patch.object(dist, name, collective)
 
     names = ('all_reduce', 'barrier', 'broadcast', 'all_gather_into_tensor', 'all_gather_object')
-    with (
-        mock.patch.object(training, 'train_step', counting_step),
-        mock.patch.object(training, 'training_log', ending_log),
-    ):
-        patches = [counting(name) for name in names]
-        for patch in patches:
-            patch.start()
-        try:
-            yield found
-        finally:
-            for patch in patches:
-                patch.stop()
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(counting(name))
+        yield found
 
 
 @contextmanager

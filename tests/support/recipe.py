@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import events
 import torch
 import torch.distributed as dist
 from example import forget_groups
@@ -27,6 +28,8 @@ class Trained:
         weights: as Hugging Face names them: shape, and a weighted sum in hex.
         loaded: the same, before the first iteration.
         early: how many optimizer steps did not wait for all ranks.
+        waits: by iteration: what was waited for since the end of the one before, but for its
+            passes, see `events.pipeline_waits`.
     """
 
     losses: list[str]
@@ -34,6 +37,7 @@ class Trained:
     weights: dict[str, str]
     loaded: dict[str, str]
     early: int
+    waits: list[list[str]]
 
 
 def save_weights(folder: Path, kind: str) -> None:
@@ -178,13 +182,15 @@ def train(folder: Path, schedule: str, post_validation: bool | int, kind: str) -
 
     from megatron_zbpp import bridge as ours
 
-    losses, norms, found = [], [], {}
+    losses, norms, waits, found = [], [], [], {}
 
     class Watch(Callback):
         def on_train_start(self, context):
             found['loaded'] = hashes(converter, context.model)
 
         def on_train_step_end(self, context):
+            waits.append([*current])
+            current.clear()
             losses.extend(value.item().hex() for value in context.loss_dict.values())
             norms.append(float(context.grad_norm).hex())
 
@@ -196,9 +202,10 @@ def train(folder: Path, schedule: str, post_validation: bool | int, kind: str) -
     try:
         if schedule != 'megatron':
             plugin = ours.enable(made, schedule, post_validation=post_validation)
-        entry.pretrain(made, forward_step, callbacks=[Watch()])
+        with events.pipeline_waits() as current:
+            entry.pretrain(made, forward_step, callbacks=[Watch()])
         early = plugin.post_validation.early if post_validation else 0
-        return Trained(losses, norms, found['weights'], found['loaded'], early)
+        return Trained(losses, norms, found['weights'], found['loaded'], early, waits)
     finally:
         forget()
 
