@@ -62,6 +62,13 @@ def hooks_want_gradients(models: Iterable[torch.nn.Module]) -> bool:
 
 
 @functools.cache
+def tells_all_stages_of_sequences() -> bool:
+    """Whether batches of NVIDIA's loop tell each stage where packed sequences end: from 0.19 on."""
+    batches = getattr(utils, 'get_batch_on_this_tp_rank', None)
+    return batches is not None and 'has_cu_seqlens' in inspect.signature(batches).parameters
+
+
+@functools.cache
 def segments_module() -> str | None:
     """Return where hybrid models ask for the layers of a stage; None: they know one chunk a rank.
 

@@ -153,6 +153,12 @@ _TIED_MTP = (
     'two output layers for one',
     'give --untie-embeddings-and-output-weights',
 )
+_SFT = 'sft'
+_UNTOLD = (
+    'this release of Megatron tells the first and the last stage alone where packed sequences end: '
+    'the layers between would attend from one to the next',
+    'have two stages in all, as zb-h1 on 2 ranks has, or take megatron-core from 0.19 on',
+)
 # refused for some of their values
 _BY_VALUE = (
     'cuda_graph_impl',
@@ -167,7 +173,7 @@ _BY_VALUE = (
 def settings() -> tuple[str, ...]:
     """All that may be refused."""
     tables = _WITH_A_SCHEDULE, _IN_ORDER, _WITHOUT_CELLS, _WITH_W, _ON_CPU, _EMULATED
-    return (*(name for table in tables for name in table), *_HYBRID, *_BY_VALUE)
+    return (*(name for table in tables for name in table), *_HYBRID, _SFT, *_BY_VALUE)
 
 
 def hybrid(settings: Any) -> str | None:
@@ -221,6 +227,8 @@ def refused(
     loop = placement is None or placement.is_loop
     if pattern is not None and not loop and not _can_place_hybrid():
         yield Refusal(pattern, getattr(settings, pattern), *IN_A_LOOP)
+    if getattr(settings, _SFT, False) and _num_stages(settings, placement) > 2:
+        yield from _packed(settings)
     depth = getattr(settings, 'mtp_num_layers', None)
     if depth and not getattr(settings, 'untie_embeddings_and_output_weights', True):
         yield Refusal('mtp_num_layers', depth, *_TIED_MTP)
@@ -245,6 +253,14 @@ def _with_recomputation(settings: Any, graphs: Any) -> Iterator[Refusal]:
     if graphs not in (None, 'none'):
         reason = 'a captured forward cannot run again with other random states'
         yield Refusal('cuda_graph_impl', graphs, reason, 'give --cuda-graph-impl none')
+
+
+def _packed(settings: Any) -> Iterator[Refusal]:
+    """Yield that stages between the first and the last take packed sequences for one."""
+    from megatron_zbpp.mcore import compat  # imports Megatron, which has not been until here
+
+    if not compat.tells_all_stages_of_sequences():
+        yield Refusal(_SFT, True, *_UNTOLD)
 
 
 def _can_place_hybrid() -> bool:

@@ -12,7 +12,7 @@ import torch
 from example import forget_groups
 from nvidia import CHECKOUT, COMMON, SCRIPT, forget, known, needs_training
 from outcome import of_all, outcome, refusal
-from supported import refuses
+from supported import absent, refuses
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import refusals
@@ -53,7 +53,7 @@ _TWICE = 'a forward that runs again would enter its largest values a second time
 _CAPTURED = 'a captured forward cannot run again with other random states'
 HYBRID = [s for s in refusals.settings() if s.startswith('hybrid_') and 'context' not in s]
 # but for what is refused with others, or by some releases, only
-OTHERS = ['fp8_recipe', 'mtp_num_layers', *HYBRID]
+OTHERS = ['fp8_recipe', 'mtp_num_layers', 'sft', *HYBRID]
 WITHOUT_TE = [s for s in refusals.settings() if s not in OTHERS]
 CASES = [(setting, value) for setting in WITHOUT_TE for value in VALUES.get(setting, [1])]
 
@@ -290,6 +290,32 @@ def test_layers_that_megatron_lays_out_in_a_loop(ranks):
     if not knows_one_chunk:
         pytest.skip('from 0.17 on a hybrid model may have segments')
     assert found == HYBRID
+
+
+def packed_refused():
+    """What this release says of packed sequences on 2 stages, and on 4."""
+    from megatron_zbpp.mcore import compat
+
+    asked = SimpleNamespace(sft=True, pipeline_model_parallel_size=2)
+    found = [
+        list(map(str, refusals.refused(asked, placement=placement)))
+        for placement in (None, Placement.loop(2), Placement.v(2), Placement.loop(4))
+    ]
+    return compat.tells_all_stages_of_sequences(), found
+
+
+@refuses(
+    '`sft`, more than two stages',
+    'this release of Megatron tells the first and the last stage alone where packed sequences end',
+    'zb-v',
+)
+def test_packed_sequences_of_middle_stages(ranks):
+    told, (alone, loop, v, four) = ranks(2).run(packed_refused)[0]
+    assert not alone and not loop
+    if told:
+        assert not v and not four
+        absent('from 0.19 on all stages are told')
+    assert v == four and v[0].startswith('sft=True: this release of Megatron tells the first')
 
 
 def test_hybrid_model_where_it_is_built(ranks):
