@@ -14,6 +14,7 @@ does not track: B never touches the parameter, and no hook on it fires before W.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,6 +55,7 @@ def deferring_linear(original: type, store: WeightGradStore) -> type:
         original: that class.
         store: asked in forward whether to defer; takes the deferred gradients in backward.
     """
+    names = tuple(inspect.signature(original.forward).parameters)[4:]  # what follows the bias
 
     class DeferringLinear(original):
         """Splits the backward where the store says so, and is `original` elsewhere."""
@@ -67,7 +69,8 @@ def deferring_linear(original: type, store: WeightGradStore) -> type:
             *rest: Any,
         ) -> torch.Tensor:
             splits = store.deferring and torch.is_grad_enabled() and input.requires_grad
-            if not (splits and isinstance(weight, torch.nn.Parameter) and _plain(rest)):
+            plain = _plain(dict(zip(names, rest, strict=False)))
+            if not (splits and isinstance(weight, torch.nn.Parameter) and plain):
                 return original.apply(input, weight, bias, *rest)
             parameters = [weight] if bias is None else [weight, bias]
             alias = None if bias is None else bias.detach()
@@ -90,13 +93,13 @@ def deferring_linear(original: type, store: WeightGradStore) -> type:
     return DeferringLinear
 
 
-def _plain(rest: tuple[Any, ...]) -> bool:
+def _plain(settings: dict[str, Any]) -> bool:
     """Whether weight gradients are computed at once and whole: else Megatron has plans of its own.
 
-    `rest` is what follows the bias: fusion, all-reduce, sequence parallelism, grad_output_buffer,
-    wgrad_deferral_limit, tp_group, and since 0.19 gtp_remat_size.
+    Args:
+        settings: of the layer, by the names that this release gives them.
     """
-    return rest[3] is None and all(size == 1 for size in rest[6:])
+    return settings['grad_output_buffer'] is None and settings.get('gtp_remat_size', 1) == 1
 
 
 class _Context:
