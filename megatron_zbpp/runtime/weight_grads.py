@@ -77,12 +77,14 @@ class WeightGradStore:
         left_out: tells of a (stage, microbatch), and how many weight gradients its W has, which of
             them are not computed; None: all are.
         shown: whether hooks of parameters want to see a gradient of those, too.
+        used: whether a W pass has had anything to compute.
     """
 
     def __init__(self) -> None:
         self.waits = True
         self.left_out: Callable[[Key, int], Collection[int]] | None = None
         self.shown = False
+        self.used = False
         self._key: Key | None = None
         self._pending: dict[Key, list[Deferred]] = {}
         self._visits: dict[int, _Visits] = {}
@@ -139,6 +141,7 @@ class WeightGradStore:
         records = self._pending.pop(key)
         if not records:
             return
+        self.used = True
         if self.left_out is not None:
             for place in self.left_out(key, len(records)):
                 records[place].drop(self.shown)

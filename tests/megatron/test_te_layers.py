@@ -556,7 +556,7 @@ def incomplete(hidden, store_runs):
         layers.hidden = Hidden(Linear(4, 4, delay_wgrad_compute=True, params_dtype=torch.float32))
     try:
         for k in range(2):  # the second is not looked at
-            with every_weight_gradient([layers]):
+            with every_weight_gradient([layers], store):
                 with store.scope((0, k)):
                     x = layers[0](torch.ones(2, 4))
                     x = layers.hidden.layer(x) if hidden else x

@@ -42,7 +42,7 @@ class Batch:
         with (
             _timed(self.config),
             session.watchdog.passes(self.executor),
-            every_weight_gradient(looked_at),
+            every_weight_gradient(looked_at, session.store),
         ):
             self._gather_parameters()
             record = self.executor.run()

@@ -8,32 +8,44 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 
 from megatron_zbpp.mcore.patches import transformer_engine
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
+_UNUSED = (
+    'megatron_zbpp: rank {}: no layer left its weight gradient to a W pass, so that W passes have '
+    'nothing to do: results are right, and the schedule gains nothing by them. Layers that can are '
+    "Megatron's ColumnParallelLinear and RowParallelLinear, and Transformer Engine's: report it "
+    'if these are'
+)
 _complete: WeakSet[torch.nn.Module] = WeakSet()  # chunks that have been looked at
 
 
-def every_weight_gradient(models: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
+def every_weight_gradient(
+    models: Sequence[torch.nn.Module], store: WeightGradStore
+) -> AbstractContextManager[None]:
     """Around an iteration of training, which is looked at if it is the first of these chunks.
 
     A weight that autograd did not visit took no part in it: an expert without tokens, a layer that
-    is not used. One that it visited got a gradient: as such, or added to `main_grad`.
+    is not used. One that it visited got a gradient: as such, or added to `main_grad`. Where W
+    passes had nothing to compute, that is said: gradients are right, but nothing is gained.
 
     Raises:
         RuntimeError: afterwards; names the parameters that got none.
     """
     fresh = [model for model in models if model not in _complete]
-    return _looking(fresh) if fresh else contextlib.nullcontext()
+    return _looking(fresh, store) if fresh else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _looking(models: Sequence[torch.nn.Module]) -> Iterator[None]:
+def _looking(models: Sequence[torch.nn.Module], store: WeightGradStore) -> Iterator[None]:
     visits: dict[str, bool] = {}  # by name, whether autograd brought a gradient
     parameters = {
         name if len(models) == 1 else f'chunk {k}: {name}': parameter
@@ -66,6 +78,8 @@ def _looking(models: Sequence[torch.nn.Module]) -> Iterator[None]:
     if missing or strays:
         raise RuntimeError(_message(missing, strays))
     _complete.update(models)
+    if not store.used and any(p.ndim > 1 and 'embedding' not in n for n, p in parameters.items()):
+        print(_UNUSED.format(dist.get_rank()), file=sys.stderr, flush=True)
 
 
 def _has_main_grad(parameter: torch.nn.Parameter) -> bool:
