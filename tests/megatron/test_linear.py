@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 import types
 import weakref
 from unittest import mock
@@ -205,3 +206,47 @@ def left_alive():
 
 def test_backward_frees_the_graph(ranks):
     assert all(all(result) for result in ranks(2).run(left_alive))
+
+
+def deferred(later):
+    """How many weight gradients wait where a release gives the layer one argument more: `later`."""
+    import torch
+    from megatron.core.tensor_parallel import layers
+
+    from megatron_zbpp.mcore.patches.linear import deferring_linear
+    from megatron_zbpp.runtime.weight_grads import WeightGradStore
+
+    original = layers.LinearWithGradAccumulationAndAsyncCommunication
+    forward = inspect.signature(original.forward)
+    more = [*forward.parameters.values(), inspect.Parameter(later, inspect.Parameter.KEYWORD_ONLY)]
+
+    class Longer(original):
+        @staticmethod
+        def forward(ctx, *args):
+            return original.forward(ctx, *args[:-1])
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return *original.backward(ctx, gradient), None
+
+    Longer.forward.__signature__ = forward.replace(parameters=more)
+    group = torch.distributed.new_group(
+        [torch.distributed.get_rank()], use_local_synchronization=True
+    )
+    given = {'tp_group': group, 'gtp_remat_size': 1, 'wgrad_deferral_limit': 0}
+    flags = [given.get(name, False) for name in [*forward.parameters][4:]]
+    flags[[*forward.parameters].index('grad_output_buffer') - 4] = None
+    store, weight = WeightGradStore(), torch.nn.Parameter(torch.ones(3, 4))
+    with store.scope((0, 0)):
+        x = torch.ones(2, 4, requires_grad=True)
+        y = deferring_linear(Longer, store).apply(x, weight, None, *flags, None)
+    store.open((0, 0))
+    with store.scope((0, 0)):
+        y.sum().backward()
+    torch.distributed.destroy_process_group(group)
+    return len(store._pending[0, 0]), weight.grad is None
+
+
+def test_what_a_later_release_adds_changes_nothing(ranks):
+    """The weight gradient waits for W: in 0.20 it did not, and nobody saw it."""
+    assert ranks(2).run(deferred, 'of_a_later_release') == [(1, True)] * 2

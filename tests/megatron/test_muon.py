@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 from nvidia import needs_training, run, since
 from supported import WAITS, supports
-from test_launch import DISTRIBUTED, LLAMA, NO_CLIPPING, OVERLAP, PIPELINE
+from test_launch import DISTRIBUTED, LLAMA, NO_CLIPPING, OVERLAP, PIPELINE, WITHOUT_STATE
 from test_launch_post_validation import EARLY
 
 pytestmark = [
@@ -50,10 +50,16 @@ def test_gathering_amid_forwards(ranks, tmp_path):
 
 def compare(ranks, tmp_path, size, flags):
     flags = [*MUON, *flags, *NO_CLIPPING]
-    stock = run(ranks(size), *flags, '--save', tmp_path, '--save-interval', 1)
-    ours = ['--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule', 'zb-v', *EARLY]
-    found = run(ranks(size), *flags, *ours)
-    assert found.losses == since(1, stock.losses)
+    saving, loading = ['--save', tmp_path, '--save-interval', 1], ['--load', tmp_path]
+    if DISTRIBUTED[0] in flags:  # Megatron cannot load its state into torch's Adam
+        loading += WITHOUT_STATE
+        run(ranks(size), *flags, *saving, *WITHOUT_STATE, '--exit-interval', 1)
+        stock = run(ranks(size), *flags, *loading)
+    else:
+        loading += ['--ckpt-step', 1]
+        stock = run(ranks(size), *flags, *saving)
+    found = run(ranks(size), *flags, *loading, '--pipeline-schedule', 'zb-v', *EARLY)
+    assert found.losses == since(0 if DISTRIBUTED[0] in flags else 1, stock.losses)
     assert found.parameters == stock.parameters
     assert found.optimizer == stock.optimizer
 
