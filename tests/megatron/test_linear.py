@@ -233,7 +233,12 @@ def deferred(later):
     group = torch.distributed.new_group(
         [torch.distributed.get_rank()], use_local_synchronization=True
     )
-    given = {'tp_group': group, 'gtp_remat_size': 1, 'wgrad_deferral_limit': 0}
+    given = {
+        'tp_group': group,
+        'gtp_remat_size': 1,
+        'wgrad_deferral_limit': 0,
+        'output_dtype': None,
+    }
     flags = [given.get(name, False) for name in [*forward.parameters][4:]]
     flags[[*forward.parameters].index('grad_output_buffer') - 4] = None
     store, weight = WeightGradStore(), torch.nn.Parameter(torch.ones(3, 4))
