@@ -61,7 +61,12 @@ def compare(ranks, tmp_path, size, flags):
     found = run(ranks(size), *flags, *loading, '--pipeline-schedule', 'zb-v', *EARLY)
     assert found.losses == since(0 if DISTRIBUTED[0] in flags else 1, stock.losses)
     assert found.parameters == stock.parameters
-    assert found.optimizer == stock.optimizer
+    # Adam's part, from 0.20 on, is in shards, which another placement cuts elsewhere
+    ends = {'embedding', 'output_layer'} if DISTRIBUTED[0] in flags else set()
+    assert found.optimizer.keys() == stock.optimizer.keys() > ends
+    assert all(
+        found.optimizer[name] == stock.optimizer[name] for name in stock.optimizer.keys() - ends
+    )
 
 
 @cases(SHARED_OUT)
