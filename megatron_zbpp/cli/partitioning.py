@@ -22,7 +22,7 @@ from megatron_zbpp.partitioning.plans import (
     partition_by,
 )
 from megatron_zbpp.partitioning.space import OBJECTIVES, Space
-from megatron_zbpp.partitioning.strategies.by_name import STRATEGIES
+from megatron_zbpp.partitioning.strategies.by_name import ORDERING, STRATEGIES
 from megatron_zbpp.planner.limits import Bytes, same_limits
 from megatron_zbpp.render.html import html
 from megatron_zbpp.render.png import timeline_png
@@ -172,6 +172,7 @@ def partition_layers(args: Namespace) -> int:
         else None
     )
     if args.strategy:
+        _refuse_what_a_strategy_ignores(args)
         found, said = partition_by(args.strategy, _space(args, layers, devices))
         print(said, file=sys.stderr if args.json else sys.stdout)
         return _finish(args, found, devices, saved, picture)
@@ -197,6 +198,23 @@ def partition_layers(args: Namespace) -> int:
         lambda e: e.best if isinstance(e, PartitionInterrupted) else None,
     )
     return _finish(args, found, devices, saved, picture) or status
+
+
+def _refuse_what_a_strategy_ignores(args: Namespace) -> None:
+    """Return if each flag that is given is about what a strategy chooses.
+
+    Raises:
+        ValueError: one is about our search; or about the order, which the strategy chooses.
+    """
+    about_the_search = ('placements', 'schedules', 'exact')
+    given = [name for name in about_the_search if getattr(args, name)]
+    if args.keep_order and args.strategy in ORDERING:
+        given.append('keep-order')
+    if given:
+        raise ValueError(
+            f'--strategy {args.strategy} takes no --{given[0]}: it has stages of its own on one '
+            f'chunk a rank; leave --{given[0]} out, or --strategy'
+        )
 
 
 def _space(args: Namespace, layers: Layers, devices: Devices) -> Space:
