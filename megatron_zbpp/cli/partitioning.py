@@ -12,6 +12,7 @@ from megatron_zbpp.cli import values
 from megatron_zbpp.cli.printing import headline, picture_format, print_json, print_table, write
 from megatron_zbpp.cli.searching import add_search, searched
 from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.partitioning.plans import (
@@ -256,17 +257,27 @@ def _print(found: PartitionPlan, devices: Devices) -> None:
     else:
         gain = 1 - found.value / found.even if found.even else 0.0
         print(f'even split with 1f1b: {number(found.even)}; this takes {gain:.1%} less')
-    rows = []
-    for rank, (device, most) in enumerate(
-        zip(found.device_order, found.peak_activations, strict=True)
-    ):
-        held = found.layout.split('|')
-        own = ' '.join(held[stage] for stage in found.schedule.placement.stages(rank))
-        name = devices.devices[device].name or str(device)
-        rows.append((rank, name, own, number(timeline.busy(rank)), number(most)))
-    print_table(('rank', 'device', 'layers', 'busy', 'peak activations'), rows)
+    if not found.repeats:
+        print('the clock or Ctrl-C ended the search: another run may find another plan')
+    _print_ranks(found, timeline, devices)
     if found.schedule.placement.ranks[-1] == 0 and len(found.device_order) > 1:
         print('Megatron wants the loss on its last rank: it runs this with the ranks reversed')
+
+
+def _print_ranks(found: PartitionPlan, timeline: Timeline, devices: Devices) -> None:
+    """Print a line a rank: its device, layers, work and memory."""
+    held, peaks = found.layout.split('|'), found.peak_activations
+    has = any(found.parameters)
+    heads = ['rank', 'device', 'layers', 'busy', 'peak activations']
+    heads += ['parameters', 'memory'] if has else []
+    rows: list[list[object]] = []
+    for rank, device in enumerate(found.device_order):
+        own = ' '.join(held[stage] for stage in found.schedule.placement.stages(rank))
+        name = devices.devices[device].name or str(device)
+        most, static = peaks[rank], found.parameters[rank]
+        memory = [number(most), *([number(static), number(most + static)] if has else [])]
+        rows.append([rank, name, own, number(timeline.busy(rank)), *memory])
+    print_table(heads, rows)
 
 
 def _draw(args: Namespace, to: str, found: PartitionPlan) -> None:
