@@ -207,14 +207,16 @@ def _refuse_what_a_strategy_ignores(args: Namespace) -> None:
     Raises:
         ValueError: one is about our search; or about the order, which the strategy chooses.
     """
-    about_the_search = ('placements', 'schedules', 'exact')
-    given = [name for name in about_the_search if getattr(args, name)]
+    ignored = {
+        name: 'it has one chunk a rank, and stages of its own'
+        for name in ('placements', 'schedules', 'exact')
+        if getattr(args, name)
+    }
     if args.keep_order and args.strategy in ORDERING:
-        given.append('keep-order')
-    if given:
+        ignored['keep-order'] = 'it chooses the order'
+    for name, why in ignored.items():
         raise ValueError(
-            f'--strategy {args.strategy} takes no --{given[0]}: it has stages of its own on one '
-            f'chunk a rank; leave --{given[0]} out, or --strategy'
+            f'--strategy {args.strategy} takes no --{name}: {why}; leave out one of the two'
         )
 
 

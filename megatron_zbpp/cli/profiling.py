@@ -73,7 +73,7 @@ def profile(args: Namespace) -> None:
     else:
         measured = [_measured(text) for text in args.stages]
         devices = _devices(measured) if args.write_devices else None
-        factors = devices and [device.factors[0] for device in devices.devices]
+        factors = None if devices is None else [own.factors[0] for own in devices.devices]
         made, error = fit_layers(measured, args.constant, factors)
         note = f'largest error of a stage: {error:.1%}'
     if devices is not None:
