@@ -62,7 +62,11 @@ def add_case(command: ArgumentParser) -> None:
     command.add_argument('--devices', metavar='FILE', help='factors, memory and links, JSON')
     command.add_argument('--pp', type=values.count, metavar='P', help='ranks; default: --devices')
     command.add_argument(
-        '--microbatches', type=values.count, metavar='M', required=True, help='microbatches'
+        '--microbatches',
+        type=values.count,
+        metavar='M',
+        required=True,
+        help='microbatches; of --strategy 2bw: samples of a batch',
     )
     command.add_argument(
         '--placements',
