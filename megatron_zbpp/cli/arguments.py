@@ -9,6 +9,8 @@ from pathlib import Path
 from megatron_zbpp.cli import values
 from megatron_zbpp.cli.inputs import StageCosts, Times
 
+NO_TIMES = Times(1.0, 1.0, 1.0)  # --times where it is not given
+
 
 def add_source(parser: argparse.ArgumentParser) -> None:
     """Add which schedule: a name and its shape, or a file."""
@@ -39,7 +41,7 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--times',
         type=_times,
-        default=Times(1.0, 1.0, 1.0),
+        default=NO_TIMES,
         metavar='F,B,W|FILE',
         help='times of a full rank, or a JSON file of costs: F, B and W by stage, and at will '
         'activation, retained, parameters, comm, message, edges, speeds, together, times, amounts; '

@@ -7,6 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from megatron_zbpp.cli import values
+from megatron_zbpp.cli.arguments import NO_TIMES
 from megatron_zbpp.cli.partitioning import load_devices, load_layers
 from megatron_zbpp.cli.printing import print_json, print_table
 from megatron_zbpp.cli.progress import progress
@@ -34,10 +35,7 @@ def add_comparison(command: ArgumentParser) -> None:
 
 def compare_partitions(args: Namespace) -> None:
     """Print which schedule is best on which partition at which latency; write the CSV."""
-    if args.output:
-        raise ValueError(
-            f'--layers draws no picture: leave -o {args.output} out; --csv has the rows'
-        )
+    _refuse_what_is_not_read(args)
     layers, devices = load_layers(args.layers), load_devices(args.devices, args.pp)
     wanted, latencies = args.schedules or names(), args.latencies or [0.0]
     rows: list[Row] = []
@@ -66,6 +64,29 @@ def compare_partitions(args: Namespace) -> None:
         print(f'shortest on the {kind} partition: {", ".join(said)}')
     if args.csv:
         print(f'wrote {args.csv}')
+
+
+def _refuse_what_is_not_read(args: Namespace) -> None:
+    """Return if no flag is given that is about one rank's costs.
+
+    Raises:
+        ValueError: one is.
+    """
+    if args.output:
+        raise ValueError(
+            f'--layers draws no picture: leave -o {args.output} out; --csv has the rows'
+        )
+    cures = {
+        'times': 'the file of layers has them',
+        'comm': '--latencies says what a message takes',
+        'vpp': 'schedules have their usual chunks',
+        'memory_limit': 'the rows of --csv say what each rank holds at most',
+        'together': 'passes run apart',
+    }
+    for name, cure in cures.items():
+        if getattr(args, name) not in (None, NO_TIMES):
+            flag = '--' + name.replace('_', '-')
+            raise ValueError(f'{flag} does not go with --layers: {cure}; leave it out')
 
 
 def _print(rows: list[Row], latencies: list[float]) -> None:

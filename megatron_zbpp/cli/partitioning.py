@@ -12,6 +12,7 @@ from megatron_zbpp.cli import values
 from megatron_zbpp.cli.printing import headline, picture_format, print_json, print_table, write
 from megatron_zbpp.cli.searching import add_search, searched
 from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.partitioning.plans import (
@@ -22,7 +23,7 @@ from megatron_zbpp.partitioning.plans import (
     partition_by,
 )
 from megatron_zbpp.partitioning.space import OBJECTIVES, Space
-from megatron_zbpp.partitioning.strategies.by_name import STRATEGIES
+from megatron_zbpp.partitioning.strategies.by_name import ORDERING, STRATEGIES
 from megatron_zbpp.planner.limits import Bytes, same_limits
 from megatron_zbpp.render.html import html
 from megatron_zbpp.render.png import timeline_png
@@ -61,7 +62,11 @@ def add_case(command: ArgumentParser) -> None:
     command.add_argument('--devices', metavar='FILE', help='factors, memory and links, JSON')
     command.add_argument('--pp', type=values.count, metavar='P', help='ranks; default: --devices')
     command.add_argument(
-        '--microbatches', type=values.count, metavar='M', required=True, help='microbatches'
+        '--microbatches',
+        type=values.count,
+        metavar='M',
+        required=True,
+        help='microbatches; of --strategy 2bw: samples of a batch',
     )
     command.add_argument(
         '--placements',
@@ -172,6 +177,7 @@ def partition_layers(args: Namespace) -> int:
         else None
     )
     if args.strategy:
+        _refuse_what_a_strategy_ignores(args)
         found, said = partition_by(args.strategy, _space(args, layers, devices))
         print(said, file=sys.stderr if args.json else sys.stdout)
         return _finish(args, found, devices, saved, picture)
@@ -197,6 +203,25 @@ def partition_layers(args: Namespace) -> int:
         lambda e: e.best if isinstance(e, PartitionInterrupted) else None,
     )
     return _finish(args, found, devices, saved, picture) or status
+
+
+def _refuse_what_a_strategy_ignores(args: Namespace) -> None:
+    """Return if each flag that is given is about what a strategy chooses.
+
+    Raises:
+        ValueError: one is about our search; or about the order, which the strategy chooses.
+    """
+    ignored = {
+        name: 'it has one chunk a rank, and stages of its own'
+        for name in ('placements', 'schedules', 'exact')
+        if getattr(args, name)
+    }
+    if args.keep_order and args.strategy in ORDERING:
+        ignored['keep-order'] = 'it chooses the order'
+    for name, why in ignored.items():
+        raise ValueError(
+            f'--strategy {args.strategy} takes no --{name}: {why}; leave out one of the two'
+        )
 
 
 def _space(args: Namespace, layers: Layers, devices: Devices) -> Space:
@@ -238,17 +263,27 @@ def _print(found: PartitionPlan, devices: Devices) -> None:
     else:
         gain = 1 - found.value / found.even if found.even else 0.0
         print(f'even split with 1f1b: {number(found.even)}; this takes {gain:.1%} less')
-    rows = []
-    for rank, (device, most) in enumerate(
-        zip(found.device_order, found.peak_activations, strict=True)
-    ):
-        held = found.layout.split('|')
-        own = ' '.join(held[stage] for stage in found.schedule.placement.stages(rank))
-        name = devices.devices[device].name or str(device)
-        rows.append((rank, name, own, number(timeline.busy(rank)), number(most)))
-    print_table(('rank', 'device', 'layers', 'busy', 'peak activations'), rows)
+    if not found.repeats:
+        print('the clock or Ctrl-C ended the search: another run may find another plan')
+    _print_ranks(found, timeline, devices)
     if found.schedule.placement.ranks[-1] == 0 and len(found.device_order) > 1:
         print('Megatron wants the loss on its last rank: it runs this with the ranks reversed')
+
+
+def _print_ranks(found: PartitionPlan, timeline: Timeline, devices: Devices) -> None:
+    """Print a line a rank: its device, layers, work and memory."""
+    held, peaks = found.layout.split('|'), found.peak_activations
+    has = any(found.parameters)
+    heads = ['rank', 'device', 'layers', 'busy', 'peak activations']
+    heads += ['parameters', 'memory'] if has else []
+    rows: list[list[object]] = []
+    for rank, device in enumerate(found.device_order):
+        own = ' '.join(held[stage] for stage in found.schedule.placement.stages(rank))
+        name = devices.devices[device].name or str(device)
+        most, static = peaks[rank], found.parameters[rank]
+        memory = [number(most), *([number(static), number(most + static)] if has else [])]
+        rows.append([rank, name, own, number(timeline.busy(rank)), *memory])
+    print_table(heads, rows)
 
 
 def _draw(args: Namespace, to: str, found: PartitionPlan) -> None:

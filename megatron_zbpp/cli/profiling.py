@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 
 from megatron_zbpp.cli import values
 from megatron_zbpp.cli.printing import print_json, print_table, write
+from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.fitting import fit_layers
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.partitioning.shapes import MODELS, OWN_FIELDS, Shape, layers_of
+from megatron_zbpp.partitioning.speeds import measured_devices
 from megatron_zbpp.render.scene import number
 
 _HELP = {
@@ -50,6 +54,12 @@ def add_profile(command: ArgumentParser) -> None:
     )
     command.add_argument('--constant', action='store_true', help='a stage has a time of its own')
     command.add_argument('-o', '--output', metavar='FILE', help='the file of layers to write')
+    command.add_argument(
+        '--write-devices',
+        metavar='FILE',
+        help='with --stages of one stage a rank: the file of devices to write, with factors of '
+        'ranks that take longer for the same layers, and what messages took',
+    )
 
 
 def profile(args: Namespace) -> None:
@@ -57,19 +67,24 @@ def profile(args: Namespace) -> None:
     if bool(args.model) == bool(args.stages):
         raise ValueError('give --model and its shape, or --stages with measured times')
     _refuse_what_is_not_read(args)
-    note = ''
+    note, devices = '', None
     if args.model:
         made = layers_of(_shape(args))
     else:
-        made, error = fit_layers([_measured(text) for text in args.stages], args.constant)
+        measured = [_measured(text) for text in args.stages]
+        devices = _devices(measured) if args.write_devices else None
+        factors = None if devices is None else [own.factors[0] for own in devices.devices]
+        made, error = fit_layers(measured, args.constant, factors)
         note = f'largest error of a stage: {error:.1%}'
+    if devices is not None:
+        write(args.write_devices, devices.to_json())
     if args.output:
         write(args.output, made.to_json())
     if args.json:
         return print_json({'layers': len(made), 'layout': made.text((len(made),)), 'note': note})
     _print(made, note)
-    if args.output:
-        print(f'wrote {args.output}')
+    for file in filter(None, (args.output, args.write_devices)):
+        print(f'wrote {file}')
 
 
 def _refuse_what_is_not_read(args: Namespace) -> None:
@@ -78,8 +93,9 @@ def _refuse_what_is_not_read(args: Namespace) -> None:
     Raises:
         ValueError: one is not.
     """
-    if args.model and args.constant:
-        raise ValueError('--constant is about --stages: leave it out')
+    for flag, given in (('constant', args.constant), ('write-devices', args.write_devices)):
+        if args.model and given:
+            raise ValueError(f'--{flag} is about --stages: leave it out')
     for each in fields(Shape):
         if each.name == 'model' or getattr(args, each.name) is None:
             continue
@@ -110,12 +126,28 @@ def _shape(args: Namespace) -> Shape:
     return Shape(**given)
 
 
+def _devices(measured: Sequence[tuple[str, Costs]]) -> Devices:
+    """Return the ranks that ran a layout, one for each stage.
+
+    Raises:
+        ValueError: there are several layouts.
+    """
+    if len(measured) > 1:
+        raise ValueError('--write-devices is about the ranks of one run: give one --stages')
+    layout, costs = measured[0]
+    return measured_devices(layout.split('|'), Placement.loop(costs.num_stages), costs)
+
+
 def _measured(text: str) -> tuple[str, Costs]:
     layout, equals, path = text.partition('=')
     if not equals:
         raise ValueError(f'--stages {text}: give LAYOUT=FILE, such as Ett|ttL=times.json')
     try:
-        return layout, Costs.from_json(Path(path).read_text(encoding='utf-8'))
+        costs = Costs.from_json(Path(path).read_text(encoding='utf-8'))
+        for name, default in (('speeds', ()), ('together', 1.0), ('times', {}), ('amounts', {})):
+            if getattr(costs, name) != default:
+                raise ValueError(f'{name} say nothing of layers')
+        return layout, costs
     except ValueError as error:
         raise ValueError(
             f'{path}: {error}: give times of the stages as {{"F": [...], "B": [...], "W": [...]}}, '

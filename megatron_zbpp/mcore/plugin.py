@@ -66,7 +66,11 @@ class Plugin:
         return self.session.figures()
 
     def side_task(
-        self, step: Callable[[], object] | None, step_seconds: float, margin: float | None = None
+        self,
+        step: Callable[[], object] | None,
+        step_seconds: float,
+        margin: float | None = None,
+        memory: int | None = None,
     ) -> SideWork:
         """Run steps of something else while this rank waits for others; before training starts.
 
@@ -75,28 +79,34 @@ class Plugin:
         next pass is expected, and before the last rank is expected to end (not where the optimizer
         step does not wait for it: see post-validation); so they cost about nothing as long as they
         take no longer than was said. After two in a row that did, there are
-        no more in that iteration. A step runs in this thread between two passes, torch's random
-        states saved around it. It must not call collectives of the training's process groups; what
-        it allocates is its own matter. One that raises is reported, and not called again.
+        no more in that iteration. A step runs in this thread between two passes, random states of
+        Python, numpy and torch saved around it. It must not call collectives of the training's
+        process groups. One that raises, or takes more memory than it may, is reported, and not
+        called again.
 
         Args:
             step: called without arguments; returns False when there is no more to do. All ranks of
                 the pipeline call this, those that have nothing to do with None.
             step_seconds: that a step takes at most.
             margin: seconds that must be left beside it; default: a fifth of a step, and 1 ms.
+            memory: bytes of the device that steps may take, beside what training needs; default:
+                nine tenths of what was never needed before the first one, which `auto` reports.
+                A host's memory is not counted.
 
         Returns:
             What counts the steps; its `stop()` ends them.
 
         Raises:
-            ValueError: a time that makes no sense.
+            ValueError: a time that makes no sense, or no number of bytes.
         """
         for name, value in (('step_seconds', step_seconds), ('margin', margin or 0.0)):
             if not isinstance(value, int | float) or not isfinite(value) or value < 0:
                 raise ValueError(f'{name} is {value!r}: give seconds, from 0 up')
         if not step_seconds:
             raise ValueError('step_seconds is 0: give the seconds that a step takes')
-        self.session.side = SideWork(step, step_seconds, margin)
+        if memory is not None and (not isinstance(memory, int) or memory < 0):
+            raise ValueError(f'memory is {memory!r}: give bytes, from 0 up')
+        self.session.side = SideWork(step, step_seconds, margin, memory)
         return self.session.side
 
     def resume(self, step: int) -> None:

@@ -84,6 +84,14 @@ class Devices:
     def __len__(self) -> int:
         return len(self.devices)
 
+    def ordered(self, order: Sequence[int]) -> Devices:
+        """Return the same devices with their links, named in another order."""
+        latency, bandwidth = (
+            tuple(tuple(rows[a][b] for b in order) for a in order) if rows else ()
+            for rows in (self.latency, self.bandwidth)
+        )
+        return Devices(tuple(self.devices[d] for d in order), latency, bandwidth)
+
     def edge(self, sender: int, receiver: int, output: float) -> float:
         """Return the time of a message of `output` from one device to another; 0 on one device."""
         if sender == receiver:

@@ -51,7 +51,7 @@ def fit_layers(
     ]
     found: dict[str, dict[str, float]] = {}
     error = 0.0
-    for name in ('forward', 'backward', 'weight', 'activation', 'retained'):
+    for name in ('forward', 'backward', 'weight', 'activation', 'retained', 'parameters'):
         values = [value for _, costs in measured for value in getattr(costs, name)]
         timed = name in ('forward', 'backward', 'weight')
         own = _times_each(rows, factors) if timed and factors else rows

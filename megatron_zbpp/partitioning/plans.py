@@ -18,7 +18,7 @@ from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.partitioning.ranking import rank
 from megatron_zbpp.partitioning.search import Finder, Outcome, schedule_of
 from megatron_zbpp.partitioning.space import Space
-from megatron_zbpp.partitioning.stages import Partition, stage_costs
+from megatron_zbpp.partitioning.stages import Partition, parameters_held, stage_costs
 from megatron_zbpp.partitioning.strategies.by_name import choose
 
 
@@ -33,6 +33,7 @@ class PartitionPlan:
             Megatron's ranks, of which the last has the loss.
         layout: for `--pipeline-model-parallel-layout`.
         costs: of the stages on their devices.
+        parameters: that each rank holds, in the same unit as its activations.
         objective: 'makespan', 'window' or 'period'.
         value: what it takes by `objective`.
         lower_bound: no allowed partition takes less.
@@ -46,6 +47,7 @@ class PartitionPlan:
     device_order: tuple[int, ...]
     layout: str
     costs: Costs
+    parameters: tuple[float, ...]
     objective: str
     value: float
     lower_bound: float
@@ -195,6 +197,7 @@ def _plan(space: Space, found: Outcome) -> PartitionPlan:
         device_order=where.order,
         layout=space.layers.text(where.cuts),
         costs=stage_costs(space.layers, space.devices, where),
+        parameters=parameters_held(space.layers, where),
         objective=space.objective,
         value=best.value,
         lower_bound=found.lower_bound,

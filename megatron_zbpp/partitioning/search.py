@@ -1,8 +1,8 @@
 """The best partition, device order and schedule that can be found: the way of `zbpp partition`.
 
-1. Candidates. Where partitions are few, all of them, the lowest bound first, until the bounds are
-   above the best value known. Where they are many, those of the bound's table (`bounds`), of the
-   even split, and of devices in the order of a minimum cut (`strategies.spp`), each climbed.
+1. Candidates. Those of the bound's table (`bounds`), of the even split, and of devices in the order
+   of a minimum cut (`strategies.spp`), each climbed. Where partitions are few, all others, too, the
+   lowest bound first, until the bounds are above the best value known.
 2. Ranking, by simulating named schedules and drafts.
 3. Planning: the most promising get most of the time; one whose bound is no better gets none.
 4. `exact`: every candidate whose bound is below the best value is planned until that is proven.
@@ -31,6 +31,7 @@ from megatron_zbpp.planner.search import Search
 
 _LISTED = 100_000  # partitions that are all looked at
 _RANKING = 0.5  # share of the time, at most
+_CLIMBING = 0.3  # share of that, where all partitions are looked at
 _EXACT_PASSES = 4 * 16 * 3 * 2  # that the exact solver is asked for without `exact`
 _SECONDS = 1e6  # what "until it is proven" means
 
@@ -85,6 +86,7 @@ class Finder:
         self._budget = Budget(seconds, progress)
         self._proven: dict[Partition, float] = {}  # bounds that the exact solver has raised
         self._listed = space.size <= _LISTED
+        self._charge = space.num_microbatches * len(space.devices) * 30  # of a simulation, a chunk
 
     def find(self, exact: bool = False) -> Outcome:
         """Return the best that there is time for, or that there is.
@@ -131,30 +133,39 @@ class Finder:
         self.kept = sorted([*others, found], key=_by_value)[: self._top]
 
     def _rank(self, budget: Budget, whole: bool) -> None:
-        """Fill `kept`: with the best of all partitions, or with the best of some climbs."""
-        charge = self.space.num_microbatches * len(self.space.devices) * 30
-
-        def go_on(found: Ranked) -> bool:
-            self._keep(found)
-            return budget.charge(charge * found.problem.placement.num_chunks)
-
+        """Fill `kept`: with the best of some climbs, and of all partitions where they are few."""
         if not self._listed:
-            for start in self._starts():
-                if climb(self.space, self.bounds, start, self._names, go_on) is None:
-                    budget.charge(charge)
-                if budget.left <= 0:
-                    break
+            self._climb(budget)
             for known in self.kept[: self._top]:
                 self._keep(rank(self.space, known.partition, self._names))
             return
+        self._climb(budget.split_off(_CLIMBING))
         every = enumerate(self.space.partitions())
         listed = sorted((self.bounds.of(p), at, p) for at, p in every)
         for bound, _, partition in listed:
             if self.kept and bound >= self.kept[0].value - EPSILON:
                 break
             found = rank(self.space, partition, self._names)
-            if found is not None and not go_on(found) and not whole:
+            if found is not None and not self._go_on(found, budget) and not whole:
                 break
+
+    def _climb(self, budget: Budget) -> None:
+        """Keep what is found from partitions that are known to be near good ones."""
+        for start in map(self.space.repaired, self._starts()):
+            if not self.space.allowed(start):
+                continue
+            found = climb(
+                self.space, self.bounds, start, self._names, lambda x: self._go_on(x, budget)
+            )
+            if found is None:
+                budget.charge(self._charge)
+            if budget.left <= 0:
+                break
+
+    def _go_on(self, found: Ranked, budget: Budget) -> bool:
+        """Keep a partition that was simulated, and spend that; return whether there is more."""
+        self._keep(found)
+        return budget.charge(self._charge * found.problem.placement.num_chunks)
 
     def _starts(self) -> Iterator[Partition]:
         """Yield partitions to climb from."""

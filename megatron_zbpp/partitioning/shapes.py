@@ -19,11 +19,15 @@ from megatron_zbpp.partitioning.layers import Layer, Layers
 MODELS = ('gpt', 'llama', 'mla', 'moe', 'hybrid')
 # fields that some models only have
 OWN_FIELDS = {
+    'groups': ('gpt', 'llama', 'moe', 'hybrid'),
+    'mtp': ('gpt', 'llama', 'mla', 'moe'),
     'pattern': ('hybrid',),
     'state': ('hybrid',),
     'dense_first': ('mla', 'moe'),
     **dict.fromkeys(('q_rank', 'kv_rank', 'rope_dim', 'v_dim'), ('mla',)),
-    **dict.fromkeys(('experts', 'top_k', 'expert_ffn', 'shared_ffn'), ('moe', 'mla', 'hybrid')),
+    **dict.fromkeys(
+        ('experts', 'top_k', 'expert_ffn', 'shared_ffn', 'ep'), ('moe', 'mla', 'hybrid')
+    ),
 }
 _FROM_ONE = ('layers', 'hidden', 'heads', 'vocab', 'seq', 'micro_batch', 'tp', 'ep', 'dp')
 _BF16, _FP32 = 2, 4
@@ -100,6 +104,11 @@ class Shape:
             raise ValueError('a moe needs --experts: how many a layer has')
         if self.model == 'hybrid' and (not self.pattern or set(self.pattern) - set('M*-E')):
             raise ValueError(f'pattern {self.pattern!r}: give a letter a layer, of M, *, - and E')
+        if self.model == 'hybrid' and self.layers != len(self.pattern):
+            raise ValueError(
+                f'layers {self.layers}, but pattern {self.pattern!r} has {len(self.pattern)}: give '
+                'as many, or leave layers out'
+            )
         if 'E' in self.pattern and not self.experts:
             raise ValueError('a pattern with E needs --experts: how many a layer has')
         if not (isfinite(self.tflops) and self.tflops > 0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations, pairwise, permutations
+from itertools import accumulate, combinations, pairwise, permutations
 from math import comb, inf
 
 from megatron_zbpp.ir import Placement
@@ -144,6 +144,17 @@ class Space:
         return not holders or (
             holders[0] == last or (placement.is_loop and holders[0] > last - placement.num_ranks)
         )
+
+    def repaired(self, partition: Partition) -> Partition:
+        """Return it; or, where Megatron cannot have it, the same with all m on the loss's stage."""
+        kinds = [layer.kind for layer in self.layers]
+        if MTP not in kinds or self.allowed(partition):
+            return partition
+        ends = [*accumulate(partition.cuts)][:-1]
+        first, stages = kinds.index(MTP), len(ends)
+        ends = [min(end, first - (stages - 1 - at)) for at, end in enumerate(ends)]
+        cuts = tuple(b - a for a, b in pairwise((0, *ends, len(kinds))))
+        return replace(partition, cuts=cuts)
 
     def costs(self, partition: Partition) -> Costs:
         """Return what its stages cost; W within B where the backward cannot be split."""

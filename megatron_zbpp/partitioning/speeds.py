@@ -14,6 +14,7 @@ from statistics import median, median_low
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.partitioning.devices import Device, Devices
 
 _LEAST = 0.05  # a smaller difference is that of measuring
 _SLOW = 1.2  # times as long as usual: then a rank of a replica is worth a word
@@ -49,6 +50,25 @@ def rank_factors(stages: Sequence[str], ranks: Sequence[int], costs: Costs) -> t
         if usual > 0 and mean > 0 and abs(mean / usual - 1) > _LEAST:
             factors[rank] = mean / usual
     return tuple(factors)
+
+
+def measured_devices(
+    stages: Sequence[str], placement: Placement, costs: Costs, layers_alike: bool = True
+) -> Devices:
+    """Return the ranks as devices: their factors, and links that take what messages took.
+
+    Args:
+        stages: the letters of their layers, in model order.
+        placement: of the stages.
+        costs: of the stages, measured.
+        layers_alike: whether layers of a letter are; if not, no rank is taken for a slower one.
+    """
+    ranks = range(placement.num_ranks)
+    factors = (1.0,) * len(ranks)
+    if layers_alike and len(stages) == placement.num_stages:
+        factors = rank_factors(stages, placement.ranks, costs)
+    links = tuple(tuple(costs.edge(a, b) for b in ranks) for a in ranks)
+    return Devices(tuple(Device(str(rank), (x, x, x)) for rank, x in enumerate(factors)), links)
 
 
 def slow_ranks(

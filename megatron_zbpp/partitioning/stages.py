@@ -73,6 +73,14 @@ def _edges(
     return tuple((a, b, edge) for (a, b), edge in sorted(found.items()))
 
 
+def parameters_held(layers: Layers, partition: Partition) -> tuple[float, ...]:
+    """Return what parameters take on each rank."""
+    static = [0.0] * partition.placement.num_ranks
+    for own, rank in zip(layers.stages(partition.cuts), partition.placement.ranks, strict=True):
+        static[rank] += sum(layer.parameters for layer in own)
+    return tuple(static)
+
+
 def memory_limits(
     layers: Layers, devices: Devices, partition: Partition, limits: Sequence[float]
 ) -> tuple[float, ...]:
@@ -84,14 +92,11 @@ def memory_limits(
         partition: what is where.
         limits: of activations alone, by device; inf for none.
     """
-    static = [0.0] * partition.placement.num_ranks
-    for own, rank in zip(layers.stages(partition.cuts), partition.placement.ranks, strict=True):
-        static[rank] += sum(layer.parameters for layer in own)
     return tuple(
         min(limits[device], max(devices.devices[device].memory - taken, -1.0))
         if devices.devices[device].memory < inf
         else limits[device]
-        for device, taken in zip(partition.order, static, strict=True)
+        for device, taken in zip(partition.order, parameters_held(layers, partition), strict=True)
     )
 
 

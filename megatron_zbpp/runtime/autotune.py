@@ -137,7 +137,9 @@ class AutoPlan:
         self.costs, limit, full = merge_measurements(self._found, schedule, self.memory_limit)
         if dist.get_rank() != 0:
             return
-        self.say(f'auto: {_words(self.costs, full)}; plans within {limit:.3g} activations')
+        unused = [each.spare for each in self._found if each.spare is not None]
+        spare = f'; {min(unused) / 2**30:.3g} GiB or more never needed' if unused else ''
+        self.say(f'auto: {_words(self.costs, full)}; plans within {limit:.3g} activations{spare}')
         placement = schedule.placement
         pipelines = [(each.ranks, each.costs) for each in self._found if each.rank == 0]
         for rank, times in slow_ranks(pipelines, placement).items():

@@ -127,8 +127,13 @@ class CountingClock(CudaClock):
         return mark[1]
 
     def spare(self) -> int:
-        free, _ = torch.cuda.mem_get_info()
-        return free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
+        return never_needed()
+
+
+def never_needed() -> int:
+    """Return bytes of this process's GPU that were never needed so far."""
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
 
 
 def _recorded() -> torch.cuda.Event:

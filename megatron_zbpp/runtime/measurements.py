@@ -18,7 +18,7 @@ from megatron_zbpp.runtime.observe.measure import Iteration
 
 WARM_UP = 2  # iterations that are slower than others
 _T = TypeVar('_T')
-_USABLE = 0.9  # of memory that was never needed: fragments, and what other libraries take
+USABLE = 0.9  # of memory that was never needed: fragments, and what other libraries take
 
 
 @dataclass(frozen=True)
@@ -93,4 +93,4 @@ def merge_measurements(
     if full is None:
         return costs, limit, None
     room = [(peaks[each.rank], each.spare) for each in found if each.spare is not None]
-    return costs, min([limit, *(most + _USABLE * spare / full for most, spare in room)]), full
+    return costs, min([limit, *(most + USABLE * spare / full for most, spare in room)]), full

@@ -16,10 +16,10 @@ from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.partitioning import worker
-from megatron_zbpp.partitioning.devices import Device, Devices
+from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.fitting import fit_layers
 from megatron_zbpp.partitioning.layers import Layers
-from megatron_zbpp.partitioning.speeds import rank_factors
+from megatron_zbpp.partitioning.speeds import measured_devices
 from megatron_zbpp.partitioning.stages import Partition, stage_costs
 from megatron_zbpp.planner.cache import default_folder
 from megatron_zbpp.planner.process import PlannerProcess
@@ -69,19 +69,12 @@ def look(
     Raises:
         ValueError: the layout has another number of stages.
     """
-    placement, edge = schedule.placement, costs.comm + costs.message
-    stages, ranks = layout.split('|'), range(placement.num_ranks)
-    factors = (1.0,) * len(ranks)
-    if layers_alike and len(stages) == placement.num_stages:
-        factors = rank_factors(stages, placement.ranks, costs)
-    by_stage = [factors[rank] for rank in placement.ranks]
-    layers, error = fit_layers([(layout, costs)], factors=by_stage)
-    devices = Devices(
-        tuple(Device(str(rank), (x, x, x)) for rank, x in enumerate(factors)),
-        tuple(tuple(edge * (a != b) for b in ranks) for a in ranks),
-    )
-    cuts = tuple(map(len, layout.split('|')))
-    fitted = stage_costs(layers, devices, Partition(placement, cuts, tuple(ranks)))
+    placement, stages = schedule.placement, layout.split('|')
+    devices = measured_devices(stages, placement, costs, layers_alike)
+    factors = [devices.devices[rank].factors[0] for rank in placement.ranks]
+    layers, error = fit_layers([(layout, costs)], factors=factors)
+    where = Partition(placement, tuple(map(len, stages)), tuple(range(placement.num_ranks)))
+    fitted = stage_costs(layers, devices, where)
     return Looked(layers, error, devices, _value(simulate(schedule, fitted), objective))
 
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -25,6 +24,7 @@ from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.runtime.clock import Clock
 from megatron_zbpp.runtime.observe.measure import Iteration
 from megatron_zbpp.runtime.observe.record import Record
+from megatron_zbpp.runtime.side_limits import MemoryBudget, kept_random_states, on_cuda
 
 _WARM_UP = 2  # iterations that are slower than others
 _MEASURED = 3
@@ -80,13 +80,14 @@ class SideWork:
             has nothing to do, and only takes part in measuring.
         step_seconds: that a step takes.
         margin: seconds that must be left beside a step; default: a fifth of it and 1 ms.
+        memory: bytes of the device that steps may take; default: what was never needed so far.
         say: tells the user.
 
     Attributes:
         steps: that have run.
         seconds: that they took.
         overruns: how many took longer than `step_seconds` and the margin.
-        finished: whether it returned False, failed, or was stopped.
+        finished: whether it returned False, failed, took too much memory, or was stopped.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class SideWork:
         step: Callable[[], object] | None,
         step_seconds: float,
         margin: float | None = None,
+        memory: int | None = None,
         say: Callable[[str], None] = lambda message: print(
             f'megatron_zbpp: {message}', file=sys.stderr, flush=True
         ),
@@ -102,6 +104,7 @@ class SideWork:
         self.finished = step is None
         self._step = step
         self._long = step_seconds + (_LEAST + _SHARE * step_seconds if margin is None else margin)
+        self._memory = MemoryBudget(memory)
         self._say = say
         self._kind: tuple[Schedule, bool] | None = None  # of iterations: what was measured
         self._seen = 0
@@ -202,7 +205,7 @@ class SideWork:
         assert clock is not None and self._step is not None
         while self.active and clock.now() + self._long < until:
             started = clock.now()
-            with _kept_random_state():
+            with kept_random_states(), self._memory.counting():
                 try:
                     goes_on = self._step() is not False
                 except Exception:
@@ -217,28 +220,17 @@ class SideWork:
             late = taken > self._long
             self.overruns += late
             self._row = self._row + 1 if late else 0
+            if goes_on and self._memory.exceeded:
+                self._say(
+                    f'side task has taken {self._memory} that it may, and is not called again: '
+                    'let it keep less, or give memory, in bytes'
+                )
+                goes_on = False
             if not goes_on:
                 self.finished = True
 
 
-@contextmanager
-def _kept_random_state() -> Iterator[None]:
-    """Leave torch's random numbers, of the host and of this device, as they would have been."""
-    state = torch.get_rng_state()
-    device = torch.cuda.get_rng_state() if _on_cuda() else None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        if device is not None:
-            torch.cuda.set_rng_state(device)
-
-
-def _on_cuda() -> bool:
-    return torch.cuda.is_initialized()
-
-
 def _wait_for_device() -> None:
     """Return when this rank's device has done what it was told; a host runs ahead of it."""
-    if _on_cuda():
+    if on_cuda():
         torch.cuda.current_stream().synchronize()

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf
+from dataclasses import replace
+from math import comb, inf
 from typing import NamedTuple
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.partitioning.bounds import Bounds
 from megatron_zbpp.partitioning.space import Space
 from megatron_zbpp.partitioning.stages import Partition
-from megatron_zbpp.partitioning.strategies.dapple import dapple
+from megatron_zbpp.partitioning.strategies.dapple import Model, dapple
 from megatron_zbpp.partitioning.strategies.pipe_torch import pipe_torch
 from megatron_zbpp.partitioning.strategies.pipedream import Replicated, admitted, pipedream
 from megatron_zbpp.partitioning.strategies.spp import min_cut_order
 from megatron_zbpp.partitioning.strategies.two_bw import two_bw
 
-_MOST_LAYERS = 14  # of which DAPPLE's plans are all tried
+_MOST_PLANS = 100_000  # of DAPPLE, which are all looked at
 
 
 class Choice(NamedTuple):
@@ -43,7 +44,9 @@ def choose(name: str, space: Space) -> Choice:
 
 
 def _pipedream(space: Space) -> Choice:
-    times, outputs, parameters, bandwidth = _alike('pipedream', space)
+    bandwidth = _bandwidth('pipedream', space)
+    times = [sum(each) for each in zip(*_times(space), strict=True)]
+    outputs, parameters = _sizes(space)
     count = len(space.devices)
     value, stages = pipedream(times, outputs, parameters, count, bandwidth)
     _, straight = pipedream(times, outputs, parameters, count, bandwidth, straight=True)
@@ -52,16 +55,18 @@ def _pipedream(space: Space) -> Choice:
 
 
 def _dapple(space: Space) -> Choice:
-    times, _, parameters, bandwidth = _alike('dapple', space)
-    if len(times) > _MOST_LAYERS:
-        raise ValueError(f'dapple tries every plan: {len(times)} layers are too many; group them')
-    forward = [time / 3 for time in times]  # its B takes twice F's time
-    value, stages = dapple(
-        forward, parameters, len(space.devices), space.num_microbatches, bandwidth
-    )
-    bounds = Bounds(space)
-    partition = Partition(_loop(space), tuple(bounds.chain()[1]), _given(space))
-    return Choice(partition, _words('dapple', f'{value:g} a batch', stages))
+    bandwidth, count = _bandwidth('dapple', space), len(space.devices)
+    plans = comb(len(space.layers) + count - 2, count - 1)  # cuts by shares of the devices
+    if plans > _MOST_PLANS:
+        raise ValueError(
+            f'dapple tries every plan, and of {len(space.layers)} layers on {count} devices there '
+            f'are {plans}, more than {_MOST_PLANS}: take another strategy, or leave --strategy out'
+        )
+    forward, backward, weight = _times(space)
+    model = Model(forward, [b + w for b, w in zip(backward, weight, strict=True)], *_sizes(space))
+    value, stages = dapple(model, count, space.num_microbatches, bandwidth)
+    _, straight = dapple(model, count, space.num_microbatches, bandwidth, straight=True)
+    return Choice(_straight(space, straight), _words('dapple', f'{value:g} a batch', stages))
 
 
 def _pipe_torch(space: Space) -> Choice:
@@ -72,7 +77,8 @@ def _pipe_torch(space: Space) -> Choice:
 
 def _spp(space: Space) -> Choice:
     order = min_cut_order(space.devices, max(layer.output for layer in space.layers))
-    bound, cuts, _ = Bounds(space).chain()
+    cut = replace(space, devices=space.devices.ordered(order), keep_order=True)
+    bound, cuts, _ = Bounds(cut).chain()
     said = (
         f'spp: devices in the order of a minimum cut, {", ".join(map(str, order))}; bound {bound:g}'
     )
@@ -89,8 +95,8 @@ def _two_bw(space: Space) -> Choice:
     return Choice(space.even(), said)
 
 
-def _alike(name: str, space: Space) -> tuple[list[float], list[float], list[float], float]:
-    """Return times by the factor of all devices, outputs, parameters, and the links' bandwidth.
+def _bandwidth(name: str, space: Space) -> float:
+    """Return that of all links.
 
     Raises:
         ValueError: devices or links differ, which the strategy does not know.
@@ -100,15 +106,23 @@ def _alike(name: str, space: Space) -> tuple[list[float], list[float], list[floa
             f'{name} knows devices and links that are alike, and no latency: use pipe-torch or '
             'spp, or no --strategy'
         )
-    factors = space.devices.devices[0].factors
-    times = [
-        sum(f * t for f, t in zip(factors, (x.forward, x.backward, x.weight), strict=True))
-        for x in space.layers
-    ]
     rows = space.devices.bandwidth
-    bandwidth = (rows[0][1] if rows and len(rows) > 1 else 0.0) or inf
-    outputs = [x.output for x in space.layers]
-    return times, outputs, [x.parameters for x in space.layers], bandwidth
+    return (rows[0][1] if rows and len(rows) > 1 else 0.0) or inf
+
+
+def _times(space: Space) -> tuple[list[float], list[float], list[float]]:
+    """Return F, B and W of each layer, on devices that are alike."""
+    forward, backward, weight = space.devices.devices[0].factors
+    return (
+        [forward * layer.forward for layer in space.layers],
+        [backward * layer.backward for layer in space.layers],
+        [weight * layer.weight for layer in space.layers],
+    )
+
+
+def _sizes(space: Space) -> tuple[list[float], list[float]]:
+    """Return outputs and parameters of each layer."""
+    return [x.output for x in space.layers], [x.parameters for x in space.layers]
 
 
 def _loop(space: Space) -> Placement:
@@ -140,3 +154,4 @@ STRATEGIES: dict[str, Callable[[Space], Choice]] = {
     'spp': _spp,
     '2bw': _two_bw,
 }
+ORDERING = frozenset({'pipe-torch', 'spp'})  # those that choose the order of the devices

@@ -19,11 +19,27 @@ from megatron_zbpp.schedules import build
 
 
 class Stage(NamedTuple):
-    """What a stage takes for one microbatch, and for exchanging gradients once a batch."""
+    """What a stage, or a link, takes for one microbatch; and to exchange gradients once a batch."""
 
     forward: float
     backward: float
     exchange: float = 0.0
+
+
+class Model(NamedTuple):
+    """What is known of each layer.
+
+    Attributes:
+        forward: time of F.
+        backward: time of B and W together.
+        outputs: what it sends on.
+        parameters: which replicas exchange, in the same unit.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    outputs: Sequence[float]
+    parameters: Sequence[float]
 
 
 def pivot_latency(stages: Sequence[Stage], num_microbatches: int) -> float:
@@ -74,29 +90,31 @@ def simulated_latency(stages: Sequence[Stage], num_microbatches: int) -> float:
 
 
 def dapple(
-    times: Sequence[float],
-    parameters: Sequence[float],
+    model: Model,
     num_devices: int,
     num_microbatches: int,
     bandwidth: float = 1.0,
+    straight: bool = False,
 ) -> tuple[float, tuple[Replicated, ...]]:
     """Return the best hybrid plan's latency and stages, by simulation of every plan.
 
-    B takes twice F's time; r replicas exchange 2 (r - 1) / r of the parameters over `bandwidth`.
+    r replicas exchange 2 (r - 1) / r of the parameters over `bandwidth`.
 
-    >>> dapple([1] * 4, [1, 1, 1, 30], 4, 8)[0]
+    >>> dapple(Model([1] * 4, [2] * 4, [0] * 4, [1, 1, 1, 30]), 4, 8)[0]
     30.0
 
     Args:
-        times: of F of each layer.
-        parameters: of each layer.
+        model: of layers.
         num_devices: alike.
         num_microbatches: m.
-        bandwidth: parameters a unit of time.
+        bandwidth: of all links, in outputs and parameters a unit of time.
+        straight: whether each stage has one device.
     """
     best: tuple[float, tuple[Replicated, ...]] = inf, ()
-    for plan in _plans(len(times), num_devices):
-        stages = [_stage(times, parameters, own, bandwidth) for own in plan]
+    for plan in _plans(len(model.forward), num_devices):
+        if straight and len(plan) < num_devices:
+            continue
+        stages = list(_stages(model, plan, bandwidth))
         if latency_bound(stages, num_microbatches) >= best[0]:
             continue
         value = simulated_latency(stages, num_microbatches)
@@ -105,12 +123,19 @@ def dapple(
     return best
 
 
-def _stage(
-    times: Sequence[float], parameters: Sequence[float], own: Replicated, bandwidth: float
-) -> Stage:
-    forward = sum(times[own.start : own.end]) / own.replicas
-    held = sum(parameters[own.start : own.end])
-    return Stage(forward, 2 * forward, 2 * (own.replicas - 1) / own.replicas * held / bandwidth)
+def _stages(model: Model, plan: Sequence[Replicated], bandwidth: float) -> Iterator[Stage]:
+    """Yield the stages of a plan; between two of them the link, where that takes time."""
+    for own in plan:
+        link = model.outputs[own.start - 1] / bandwidth if own.start else 0.0
+        if link:
+            yield Stage(link, link)
+        held = slice(own.start, own.end)
+        shared = 2 * (own.replicas - 1) / own.replicas * sum(model.parameters[held])
+        yield Stage(
+            sum(model.forward[held]) / own.replicas,
+            sum(model.backward[held]) / own.replicas,
+            shared / bandwidth,
+        )
 
 
 def _plans(num_layers: int, num_devices: int) -> Iterator[tuple[Replicated, ...]]:

@@ -71,5 +71,6 @@ class Tracer:
 
 
 def _stages(costs: Costs) -> str:
-    """Return seconds of F, B and W by stage, as `zbpp profile` and `zbpp plan` read them."""
-    return json.dumps({'F': costs.forward, 'B': costs.backward, 'W': costs.weight}) + '\n'
+    """Return seconds of F, B and W by stage, and of a message, as `zbpp profile` reads them."""
+    times = {'F': costs.forward, 'B': costs.backward, 'W': costs.weight, 'comm': costs.comm}
+    return json.dumps(times) + '\n'

@@ -84,6 +84,10 @@ def test_command(tmp_path, capsys):
     [
         (['--csv', 'rows.csv'], '--csv goes with --layers'),
         (['--layers', 'LAYERS', '-o', 'a.svg'], 'leave -o a.svg out'),
+        (['--layers', 'LAYERS', '--times', '1,2,1'], '--times does not go with --layers'),
+        (['--layers', 'LAYERS', '--comm', '0'], '--latencies says what a message takes'),
+        (['--layers', 'LAYERS', '--vpp', '2'], '--vpp does not go with --layers'),
+        (['--layers', 'LAYERS', '--memory-limit', '4'], '--memory-limit does not go with'),
         (['--layers', 'LAYERS', '--schedules', 'zb-w'], "unknown schedule 'zb-w'"),
         (['--layers', 'LAYERS', '--schedules', 'hanayo', '--pp', '7'], 'none of hanayo'),
     ],

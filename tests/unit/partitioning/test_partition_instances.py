@@ -198,6 +198,10 @@ def test_multi_token_prediction_stays_together():
     assert plan.layout.endswith('mmL')
     plan = partition(model, 2, 4, placements=[Placement.loop(2, 2)], seconds=1)
     assert 'mm' in plan.layout
+    ahead = [Layer('m', 6, 6, 6)] * 2  # so heavy that they would rather be alone
+    many = Layers((*model.layers[:5], *[model.layers[1]] * 30, *ahead, Layer('L', 9, 9, 9)))
+    plan = partition(many, 4, 4, placements=[Placement.v(4)], seconds=1)
+    assert plan.layout.endswith('mmL'), 'also where partitions are too many to list'
 
 
 def test_memory_holds_parameters_too():

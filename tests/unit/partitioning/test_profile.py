@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from instances import P1
@@ -114,6 +114,7 @@ def test_parallel_ranks_share():
         ({'model': 'moe', 'experts': 4, 'ep': 3}, 'ep 3 does not divide experts 4'),
         ({'model': 'moe', 'experts': 4, 'top_k': 5}, 'top_k 5 of experts 4'),
         ({'model': 'moe', 'experts': 4, 'dense_first': 3}, 'dense_first 3 of layers 2'),
+        ({'model': 'hybrid', 'pattern': 'M-*'}, "layers 2, but pattern 'M-\\*' has 3"),
     ],
 )
 def test_odd_shapes(change, said):
@@ -153,6 +154,33 @@ def test_nothing_is_below_zero():
     assert non_negative([[1.0, 1.0], [0.0, 1.0]], [1.0, 2.0]) == pytest.approx([0.0, 1.5])
 
 
+def test_parameters_of_layers():
+    """Those of stages are theirs, too."""
+    text, costs = measured((3, 2, 2, 1))
+    held = replace(costs, parameters=(7.0, 4.0, 4.0, 5.0))
+    found, _ = fit_layers([(text, held)])
+    for cut, most in zip(found.stages((3, 2, 2, 1)), held.parameters, strict=True):
+        assert sum(layer.parameters for layer in cut) == pytest.approx(most, abs=1e-4)
+
+
+def test_devices_from_stages(tmp_path, capsys):
+    """The rank that takes longer for its layers, and what a message takes; layers are usual."""
+    times, layers, devices = (tmp_path / name for name in ('times.json', 'l.json', 'd.json'))
+    each = [2, 2, 3, 4]
+    times.write_text(json.dumps({'F': each, 'B': each, 'W': each, 'comm': 0.25}))
+    given = ['profile', '--stages', f'Ett|tt|tt|tL={times}', '-o', str(layers)]
+    assert main([*given, '--write-devices', str(devices)]) == 0
+    assert capsys.readouterr().out.endswith(f'wrote {layers}\nwrote {devices}\n')
+    found = Devices.from_json(devices.read_text())
+    assert [device.factors for device in found.devices] == [(x, x, x) for x in (1, 1, 1.5, 1)]
+    assert (found.edge(0, 1, 0.0), found.edge(3, 2, 0.0), found.edge(1, 1, 0.0)) == (0.25, 0.25, 0)
+    decoder = next(x for x in Layers.from_json(layers.read_text()) if x.kind == 't')
+    assert decoder.forward == pytest.approx(1.0)
+    two = [f'Ett|tt|tt|tL={times}'] * 2
+    assert main(['profile', '--stages', *two, '--write-devices', str(devices)]) == 2
+    assert 'give one --stages' in capsys.readouterr().err
+
+
 def test_other_stages_are_refused():
     text, costs = measured((2, 2, 2, 2))
     with pytest.raises(ValueError, match='has 3 stages, its times 4'):
@@ -168,6 +196,8 @@ def test_command(tmp_path, capsys):
     assert 'wrote' in capsys.readouterr().out
     assert Layers.from_json(file.read_text()).text((3, 3)) == 'Ett|ttL'
     times.write_text('{"F": [3, 4], "B": [2, 4], "W": [2, 4]}')
+    fast = tmp_path / 'fast.json'
+    fast.write_text('{"F": [3, 4], "B": [2, 4], "W": [2, 4], "speeds": [1, 2]}')
     given = ['profile', '--stages', f'Et|tL={times}', '--json', '-o', str(file)]
     assert main(given) == 0
     assert json.loads(capsys.readouterr().out)['layout'] == 'EttL'
@@ -182,6 +212,10 @@ def test_command(tmp_path, capsys):
         (['--stages', f'Et|tL={tmp_path / "none"}'], 'No such file or directory: give another'),
         (['--stages', f'Et|tL={times}', '--hidden', '4'], '--hidden is about --model'),
         (['--model', 'gpt', *shape, '--constant'], '--constant is about --stages'),
+        (['--model', 'gpt', *shape, '--write-devices', 'd'], '--write-devices is about --stages'),
+        (['--model', 'mla', *shape, '--groups', '2'], '--groups is about --model gpt or llama'),
+        (['--model', 'gpt', *shape, '--ep', '2'], '--ep is about --model moe or mla or hybrid'),
+        (['--stages', f'Et|tL={fast}'], 'speeds say nothing of layers'),
         (['--model', 'gpt', *shape, '--pattern', 'M'], '--pattern is about --model hybrid, not'),
         (['--model', 'gpt', *shape, '--kv-rank', '8'], '--kv-rank is about --model mla'),
     ):

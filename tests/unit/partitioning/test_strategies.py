@@ -13,6 +13,7 @@ from instances import NODES, ONE_SLOW, P1, P3, P4, P8
 from megatron_zbpp import Device, Devices, Layer, Layers
 from megatron_zbpp.cli import main
 from megatron_zbpp.partitioning.strategies.dapple import (
+    Model,
     Stage,
     dapple,
     latency_bound,
@@ -62,7 +63,16 @@ def test_pipedream_straight_is_the_best_of_all(seed):
     ],
 )
 def test_dapple(times, parameters, devices, m, value, stages):
-    assert dapple(times, parameters, devices, m) == (value, tuple(stages))
+    model = Model(times, [2 * time for time in times], [0] * len(times), parameters)
+    assert dapple(model, devices, m) == (value, tuple(stages))
+
+
+@pytest.mark.parametrize(('output', 'value'), [(0, 114), (1, 120), (2, 126), (4, 166)])
+def test_dapple_has_links_as_stages(output, value):
+    """Short ones are hidden as by 1f1b-pb; a long one is the stage that all wait for."""
+    model = Model([2] * 4, [4] * 4, [output] * 4, [0] * 4)
+    found, stages = dapple(model, 4, 16, straight=True)
+    assert found == value and [stage.replicas for stage in stages] == [1] * 4
 
 
 @pytest.mark.parametrize('seed', range(20))
@@ -195,6 +205,39 @@ def test_known_answers_by_name(tmp_path, capsys, strategy, layers, devices, m, s
     found = json.loads(printed.out)
     assert sum(found['cuts']) == len(layers)
     assert order is None or found['device_order'] == order
+
+
+def test_a_strategy_for_a_slow_device(tmp_path, capsys):
+    """Stages are for the devices in the order that it chooses: the slow one has few layers."""
+    devices = Devices((Device('slow', (3.0, 3.0, 3.0)), *NODES.devices[1:]), NODES.latency)
+    files = [tmp_path / 'layers.json', tmp_path / 'devices.json']
+    for file, each in zip(files, (P8, devices), strict=True):
+        file.write_text(each.to_json())
+    given = ['partition', str(files[0]), '--devices', str(files[1]), '--microbatches', '8']
+    for strategy in ('spp', 'pipe-torch'):
+        assert main([*given, '--strategy', strategy, '--json']) == 0
+        found = json.loads(capsys.readouterr().out)
+        slow = found['device_order'].index(0)
+        assert found['cuts'][slow] == min(found['cuts']) < 3
+
+
+@pytest.mark.parametrize(
+    ('strategy', 'more', 'said'),
+    [
+        ('pipedream', ['--exact'], '--strategy pipedream takes no --exact'),
+        ('dapple', ['--placements', 'v'], '--strategy dapple takes no --placements'),
+        ('2bw', ['--schedules', '1f1b'], '--strategy 2bw takes no --schedules'),
+        ('spp', ['--keep-order'], '--strategy spp takes no --keep-order'),
+        ('dapple', ['--pp', '12'], 'there are 7726160, more than 100000'),
+    ],
+)
+def test_what_a_strategy_ignores_is_refused(strategy, more, said, tmp_path, capsys):
+    file = tmp_path / 'layers.json'
+    file.write_text(P8.to_json())
+    pp = [] if '--pp' in more else ['--pp', '4']
+    given = ['partition', str(file), *pp, '--microbatches', '4', '--strategy', strategy]
+    assert main([*given, *more]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('strategy', ['pipedream', 'dapple'])

@@ -161,6 +161,9 @@ def test_a_slow_replica_is_named(monkeypatch):
     two = AutoPlan(say=said.append, _spans=[9.0], _found=found[:4])
     two._start(SCHEDULE)
     assert len(said) == 3, 'of two, neither is the usual one'
+    counted = [replace(each, spare=(3 + each.rank) * 2**30) for each in found[:2]]
+    AutoPlan(say=said.append, _spans=[9.0], _found=counted)._start(SCHEDULE)
+    assert said[-1].endswith('; 3 GiB or more never needed'), 'which side tasks may have'
 
 
 def asked(monkeypatch, tmp_path, program, seconds=30.0):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import random
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 
@@ -86,7 +88,7 @@ def host(monkeypatch, takes=0.25, says=0.25, returns=None, margin=0.01):
         made.clock.time += takes
         return returns
 
-    made = Host(monkeypatch, SideWork(step, says, margin, said.append))
+    made = Host(monkeypatch, SideWork(step, says, margin, say=said.append))
     made.said = said
     return made
 
@@ -207,16 +209,61 @@ def test_a_rank_without_work_measures(monkeypatch):
 
 
 def test_random_numbers_are_those_without(monkeypatch):
+    """Of torch, of Python and of numpy."""
+
+    def drawn():
+        return *torch.rand(2).tolist(), random.random(), numpy.random.rand()
+
+    def seeded():
+        torch.manual_seed(1)
+        random.seed(1)
+        numpy.random.seed(1)
+
     made = host(monkeypatch)
-    made.work._step = lambda: torch.rand(3) is None
-    torch.manual_seed(1)
-    expected = torch.rand(2)
-    torch.manual_seed(1)
-    made.work._step = lambda: (torch.rand(3), False)[1]
+    seeded()
+    expected = drawn()
+    seeded()
+    made.work._step = lambda: (drawn(), False)[1]
     for _ in range(6):
         made.iterate()
     assert made.work.steps == 1
-    assert torch.rand(2).equal(expected)
+    assert drawn() == expected
+
+
+@pytest.mark.parametrize('memory', [None, 50])
+@pytest.mark.parametrize(('keeps', 'needs'), [(20, 0), (0, 51), (0, 50), (-1, 20)])
+def test_memory_on_a_gpu(monkeypatch, memory, keeps, needs):
+    """Of 100 bytes that the device has, training needs 44 and keeps 30: 50 is nine tenths of 56.
+
+    A step leaves `keeps` allocated, and needs so many for a while.
+    """
+    now, most = [30], [44]
+
+    def step():
+        most[0] = max(most[0], most[0] + needs if made.work.steps == 1 else 0, now[0] + keeps)
+        now[0] += keeps
+        made.clock.time += 0.25
+
+    for name, answer in {
+        'is_initialized': lambda: True,
+        'get_rng_state': lambda: None,
+        'mem_get_info': lambda: (60, 100),
+        'memory_reserved': lambda: 40,
+        'memory_allocated': lambda: now[0],
+        'max_memory_allocated': lambda: most[0],
+        'current_stream': lambda: SimpleNamespace(synchronize=lambda: None),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    made = host(monkeypatch)
+    made.work = SideWork(step, 0.25, 0.01, memory, made.said.append)
+    for _ in range(8):
+        made.iterate()
+    if keeps > 0:
+        assert made.work.steps == 3 and made.work.finished
+    else:
+        assert made.work.finished == (needs > 50) and (made.work.steps == 2) == (needs > 50)
+    assert len(made.said) == made.work.finished
+    assert all('side task has taken' in said for said in made.said)
 
 
 def test_resumed_at_nonsense():
@@ -240,6 +287,8 @@ def test_asked_for_nonsense():
         ((len, -1.0), 'step_seconds is -1.0: give seconds'),
         ((len, 'much'), "step_seconds is 'much'"),
         ((len, 1.0, -2.0), 'margin is -2.0'),
+        ((len, 1.0, None, -1), 'memory is -1: give bytes'),
+        ((len, 1.0, None, '1GiB'), "memory is '1GiB'"),
     ):
         with pytest.raises(ValueError) as error:
             plugin.side_task(*arguments)
