@@ -12,8 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_zbpp.runtime import compat
 from megatron_zbpp.runtime.activations.bundle import HELD, SMALL, Bundle, Bytes
-from megatron_zbpp.runtime.activations.copies import Copies, PinningError
+from megatron_zbpp.runtime.activations.copies import Copies
 from megatron_zbpp.runtime.activations.partner import Keeping, Partner
+from megatron_zbpp.runtime.activations.slabs import PinningError
 from megatron_zbpp.runtime.channels import Channels
 
 Key = tuple[int, int]  # (stage, microbatch)
@@ -150,7 +151,8 @@ class ActivationStore:
         self._bundles.pop(key).drop()
 
     def finish(self) -> None:
-        """Wait until all that goes by channels has left."""
+        """Wait until all that goes by channels has left; give back what the host needs no more."""
+        self._copies.finish()
         if self.keeping is not None and self._channels is not None:
             self.keeping.finish()
             self._channels.finish()
