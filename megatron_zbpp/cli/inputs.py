@@ -146,8 +146,9 @@ def _generated(args: Namespace, name: str) -> Case:
             'one: take dualpipe-v, or leave it out'
         )
     together = 'together' in family.options and (asked or costs.together != 1)
+    planned = copied(args, costs) if family.moves else costs  # its copies have their slots
     schedule = build(
-        name, p, m, num_chunks=chunks, costs=costs, memory_limit=limit, together=together
+        name, p, m, num_chunks=chunks, costs=planned, memory_limit=limit, together=together
     )
     return Case(schedule, costs)
 
@@ -173,6 +174,8 @@ def heading(args: Namespace) -> str:
         parts.append('times of each stage from a file')
     else:
         parts.append('F, B, W = ' + ', '.join(f'{time:g}' for time in args.times))
+    if getattr(args, 'copy_ratio', None) is not None:
+        parts.append(f'copies k = {args.copy_ratio:g}')
     if args.comm:
         parts.append(f'messages {args.comm:g}')
     return f'{", ".join(parts)}; simulated'
