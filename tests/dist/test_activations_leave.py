@@ -273,7 +273,10 @@ def test_what_leaves_is_told_once():
     store.bytes[1] = Bytes(0, {'held by others': 2**20})
     store.tell(everything=False)
     store.tell(everything=True)
-    assert said == ['offload of stage 1: 0.00 MiB of a microbatch leave; stay: held by others 1.00']
+    assert said == [
+        'offload of stage 1: 0.00 MiB of a microbatch leave; stay: held by others 1.00: so the '
+        'device holds more than planned'
+    ]
     assert str(store.bytes[0]) == '3.00 MiB of a microbatch leave; stay: parameters 0.50'
 
 

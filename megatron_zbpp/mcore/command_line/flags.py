@@ -110,8 +110,9 @@ def read(args: argparse.Namespace) -> PipelineScheduleConfig | None:
     announce(args, translated)
     config = PipelineScheduleConfig(**values | translated)
     if config.pipeline_schedule is None and config.pipeline_schedule_file is None:
-        if config.pipeline_freeze is not None:
-            raise ValueError('--pipeline-freeze is about a --pipeline-schedule: give that, too')
+        for name in ('pipeline_freeze', 'pipeline_offload', 'pipeline_recompute'):
+            if getattr(config, name) is not None:
+                raise ValueError(f'{flag(name)} is about a --pipeline-schedule: give that, too')
         return None
     return config
 

@@ -19,6 +19,8 @@ from megatron_zbpp.runtime.channels import Channels
 
 Key = tuple[int, int]  # (stage, microbatch)
 
+_MUCH = 0.1  # of what was to leave
+
 
 class ActivationStore:
     """Bundles by (stage, microbatch), from F to B: on the device, on the host or on a partner.
@@ -85,14 +87,17 @@ class ActivationStore:
         """Say, once there is something to say, what leaves and what stays.
 
         Args:
-            everything: else only of stages of which more is held by others than leaves.
+            everything: else only of stages of which much stays that was planned to leave.
         """
         if self._told or not self.bytes:
             return
         self._told = True
         for stage, found in sorted(self.bytes.items()):
-            if everything or found.stayed.get(HELD, 0) > found.moved:
-                self._say(f'offload of stage {stage}: {found}')
+            held = found.stayed.get(HELD, 0)
+            much = held > _MUCH * (held + found.moved)
+            if everything or much:
+                more = ': so the device holds more than planned' if much else ''
+                self._say(f'offload of stage {stage}: {found}{more}')
 
     @contextmanager
     def packing(
