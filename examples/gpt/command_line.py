@@ -104,6 +104,12 @@ def check_args(args: argparse.Namespace, world_size: int) -> None:
         if seconds is not None and seconds < 0:
             flag = '--' + name.replace('_', '-')
             raise ValueError(f'{flag} {seconds:g} is negative: give seconds, or 0 for none')
+    for name in ('pipeline_offload', 'pipeline_freeze', 'pipeline_recompute'):
+        if getattr(args, name) is not None and args.pipeline_schedule == 'megatron':
+            flag = '--' + name.replace('_', '-')
+            raise ValueError(
+                f'{flag} is not for --pipeline-schedule megatron: give another, or none'
+            )
     args.data_parallel_size = world_size // (p * t)
     step = args.micro_batch_size * args.data_parallel_size
     if args.global_batch_size < 1 or step < 1 or args.global_batch_size % step:

@@ -74,7 +74,6 @@ def add_copy_ratio(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--copy-ratio',
         type=values.amount,
-        default=1.0,
         metavar='K',
         help='time of a copy out and back, over that of F, B and W of what is copied; default 1',
     )

@@ -8,12 +8,12 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_zbpp.analysis.offloading import with_copies
 from megatron_zbpp.cli.inputs import (
     PLACEMENTS,
     Case,
     StageCosts,
     chunks_of,
+    copied,
     costs_of,
     load_case,
     require_size,
@@ -22,6 +22,8 @@ from megatron_zbpp.cli.inputs import (
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import SELECTIVE, Costs
 from megatron_zbpp.schedules import FAMILIES
+
+_COPY = {'offload', 'evict'}  # of actions, those that copy
 
 
 def named_cases(args: Namespace) -> Iterator[tuple[str, Case]]:
@@ -51,6 +53,11 @@ def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
             'v takes 2, wave takes 2 or more, loop any'
         )
     found = list(placements.values())
+    if args.copy_ratio is not None and not _COPY & {*args.actions} and not args.frontier:
+        raise ValueError(
+            f'--copy-ratio {args.copy_ratio:g}, but nothing is copied: give --actions '
+            f'{" or ".join(sorted(_COPY, reverse=True))}'
+        )
     if not args.actions:
         return [(placement, costs_of(args, placement)) for placement in found]
     if args.memory_limit is None and not args.frontier:
@@ -67,7 +74,7 @@ def with_selective(args: Namespace, placement: Placement, selective: bool = True
     Raises:
         ValueError: as `_costs`, or they say nothing of it.
     """
-    plain = with_copies(costs_of(args, placement), args.copy_ratio, ('E', 'K'))
+    plain = copied(args, costs_of(args, placement), ('E', 'K'))
     if not selective:
         return plain
     if not isinstance(args.times, StageCosts):
@@ -77,7 +84,7 @@ def with_selective(args: Namespace, placement: Placement, selective: bool = True
         )
     found = costs_of(args, placement, selective=True)
     if 'O' in found.times:
-        return with_copies(found, args.copy_ratio, ('E', 'K'))
+        return found
     # what is copied is less
     shares = [a / b if b else 1.0 for a, b in zip(found.activation, plain.activation, strict=True)]
     copies = {

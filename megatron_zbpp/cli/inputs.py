@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,19 +70,40 @@ class Case(NamedTuple):
 
 def load_case(args: Namespace, name: str | None = None) -> Case:
     """Return the schedule that is asked for (or that of family `name`), checked, with costs."""
-    name = name or args.schedule
+    asked, name = name is None, name or args.schedule
     case = _generated(args, name) if name else _from_file(args)
     if getattr(args, 'recompute', None) is not None:
         case = Case(recomputed(case.schedule, args.recompute, case.costs), case.costs)
     if getattr(args, 'offload', None) is not None:
-        costs = with_copies(case.costs, args.copy_ratio)
+        costs = copied(args, case.costs)
         case = Case(offloaded(case.schedule, args.offload, costs), costs)
     elif compiled(case.schedule.graph).on_copy_engines:
         between = compiled(case.schedule.graph).between_partners
-        costs = with_copies(case.costs, getattr(args, 'copy_ratio', 1.0), between)
-        case = Case(case.schedule, costs)
+        case = Case(case.schedule, copied(args, case.costs, between))
+    elif asked and getattr(args, 'copy_ratio', None) is not None:
+        raise ValueError(
+            f'--copy-ratio {args.copy_ratio:g}, but {case.schedule.name} copies nothing: give '
+            '--offload, or a schedule that moves activations, such as po-f or bpipe'
+        )
     check(case.schedule, memory_limit=args.memory_limit, costs=case.costs)
     return case
+
+
+def copied(args: Namespace, costs: Costs, between: Iterable[str] = ()) -> Costs:
+    """Return `costs` with times of copies, which --copy-ratio tells where they have none.
+
+    Args:
+        args: of the command.
+        costs: of the stages.
+        between: kinds of copies between ranks.
+
+    Raises:
+        ValueError: both tell them.
+    """
+    ratio = getattr(args, 'copy_ratio', None)
+    if ratio is not None and 'O' in costs.times:
+        raise ValueError(f'--copy-ratio {ratio:g}, but the file of --times has its own: drop one')
+    return with_copies(costs, 1.0 if ratio is None else ratio, between)
 
 
 def load_cases(args: Namespace) -> tuple[dict[str, Case], dict[str, str]]:
@@ -125,8 +146,9 @@ def _generated(args: Namespace, name: str) -> Case:
             'one: take dualpipe-v, or leave it out'
         )
     together = 'together' in family.options and (asked or costs.together != 1)
+    planned = copied(args, costs) if family.moves else costs  # its copies have their slots
     schedule = build(
-        name, p, m, num_chunks=chunks, costs=costs, memory_limit=limit, together=together
+        name, p, m, num_chunks=chunks, costs=planned, memory_limit=limit, together=together
     )
     return Case(schedule, costs)
 
@@ -152,6 +174,8 @@ def heading(args: Namespace) -> str:
         parts.append('times of each stage from a file')
     else:
         parts.append('F, B, W = ' + ', '.join(f'{time:g}' for time in args.times))
+    if getattr(args, 'copy_ratio', None) is not None:
+        parts.append(f'copies k = {args.copy_ratio:g}')
     if args.comm:
         parts.append(f'messages {args.comm:g}')
     return f'{", ".join(parts)}; simulated'

@@ -95,7 +95,10 @@ class Settings:
             if name != 'offload' or amount != FREE:
                 chunks_of(amount, self.num_chunks or sys.maxsize, name)
             if self.schedule == AUTO:
-                raise ValueError(f'{name}: auto plans without it so far: name a schedule')
+                raise ValueError(
+                    f'{name}: auto plans orders only: name a schedule, or give a plan that '
+                    'zbpp plan --actions has made'
+                )
 
     def _require_numbers(self) -> None:
         """Raise ValueError unless each number is one, and has a sense."""

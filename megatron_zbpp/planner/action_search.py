@@ -38,6 +38,7 @@ _KEEP = 'keep'
 
 _EXACT_PASSES = 4 * 8 * 3  # p, m, kinds: the exact solver ends in time up to here
 _POOL = 6  # what is changed at once
+_SLOTS = (1.0, 1.25, 1.5, 2.0)  # of copies, over the time that they take
 _STEPS = 12  # that a pass of a rated schedule costs, of a budget's
 _ROUNDING = 1 + 1e-9
 
@@ -118,13 +119,17 @@ class ActionSearch:
                     self._todo += [(schedule, state, at) for state in self._states(schedule)]
 
     def start_named(self) -> None:
-        """Rate all families."""
+        """Rate all families; those that offload also with slots for slower copies.
+
+        These have fewer of them, and wait less for them, where the limit leaves room for that.
+        """
         for problem in self._problems:
             for family in FAMILIES:
                 label = family.label(problem.placement.num_chunks)
-                for schedule in variants(family, problem):
-                    if self._allowed(schedule):
-                        self.start(schedule, label)
+                for slower in _SLOTS if family.moves and OFFLOAD in self._actions else (1.0,):
+                    for schedule in variants(family, _with_slower_copies(problem, slower)):
+                        if self._allowed(schedule):
+                            self.start(schedule, label if slower == 1 else None)
 
     def climb(self, budget: Budget, rng: Random) -> None:
         """Try whole chunks, then change actions of the best, a stage or a chunk at a time."""
@@ -243,6 +248,17 @@ class ActionSearch:
             except ScheduleError:
                 return
             self.best = rated
+
+
+def _with_slower_copies(problem: Problem, slower: float) -> Problem:
+    """Return it with copies to the host that take so many times as long."""
+    ways = {
+        kind: tuple(slower * time for time in times)
+        for kind, times in problem.costs.times.items()
+        if kind in 'OL'
+    }
+    costs = replace(problem.costs, times={**problem.costs.times, **ways})
+    return replace(problem, costs=costs)
 
 
 def _acted(base: Schedule, state: State, costs: Costs, limits: Sequence[float]) -> Schedule:

@@ -67,7 +67,7 @@ def frontier_png(
     axes.margins(x=0.12, y=0.08)
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     axes.grid(alpha=0.3)
-    axes.legend(loc='upper right')
+    axes.legend(loc='best')
     figure.supxlabel(MEANING, fontsize=8, color='#555555')
     labels = {place: ', '.join(names) for place, names in places.items()}
     for (memory, idle), text in planned.items():

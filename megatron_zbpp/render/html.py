@@ -13,6 +13,7 @@ from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import HOST
 from megatron_zbpp.ir.timeline import MEANING, Timeline
 from megatron_zbpp.render.colours import IDLE, STRIPES, colour, ink, kinds, legend
 from megatron_zbpp.render.scene import Bar, bars, figures, first_rows, lanes, number
@@ -118,6 +119,7 @@ def _data(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> list
 def _rows(timeline: Timeline, costs: Costs | None) -> Iterator[dict[str, object]]:
     schedule = timeline.schedule
     held = live(schedule, costs) if costs else None
+    hosted = live(schedule, costs, HOST) if costs and _on_host(schedule, costs) else None
     phases = schedule.phases or [()] * schedule.num_ranks
     rows, causes = lanes(timeline), waits(timeline)
     where = {
@@ -136,10 +138,16 @@ def _rows(timeline: Timeline, costs: Costs | None) -> Iterator[dict[str, object]
             'ends': [float(f'{bar.end:.9g}') for bar in row.bars],
             'waits': [where.get(causes[row.rank][place], _NOTHING) for place in row.places],
             'live': [held[row.rank][place] for place in row.places] if held else None,
+            'host': [hosted[row.rank][place] for place in row.places] if hosted else None,
             'phases': [
                 (bisect_left(row.places, first), label) for first, label in phases[row.rank]
             ],
         }
+
+
+def _on_host(schedule: Schedule, costs: Costs) -> float:
+    """Return the most activations that a rank has on the host."""
+    return max(max(held, default=0.0) for held in live(schedule, costs, HOST))
 
 
 def _inks(schedule: Schedule) -> dict[str, list[str]]:
@@ -195,6 +203,8 @@ def _subtitle(timelines: Mapping[str, Timeline]) -> str:
 def _summary(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> str:
     """Return a table with a line for each timeline."""
     rows: list[str] = []
+    known = timelines.keys() & costs.keys()
+    hosted = {name: _on_host(timelines[name].schedule, costs[name]) for name in known}
     for name, line in timelines.items():
         cells = [
             number(line.makespan),
@@ -203,6 +213,7 @@ def _summary(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> s
             f'{line.bubble_window:.2%}',
             f'{line.idle_all_ranks:.2%}',
             number(max(peak(line.schedule, costs[name]))) if name in costs else 'unknown',
+            *([number(hosted.get(name, 0.0))] if any(hosted.values()) else []),
         ]
         rows.append(f'<tr><td>{escape(name)}</td>{"".join(f"<td>{c}</td>" for c in cells)}</tr>')
     heads = (
@@ -212,6 +223,7 @@ def _summary(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> s
         'bubble of window',
         'idle, all ranks',
         'peak activations',
+        *(['most on the host'] if any(hosted.values()) else []),
     )
     head = ''.join(f'<th>{text}</th>' for text in heads)
     caption = f'<caption class="soft">{MEANING}</caption>'

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.timeline import MEANING, Timeline
-from megatron_zbpp.render.colours import HUES, IDLE, STRIPES, colour, ink, legend, stripes
-from megatron_zbpp.render.scene import figures
+from megatron_zbpp.render.colours import HUES, IDLE, STRIPES, ink, legend, stripes
+from megatron_zbpp.render.scene import figures, lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +31,7 @@ def timeline_png(
     width: float = 14.0,
     heading: str = '',
 ) -> None:
-    """Draw timelines below each other on one time axis: ranks as rows, passes as bars.
+    """Draw timelines below each other on one time axis: a row for passes of a rank, one for copies.
 
     Grey ends where a timeline ends.
 
@@ -45,7 +45,7 @@ def timeline_png(
     Raises:
         ImportError: matplotlib is not installed; the message tells how.
     """
-    heights = [0.9 + 0.3 * line.schedule.num_ranks for line in timelines.values()]
+    heights = [0.9 + 0.3 * len(lanes(line)) for line in timelines.values()]
     figure = new_figure(width, min(sum(heights) + 1.0, 100.0))
     rows = figure.subplots(
         len(heights), 1, sharex=True, squeeze=False, gridspec_kw={'height_ratios': heights}
@@ -98,35 +98,28 @@ def new_figure(width: float, height: float) -> Figure:
 
 def _draw(axes: Axes, timeline: Timeline, digit: float) -> None:
     """Put the passes of `timeline` on `axes`; `digit` is the time as wide as a digit."""
-    schedule = timeline.schedule
-    chunks, num_chunks = schedule.placement.chunks, schedule.placement.num_chunks
-    origin = min((spans[0][0] for spans in timeline.spans if spans), default=0.0)
-    labels = sum(map(len, schedule.passes)) <= _MOST_LABELS
-    for rank, (order, spans) in enumerate(zip(schedule.passes, timeline.spans, strict=True)):
-        axes.broken_barh(
-            [(0, timeline.makespan)], (rank - _BAR / 2, _BAR), facecolors=IDLE, zorder=0
-        )
+    rows = lanes(timeline)
+    labels = sum(len(row.bars) for row in rows) <= _MOST_LABELS
+    for place, row in enumerate(rows):
+        foot = place - _BAR / 2
+        axes.broken_barh([(0, timeline.makespan)], (foot, _BAR), facecolors=IDLE, zorder=0)
         bars: dict[str, list[tuple[float, float]]] = defaultdict(list)
         feet: list[tuple[float, float, float, str]] = []
-        for p, (start, end) in zip(order, spans, strict=True):
-            fill = colour(p.kind, chunks[p.stage], num_chunks)
-            bars[fill].append((start - origin, end - start))
-            for y in stripes(p.kind, rank - _BAR / 2, _BAR):
-                feet.append((y, start - origin, end - origin, ink(fill)))
+        for p, start, end, fill in row.bars:
+            bars[fill].append((start, end - start))
+            feet += ((y, start, end, ink(fill)) for y in stripes(p.kind, foot, _BAR))
             text = str(p.microbatch)
             if labels and digit * len(text) < end - start:
                 axes.text(
-                    (start + end) / 2 - origin, rank, text,
+                    (start + end) / 2, place, text,
                     color=ink(fill), ha='center', va='center', fontsize=8, clip_on=True,
                 )  # fmt: skip
         for fill, extents in bars.items():
-            axes.broken_barh(
-                extents, (rank - _BAR / 2, _BAR), facecolors=fill, edgecolors='white', lw=0.3
-            )
+            axes.broken_barh(extents, (foot, _BAR), facecolors=fill, edgecolors='white', lw=0.3)
         if feet:
             axes.hlines(*zip(*feet, strict=True), lw=0.6, alpha=0.6)
-    axes.set_ylim(len(schedule.passes) - 0.5, -0.5)
-    axes.set_yticks(range(len(schedule.passes)))
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), [row.label.removeprefix('rank ') for row in rows])
     axes.set_ylabel('rank')
     axes.spines[['top', 'right', 'left']].set_visible(False)
 

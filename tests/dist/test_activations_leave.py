@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -9,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from grids import grid
 from stages import ROWS, WIDTH, LinearStage, reference
 
 from megatron_zbpp.analysis.checker import check
@@ -18,15 +20,16 @@ from megatron_zbpp.analysis.offloading import offloaded, with_copies, with_offlo
 from megatron_zbpp.analysis.recomputing import with_recomputation
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.runtime.activations import copies, host
+from megatron_zbpp.runtime.activations import host, slabs
 from megatron_zbpp.runtime.activations.bundle import Bundle, Bytes
-from megatron_zbpp.runtime.activations.copies import Copies, PinningError
+from megatron_zbpp.runtime.activations.copies import Copies
+from megatron_zbpp.runtime.activations.slabs import PinningError, Slabs
 from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
-from megatron_zbpp.schedules import build
+from megatron_zbpp.schedules import FAMILIES, build
 
 CPU = torch.device('cpu')
 
@@ -57,13 +60,19 @@ def executed(schedule, fails=False):
     return made, activations.bytes, said, record.live
 
 
-@pytest.mark.parametrize('name', ['po', 'interleaved', 'zb-v', 'gis'])
-@pytest.mark.parametrize('fails', [False, True])
-def test_to_the_bit(ranks, name, fails):
-    """Also where the host has no room: then everything stays, and that is said once."""
-    schedule = offloaded(build(name, 2, 8), 'all')
+@grid(
+    name=tuple(family.name for family in FAMILIES if family.name != 'bpipe'),
+    p=(2, 2, 4),
+    fails=(False, False, True),
+)
+def test_to_the_bit(ranks, name, p, fails):
+    """Every schedule, also where the host has no room: then all stays, and that is said once."""
+    schedule = build(name, p, 8)
+    if not any(each.kind == 'O' for _, each in schedule):
+        schedule = offloaded(schedule, 'all', ratio=0.1)
+    assert any(each.kind == 'O' for _, each in schedule)
     losses, gradients = reference(schedule.num_stages, 8)
-    results = ranks(2).run(executed, schedule, fails)
+    results = ranks(p).run(executed, schedule, fails)
     assert any(each.moved for _, found, _, _ in results for each in found.values()) != fails
     for made, found, said, _ in results:
         assert len(said) == (fails and bool(found))
@@ -147,6 +156,20 @@ def test_small_tensors_stay():
     assert tensor.grad is not None and not bundle.away
 
 
+def test_a_small_part_takes_along_what_it_is_of():
+    """Memory of which only a row is saved would stay as a whole."""
+    bundle = Bundle(Copies(CPU), frozenset(), small=16)
+    weight = torch.ones(4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(bundle.pack, bundle.unpack):
+        loss = (torch.ones(256)[:4] * weight).sum()
+    bundle.begin_out()
+    bundle.leave()
+    assert bundle.away and bundle.bytes.moved == 256 * 4
+    bundle.begin_back()
+    loss.backward()
+    assert torch.equal(weight.grad, torch.ones(4))
+
+
 def test_memory_is_freed_when_it_leaves():
     """Who holds nothing of it sees the storage go; the input keeps its tensor, without memory."""
     from torch.multiprocessing.reductions import StorageWeakRef
@@ -178,6 +201,47 @@ def test_slabs_are_used_again():
     assert engine.out([storage])[0] is slab
 
 
+def test_slabs_of_passes_that_differ():
+    """As many as are in use at once, however often sizes change; those too small are given back."""
+    pool, drawn = Slabs(pinned=False), random.Random(0)
+    for _ in range(200):
+        sizes = [drawn.randint(600, 1000) for _ in range(3)] + [drawn.randint(60, 100)]
+        taken = [pool.take(size) for size in sizes]
+        assert all(slab.numel() >= size for slab, size in zip(taken, sizes, strict=True))
+        assert len({slab.data_ptr() for slab in taken}) == 4
+        for slab in taken:
+            pool.give(slab)
+        assert len(pool._free) == 4
+        pool.release()
+        assert not pool.retired
+    assert sum(slab.numel() for slab in pool._free) <= 1.125 * (3 * 1000 + 100)
+
+
+def test_page_locked_slabs_are_unlocked_when_they_are_given_back(monkeypatch):
+    """Not before: copies may be under way. Of nothing, nothing is locked."""
+    locked = set()
+
+    class Runtime:
+        def cudaHostRegister(self, address, size, _):
+            assert size
+            locked.add(address)
+            return 0
+
+        def cudaHostUnregister(self, address):
+            locked.remove(address)
+            return 0
+
+    monkeypatch.setattr(torch.cuda, 'cudart', Runtime)
+    pool = Slabs(pinned=True)
+    small = pool.take(100)
+    pool.give(small)
+    large = pool.take(150)
+    assert locked == {small.data_ptr(), large.data_ptr()}
+    assert pool.take(0).numel() == 0
+    pool.release()
+    assert locked == {large.data_ptr()} and not pool.retired
+
+
 def test_the_link_is_timed():
     """Once something has gone: with the largest slab, which is used again."""
     engine = Copies(CPU)
@@ -197,7 +261,7 @@ def test_a_refusal_names_the_cure(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, 'cudart', Runtime)
     with pytest.raises(PinningError, match=r'1.0 MiB .* cannot be page-locked .* offload fewer'):
-        copies._pin(torch.empty(2**20, dtype=torch.uint8))
+        slabs._pin(torch.empty(2**20, dtype=torch.uint8))
 
 
 def test_what_leaves_is_told_once():
@@ -209,7 +273,10 @@ def test_what_leaves_is_told_once():
     store.bytes[1] = Bytes(0, {'held by others': 2**20})
     store.tell(everything=False)
     store.tell(everything=True)
-    assert said == ['offload of stage 1: 0.00 MiB of a microbatch leave; stay: held by others 1.00']
+    assert said == [
+        'offload of stage 1: 0.00 MiB of a microbatch leave; stay: held by others 1.00: so the '
+        'device holds more than planned'
+    ]
     assert str(store.bytes[0]) == '3.00 MiB of a microbatch leave; stay: parameters 0.50'
 
 
@@ -218,7 +285,7 @@ def test_copies_beside_the_passes_are_in_order(monkeypatch):
     from cuda_double import GPU, Cuda
 
     sizes = []
-    monkeypatch.setattr(copies, '_pin', lambda slab: sizes.append(slab.numel()))
+    monkeypatch.setattr(slabs, '_pin', lambda slab: sizes.append(slab.numel()))
     with Cuda() as cuda:
         device = torch.device('cuda', GPU)
         bundle = Bundle(Copies(device), frozenset(), small=1)

@@ -78,6 +78,13 @@ def test_nothing_asked_nothing_done(ranks):
     assert found.result.placed == {name: MEGATRONS[name] for name in PLACED}
 
 
+@pytest.mark.parametrize('name', ['freeze', 'offload', 'recompute'])
+def test_what_is_about_a_schedule_wants_one(ranks, name):
+    """Not ignored where Megatron's own runs."""
+    said = f'--pipeline-{name} is about a --pipeline-schedule: give that, too'
+    assert said in refused(ranks, f'--pipeline-{name}', 'all')
+
+
 @pytest.mark.parametrize(
     ('flags', 'source', 'instead'),
     [

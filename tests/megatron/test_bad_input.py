@@ -90,6 +90,11 @@ def parse(argv):
             ('3 is not a positive multiple of 2',),
         ),
         ({'pipeline_model_parallel_size': 3}, 2, ('2 processes cannot be divided',)),
+        (
+            {'pipeline_schedule': 'megatron', 'pipeline_offload': 'all'},
+            2,
+            ('--pipeline-offload is not for --pipeline-schedule megatron',),
+        ),
     ],
     ids=lambda value: '-'.join(value) if isinstance(value, dict) else None,
 )

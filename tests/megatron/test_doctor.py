@@ -144,6 +144,25 @@ def test_plan(ranks):
     assert 'megatron.training is not here' in line['notes'][0]
 
 
+def test_what_an_offload_frees(ranks):
+    """As `zbpp simulate` has it; where it is of little use, that is said; as recomputation is."""
+
+    def told(schedule, *more):
+        words = [*SIZES, '--global-batch-size', 48, '--pipeline-schedule', schedule, *more]
+        code, found = report(ranks, '--gpus', 8, '--', *words)
+        (iteration,) = found['launch_line']['iterations']
+        assert code == 0
+        return max(iteration['peaks']), found['launch_line']['notes'][-1]
+
+    held, note = told('po', '--pipeline-offload', 'half')
+    assert held == 3 and note.startswith('offload: 3 activations at most on a rank, 6.5 without')
+    assert note.endswith(' on the host')
+    assert 'W needs most until it has run; po and' in told('zb-h1', '--pipeline-offload', 'all')[1]
+    assert told('gpipe', '--pipeline-recompute', 'all')[0] == 1
+    words = ['--gpus', 8, '--', *SIZES, '--pipeline-schedule', 'zb-v', '--pipeline-offload', 3]
+    assert 'offload of 3 chunks: a rank has 2' in refusal(ranks, *words)
+
+
 @pytest.mark.parametrize(
     ('words', 'activation', 'retained'),
     [

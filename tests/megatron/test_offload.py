@@ -7,11 +7,11 @@ from grids import grid
 from models import KINDS, MICROBATCHES, Job, assert_same, check, train
 from supported import supports
 
-from megatron_zbpp.analysis.offloading import with_copies, with_offload
+from megatron_zbpp.analysis.offloading import offloaded, with_copies, with_offload
 from megatron_zbpp.analysis.recomputing import with_recomputation
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.schedules import build
+from megatron_zbpp.schedules import FAMILIES, build, find
 
 SCHEDULES = ('zb-v', 'interleaved', 'po', 'v-half')
 SHAPES = {
@@ -33,6 +33,19 @@ def test_families(ranks, data, schedule, offload, fused, recompute):
     """W split from B and not, its products added to `main_grad` or by Megatron."""
     job = Job(te=False, offload=offload, fused=fused, recompute=recompute)
     check(ranks, data, schedule, job)
+
+
+@pytest.mark.full
+@supports('activation offload: GPT on {pp} ranks', '{schedule}')
+@pytest.mark.parametrize('pp', [2, 4])
+@pytest.mark.parametrize('schedule', [family.name for family in FAMILIES])
+def test_every_family(ranks, data, schedule, pp):
+    """Those that move activations by themselves as they are; whatever has the time leaves."""
+    planned, amount = build(schedule, pp, MICROBATCHES), None
+    if not find(schedule).moves:
+        planned, amount = offloaded(planned, 'all'), 'all'
+    moves = any(p.kind in 'OE' for _, p in planned)
+    check(ranks, data, schedule, Job(te=False, pp=pp, offload=amount), moves=moves)
 
 
 @supports('plans of order and actions: GPT', 'gis')
@@ -84,6 +97,16 @@ def test_dropout(ranks, data, schedule, recompute):
 )
 def test_te_layers(te_ranks, data, kind, schedule, fused, bf16, recompute):
     job = Job(kind, bf16=bf16, fused=fused, recompute=recompute, offload='all')
+    check(te_ranks, data, schedule, job)
+
+
+@pytest.mark.te
+@pytest.mark.full
+@supports('activation offload: FP8 {fp8}', '{schedule}')
+@grid(fp8=('weights', 'products'), schedule=('zb-v', 'interleaved'), fused=(True, False))
+def test_fp8(te_ranks, data, fp8, schedule, fused):
+    """Weights in FP8, and what is made of them for the backward, stay where they are."""
+    job = Job(bf16=True, fp8=fp8, distributed=True, fused=fused, offload='all')
     check(te_ranks, data, schedule, job)
 
 

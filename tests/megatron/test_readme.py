@@ -113,7 +113,7 @@ def shorter(command: str, data: Path) -> str:
         return re.sub(r' --seconds \d+', ' --seconds 1', command)
     if command.startswith('zbpp plan'):
         command = re.sub(r' --seconds \d+', '', command)
-        command = re.sub(r'(--frontier \d+),[\d,]+,', r'\1,', command)
+        command = re.sub(r'(--frontier [\d.]+),[\d.,]+,', r'\1,', command)
         return command.replace('zbpp plan', 'zbpp plan --seconds 1')
     if 'examples/gpt' in command:
         command = command.replace('per-node 4', 'per-node 2').replace('-size 4', '-size 2', 1)

@@ -20,11 +20,16 @@ TIMEOUT = 60
 NUM_RANKS = 4
 
 
-def killed(argv, rank, iteration, forwards):
-    """Runs the example under torchrun until `rank` dies: its exit code and standard error."""
+def killed(argv, rank, iteration, what, count):
+    """Runs the example under torchrun until `rank` dies: its exit code and standard error.
+
+    Args:
+        argv: of the example.
+        rank, iteration, what, count: where, see `doomed.py`.
+    """
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node']
     done = commands.run(
-        [*command, NUM_RANKS, SCRIPT, rank, iteration, forwards, *MODEL, *argv],
+        [*command, NUM_RANKS, SCRIPT, rank, iteration, what, count, *MODEL, *argv],
         env={'PYTHONPATH': f'{ROOT}:{ROOT / "examples" / "gpt"}'},
         timeout=150,  # the reports come at once; the rest is starting on a busy machine
     )
@@ -41,16 +46,26 @@ def left_by(pid):
     return started
 
 
+AMID = {
+    'a forward': ('zb-v', [], 0, 'forward', 11),
+    'a copy to the host': ('interleaved', ['--pipeline-offload', 'all'], 1, 'storage', 20),
+    'an eviction to the partner': ('bpipe', [], 0, 'storage', 3),
+}
+
+
 @pytest.mark.full
-def test_resume_after_a_rank_was_killed(ranks, data, tmp_path):
+@pytest.mark.parametrize('amid', AMID)
+def test_resume_after_a_rank_was_killed(ranks, data, tmp_path, amid):
+    schedule, flags, rank, *where = AMID[amid]
     common = ['--data-path', data, '--num-layers', 8, '--pipeline-model-parallel-size', NUM_RANKS]
-    common += ['--global-batch-size', 6, '--train-iters', 7, '--pipeline-schedule', 'zb-v']
+    common += ['--global-batch-size', 8, '--train-iters', 7, '--pipeline-schedule', schedule]
     whole = run(ranks(NUM_RANKS), tmp_path, *common)
+    common += flags
 
     checkpoints, metrics = tmp_path / 'checkpoints', tmp_path / 'broken.jsonl'
     saving = ['--save', checkpoints, '--save-interval', 2, '--metrics-file', metrics]
     watchdog = ['--pipeline-watchdog-timeout', TIMEOUT]
-    code, error = killed([*common, *saving, *watchdog], rank=0, iteration=6, forwards=11)
+    code, error = killed([*common, *saving, *watchdog], rank, 6, *where)
     assert code != 0
     (victim,) = re.findall(r'Signal 9 \(SIGKILL\) received by PID (\d+)', error)
     assert not left_by(int(victim)), 'such as what keeps the queue of its checkpoint writers'
@@ -59,9 +74,11 @@ def test_resume_after_a_rank_was_killed(ranks, data, tmp_path):
         r'  last passes: (.*)\n',
         error,
     )
-    assert sorted(int(rank) for rank, *_ in reports) == [1, 2, 3], error
-    assert error.count('culprit: global rank 0, which does not answer') == 3, error
-    for _, now, awaited, passes in reports:
+    others = [other for other in range(NUM_RANKS) if other != rank]
+    assert sorted(int(other) for other, *_ in reports) == others, error
+    assert error.count(f'culprit: global rank {rank}, which does not answer') == 3, error
+    assert any(f'(global rank {rank})' in awaited for _, _, awaited, _ in reports), error
+    for _, now, awaited, passes in reports if amid == 'a forward' else ():
         assert re.fullmatch(r'[FBW] stage \d microbatch \d \(\d[FBW]\d\)', now), now
         assert re.fullmatch(
             r'(output|gradient) of stage \d microbatch \d from pipeline rank (\d) '
@@ -94,7 +111,7 @@ def test_resume_after_a_rank_was_killed_before_its_step_was_validated(ranks, dat
     saving = ['--save', checkpoints, '--save-interval', 2, '--metrics-file', metrics]
     watchdog = ['--pipeline-watchdog-timeout', TIMEOUT]
     # of twelve forwards that follow after the fifth iteration begins, the last are of the sixth
-    code, error = killed([*common, *early, *saving, *watchdog], rank=2, iteration=5, forwards=12)
+    code, error = killed([*common, *early, *saving, *watchdog], 2, 5, 'forward', 12)
     assert code != 0
     assert 'Signal 9 (SIGKILL) received by PID' in error
     assert 'pipeline watchdog: global rank' in error, error

@@ -1,6 +1,9 @@
 """The example, in which one rank is killed in the middle of an iteration.
 
-torchrun ... doomed.py RANK ITERATION FORWARDS [flags of the example]
+torchrun ... doomed.py RANK ITERATION WHAT COUNT [flags of the example]
+
+Killed at which `forward` step of the iteration, or at which `storage` that leaves or comes back: of
+a transfer of several, those before are under way then.
 """
 
 from __future__ import annotations
@@ -13,27 +16,38 @@ import time
 import pretrain_gpt
 import torch.distributed as dist
 
+from megatron_zbpp.runtime.activations import copies, partner
+
 
 def main() -> None:
-    rank, iteration, forwards = map(int, sys.argv[1:4])
-    del sys.argv[1:4]
+    rank, iteration, what, count = sys.argv[1:5]
+    del sys.argv[1:5]
     forward_step, run_batch = pretrain_gpt.forward_step, pretrain_gpt.run_batch
-    count = {'iterations': 0, 'forwards': 0}
+    bytes_of = copies.bytes_of
+    done = {'iterations': 0, 'forward': 0, 'storage': 0}
 
     def counting_run_batch(*args, **kwargs):
-        count['iterations'] += 1
-        count['forwards'] = 0
+        done.update(iterations=done['iterations'] + 1, forward=0, storage=0)
         return run_batch(*args, **kwargs)
 
-    def deadly_forward_step(*args, **kwargs):
-        count['forwards'] += 1
-        if (dist.get_rank(), *count.values()) == (rank, iteration, forwards):
+    def die_at(kind: str) -> None:
+        done[kind] += 1
+        there = dist.get_rank() == int(rank) and done['iterations'] == int(iteration)
+        if there and kind == what and done[kind] == int(count):
             time.sleep(3)  # by now the other ranks have come as far as they can
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def deadly_forward_step(*args, **kwargs):
+        die_at('forward')
         return forward_step(*args, **kwargs)
+
+    def deadly_bytes_of(*args):
+        die_at('storage')
+        return bytes_of(*args)
 
     pretrain_gpt.forward_step = deadly_forward_step
     pretrain_gpt.run_batch = counting_run_batch
+    copies.bytes_of = partner.bytes_of = deadly_bytes_of
     pretrain_gpt.main()
 
 

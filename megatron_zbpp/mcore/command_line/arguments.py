@@ -23,7 +23,6 @@ from megatron_zbpp.mcore.command_line.messages import refuse, say
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.programs import Programs
-from megatron_zbpp.mcore.settings import Settings, folder, freezing
 
 _OURS = '_with_our_flags'  # on a function: it adds our flags already
 
@@ -110,20 +109,7 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
     source = flags.source_of(config)
     plan_layout.require_selective(args, config)
     layout = plan_layout.take_layout(args, config)
-    chunks = plan_layout.num_chunks(args, source)
-    settings = Settings(
-        source,
-        chunks,
-        memory_limit=config.pipeline_schedule_memory_limit,
-        watchdog_timeout=config.pipeline_watchdog_timeout,
-        watchdog_pause_timeout=config.pipeline_watchdog_pause_timeout,
-        post_validation=flags.clean_steps(config),
-        profile_iters=config.pipeline_schedule_profile_iters,
-        trace_dir=folder(config.pipeline_trace_dir),
-        offload=config.pipeline_offload,
-        freeze=freezing(config.pipeline_freeze),
-        recompute=config.pipeline_recompute,
-    )
+    settings = flags.settings_of(config, source, plan_layout.num_chunks(args, source))
     if layout is not None:
         say(f'layers as the plan has them: {layout}')
     ranks, programs = args.pipeline_model_parallel_size, Programs(settings)

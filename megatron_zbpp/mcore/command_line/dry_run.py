@@ -6,11 +6,12 @@ from argparse import Namespace
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.emulation import te
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import HOST
 from megatron_zbpp.ir.layout import layers_per_stage
 from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.mcore import layout, refusals, superseded
@@ -19,9 +20,9 @@ from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
 from megatron_zbpp.mcore.command_line.layer_memory import LayerMemory, layer_memory
 from megatron_zbpp.mcore.post_validation.barriers import barriers
 from megatron_zbpp.mcore.programs import Programs
-from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.post_validation.speculative_step import BUFFER_BYTES, KEPT_BYTES
 
+_LITTLE = 0.9  # of what is held without: more than that is little gain
 _NO_TRAINING = 'megatron.training is not here: only sizes, parallelism and our flags were read'
 _NO_PIPELINE = 'one pipeline rank has no pipeline: --pipeline-schedule changes nothing'
 
@@ -123,18 +124,15 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     sizes.require_plain(line.args)
     source = flags.source_of(config)
     plan_layout.take_layout(line.args, config)
-    programs = Programs(
-        Settings(
-            source,
-            plan_layout.num_chunks(line.args, source),
-            config.pipeline_schedule_memory_limit,
-        )
-    )
+    chunks = plan_layout.num_chunks(line.args, source)
+    programs = Programs(flags.settings_of(config, source, chunks))
     placement = programs.placement(parallel['pipeline'])
     splits, args = programs.splits(parallel['pipeline']), line.args
     programs.join(getattr(args, refusals.OVERLAP, False))
     counts = _microbatches(line, parallel['data'])
     notes += superseded.drop(line.args)
+    if config.pipeline_offload is not None and counts:
+        notes.append(_of_offload(programs, placement.num_ranks, counts[-1]))
     if config.enable_optimizer_post_validation:
         sizes.disable_rerun_checks(line.args, line.words)
         notes += [f'all ranks wait: {each}' for each in barriers(line.args, placement)]
@@ -157,6 +155,7 @@ def dry_run_of(line: LaunchLine) -> DryRun:
                 te.find() is not None,
                 placement,
                 splits,
+                recomputes=programs.recomputes(placement.num_ranks),
                 joins=programs.joins,
                 in_order=programs.in_order(placement.num_ranks),
             )
@@ -220,6 +219,24 @@ def _layers(args: Namespace, placement: Placement) -> list[int]:
     if args.pipeline_model_parallel_layout is not None:
         return layout.StageLayout(placement, args.pipeline_model_parallel_layout).num_layers
     return layers_per_stage(args.num_layers, placement, embedding, loss, fixed)
+
+
+def _of_offload(programs: Programs, num_ranks: int, num_microbatches: int) -> str:
+    """Return what the offload frees, on the host takes, and where it is of little use."""
+    lowered = programs.lowered(num_ranks, num_microbatches, forward_only=False)
+    schedule, plain = lowered.schedule, programs.on_the_device(num_ranks, num_microbatches)
+    costs = Costs.uniform(schedule.placement)
+    held, without = (max(peak(each, Costs.uniform(each.placement))) for each in (schedule, plain))
+    hosted = max(max(on_host, default=0.0) for on_host in live(schedule, costs, HOST))
+    found = (
+        f'offload: {held:g} activations at most on a rank, {without:g} without it, and {hosted:g} '
+        'on the host'
+    )
+    if held <= _LITTLE * without:
+        return found
+    if programs.splits(num_ranks):
+        return f'{found}: W needs most until it has run; po and gis have it right behind B'
+    return f'{found}: there is little time between F and B'
 
 
 def _simulated(programs: Programs, num_ranks: int, num_microbatches: int) -> Simulated:

@@ -12,6 +12,7 @@ import docstring_parser
 from megatron_zbpp.ir import Schedule, formats
 from megatron_zbpp.mcore.command_line.aliases import add_aliases, announce, translate
 from megatron_zbpp.mcore.command_line.messages import flag
+from megatron_zbpp.mcore.settings import Settings, folder, freezing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +111,9 @@ def read(args: argparse.Namespace) -> PipelineScheduleConfig | None:
     announce(args, translated)
     config = PipelineScheduleConfig(**values | translated)
     if config.pipeline_schedule is None and config.pipeline_schedule_file is None:
-        if config.pipeline_freeze is not None:
-            raise ValueError('--pipeline-freeze is about a --pipeline-schedule: give that, too')
+        for name in ('pipeline_freeze', 'pipeline_offload', 'pipeline_recompute'):
+            if getattr(config, name) is not None:
+                raise ValueError(f'{flag(name)} is about a --pipeline-schedule: give that, too')
         return None
     return config
 
@@ -132,6 +134,35 @@ def source_of(config: PipelineScheduleConfig) -> str | Schedule:
             f'--pipeline-schedule {name} and --pipeline-schedule-file {file}: give one of them'
         )
     return formats.load(file)
+
+
+def settings_of(
+    config: PipelineScheduleConfig, source: str | Schedule, num_chunks: int | None
+) -> Settings:
+    """Return what all flags together ask for.
+
+    Args:
+        config: the flags.
+        source: of them, see `source_of`.
+        num_chunks: of a rank; None: the schedule's default.
+
+    Raises:
+        ValueError: a value that cannot work, with the cure.
+        OSError: a file cannot be read.
+    """
+    return Settings(
+        source,
+        num_chunks,
+        memory_limit=config.pipeline_schedule_memory_limit,
+        watchdog_timeout=config.pipeline_watchdog_timeout,
+        watchdog_pause_timeout=config.pipeline_watchdog_pause_timeout,
+        post_validation=clean_steps(config),
+        profile_iters=config.pipeline_schedule_profile_iters,
+        trace_dir=folder(config.pipeline_trace_dir),
+        offload=config.pipeline_offload,
+        freeze=freezing(config.pipeline_freeze),
+        recompute=config.pipeline_recompute,
+    )
 
 
 def clean_steps(config: PipelineScheduleConfig) -> int | bool:

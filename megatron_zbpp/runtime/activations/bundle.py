@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megatron_zbpp.runtime import compat
-from megatron_zbpp.runtime.activations.copies import PinningError
+from megatron_zbpp.runtime.activations.slabs import PinningError
 
 HELD = 'held by others'
 SMALL = 1024  # elements: below, a copy costs more than it frees
@@ -92,7 +92,7 @@ class Bundle:
     Args:
         copies: of the device.
         staying: storages that stay, by their address: those of parameters.
-        small: tensors of fewer elements stay.
+        small: memory of fewer elements stays.
 
     Attributes:
         bytes: what became of them.
@@ -220,7 +220,8 @@ class Bundle:
             return 'special types'
         if tensor.device != self._copies.device or tensor.layout is not torch.strided:
             return 'elsewhere'
-        return 'small tensors' if tensor.numel() < self._small else None
+        # of a small part of what is large, all would stay
+        return 'small tensors' if storage.nbytes() < self._small * tensor.element_size() else None
 
     def _may_go(self, piece: Piece) -> bool:
         """Whether all its memory is freed if it goes; counts it where it stays."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from statistics import median
@@ -17,14 +16,9 @@ from typing import Any
 
 import torch
 
-from megatron_zbpp.runtime.activations import host
+from megatron_zbpp.runtime.activations.slabs import Slabs
 
-_SPARED = 0.95  # of what the host has left: other ranks take some meanwhile
 _ALIGNED = 512  # bytes: as the caching allocator of CUDA has them
-
-
-class PinningError(RuntimeError):
-    """The host has no more memory that can be page-locked."""
 
 
 class Copies:
@@ -38,7 +32,7 @@ class Copies:
         self.device = device
         self._on_cuda = device.type == 'cuda'
         self._stream: Any = torch.cuda.Stream(device) if self._on_cuda else None
-        self._slabs: dict[int, list[torch.Tensor]] = defaultdict(list)  # by bytes, for reuse
+        self._slabs = Slabs(self._on_cuda)
 
     def out(self, storages: Sequence[torch.UntypedStorage]) -> tuple[torch.Tensor, object]:
         """Begin to copy `storages`, as they are after all that runs by now, into one slab.
@@ -49,7 +43,7 @@ class Copies:
         Raises:
             PinningError: there is no room on the host.
         """
-        slab = self._slab(sum(_room(storage) for storage in storages))
+        slab = self._slabs.take(sum(_room(storage) for storage in storages))
         computed = self._mark()
         with self._copying():
             self._wait(computed)
@@ -80,7 +74,13 @@ class Copies:
 
     def free(self, slab: torch.Tensor) -> None:
         """Take back a slab: the next copy out into it comes behind what has been begun by now."""
-        self._slabs[slab.numel()].append(slab)
+        self._slabs.give(slab)
+
+    def finish(self) -> None:
+        """Give memory of the host back that is of no use any more; the host waits where it does."""
+        if self._slabs.retired:
+            self._settle()
+            self._slabs.release()
 
     def wait(self, mark: object) -> None:
         """Let what computes from now on wait for `mark`; never the host."""
@@ -94,7 +94,7 @@ class Copies:
         Args:
             times: both ways, of the largest slab that there is; the median counts.
         """
-        size = max((size for size, free in self._slabs.items() if free), default=0)
+        size = self._slabs.largest
         if not size:
             return None
         storage = self.allocate(size)
@@ -118,16 +118,6 @@ class Copies:
         """Return memory of the device, there for what computes from now on."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
-    def _slab(self, nbytes: int) -> torch.Tensor:
-        free = self._slabs.get(nbytes)
-        if free:
-            return free.pop()
-        _require_room(nbytes)
-        slab = torch.empty(nbytes, dtype=torch.uint8)
-        if self._on_cuda:
-            _pin(slab)
-        return slab
-
     def _mark(self) -> object:
         return torch.cuda.current_stream(self.device).record_event() if self._on_cuda else None
 
@@ -137,35 +127,6 @@ class Copies:
 
     def _copying(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream) if self._on_cuda else contextlib.nullcontext()
-
-
-def _require_room(nbytes: int) -> None:
-    """Raise where the host would end a process of this job, which has no error for that.
-
-    Raises:
-        PinningError: there is not as much memory, and something to spare.
-    """
-    left = host.room()
-    if left is not None and nbytes > _SPARED * left.nbytes:
-        raise PinningError(
-            f'{nbytes / 2**20:.1f} MiB more of host memory are not to be had, of {left} left: give '
-            'the job more memory, or offload fewer chunks'
-        )
-
-
-def _pin(slab: torch.Tensor) -> None:
-    """Page-lock memory of just this size; torch's own allocator would round it to a power of two.
-
-    Raises:
-        PinningError: the driver refuses.
-    """
-    runtime: Any = torch.cuda.cudart()
-    result = runtime.cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
-    if int(result) != 0:
-        raise PinningError(
-            f'{slab.numel() / 2**20:.1f} MiB of host memory cannot be page-locked (CUDA error '
-            f'{int(result)}): raise `ulimit -l`, give the job more memory, or offload fewer chunks'
-        )
 
 
 def _room(storage: torch.UntypedStorage) -> int:

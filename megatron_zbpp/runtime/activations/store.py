@@ -12,11 +12,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_zbpp.runtime import compat
 from megatron_zbpp.runtime.activations.bundle import HELD, SMALL, Bundle, Bytes
-from megatron_zbpp.runtime.activations.copies import Copies, PinningError
+from megatron_zbpp.runtime.activations.copies import Copies
 from megatron_zbpp.runtime.activations.partner import Keeping, Partner
+from megatron_zbpp.runtime.activations.slabs import PinningError
 from megatron_zbpp.runtime.channels import Channels
 
 Key = tuple[int, int]  # (stage, microbatch)
+
+_MUCH = 0.1  # of what was to leave
 
 
 class ActivationStore:
@@ -84,14 +87,17 @@ class ActivationStore:
         """Say, once there is something to say, what leaves and what stays.
 
         Args:
-            everything: else only of stages of which more is held by others than leaves.
+            everything: else only of stages of which much stays that was planned to leave.
         """
         if self._told or not self.bytes:
             return
         self._told = True
         for stage, found in sorted(self.bytes.items()):
-            if everything or found.stayed.get(HELD, 0) > found.moved:
-                self._say(f'offload of stage {stage}: {found}')
+            held = found.stayed.get(HELD, 0)
+            much = held > _MUCH * (held + found.moved)
+            if everything or much:
+                more = ': so the device holds more than planned' if much else ''
+                self._say(f'offload of stage {stage}: {found}{more}')
 
     @contextmanager
     def packing(
@@ -150,7 +156,8 @@ class ActivationStore:
         self._bundles.pop(key).drop()
 
     def finish(self) -> None:
-        """Wait until all that goes by channels has left."""
+        """Wait until all that goes by channels has left; give back what the host needs no more."""
+        self._copies.finish()
         if self.keeping is not None and self._channels is not None:
             self.keeping.finish()
             self._channels.finish()

@@ -676,3 +676,18 @@ def test_copies_of_a_schedule_take_time(zbpp) -> None:
     )
     assert fast < slow
     assert zbpp('show', *shape, '--width', 0).count('copies') == 4
+
+
+def test_a_copy_ratio_that_nothing_asks_for(tmp_path, capsys) -> None:
+    """Refused, not ignored; a file may have told the times already."""
+    file = tmp_path / 'times.json'
+    file.write_text('{"F": [1, 1], "B": [1, 1], "W": [1, 1], "times": {"O": [1, 1], "L": [1, 1]}}')
+    sizes = ['--pp', '2', '--microbatches', '4', '--copy-ratio', '2']
+    plan = ['plan', *sizes, '--memory-limit', '1', '--no-cache', '--seconds', '0.1']
+    for words, said in (
+        (['simulate', '--schedule', '1f1b', *sizes], '1f1b copies nothing: give --offload'),
+        ([*plan, '--actions', 'recompute'], 'nothing is copied: give --actions offload or evict'),
+        ([*plan, '--times', str(file), '--actions', 'offload'], '--times has its own: drop one'),
+    ):
+        assert main(words) == 2
+        assert said in capsys.readouterr().err

@@ -38,7 +38,7 @@ from megatron_zbpp.schedules import build
         ({'profile_iters': 0}, 'profile_iters is 0: give a whole number from 1 up'),
         ({'schedule': build('1f1b', 2, 2), 'num_chunks': 1}, 'num_chunks: the schedule that is'),
         ({'recompute': 'some'}, "recompute of 'some': give 'half', 'all' or a number"),
-        ({'recompute': 'all', 'schedule': 'auto'}, 'recompute: auto plans without it so far'),
+        ({'recompute': 'all', 'schedule': 'auto'}, 'recompute: auto plans orders only: name a'),
     ],
     ids=str,
 )

@@ -7,17 +7,20 @@ import json
 import re
 import sys
 import xml.etree.ElementTree as ET
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.collections import PolyCollection
 from matplotlib.text import Text
 from oracle import needs
 
-from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import KINDS, Pass, Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import HOST
 from megatron_zbpp.ir.timeline import MEANING, Timeline
 from megatron_zbpp.render import frontier, png, scene
 from megatron_zbpp.render.colours import HUES, colour, ink, legend, stripes
@@ -431,8 +434,10 @@ def copying(name: str) -> tuple[Timeline, Costs]:
 
 
 @pytest.mark.parametrize(('name', 'copied'), [('po-h', 4), ('bpipe', 1)])
-def test_copies_have_rows_of_their_own(name: str, copied: int) -> None:
-    """Below the passes of their rank, in text, SVG and page; in none two bars lie on each other."""
+def test_copies_have_rows_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, copied: int
+) -> None:
+    """Below the passes of their rank, in all pictures; in none two bars lie on each other."""
     timeline, costs = copying(name)
     rows = scene.lanes(timeline)
     assert [row.label for row in rows].count('copies') == copied
@@ -443,11 +448,29 @@ def test_copies_have_rows_of_their_own(name: str, copied: int) -> None:
     assert [line.split()[0] for line in text] == [row.label.split()[0] for row in rows]
     picture = svg({name: timeline}, {name: costs})
     assert picture.count('>copies</text>') == copied
+    figures, make = [], png.new_figure
+    monkeypatch.setattr(png, 'new_figure', lambda *size: figures.append(make(*size)) or figures[-1])
+    timeline_png({name: timeline}, tmp_path / 'a.png')
+    (axes,) = figures[0].axes
+    labels = [each.get_text() for each in axes.get_yticklabels()]
+    assert labels == [row.label.removeprefix('rank ') for row in rows]
+    drawn: dict[int, list[float]] = defaultdict(list)
+    for drawing in axes.collections:
+        if isinstance(drawing, PolyCollection) and drawing.get_zorder() > 0:
+            for path in drawing.get_paths():
+                box = path.get_extents()
+                drawn[round(box.y0 + box.height / 2)].append(box.width)
+    for place, row in enumerate(rows):
+        assert sorted(drawn[place]) == pytest.approx(sorted(b.end - b.start for b in row.bars))
     page = html({name: timeline}, {name: costs})
     (data,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page)
     (panel,) = json.loads(data)['panels']
     assert [row['rank'] for row in panel['rows']] == [row.rank for row in rows]
-    for row in panel['rows']:
+    assert ('<th>most on the host</th>' in page) == (name == 'po-h')
+    hosted = live(timeline.schedule, costs, HOST)
+    for row, lane in zip(panel['rows'], rows, strict=True):
+        expected = [hosted[lane.rank][place] for place in lane.places]
+        assert row['host'] == (expected if name == 'po-h' else None)
         assert len(row['live']) == len(row['waits']) == len(row['starts'])
         for lane, at in row['waits']:
             assert lane == -1 or at < len(panel['rows'][lane]['starts'])

@@ -63,6 +63,19 @@ def test_numbers_of_the_paper(row):
             assert bubble <= simulate(schedule, costs).makespan - work <= on_grid
 
 
+@pytest.mark.parametrize(('p', 'v'), ROWS)
+def test_what_it_is_compared_with(p, v):
+    """GIS and GIS-H: bubble and memory beside those of the table."""
+    costs = copying(p * v, 1)
+    for name, expected in (
+        ('gis', (2 * (p - 1), p * v)),
+        ('gis-h', (2 * (p - 1) + (v - 1) * p // 2, p * (v + 1) // 2)),
+    ):
+        schedule = build(name, p, 2 * p, num_chunks=v)
+        bubble = simulate(schedule, costs).makespan - 3 * v * 2 * p
+        assert (bubble, max(peak(schedule, costs))) == expected
+
+
 @pytest.mark.parametrize('v', range(1, 6))
 @pytest.mark.parametrize('p', [1, 2, 3, 4, 6, 9, 16])
 def test_no_two_passes_in_a_slot(p, v):
