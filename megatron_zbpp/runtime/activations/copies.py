@@ -3,12 +3,17 @@
 Memory changes where the compute stream is: it waits for a copy out before it frees, and what comes
 back is allocated on it before the copy stream writes there. So the allocator needs no
 `record_stream`, after which the time of a free depends on when somebody looks.
+
+What passes save may differ in size from microbatch to microbatch, as tokens of experts do. So the
+host's memory is used again for what is about as large, and makes way where it is too small.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -21,6 +26,7 @@ from megatron_zbpp.runtime.activations import host
 
 _SPARED = 0.95  # of what the host has left: other ranks take some meanwhile
 _ALIGNED = 512  # bytes: as the caching allocator of CUDA has them
+_ALIKE = 2  # a slab is for what is at most so many times smaller
 
 
 class PinningError(RuntimeError):
@@ -119,14 +125,28 @@ class Copies:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
     def _slab(self, nbytes: int) -> torch.Tensor:
-        free = self._slabs.get(nbytes)
-        if free:
-            return free.pop()
+        """Return the smallest free slab that fits, or a new one for one that is a bit too small.
+
+        So there are never more of about a size than are away at once.
+        """
+        sizes = sorted(
+            size
+            for size, free in self._slabs.items()
+            if free and size <= _ALIKE * nbytes and nbytes <= _ALIKE * size
+        )
+        for size in sizes:
+            if size >= nbytes:
+                return self._slabs[size].pop()
+        if sizes:
+            self._slabs[sizes[-1]].pop()  # which frees it
+        return self._new(nbytes)
+
+    def _new(self, nbytes: int) -> torch.Tensor:
+        """Return a slab that has not been there."""
         _require_room(nbytes)
-        slab = torch.empty(nbytes, dtype=torch.uint8)
-        if self._on_cuda:
-            _pin(slab)
-        return slab
+        if self._on_cuda and nbytes:
+            return _locked(nbytes, self.device, self._stream)
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def _mark(self) -> object:
         return torch.cuda.current_stream(self.device).record_event() if self._on_cuda else None
@@ -153,19 +173,43 @@ def _require_room(nbytes: int) -> None:
         )
 
 
-def _pin(slab: torch.Tensor) -> None:
-    """Page-lock memory of just this size; torch's own allocator would round it to a power of two.
+def _locked(nbytes: int, device: torch.device, stream: Any) -> torch.Tensor:
+    """Return page-locked memory of just this size; torch's own allocator rounds it up a lot.
+
+    It has its pages for itself, since none can be locked twice.
+
+    Args:
+        nbytes: of it.
+        device: that copies into it.
+        stream: of these copies: the memory is unlocked and freed behind them.
 
     Raises:
         PinningError: the driver refuses.
     """
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    slab = torch.frombuffer(mmap.mmap(-1, nbytes, flags=private), dtype=torch.uint8)
     runtime: Any = torch.cuda.cudart()
-    result = runtime.cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
-    if int(result) != 0:
+    result = int(runtime.cudaHostRegister(slab.data_ptr(), nbytes, 0))
+    if result != 0:
+        _forget_error(device)
         raise PinningError(
-            f'{slab.numel() / 2**20:.1f} MiB of host memory cannot be page-locked (CUDA error '
-            f'{int(result)}): raise `ulimit -l`, give the job more memory, or offload fewer chunks'
+            f'{nbytes / 2**20:.1f} MiB of host memory cannot be page-locked (CUDA error {result}): '
+            'raise `ulimit -l`, give the job more memory, or offload fewer chunks'
         )
+    weakref.finalize(slab, _unlock, slab.data_ptr(), stream).atexit = False
+    return slab
+
+
+def _unlock(address: int, stream: Any) -> None:
+    stream.synchronize()
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(address)
+
+
+def _forget_error(device: torch.device) -> None:
+    """Take what CUDA has kept of an error, which it tells whoever starts a kernel next."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones((), device=device)
 
 
 def _room(storage: torch.UntypedStorage) -> int:
