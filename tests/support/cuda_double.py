@@ -14,7 +14,7 @@ import itertools
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -147,6 +147,11 @@ class Cuda(TorchFunctionMode):
         if found:
             return found[1]
         return 'pinned' if self._locks and storage.data_ptr() in self._locks else 'host'
+
+    def placed(self, tensor: torch.Tensor, known: Set[int]) -> bool:
+        """Whether its storage is one of these, or has a place: a tensor may be set to one."""
+        address = tensor.untyped_storage()._cdata
+        return address in known or address in self._placed
 
     # What happens in which order
 
@@ -367,7 +372,7 @@ class _Operations(TorchDispatchMode):
         if func not in _CROSSING and 'device' in places:
             apart = [t.shape for t in given if t.dim() and cuda.where(t) != 'device']
             assert not apart, f'{func} of tensors on the device and {apart} on the host'
-        fresh = [t for t in _tensors(made) if t.untyped_storage()._cdata not in known]
+        fresh = [t for t in _tensors(made) if not cuda.placed(t, known)]
         for tensor in fresh:
             cuda.place(tensor, 'device' if 'device' in places else 'host')
         if func is _ATEN.copy_.default and places != {'device'} and 'device' in places:
@@ -469,7 +474,8 @@ def _uses(func: Any, args: tuple, kwargs: dict) -> tuple[list, list]:
     """Tensors whose data `func` reads, and those that it writes; a view does neither."""
     read: list[torch.Tensor] = []
     written: list[torch.Tensor] = []
-    if not _sanitizer.FACTORY_FUNCTION_REGEX.match(func._schema.name):
+    name = func._schema.name
+    if name != 'aten::set_' and not _sanitizer.FACTORY_FUNCTION_REGEX.match(name):
         for argument, value in _sanitizer.zip_arguments(func._schema, args, kwargs):
             if argument.alias_info is None:
                 read += _tensors(value)

@@ -196,13 +196,12 @@ def _locked(nbytes: int, device: torch.device, stream: Any) -> torch.Tensor:
             f'{nbytes / 2**20:.1f} MiB of host memory cannot be page-locked (CUDA error {result}): '
             'raise `ulimit -l`, give the job more memory, or offload fewer chunks'
         )
-    weakref.finalize(slab, _unlock, slab.data_ptr(), stream).atexit = False
+    weakref.finalize(slab, _unlock, runtime, slab.data_ptr(), stream).atexit = False
     return slab
 
 
-def _unlock(address: int, stream: Any) -> None:
+def _unlock(runtime: Any, address: int, stream: Any) -> None:
     stream.synchronize()
-    runtime: Any = torch.cuda.cudart()
     runtime.cudaHostUnregister(address)
 
 

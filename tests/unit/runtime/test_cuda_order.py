@@ -51,7 +51,7 @@ def test_a_side_task_looks_at_the_clock_amid_an_iteration():
     )
     with Cuda() as cuda:
         clock, record = clock_for(DEVICE), Record()
-        side = SideWork(lambda: torch.ones(WIDTH, device=DEVICE).sum() is None, 0.01)
+        side = SideWork(lambda: torch.ones(WIDTH, device=DEVICE).sum() is None, 1.0)
         side._expected = times
         side.begin(clock, record)
         for p in (first, second):
