@@ -44,10 +44,7 @@ class SleepingCopies(Copies):
         assert isinstance(mark, threading.Event)
         mark.wait()
 
-    def _slab(self, nbytes: int) -> torch.Tensor:
-        free = self._slabs.get(nbytes)
-        if free:
-            return free.pop()
+    def _new(self, nbytes: int) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
 
     def _took(self, nbytes: int) -> threading.Event:

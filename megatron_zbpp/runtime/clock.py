@@ -69,7 +69,8 @@ class CudaClock:
     """CUDA events on the current stream, tied to the host's clock when seconds are first asked for.
 
     So passes are timed without a synchronisation, and what lies between a mark and the tie is
-    short: events tell it in single precision.
+    short: events tell it in single precision. A mark that the device has not come to by then, as
+    where seconds are asked for amid an iteration, has it tied anew.
     """
 
     def __init__(self) -> None:
@@ -79,7 +80,7 @@ class CudaClock:
         return _recorded()
 
     def seconds(self, mark: torch.cuda.Event) -> float:
-        if self._tie is None:
+        if self._tie is None or not mark.query():
             latest = _recorded()
             latest.synchronize()
             self._tie = latest, self.now()

@@ -13,10 +13,14 @@ from programs import pairs
 from stages import ROWS, WIDTH, LinearStage, reference
 
 from megatron_zbpp.analysis.lowering import lower
+from megatron_zbpp.analysis.offloading import offloaded
 from megatron_zbpp.analysis.program import Send
 from megatron_zbpp.emulation import nccl
 from megatron_zbpp.ir import F, Pass
 from megatron_zbpp.runtime import channels
+from megatron_zbpp.runtime.activations.copies import Copies
+from megatron_zbpp.runtime.activations.partner import Partner
+from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import clock_for
 from megatron_zbpp.runtime.executor import Executor
@@ -48,12 +52,20 @@ def sends_overwritten(self, tensor, send, _original=Channels.send):
     tensor.zero_()
 
 
+def by_the_host(self, transfers):
+    """As `Partner.wait`, whose stream waits, and not the host."""
+    for transfer in transfers:
+        transfer.work._work.wait()
+
+
 # what is broken: by name, the class of the stages, and what replaces what
 BROKEN = {
     'nothing': (LinearStage, None, None),
     'a look in B': (LookingStage, None, None),
     'no wait': (LinearStage, (channels.Incoming, 'wait'), received_by_the_host),
     'overwritten': (LinearStage, (Channels, 'send'), sends_overwritten),
+    'copies': (LinearStage, (Copies, 'wait'), lambda self, mark: None),
+    'transfers': (LinearStage, (Partner, 'wait'), by_the_host),
 }
 
 
@@ -73,6 +85,11 @@ def execute(schedule, backend, broken):
             stage: stage_class(store, stage, schedule.num_stages).to(on)
             for stage in schedule.placement.stages(rank)
         }
+        activations = ActivationStore(on, small=1)
+        activations.keep(p for stage in stages.values() for p in stage.parameters())
+        partners = pairs(programs, saved=True)
+        if partners:
+            activations.join(Channels(group, partners, on, shapes=True, saved=True))
         executor = Executor(
             programs[rank],
             stages,
@@ -81,10 +98,12 @@ def execute(schedule, backend, broken):
             store,
             clock_for(on, counting=True),
             cuda.within,
+            activations,
         )
         cuda.calls.clear()
         record = executor.run()
         passes, races = cuda.waits, list(cuda.races)
+        assert any(found.moved for found in activations.bytes.values()) == moves(programs[rank])
         iteration = Iteration(schedule, group, record, executor.clock)
         cuda.calls.clear()
         assert iteration.held() and not cuda.waits
@@ -94,8 +113,13 @@ def execute(schedule, backend, broken):
     return passes, races, figures, gradients
 
 
+def moves(program):
+    """Whether something that this rank's forwards save is elsewhere meanwhile."""
+    return any(isinstance(i, Pass) and i.kind in ('O', 'E') for i in program)
+
+
 def check_gradients(schedule, results):
-    _, expected = reference(schedule.num_stages, MICROBATCHES)
+    _, expected = reference(schedule.num_stages, schedule.num_microbatches)
     for *_, gradients in results:
         for stage, own in gradients.items():
             assert all(map(torch.equal, own, expected[stage])), stage
@@ -109,6 +133,28 @@ def test_nothing_waits_on_nccl(ranks, name):
         assert passes == [] and races == []
         assert figures == ['event.synchronize'], 'once, for all marks'
     check_gradients(schedule, results)
+
+
+@pytest.mark.parametrize(
+    'schedule',
+    [offloaded(build('po', 2, MICROBATCHES), 'all'), build('bpipe', 4, MICROBATCHES)],
+    ids=['on the host', 'on a partner'],
+)
+def test_what_moves_is_in_order(ranks, schedule):
+    """Copies and transfers beside the passes: who uses memory waits for them, and not the host."""
+    results = ranks(schedule.num_ranks).run(execute, schedule, nccl.NAME, 'nothing')
+    for passes, races, _, _ in results:
+        assert passes == [] and races == []
+    check_gradients(schedule, results)
+
+
+@pytest.mark.parametrize(('schedule', 'broken'), [
+    (offloaded(build('po', 2, MICROBATCHES), 'all'), 'copies'),
+    (build('bpipe', 4, MICROBATCHES), 'transfers'),
+])  # fmt: skip
+def test_memory_that_nobody_waits_for(ranks, schedule, broken):
+    results = ranks(schedule.num_ranks).run(execute, schedule, nccl.NAME, broken)
+    assert any(races for _, races, *_ in results)
 
 
 def test_messages_that_go_by_way_of_the_host(ranks):

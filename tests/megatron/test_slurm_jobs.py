@@ -123,7 +123,7 @@ def test_cancelled_training_ends(cluster, tmp_path):
     start = time.monotonic()
     cluster.run('scancel', job.number)
     assert job.wait_for_end(60) == 'CANCELLED'
-    assert time.monotonic() - start < 15, 'before SLURM would kill'
+    assert time.monotonic() - start < 50, 'before SLURM would kill'
     assert not cluster.processes('pretrain_gpt.py')
     reports = re.findall(
         r'pipeline watchdog: global rank (\d) on (.*): SIGTERM\n  now: .*\n  waits for: ',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatch
 
 import pytest
 from paths import ROOT
@@ -35,3 +36,10 @@ def test_gpu_column():
     for _, _, _, gpu in rows():
         assert measured or not gpu or gpu.startswith('none yet'), gpu
     assert len(rows()) > 20
+
+
+def test_a_run_without_arguments_finds_all(request):
+    """Pytest leaves out folders of some names by itself, such as `dist`."""
+    folders = {file.parent.name for file in (ROOT / 'tests').rglob('test_*.py')}
+    left_out = request.config.getini('norecursedirs')
+    assert {name for name in folders for pattern in left_out if fnmatch(name, pattern)} == set()

@@ -14,10 +14,10 @@ import itertools
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -74,6 +74,8 @@ class Cuda(TorchFunctionMode):
     Attributes:
         calls: what was asked so far.
         races: uses of one tensor that are not in order, in words.
+        refuses: the error that page-locking ends with; 0: none.
+        locked: addresses and bytes of memory of the host that was page-locked by address.
     """
 
     def __init__(self, group: type | None = None) -> None:
@@ -81,6 +83,9 @@ class Cuda(TorchFunctionMode):
         self._group = group
         self.calls: list[Call] = []
         self.races: list[str] = []
+        self.refuses, self._error = 0, 0  # the latter is told to who starts a kernel next
+        self.locked: dict[int, int] = {}
+        self._locks: dict[int, int] = {}  # keys, by address
         self._within: str | None = None
         self._thread = threading.local()
         self._placed: dict[int, tuple[StorageWeakRef, str, int]] = {}  # by address
@@ -137,8 +142,16 @@ class Cuda(TorchFunctionMode):
 
     def where(self, tensor: torch.Tensor) -> str:
         """'device', 'pinned' or 'host'."""
-        found = self._placed.get(tensor.untyped_storage()._cdata)
-        return found[1] if found else 'host'
+        storage = tensor.untyped_storage()
+        found = self._placed.get(storage._cdata)
+        if found:
+            return found[1]
+        return 'pinned' if self._locks and storage.data_ptr() in self._locks else 'host'
+
+    def placed(self, tensor: torch.Tensor, known: Set[int]) -> bool:
+        """Whether its storage is one of these, or has a place: a tensor may be set to one."""
+        address = tensor.untyped_storage()._cdata
+        return address in known or address in self._placed
 
     # What happens in which order
 
@@ -170,6 +183,7 @@ class Cuda(TorchFunctionMode):
     def use(self, stream: int, what: str, read: list, written: list) -> None:
         """The host starts an operation on `stream`."""
         if stream != HOST:
+            self._started()
             self.order(HOST, stream)
         reads, writes = self._known(read), self._known(written)
         errors = self._sanitizer._handle_kernel_launch(
@@ -179,8 +193,30 @@ class Cuda(TorchFunctionMode):
         self.races += [f'{what} in {self._within} does not wait for {each}' for each in earlier]
 
     def _known(self, tensors: list[torch.Tensor]) -> set[int]:
-        addresses = {tensor.untyped_storage()._cdata for tensor in tensors}
-        return {self._placed[address][2] for address in addresses & self._placed.keys()}
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        placed = {storage._cdata for storage in storages} & self._placed.keys()
+        locked = {storage.data_ptr() for storage in storages} & self._locks.keys()
+        return {self._placed[a][2] for a in placed} | {self._locks[a] for a in locked}
+
+    def _started(self) -> None:
+        """PyTorch asks for the latest error behind each kernel, whose ever it was."""
+        error, self._error = self._error, 0
+        if error:
+            raise RuntimeError(f'CUDA error {error}, of an earlier call')
+
+    def lock(self, address: int, nbytes: int, flags: int) -> int:
+        """cudaHostRegister: returns its error, and keeps it."""
+        self.log('page-locked allocation')
+        if self.refuses:
+            self._error = self.refuses
+            return self.refuses
+        self.locked[address], self._locks[address] = nbytes, next(self._keys)
+        return 0
+
+    def unlock(self, address: int) -> int:
+        """cudaHostUnregister."""
+        del self.locked[address], self._locks[address]
+        return 0
 
     # torch.cuda
 
@@ -194,9 +230,12 @@ class Cuda(TorchFunctionMode):
         yield cuda, 'Stream', lambda *_, **__: _Stream(self, self._new_stream())
         yield cuda, 'Event', lambda *_, **__: _Event(self)
         yield cuda, 'default_generators', (torch.default_generator,) * (GPU + 1)
+        yield cuda, 'get_rng_state', lambda *_: torch.default_generator.get_state()
+        yield cuda, 'set_rng_state', lambda state, *_: torch.default_generator.set_state(state)
         yield cuda, 'current_stream', lambda *_: _Stream(self, self.stream)
         yield cuda, 'stream', self._on_stream
         yield cuda, 'synchronize', lambda *_: self.synchronize('synchronize')
+        yield cuda, 'cudart', lambda: _Runtime(self.lock, self.unlock)
         yield cuda, 'empty_cache', lambda: self.synchronize('empty_cache')
         for name, answer in _ANSWERS.items():
             yield cuda, name, lambda *_, name=name, answer=answer: self.log(name) or answer
@@ -276,6 +315,8 @@ class Cuda(TorchFunctionMode):
             return self._pinned(made)
         if device is not None and isinstance(made, torch.Tensor):
             self.place(made, _kind(device))
+            if made.is_cuda and func is not torch.empty:  # it is filled
+                self._started()
         return made
 
     def _moved(self, func: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any):
@@ -331,7 +372,7 @@ class _Operations(TorchDispatchMode):
         if func not in _CROSSING and 'device' in places:
             apart = [t.shape for t in given if t.dim() and cuda.where(t) != 'device']
             assert not apart, f'{func} of tensors on the device and {apart} on the host'
-        fresh = [t for t in _tensors(made) if t.untyped_storage()._cdata not in known]
+        fresh = [t for t in _tensors(made) if not cuda.placed(t, known)]
         for tensor in fresh:
             cuda.place(tensor, 'device' if 'device' in places else 'host')
         if func is _ATEN.copy_.default and places != {'device'} and 'device' in places:
@@ -389,8 +430,16 @@ class _Event:
         self.cuda._reached = max(self.cuda._reached, self.number)
 
     def elapsed_time(self, end: _Event) -> float:
-        assert end.number <= self.cuda._reached, 'asked before the events have happened'
+        latest = max(self.number, end.number)
+        assert latest <= self.cuda._reached, 'asked before the events have happened'
         return (end.time - self.time) * 1e3
+
+
+class _Runtime(NamedTuple):
+    """What torch.cuda.cudart() has."""
+
+    cudaHostRegister: Callable[[int, int, int], int]
+    cudaHostUnregister: Callable[[int], int]
 
 
 class _Work:
@@ -425,7 +474,8 @@ def _uses(func: Any, args: tuple, kwargs: dict) -> tuple[list, list]:
     """Tensors whose data `func` reads, and those that it writes; a view does neither."""
     read: list[torch.Tensor] = []
     written: list[torch.Tensor] = []
-    if not _sanitizer.FACTORY_FUNCTION_REGEX.match(func._schema.name):
+    name = func._schema.name
+    if name != 'aten::set_' and not _sanitizer.FACTORY_FUNCTION_REGEX.match(name):
         for argument, value in _sanitizer.zip_arguments(func._schema, args, kwargs):
             if argument.alias_info is None:
                 read += _tensors(value)

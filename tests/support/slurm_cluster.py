@@ -38,7 +38,7 @@ SelectType=select/cons_tres
 SchedulerParameters=sched_interval=1,bf_interval=1
 MpiDefault=none
 JobRequeue=1
-KillWait=20
+KillWait=60
 NodeName={nodes} CPUs=2 RealMemory=1000
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_zbpp.runtime.activations.slabs import Slabs
+from megatron_zbpp.runtime.activations.slabs import Slabs, locked, require_room
 
 _ALIGNED = 512  # bytes: as the caching allocator of CUDA has them
 
@@ -32,7 +32,7 @@ class Copies:
         self.device = device
         self._on_cuda = device.type == 'cuda'
         self._stream: Any = torch.cuda.Stream(device) if self._on_cuda else None
-        self._slabs = Slabs(self._on_cuda)
+        self._slabs = Slabs()
 
     def out(self, storages: Sequence[torch.UntypedStorage]) -> tuple[torch.Tensor, object]:
         """Begin to copy `storages`, as they are after all that runs by now, into one slab.
@@ -43,7 +43,7 @@ class Copies:
         Raises:
             PinningError: there is no room on the host.
         """
-        slab = self._slabs.take(sum(_room(storage) for storage in storages))
+        slab = self._slabs.take(sum(map(_room, storages)), self._new)
         computed = self._mark()
         with self._copying():
             self._wait(computed)
@@ -78,9 +78,7 @@ class Copies:
 
     def finish(self) -> None:
         """Give memory of the host back that is of no use any more; the host waits where it does."""
-        if self._slabs.retired:
-            self._settle()
-            self._slabs.release()
+        self._slabs.release()
 
     def wait(self, mark: object) -> None:
         """Let what computes from now on wait for `mark`; never the host."""
@@ -117,6 +115,13 @@ class Copies:
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Return memory of the device, there for what computes from now on."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
+
+    def _new(self, nbytes: int) -> torch.Tensor:
+        """Return memory of the host that has not been there."""
+        require_room(nbytes)
+        if self._on_cuda and nbytes:
+            return locked(nbytes, self.device, self._stream)
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def _mark(self) -> object:
         return torch.cuda.current_stream(self.device).record_event() if self._on_cuda else None

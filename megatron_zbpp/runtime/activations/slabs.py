@@ -8,7 +8,11 @@ than half there are so as many as ever are on the host at once.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import weakref
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,27 +28,23 @@ class PinningError(RuntimeError):
 
 
 class Slabs:
-    """Those of one device.
+    """Those of one copy engine."""
 
-    Args:
-        pinned: whether they are page-locked.
-
-    Attributes:
-        retired: those that were too small, of which copies may still be under way.
-    """
-
-    def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
+    def __init__(self) -> None:
         self._free: list[torch.Tensor] = []  # the smallest first
-        self.retired: list[torch.Tensor] = []
+        self._retired: list[torch.Tensor] = []  # too small; copies may still be under way
 
     @property
     def largest(self) -> int:
         """Bytes of the largest that is free; 0: none is."""
         return self._free[-1].numel() if self._free else 0
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def take(self, nbytes: int, new: Callable[[int], torch.Tensor]) -> torch.Tensor:
         """Return one of `nbytes` or more.
+
+        Args:
+            nbytes: that it must have.
+            new: returns one of so many bytes that has not been there.
 
         Raises:
             PinningError: there is no room on the host.
@@ -53,31 +53,24 @@ class Slabs:
         if at < len(self._free) and self._free[at].numel() <= 2 * nbytes:
             return self._free.pop(at)
         if at and 2 * self._free[at - 1].numel() >= nbytes > 0:
-            self.retired.append(self._free.pop(at - 1))
+            self._retired.append(self._free.pop(at - 1))
             nbytes = int(_MORE * nbytes)
-        _require_room(nbytes)
-        slab = torch.empty(nbytes, dtype=torch.uint8)
-        if self._pinned and nbytes:
-            _pin(slab)
-        return slab
+        return new(nbytes)
 
     def give(self, slab: torch.Tensor) -> None:
         """Take one back."""
         insort(self._free, slab, key=torch.Tensor.numel)
 
     def release(self) -> None:
-        """Give memory that was too small back to the host, once nothing is copied any more.
+        """Give back to the host what was too small.
 
-        A driver may wait for the whole device here: not amid an iteration.
+        The host waits until nothing is copied there, and a driver may wait for the whole device:
+        not amid an iteration.
         """
-        while self.retired:
-            slab = self.retired.pop()
-            if self._pinned:
-                runtime: Any = torch.cuda.cudart()
-                runtime.cudaHostUnregister(slab.data_ptr())
+        self._retired.clear()
 
 
-def _require_room(nbytes: int) -> None:
+def require_room(nbytes: int) -> None:
     """Raise where the host would end a process of this job, which has no error for that.
 
     Raises:
@@ -91,16 +84,39 @@ def _require_room(nbytes: int) -> None:
         )
 
 
-def _pin(slab: torch.Tensor) -> None:
-    """Page-lock memory of just this size; torch's own allocator would round it to a power of two.
+def locked(nbytes: int, device: torch.device, stream: Any) -> torch.Tensor:
+    """Return page-locked memory of just this size; torch's own allocator rounds it up a lot.
+
+    It has its pages for itself, since none can be locked twice.
+
+    Args:
+        nbytes: of it.
+        device: that copies into it.
+        stream: of these copies: the memory is unlocked and freed behind them.
 
     Raises:
         PinningError: the driver refuses.
     """
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    slab = torch.frombuffer(mmap.mmap(-1, nbytes, flags=private), dtype=torch.uint8)
     runtime: Any = torch.cuda.cudart()
-    result = runtime.cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
-    if int(result) != 0:
+    result = int(runtime.cudaHostRegister(slab.data_ptr(), nbytes, 0))
+    if result != 0:
+        _forget_error(device)
         raise PinningError(
-            f'{slab.numel() / 2**20:.1f} MiB of host memory cannot be page-locked (CUDA error '
-            f'{int(result)}): raise `ulimit -l`, give the job more memory, or offload fewer chunks'
+            f'{nbytes / 2**20:.1f} MiB of host memory cannot be page-locked (CUDA error {result}): '
+            'raise `ulimit -l`, give the job more memory, or offload fewer chunks'
         )
+    weakref.finalize(slab, _unlock, runtime, slab.data_ptr(), stream).atexit = False
+    return slab
+
+
+def _unlock(runtime: Any, address: int, stream: Any) -> None:
+    stream.synchronize()
+    runtime.cudaHostUnregister(address)
+
+
+def _forget_error(device: torch.device) -> None:
+    """Take what CUDA has kept of an error, which it tells whoever starts a kernel next."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones((), device=device)

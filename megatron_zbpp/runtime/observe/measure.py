@@ -153,6 +153,8 @@ class Iteration:
         Two that ran as one have half of their time each.
         """
         seconds = self.clock.seconds
+        for _, last in self.record.marks[-1:]:
+            seconds(last)  # which the device comes to behind all others: ties them alike
         spans = [(seconds(start), seconds(end)) for start, end in self.record.marks]
         for at in self.record.joined:  # they share their time alike
             start, end = spans[at][0], spans[at + 1][1]

@@ -34,7 +34,11 @@ class Event:
         self.device.synchronised += 1
         self.device.now = max(self.device.now, self.time)
 
+    def query(self):
+        return self.time <= self.device.now
+
     def elapsed_time(self, end):
+        assert self.query() and end.query(), 'CUDA tells no time of an event that is to come'
         return (end.time - self.time) * 1e3
 
 
@@ -62,6 +66,18 @@ def test_seconds_are_the_hosts(device, counting):
     assert not device.synchronised, 'a pass waited for the device'
     for expected, mark in marks:
         assert timing.seconds(mark) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize('counting', [False, True])
+def test_seconds_asked_for_amid_an_iteration(device, counting):
+    """As before a step of a side task: later marks have seconds, too."""
+    timing = clock.clock_for(torch.device('cuda'), counting)
+    first = device.now + DEVICE_AHEAD, timing.mark()
+    assert timing.seconds(first[1]) == pytest.approx(first[0])
+    later = device.now + DEVICE_AHEAD, timing.mark()
+    for expected, mark in (later, first):
+        assert timing.seconds(mark) == pytest.approx(expected)
+    assert device.synchronised == 2, 'once more, for what the device had not come to'
 
 
 def test_bytes_are_counted_on_demand(device):

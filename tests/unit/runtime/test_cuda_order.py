@@ -13,13 +13,17 @@ import torch
 import torch.distributed as dist
 from cuda_double import GPU, Cuda
 
-from megatron_zbpp.ir import B, Pass
+from megatron_zbpp.ir import B, F, Pass
 from megatron_zbpp.post_validation import speculative_step
+from megatron_zbpp.runtime import side_work
 from megatron_zbpp.runtime.clock import clock_for
 from megatron_zbpp.runtime.guard.position import Tracker
 from megatron_zbpp.runtime.guard.watchdog import EXIT_CODE, Watchdog
+from megatron_zbpp.runtime.observe.measure import Iteration
 from megatron_zbpp.runtime.observe.record import Record
+from megatron_zbpp.runtime.side_work import SideWork
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
+from megatron_zbpp.schedules import build
 
 DEVICE = torch.device('cuda', GPU)
 WIDTH = 4
@@ -37,6 +41,29 @@ def test_marks_wait_for_nothing(counting):
         assert [call.what for call in cuda.calls if call.waits] == ['event.synchronize']
         assert seconds == sorted(seconds) and seconds[-1] == pytest.approx(clock.now(), abs=0.5)
         assert all(map(clock.reached, marks))
+
+
+def test_a_side_task_looks_at_the_clock_amid_an_iteration():
+    """The host waits before a step and behind it, outside of passes; later marks have seconds."""
+    first, second = Pass(F, 0, 0), Pass(B, 0, 0)
+    times = side_work._Times(
+        0, {first: 0.0, second: 9.0}, {first: 0.0, second: 9.0}, 9.0, *[0.0] * 3
+    )
+    with Cuda() as cuda:
+        clock, record = clock_for(DEVICE), Record()
+        side = SideWork(lambda: torch.ones(WIDTH, device=DEVICE).sum() is None, 1.0)
+        side._expected = times
+        side.begin(clock, record)
+        for p in (first, second):
+            side.before(p)
+            with cuda.within(p):
+                record.marks.append((clock.mark(), clock.mark()))
+                record.passes.append(p)
+        spans = Iteration(build('gpipe', 1, 1), None, record, clock).spans()
+        assert side.steps == 1 and side.finished and not side.overruns
+        assert set(cuda.waits) == {'event.synchronize in None'} and not cuda.races
+    (_, end), (start, _) = spans
+    assert end <= start
 
 
 def test_weight_gradients():
