@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer import TransformerConfig
 
 from benchmarks.gpt import build
 from megatron_zbpp.ir import Placement
@@ -66,8 +66,7 @@ class Gpt:
     def chunks(self, placement: Placement, store: WeightGradStore) -> list[GPTModel]:
         held = placement.stages(dist.get_rank())
         layout = self._layout or layout_string(layers_per_stage(self._layers, placement))
-        latent = bool(self._more.get('multi_latent_attention'))
-        config = (MLATransformerConfig if latent else TransformerConfig)(
+        config = TransformerConfig(
             num_layers=self._layers,
             hidden_size=self._hidden,
             num_attention_heads=self._hidden // self._head,
@@ -81,9 +80,7 @@ class Gpt:
             **self._more,
         )
         spec = get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts,
-            multi_latent_attention=latent,
-            normalization=config.normalization,
+            num_experts=config.num_moe_experts, normalization=config.normalization
         )
         with _virtual(len(held)):
             return [

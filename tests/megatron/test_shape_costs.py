@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from statistics import median
 
 import pytest
@@ -16,29 +15,12 @@ from megatron_zbpp.schedules import build
 HEAD, SEQUENCE = 64, 128
 OFF = 0.1  # that a stage may be, as a share of what it takes
 ITERATIONS = 4
-NO_LATENT = pytest.mark.skipif(
-    importlib.metadata.version('megatron-core') >= '0.17',
-    reason="latent attention of Megatron's own layers fails there on a CPU, by itself",
-)
 LLAMA = {'num_query_groups': 2, 'normalization': 'RMSNorm', 'add_bias_linear': False}
 EXPERTS = {'num_moe_experts': 4, 'moe_router_topk': 2, 'moe_ffn_hidden_size': 1024}
-LATENT = {
-    'multi_latent_attention': True,
-    'rope_type': 'rope',
-    'q_lora_rank': None,
-    'kv_lora_rank': 128,
-    'qk_head_dim': HEAD,
-    'qk_pos_emb_head_dim': 32,
-    'v_head_dim': HEAD,
-}
 # by model: fields of Megatron's config; flags of `zbpp profile`
 MODELS = {
     'gpt': ({}, {}),
     'llama': (LLAMA | {'ffn_hidden_size': 1408}, {'groups': 2, 'ffn': 1408}),
-    'mla': (
-        {'normalization': 'RMSNorm', 'add_bias_linear': False, 'ffn_hidden_size': 1408} | LATENT,
-        {'ffn': 1408, 'kv-rank': 128, 'rope-dim': 32, 'v-dim': HEAD},
-    ),
     'moe': (LLAMA | EXPERTS, {'groups': 2, 'experts': 4, 'top-k': 2, 'expert-ffn': 1024}),
 }
 
@@ -110,7 +92,6 @@ def off(times, known):
         pytest.param('gpt', 4, 8, 512, 16000, marks=pytest.mark.full),
         pytest.param('llama', 2, 4, 512, 8000, marks=pytest.mark.full),
         pytest.param('moe', 2, 4, 512, 8000, marks=pytest.mark.full),
-        pytest.param('mla', 2, 4, 512, 8000, marks=[pytest.mark.full, NO_LATENT]),
     ],
 )
 def test_within_a_tenth(ranks, tmp_path, model, p, layers, hidden, words):
