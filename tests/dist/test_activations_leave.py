@@ -145,6 +145,30 @@ def test_bytes_are_told_by_the_reason():
     assert bundle.bytes.stayed['held by others'] >= 32 * 4
 
 
+class Quantized(torch.Tensor):
+    """As Transformer Engine's (2.20): whenever it is asked, its storage is another one."""
+
+    def untyped_storage(self):
+        asked.append(super().untyped_storage())
+        return torch.UntypedStorage(0)
+
+
+asked = []
+
+
+def test_quantized_weights_are_not_known_by_a_place():
+    """That of the storage they tell may be an activation's, once that is gone."""
+    store = ActivationStore(CPU)
+    quantized = torch.nn.Parameter(torch.ones(4).as_subclass(Quantized))
+    plain = torch.nn.Parameter(torch.ones(4))
+    quantized.main_grad = torch.zeros(4)
+    asked.clear()
+    store.keep([quantized, plain])
+    assert not asked and list(store._parameters.values()) == [plain]
+    main = quantized.main_grad.untyped_storage()._cdata
+    assert store._staying == {plain.untyped_storage()._cdata, main}
+
+
 def test_small_tensors_stay():
     bundle = Bundle(Copies(CPU), frozenset(), small=16)
     tensor = torch.ones(8, requires_grad=True)

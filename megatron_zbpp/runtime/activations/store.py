@@ -77,10 +77,15 @@ class ActivationStore:
             self.keeping = Keeping(self._copies.device, channels)
 
     def keep(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let these stay, and be seen as themselves by the backwards of what leaves."""
+        """Let these stay, and be seen as themselves by the backwards of what leaves.
+
+        Quantized ones have no memory of their own: some tell another place whenever they are asked,
+        which may be that of an activation later. Their parts stay since they hold them.
+        """
         found: list[Any] = list(parameters)
-        self._parameters = {compat.place_of(each): each for each in found}
-        every = [*found, *(p.main_grad for p in found if hasattr(p, 'main_grad'))]
+        plain = [each for each in found if type(each.data) is torch.Tensor]
+        self._parameters = {compat.place_of(each): each for each in plain}
+        every = [*plain, *(p.main_grad for p in found if hasattr(p, 'main_grad'))]
         self._staying = frozenset(each.untyped_storage()._cdata for each in every)
 
     def tell(self, everything: bool) -> None:
