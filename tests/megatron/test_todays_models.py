@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from grids import grid
-from nvidia import needs_training, run, since
+from nvidia import known, needs_training, run, since
 from ranks import Ranks
-from supported import supports
+from supported import absent, supports
 from test_auto import told
 from test_launch import NO_CLIPPING
 from test_launch_post_validation import EARLY
@@ -69,6 +69,8 @@ def compare(ranks: Ranks, folder: Path, p: int, flags: list, schedule: str) -> N
     `auto` switches to what it has planned, whenever the planner answers: losses are the same.
     """
     name, _, early = schedule.partition('+')
+    if 'yarn' in flags and '--position-embedding-type yarn' not in ranks.run(known)[0]:
+        absent("NVIDIA's script has no flag for YaRN")
     flags = [*flags, *NO_CLIPPING, '--pipeline-model-parallel-size', p, '--num-layers', 2 * p]
     flags += ['--global-batch-size', 6, '--train-iters', 7 if name == 'auto' else 5 if early else 3]
     stock = run(ranks, *flags, '--save', folder, '--save-interval', 1)

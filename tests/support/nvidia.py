@@ -135,7 +135,8 @@ def forget() -> None:
 
 
 def known() -> set[str]:
-    """Flags, arguments and config fields of the Megatron that is here: run it on a rank."""
+    """Flags, such as '--fp8-format hybrid' with a choice, arguments and config fields of the
+    Megatron that is here: run it on a rank."""
     if CHECKOUT and CHECKOUT not in sys.path:
         sys.path.insert(0, CHECKOUT)
     from megatron.core.transformer import TransformerConfig
@@ -146,6 +147,7 @@ def known() -> set[str]:
     found = {field.name for field in fields(TransformerConfig)}
     for action in parser._actions:
         found |= {action.dest, *action.option_strings}
+        found |= {f'{o} {c}' for o in action.option_strings for c in action.choices or ()}
     return found
 
 
