@@ -9,14 +9,14 @@ beside those that compute, each engine in the order of its rank; but memory chan
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
-from megatron_zbpp.ir import Pass, Schedule
+from megatron_zbpp.analysis.stuck import stuck
+from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.compiled import Compiled, Link, Step, compiled
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.errors import ScheduleError
 from megatron_zbpp.ir.timeline import Timeline
 
 _PENDING = -inf
@@ -70,7 +70,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     run = _Run(schedule, costs)
     if not run.to_the_end():
         unrun = [own.index(_NEVER) if _NEVER in own else len(own) for own in run.spans]
-        raise _stuck(schedule, unrun)
+        raise stuck(schedule, unrun)
     return Timeline(schedule, tuple(map(tuple, run.spans)))
 
 
@@ -279,49 +279,3 @@ def _waits(schedule: Schedule, flat: Compiled) -> dict[_Place, tuple[_Place, ...
 
 def _awaited(waits: dict[_Place, tuple[_Place, ...]]) -> list[_Place]:
     return sorted(set(itertools.chain.from_iterable(waits.values())))
-
-
-def _stuck(schedule: Schedule, cursors: list[int]) -> ScheduleError:
-    """Return the error for ranks stuck at the pass at their cursor; a cycle among them first."""
-    done = {p for order, at in zip(schedule.passes, cursors, strict=True) for p in order[:at]}
-    waits = {
-        rank: _wait(schedule, done, rank, order[at])
-        for rank, (order, at) in enumerate(zip(schedule.passes, cursors, strict=True))
-        if at < len(order)
-    }
-    cycle = _cycle({rank: holder for rank, (holder, _) in waits.items()})
-    others = [rank for rank in waits if rank not in cycle]
-    parts = [
-        title + '; '.join(waits[rank][1] for rank in ranks)
-        for title, ranks in (('a cycle: ', cycle), ('stuck: ', others))
-        if ranks
-    ]
-    what = f'deadlock, {"; ".join(parts)}: move an awaited pass to before the one that waits'
-    return ScheduleError(what, schedule, [(rank, cursors[rank]) for rank in waits])
-
-
-def _wait(schedule: Schedule, done: Set[Pass], rank: int, p: Pass) -> tuple[int, str]:
-    """Which rank must act before `rank` can run `p`, and a sentence that says so."""
-    own = schedule.graph.tasks(p.kind, p.stage, p.slice)
-    needs = [need for task in own for need in schedule.graph.needs[task] if need.task not in own]
-    for need in reversed(needs):  # what comes from another rank, before what its own made
-        task, microbatch = need.task, p.microbatch - need.back
-        awaited = schedule.done_by.get((task, microbatch))
-        if awaited in done:
-            continue
-        holder = schedule.placement.rank_of(task.stage, microbatch)
-        if awaited is None:
-            named = Pass(task.kind, task.stage, microbatch, task.slice)
-            return holder, f'rank {rank} at {p} waits for {named}, which rank {holder} never runs'
-        return holder, f'rank {rank} at {p} waits for {awaited}, still to come on rank {holder}'
-    raise AssertionError(f'{p} on rank {rank} waits for nothing, and does not run')
-
-
-def _cycle(waits_for: dict[int, int]) -> list[int]:
-    """Return ranks that wait in a circle; [] if one waits for a rank that is not stuck."""
-    path: list[int] = []
-    rank = next(iter(waits_for))
-    while rank in waits_for and rank not in path:
-        path.append(rank)
-        rank = waits_for[rank]
-    return path[path.index(rank) :] if rank in path else []
