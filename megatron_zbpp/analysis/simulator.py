@@ -9,6 +9,7 @@ beside those that compute, each engine in the order of its rank; but memory chan
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from typing import NamedTuple
@@ -137,7 +138,9 @@ class _Run:
         """Fill `spans`, as far as passes can run; return whether all of them do."""
         ends, tables, cut = self.ends, self.tables, self.cut
         route, cycle = self.schedule.placement.route, len(self.schedule.placement.route)
-        only = tables[0] if len(tables) == 1 else None
+        # exact tuples, which Python unpacks in half the time of named ones
+        plain = [{kind: [*map(tuple, row)] for kind, row in table.items()} for table in tables]
+        only = plain[0] if len(plain) == 1 else None
         joined, alone = self.schedule.together, self.alone
         cursors, clocks = [0] * len(self.engines), [0.0] * len(self.engines)
         waiting: dict[int, list[int]] = {}  # entry of `ends` -> the engines that wait for it
@@ -147,10 +150,9 @@ class _Run:
             rank, places = self.engines[engine]
             order, spans = self.schedule.passes[rank], self.spans[rank]
             now = clocks[engine]
-            for at in range(cursors[engine], len(places)):
-                i = places[at]
+            for i in places[cursors[engine] :]:
                 kind, stage, microbatch, part = order[i]
-                table = only or tables[route[microbatch % cycle]]
+                table = only or plain[route[microbatch % cycle]]
                 flat = table[kind][stage * cut + part]
                 if alone and (rank, i) in alone:
                     flat, microbatch = self._joined(rank, i), 0
@@ -162,7 +164,7 @@ class _Run:
                     start = ends[need] + edge
                 if start == _PENDING:
                     waiting.setdefault(need, []).append(engine)
-                    cursors[engine] = at
+                    cursors[engine] = bisect_left(places, i)
                     break
                 if start < now:
                     start = now
