@@ -107,16 +107,20 @@ def test_a_rank_of_twice_the_speed_takes_half_the_time(name):
     fast, slow = simulate(schedule, costs), simulate(schedule, plain)
     assert fast.spans == slow.spans
     assert critical_path(fast, costs) == critical_path(slow, plain)
-    for objective in ('makespan', 'window'):
-        for limit in (2.0, 3.0):
-            both = [
-                Problem(schedule.placement, M, each, (limit,) * P, objective)
-                for each in (costs, plain)
-            ]
-            assert lower_bound(both[0]) == lower_bound(both[1])
-            for actions in ACTIONS:
-                one, other = (moving_bound(problem, actions) for problem in both)
-                assert one == pytest.approx(other, rel=1e-12), (objective, limit, actions)
+
+
+@pytest.mark.parametrize('objective', ['makespan', 'window'])
+@pytest.mark.parametrize('placement', [Placement.loop(P), Placement.v(P), Placement.loop(P, 3)])
+def test_bounds_know_speeds(placement, objective):
+    costs = costs_of(placement)
+    both = [
+        Problem(placement, M, each, (2.0,) * P, objective)
+        for each in (costs, in_their_time(costs, placement))
+    ]
+    assert lower_bound(both[0]) == lower_bound(both[1])
+    for actions in ACTIONS:
+        one, other = (moving_bound(problem, actions) for problem in both)
+        assert one == pytest.approx(other, rel=1e-12), actions
 
 
 @pytest.mark.parametrize('name', NAMES)
