@@ -218,7 +218,8 @@ class _Run:
         needs += [(self.noted[place], 0.0) for place in self.waits.get((rank, first), ())]
         if (rank, first) in self.noted:
             own.append(self.noted[rank, first])
-        duration = self.costs.together * sum(flat.duration for _, flat in group)
+        saved = self.costs.together if len(group) > 1 else 1.0  # alone it is where copies wait
+        duration = saved * sum(flat.duration for _, flat in group)
         return _Flat(*needs[0], tuple(needs[1:]), own[0], tuple(own[1:]), duration)
 
     def _share(self, rank: int, first: int, start: float) -> None:
