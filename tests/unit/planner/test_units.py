@@ -109,10 +109,13 @@ def test_a_rank_of_twice_the_speed_takes_half_the_time(name):
     assert critical_path(fast, costs) == critical_path(slow, plain)
 
 
+@pytest.mark.parametrize('copies', [1, 8])  # which the bounds hardly see, and see first
 @pytest.mark.parametrize('objective', ['makespan', 'window'])
 @pytest.mark.parametrize('placement', [Placement.loop(P), Placement.v(P), Placement.loop(P, 3)])
-def test_bounds_know_speeds(placement, objective):
+def test_bounds_know_speeds(placement, objective, copies):
     costs = costs_of(placement)
+    slow = {kind: tuple(copies * t for t in each) for kind, each in costs.times.items()}
+    costs = replace(costs, times=slow)
     both = [
         Problem(placement, M, each, (2.0,) * P, objective)
         for each in (costs, in_their_time(costs, placement))
