@@ -13,6 +13,7 @@ rm -rf "$copy" && mkdir -p "$copy"
 git ls-files -z | xargs -0 cp --parents -t "$copy"
 cd "$copy"
 # The unit tests run twice in one process: not what imports a module once, and not what takes long.
+# Nothing is late: to note who calls whom takes longer than the tests, and mutmut has limits of its own.
 cat >> pyproject.toml << 'END'
 
 [tool.mutmut]
@@ -36,6 +37,7 @@ pytest_add_cli_args_test_selection = [
 ]
 pytest_add_cli_args = [
     "-p", "no:cacheprovider",
+    "-p", "no:timeout",
     "--deselect", "tests/unit/schedules/test_family_registry.py::test_it_is_found_by_its_address",
     "--deselect", "tests/unit/ir/test_words_stay.py::test_words_stay[technique: arguments]",
     "--deselect", "tests/unit/analysis/test_simulator.py::test_786432_passes_in_seconds[128]",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, Schedule
-from megatron_zbpp.mcore.programs import for_megatron
+from megatron_zbpp.mcore.lowered import for_megatron
 from megatron_zbpp.partitioning.devices import Device, Devices
 from megatron_zbpp.partitioning.layers import Layer, Layers
 from megatron_zbpp.partitioning.plans import PartitionPlan, partition

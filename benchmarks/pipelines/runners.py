@@ -24,7 +24,7 @@ import megatron_zbpp
 from benchmarks.pipelines import emulated
 from benchmarks.pipelines.emulated import LAYERS, SHAPE, EmulatedChunk, Meter, Store, Times
 from megatron_zbpp.ir import Placement, Schedule
-from megatron_zbpp.mcore.programs import for_megatron
+from megatron_zbpp.mcore.lowered import for_megatron
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 

@@ -18,7 +18,7 @@ from megatron_zbpp.ir import F, Pass, Schedule
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import PARTNER
-from megatron_zbpp.ir.techniques import offload
+from megatron_zbpp.ir.techniques import TRANSFERS, offload
 
 
 def with_eviction(
@@ -130,10 +130,11 @@ class _Order:
         """Yield the order with E where memory is free, K where it is taken again."""
         leaving: dict[int, list[Pass]] = defaultdict(list)
         coming: dict[int, list[Pass]] = defaultdict(list)
+        out, back = TRANSFERS[PARTNER]
         for forward in gone:
             life = self.lives[forward]
-            leaving[life.first + 1].append(forward._replace(kind='E'))
-            coming[life.last - 1].append(forward._replace(kind='K'))
+            leaving[life.first + 1].append(forward._replace(kind=out))
+            coming[life.last - 1].append(forward._replace(kind=back))
         ends = [*self.units[1:], len(self._order)]
         for place, (start, end) in enumerate(zip(self.units, ends, strict=True)):
             yield from coming[place]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import fsum
 from statistics import fmean, median
 
-from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, Together, W
+from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, Together, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
 
@@ -76,10 +76,7 @@ def _cells(schedule: Schedule) -> Iterator[tuple[Pass, ...]]:
     """Yield a forward and a backward of two microbatches that run as one."""
     for rank in range(schedule.num_ranks):
         for entry in schedule.order(rank):
-            if not isinstance(entry, Together):
-                continue
-            kinds = sorted(p.kind for p in entry.passes)
-            if kinds in ([B, F], [BW, F]) and len({p.microbatch for p in entry.passes}) > 1:
+            if isinstance(entry, Together) and entry.is_cell:
                 yield entry.passes
 
 

@@ -9,6 +9,8 @@ from math import ceil, floor
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import HOST
+from megatron_zbpp.ir.techniques import TRANSFERS, R
 from megatron_zbpp.schedules.construct.comb import with_transfers
 from megatron_zbpp.schedules.pipe_offload import planned, po
 
@@ -77,7 +79,7 @@ def with_offload(
         pairs: see `offloaded`.
         goes: whether the activation of a forward of `stages` may go; others stay.
     """
-    length = max(costs.time(kind, stage) for kind in ('O', 'L') for stage in stages)
+    length = max(costs.time(kind, stage) for kind in TRANSFERS[HOST] for stage in stages)
     on_grid = schedule.name == po.__name__ and not schedule.graph.techniques  # its gaps count
     spans = planned(schedule, costs) if on_grid else simulate(schedule, costs).spans
     return with_transfers(schedule, spans, stages, length, max(costs.backward), pairs, goes)
@@ -86,7 +88,7 @@ def with_offload(
 def _worth_it(schedule: Schedule, chunks: int) -> Iterator[int]:
     """Yield stages of each rank's first `chunks`, without those that run again beside others."""
     placement = schedule.placement
-    again = {task.stage for task in schedule.graph.needs if task.kind == 'R'}
+    again = {task.stage for task in schedule.graph.needs if task.kind == R}
     for rank in range(placement.num_ranks):
         first = [s for s in placement.stages(rank) if placement.chunk_of(s) < chunks]
         yield from [s for s in first if s not in again] or first
@@ -109,7 +111,7 @@ def copy_ratio(costs: Costs) -> float:
         costs: with times of O and L.
     """
     works = zip(costs.forward, costs.backward, costs.weight, strict=True)
-    ways = zip(costs.times['O'], costs.times['L'], strict=True)
+    ways = zip(*(costs.times[kind] for kind in TRANSFERS[HOST]), strict=True)
     found = (sum(way) / sum(work) for way, work in zip(ways, works, strict=True) if sum(work))
     return max(found, default=0.0)
 
@@ -152,8 +154,10 @@ def with_copies(costs: Costs, ratio: float, between: Iterable[str] = ()) -> Cost
     """
     if not ratio > 0:
         raise ValueError(f'a copy both ways in {ratio} of the time of F, B and W: give more than 0')
-    if 'O' in costs.times:
+    if TRANSFERS[HOST].out in costs.times:
         return costs
     works = zip(costs.forward, costs.backward, costs.weight, strict=True)
     ways = tuple(ratio * sum(work) / 2 for work in works)
-    return replace(costs, times={**costs.times, **dict.fromkeys(('O', 'L', *between), ways)})
+    return replace(
+        costs, times={**costs.times, **dict.fromkeys((*TRANSFERS[HOST], *between), ways)}
+    )

@@ -16,7 +16,7 @@ from megatron_zbpp.ir import B, F, Pass, Schedule
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import PARTNER
-from megatron_zbpp.ir.techniques import recompute
+from megatron_zbpp.ir.techniques import R, recompute
 
 _SLACK = 1e-9
 
@@ -154,7 +154,7 @@ class _Filling:
         """Return the R of a backward that has not run yet."""
         if p.stage not in self._stages or p.kind not in self._backward:
             return None
-        again = p._replace(kind='R')
+        again = p._replace(kind=R)
         return None if again in self._ends else again
 
     def _filler(self, rank: int) -> Pass | None:

@@ -21,6 +21,8 @@ from megatron_zbpp.cli.inputs import (
 )
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import SELECTIVE, Costs
+from megatron_zbpp.ir.graph import HOST, PARTNER
+from megatron_zbpp.ir.techniques import TRANSFERS
 from megatron_zbpp.schedules import FAMILIES
 
 _COPY = {'offload', 'evict'}  # of actions, those that copy
@@ -74,7 +76,7 @@ def with_selective(args: Namespace, placement: Placement, selective: bool = True
     Raises:
         ValueError: as `_costs`, or they say nothing of it.
     """
-    plain = copied(args, costs_of(args, placement), ('E', 'K'))
+    plain = copied(args, costs_of(args, placement), TRANSFERS[PARTNER])
     if not selective:
         return plain
     if not isinstance(args.times, StageCosts):
@@ -83,13 +85,13 @@ def with_selective(args: Namespace, placement: Placement, selective: bool = True
             f'"{SELECTIVE}": {{"B": [...], "activation": [...]}}'
         )
     found = costs_of(args, placement, selective=True)
-    if 'O' in found.times:
+    if TRANSFERS[HOST].out in found.times:
         return found
     # what is copied is less
     shares = [a / b if b else 1.0 for a, b in zip(found.activation, plain.activation, strict=True)]
     copies = {
         kind: tuple(time * share for time, share in zip(plain.times[kind], shares, strict=True))
-        for kind in 'OLEK'
+        for kind in (*TRANSFERS[HOST], *TRANSFERS[PARTNER])
     }
     return replace(found, times={**copies, **found.times})
 

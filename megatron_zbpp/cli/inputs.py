@@ -16,6 +16,8 @@ from megatron_zbpp.cli.progress import progress
 from megatron_zbpp.ir import Placement, Schedule, formats, strict_json
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import HOST
+from megatron_zbpp.ir.techniques import TRANSFERS
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.schedules import build, find, names
@@ -101,7 +103,7 @@ def copied(args: Namespace, costs: Costs, between: Iterable[str] = ()) -> Costs:
         ValueError: both tell them.
     """
     ratio = getattr(args, 'copy_ratio', None)
-    if ratio is not None and 'O' in costs.times:
+    if ratio is not None and TRANSFERS[HOST].out in costs.times:
         raise ValueError(f'--copy-ratio {ratio:g}, but the file of --times has its own: drop one')
     return with_copies(costs, 1.0 if ratio is None else ratio, between)
 

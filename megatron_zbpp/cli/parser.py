@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from megatron_zbpp.analysis.checker import ScheduleError
 from megatron_zbpp.cli import (
@@ -116,108 +116,133 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument('--version', action='version', version=f'zbpp {__version__}')
     subparsers = parser.add_subparsers(required=True, metavar='COMMAND')
-
-    def command(name: str, run: Callable, text: str) -> argparse.ArgumentParser:
-        added = subparsers.add_parser(
+    for name, run, text, *additions in _COMMANDS:
+        command = subparsers.add_parser(
             name,
             help=text,
             description=f'{text[0].upper()}{text[1:]}.',
             epilog=_epilog(f'zbpp {name}'),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        added.set_defaults(run=run)
-        added.add_argument('--json', action='store_true', help='print one JSON object')
-        return added
+        command.set_defaults(run=run)
+        command.add_argument('--json', action='store_true', help='print one JSON object')
+        for add in additions:
+            add(command)
+    return parser
 
-    command('list', commands.list_families, 'name every schedule, with its bubble and peak memory')
 
-    show = command('show', commands.show, 'draw a schedule as text, to scale')
-    arguments.add_source(show)
-    arguments.add_costs(show)
-    show.add_argument('--order', action='store_true', help='orders only, also of an invalid file')
-    show.add_argument('--width', type=int, help='columns; 0: all it takes. Default: the terminal')
+def _add_case(parser: argparse.ArgumentParser) -> None:
+    """Add which schedule, and by which costs."""
+    arguments.add_source(parser)
+    arguments.add_costs(parser)
 
-    simulated = command(
-        'simulate', commands.simulate_case, 'makespan, window, bubbles, peak memory'
-    )
-    arguments.add_source(simulated)
-    arguments.add_costs(simulated)
-    simulated.add_argument(
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--order', action='store_true', help='orders only, also of an invalid file')
+    parser.add_argument('--width', type=int, help='columns; 0: all it takes. Default: the terminal')
+
+
+def _add_actions(parser: argparse.ArgumentParser) -> None:
+    """Add what becomes of activations between F and B."""
+    parser.add_argument(
         '--offload',
         metavar='CHUNKS',
         help='half, all or how many chunks of each rank: on the host between F and B; auto: what '
         '--copy-ratio lets hide behind the passes',
     )
-    simulated.add_argument(
+    parser.add_argument(
         '--recompute',
         metavar='CHUNKS',
         help='half, all or how many chunks of each rank: F keeps its input, runs again before B',
     )
-    arguments.add_copy_ratio(simulated)
+    arguments.add_copy_ratio(parser)
 
-    checked = command(
-        'check', commands.check_file, 'prove that a file holds a schedule that can run'
-    )
-    checked.add_argument('file', metavar='FILE', help='our JSON, a plan, or the CSV of torch')
-    checked.add_argument(
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('file', metavar='FILE', help='our JSON, a plan, or the CSV of torch')
+    parser.add_argument(
         '--memory-limit',
         type=values.amount,
         metavar='A',
         help='most activations of a microbatch on a full rank that a rank may hold',
     )
 
-    compared = command('compare', commands.compare, 'a table, and a picture, of many schedules')
-    compared.add_argument(
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         '--schedules', type=_names, metavar='NAME,...', help='default: all that can be built'
     )
-    arguments.add_shape(compared, required=True)
-    arguments.add_costs(compared)
-    compared.add_argument('-o', '--output', metavar='FILE', help='picture: .html, .svg or .png')
-    comparing.add_comparison(compared)
+    arguments.add_shape(parser, required=True)
+    arguments.add_costs(parser)
+    parser.add_argument('-o', '--output', metavar='FILE', help='picture: .html, .svg or .png')
+    comparing.add_comparison(parser)
 
-    planned = command('plan', planning.plan_schedule, 'search the best schedule for given costs')
-    planning.add_planning(planned)
 
-    partitioned = command(
-        'partition',
-        partitioning.partition_layers,
-        'which layers on which rank and device, and the schedule for that',
-    )
-    partitioning.add_partition(partitioned)
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--gpus', type=values.count, metavar='N', help='of the job')
+    parser.add_argument('--verbose', action='store_true', help='name each patch, each version')
+    parser.add_argument('line', nargs='*', metavar='-- LAUNCH LINE', help='of pretrain_gpt.py')
 
-    profiling.add_profile(
-        command('profile', profiling.profile, 'costs of layers, from a shape or from stages')
-    )
 
-    gaps = command('bubbles', side_work.bubbles, 'when each rank waits, and between which passes')
-    arguments.add_source(gaps)
-    arguments.add_costs(gaps)
-    side_work.add_bubbles(gaps)
-
-    frozen = command(
-        'freeze', side_work.freeze_schedule, 'weight gradients to leave out for a shorter batch'
-    )
-    arguments.add_source(frozen)
-    arguments.add_costs(frozen)
-    side_work.add_freeze(frozen)
-
-    doctor = command('doctor', commands.doctor, 'what is installed, and what a job would run')
-    doctor.add_argument('--gpus', type=values.count, metavar='N', help='of the job')
-    doctor.add_argument('--verbose', action='store_true', help='name each patch, each version')
-    doctor.add_argument('line', nargs='*', metavar='-- LAUNCH LINE', help='of pretrain_gpt.py')
-
-    converted = command('convert', commands.convert, 'write a schedule in another format')
-    arguments.add_source(converted)
-    arguments.add_costs(converted)
-    converted.add_argument('--to', choices=_FORMATS, required=True, help='format to write')
-    converted.add_argument('-o', '--output', metavar='FILE', required=True, help='where to')
-    converted.add_argument(
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--to', choices=_FORMATS, required=True, help='format to write')
+    parser.add_argument('-o', '--output', metavar='FILE', required=True, help='where to')
+    parser.add_argument(
         '--dialect',
         choices=formats.DIALECTS,
         default='new',
         help='of torch-csv: new (since 2.6) has I and B where old has B and BW; default new',
     )
-    return parser
+
+
+# Name, what runs, its help, and what adds its arguments.
+_COMMANDS: tuple[tuple[Any, ...], ...] = (
+    ('list', commands.list_families, 'name every schedule, with its bubble and peak memory'),
+    ('show', commands.show, 'draw a schedule as text, to scale', _add_case, _add_show),
+    (
+        'simulate',
+        commands.simulate_case,
+        'makespan, window, bubbles, peak memory',
+        _add_case,
+        _add_actions,
+    ),
+    ('check', commands.check_file, 'prove that a file holds a schedule that can run', _add_check),
+    ('compare', commands.compare, 'a table, and a picture, of many schedules', _add_compare),
+    (
+        'plan',
+        planning.plan_schedule,
+        'search the best schedule for given costs',
+        planning.add_planning,
+    ),
+    (
+        'partition',
+        partitioning.partition_layers,
+        'which layers on which rank and device, and the schedule for that',
+        partitioning.add_partition,
+    ),
+    (
+        'profile',
+        profiling.profile,
+        'costs of layers, from a shape or from stages',
+        profiling.add_profile,
+    ),
+    (
+        'bubbles',
+        side_work.bubbles,
+        'when each rank waits, and between which passes',
+        _add_case,
+        side_work.add_bubbles,
+    ),
+    (
+        'freeze',
+        side_work.freeze_schedule,
+        'weight gradients to leave out for a shorter batch',
+        _add_case,
+        side_work.add_freeze,
+    ),
+    ('doctor', commands.doctor, 'what is installed, and what a job would run', _add_doctor),
+    ('convert', commands.convert, 'write a schedule in another format', _add_case, _add_convert),
+)
 
 
 def _epilog(prefix: str) -> str:

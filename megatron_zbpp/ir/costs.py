@@ -16,10 +16,11 @@ from typing import Any
 from megatron_zbpp.ir import B, F, Graph, Placement, W, strict_json
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.graph import DEVICE
+from megatron_zbpp.ir.techniques import TRANSFERS, R
 
 SELECTIVE = 'selective'  # of a file: what differs with Megatron's selective recomputation
 _RECOMPUTED = (F, B, W, 'activation', 'retained', 'times')
-_COPIES = frozenset('OLEK')
+_COPIES = frozenset(kind for copies in TRANSFERS.values() for kind in copies)
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class Costs:
         """
         own = {F: self.forward, B: self.backward, W: self.weight}.get(kind)
         own = self.times.get(kind) if own is None else own
-        own = self.forward if own is None and kind == 'R' else own
+        own = self.forward if own is None and kind == R else own
         return 0.0 if own is None else own[stage]
 
     def duration(self, graph: Graph, kind: str, stage: int, rank: int) -> float:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from megatron_zbpp.ir import strict_json
-from megatron_zbpp.ir.graph import F, Graph, Need, Task, Technique, chain
+from megatron_zbpp.ir.graph import BW, B, F, Graph, Need, Task, Technique, chain
 from megatron_zbpp.ir.placement import Placement
 from megatron_zbpp.ir.techniques import applied
 
@@ -67,6 +67,12 @@ class Together(NamedTuple):
 
     def __str__(self) -> str:
         return '(' + '&'.join(map(str, self.passes)) + ')'
+
+    @property
+    def is_cell(self) -> bool:
+        """Whether they are a forward and a backward of two microbatches: DualPipe's overlap."""
+        kinds = sorted(p.kind for p in self.passes)
+        return kinds in ([B, F], [BW, F]) and len({p.microbatch for p in self.passes}) > 1
 
 
 class Phase(NamedTuple):

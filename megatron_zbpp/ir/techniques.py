@@ -16,6 +16,7 @@ import copyreg
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from megatron_zbpp.ir.graph import (
     COPY,
@@ -34,6 +35,24 @@ from megatron_zbpp.ir.graph import (
     chain,
 )
 
+
+class Transfers(NamedTuple):
+    """Kinds of the passes that move what a forward holds elsewhere and back."""
+
+    out: str
+    back: str
+
+
+R = 'R'  # a forward again
+TRANSFERS: Mapping[str, Transfers] = {  # by pool
+    HOST: Transfers('O', 'L'),
+    PARTNER: Transfers('E', 'K'),
+}
+_WORDS = {
+    HOST: Transfers('offload', 'load'),
+    PARTNER: Transfers('eviction to a partner', 'taking back'),
+}
+
 _Needs = dict[Task, tuple[Need, ...]]
 _Holds = dict[Task, tuple[Hold, ...]]
 
@@ -47,7 +66,7 @@ def recompute(graph: Graph, stages: Iterable[int]) -> Graph:
     stages = _known(graph, stages)
     needs, holds = dict(graph.needs), dict(graph.holds)
     for task in [t for t in graph.needs if t.kind == F and t.stage in stages]:
-        again, backward = task._replace(kind='R'), task._replace(kind=B)
+        again, backward = task._replace(kind=R), task._replace(kind=B)
         # its own forward, or what brings back what that has left
         (kept,) = (n for n in needs[backward] if n.task.stage == task.stage and n.task.kind != B)
         needs[again] = (kept,)
@@ -61,7 +80,7 @@ def recompute(graph: Graph, stages: Iterable[int]) -> Graph:
                 for hold in graph.holds[other]
             )
     return _made(
-        graph, 'recompute', (stages,), needs, holds, {'R': Kind('recomputation', in_order=False)}
+        graph, 'recompute', (stages,), needs, holds, {R: Kind('recomputation', in_order=False)}
     )
 
 
@@ -76,9 +95,9 @@ def offload(graph: Graph, stages: Iterable[int], to: str = HOST) -> Graph:
         stages: of it.
         to: 'host', by O and L; or 'partner', the rank that has room, by E and K.
     """
-    if to not in (HOST, PARTNER):
+    if to not in TRANSFERS:
         raise ValueError(f'offload to {to!r}: give {HOST!r} or {PARTNER!r}')
-    out, back = ('O', 'L') if to == HOST else ('E', 'K')
+    out, back = TRANSFERS[to]
     stages = _known(graph, stages)
     needs, holds = dict(graph.needs), dict(graph.holds)
     for task in [t for t in graph.needs if t.kind == F and t.stage in stages]:
@@ -93,13 +112,8 @@ def offload(graph: Graph, stages: Iterable[int], to: str = HOST) -> Graph:
         holds[away] = _moved(left, DEVICE, to)
         holds[here] = _moved(left, to, DEVICE)
     kinds = {
-        'O': 'offload',
-        'L': 'load',
-        'E': 'eviction to a partner',
-        'K': 'taking back',
-    }
-    kinds = {
-        name: Kind(kinds[name], engine=COPY, in_order=False, optional=True) for name in (out, back)
+        kind: Kind(words, engine=COPY, in_order=False, optional=True)
+        for kind, words in zip(TRANSFERS[to], _WORDS[to], strict=True)
     }
     return _made(graph, 'offload', (stages, to), needs, holds, kinds)
 

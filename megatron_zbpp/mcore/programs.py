@@ -1,44 +1,23 @@
-"""The schedule that was asked for, as proven programs for whatever sizes a job turns out to have.
-
-A schedule whose placement ends on rank 0 (every V) is run with its ranks reversed, as a Λ: loss and
-embedding are on the last rank, where Megatron's loss logging, evaluation, token counts and output
-casts expect the loss.
-"""
+"""The schedule that was asked for, as proven programs for whatever sizes a job has."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.offloading import ALL, FREE, offloaded
-from megatron_zbpp.analysis.program import Begin, Program, Send
 from megatron_zbpp.analysis.recomputing import recomputed
-from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
+from megatron_zbpp.analysis.run_ahead import passes_ahead
 from megatron_zbpp.ir import Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.techniques import R
 from megatron_zbpp.mcore import own_offloading
+from megatron_zbpp.mcore.lowered import Lowered, for_megatron
 from megatron_zbpp.mcore.settings import AUTO, Settings
 from megatron_zbpp.runtime.autotune import start_family
 from megatron_zbpp.runtime.guard import agreement
 from megatron_zbpp.schedules import build, checked_chunks, find
-
-
-def for_megatron(schedule: Schedule) -> Schedule:
-    """Return `schedule`, its ranks reversed if that brings the loss to the last rank.
-
-    Raises:
-        ValueError: the loss is on neither end; Megatron reports from the last rank.
-    """
-    last = schedule.num_ranks - 1
-    for candidate in (schedule, schedule.reversed()):
-        if candidate.placement.ranks[-1] == last:
-            return candidate
-    raise ValueError(
-        f'{schedule.name} places the last stage on rank {schedule.placement.ranks[-1]}: '
-        f'Megatron needs it on the first or last rank (0 or {last})'
-    )
 
 
 class Family(NamedTuple):
@@ -53,56 +32,6 @@ class Family(NamedTuple):
     name: str
     num_chunks: int | None = None
     memory_limit: float | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Lowered:
-    """A checked schedule as programs, in Megatron's ranks.
-
-    Attributes:
-        schedule: as it was checked.
-        programs: of all ranks.
-        ahead: how many of its first passes each rank may run before an iteration begins.
-    """
-
-    schedule: Schedule
-    programs: tuple[Program, ...]
-    ahead: tuple[int, ...]
-
-    @property
-    def placement(self) -> Placement:
-        return self.schedule.placement
-
-    @functools.cached_property
-    def moves(self) -> bool:
-        """Whether activations leave the device."""
-        return any(
-            isinstance(i, Begin) or (isinstance(i, Send) and i.saved)
-            for program in self.programs
-            for i in program
-        )
-
-    @functools.cached_property
-    def partners(self) -> frozenset[tuple[int, int]]:
-        """Who sends to whom what forwards have saved."""
-        return frozenset(
-            (rank, i.peer)
-            for rank, program in enumerate(self.programs)
-            for i in program
-            if isinstance(i, Send) and i.saved
-        )
-
-    @functools.lru_cache(64)  # noqa: B019 - as many as ranks; they end with the session's programs
-    def program(self, rank: int, ranks_ahead: int) -> tuple[Program, int]:
-        """Return the program of a rank, and how many instructions of it come ahead.
-
-        Args:
-            rank: in the pipeline.
-            ranks_ahead: how many ranks of the chain go ahead.
-        """
-        passes = passes_run_ahead(self.schedule, self.ahead, ranks_ahead)
-        first, rest = split(self.programs[rank], passes)
-        return first + rest, len(first)
 
 
 class Programs:
@@ -232,7 +161,7 @@ class Programs:
 
     def recomputes(self, num_ranks: int) -> bool:
         """Return whether forwards run again, in passes of their own."""
-        return 'R' in self._kinds(num_ranks)
+        return R in self._kinds(num_ranks)
 
     def in_order(self, num_ranks: int, num_microbatches: int | None = None) -> bool:
         """Return whether Megatron's own offloading of activations fits what runs, and all of it.

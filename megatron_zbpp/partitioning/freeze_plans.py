@@ -16,7 +16,7 @@ from functools import cached_property
 from random import Random
 from typing import Any
 
-from megatron_zbpp.ir import BW, Pass, Schedule, W, strict_json
+from megatron_zbpp.ir import Pass, Schedule, W, strict_json
 from megatron_zbpp.partitioning.freezing import Freezing
 
 FORMAT = 'megatron_zbpp.freeze/1'
@@ -55,7 +55,7 @@ class FreezePlan:
                 raise ValueError(f'{name} {getattr(self, name)}: give steps, 1 or more')
         own = {p for order in self.schedule.passes for p in order}
         for p, ratio in self.ratios:
-            if p not in own or p.kind not in (W, BW):
+            if p not in own or p.kind not in self.schedule.graph.doers[W]:
                 raise ValueError(f'ratios: {p} is no pass of {self.schedule.name} with weights')
             if not 0 <= ratio <= 1:
                 raise ValueError(f'ratios: {ratio} of {p} is no share: give a number from 0 to 1')

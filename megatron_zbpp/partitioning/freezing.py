@@ -13,7 +13,7 @@ from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
-from megatron_zbpp.ir import BW, Pass, Schedule, W
+from megatron_zbpp.ir import Pass, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 
 FREEZE_STEPS = 4  # two programmes, each written down and solved
@@ -110,7 +110,8 @@ class _Programme:
         rank = self._schedule.rank_of(p)
         full = self._costs.duration(self._schedule.graph, p.kind, p.stage, rank)
         speed = self._costs.speeds[rank] if self._costs.speeds else 1.0
-        saved = self._costs.weight[p.stage] / speed if p.kind in (W, BW) else 0.0
+        weights = p.kind in self._schedule.graph.doers[W]
+        saved = self._costs.weight[p.stage] / speed if weights else 0.0
         self._starts[p] = self._solver.NumVar(0, self._solver.infinity(), '')
         self._lengths[p] = self._solver.NumVar(full - saved, full, '')
         if saved:

@@ -17,6 +17,8 @@ from math import inf
 from random import Random
 
 from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.graph import HOST, PARTNER
+from megatron_zbpp.ir.techniques import TRANSFERS, R
 from megatron_zbpp.planner.action_search import ACTIONS, EVICT, OFFLOAD, RECOMPUTE, ActionSearch
 from megatron_zbpp.planner.budget import Budget
 from megatron_zbpp.planner.limits import Candidate, Limit, same_limits, with_room
@@ -127,7 +129,7 @@ def _require_known(
         raise ValueError('no placement to plan on: allow at least one')
     if objective not in OBJECTIVES:
         raise ValueError(f'objective {objective!r} is unknown: use {" or ".join(OBJECTIVES)}')
-    wanted = {OFFLOAD: 'OL', RECOMPUTE: 'R', EVICT: 'EK'}
+    wanted = {OFFLOAD: TRANSFERS[HOST], RECOMPUTE: (R,), EVICT: TRANSFERS[PARTNER]}
     for action in actions:
         if action not in wanted:
             raise ValueError(f'action {action!r} is unknown: use {", ".join(ACTIONS)}')
@@ -138,7 +140,7 @@ def _require_known(
                     f'{action}, but costs have no times of {" and ".join(missing)}: give a file '
                     f'with "times": {{"{missing[0]}": [...]}}'
                 )
-            if action == OFFLOAD and not min((*costs.times['O'], *costs.times['L'])):
+            if action == OFFLOAD and not all(all(costs.times[kind]) for kind in TRANSFERS[HOST]):
                 raise ValueError('offload, but costs say that a copy takes no time: give above 0')
             if action == RECOMPUTE and 'input' not in costs.amounts:
                 raise ValueError(

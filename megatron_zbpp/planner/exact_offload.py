@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from math import ceil, floor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_zbpp.ir import Pass, Schedule
-from megatron_zbpp.ir.graph import chain
-from megatron_zbpp.ir.techniques import offload
+from megatron_zbpp.ir import B, F, Pass, Schedule, W
+from megatron_zbpp.ir.graph import HOST, chain
+from megatron_zbpp.ir.techniques import TRANSFERS, offload
 from megatron_zbpp.planner.cp_sat import Model, in_ticks, interruptible, solver_of, unit_of, whole
 from megatron_zbpp.planner.problem import EPSILON, Problem
 
@@ -59,7 +59,7 @@ def solve_offload(
     solver = solver_of(effort, seconds)
     from ortools.sat.python import cp_model
 
-    out, back = problem.costs.times['O'], problem.costs.times['L']
+    out, back = (problem.costs.times[kind] for kind in TRANSFERS[HOST])
     unit, rounded = unit_of((*problem.durations, *problem.edges, *out, *back))
     doubt = 2 * problem.placement.num_stages if rounded and problem.objective == 'window' else 0
     most = floor(known / unit + EPSILON) + doubt
@@ -123,15 +123,16 @@ class _Model(Model):
         for rank, queues in enumerate(problem.queues):
             for queue in queues:
                 for i, start in enumerate(self.starts[queue]):
-                    p = Pass('FBW'[queue // stages], queue % stages, i)
+                    p = Pass((F, B, W)[queue // stages], queue % stages, i)
                     entries[rank].append((solver.value(start), 2, p))
         gone: set[int] = set()
         for (stage, i), copies in self._copies.items():
             if solver.value(copies.moves):
                 gone.add(stage)
                 own = entries[problem.placement.ranks[stage]]
-                own.append((solver.value(copies.free), 0, Pass('O', stage, i)))
-                own.append((solver.value(copies.taken), 1, Pass('L', stage, i)))
+                out, back = TRANSFERS[HOST]
+                own.append((solver.value(copies.free), 0, Pass(out, stage, i)))
+                own.append((solver.value(copies.taken), 1, Pass(back, stage, i)))
         orders = ([p for _, _, p in sorted(own)] for own in entries)
         plain = chain(stages)
         graph = offload(plain, gone) if gone else plain

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from math import inf
 from typing import NamedTuple
 
+from megatron_zbpp.ir.graph import HOST, PARTNER
+from megatron_zbpp.ir.techniques import TRANSFERS, R
 from megatron_zbpp.planner.problem import Problem
 
 OFFLOAD, EVICT, RECOMPUTE = 'offload', 'evict', 'recompute'
@@ -103,13 +105,13 @@ def _ways(problem: Problem, stage: int, actions: Set[str], both: bool) -> Iterat
     there = problem.arrivals[2 * count + stage] - problem.arrivals[stage]  # F begins, B ends
     after = costs.retained[stage] * durations[2 * count + stage]
     yield _Way(0.0, 0.0, held * there + after)
-    moving = {OFFLOAD: 'OL'} if both else {OFFLOAD: 'OL', EVICT: 'EK'}
+    moving = {OFFLOAD: TRANSFERS[HOST]} | ({} if both else {EVICT: TRANSFERS[PARTNER]})
     for action, kinds in moving.items():
         if action in actions:
             copies = sum(costs.time(kind, stage) for kind in kinds) / speed
             yield _Way(0.0, copies, held * min(there, forward + copies + backward) + after)
     if RECOMPUTE in actions:
-        again = costs.time('R', stage) / speed
+        again = costs.time(R, stage) / speed
         before = 0.0
         if not actions & moving.keys():  # the input is there all the time
             before = min(costs.amount('input', stage), held) * max(0.0, there - again - backward)

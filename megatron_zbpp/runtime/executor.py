@@ -14,17 +14,18 @@ from contextlib import AbstractContextManager
 import torch
 
 from megatron_zbpp.analysis.program import Begin, Hand, Join, Program, Receive, Send
-from megatron_zbpp.ir import BW, B, F, Pass, W
+from megatron_zbpp.ir import B, F, Pass, Together, W
+from megatron_zbpp.ir.techniques import R
 from megatron_zbpp.runtime.activations.moves import Moves
 from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import Clock
-from megatron_zbpp.runtime.kinds import AGAIN, done_by, last, refuse_others
+from megatron_zbpp.runtime.kinds import done_by, last, refuse_others
 from megatron_zbpp.runtime.messages import Awaited, messages
 from megatron_zbpp.runtime.observe.profiling import profiled
 from megatron_zbpp.runtime.observe.record import Record
 from megatron_zbpp.runtime.side_work import SideWork
-from megatron_zbpp.runtime.stage import Backward, Forward, Stage, Together
+from megatron_zbpp.runtime.stage import Backward, Forward, RunTogether, Stage
 from megatron_zbpp.runtime.weight_grads import Key, WeightGradStore
 
 
@@ -63,7 +64,7 @@ class Executor:
         named: Callable[[Pass], AbstractContextManager] = profiled,
         activations: ActivationStore | None = None,
         side: SideWork | None = None,
-        together: Together | None = None,
+        together: RunTogether | None = None,
     ) -> None:
         self.program = program
         self.channels = channels
@@ -89,10 +90,10 @@ class Executor:
         # what waits for W after the last of the second
         self._last_backwards, self._last_weights = last(passes, B), last(passes, W)
         # those of which F keeps the input only
-        self._recomputed = {(p.stage, p.microbatch) for p in passes if p.kind == AGAIN}
+        self._recomputed = {(p.stage, p.microbatch) for p in passes if p.kind == R}
         self._actions = {
             F: self._forward,
-            AGAIN: self._recompute,
+            R: self._recompute,
             B: self._backward,
             W: self._weights,
             **self.moves.actions,
@@ -176,7 +177,7 @@ class Executor:
         """Run `p` once its input is there, and write down when it ran and what is held after."""
         (received,) = self._await(p)
         first, *others = done_by(p)
-        if first in (B, AGAIN):  # a copy that is late is a wait, too, and no work
+        if first in (B, R):  # a copy that is late is a wait, too, and no work
             self.moves.await_back((p.stage, p.microbatch))
         start = self.clock.mark()
         with self._named(p):
@@ -188,9 +189,7 @@ class Executor:
 
     def _joins(self, passes: Sequence[Pass]) -> bool:
         """Whether they run as one, and not one after the other, as those of one microbatch must."""
-        kinds = sorted(p.kind for p in passes)
-        apart = len({p.microbatch for p in passes}) > 1
-        return self._together is not None and kinds in ([B, F], [BW, F]) and apart
+        return self._together is not None and Together(tuple(passes)).is_cell
 
     def _as_one(self, *passes: Pass) -> dict[Pass, torch.Tensor | None]:
         """Run a forward and a backward as one, once the inputs of both are there.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_zbpp.ir import Pass, chain
+from megatron_zbpp.ir.techniques import R
 from megatron_zbpp.runtime.activations import moves
 from megatron_zbpp.runtime.activations.store import ActivationStore
 
 _PLAIN = chain(1)  # what each kind of pass does, whatever its stage
-AGAIN = 'R'
-_RUN = (*_PLAIN.kinds, AGAIN)
+_RUN = (*_PLAIN.kinds, R)
 
 
 def done_by(p: Pass) -> tuple[str, ...]:

@@ -58,5 +58,5 @@ class Backward(NamedTuple):
     gradient: torch.Tensor | None
 
 
-Together = Callable[[Forward, Backward], tuple[torch.Tensor, torch.Tensor | None]]
+RunTogether = Callable[[Forward, Backward], tuple[torch.Tensor, torch.Tensor | None]]
 """Runs both as one; returns what each would."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_zbpp.ir import BW, F, Pass, Schedule
 from megatron_zbpp.ir.graph import PARTNER
-from megatron_zbpp.ir.techniques import offload
+from megatron_zbpp.ir.techniques import TRANSFERS, offload
 from megatron_zbpp.schedules.one_f_one_b import one_f_one_b
 from megatron_zbpp.schedules.registry import Formula, Sizes, family
 
@@ -137,8 +137,8 @@ def _marked(order: Sequence[Pass], moved: frozenset[int]) -> Iterator[Pass]:
     for place, p in enumerate(order):
         following = order[place + 1] if place + 1 < len(order) else None
         if following is not None and following.kind == BW and following.microbatch in moved:
-            yield following._replace(kind='K')
+            yield following._replace(kind=TRANSFERS[PARTNER].back)
         yield p
         before = order[place - 1] if place else None
         if before is not None and before.kind == F and before.microbatch in moved:
-            yield before._replace(kind='E')
+            yield before._replace(kind=TRANSFERS[PARTNER].out)

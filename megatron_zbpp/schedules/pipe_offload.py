@@ -6,6 +6,8 @@ from math import gcd
 
 from megatron_zbpp.ir import B, F, Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import HOST
+from megatron_zbpp.ir.techniques import TRANSFERS
 from megatron_zbpp.schedules.construct.building_blocks import Slots, orders, repeat
 from megatron_zbpp.schedules.construct.comb import with_transfers
 from megatron_zbpp.schedules.registry import Formula, Sizes, family
@@ -126,7 +128,7 @@ def copy_time(costs: Costs) -> float:
 
     Where costs say nothing of it, both ways take as long as F, B and W.
     """
-    told = [time for kind in ('O', 'L') for time in costs.times.get(kind, ())]
+    told = [time for kind in TRANSFERS[HOST] for time in costs.times.get(kind, ())]
     return max(told) if told else max(map(sum, _works(costs))) / 2
 
 

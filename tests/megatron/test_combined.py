@@ -22,7 +22,7 @@ from test_launch_post_validation import EARLY
 from test_refusals import launch
 
 from megatron_zbpp.ir import Pass
-from megatron_zbpp.mcore.programs import for_megatron
+from megatron_zbpp.mcore.lowered import for_megatron
 from megatron_zbpp.schedules import build
 
 pytestmark = needs_training

@@ -14,7 +14,7 @@ from megatron_zbpp.mcore import compat, own_offloading
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.iteration.completeness import every_weight_gradient
 from megatron_zbpp.mcore.iteration.stages import Call
-from megatron_zbpp.mcore.programs import Lowered
+from megatron_zbpp.mcore.lowered import Lowered
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.observe.measure import Iteration

@@ -20,7 +20,7 @@ from megatron_zbpp.mcore.iteration.batch import Batch
 from megatron_zbpp.mcore.iteration.built import require_all_layers
 from megatron_zbpp.mcore.iteration.ranges import profiled
 from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
-from megatron_zbpp.mcore.programs import Lowered
+from megatron_zbpp.mcore.lowered import Lowered
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Message

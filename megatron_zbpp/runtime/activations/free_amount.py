@@ -19,6 +19,8 @@ from megatron_zbpp.analysis.offloading import FREE, copy_ratio, offloaded
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import HOST
+from megatron_zbpp.ir.techniques import TRANSFERS
 from megatron_zbpp.runtime.measurements import (
     WARM_UP,
     Measured,
@@ -76,7 +78,7 @@ class FreeAmount:
             ways |= {stage: max(seconds, ways.get(stage, 0.0)) for stage, seconds in found.items()}
         costs, room, _ = merge_measurements(self._found, iteration.schedule, inf)
         times = tuple(ways.get(stage, 0.0) for stage in range(costs.num_stages))
-        costs = replace(costs, times={'O': times, 'L': times})
+        costs = replace(costs, times=dict.fromkeys(TRANSFERS[HOST], times))
         if not any(times):
             self._tell('offload auto: nothing has left the device')
             return None

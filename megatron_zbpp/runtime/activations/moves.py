@@ -9,11 +9,13 @@ import torch
 
 from megatron_zbpp.analysis.program import Begin, Program, Receive, Send
 from megatron_zbpp.ir import Pass
+from megatron_zbpp.ir.graph import HOST, PARTNER
+from megatron_zbpp.ir.techniques import TRANSFERS
 from megatron_zbpp.runtime.activations.partner import Keeping
 from megatron_zbpp.runtime.activations.store import ActivationStore, Key
 
-_OUT, _BACK = 'O', 'L'  # to the host
-_EVICT, _FETCH = 'E', 'K'  # to the partner
+_OUT, _BACK = TRANSFERS[HOST]
+_EVICT, _FETCH = TRANSFERS[PARTNER]
 KINDS = (_OUT, _BACK, _EVICT, _FETCH)
 
 

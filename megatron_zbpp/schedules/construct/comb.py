@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from math import ceil, floor
 
 from megatron_zbpp.ir import F, Pass, Schedule
-from megatron_zbpp.ir.techniques import offload
+from megatron_zbpp.ir.graph import HOST
+from megatron_zbpp.ir.techniques import TRANSFERS, offload
 
 Span = tuple[float, float]
 _SLACK = 1e-9  # of times that were added up
@@ -116,8 +117,8 @@ def _placed(schedule: Schedule, rank: int, spans: Sequence[Span]) -> Iterator[tu
 def _copies(going: Mapping[Pass, tuple[Span, Span]]) -> Iterator[tuple[_When, Pass]]:
     """Yield O at its end and L at its start: memory is given back before it is taken."""
     for p, (out, into) in going.items():
-        yield (out[1], 0), p._replace(kind='O')
-        yield (into[0], 1), p._replace(kind='L')
+        yield (out[1], 0), p._replace(kind=TRANSFERS[HOST].out)
+        yield (into[0], 1), p._replace(kind=TRANSFERS[HOST].back)
 
 
 def _combs(spans: Sequence[Sequence[Span]], length: float, pairs: bool) -> list[Comb]:

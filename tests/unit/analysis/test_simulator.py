@@ -207,3 +207,12 @@ def test_786432_passes_in_seconds(m):
     # Ranks work without a pause but for two ramps: the first F down 63 ranks, the first B up.
     assert timeline.makespan == pytest.approx(3 * m + 2 * 63 / 4)
     assert seconds < 5 * max(m / 1024, 0.4)
+
+
+@pytest.mark.parametrize('name', ['po-h', 'bpipe'])
+def test_what_pairs_save_is_saved_by_pairs_only(name):
+    """Passes around copies run by themselves: they take their whole time."""
+    schedule = build(name, 4, 8)
+    ways = dict.fromkeys('OLEK', (0.5,) * schedule.num_stages)
+    costs = replace(Costs.uniform(schedule.placement), times=ways)
+    assert simulate(schedule, replace(costs, together=0.5)) == simulate(schedule, costs)

@@ -33,6 +33,8 @@ def test_placements():
     assert Placement.loop(3, 2).ranks == (0, 1, 2, 0, 1, 2)
     assert Placement.v(3).ranks == (0, 1, 2, 2, 1, 0)
     assert Placement.wave(2, 4).ranks == (0, 1, 1, 0, 0, 1, 1, 0)
+    named = Placement.loop(3, 2), Placement.v(3), Placement.wave(3, 2), Placement.wave(2, 4)
+    assert [placement.name for placement in named] == ['loop', 'v', 'v', 'wave']
     vee = Placement.v(3)
     assert [vee.stages(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
     assert vee.chunks == (0, 0, 0, 1, 1, 1) and vee.num_chunks == 2

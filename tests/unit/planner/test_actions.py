@@ -275,3 +275,10 @@ def test_on_the_command_line(tmp_path, capsys):
     capsys.readouterr()
     assert main(case) == 2
     assert 'give --memory-limit or --frontier' in capsys.readouterr().err
+
+
+def test_recompute_of_costs_that_do_not_know_the_input():
+    placement = Placement.loop(2)
+    costs = replace(Costs.uniform(placement), times={'R': (1.0, 1.0)})
+    with pytest.raises(ValueError, match='costs do not say what the input of a stage takes'):
+        plan_within([(placement, costs)], 2, actions={'recompute'}, memory_limit=2.0)

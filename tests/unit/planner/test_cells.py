@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 from grids import grid
@@ -14,7 +15,9 @@ from megatron_zbpp.analysis.run_ahead import passes_ahead
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Placement, Schedule, Together
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner.cells import joined
 from megatron_zbpp.planner.plans import plan
+from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.schedules import build
 
 
@@ -54,6 +57,18 @@ def test_the_published_bubble_of_dualpipe_v(p):
 def test_others_have_none():
     with pytest.raises(ValueError, match='zb-v has no forwards and backwards that run together'):
         build('zb-v', 2, 4, together=True)
+
+
+def test_named_schedules_with_cells_are_candidates_on_their_placement():
+    for placement, expected in (
+        (Placement.v(2), {None, 'dualpipe-v'}),
+        (Placement.loop(2), {None}),
+    ):
+        costs = replace(Costs.uniform(placement), together=0.8)
+        problem = Problem(placement, 6, costs, (inf, inf))
+        found = build('dualpipe-v' if 'dualpipe-v' in expected else '1f1b', 2, 6)
+        names = {each.name for each in joined(problem, found)}
+        assert names <= expected and ('dualpipe-v' in names) == ('dualpipe-v' in expected)
 
 
 def test_a_cell_takes_a_share_of_both():

@@ -267,6 +267,7 @@ def test_png_is_written(tmp_path: Path) -> None:
     many, _ = simulated('1f1b', 8, 8)
     timeline_png({'few': few}, tmp_path / 'few.png', unit='s')
     timeline_png({'few': few, 'many': many}, tmp_path / 'both.png')
+    timeline_png({'few': few}, tmp_path / 'few.pdf')  # what it is does not follow from its name
     loss_png({'megatron': [3.0, 2.0, 1.5], 'zb-v': [3.0, 2.0, 1.5]}, tmp_path / 'loss.png')
     for file in tmp_path.iterdir():
         assert file.read_bytes().startswith(b'\x89PNG')

@@ -36,8 +36,8 @@ def uneven(placement: Placement) -> Costs:
 
 
 def text(schedule: Schedule) -> str:
-    """Passes by rank, and which belong together."""
-    return f'{schedule.passes}{sorted(schedule.together)}'
+    """Passes by rank, which belong together, and what their phases are called."""
+    return f'{schedule.passes}{sorted(schedule.together)}{schedule.phases}'
 
 
 def of_family(family: Family) -> Iterator[str]:

@@ -1,0 +1,57 @@
+"""Who waits for whom where no rank can go on: the error for people.
+
+That programs end under the rules of a backend is another question: see `analysis.deadlock`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from megatron_zbpp.ir import Pass, Schedule
+from megatron_zbpp.ir.errors import ScheduleError
+
+
+def stuck(schedule: Schedule, cursors: list[int]) -> ScheduleError:
+    """Return the error for ranks stuck at the pass at their cursor; a cycle among them first."""
+    done = {p for order, at in zip(schedule.passes, cursors, strict=True) for p in order[:at]}
+    waits = {
+        rank: _wait(schedule, done, rank, order[at])
+        for rank, (order, at) in enumerate(zip(schedule.passes, cursors, strict=True))
+        if at < len(order)
+    }
+    cycle = _cycle({rank: holder for rank, (holder, _) in waits.items()})
+    others = [rank for rank in waits if rank not in cycle]
+    parts = [
+        title + '; '.join(waits[rank][1] for rank in ranks)
+        for title, ranks in (('a cycle: ', cycle), ('stuck: ', others))
+        if ranks
+    ]
+    what = f'deadlock, {"; ".join(parts)}: move an awaited pass to before the one that waits'
+    return ScheduleError(what, schedule, [(rank, cursors[rank]) for rank in waits])
+
+
+def _wait(schedule: Schedule, done: Set[Pass], rank: int, p: Pass) -> tuple[int, str]:
+    """Which rank must act before `rank` can run `p`, and a sentence that says so."""
+    own = schedule.graph.tasks(p.kind, p.stage, p.slice)
+    needs = [need for task in own for need in schedule.graph.needs[task] if need.task not in own]
+    for need in reversed(needs):  # what comes from another rank, before what its own made
+        task, microbatch = need.task, p.microbatch - need.back
+        awaited = schedule.done_by.get((task, microbatch))
+        if awaited in done:
+            continue
+        holder = schedule.placement.rank_of(task.stage, microbatch)
+        if awaited is None:
+            named = Pass(task.kind, task.stage, microbatch, task.slice)
+            return holder, f'rank {rank} at {p} waits for {named}, which rank {holder} never runs'
+        return holder, f'rank {rank} at {p} waits for {awaited}, still to come on rank {holder}'
+    raise AssertionError(f'{p} on rank {rank} waits for nothing, and does not run')
+
+
+def _cycle(waits_for: dict[int, int]) -> list[int]:
+    """Return ranks that wait in a circle; [] if one waits for a rank that is not stuck."""
+    path: list[int] = []
+    rank = next(iter(waits_for))
+    while rank in waits_for and rank not in path:
+        path.append(rank)
+        rank = waits_for[rank]
+    return path[path.index(rank) :] if rank in path else []

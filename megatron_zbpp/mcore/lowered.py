@@ -1,0 +1,81 @@
+"""A schedule in Megatron's ranks, and its proven programs.
+
+A schedule whose placement ends on rank 0 (every V) is run with its ranks reversed, as a Λ: loss and
+embedding are on the last rank, where Megatron's loss logging, evaluation, token counts and output
+casts expect the loss.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from megatron_zbpp.analysis.program import Begin, Program, Send
+from megatron_zbpp.analysis.run_ahead import passes_run_ahead, split
+from megatron_zbpp.ir import Placement, Schedule
+
+
+def for_megatron(schedule: Schedule) -> Schedule:
+    """Return `schedule`, its ranks reversed if that brings the loss to the last rank.
+
+    Raises:
+        ValueError: the loss is on neither end; Megatron reports from the last rank.
+    """
+    last = schedule.num_ranks - 1
+    for candidate in (schedule, schedule.reversed()):
+        if candidate.placement.ranks[-1] == last:
+            return candidate
+    raise ValueError(
+        f'{schedule.name} places the last stage on rank {schedule.placement.ranks[-1]}: '
+        f'Megatron needs it on the first or last rank (0 or {last})'
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A checked schedule as programs, in Megatron's ranks.
+
+    Attributes:
+        schedule: as it was checked.
+        programs: of all ranks.
+        ahead: how many of its first passes each rank may run before an iteration begins.
+    """
+
+    schedule: Schedule
+    programs: tuple[Program, ...]
+    ahead: tuple[int, ...]
+
+    @property
+    def placement(self) -> Placement:
+        return self.schedule.placement
+
+    @functools.cached_property
+    def moves(self) -> bool:
+        """Whether activations leave the device."""
+        return any(
+            isinstance(i, Begin) or (isinstance(i, Send) and i.saved)
+            for program in self.programs
+            for i in program
+        )
+
+    @functools.cached_property
+    def partners(self) -> frozenset[tuple[int, int]]:
+        """Who sends to whom what forwards have saved."""
+        return frozenset(
+            (rank, i.peer)
+            for rank, program in enumerate(self.programs)
+            for i in program
+            if isinstance(i, Send) and i.saved
+        )
+
+    @functools.lru_cache(64)  # noqa: B019 - as many as ranks; they end with the session's programs
+    def program(self, rank: int, ranks_ahead: int) -> tuple[Program, int]:
+        """Return the program of a rank, and how many instructions of it come ahead.
+
+        Args:
+            rank: in the pipeline.
+            ranks_ahead: how many ranks of the chain go ahead.
+        """
+        passes = passes_run_ahead(self.schedule, self.ahead, ranks_ahead)
+        first, rest = split(self.programs[rank], passes)
+        return first + rest, len(first)
