@@ -16,6 +16,7 @@ from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.emulation import nccl
 from megatron_zbpp.ir import W
+from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
@@ -90,8 +91,11 @@ class Pipeline:
             for s in self.schedule.placement.stages(self.rank)
         }
         message = Message(None if self.varying else (ROWS, WIDTH), torch.float32, CPU)
+        activations = ActivationStore(CPU, small=1)  # for families that move some to the host
         return Executor(
-            program, self.stages, self.channels, message, store, HostClock(), self.device.passing
+            *(program, self.stages, self.channels, message, store, HostClock()),
+            self.device.passing,
+            activations,
         )
 
     def train(self, ahead=False):
