@@ -36,7 +36,8 @@ def test_the_command(tmp_path, monkeypatch):
     file = tmp_path / 'found.json'
     assert cli.main(['--ms', '5', '--mib', '34', '--rounds', '1', '--json', str(file)]) == 0
     timed, held = json.loads(file.read_text())
-    assert 0.99 < timed['seconds'] / timed['simulated'] < 3 and timed['k'] == 2
+    # how much longer, on a busy machine, nobody knows: the test of whole sizes asks
+    assert timed['seconds'] > 0.99 * timed['simulated'] and timed['k'] == 2
     assert held['held'] == pytest.approx(held['planned'], rel=0.1)
 
 

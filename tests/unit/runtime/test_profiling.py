@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import timeit
 
 import torch
@@ -34,6 +35,6 @@ def test_tracing_costs_less_than_a_percent():
             pass
         marks.append((start, clock.mark()))
 
-    seconds = min(timeit.repeat(trace, number=number, repeat=5)) / number
+    seconds = min(timeit.repeat(trace, timer=time.process_time, number=number, repeat=5)) / number
     print(f'{seconds * 1e6:.2f} us a pass')
     assert seconds < 0.01 * 1e-3
