@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+import grids
 import pytest
 import supported
 import torch
@@ -22,6 +23,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         '--full', action='store_true', help='run the whole grids, not only a case of each row'
     )
     parser.addoption(
+        '--share',
+        type=grids.Share.parse,
+        metavar='K/N',
+        help="of tests marked 'shared', run the K-th of N parts of the cases: who runs all parts, "
+        'as with several releases, runs all cases',
+    )
+    parser.addoption(
         '--record-support',
         action='store_true',
         help='write what the tests that pass show into docs/support.csv',
@@ -37,11 +45,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption('--full'):
-        return
-    spared = [item for item in items if item.get_closest_marker('full')]
-    config.hook.pytest_deselected(items=spared)
-    items[:] = [item for item in items if not item.get_closest_marker('full')]
+    spared: set[pytest.Item] = set()
+    if not config.getoption('--full'):
+        spared |= {item for item in items if item.get_closest_marker('full')}
+    share = config.getoption('--share')
+    if share is not None:
+        spared |= share.left_out([item for item in items if item not in spared])
+    config.hook.pytest_deselected(items=list(spared))
+    items[:] = [item for item in items if item not in spared]
 
 
 def pytest_terminal_summary(

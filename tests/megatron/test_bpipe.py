@@ -14,6 +14,8 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build
 
+pytestmark = pytest.mark.shared
+
 
 @supports('activations on a partner: GPT on {pp} ranks', 'bpipe')
 @grid(pp=(4, 2), fused=(False, True), recompute=(None, 'full'), bf16=(False, True))

@@ -11,6 +11,8 @@ from supported import supports
 
 from megatron_zbpp.analysis.simulator import simulate
 
+pytestmark = pytest.mark.shared
+
 
 @supports('microbatches of any length (`variable_seq_lengths`)')
 @grid(

@@ -13,6 +13,8 @@ from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import FAMILIES, build, find
 
+pytestmark = pytest.mark.shared
+
 SCHEDULES = ('zb-v', 'interleaved', 'po', 'v-half')
 SHAPES = {
     'tp 2': {'tp': 2},

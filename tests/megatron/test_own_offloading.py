@@ -13,7 +13,7 @@ from supported import supports
 
 from megatron_zbpp.schedules import build
 
-pytestmark = pytest.mark.te
+pytestmark = [pytest.mark.te, pytest.mark.shared]
 ATTENTION = ('core_attn', 'attn_proj', 'qkv_linear')
 EXPERTS = ('expert_fc1', 'moe_act')
 

@@ -14,6 +14,8 @@ from supported import supports
 
 from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES
 
+pytestmark = pytest.mark.shared
+
 ITERATIONS = 8
 COMMON = ['--num-layers', '4', '--global-batch-size', '8', '--train-iters', ITERATIONS]
 # processes, schedule, flags, variant: see `injected`

@@ -7,6 +7,8 @@ from grids import grid
 from models import KINDS, Job, check
 from supported import supports
 
+pytestmark = pytest.mark.shared
+
 
 @supports('recompute passes: GPT', '{schedule}')
 @grid(

@@ -9,7 +9,7 @@ from models import KINDS, Job, check
 from nvidia import known_config
 from supported import absent, supports
 
-pytestmark = marks if CUDA else pytest.mark.te
+pytestmark = [*(marks if CUDA else [pytest.mark.te]), pytest.mark.shared]
 SCHEDULES = ('zb-h1', 'zb-v', 'zb-2p+post-validation')
 SHAPES = {
     'pp 4': {'pp': 4},

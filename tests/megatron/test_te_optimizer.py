@@ -14,7 +14,11 @@ from supported import supports
 
 from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES
 
-pytestmark = [pytest.mark.te, pytest.mark.skipif(CUDA, reason='test_te_models has it')]
+pytestmark = [
+    pytest.mark.te,
+    pytest.mark.shared,
+    pytest.mark.skipif(CUDA, reason='test_te_models has it'),
+]
 
 ITERATIONS = 8
 COMMON = ['--num-layers', 4, '--global-batch-size', 8, '--train-iters', ITERATIONS]

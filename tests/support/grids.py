@@ -1,10 +1,15 @@
-"""Grids of cases: each run takes some that cover every row, `--full` takes them all."""
+"""Grids of cases: each run takes some that cover every row, `--full` takes them all.
+
+Where several releases are tested side by side, each run takes a share of the cases (`--share`).
+"""
 
 from __future__ import annotations
 
+import argparse
 import itertools
-from collections.abc import Callable
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -40,3 +45,37 @@ def _spread(rows: dict[str, tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     longest = max(map(len, rows.values()))
     diagonal = [tuple(row[k % len(row)] for row in rows.values()) for k in range(longest)]
     return [*dict.fromkeys([*diagonal, *itertools.product(*rows.values())])]
+
+
+class Share(NamedTuple):
+    """The part of the cases of shared tests that a run takes: the `part`-th of `parts`."""
+
+    part: int
+    parts: int
+
+    @classmethod
+    def parse(cls, text: str) -> Share:
+        """Return what `1/2` says."""
+        part, _, parts = text.partition('/')
+        if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+            raise argparse.ArgumentTypeError(f'{text!r} is no share: give K/N, such as 1/2')
+        return cls(int(part), int(parts))
+
+    def left_out(self, items: Sequence[pytest.Item]) -> set[pytest.Item]:
+        """Return the cases that other parts take: of each shared test that has one for each part.
+
+        Releases of Transformer Engine count by themselves, since a run may take some of them only.
+        """
+        cases: dict[tuple[str, object], list[pytest.Item]] = defaultdict(list)
+        for item in items:
+            if item.get_closest_marker('shared'):
+                given = getattr(item, 'callspec', None)
+                te = given.params.get('te_ranks') if given else None
+                cases[item.nodeid.partition('[')[0], te].append(item)
+        return {
+            item
+            for found in cases.values()
+            if len(found) >= self.parts
+            for place, item in enumerate(found)
+            if place % self.parts != self.part - 1
+        }
