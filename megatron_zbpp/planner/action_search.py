@@ -22,6 +22,8 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.errors import ScheduleError
+from megatron_zbpp.ir.graph import HOST
+from megatron_zbpp.ir.techniques import TRANSFERS
 from megatron_zbpp.planner.budget import Budget
 from megatron_zbpp.planner.cp_sat import available
 from megatron_zbpp.planner.exact_offload import solve_offload
@@ -252,10 +254,10 @@ class ActionSearch:
 
 def _with_slower_copies(problem: Problem, slower: float) -> Problem:
     """Return it with copies to the host that take so many times as long."""
+    if slower == 1:
+        return problem
     ways = {
-        kind: tuple(slower * time for time in times)
-        for kind, times in problem.costs.times.items()
-        if kind in 'OL'
+        kind: tuple(slower * time for time in problem.costs.times[kind]) for kind in TRANSFERS[HOST]
     }
     costs = replace(problem.costs, times={**problem.costs.times, **ways})
     return replace(problem, costs=costs)
