@@ -54,10 +54,9 @@ class _Flat(NamedTuple):
         return self.need, self.edge, self.more, self.own, self.also, self.duration
 
 
-# By kind, and there by stage * num_slices + slice; where the graph has no such pass, what no pass
-# is looked up by.
+# By kind, stage and slice; where the graph has no such pass, what no pass is looked up by.
 _NO_PASS = _Flat(0, 0.0, (), 0, (), 0.0)
-_Table = dict[str, list[_Flat]]
+_Table = dict[str, list[list[_Flat]]]
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -95,7 +94,6 @@ class _Run:
         flat = compiled(schedule.graph)
         self.schedule = schedule
         self.costs = costs
-        self.cut = schedule.graph.num_slices
         self.before = flat.looks_back
         self.entries = schedule.num_microbatches + self.before
         self.nobody = (flat.num_rows + 1) * self.entries
@@ -125,10 +123,11 @@ class _Run:
             duration = self.costs.duration(flat.graph, kind, stage, rank)
             return _Flat(*needs[0], tuple(needs[1:]), own[0], tuple(own[1:]), duration)
 
+        cut = self.schedule.graph.num_slices
         return {
             kind: [
-                entry(kind, at // self.cut, step) if step else _NO_PASS
-                for at, step in enumerate(steps)
+                [entry(kind, at // cut, step) if step else _NO_PASS for step in steps[at : at + cut]]
+                for at in range(0, len(steps), cut)
             ]
             for kind, steps in flat.steps.items()
         }
@@ -144,10 +143,14 @@ class _Run:
 
     def to_the_end(self) -> bool:
         """Fill `spans`, as far as passes can run; return whether all of them do."""
-        ends, tables, cut = self.ends, self.tables, self.cut
+        ends = self.ends
         route, cycle = self.schedule.placement.route, len(self.schedule.placement.route)
-        plain: list[dict[str, list[_Plain]]] = [
-            {kind: [flat.plain for flat in row] for kind, row in table.items()} for table in tables
+        plain: list[dict[str, list[list[_Plain]]]] = [
+            {
+                kind: [[flat.plain for flat in parts] for parts in stages]
+                for kind, stages in table.items()
+            }
+            for table in self.tables
         ]
         only = plain[0] if len(plain) == 1 else None
         joined, alone = self.schedule.together, self.alone
@@ -162,7 +165,7 @@ class _Run:
             for i in places[cursors[engine] :]:
                 kind, stage, microbatch, part = order[i]
                 table = only or plain[route[microbatch % cycle]]
-                flat: _Plain = table[kind][stage * cut + part]
+                flat: _Plain = table[kind][stage][part]
                 if alone and (rank, i) in alone:
                     flat, microbatch = self._joined(rank, i), 0
                 need, edge, more, own, also, duration = flat
@@ -187,8 +190,8 @@ class _Run:
                     for row in also:
                         ends[row + microbatch] = now
                         ready += waiting.pop(row + microbatch, ())
-                if joined and (rank, i) in joined:
-                    self._share(rank, i, start)
+                    if (rank, i) in joined:  # each of a group fills an entry of its own
+                        self._share(rank, i, start)
             else:
                 cursors[engine] = len(places)
             clocks[engine] = now
@@ -209,7 +212,7 @@ class _Run:
         for at in itertools.count(first):
             kind, stage, microbatch, part = self.schedule.passes[rank][at]
             table = self.tables[self.schedule.placement.route_of(microbatch)]
-            group.append((microbatch, table[kind][stage * self.cut + part]))
+            group.append((microbatch, table[kind][stage][part]))
             if (rank, at) not in self.schedule.together:
                 break
         return group
