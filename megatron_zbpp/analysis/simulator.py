@@ -126,7 +126,10 @@ class _Run:
         cut = self.schedule.graph.num_slices
         return {
             kind: [
-                [entry(kind, at // cut, step) if step else _NO_PASS for step in steps[at : at + cut]]
+                [
+                    entry(kind, at // cut, step) if step else _NO_PASS
+                    for step in steps[at : at + cut]
+                ]
                 for at in range(0, len(steps), cut)
             ]
             for kind, steps in flat.steps.items()

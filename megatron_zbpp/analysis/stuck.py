@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from megatron_zbpp.ir import Pass, Schedule
+from megatron_zbpp.ir import Pass, Schedule, Together
 from megatron_zbpp.ir.errors import ScheduleError
 
 
@@ -15,7 +15,7 @@ def stuck(schedule: Schedule, cursors: list[int]) -> ScheduleError:
     """Return the error for ranks stuck at the pass at their cursor; a cycle among them first."""
     done = {p for order, at in zip(schedule.passes, cursors, strict=True) for p in order[:at]}
     waits = {
-        rank: _wait(schedule, done, rank, order[at])
+        rank: _wait(schedule, done, rank, at)
         for rank, (order, at) in enumerate(zip(schedule.passes, cursors, strict=True))
         if at < len(order)
     }
@@ -30,21 +30,40 @@ def stuck(schedule: Schedule, cursors: list[int]) -> ScheduleError:
     return ScheduleError(what, schedule, [(rank, cursors[rank]) for rank in waits])
 
 
-def _wait(schedule: Schedule, done: Set[Pass], rank: int, p: Pass) -> tuple[int, str]:
-    """Which rank must act before `rank` can run `p`, and a sentence that says so."""
-    own = schedule.graph.tasks(p.kind, p.stage, p.slice)
-    needs = [need for task in own for need in schedule.graph.needs[task] if need.task not in own]
-    for need in reversed(needs):  # what comes from another rank, before what its own made
-        task, microbatch = need.task, p.microbatch - need.back
+def _wait(schedule: Schedule, done: Set[Pass], rank: int, at: int) -> tuple[int, str]:
+    """Which rank must act before `rank` can run what is at `at`, and a sentence that says so."""
+    graph = schedule.graph
+    entry = _entry(schedule, rank, at)
+    passes = entry.passes if isinstance(entry, Together) else (entry,)
+    own = [(task, p.microbatch) for p in passes for task in graph.tasks(p.kind, p.stage, p.slice)]
+    needs = [
+        (need.task, microbatch - need.back)
+        for task, microbatch in own
+        for need in graph.needs[task]
+        if (need.task, microbatch - need.back) not in own
+    ]
+    for task, microbatch in reversed(needs):  # what comes from another rank, before what is its own
         awaited = schedule.done_by.get((task, microbatch))
         if awaited in done:
             continue
         holder = schedule.placement.rank_of(task.stage, microbatch)
         if awaited is None:
             named = Pass(task.kind, task.stage, microbatch, task.slice)
-            return holder, f'rank {rank} at {p} waits for {named}, which rank {holder} never runs'
-        return holder, f'rank {rank} at {p} waits for {awaited}, still to come on rank {holder}'
-    raise AssertionError(f'{p} on rank {rank} waits for nothing, and does not run')
+            return (
+                holder,
+                f'rank {rank} at {entry} waits for {named}, which rank {holder} never runs',
+            )
+        return holder, f'rank {rank} at {entry} waits for {awaited}, still to come on rank {holder}'
+    raise AssertionError(f'{entry} on rank {rank} waits for nothing, and does not run')
+
+
+def _entry(schedule: Schedule, rank: int, at: int) -> Pass | Together:
+    """Return the pass at `at`, with what runs as one with it."""
+    for entry in schedule.order(rank):
+        at -= len(entry.passes) if isinstance(entry, Together) else 1
+        if at < 0:
+            return entry
+    raise IndexError(at)
 
 
 def _cycle(waits_for: dict[int, int]) -> list[int]:

@@ -15,7 +15,7 @@ from megatron_zbpp.analysis.checker import ScheduleError, check
 from megatron_zbpp.analysis.deadlock import prove
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import Receive, Send
-from megatron_zbpp.ir import BW, KINDS, B, F, Pass, Placement, Schedule, W
+from megatron_zbpp.ir import BW, KINDS, B, F, Pass, Placement, Schedule, Together, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build, names
 
@@ -84,6 +84,22 @@ def test_names_a_long_cycle():
         'deadlock, a cycle: rank 0 at 3F0 waits for 2F0, still to come on rank 2; '
         'rank 2 at 2F0 waits for 1F0, still to come on rank 1; '
         'rank 1 at 1F0 waits for 0F0, still to come on rank 0: '
+        'move an awaited pass to before the one that waits'
+    )
+
+
+def test_a_cell_waits_for_what_any_of_it_needs():
+    """Its first pass could run by itself; the other's gradient comes behind what it makes."""
+    cell = Together((Pass(F, 0, 1), Pass(BW, 0, 0)))
+    waiting = [Pass(kind, 1, i) for kind in (F, BW) for i in range(2)]
+    schedule = Schedule.of(
+        'x', Placement.loop(2), 2, [[Pass(F, 0, 0), cell, Pass(BW, 0, 1)], waiting]
+    )
+    with pytest.raises(ScheduleError) as caught:
+        check(schedule)
+    assert caught.value.what == (
+        'deadlock, a cycle: rank 0 at (0F1&0BW0) waits for 1BW0, still to come on rank 1; '
+        'rank 1 at 1F1 waits for 0F1, still to come on rank 0: '
         'move an awaited pass to before the one that waits'
     )
 

@@ -3,17 +3,17 @@
 `numbers.json` beside this file holds a hash of each answer, for uneven times with messages and
 copies. Where one was changed on purpose, write it anew and say why in the commit:
 
-    python tests/unit/analysis/test_numbers_stay.py
+    PYTHONPATH=tests/support python tests/unit/analysis/test_numbers_stay.py
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from stays import digits
 
 from megatron_zbpp.analysis.critical import critical_path
 from megatron_zbpp.analysis.fit_costs import fit, lags, latency
@@ -64,22 +64,10 @@ def answers(schedule: Schedule) -> Iterator[object]:
     yield fit(timeline, 0.25), sorted(lags(timeline).items()), latency(timeline)
 
 
-def rounded(value: object) -> object:
-    """Return it with numbers of nine digits: releases of Python add floats in different ways."""
-    if isinstance(value, float):
-        return f'{value:.9g}'
-    if isinstance(value, tuple | list):
-        return [rounded(each) for each in value]
-    if hasattr(value, '__dataclass_fields__'):
-        return [rounded(getattr(value, name)) for name in value.__dataclass_fields__]
-    return str(value)
-
-
 def hashes(name: str) -> str:
     """Return a few digits for each answer."""
     schedule = build(name.removesuffix(AS_ONE), 4, 7, together=name.endswith(AS_ONE))
-    texts = (json.dumps(rounded(answer)) for answer in answers(schedule))
-    return ' '.join(sha256(text.encode()).hexdigest()[:6] for text in texts)
+    return ' '.join(map(digits, answers(schedule)))
 
 
 AS_ONE = ', F & B as one'

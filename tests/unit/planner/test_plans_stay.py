@@ -1,0 +1,173 @@
+"""What each part of the planner finds changes on purpose only: plans can be made again.
+
+`plans.json` beside this file holds a hash of each answer, for stages that differ in all that costs
+can say. Where one was changed on purpose, write it anew, look whether plans became better or worse
+(`tests/unit/planner/test_plans.py --full`), and say why in the commit:
+
+    PYTHONPATH=tests/support python tests/unit/planner/test_plans_stay.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from functools import cached_property
+from math import inf
+from pathlib import Path
+from random import Random
+
+import pytest
+from stays import digits
+
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner import budget
+from megatron_zbpp.planner.action_search import ACTIONS, ActionSearch
+from megatron_zbpp.planner.annealing import anneal, critical, fold
+from megatron_zbpp.planner.cells import joined
+from megatron_zbpp.planner.extrapolation import extrapolate
+from megatron_zbpp.planner.grouped_orders import grouped
+from megatron_zbpp.planner.lower_bounds import lower_bound
+from megatron_zbpp.planner.moving_bounds import moving_bound
+from megatron_zbpp.planner.named_schedules import named
+from megatron_zbpp.planner.pattern import Pattern, dispatch
+from megatron_zbpp.planner.problem import Problem, replay
+from megatron_zbpp.planner.search import Search
+
+FILE = Path(__file__).with_name('plans.json')
+# Halves and quarters: releases of Python add them in different ways to the same sum.
+TIMES = ((2.0, 3.0, 2.0), (3.0, 4.0, 1.0), (2.5, 2.0, 2.5), (1.5, 1.75, 1.0))
+SHAPES = {
+    'loop': (Placement.loop(3), 8),
+    'loop of two chunks': (Placement.loop(3, 2), 9),
+    'V': (Placement.v(3), 8),
+    'wave': (Placement.wave(2, 4), 7),
+    'V, many microbatches': (Placement.v(2), 36),
+    'loop, many microbatches': (Placement.loop(4), 41),
+}
+AMOUNTS = {
+    'without a limit': inf,
+    'limited': 2.0,
+    'tight': 1.25,
+}  # over one microbatch of all stages
+CASES = [(shape, amount) for shape in SHAPES for amount in AMOUNTS]
+
+
+def costs_of(placement: Placement) -> Costs:
+    """Stages of four kinds in turn; links, ranks and memory that are not alike."""
+    stages = range(placement.num_stages)
+    forward, backward, weight = zip(*(TIMES[s % 4] for s in stages), strict=True)
+    shares = tuple((1 + s % 3 / 4) / placement.num_chunks for s in stages)
+    return Costs(
+        forward,
+        backward,
+        weight,
+        comm=0.25,
+        activation=shares,
+        retained=tuple(share * (1.5 if s % 2 else 0.5) for s, share in enumerate(shares)),
+        edges=((0, 1, 0.75), (1, 0, 0.5)),
+        speeds=(1.0, 0.5, *(1.0,) * (placement.num_ranks - 2)),
+        together=0.875,
+        times={**dict.fromkeys('OLEK', (1.5,) * len(stages)), 'R': forward},
+        amounts={'input': tuple(share / 8 for share in shares)},
+    )
+
+
+def problem_of(shape: str, amount: str, objective: str = 'makespan') -> Problem:
+    placement, m = SHAPES[shape]
+    costs = costs_of(placement)
+    held = [max(costs.activation[s], costs.retained[s]) for s in range(placement.num_stages)]
+    limits = tuple(
+        AMOUNTS[amount] * sum(held[stage] for stage in placement.stages(rank))
+        for rank in range(placement.num_ranks)
+    )
+    return Problem(placement, m, costs, limits, objective)
+
+
+def steps(number: int) -> budget.Budget:
+    """Return a budget that no clock ends."""
+    whole = budget.Budget(600.0)
+    return whole.split_off(number / whole.steps)
+
+
+def arrays(problem: Problem) -> Iterator[object]:
+    """Yield all that a problem tells of itself."""
+    for name, value in vars(type(problem)).items():
+        if isinstance(value, cached_property) and not name.startswith('_'):
+            yield getattr(problem, name)
+
+
+def patterns(problem: Problem, rng: Random) -> Iterator[object]:
+    """Yield some that are random and changes of them, and what follows."""
+    for _ in range(6):
+        pattern = Pattern.random(problem, rng)
+        for _ in range(8):
+            orders = dispatch(problem, pattern)
+            value = replay(problem, orders)
+            yield [getattr(pattern, each.name) for each in fields(pattern)]
+            yield pattern.due(problem), orders, value
+            pattern = pattern.mutated(rng)
+
+
+def annealed(problem: Problem, rng: Random) -> Iterator[object]:
+    """Yield where annealing leads, with what repeats folded and without."""
+    orders = dispatch(problem, Pattern.random(problem, rng))
+    for beats in (1, 2, 99):
+        folded = [
+            fold(order, beats * len(queues))
+            for order, queues in zip(orders, problem.queues, strict=True)
+        ]
+        yield folded
+        found = anneal(problem, folded, rng, steps(4_000), 0.25, 0.0)
+        yield found, folded
+    value, ends = replay(problem, orders) or (0.0, [])
+    yield value, critical(problem, orders, ends)
+
+
+def answers(shape: str, amount: str) -> Iterator[object]:
+    """Yield what each part of the planner says; the exact solver says what is proven elsewhere."""
+    rng = Random(f'{shape}, {amount}')
+    problem = problem_of(shape, amount)
+    window = replace(problem, objective='window')
+    yield list(arrays(problem)), list(arrays(window))
+    yield list(patterns(problem, rng)), list(patterns(window, rng))
+    yield list(annealed(problem, rng)), list(annealed(window, rng))
+    bounds = [moving_bound(problem, {*ACTIONS[:n], *ACTIONS[n + 1 :]}) for n in range(4)]
+    yield lower_bound(problem), lower_bound(window), bounds, moving_bound(window, {*ACTIONS})
+    known = named(problem)
+    few, orders = problem.with_fewer_microbatches, dispatch(problem, Pattern.random(problem, rng))
+    yield known, grouped(problem), extrapolate(few, orders, replace(few, num_microbatches=29))
+    search = Search(problem, [known[0].orders] if known else [], 3)
+    search.improve(steps(30_000))
+    search.improve(steps(10_000))
+    yield search.bound, search.solutions, search.done
+    schedule = problem.schedule(search.best.orders, 'found')
+    yield [(value, name) for value, name, *_ in joined(problem, schedule)]
+    limits = problem.limits
+    candidates = [(problem.placement, problem.costs)]
+    actions = ActionSearch(candidates, 5, limits, 'makespan', frozenset(ACTIONS))
+    small = replace(problem, num_microbatches=5)
+    actions.start(small.schedule(dispatch(small, Pattern.random(small, rng)), 'any'))
+    actions.start_named()
+    actions.climb(steps(40_000), rng)
+    yield actions.best, actions.made(True) if actions.best else None
+
+
+def hashes(shape: str, amount: str) -> str:
+    """Return a few digits for each answer."""
+    return ' '.join(map(digits, answers(shape, amount)))
+
+
+@pytest.mark.parametrize(('shape', 'amount'), CASES)
+def test_plans_stay(shape, amount):
+    assert hashes(shape, amount) == json.loads(FILE.read_text())[f'{shape}, {amount}']
+
+
+if __name__ == '__main__':
+    FILE.write_text(
+        json.dumps(
+            {f'{shape}, {amount}': hashes(shape, amount) for shape, amount in CASES}, indent=1
+        )
+        + '\n'
+    )
