@@ -12,16 +12,22 @@ import json
 from collections.abc import Callable
 from math import nan
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.offloading import chunks_of, offloaded, with_copies
-from megatron_zbpp.ir import Pass, Placement, Schedule, chain, formats
+from megatron_zbpp.analysis.recomputing import recomputed
+from megatron_zbpp.ir import Pass, Placement, Schedule, chain, formats, strict_json
 from megatron_zbpp.ir import techniques as t
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.layout import layers_per_stage
+from megatron_zbpp.planner.actions import plan_within
+from megatron_zbpp.planner.limits import Bytes, Candidate
+from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.schedules import build, find
+from megatron_zbpp.schedules.construct.phases import phases
 
 FILE = Path(__file__).with_name('words.json')
 LOOP = Placement.loop(2)
@@ -37,6 +43,22 @@ def of(*orders: str, placement: Placement = LOOP, m: int = 1, limit: float | Non
     """Check a schedule of these orders."""
     passes = [[Pass.parse(word) for word in order.split()] for order in orders]
     check(Schedule.of('mine', placement, m, passes), memory_limit=limit)
+
+
+def read(content: bytes, how: Callable[[Path], object] = formats.load) -> None:
+    """Read a file of this content."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / 'mine'
+        file.write_bytes(content)
+        try:
+            how(file)
+        except ValueError as error:
+            raise ValueError(str(error).replace(folder, 'FOLDER')) from error
+
+
+def within(candidates: list[Candidate], **others: object) -> None:
+    """Plan with actions under a limit that one microbatch does not keep."""
+    plan_within(candidates, 4, **{'actions': ('offload',), 'memory_limit': 0.1, **others})
 
 
 GOOD = '0F0 0BW0', '1F0 1BW0'
@@ -118,6 +140,65 @@ CASES: dict[str, Callable[[], object]] = {
     'offloaded: amount': lambda: chunks_of('some', 2),
     'offloaded: chunks': lambda: chunks_of(3, 2),
     'offloaded: ratio': lambda: with_copies(costs(), 0),
+    'recomputed: twice': lambda: recomputed(recomputed(build('1f1b', 2, 4), 1), 1),
+    # files that are read
+    'read: no text': lambda: read(b'\xff\xfe\x00'),
+    'read: nested': lambda: read(b'[' * 100_000),
+    'read: no schedule': lambda: read(b'one,two'),
+    'read: a layout': lambda: read(b'{"layout": 3}', formats.load_layout),
+    'read: two rows': lambda: formats.from_torch_csv('0F0,0B0\n0F1,0B1\n'),
+    'read: a gap': lambda: formats.from_torch_csv('0F0,0B0\n2F0,2B0\n'),
+    'read: the dialect': lambda: formats.from_torch_csv('0F0,0I0,0W0', 'mine', 'old'),
+    'written: a kind': lambda: formats.to_torch_csv(recomputed(build('1f1b', 2, 4), 1)),
+    'json: no object': lambda: strict_json.require([1], {'a': strict_json.text}),
+    'json: near': lambda: strict_json.require({'nam': 1}, {'name': strict_json.text}),
+    'json: missing': lambda: strict_json.require({}, {'name': strict_json.text}),
+    'json: integer': lambda: strict_json.require({'m': True}, {'m': strict_json.integer}),
+    'json: number': lambda: strict_json.require({'t': '1'}, {'t': strict_json.number}),
+    'json: text': lambda: strict_json.require({'t': 'a\n'}, {'t': strict_json.text}),
+    'json: string': lambda: strict_json.require({'t': 1}, {'t': strict_json.string}),
+    'json: one of': lambda: strict_json.require({'t': 1}, {'t': strict_json.one_of('a', True)}),
+    'json: list': lambda: strict_json.require(
+        {'t': ['a'] * 99}, {'t': strict_json.list_of(strict_json.number, 'times')}
+    ),
+    'json: control': lambda: strict_json.loads('{"a\\u0007": 1}'),
+    'json: given twice': lambda: strict_json.loads('{"a": 1, "a": 2}'),
+    'json: digits': lambda: strict_json.loads('1' * 999),
+    'json: infinite': lambda: strict_json.loads('1e999'),
+    'json: not finite': lambda: strict_json.loads('NaN'),
+    'json: no json': lambda: strict_json.loads('{"a": }'),
+    'costs: together': lambda: costs(together=0.0),
+    'costs: selective': lambda: Costs.from_json('{"F": [1], "B": [1], "W": [1]}', selective=True),
+    'technique: type': lambda: Schedule.from_json(
+        build('1f1b', 1, 1)
+        .to_json()
+        .replace('"techniques": []', '"techniques": [["sliced", ["a"]]]')
+    ),
+    # what a generator made, and of what
+    'build: together': lambda: build('1f1b', 2, 4, together=True),
+    'phases: no pass': lambda: phases([0, 2], 2, [(1, 'F2', 'go')]),
+    'phases: two ways': lambda: phases(
+        [0, 2], 2, [(4, 'F', 'go'), (4, 'B W', 'end'), (1, 'W0', 'more')]
+    ),
+    'phases: too few': lambda: phases([0, 2], 2, [(3, 'F', 'go')]),
+    'memory: too small': lambda: build('zb-2p', 3, 6, memory_limit=0.25),
+    # plans
+    'plan: nowhere': lambda: plan([], 4),
+    'plan: objective': lambda: plan([(LOOP, costs())], 4, objective='speed'),
+    'plan: limit': lambda: plan([(LOOP, costs())], 4, memory_limit=0.5),
+    'plan: limit in bytes': lambda: plan([(LOOP, costs())], 4, memory_limit=Bytes(0.5)),
+    'plan: limit of a rank': lambda: plan(
+        [(LOOP, costs(parameters=(2.0, 0.0)))], 4, memory_limit=1.5
+    ),
+    'plan: limits': lambda: plan([(LOOP, costs())], 4, memory_limit=(2, 2, 2)),
+    'plan: no limit': lambda: plan([(LOOP, costs())], 4, memory_limit=-1),
+    'actions: nowhere': lambda: within([]),
+    'actions: objective': lambda: within([(LOOP, costs())], objective='speed'),
+    'actions: unknown': lambda: within([(LOOP, costs())], actions=('compress',)),
+    'actions: times': lambda: within([(LOOP, costs())]),
+    'actions: no time': lambda: within([(LOOP, costs(times={'O': ONES, 'L': (0.0, 1.0)}))]),
+    'actions: input': lambda: within([(LOOP, costs(times={'R': ONES}))], actions=('recompute',)),
+    'actions: limit': lambda: within([(LOOP, costs(times={'O': ONES, 'L': ONES}))]),
 }
 
 
