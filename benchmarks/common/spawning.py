@@ -81,13 +81,16 @@ def collected(
 
 
 @contextmanager
-def joined(rank: int, num_ranks: int, port: int | str | None, **sizes: int) -> Iterator[None]:
+def joined(
+    rank: int, num_ranks: int, port: int | str | None, meeting: str = '', **sizes: int
+) -> Iterator[None]:
     """Inside, Megatron runs on the CPU, with groups of those sizes on ranks that leave together.
 
     Args:
         rank, num_ranks: of this process, and of all.
         port: where `spawned` lets them meet; or a file, where their networks differ; None: they do
             not, this one runs alone, and its messages take no time and carry nothing.
+        meeting: another name for each time that these ranks meet.
         sizes: as Megatron's `initialize_model_parallel` takes them.
     """
     import torch
@@ -103,7 +106,7 @@ def joined(rank: int, num_ranks: int, port: int | str | None, **sizes: int) -> I
     elif isinstance(port, str):
         store = dist.FileStore(port, num_ranks)
     else:
-        store = dist.TCPStore('127.0.0.1', port, is_master=False)
+        store = dist.PrefixStore(meeting, dist.TCPStore('127.0.0.1', port, is_master=False))
     backend = 'fake' if port is None else 'gloo'
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
     from megatron.core import parallel_state, tensor_parallel
@@ -115,4 +118,6 @@ def joined(rank: int, num_ranks: int, port: int | str | None, **sizes: int) -> I
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     yield
     dist.barrier()
-    dist.destroy_process_group()
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():  # else the group of all ranks was one of Megatron's
+        dist.destroy_process_group()

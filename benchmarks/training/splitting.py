@@ -16,6 +16,7 @@ own Python runs.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -84,17 +85,21 @@ class Row:
     hooks: float
 
 
-def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
-    """Measures on one rank; rank 0 reports its row."""
+def _rank(rank: int, jobs: Sequence[Job], port: int, queue: Any) -> None:
+    """Measures on one rank, one job after the other; rank 0 reports the rows."""
     from megatron_zbpp.emulation import cpu, te
 
     cpu.install()
-    if job.te:
-        te.install(job.folder or None)  # Megatron looks for it when it is imported
-    with joined(rank, job.tp, None if job.alone else port, tensor_model_parallel_size=job.tp):
-        row = _measured(job)
-        if rank == 0:
-            queue.put(row)
+    if jobs[0].te:
+        te.install(jobs[0].folder or None)  # Megatron looks for it when it is imported
+    for number, job in enumerate(jobs):
+        if rank and job.alone:
+            continue
+        where = None if job.alone else port
+        with joined(rank, job.tp, where, str(number), tensor_model_parallel_size=job.tp):
+            row = _measured(job)
+            if rank == 0:
+                queue.put(row)
 
 
 def _measured(job: Job) -> Row:
@@ -297,14 +302,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f'--hidden-size {args.hidden_size} is no multiple of {2 * HEADS}')
     if args.seq_length < 2 or args.seq_length % 2:
         parser.error(f'--seq-length {args.seq_length} is not even and above 0')
-    kinds = [(False, 1, False), (False, 2, False)]  # norms of Megatron's own layers share nothing
-    if args.te is not None:
-        kinds += [(True, 1, False), (True, 2, False), (True, 2, True)]
+    shapes = (args.hidden_size, args.seq_length), SMALL
     rows: list[Row] = []
-    for te, tp, shared in kinds:
-        for shape in ((args.hidden_size, args.seq_length), SMALL):
-            job = Job(te, args.te or '', tp, shared, args.layers, shape, args.rounds)
-            rows += spawned(_rank, 1 if job.alone else tp, job)
+    for te, tp in itertools.product((False, True) if args.te is not None else (False,), (1, 2)):
+        jobs = [
+            Job(te, args.te or '', tp, shared, args.layers, shape, args.rounds)
+            # norms of Megatron's own layers share nothing
+            for shared in ((False, True) if te and tp > 1 else (False,))
+            for shape in shapes
+        ]
+        rows += spawned(_rank, tp, jobs)
     print(table(rows))
     if args.json:
         args.json.write_text(json.dumps({'rows': [asdict(row) for row in rows]}, indent=1) + '\n')
