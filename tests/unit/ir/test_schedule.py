@@ -39,6 +39,7 @@ def test_placements():
     assert [vee.stages(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
     assert vee.chunks == (0, 0, 0, 1, 1, 1) and vee.num_chunks == 2
     assert vee.reversed().ranks == (2, 1, 0, 0, 1, 2) and vee.reversed().reversed() == vee
+    assert vee.reversed().name == vee.name
 
 
 @pytest.mark.parametrize('ranks', [(), (1,), (0, 2), (-1, 0)])

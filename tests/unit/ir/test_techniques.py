@@ -175,6 +175,7 @@ def test_updates_come_with_the_last_microbatch():
     with pytest.raises(ScheduleError, match='never does the update of the weights of microbatch 1'):
         check(schedule_of(graph, Placement.loop(1), 2, '0F0 0BW0 0F1 0BW1'))
     everywhere = updating(chain(2), everywhere=True)
+    assert updating(chain(2)) == updating(chain(2), everywhere=False) != everywhere
     assert needs(everywhere, Task('U', 0)) == ['0W', '1W']
 
 

@@ -161,6 +161,8 @@ CASES: dict[str, Callable[[], object]] = {
     'json: list': lambda: strict_json.require(
         {'t': ['a'] * 99}, {'t': strict_json.list_of(strict_json.number, 'times')}
     ),
+    'json: as long as is shown': lambda: strict_json.require('a' * 58, {}),
+    'json: longer': lambda: strict_json.require('a' * 59, {}),
     'json: control': lambda: strict_json.loads('{"a\\u0007": 1}'),
     'json: given twice': lambda: strict_json.loads('{"a": 1, "a": 2}'),
     'json: digits': lambda: strict_json.loads('1' * 999),
