@@ -26,8 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         '--share',
         type=grids.Share.parse,
         metavar='K/N',
-        help="of tests marked 'shared', run the K-th of N parts of the cases: who runs all parts, "
-        'as with several releases, runs all cases',
+        help="of tests marked 'shared', run the K-th of N parts of the cases, or several (2-3/3): "
+        'who runs all parts, as with several releases, runs all cases',
     )
     parser.addoption(
         '--record-support',

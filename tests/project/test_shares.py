@@ -22,16 +22,19 @@ def collected(*arguments: str) -> set[str]:
 
 def test_shares_make_the_whole():
     """Tests of a single case are in each; of others no case is in two."""
-    whole, first, second = collected(), collected('--share=1/2'), collected('--share', '2/2')
+    whole, first, second = collected(), collected('--share=1/3'), collected('--share', '2-3/3')
     assert first | second == whole
     of_each = {name.partition('[')[0] for name in whole}
     assert {name.partition('[')[0] for name in first} == of_each
     twice = {name.partition('[')[0] for name in first & second}
-    several = {name for name in of_each if sum(each.startswith(name) for each in whole) > 2}
-    assert len(first) < 0.7 * len(whole) and not twice & several
+    several = {name for name in of_each if sum(each.startswith(f'{name}[') for each in whole) > 1}
+    assert len(first) < 0.6 * len(whole) < len(second) < 0.9 * len(whole)
+    assert not twice & several
 
 
-@pytest.mark.parametrize('text', ['', '2', '0/2', '3/2', '1/0', 'a/b', '1/2/3', '-1/2'])
+@pytest.mark.parametrize(
+    'text', ['', '2', '0/2', '3/2', '1/0', 'a/b', '1/2/3', '-1/2', '3-2/3', '2-4/3', '1-/3']
+)
 def test_no_share(text):
-    with pytest.raises(argparse.ArgumentTypeError, match='give K/N, such as 1/2'):
+    with pytest.raises(argparse.ArgumentTypeError, match='give K/N, such as 1/3 or 2-3/3'):
         Share.parse(text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -48,21 +49,27 @@ def _spread(rows: dict[str, tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 class Share(NamedTuple):
-    """The part of the cases of shared tests that a run takes: the `part`-th of `parts`."""
+    """What a run takes of the cases of shared tests: parts `first` to `last` of `parts`."""
 
-    part: int
+    first: int
+    last: int
     parts: int
 
     @classmethod
     def parse(cls, text: str) -> Share:
-        """Return what `1/2` says."""
-        part, _, parts = text.partition('/')
-        if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
-            raise argparse.ArgumentTypeError(f'{text!r} is no share: give K/N, such as 1/2')
-        return cls(int(part), int(parts))
+        """Return what `1/3` or `2-3/3` says."""
+        found = re.fullmatch(r'([1-9]\d*)(?:-(\d+))?/(\d+)', text)
+        first, last, parts = (
+            map(int, (found[1], found[2] or found[1], found[3])) if found else (0,) * 3
+        )
+        if not 1 <= first <= last <= parts:
+            raise argparse.ArgumentTypeError(
+                f'{text!r} is no share: give K/N, such as 1/3 or 2-3/3'
+            )
+        return cls(first, last, parts)
 
     def left_out(self, items: Sequence[pytest.Item]) -> set[pytest.Item]:
-        """Return the cases that other parts take: of each shared test that has one for each part.
+        """Return the cases that other parts take: of each shared test that has several.
 
         Releases of Transformer Engine count by themselves, since a run may take some of them only.
         """
@@ -75,7 +82,7 @@ class Share(NamedTuple):
         return {
             item
             for found in cases.values()
-            if len(found) >= self.parts
+            if len(found) > 1
             for place, item in enumerate(found)
-            if place % self.parts != self.part - 1
+            if not self.first <= place % self.parts + 1 <= self.last
         }
