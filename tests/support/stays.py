@@ -10,6 +10,8 @@ def rounded(value: object) -> object:
     """Return it with numbers of nine digits: releases of Python add floats in different ways."""
     if isinstance(value, float):
         return f'{value:.9g}'
+    if isinstance(value, dict):
+        return rounded(sorted(value.items()))
     if isinstance(value, tuple | list):
         return [rounded(each) for each in value]
     if hasattr(value, '__dataclass_fields__'):
