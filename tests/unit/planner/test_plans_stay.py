@@ -9,6 +9,7 @@ can say. Where one was changed on purpose, write it anew, look whether plans bec
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -26,6 +27,7 @@ from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner import budget, cp_sat, exact_offload
 from megatron_zbpp.planner.action_search import ACTIONS, ActionSearch
+from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.planner.annealing import anneal, critical, fold
 from megatron_zbpp.planner.cells import joined
 from megatron_zbpp.planner.exact_offload import solve_offload
@@ -35,8 +37,10 @@ from megatron_zbpp.planner.lower_bounds import lower_bound
 from megatron_zbpp.planner.moving_bounds import moving_bound
 from megatron_zbpp.planner.named_schedules import named
 from megatron_zbpp.planner.pattern import Pattern, dispatch
+from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem, replay, replay_whole
 from megatron_zbpp.planner.search import Search
+from megatron_zbpp.schedules import build
 
 FILE = Path(__file__).with_name('plans.json')
 # Halves and quarters: releases of Python add them in different ways to the same sum.
@@ -195,6 +199,23 @@ def asked(times: float, objective: str) -> Iterator[object]:
     yield seen
 
 
+def planned(objective: str) -> Iterator[object]:
+    """Yield plans on several placements, with actions and without, with schedules to begin with."""
+    placements = Placement.loop(3), Placement.v(3), Placement.loop(3, 2)
+    candidates = [(placement, costs_of(placement)) for placement in placements]
+    alone = [(placement, replace(costs, together=1.0)) for placement, costs in candidates]
+    shared = {'objective': objective, 'seconds': 600.0, 'seed': 1}
+    with patch.object(budget, '_STEPS_PER_SECOND', 100):
+        for of, limit in itertools.product((candidates, alone), (None, 2.5, (2.5, 3.0, 3.5))):
+            yield plan(of, 12, memory_limit=limit, **shared)
+        starts = [build('v-half', 3, 12)]
+        yield plan(candidates, 12, memory_limit=2.5, starts=starts, **shared)
+        for actions in (ACTIONS, ACTIONS[:1], ACTIONS[1:]):
+            yield plan_within(
+                alone[:2], 11, actions=actions, memory_limit=1.75, starts=starts, **shared
+            )
+
+
 def hashes(case: str) -> str:
     """Return a few digits for each answer."""
     return ' '.join(map(digits, QUESTIONS[case]()))
@@ -202,6 +223,8 @@ def hashes(case: str) -> str:
 
 QUESTIONS: dict[str, Callable[[], Iterator[object]]] = {
     **{f'{shape}, {amount}': partial(answers, shape, amount) for shape, amount in CASES},
+    'plans': partial(planned, 'makespan'),
+    'plans of windows': partial(planned, 'window'),
     'exactly': partial(asked, 1.0, 'makespan'),
     'exactly, of windows': partial(asked, 1.0, 'window'),
     'exactly, of times without a unit': partial(asked, 2**0.5, 'window'),

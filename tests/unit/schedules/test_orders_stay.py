@@ -21,6 +21,7 @@ from megatron_zbpp.schedules import FAMILIES, Family, build
 
 FILE = Path(__file__).with_name('orders.json')
 SIZES = (1, 3), (2, 5), (3, 2), (4, 8), (5, 7)  # ranks and microbatches
+LIMITS = 1.5, 2.0, 3.0  # in activations of one microbatch on a full rank
 TIMES = ((5.0, 6.0, 4.0), (1.0, 2.5, 1.0), (3.0, 3.0, 1.0))
 
 
@@ -50,6 +51,10 @@ def of_family(family: Family) -> Iterator[str]:
             yield text(plain)
             costs = uneven(plain.placement)
             yield text(build(family.name, p, m, num_chunks=chunks, costs=costs))
+            if 'together' in family.options:
+                yield text(build(family.name, p, m, num_chunks=chunks, together=True))
+            for limit in LIMITS if 'memory_limit' in family.options else ():
+                yield text(build(family.name, p, m, num_chunks=chunks, memory_limit=limit))
 
 
 def hashes(name: str) -> str:
