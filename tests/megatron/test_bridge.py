@@ -71,9 +71,11 @@ def test_identical_to_megatron(bridge_ranks, stock, kind, schedule, record_prope
         if name != 'zb-v':  # which sums the norm in another order
             assert ours.norms == theirs.norms
     assert any(ours.early for ours in trained) == bool(early)
-    # the last iteration begins while the step before it is on trial
+    # the last iteration begins while the step before it is on trial; but two ranks that have an
+    # embedding each add up its gradients
     assert all(theirs.waits[-1] for theirs in expected)
-    assert all(bool(ours.waits[-1]) != bool(early) for ours in trained)
+    waiting = not early or (kind in (TIED, MTP) and name != 'zb-v')
+    assert all(bool(ours.waits[-1]) == waiting for ours in trained)
 
 
 def enabling(folder, changes, schedule='zb-v'):
