@@ -53,14 +53,10 @@ SHAPES = {
     'V, many microbatches': (Placement.v(2), 36),
     'loop, many microbatches': (Placement.loop(4), 41),
 }
-AMOUNTS = {
-    'without a limit': inf,
-    'limited': 2.0,
-    'tight': 1.25,
-}  # over one microbatch of all stages
-EFFORT = (
-    0.25  # deterministic seconds: what ends earlier, has the optimum or proves that there is none
-)
+# limits over what one microbatch of all stages takes
+AMOUNTS = {'without a limit': inf, 'limited': 2.0, 'tight': 1.25}
+# deterministic seconds of the exact solver; where that ends earlier, it has the optimum, or a proof
+EFFORT = 0.25
 CASES = [(shape, amount) for shape in SHAPES for amount in AMOUNTS]
 
 
@@ -154,9 +150,8 @@ def answers(shape: str, amount: str) -> Iterator[object]:
     yield search.bound, search.solutions, search.done
     schedule = problem.schedule(search.best.orders, 'found')
     yield [(value, name) for value, name, *_ in joined(problem, schedule)]
-    limits = problem.limits
     candidates = [(problem.placement, problem.costs)]
-    actions = ActionSearch(candidates, 5, limits, 'makespan', frozenset(ACTIONS))
+    actions = ActionSearch(candidates, 5, problem.limits, 'makespan', frozenset(ACTIONS))
     small = replace(problem, num_microbatches=5)
     actions.start(small.schedule(dispatch(small, Pattern.random(small, rng)), 'any'))
     actions.start_named()
@@ -191,11 +186,8 @@ def asked(times: float, objective: str) -> Iterator[object]:
             moved = solve_offload(problem, 0.0, value, EFFORT, 600.0)
             none = solve_offload(problem, 0.0, 0.5 * bound, EFFORT, 600.0)
         for each in (moved, none):
-            yield (
-                each.bound,
-                each.overran,
-                each.schedule and simulate(each.schedule, costs).makespan,
-            )
+            made = each.schedule
+            yield each.bound, each.overran, made and simulate(made, costs).makespan
     yield seen
 
 
@@ -212,7 +204,7 @@ def planned(objective: str) -> Iterator[object]:
         yield plan(candidates, 12, memory_limit=2.5, starts=starts, **shared)
         for actions in (ACTIONS, ACTIONS[:1], ACTIONS[1:]):
             yield plan_within(
-                alone[:2], 11, actions=actions, memory_limit=1.75, starts=starts, **shared
+                alone[:2], 12, actions=actions, memory_limit=1.75, starts=starts, **shared
             )
 
 
