@@ -44,16 +44,15 @@ def _wait(schedule: Schedule, done: Set[Pass], rank: int, at: int) -> tuple[int,
     ]
     for task, microbatch in reversed(needs):  # what comes from another rank, before what is its own
         awaited = schedule.done_by.get((task, microbatch))
-        if awaited in done:
+        if awaited in done or (awaited is None and graph.kinds[task.kind].optional):
             continue
         holder = schedule.placement.rank_of(task.stage, microbatch)
         if awaited is None:
             named = Pass(task.kind, task.stage, microbatch, task.slice)
-            return (
-                holder,
-                f'rank {rank} at {entry} waits for {named}, which rank {holder} never runs',
-            )
-        return holder, f'rank {rank} at {entry} waits for {awaited}, still to come on rank {holder}'
+            why = f'{named}, which rank {holder} never runs'
+        else:
+            why = f'{awaited}, still to come on rank {holder}'
+        return holder, f'rank {rank} at {entry} waits for {why}'
     raise AssertionError(f'{entry} on rank {rank} waits for nothing, and does not run')
 
 

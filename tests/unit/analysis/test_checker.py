@@ -17,6 +17,8 @@ from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import Receive, Send
 from megatron_zbpp.ir import BW, KINDS, B, F, Pass, Placement, Schedule, Together, W
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import chain
+from megatron_zbpp.ir.techniques import offload
 from megatron_zbpp.schedules import build, names
 
 
@@ -102,6 +104,15 @@ def test_a_cell_waits_for_what_any_of_it_needs():
         'rank 1 at 1F1 waits for 0F1, still to come on rank 0: '
         'move an awaited pass to before the one that waits'
     )
+
+
+def test_nobody_waits_for_a_copy_that_a_microbatch_does_without():
+    cell = Together((Pass(F, 1, 1), Pass(BW, 1, 0)))
+    first = [Pass(F, 0, 0), Pass(BW, 0, 0), Pass(F, 0, 1), Pass(BW, 0, 1)]
+    graph = offload(chain(2), [1])
+    orders = [first, [Pass(F, 1, 0), cell, Pass(BW, 1, 1)]]
+    with pytest.raises(ScheduleError, match=r'rank 1 at \(1F1&1BW0\) waits for 0F1, still to come'):
+        check(Schedule.of('x', Placement.loop(2), 2, orders, graph))
 
 
 def test_refuses_an_unknown_kind():
