@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import events
 import pytest
+from grids import grid
 from nvidia import known, needs_training, run, since
 from supported import supports
 
@@ -52,32 +55,44 @@ CASES = {
 }
 
 
-@supports("NVIDIA's loop: {case}", 'zb-h1 zb-v')
-@pytest.mark.parametrize('case', CASES)
-def test_identical_to_megatron(ranks, tmp_path, case):
-    """From a checkpoint that Megatron's own 1F1B saved, every schedule goes on as it does."""
-    size, flags = CASES[case]
-    flags = [*PIPELINE, *NO_CLIPPING, *flags, '--train-iters', 5]
-    event = events.sequence_parallel if case == 'sequence' else events.nothing
-    saving = ['--save', tmp_path, '--save-interval', 2]
-    loading = ['--load', tmp_path, '--ckpt-step', 2]
-    if DISTRIBUTED[0] in flags:  # Megatron cannot load its state into torch's Adam
-        run(ranks(size), *flags, *saving, *WITHOUT_STATE, '--exit-interval', 2)
-        stock = run(ranks(size), *flags, *loading, *WITHOUT_STATE)
-        loading += WITHOUT_STATE
-        start = 0
-    else:
-        stock = run(ranks(size), *flags, *saving, event=event)
-        start = 2
-    assert len(set(stock.losses.values())) == 5
-    for schedule in ('zb-h1', 'zb-v'):
-        ours = run(ranks(size), *flags, *loading, '--pipeline-schedule', schedule, event=event)
-        assert ours.losses == since(start, stock.losses), schedule
-        assert ours.parameters == stock.parameters, schedule
-        if DISTRIBUTED[0] not in flags:  # else shards: another placement cuts elsewhere
-            assert ours.optimizer == stock.optimizer, schedule
-        if schedule == 'zb-h1':  # ZB-V sums the norm in another order
-            assert ours.grad_norms == since(start, stock.grad_norms)
+@pytest.fixture(scope='module')
+def stock(ranks, tmp_path_factory):
+    """By case: what Megatron's own 1F1B gives, and how to go on from a checkpoint that it saved."""
+
+    @functools.cache
+    def trained(case):
+        size, flags = CASES[case]
+        flags = [*PIPELINE, *NO_CLIPPING, *flags, '--train-iters', 5]
+        folder = tmp_path_factory.mktemp('stock')
+        saving = ['--save', folder, '--save-interval', 2]
+        loading = ['--load', folder, '--ckpt-step', 2]
+        if DISTRIBUTED[0] in flags:  # Megatron cannot load its state into torch's Adam
+            run(ranks(size), *flags, *saving, *WITHOUT_STATE, '--exit-interval', 2)
+            loading += WITHOUT_STATE
+            return run(ranks(size), *flags, *loading), [*flags, *loading], 0
+        return run(ranks(size), *flags, *saving, event=event_of(case)), [*flags, *loading], 2
+
+    return trained
+
+
+def event_of(case):
+    return events.sequence_parallel if case == 'sequence' else events.nothing
+
+
+@supports("NVIDIA's loop: {case}")
+@grid(case=tuple(CASES), schedule=('zb-h1', 'zb-v'))
+def test_identical_to_megatron(ranks, stock, case, schedule):
+    """From that checkpoint every schedule goes on as Megatron does."""
+    expected, flags, start = stock(case)
+    assert len(set(expected.losses.values())) == 5
+    given = ['--pipeline-schedule', schedule]
+    ours = run(ranks(CASES[case][0]), *flags, *given, event=event_of(case))
+    assert ours.losses == since(start, expected.losses)
+    assert ours.parameters == expected.parameters
+    if DISTRIBUTED[0] not in flags:  # else shards: another placement cuts elsewhere
+        assert ours.optimizer == expected.optimizer
+    if schedule == 'zb-h1':  # ZB-V sums the norm in another order
+        assert ours.grad_norms == since(start, expected.grad_norms)
 
 
 def test_context_is_attended_as_a_whole(ranks, tmp_path):

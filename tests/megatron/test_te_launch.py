@@ -10,6 +10,7 @@ from pathlib import Path
 import commands
 import pytest
 from gpu import CUDA
+from grids import grid
 from nvidia import COMMON, SCRIPT, needs_training, run, since
 from supported import supports
 from test_launch import DISTRIBUTED, LLAMA, MOE, NO_CLIPPING, OVERLAP, PIPELINE, WITHOUT_STATE
@@ -26,10 +27,10 @@ CASES = {
 }
 
 
-@supports("NVIDIA's loop on Transformer Engine's layers: {case}", 'zb-h1 zb-v')
+@supports("NVIDIA's loop on Transformer Engine's layers: {case}")
 @needs_training
-@pytest.mark.parametrize('case', CASES)
-def test_identical_to_megatron(te_ranks, tmp_path, case):
+@grid(case=tuple(CASES), schedule=('zb-h1', 'zb-v'))
+def test_identical_to_megatron(te_ranks, tmp_path, case, schedule):
     """From a checkpoint that Megatron's own 1F1B saved, every schedule goes on as it does."""
     ranks, sharded = te_ranks(2), DISTRIBUTED[0] in CASES[case]
     flags = [*PIPELINE, *NO_CLIPPING, *TE, *CASES[case], '--train-iters', 4]
@@ -41,11 +42,10 @@ def test_identical_to_megatron(te_ranks, tmp_path, case):
     else:
         stock = run(ranks, *flags, *saving)
         loading += ['--ckpt-step', 2]
-    for schedule in ('zb-h1', 'zb-v'):
-        ours = run(ranks, *flags, *loading, '--pipeline-schedule', schedule)
-        assert ours.losses == since(0 if sharded else 2, stock.losses), schedule
-        assert ours.parameters == stock.parameters, schedule
-        assert sharded or ours.optimizer == stock.optimizer, schedule
+    ours = run(ranks, *flags, *loading, '--pipeline-schedule', schedule)
+    assert ours.losses == since(0 if sharded else 2, stock.losses)
+    assert ours.parameters == stock.parameters
+    assert sharded or ours.optimizer == stock.optimizer
 
 
 def test_without_transformer_engine():
