@@ -86,3 +86,12 @@ def test_window_and_makespan_differ_where_ranks_start_late():
     schedule = Schedule.of('x', Placement.loop(2), 1, orders)
     timeline = Timeline(schedule, (((0.0, 2.0),), ((2.0, 4.0),)))
     assert (timeline.bubble_makespan, timeline.bubble_window) == (0.5, 0.0)
+
+
+def test_selective_recomputation_says_what_differs():
+    """What it is silent of is as without it; times of other kinds need not be there."""
+    text = '{"F": [1], "B": [1], "W": [3], "selective": {"B": [2], "activation": [0.5]}}'
+    costs = Costs.from_json(text, selective=True)
+    assert (costs.forward, costs.backward, costs.weight) == ((1,), (2,), (3,))
+    assert costs.activation == (0.5,) and not costs.times
+    assert Costs.from_json(text).backward == (1,)

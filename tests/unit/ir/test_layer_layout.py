@@ -16,6 +16,11 @@ from megatron_zbpp.ir.layout import ModelLayout, layers_per_stage, layout_string
         (6, Placement.loop(4), (True, True), [1, 2, 2, 1]),
         (7, Placement.loop(4), (True, False), [1, 2, 2, 2]),
         (7, Placement.loop(4), (False, True), [2, 2, 2, 1]),
+        (11, Placement.loop(4), (False, False), [3, 3, 3, 2]),
+        (11, Placement.loop(4), (True, False), [2, 3, 3, 3]),
+        (11, Placement.loop(4), (True, True), [3, 3, 3, 2]),
+        (9, Placement.v(2), (False, True), [2, 3, 2, 2]),
+        (9, Placement.v(2), (True, True), [2, 3, 3, 1]),
         (8, Placement.v(3), (False, False), [1, 2, 2, 1, 1, 1]),  # one more a rank at most
     ],
 )

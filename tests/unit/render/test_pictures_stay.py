@@ -50,11 +50,11 @@ def shown(*names: str) -> tuple[dict[str, Timeline], dict[str, Costs]]:
 
 def described(draw: Callable[[Path], None]) -> str:
     """Return what is on a figure of matplotlib's: pixels differ between its releases."""
-    figures: list[Figure] = []
-    with patch.object(Figure, 'savefig', lambda self, *_, **options: figures.append(self)):
+    saved: list[tuple[Figure, dict[str, object]]] = []
+    with patch.object(Figure, 'savefig', lambda self, *_, **how: saved.append((self, how))):
         draw(Path('anywhere'))
-    (figure,) = figures
-    said: list[object] = [*figure.get_size_inches()]
+    ((figure, how),) = saved
+    said: list[object] = [*figure.get_size_inches(), how]
     for artist in figure.findobj():
         said.append(type(artist).__name__)
         for name in (
