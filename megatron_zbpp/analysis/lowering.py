@@ -118,6 +118,8 @@ def _one_by_one(schedule: Schedule) -> list[list[Instruction]]:
     # ... and those that take what is on the way there
     under_way: list[dict[int, deque[int]]] = [defaultdict(deque) for _ in programs]
     begun, flat = departures.begun(schedule), compiled(schedule.graph)
+    coming_back = flat.between_partners & flat.arriving
+    partners = list(map(schedule.placement.partner, range(schedule.num_ranks)))
     joined = _joined(schedule)
     group: list[int] = []  # of passes that run as one: those so far
     for number in _by_end(schedule, joined):
@@ -127,18 +129,18 @@ def _one_by_one(schedule: Schedule) -> list[list[Instruction]]:
         rank = ranks[number]
         program, known = programs[rank], latest[rank]
         own = [passes[each] for each in group]
-        partner = schedule.placement.partner(rank)
-        for p in own:
-            if p.kind in flat.between_partners & flat.arriving:
+        partner = partners[rank]
+        for p in own if coming_back else ():
+            if p.kind in coming_back:
                 (left,) = schedule.predecessors(p)
                 program.append(Receive(left, p, partner, saved=True))
                 programs[partner].append(Send(left, p, rank, saved=True))
         program += [Join(tuple(own)), *own] if len(own) > 1 else own
-        for giver in itertools.chain.from_iterable(givers[each] for each in group):
+        for giver in [giver for each in group for giver in givers[each]]:
             peer = ranks[giver]
             if giver > known.get(peer, -1):
                 known[peer] = giver
-        for producer, taker in ((each, taker) for each in group for taker in takers[each]):
+        for producer, taker in [(each, taker) for each in group for taker in takers[each]]:
             p, peer, consumer = passes[producer], ranks[taker], passes[taker]
             if peer == rank:
                 program.append(Hand(p, consumer))
@@ -149,7 +151,7 @@ def _one_by_one(schedule: Schedule) -> list[list[Instruction]]:
             waiting.append(taker)
             program.append(Send(p, consumer, peer, len(waiting)))
             programs[peer].append(Receive(p, consumer, rank))
-        for leaving in itertools.chain.from_iterable(begun.get(p, ()) for p in own):
+        for leaving in [each for p in own for each in begun.get(p, ())] if begun else ():
             if leaving.kind not in flat.between_partners:
                 program.append(Begin(leaving))
                 continue
