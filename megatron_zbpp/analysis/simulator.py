@@ -9,13 +9,13 @@ beside those that compute, each engine in the order of its rank; but memory chan
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from math import inf
 from typing import NamedTuple
 
 from megatron_zbpp.analysis.stuck import stuck
-from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.ir.compiled import Compiled, Link, Step, compiled
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
@@ -25,6 +25,7 @@ _PENDING = -inf
 _Span = tuple[float, float]
 _NEVER: _Span = (inf, inf)  # of passes that have not run
 
+_Place = tuple[int, int]  # rank, and index in its order
 
 _Plain = tuple[int, float, tuple[tuple[int, float], ...], int, tuple[int, ...], float]
 
@@ -54,9 +55,28 @@ class _Flat(NamedTuple):
         return self.need, self.edge, self.more, self.own, self.also, self.duration
 
 
-# By kind, stage and slice; where the graph has no such pass, what no pass is looked up by.
+# By kind and stage; where the graph has no such pass, what no pass is looked up by.
 _NO_PASS = _Flat(0, 0.0, (), 0, (), 0.0)
-_Table = dict[str, list[list[_Flat]]]
+_Table = dict[str, list[_Flat]]
+
+
+class _Engine(NamedTuple):
+    """What one engine of a rank runs, one after the other.
+
+    Attributes:
+        rank: whose it is.
+        places: of its passes, in the rank's order; of passes that run together, of the first.
+        order: its passes.
+        alone: by index in `order`, what is not in the tables: passes that run together as one, and
+            those that wait for others of their rank, or that others wait for.
+        done: spans of those that ran, up to the end of a group.
+    """
+
+    rank: int
+    places: Sequence[int]
+    order: Sequence[Pass]
+    alone: dict[int, _Flat]
+    done: list[_Span]
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -76,10 +96,12 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     costs.require(schedule.placement)
     run = _Run(schedule, costs)
-    if not run.to_the_end():
-        unrun = [own.index(_NEVER) if _NEVER in own else len(own) for own in run.spans]
+    ran = run.to_the_end()
+    spans = run.spans()
+    if not ran:
+        unrun = [own.index(_NEVER) if _NEVER in own else len(own) for own in spans]
         raise stuck(schedule, unrun)
-    return Timeline(schedule, tuple(map(tuple, run.spans)))
+    return Timeline(schedule, tuple(map(tuple, spans)))
 
 
 class _Run:
@@ -97,20 +119,32 @@ class _Run:
         self.before = flat.looks_back
         self.entries = schedule.num_microbatches + self.before
         self.nobody = (flat.num_rows + 1) * self.entries
-        self.tables = [self._table(flat, r) for r in range(len(schedule.placement.routes))]
+        slices = range(schedule.graph.num_slices)
+        self.tables = [
+            [self._table(flat, route, part) for part in slices]
+            for route in range(len(schedule.placement.routes))
+        ]
         row = [0.0] * self.before + [_PENDING] * schedule.num_microbatches
         self.ends = [0.0] * self.entries + row * (flat.num_rows + 1)
-        self.spans: list[list[_Span]] = [[_NEVER] * len(order) for order in schedule.passes]
-        self.engines = list(_engines(schedule, flat))
         for row_of_absent, microbatch in _absent(schedule, flat):
             self.ends[self._entry(row_of_absent) + microbatch] = 0.0
         self.waits = _waits(schedule, flat)
         self.noted = {place: len(self.ends) + k for k, place in enumerate(_awaited(self.waits))}
         self.ends += [_PENDING] * len(self.noted)
-        self.alone = schedule.together | self.waits.keys() | self.noted.keys()
+        alone = schedule.together | self.waits.keys() | self.noted.keys()
+        self.engines = [
+            self._engine(rank, places, alone) for rank, places in _engines(schedule, flat)
+        ]
 
-    def _table(self, flat: Compiled, route: int) -> _Table:
-        """Return passes of microbatches on `route`."""
+    def _engine(self, rank: int, places: Sequence[int], alone: AbstractSet[_Place]) -> _Engine:
+        own = self.schedule.passes[rank]
+        order = own if len(places) == len(own) else [own[at] for at in places]
+        leading = [(k, at) for k, at in enumerate(places) if (rank, at) in alone] if alone else []
+        joined = {k: self._joined(rank, at) for k, at in leading}
+        return _Engine(rank, places, order, joined, [])
+
+    def _table(self, flat: Compiled, route: int, part: int) -> _Table:
+        """Return passes of slice `part` of microbatches on `route`."""
         placement = self.schedule.placement
 
         def entry(kind: str, stage: int, step: Step) -> _Flat:
@@ -126,11 +160,8 @@ class _Run:
         cut = self.schedule.graph.num_slices
         return {
             kind: [
-                [
-                    entry(kind, at // cut, step) if step else _NO_PASS
-                    for step in steps[at : at + cut]
-                ]
-                for at in range(0, len(steps), cut)
+                entry(kind, stage, step) if step else _NO_PASS
+                for stage, step in enumerate(steps[part::cut])
             ]
             for kind, steps in flat.steps.items()
         }
@@ -145,32 +176,28 @@ class _Run:
         return self.costs.edge(self.schedule.placement.on_route(route, link.stage), rank)
 
     def to_the_end(self) -> bool:
-        """Fill `spans`, as far as passes can run; return whether all of them do."""
+        """Run passes as far as they can; return whether all of them did."""
         ends = self.ends
         route, cycle = self.schedule.placement.route, len(self.schedule.placement.route)
-        plain: list[dict[str, list[list[_Plain]]]] = [
-            {
-                kind: [[flat.plain for flat in parts] for parts in stages]
-                for kind, stages in table.items()
-            }
-            for table in self.tables
+        tables = [
+            [{kind: [flat.plain for flat in row] for kind, row in table.items()} for table in parts]
+            for parts in self.tables
         ]
-        only = plain[0] if len(plain) == 1 else None
-        joined, alone = self.schedule.together, self.alone
-        cursors, clocks = [0] * len(self.engines), [0.0] * len(self.engines)
+        table = tables[0][0]
+        several = len(tables) > 1 or len(tables[0]) > 1
         waiting: dict[int, list[int]] = {}  # entry of `ends` -> the engines that wait for it
         ready = list(range(len(self.engines)))
         while ready:
             engine = ready.pop()
-            rank, places = self.engines[engine]
-            order, spans = self.schedule.passes[rank], self.spans[rank]
-            now = clocks[engine]
-            for i in places[cursors[engine] :]:
-                kind, stage, microbatch, part = order[i]
-                table = only or plain[route[microbatch % cycle]]
-                flat: _Plain = table[kind][stage][part]
-                if alone and (rank, i) in alone:
-                    flat, microbatch = self._joined(rank, i), 0
+            _, _, order, alone, done = self.engines[engine]
+            now = done[-1][1] if done else 0.0
+            for k in range(len(done), len(order)):
+                kind, stage, microbatch, part = order[k]
+                if several:
+                    table = tables[route[microbatch % cycle]][part]
+                flat: _Plain = table[kind][stage]
+                if alone and k in alone:
+                    flat, microbatch = alone[k].plain, 0
                 need, edge, more, own, also, duration = flat
                 if more:
                     need, start = self._latest(((need, edge), *more), microbatch)
@@ -179,12 +206,11 @@ class _Run:
                     start = ends[need] + edge
                 if start == _PENDING:
                     waiting.setdefault(need, []).append(engine)
-                    cursors[engine] = bisect_left(places, i)
                     break
                 if start < now:
                     start = now
                 now = start + duration
-                spans[i] = start, now
+                done.append((start, now))
                 own += microbatch
                 ends[own] = now
                 if own in waiting:
@@ -193,14 +219,25 @@ class _Run:
                     for row in also:
                         ends[row + microbatch] = now
                         ready += waiting.pop(row + microbatch, ())
-                    if (rank, i) in joined:  # each of a group fills an entry of its own
-                        self._share(rank, i, start)
-            else:
-                cursors[engine] = len(places)
-            clocks[engine] = now
-        return all(
-            cursor == len(places) for cursor, (_, places) in zip(cursors, self.engines, strict=True)
-        )
+        return all(len(engine.done) == len(engine.order) for engine in self.engines)
+
+    def spans(self) -> list[list[_Span]]:
+        """Return when passes ran, in the order of each rank.
+
+        Of passes that did not run it is `_NEVER`, or the list ends before them.
+        """
+        spans: list[list[_Span]] = [[] for _ in self.schedule.passes]
+        for rank, places, order, _, done in self.engines:
+            own = len(self.schedule.passes[rank])
+            if len(order) == own:
+                spans[rank] = done
+                continue
+            spans[rank] = spans[rank] or [_NEVER] * own
+            for place, span in zip(places, done, strict=False):  # where it is stuck, less ran
+                spans[rank][place] = span
+                if (rank, place) in self.schedule.together:
+                    self._share(spans[rank], rank, place)
+        return spans
 
     def _latest(self, needs: Iterable[tuple[int, float]], microbatch: int) -> tuple[int, float]:
         """Return the entry there last, or one that is not there, and when a pass may start."""
@@ -214,8 +251,8 @@ class _Run:
         group: list[tuple[int, _Flat]] = []
         for at in itertools.count(first):
             kind, stage, microbatch, part = self.schedule.passes[rank][at]
-            table = self.tables[self.schedule.placement.route_of(microbatch)]
-            group.append((microbatch, table[kind][stage][part]))
+            table = self.tables[self.schedule.placement.route_of(microbatch)][part]
+            group.append((microbatch, table[kind][stage]))
             if (rank, at) not in self.schedule.together:
                 break
         return group
@@ -237,11 +274,12 @@ class _Run:
         duration = saved * sum(flat.duration for _, flat in group)
         return _Flat(*needs[0], tuple(needs[1:]), own[0], tuple(own[1:]), duration)
 
-    def _share(self, rank: int, first: int, start: float) -> None:
+    def _share(self, spans: list[_Span], rank: int, first: int) -> None:
         """Give each of a group its part of the time, one after the other."""
+        start, _ = spans[first]
         for at, (_, flat) in enumerate(self._group(rank, first), first):
             end = start + self.costs.together * flat.duration
-            self.spans[rank][at] = start, end
+            spans[at] = start, end
             start = end
 
 
@@ -268,9 +306,6 @@ def _absent(schedule: Schedule, flat: Compiled) -> Iterator[tuple[int, int]]:
             for microbatch in range(schedule.num_microbatches):
                 if (task, microbatch) not in schedule.done_by:
                     yield row, microbatch
-
-
-_Place = tuple[int, int]  # rank, and index in its order
 
 
 def _waits(schedule: Schedule, flat: Compiled) -> dict[_Place, tuple[_Place, ...]]:
