@@ -94,6 +94,17 @@ def test_edges_between_ranks_add_latency_and_message(edge):
     )  # 2 edges each way along the V, both in F and in B; its fold is free
 
 
+def test_each_route_runs_at_the_speed_of_its_ranks():
+    """Two microbatches against each other, by hand: each stage on a fast rank and a slow one."""
+    orders = ('0F0 1F1 1BW1 0BW0', '0F1 1F0 1BW0 0BW1')
+    passes = [map(Pass.parse, o.split()) for o in orders]
+    costs = Costs((1, 1), (1, 1), (1, 1), speeds=(1.0, 0.5))
+    assert simulate(Schedule.of('x', Placement.two_way(2), 2, passes), costs).spans == (
+        ((0, 1), (2, 3), (3, 5), (8, 10)),
+        ((0, 2), (2, 4), (4, 8), (8, 12)),
+    )
+
+
 def test_deadlock_names_every_stuck_rank():
     orders = ('0F0 0BW0 0F1 0BW1', '1F0 1F1 1BW0 1BW1', '2F0 2BW0 2F1 2BW1')
     schedule = Schedule.of('x', Placement.loop(3), 2, [map(Pass.parse, o.split()) for o in orders])
