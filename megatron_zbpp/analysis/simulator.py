@@ -23,8 +23,6 @@ from megatron_zbpp.ir.timeline import Timeline
 _PENDING = -inf
 
 _Span = tuple[float, float]
-_NEVER: _Span = (inf, inf)  # of passes that have not run
-
 _Place = tuple[int, int]  # rank, and index in its order
 
 _Plain = tuple[int, float, tuple[tuple[int, float], ...], int, tuple[int, ...], float]
@@ -96,12 +94,11 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     costs.require(schedule.placement)
     run = _Run(schedule, costs)
-    ran = run.to_the_end()
-    spans = run.spans()
-    if not ran:
-        unrun = [own.index(_NEVER) if _NEVER in own else len(own) for own in spans]
+    run.to_the_end()
+    unrun = run.unrun()
+    if unrun != [len(order) for order in schedule.passes]:
         raise stuck(schedule, unrun)
-    return Timeline(schedule, tuple(map(tuple, spans)))
+    return Timeline(schedule, tuple(map(tuple, run.spans())))
 
 
 class _Run:
@@ -139,8 +136,8 @@ class _Run:
     def _engine(self, rank: int, places: Sequence[int], alone: AbstractSet[_Place]) -> _Engine:
         own = self.schedule.passes[rank]
         order = own if len(places) == len(own) else [own[at] for at in places]
-        leading = [(k, at) for k, at in enumerate(places) if (rank, at) in alone] if alone else []
-        joined = {k: self._joined(rank, at) for k, at in leading}
+        apart = [(k, at) for k, at in enumerate(places) if (rank, at) in alone] if alone else []
+        joined = {k: self._joined(rank, at) for k, at in apart}
         return _Engine(rank, places, order, joined, [])
 
     def _table(self, flat: Compiled, route: int, part: int) -> _Table:
@@ -175,8 +172,8 @@ class _Run:
             return 0.0
         return self.costs.edge(self.schedule.placement.on_route(route, link.stage), rank)
 
-    def to_the_end(self) -> bool:
-        """Run passes as far as they can; return whether all of them did."""
+    def to_the_end(self) -> None:
+        """Run passes as far as they can."""
         ends = self.ends
         route, cycle = self.schedule.placement.route, len(self.schedule.placement.route)
         tables = [
@@ -219,21 +216,25 @@ class _Run:
                     for row in also:
                         ends[row + microbatch] = now
                         ready += waiting.pop(row + microbatch, ())
-        return all(len(engine.done) == len(engine.order) for engine in self.engines)
+
+    def unrun(self) -> list[int]:
+        """Return the first place of each rank that did not run; the end of its order if all did."""
+        first = [len(order) for order in self.schedule.passes]
+        for rank, places, order, _, done in self.engines:
+            if len(done) < len(order):
+                first[rank] = min(first[rank], places[len(done)])
+        return first
 
     def spans(self) -> list[list[_Span]]:
-        """Return when passes ran, in the order of each rank.
-
-        Of passes that did not run it is `_NEVER`, or the list ends before them.
-        """
+        """Return when passes ran, all of them, in the order of each rank."""
         spans: list[list[_Span]] = [[] for _ in self.schedule.passes]
         for rank, places, order, _, done in self.engines:
             own = len(self.schedule.passes[rank])
             if len(order) == own:
                 spans[rank] = done
                 continue
-            spans[rank] = spans[rank] or [_NEVER] * own
-            for place, span in zip(places, done, strict=False):  # where it is stuck, less ran
+            spans[rank] = spans[rank] or [(inf, inf)] * own
+            for place, span in zip(places, done, strict=True):
                 spans[rank][place] = span
                 if (rank, place) in self.schedule.together:
                     self._share(spans[rank], rank, place)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import pytest
-from nvidia import needs_training, run, since
+from nvidia import known, needs_training, run, since
 from supported import WAITS, absent, supports
 from test_launch import DISTRIBUTED, LLAMA, NO_CLIPPING, OVERLAP, PIPELINE, WITHOUT_STATE
 from test_launch_post_validation import EARLY
@@ -20,17 +19,12 @@ pytestmark = [
     ),
 ]
 MUON = [*PIPELINE, *LLAMA, '--optimizer', 'muon', '--train-iters', 6]
-BY_NAME = not any(  # as in 0.16 and 0.17
-    Path(folder, 'core/optimizer/emerging_optimizers.py').exists()
-    for folder in importlib.util.find_spec('megatron').submodule_search_locations
-)
-SHARED = ['--bf16', *(['--optimizer', 'dist_muon'] if BY_NAME else DISTRIBUTED)]
 SHARED_OUT = 'Muon, whose ranks step some layers each'
 # processes, flags
 CASES = {
     'Muon': (2, []),
     'Muon in bf16': (2, ['--bf16']),
-    SHARED_OUT: (4, SHARED),
+    SHARED_OUT: (4, ['--bf16', *DISTRIBUTED]),
 }
 
 
@@ -52,14 +46,26 @@ def test_identical_to_megatron(ranks, tmp_path, case):
 @supports('Muon, whose forwards gather layers', 'zb-v+post-validation', WAITS)
 def test_gathering_amid_forwards(ranks, tmp_path):
     """Its steps wait, which forwards would overtake that gather layers of other ranks."""
-    if BY_NAME:
+    if by_name(ranks):
         absent('from 0.18 on')
-    compare(ranks, tmp_path, 4, [*SHARED, *OVERLAP, '--overlap-param-gather'])
+    compare(ranks, tmp_path, 4, ['--bf16', *DISTRIBUTED, *OVERLAP, '--overlap-param-gather'])
+
+
+def by_name(ranks):
+    """Whether Muon whose ranks step some layers each is an optimizer of its own, as until 0.17."""
+    return '--optimizer soap' not in ranks(2).run(known)[0]
+
+
+def muon(ranks, *flags):
+    """All flags of the script, as this release spells them."""
+    if DISTRIBUTED[0] in flags and by_name(ranks):
+        flags = [*(flag for flag in flags if flag not in DISTRIBUTED), '--optimizer', 'dist_muon']
+    return [*MUON, *flags]
 
 
 def compare(ranks, tmp_path, size, flags):
-    shared = set(SHARED) <= set(flags)
-    flags = [*MUON, *flags, *NO_CLIPPING]
+    shared = DISTRIBUTED[0] in flags
+    flags = muon(ranks, *flags, *NO_CLIPPING)
     saving, loading = ['--save', tmp_path, '--save-interval', 1], ['--load', tmp_path]
     if shared:  # Megatron cannot load its state into torch's Adam
         loading += WITHOUT_STATE
@@ -83,7 +89,7 @@ def compare(ranks, tmp_path, size, flags):
 def test_clipped_steps_are_taken_back(ranks, case):
     """As synchronous steps have it, to the bit, in whatever iteration the norm is too large."""
     size, flags = CASES[case]
-    flags = [*MUON, *flags, '--pipeline-schedule', 'zb-h1', '--log-num-zeros-in-grad']
+    flags = muon(ranks, *flags, '--pipeline-schedule', 'zb-h1', '--log-num-zeros-in-grad')
     norms = [float.fromhex(norm) for norm in run(ranks(size), *flags).grad_norms.values()]
     flags += ['--clip-grad', sorted(norms)[len(norms) // 2]]
     synchronous = run(ranks(size), *flags)
