@@ -179,7 +179,7 @@ def gradient(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> torch.Ten
 
 
 def shares_out_layers(optimizer: MegatronOptimizer) -> bool:
-    """Return whether its ranks step some layers each and then gather all: Muon's, from 0.19 on."""
+    """Return whether its ranks step some layers each and then gather all: Muon's, from 0.18 on."""
     known = hasattr(LayerWiseDistributedOptimizer, 'start_param_sync_for_bucket_group_subset')
     return known and type(optimizer) is LayerWiseDistributedOptimizer
 

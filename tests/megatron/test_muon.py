@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+import events
 import pytest
 from nvidia import known, needs_training, run, since
 from supported import WAITS, absent, supports
@@ -18,6 +19,7 @@ pytestmark = [
         'before from 0.1, which is in no index',
     ),
 ]
+BY_NAME = ['--optimizer', 'dist_muon']
 MUON = [*PIPELINE, *LLAMA, '--optimizer', 'muon', '--train-iters', 6]
 SHARED_OUT = 'Muon, whose ranks step some layers each'
 # processes, flags
@@ -39,7 +41,30 @@ def cases(*kept):
 @cases('Muon', SHARED_OUT)
 def test_identical_to_megatron(ranks, tmp_path, case):
     """From a checkpoint of Megatron's own 1F1B, with steps that are validated later."""
-    compare(ranks, tmp_path, *CASES[case])
+    compare(ranks, tmp_path, *spelt(ranks, case))
+
+
+def spelt(ranks, case):
+    """Processes and flags; skips where those that share layers out go by a name of their own."""
+    if case == SHARED_OUT and by_name(ranks):
+        pytest.skip('see test_by_its_own_name')
+    return CASES[case]
+
+
+def by_name(ranks):
+    return '--optimizer soap' not in ranks(2).run(known)[0]  # until 0.17
+
+
+@pytest.mark.full
+@supports(SHARED_OUT, 'zb-v+post-validation', WAITS)
+def test_by_its_own_name(ranks, tmp_path):
+    """Its steps wait: that optimizer is refused as a whole, see `test_split_step`."""
+    if not by_name(ranks):
+        pytest.skip('until 0.17')
+    size, _ = CASES[SHARED_OUT]
+    compare(ranks, tmp_path, size, ['--bf16', *BY_NAME])
+    flags = [*MUON, *NO_CLIPPING, *BY_NAME, '--pipeline-schedule', 'zb-v', '--log-interval', 4]
+    assert all(run(ranks(size), *flags, *EARLY, event=events.waits).reported)
 
 
 @pytest.mark.full
@@ -51,21 +76,9 @@ def test_gathering_amid_forwards(ranks, tmp_path):
     compare(ranks, tmp_path, 4, ['--bf16', *DISTRIBUTED, *OVERLAP, '--overlap-param-gather'])
 
 
-def by_name(ranks):
-    """Whether Muon whose ranks step some layers each is an optimizer of its own, as until 0.17."""
-    return '--optimizer soap' not in ranks(2).run(known)[0]
-
-
-def muon(ranks, *flags):
-    """All flags of the script, as this release spells them."""
-    if DISTRIBUTED[0] in flags and by_name(ranks):
-        flags = [*(flag for flag in flags if flag not in DISTRIBUTED), '--optimizer', 'dist_muon']
-    return [*MUON, *flags]
-
-
 def compare(ranks, tmp_path, size, flags):
-    shared = DISTRIBUTED[0] in flags
-    flags = muon(ranks, *flags, *NO_CLIPPING)
+    shared = not {*DISTRIBUTED, *BY_NAME}.isdisjoint(flags)
+    flags = [*MUON, *flags, *NO_CLIPPING]
     saving, loading = ['--save', tmp_path, '--save-interval', 1], ['--load', tmp_path]
     if shared:  # Megatron cannot load its state into torch's Adam
         loading += WITHOUT_STATE
@@ -88,9 +101,18 @@ def compare(ranks, tmp_path, size, flags):
 @cases(SHARED_OUT)
 def test_clipped_steps_are_taken_back(ranks, case):
     """As synchronous steps have it, to the bit, in whatever iteration the norm is too large."""
-    size, flags = CASES[case]
-    flags = muon(ranks, *flags, '--pipeline-schedule', 'zb-h1', '--log-num-zeros-in-grad')
+    size, flags = spelt(ranks, case)
+    flags = [*MUON, *flags, '--pipeline-schedule', 'zb-h1', '--log-num-zeros-in-grad']
     norms = [float.fromhex(norm) for norm in run(ranks(size), *flags).grad_norms.values()]
     flags += ['--clip-grad', sorted(norms)[len(norms) // 2]]
     synchronous = run(ranks(size), *flags)
     assert run(ranks(size), *flags, *EARLY) == synchronous
+
+
+@cases(SHARED_OUT)
+def test_nobody_waits(ranks, case):
+    """In the last iteration, no call that all pipeline ranks must come to; else there are some."""
+    size, flags = spelt(ranks, case)
+    flags = [*MUON, *flags, *NO_CLIPPING, '--pipeline-schedule', 'zb-v', '--log-interval', 4]
+    assert all(run(ranks(size), *flags, event=events.waits).reported)
+    assert not any(run(ranks(size), *flags, *EARLY, event=events.waits).reported)
