@@ -18,6 +18,8 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.errors import ScheduleError
+from megatron_zbpp.ir.graph import chain
+from megatron_zbpp.ir.techniques import offload
 from megatron_zbpp.schedules import build
 
 PLACEMENTS = (
@@ -117,6 +119,22 @@ def test_deadlock_names_every_stuck_rank():
         'move an awaited pass to before the one that waits'
     )
     assert 'rank 0   0F0  [0BW0] 0F1   0BW1' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ('chunks', 'order', 'wait'),
+    [
+        (1, '0F0 0L0 0O0 0BW0', '0L0 waits for 0O0'),
+        (2, '1F0 0F0 0O0 0L0 1BW0 0BW0', '1F0 waits for 0F0'),
+    ],
+)
+def test_of_two_engines_the_first_that_waits_is_named(chunks, order, wait):
+    """Both are stuck: that which copies, and that which computes."""
+    graph, one = offload(chain(chunks), [0]), (1.0,) * chunks
+    passes = [map(Pass.parse, order.split())]
+    schedule = Schedule.of('x', Placement.loop(1, chunks), 1, passes, graph=graph)
+    with pytest.raises(ScheduleError, match=f'rank 0 at {wait}, still to come on rank 0'):
+        simulate(schedule, Costs(one, one, one, times={'O': one, 'L': one}))
 
 
 def test_what_never_runs_is_named():
