@@ -179,9 +179,18 @@ def gradient(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> torch.Ten
 
 
 def shares_out_layers(optimizer: MegatronOptimizer) -> bool:
-    """Return whether its ranks step some layers each and then gather all: Muon's, from 0.18 on."""
-    known = hasattr(LayerWiseDistributedOptimizer, 'start_param_sync_for_bucket_group_subset')
-    return known and type(optimizer) is LayerWiseDistributedOptimizer
+    """Return whether its ranks step some layers each and then gather all: Muon's, and its like."""
+    return type(optimizer) is LayerWiseDistributedOptimizer
+
+
+def gathers_amid_forwards(optimizer: Any) -> bool:
+    """Return whether forwards gather the layers that ranks have stepped: possible from 0.18 on."""
+    return getattr(optimizer, 'overlap_param_gather', False)
+
+
+def gathers_buffers(optimizer: Any) -> bool:
+    """Return whether DDP gathers the layers, in its buffers: possible from 0.18 on."""
+    return getattr(optimizer, 'use_buffer_param_sync', False)
 
 
 def gather_layers(optimizer: Any) -> None:

@@ -37,5 +37,7 @@ def test_mean_of_the_interval(ranks):
             assert figures.live == max(one.live for one in some)
             assert figures.iterations == len(some)
         means = (found[0], each[:3]), (found[1], each[3:])
-        assert all(mean.bubble != one.bubble for mean, some in means for one in some), 'of one iteration'
+        assert all(mean.bubble != one.bubble for mean, some in means for one in some), (
+            'of one iteration'
+        )
         assert str(found[1]).endswith('early steps: 2/2, taken back: 1 |')

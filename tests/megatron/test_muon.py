@@ -19,7 +19,6 @@ pytestmark = [
         'before from 0.1, which is in no index',
     ),
 ]
-BY_NAME = ['--optimizer', 'dist_muon']
 MUON = [*PIPELINE, *LLAMA, '--optimizer', 'muon', '--train-iters', 6]
 SHARED_OUT = 'Muon, whose ranks step some layers each'
 # processes, flags
@@ -45,26 +44,16 @@ def test_identical_to_megatron(ranks, tmp_path, case):
 
 
 def spelt(ranks, case):
-    """Processes and flags; skips where those that share layers out go by a name of their own."""
+    """Processes and flags, in the words of this release."""
+    size, flags = CASES[case]
     if case == SHARED_OUT and by_name(ranks):
-        pytest.skip('see test_by_its_own_name')
-    return CASES[case]
+        flags = ['--bf16', '--optimizer', 'dist_muon']
+    return size, flags
 
 
 def by_name(ranks):
-    return '--optimizer soap' not in ranks(2).run(known)[0]  # until 0.17
-
-
-@pytest.mark.full
-@supports(SHARED_OUT, 'zb-v+post-validation', WAITS)
-def test_by_its_own_name(ranks, tmp_path):
-    """Its steps wait: that optimizer is refused as a whole, see `test_split_step`."""
-    if not by_name(ranks):
-        pytest.skip('until 0.17')
-    size, _ = CASES[SHARED_OUT]
-    compare(ranks, tmp_path, size, ['--bf16', *BY_NAME])
-    flags = [*MUON, *NO_CLIPPING, *BY_NAME, '--pipeline-schedule', 'zb-v', '--log-interval', 4]
-    assert all(run(ranks(size), *flags, *EARLY, event=events.waits).reported)
+    """Whether ranks share layers out where the optimizer is named so: until 0.17."""
+    return '--optimizer soap' not in ranks(2).run(known)[0]
 
 
 @pytest.mark.full
@@ -77,7 +66,7 @@ def test_gathering_amid_forwards(ranks, tmp_path):
 
 
 def compare(ranks, tmp_path, size, flags):
-    shared = not {*DISTRIBUTED, *BY_NAME}.isdisjoint(flags)
+    shared = not {*DISTRIBUTED, 'dist_muon'}.isdisjoint(flags)
     flags = [*MUON, *flags, *NO_CLIPPING]
     saving, loading = ['--save', tmp_path, '--save-interval', 1], ['--load', tmp_path]
     if shared:  # Megatron cannot load its state into torch's Adam

@@ -60,9 +60,9 @@ def refusal(optimizer: MegatronOptimizer) -> str | None:
 
 def _refusal_of_shares(optimizer: Any) -> str | None:
     """Why parameters that ranks step some layers of each cannot be gathered again."""
-    if optimizer.overlap_param_gather:
+    if compat.gathers_amid_forwards(optimizer):
         return 'overlap_param_gather: forwards gather the layers of such an optimizer'
-    if optimizer.use_buffer_param_sync:
+    if compat.gathers_buffers(optimizer):
         return 'use_layer_wise_param_layout: nobody has tried it with this schedule'
     return None
 
