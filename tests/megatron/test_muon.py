@@ -6,7 +6,7 @@ import importlib.util
 
 import events
 import pytest
-from nvidia import known, needs_training, run, since
+from nvidia import known, needs_training, run, since, source
 from supported import WAITS, absent, supports
 from test_launch import DISTRIBUTED, LLAMA, NO_CLIPPING, OVERLAP, PIPELINE, WITHOUT_STATE
 from test_launch_post_validation import EARLY
@@ -56,16 +56,38 @@ def by_name(ranks):
     return '--optimizer soap' not in ranks(2).run(known)[0]
 
 
+GATHERING = ['--bf16', *DISTRIBUTED, *OVERLAP, '--overlap-param-gather']
+
+
+def in_buffers(ranks):
+    """Whether NVIDIA's script lets DDP gather layers that ranks share out: from 0.20 on."""
+    return (
+        'use_layer_wise_param_layout'
+        in ranks(2).run(source, 'megatron.training.models.dist_utils')[0]
+    )
+
+
 @pytest.mark.full
 @supports('Muon, whose forwards gather layers', 'zb-v+post-validation', WAITS)
-def test_gathering_amid_forwards(ranks, tmp_path):
+def test_gathering_into_gradients(ranks, tmp_path):
     """Its steps wait, which forwards would overtake that gather layers of other ranks."""
     if by_name(ranks):
         absent('from 0.18 on')
-    compare(ranks, tmp_path, 4, ['--bf16', *DISTRIBUTED, *OVERLAP, '--overlap-param-gather'])
+    if in_buffers(ranks):
+        pytest.skip('see test_gathering_into_buffers')
+    compare(ranks, tmp_path, 4, GATHERING, waits=True)
 
 
-def compare(ranks, tmp_path, size, flags):
+@pytest.mark.full
+@supports('Muon, whose forwards gather layers', 'zb-v+post-validation')
+def test_gathering_into_buffers(ranks, tmp_path):
+    if by_name(ranks) or not in_buffers(ranks):
+        pytest.skip('from 0.20 on')
+    compare(ranks, tmp_path, 4, GATHERING)
+    nobody_waits(ranks, 4, GATHERING)
+
+
+def compare(ranks, tmp_path, size, flags, waits=False):
     shared = not {*DISTRIBUTED, 'dist_muon'}.isdisjoint(flags)
     flags = [*MUON, *flags, *NO_CLIPPING]
     saving, loading = ['--save', tmp_path, '--save-interval', 1], ['--load', tmp_path]
@@ -76,7 +98,7 @@ def compare(ranks, tmp_path, size, flags):
     else:
         loading += ['--ckpt-step', 1]
         stock = run(ranks(size), *flags, *saving)
-    found = run(ranks(size), *flags, *loading, '--pipeline-schedule', 'zb-v', *EARLY)
+    found = run(ranks(size), *flags, *loading, '--pipeline-schedule', 'zb-v', *EARLY, waits=waits)
     assert found.losses == since(0 if shared else 1, stock.losses)
     assert found.parameters == stock.parameters
     # Adam's part, from 0.20 on, is in shards, which another placement cuts elsewhere
@@ -100,8 +122,11 @@ def test_clipped_steps_are_taken_back(ranks, case):
 
 @cases(SHARED_OUT)
 def test_nobody_waits(ranks, case):
+    nobody_waits(ranks, *spelt(ranks, case))
+
+
+def nobody_waits(ranks, size, flags):
     """In the last iteration, no call that all pipeline ranks must come to; else there are some."""
-    size, flags = spelt(ranks, case)
     flags = [*MUON, *flags, *NO_CLIPPING, '--pipeline-schedule', 'zb-v', '--log-interval', 4]
     assert all(run(ranks(size), *flags, event=events.waits).reported)
     assert not any(run(ranks(size), *flags, *EARLY, event=events.waits).reported)

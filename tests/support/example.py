@@ -36,6 +36,14 @@ def train(argv: list[str], metrics: Path) -> None:
         forget_groups()
 
 
+def early_steps() -> int:
+    """How many optimizer steps this rank took early so far."""
+    from megatron_zbpp.mcore import enabled
+
+    early = enabled.plugin and enabled.plugin.post_validation
+    return early.early if early else 0
+
+
 def forget_groups() -> None:
     """Destroys Megatron's process groups: each has threads, and they would add up over the runs.
 

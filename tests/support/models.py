@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from example import MODEL, forget_groups
+from example import MODEL, early_steps, forget_groups
 from ranks import Ranks
 
 ITERATIONS, MICROBATCHES = 4, 5
@@ -218,10 +218,9 @@ def train(job: Job, argv: list[str]) -> Trained:
             assert succeeded
             scheduler.step(increment=1)
             norms.append(float(norm))
-        early = plugin.post_validation.early if plugin and plugin.post_validation else 0
         parameters, states = _left(models, optimizer)
         steps = [int(group['step']) for group in optimizer.param_groups if 'step' in group]
-        return Trained(losses, norms, parameters, states, steps, early, _moved(plugin))
+        return Trained(losses, norms, parameters, states, steps, early_steps(), _moved(plugin))
 
 
 def _moved(plugin: Any) -> dict[int, int]:

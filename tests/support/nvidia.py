@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import inspect
 import os
 import sys
 from dataclasses import dataclass, fields
@@ -70,7 +71,7 @@ class Run:
     reported: tuple[Any, ...] = ()
 
 
-def train(argv: list[str], event: Any, script: Path = SCRIPT) -> tuple[dict, dict, dict, dict, Any]:
+def train(argv: list[str], event: Any, script: Path = SCRIPT) -> tuple:
     """Runs on each rank: the script under our launcher, leaving no state of Megatron behind.
 
     Args:
@@ -81,6 +82,7 @@ def train(argv: list[str], event: Any, script: Path = SCRIPT) -> tuple[dict, dic
     if CHECKOUT and CHECKOUT not in sys.path:
         sys.path.insert(0, CHECKOUT)
     import report
+    from example import early_steps
     from megatron.training import training
 
     import megatron_zbpp.launch
@@ -111,7 +113,7 @@ def train(argv: list[str], event: Any, script: Path = SCRIPT) -> tuple[dict, dic
                 if left.code:
                     raise
         hashes = report.fingerprint(report.by_layer(made['model']), made['optimizer'])
-        return losses, norms, zeros, hashes, reported
+        return losses, norms, zeros, hashes, early_steps(), reported
     finally:
         training.training_log = original_log
         training.setup_model_and_optimizer = original_setup
@@ -137,8 +139,7 @@ def forget() -> None:
 def known() -> set[str]:
     """Flags, such as '--fp8-format hybrid' with a choice, arguments and config fields of the
     Megatron that is here: run it on a rank."""
-    if CHECKOUT and CHECKOUT not in sys.path:
-        sys.path.insert(0, CHECKOUT)
+    _find_megatron()
     from megatron.core.transformer import TransformerConfig
     from megatron.training import arguments
 
@@ -149,6 +150,17 @@ def known() -> set[str]:
         found |= {action.dest, *action.option_strings}
         found |= {f'{o} {c}' for o in action.option_strings for c in action.choices or ()}
     return found
+
+
+def source(module: str) -> str:
+    """Source of a module of the Megatron that is here: run it on a rank."""
+    _find_megatron()
+    return inspect.getsource(importlib.import_module(module))
+
+
+def _find_megatron() -> None:
+    if CHECKOUT and CHECKOUT not in sys.path:
+        sys.path.insert(0, CHECKOUT)
 
 
 def known_config() -> set[str]:
@@ -164,18 +176,33 @@ def since(iteration: int, values: dict[int, Any]) -> dict[int, Any]:
 
 
 def run(
-    ranks: Ranks, *argv: str | int | Path, event: Any = events.nothing, script: Path = SCRIPT
+    ranks: Ranks,
+    *argv: str | int | Path,
+    event: Any = events.nothing,
+    script: Path = SCRIPT,
+    waits: bool = False,
 ) -> Run:
-    """Trains with `argv` on `ranks`."""
+    """Trains with `argv` on `ranks`; holds that steps are validated later where that is asked for.
+
+    Args:
+        ranks: they train.
+        argv: of the script.
+        event: see `train`.
+        script: see `train`.
+        waits: whether no step is to be validated later, though asked for.
+    """
     real = '--data-path' in argv
     common = [word for word in COMMON if word != '--mock-data' or not real]
     results = ranks.run(train, [*common, *map(str, argv)], event, script)
-    losses, norms, zeros, hashes, _ = results[-1]
+    losses, norms, zeros, hashes, *_ = results[-1]
+    *_, early, reported = zip(*results, strict=True)
+    asked = '--enable-optimizer-post-validation' in argv
+    assert any(early) == (asked and not waits), f'steps taken early, by rank: {early}'
     return Run(
         losses,
         norms,
         zeros,
         hashes['parameters_sha256'],
         hashes['optimizer_sha256'],
-        tuple(reported for *_, reported in results),
+        reported,
     )

@@ -11,7 +11,7 @@ from typing import Any
 import events
 import torch
 import torch.distributed as dist
-from example import forget_groups
+from example import early_steps, forget_groups
 
 ITERATIONS, MICROBATCHES, LENGTH, VOCABULARY, WIDTH = 4, 5, 16, 64, 32
 UNTIED, TIED = 'a recipe', 'a recipe, tied embeddings'
@@ -198,14 +198,12 @@ def train(folder: Path, schedule: str, post_validation: bool | int, kind: str) -
             found['weights'] = hashes(converter, context.model)
 
     made, converter = config(folder, kind)
-    plugin = None
     try:
         if schedule != 'megatron':
-            plugin = ours.enable(made, schedule, post_validation=post_validation)
+            ours.enable(made, schedule, post_validation=post_validation)
         with events.pipeline_waits() as current:
             entry.pretrain(made, forward_step, callbacks=[Watch()])
-        early = plugin.post_validation.early if post_validation else 0
-        return Trained(losses, norms, found['weights'], found['loaded'], early, waits)
+        return Trained(losses, norms, found['weights'], found['loaded'], early_steps(), waits)
     finally:
         forget()
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import clip_grads, layer_wise_optimizer
 from megatron.core.optimizer import optimizer as module
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
     FP32Optimizer,
@@ -26,7 +25,7 @@ from megatron.core.optimizer.optimizer import (
 from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.post_validation.reduction import Reduction
-from megatron_zbpp.mcore.post_validation.waiting import leaves, parts_of
+from megatron_zbpp.mcore.post_validation.waiting import leaves, members
 from megatron_zbpp.post_validation.partial_state import is_clean
 from megatron_zbpp.post_validation.protocol import Outcome
 from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES, SpeculativeStep, Stepped
@@ -81,8 +80,9 @@ class SplitStep:
         self._original = original
         self._alone = alone
         self._leaves = leaves(optimizer)
-        parts = (optimizer, *parts_of(optimizer))
-        self._sharing = [each for each in parts if compat.shares_out_layers(each)]
+        self._gathering = [each for each in members(optimizer) if compat.gathers_layers(each)]
+        sharded = [c for each in members(optimizer) for c in compat.sharded_chunks(each)]
+        self._chunks = list({id(chunk): chunk for chunk in sharded}.values())
         self._device = next(p for g in optimizer.param_groups for p in g['params']).device
         self.clip_grad = self._leaves[0].config.clip_grad
         self._overflows: dict[int, Reduction] = {}  # by place of the leaf
@@ -242,23 +242,18 @@ class SplitStep:
             for speculative in self._speculative:
                 speculative.give_back()
                 speculative.restore_copies()
-        for chunk in self._chunks():
+        for chunk in self._chunks:
             compat.forget_gathered(chunk)
         if not stepped:
             self._gather_parameters()
 
     def _gather_parameters(self) -> None:
         """Where parameters are sharded: all parts of them, now or when a forward needs them."""
-        for optimizer in self._sharing:
+        for optimizer in self._gathering:
             compat.gather_layers(optimizer)
-        for chunk in self._chunks():
+        for chunk in self._chunks:
             if not chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync()
-
-    def _chunks(self) -> list[Any]:
-        """Model chunks whose parameters are sharded."""
-        sharding = [leaf for leaf in self._leaves if isinstance(leaf, DistributedOptimizer)]
-        return list({id(c): c for leaf in sharding for c in leaf.model_chunks}.values())
 
 
 def _stepped(leaf: MegatronOptimizer) -> Iterator[Stepped]:

@@ -27,6 +27,7 @@ _REFUSED_OF_DDP = {
     'use_megatron_fsdp': 'parameters are gathered amid the step',
     'fp8_param_gather': 'weights are quantized anew amid the step',
 }
+_INTO_GRADIENTS = 'overlap_param_gather: forwards gather layers into the memory of gradients'
 # What a precision-aware optimizer keeps in other types, and those that have no scales.
 _STATES = ('main_params_dtype', 'exp_avg_dtype', 'exp_avg_sq_dtype')
 _UNSCALED = (torch.float32, torch.bfloat16)
@@ -34,11 +35,10 @@ _UNSCALED = (torch.float32, torch.bfloat16)
 
 def refusal(optimizer: MegatronOptimizer) -> str | None:
     """Why steps of this optimizer must wait for all ranks; None: they need not."""
-    for each in (optimizer, *parts_of(optimizer)):
+    for each in members(optimizer):
         if compat.shares_out_layers(each):
-            why = _refusal_of_shares(each)
-            if why is not None:
-                return why
+            if compat.gathers_into_gradients(each):
+                return _INTO_GRADIENTS
         elif type(each) not in _OUTERMOST:  # what it does around its leaves' steps is its own
             return _unknown(each, _OUTERMOST)
     for leaf in leaves(optimizer):
@@ -58,15 +58,6 @@ def refusal(optimizer: MegatronOptimizer) -> str | None:
     return None
 
 
-def _refusal_of_shares(optimizer: Any) -> str | None:
-    """Why parameters that ranks step some layers of each cannot be gathered again."""
-    if compat.gathers_amid_forwards(optimizer):
-        return 'overlap_param_gather: forwards gather the layers of such an optimizer'
-    if compat.gathers_buffers(optimizer):
-        return 'use_layer_wise_param_layout: nobody has tried it with this schedule'
-    return None
-
-
 def _unknown(optimizer: MegatronOptimizer, known: tuple[type, ...]) -> str:
     names = ', '.join(each.__name__ for each in known)
     return f'{type(optimizer).__name__} is not one of {names}, and not supported so far'
@@ -81,9 +72,13 @@ def refusal_of_model(config: Any) -> str | None:
 
 def leaves(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Return the optimizers of a chain, and of chains in it; of one that is none, itself."""
-    found = parts_of(optimizer)
-    return [leaf for part in found for leaf in leaves(part)] if found else [optimizer]
+    return [each for each in members(optimizer) if not _parts(each)]
 
 
-def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    return list(getattr(optimizer, 'chained_optimizers', []))
+def members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Return the optimizer, and all that it is a chain of."""
+    return [optimizer, *(each for part in _parts(optimizer) for each in members(part))]
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return getattr(optimizer, 'chained_optimizers', [])
