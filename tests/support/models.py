@@ -59,12 +59,15 @@ KINDS_OF_SOME = {
 KINDS_OF_SOME['hidden all-to-all'] = _EXPERTS | {'overlap_moe_expert_parallel_comm': True}
 # microbatches of any length, as programs without padding have them
 KINDS['lengths'] = {'variable_seq_lengths': True, 'moe_token_dispatcher_type': 'alltoall'}
-_SELECTIVE = {
-    'dense': ['core_attn', 'mlp'],
-    'SwiGLU': ['core_attn', 'layernorm'],
-    'experts': ['core_attn', 'moe'],
-    'grouped experts': ['core_attn', 'moe_act'],
-    'MLA': ['core_attn', 'mla_up_proj'],
+# by kind: what is recomputed. With biases, no backward of a recomputed MLP ends on a CPU, by
+# Megatron's own schedules, too: see docs/limits.md
+_SELECTIVE: dict[str, dict[str, Any]] = {
+    'dense': {'recompute_modules': ['core_attn', 'mlp'], 'add_bias_linear': False},
+    'SwiGLU': {'recompute_modules': ['core_attn', 'layernorm']},
+    'experts': {'recompute_modules': ['core_attn', 'moe']},
+    'grouped experts': {'recompute_modules': ['core_attn', 'moe_act']},
+    'MLA': {'recompute_modules': ['core_attn', 'mla_up_proj']},
+    'lengths': {'recompute_modules': ['core_attn']},
 }
 _SPEC = ('num_moe_experts', 'moe_grouped_gemm', 'qk_layernorm', 'multi_latent_attention')
 
@@ -149,7 +152,7 @@ class Job:
         if self.recompute == 'full':
             recompute |= {'recompute_method': 'uniform', 'recompute_num_layers': 1}
         elif self.recompute == 'selective':
-            recompute |= {'recompute_modules': list(_SELECTIVE[self.kind])}
+            recompute |= _SELECTIVE[self.kind]
         own: dict[str, Any] = {'fine_grained_activation_offloading': bool(self.modules)}
         if self.modules:
             own |= {'offload_modules': list(self.modules), 'min_offloaded_tensor_size': 16}
