@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 from grids import grid
-from nvidia import needs_training, run, since
+from nvidia import CHECKOUT, needs_training, run, since
 from supported import supports
 from test_launch import NO_CLIPPING
 from test_launch_post_validation import EARLY
 from wheels import skip_oldest
 
-pytestmark = [pytest.mark.te, needs_training]
+pytestmark = [
+    pytest.mark.te,
+    needs_training,
+    pytest.mark.skipif(
+        CHECKOUT is not None and find_spec('datasets') is None,
+        reason="needs datasets: NVIDIA's script reads with it",
+    ),
+]
 
 PACKED = """--sft --no-create-attention-mask-in-dataloader --position-embedding-type rope
     --transformer-impl transformer_engine --bf16 --calculate-per-token-loss""".split()
