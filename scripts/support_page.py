@@ -29,8 +29,9 @@ Megatron's own layers, or on those of the release of Transformer Engine (TE) tha
 kernels emulated on a CPU. **=**: losses, parameters and optimizer state are those of Megatron's own
 schedule, to the bit; **≈**: within a tolerance; **waits**: to the bit, and optimizer steps are not
 validated later; **passes**: a test that is not ours; **—**: that release does not have it, which
-the test found. Two cells are empty: `--sft` of 0.16.1 ends in an error of Megatron's own rotary
-embedding (`Boolean value of Tensor with more than one value`), by its own schedules, too.
+the test found. Cells are empty of `--sft` with 0.16.1 alone: its data set is no mock, and with
+conversations Megatron's own rotary embedding ends in an error, by its own schedules, too (`Boolean
+value of Tensor with more than one value is ambiguous`).
 0.20.0 is Megatron's main branch as of 22 August 2026.
 
 Tests write the records (`docs/support.csv`), and a test fails where a record has no test any more:
