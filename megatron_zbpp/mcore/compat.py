@@ -183,24 +183,24 @@ def shares_out_layers(optimizer: MegatronOptimizer) -> bool:
     return type(optimizer) is LayerWiseDistributedOptimizer
 
 
-def sharded_chunks(optimizer: Any) -> list[Any]:
-    """Return the model chunks in whose buffers DDP gathers what its ranks step.
+def gathers_buffers(optimizer: MegatronOptimizer) -> bool:
+    """Return whether DDP gathers what its ranks step, in the buffers of its model chunks.
 
-    Those of the distributed optimizer, and of layers that ranks share out where they lie in buffers
-    cut for that: possible from 0.18 on, done by NVIDIA's script from 0.20 on.
+    So it is with the distributed optimizer, and with layers that ranks share out where they lie in
+    buffers cut for that: possible from 0.18 on, done by NVIDIA's script from 0.20 on.
     """
-    buffers = getattr(optimizer, 'use_buffer_param_sync', False)
-    return optimizer.model_chunks if buffers or isinstance(optimizer, DistributedOptimizer) else []
-
-
-def gathers_into_gradients(optimizer: Any) -> bool:
-    """Return whether forwards gather layers into the memory of gradients: possible from 0.18 on."""
-    return gathers_layers(optimizer) and getattr(optimizer, 'overlap_param_gather', False)
+    cut = getattr(optimizer, 'use_buffer_param_sync', False)
+    return cut or isinstance(optimizer, DistributedOptimizer)
 
 
 def gathers_layers(optimizer: MegatronOptimizer) -> bool:
     """Return whether its ranks gather by themselves the layers that they share out."""
-    return shares_out_layers(optimizer) and not sharded_chunks(optimizer)
+    return shares_out_layers(optimizer) and not gathers_buffers(optimizer)
+
+
+def gathers_into_gradients(optimizer: MegatronOptimizer) -> bool:
+    """Return whether forwards gather layers into the memory of gradients: possible from 0.18 on."""
+    return gathers_layers(optimizer) and getattr(optimizer, 'overlap_param_gather', False)
 
 
 def gather_layers(optimizer: Any) -> None:

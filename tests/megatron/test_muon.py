@@ -21,6 +21,7 @@ pytestmark = [
 ]
 MUON = [*PIPELINE, *LLAMA, '--optimizer', 'muon', '--train-iters', 6]
 SHARED_OUT = 'Muon, whose ranks step some layers each'
+GATHERING = ['--bf16', *DISTRIBUTED, *OVERLAP, '--overlap-param-gather']
 # processes, flags
 CASES = {
     'Muon': (2, []),
@@ -54,9 +55,6 @@ def spelt(ranks, case):
 def by_name(ranks):
     """Whether ranks share layers out where the optimizer is named so: until 0.17."""
     return '--optimizer soap' not in ranks(2).run(known)[0]
-
-
-GATHERING = ['--bf16', *DISTRIBUTED, *OVERLAP, '--overlap-param-gather']
 
 
 def in_buffers(ranks):

@@ -73,8 +73,8 @@ def test_other_optimizers_are_named(ranks):
     assert 'SimpleNamespace is not one of FP32Optimizer' in ranks(2).run(other)[0]
 
 
-def built(kind, setting=None):
-    """What is said of a real optimizer of Megatron, and of one with that setting."""
+def built(kind, *settings):
+    """What is said of a real optimizer of Megatron that has these settings."""
     import torch
     import torch.distributed as dist
     from megatron.core.optimizer import OptimizerConfig, layer_wise_optimizer, optimizer
@@ -102,13 +102,11 @@ def built(kind, setting=None):
         'layer-wise': layer_wise,
         'layer-wise beside another': lambda: optimizer.ChainedOptimizer([layer_wise(), leaf()]),
     }[kind]()
-    if setting is None:
-        return waiting.refusal(made)
-    if not hasattr(made, setting):
-        return 'absent'
-    either = waiting.refusal(made)
-    setattr(made, setting, True)
-    return either, waiting.refusal(made)
+    for name in settings:
+        if not hasattr(made, name):
+            return 'absent'
+        setattr(made, name, True)
+    return waiting.refusal(made)
 
 
 @pytest.mark.parametrize('kind', ['one', 'several', 'layer-wise', 'layer-wise beside another'])
@@ -117,12 +115,13 @@ def test_optimizers_that_may_be_early(ranks, kind):
 
 
 def test_muon_that_gathers_into_gradients_is_refused(ranks):
-    """Which the true step needs still when forwards run early."""
-    for said in ranks(2).run(built, 'layer-wise', 'overlap_param_gather'):
-        if said == 'absent':
+    """Which the true step needs still when forwards run early; in DDP's buffers it may be early."""
+    for reason in ranks(2).run(built, 'layer-wise', 'overlap_param_gather'):
+        if reason == 'absent':
             pytest.skip('from 0.18 on')
-        either, overlap = said
-        assert either is None and overlap.startswith('overlap_param_gather: ')
+        assert reason.startswith('overlap_param_gather: ')
+    in_buffers = 'use_buffer_param_sync', 'overlap_param_gather'
+    assert ranks(2).run(built, 'layer-wise', *in_buffers) == [None] * 2
 
 
 def test_a_captured_step_is_refused(ranks):

@@ -71,7 +71,9 @@ class Run:
     reported: tuple[Any, ...] = ()
 
 
-def train(argv: list[str], event: Any, script: Path = SCRIPT) -> tuple:
+def train(
+    argv: list[str], event: Any, script: Path = SCRIPT
+) -> tuple[dict, dict, dict, dict, int, Any]:
     """Runs on each rank: the script under our launcher, leaving no state of Megatron behind.
 
     Args:
@@ -79,8 +81,7 @@ def train(argv: list[str], event: Any, script: Path = SCRIPT) -> tuple:
         event: a context manager around the run, see `events`; gives what is to be reported.
         script: that one.
     """
-    if CHECKOUT and CHECKOUT not in sys.path:
-        sys.path.insert(0, CHECKOUT)
+    _find_megatron()
     import report
     from example import early_steps
     from megatron.training import training

@@ -80,8 +80,11 @@ class SplitStep:
         self._original = original
         self._alone = alone
         self._leaves = leaves(optimizer)
-        self._gathering = [each for each in members(optimizer) if compat.gathers_layers(each)]
-        sharded = [c for each in members(optimizer) for c in compat.sharded_chunks(each)]
+        everyone = members(optimizer)
+        self._gathering = [each for each in everyone if compat.gathers_layers(each)]
+        sharded = [
+            c for each in everyone if compat.gathers_buffers(each) for c in each.model_chunks
+        ]
         self._chunks = list({id(chunk): chunk for chunk in sharded}.values())
         self._device = next(p for g in optimizer.param_groups for p in g['params']).device
         self.clip_grad = self._leaves[0].config.clip_grad

@@ -36,10 +36,10 @@ _UNSCALED = (torch.float32, torch.bfloat16)
 def refusal(optimizer: MegatronOptimizer) -> str | None:
     """Why steps of this optimizer must wait for all ranks; None: they need not."""
     for each in members(optimizer):
-        if compat.shares_out_layers(each):
-            if compat.gathers_into_gradients(each):
-                return _INTO_GRADIENTS
-        elif type(each) not in _OUTERMOST:  # what it does around its leaves' steps is its own
+        if compat.gathers_into_gradients(each):
+            return _INTO_GRADIENTS
+        known = type(each) in _OUTERMOST or compat.shares_out_layers(each)
+        if not known:  # what it does around its leaves' steps is its own
             return _unknown(each, _OUTERMOST)
     for leaf in leaves(optimizer):
         if type(leaf) not in _KNOWN:
@@ -75,7 +75,7 @@ def leaves(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [each for each in members(optimizer) if not _parts(each)]
 
 
-def members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+def members(optimizer: MegatronOptimizer) -> list[Any]:
     """Return the optimizer, and all that it is a chain of."""
     return [optimizer, *(each for part in _parts(optimizer) for each in members(part))]
 
