@@ -19,6 +19,8 @@ from megatron_zbpp.runtime import compat
 
 Key = tuple[int, int]  # (stage, microbatch)
 Gradients = Sequence[torch.Tensor | None]
+# of a parameter, and whether its gradients are added where they belong by `Deferred.compute`
+DroppedGradient = Callable[[torch.nn.Parameter, bool], torch.Tensor | None]
 
 
 @dataclass(slots=True, eq=False)  # frozen, it would take longer to make than all else here
@@ -27,32 +29,31 @@ class Deferred:
 
     Attributes:
         parameters: that get them.
-        compute: gives one for each; None where it has put it where it belongs.
+        compute: gives one for each; a dummy where it has put it where it belongs.
         held: tells the tensors that wait for it.
         start: begins its communication, some time before `compute`.
+        fused: places of the parameters that get dummies.
     """
 
     parameters: Sequence[torch.nn.Parameter]
     compute: Callable[[], Gradients]
     held: Callable[[], Iterable[torch.Tensor]] | None
     start: Callable[[], None] | None
+    fused: Collection[int]
 
-    def drop(self, shown: bool) -> None:
+    def drop(self, dropped: DroppedGradient | None) -> None:
         """Compute nothing: no gradient reaches the parameters, though their hooks are called.
 
         Args:
-            shown: whether hooks want to see a gradient; then one of zeros is in `.grad`.
+            dropped: makes what hooks get in place of each gradient; None: an undefined one.
         """
         self.held = self.start = None
-        parameters = self.parameters
+        parameters, fused = self.parameters, self.fused
 
         def compute() -> Gradients:
-            if shown:
-                for parameter in parameters:
-                    parameter.grad = _nothing(parameter.device, parameter.dtype).expand(
-                        parameter.shape
-                    )
-            return [None] * len(parameters)
+            if dropped is None:
+                return [None] * len(parameters)
+            return [dropped(each, place in fused) for place, each in enumerate(parameters)]
 
         self.compute = compute
 
@@ -76,14 +77,14 @@ class WeightGradStore:
             hold as little as they can.
         left_out: tells of a (stage, microbatch), and how many weight gradients its W has, which of
             them are not computed; None: all are.
-        shown: whether hooks of parameters want to see a gradient of those, too.
+        dropped: makes what hooks of parameters get in place of those; None: they need nothing.
         used: whether a W pass has had anything to compute.
     """
 
     def __init__(self) -> None:
         self.waits = True
         self.left_out: Callable[[Key, int], Collection[int]] | None = None
-        self.shown = False
+        self.dropped: DroppedGradient | None = None
         self.used = False
         self._key: Key | None = None
         self._pending: dict[Key, list[Deferred]] = {}
@@ -121,11 +122,12 @@ class WeightGradStore:
         compute: Callable[[], Gradients],
         held: Callable[[], Iterable[torch.Tensor]] | None = None,
         start: Callable[[], None] | None = None,
+        fused: Collection[int] = (),
     ) -> None:
         """Keep what a layer's backward defers, which calls this; arguments as of `Deferred`."""
         key = self._key
         assert key is not None, 'only a pass that leaves them to W is to ask for it'
-        self._pending[key].append(Deferred(parameters, compute, held, start))
+        self._pending[key].append(Deferred(parameters, compute, held, start, fused))
 
     def held(self, key: Key) -> int:
         """Bytes that wait for the W of `key`; what several layers hold counts once."""
@@ -144,7 +146,7 @@ class WeightGradStore:
         self.used = True
         if self.left_out is not None:
             for place in self.left_out(key, len(records)):
-                records[place].drop(self.shown)
+                records[place].drop(self.dropped)
         stage, _ = key
         visits = self._visits.get(stage)
         if visits is None or not visits.fit(records):

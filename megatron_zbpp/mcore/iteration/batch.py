@@ -15,6 +15,7 @@ from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.iteration.completeness import every_weight_gradient
 from megatron_zbpp.mcore.iteration.stages import Call
 from megatron_zbpp.mcore.lowered import Lowered
+from megatron_zbpp.mcore.patches.dummy_gradients import dropped_gradient
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.observe.measure import Iteration
@@ -36,7 +37,8 @@ class Batch:
         looked_at = self.arguments.models if self.executor.splits else ()
         if session.freezing is not None and not self.arguments.forward_only:
             session.freezing.begin(compat.training_step())
-            session.store.shown = compat.hooks_want_gradients(self.arguments.models)
+            wanted = compat.hooks_want_gradients(self.arguments.models)
+            session.store.dropped = dropped_gradient if wanted else None
             if session.freezing.active:
                 looked_at = ()  # some get none
         with (

@@ -183,7 +183,8 @@ def _defer(
     def held() -> list[torch.Tensor]:
         return [o.rows if isinstance(o, Shard) else o for o in operands]
 
-    store.defer(context.parameters, compute, held, start_all(shards))
+    fused = (0,) if context.fused else ()
+    store.defer(context.parameters, compute, held, start_all(shards), fused)
 
 
 def remembering_reduce_scatter(original: type, store: WeightGradStore) -> type:

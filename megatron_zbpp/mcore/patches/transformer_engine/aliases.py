@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -55,8 +54,3 @@ def alias_of(parameter: torch.nn.Parameter, soiled: bool) -> torch.Tensor:
 def _unshared(gradient: torch.Tensor | None) -> torch.Tensor | None:
     """Return a tensor that nobody else has, which autograd keeps and does not copy."""
     return None if gradient is None else gradient.detach()
-
-
-@functools.lru_cache
-def zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros((), dtype=dtype, device=device)

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from megatron_zbpp.mcore.patches.dummy_gradients import dummy_gradient
 from megatron_zbpp.mcore.patches.shards import Shard, start_all
-from megatron_zbpp.mcore.patches.transformer_engine.aliases import Aliased, alias_of, zero
+from megatron_zbpp.mcore.patches.transformer_engine.aliases import Aliased, alias_of
 from megatron_zbpp.runtime.weight_grads import Gradients, WeightGradStore
 
-_ADDED = 'grad_added_to_main_grad'  # a flag that DistributedDataParallel puts on parameters
 # which of (input, gradient of the output) sequence parallelism gathers, by `parallel_mode`
 _GATHERED = {'column': 0, 'row': 1}
 Entries = list[tuple[list, Callable]]  # tensors, and what computes gradients from them
@@ -59,7 +59,7 @@ class DelayedModule:
         self._biases: list[int] = []  # places of biases among what is trained
         self._soiled = False  # whether B leaves something in `.grad` of aliases of weights
         self._shown: dict[str, torch.Tensor | None] = {}  # in place of the module's parameters
-        self._fused: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._fused: list[int] = []  # places of those whose gradients are added to `main_grad`
         self._gathered: int | None = None
         self._queue = module.wgrad_store.context.queue  # without its locks
         self._running = False
@@ -85,10 +85,9 @@ class DelayedModule:
         self._aliases = [alias_of(parameter, self._soiled) for parameter in self.trained]
         self._shown = {**module._parameters, **dict(zip(trained, self._aliases, strict=True))}
         self._fused = [
-            # what DistributedDataParallel takes for a gradient and may add: one zero in memory
-            (parameter, zero(parameter.dtype, parameter.device).expand(parameter.shape))
-            for name, parameter in trained.items()
-            if module.fuse_wgrad_accumulation and 'weight' in name and hasattr(parameter, _ADDED)
+            place
+            for place, name in enumerate(trained)
+            if module.fuse_wgrad_accumulation and 'weight' in name
         ]
         self._gathered = None
         if self.entries == 1 and module.sequence_parallel:
@@ -152,7 +151,8 @@ class DelayedModule:
             if self._gathered is not None:
                 start = start_all([t for ts, _ in entries for t in ts if isinstance(t, Shard)])
         compute = functools.partial(self._compute, entries, early, first)
-        store.defer(self.trained, compute, functools.partial(self._held, entries), start)
+        held = functools.partial(self._held, entries)
+        store.defer(self.trained, compute, held, start, self._fused)
         self.waiting += 1
 
     def _least(self, tensors: list) -> list:
@@ -180,7 +180,7 @@ class DelayedModule:
         """Run what one backward put off.
 
         Returns:
-            A gradient for each that is trained, None where it is in `main_grad`.
+            A gradient for each that is trained, a dummy where it is in `main_grad`.
         """
         if self._gathered is not None:
             entries = [([_whole(t) for t in tensors], f) for tensors, f in entries]
@@ -197,9 +197,8 @@ class DelayedModule:
             for place, gradient in enumerate(early):
                 if gradient is not None:
                     gradients[place] = gradient if first else None
-        for parameter, stand_in in self._fused:
-            setattr(parameter, _ADDED, True)
-            parameter.grad = stand_in
+        for place in self._fused:
+            gradients[place] = dummy_gradient(self.trained[place])
         self.waiting -= 1
         return gradients
 
