@@ -9,8 +9,9 @@ It reads docs/support.csv, which tests write that pass:
 from __future__ import annotations
 
 import csv
+import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -24,28 +25,51 @@ from megatron_zbpp.schedules.registry import find
 RECORDS = Path(__file__).parents[1] / 'docs' / 'support.csv'
 HEAD = """# What is supported
 
-Each cell is a test that passed with that release of megatron-core by that kind of schedule; on
-Megatron's own layers, or on those of the release of Transformer Engine (TE) that is named, its
-kernels emulated on a CPU. **=**: losses, parameters and optimizer state are those of Megatron's own
-schedule, to the bit; **≈**: within a tolerance; **waits**: to the bit, and optimizer steps are not
-validated later; **passes**: a test that is not ours; **—**: that release does not have it, which
-the test found. Cells are empty of `--sft` with 0.16.1 alone: its data set is no mock, and with
-conversations Megatron's own rotary embedding ends in an error, by its own schedules, too (`Boolean
-value of Tensor with more than one value is ambiguous`).
-0.20.0 is Megatron's main branch as of 22 August 2026.
+This page is for who wants to know whether a model, a setting or a release trains with a schedule of
+ours. Figures count features that a test trained with a schedule, by release of megatron-core.
+[Details](#details) lists each feature by kind of schedule, [what is refused](#what-is-refused) the
+refusals, [limits](limits.md) what else to know.
 
-Tests write the records (`docs/support.csv`), and a test fails where a record has no test any more:
+- **=** to the bit: losses, parameters and optimizer state are those of Megatron's own schedule
+- **≈** within a tolerance
+- **waits** to the bit, but optimizer steps are not validated later
+- **passes** a test that is not ours
+- **—** that release does not have it, as the test found
+
+0.20.0 is Megatron's main branch as of 22 August 2026.
+"""
+DETAILS = """
+## Details
+
+*TE* is the release of Transformer Engine on whose layers it was trained, its kernels emulated on a
+CPU; *own* are Megatron's own layers. Kinds of schedules: one stage a rank (`1f1b`; with W passes
+`zb-h1`), a loop (`interleaved`; with W `zb-interleaved`), a V (`1f1b-v`; with W `zb-v`). `--sft`
+has no entry for 0.16.1: its dataset cannot be mocked, and Megatron's own run fails there
+(`Boolean value of Tensor with more than one value is ambiguous`).
+
+Tests write the records (`docs/support.csv`); a test fails where a record has no test any more:
 
 ```bash
 python scripts/support_page.py
 ```
-
-What is refused stands [below](#what-is-refused), what else to know in [limits](limits.md). Kinds of
-schedules: one stage a rank (`1f1b`; with W passes `zb-h1`), a loop (`interleaved`; with W
-`zb-interleaved`), a V (`1f1b-v`; with W `zb-v`).
-
-## What trains
 """
+# pattern of the features of each topic; the first that matches counts
+TOPICS = {
+    'Activation offload, recomputation, partners': (
+        'activation offload|offloading of|recompute|on a partner|order and actions'
+    ),
+    'Optimizer steps without waiting': 'validated later|Muon|policy and reference|after the step',
+    'Communication overlapped with computation': 'overlapped communication|dispatch overlapped',
+    'Mixture of experts': 'expert|MoE|DeepSeek|GPT-OSS',
+    'Data, tensor and context parallelism': 'parallel',
+    'Precision': 'fp16|FP8|bf16',
+    'Checkpoints': 'checkpoint',
+    'Lengths, batches and evaluation': 'length|batches|evaluation|sft|token|skipped|mask',
+    'Hybrid, BERT, images, multi-token prediction': 'Hybrid|BERT|images|multi-token prediction',
+    'Megatron-Bridge and adapters': 'Bridge|LoRA|frozen|adapters',
+    'GPT, Llama, latent attention': 'GPT|Llama|MLA|dense|SwiGLU',
+    'Schedules, layouts and programs': '',
+}
 ABSENT = 'absent'
 SIGNS = {'bit-identical': '=', 'within tolerance': '≈', ABSENT: '—'}
 
@@ -106,16 +130,65 @@ def kind(schedule: str) -> tuple[int, str]:
 def page() -> str:
     """Return the page."""
     rows = read()
-    return '\n'.join([HEAD, *_trained(rows), '', '## What is refused', '', *_refused(rows), ''])
+    shown = [row for row in rows if not row.refused]
+    refused = ['', '## What is refused', '', *_refused(rows), '']
+    return '\n'.join([HEAD, *_matrix(shown), DETAILS, *_details(shown), *refused])
 
 
-def _trained(rows: list[Record]) -> list[str]:
-    rows = [row for row in rows if not row.refused]
+def topic(feature: str) -> str:
+    """Return the topic under which `feature` is listed."""
+    return next(name for name, words in TOPICS.items() if re.search(words, feature))
+
+
+def _by_topic(rows: list[Record]) -> dict[str, list[Record]]:
+    found: dict[str, list[Record]] = defaultdict(list)
+    for row in rows:
+        found[topic(row.feature)].append(row)
+    return {name: found[name] for name in TOPICS if name in found}
+
+
+def _heads(rows: list[Record]) -> dict[str, str]:
+    """Return the column of each release, by its first two numbers."""
     releases = defaultdict(set)
     for row in rows:
         releases[row.release].add(row.megatron)
-    heads = [', '.join(sorted(versions)) for _, versions in sorted(releases.items())]
-    lines = [f'| what | schedules | {" | ".join(heads)} | shown by |']
+    return {at: ', '.join(sorted(versions)) for at, versions in sorted(releases.items())}
+
+
+def _matrix(rows: list[Record]) -> list[str]:
+    """Return the table of topics and releases: how many features have which outcome."""
+    heads = _heads(rows)
+    lines = [f'| topic | {" | ".join(heads.values())} |', '|---' * (1 + len(heads)) + '|']
+    for name, found in _by_topic(rows).items():
+        cells = [_counts([row for row in found if row.release == at]) for at in heads]
+        lines.append(f'| [{name}](#{_anchor(name)}) | {" | ".join(cells)} |')
+    return lines
+
+
+def _counts(rows: list[Record]) -> str:
+    seen = {(row.outcome, row.feature, row.schedule) for row in rows}
+    counts = Counter(SIGNS.get(outcome, outcome) for outcome, *_ in seen)
+    return ', '.join(f'{sign} {count}' for sign, count in sorted(counts.items()))
+
+
+def _anchor(name: str) -> str:
+    return re.sub('[^a-z0-9]+', '-', name.lower())
+
+
+def _details(rows: list[Record]) -> list[str]:
+    """Return a folded table for each topic; a search of the page finds what is folded, too."""
+    lines, heads = [], _heads(rows)
+    for name, found in _by_topic(rows).items():
+        features = len({row.feature for row in found})
+        summary = f'{name}: {features} feature{"s" * (features != 1)}'
+        lines += [f'<details id="{_anchor(name)}" markdown="1"><summary>{summary}</summary>', '']
+        lines += [*_features(found, heads), '', '</details>', '']
+    return lines[:-1]
+
+
+def _features(rows: list[Record], heads: dict[str, str]) -> list[str]:
+    """Return the table of features, a line for each kind of schedule."""
+    lines = [f'| what | schedules | {" | ".join(heads.values())} | shown by |']
     lines.append('|---' * (3 + len(heads)) + '|')
     for feature, of_feature in groupby(rows, lambda row: row.feature):
         kinds, tests = defaultdict(list), set()
@@ -123,7 +196,7 @@ def _trained(rows: list[Record]) -> list[str]:
             kinds[kind(row.schedule)].append(row)
             tests.add(row.test.partition('::')[0].rpartition('/')[2])
         for number, ((_, words), found) in enumerate(sorted(kinds.items())):
-            cells = [cell([row for row in found if row.release == at]) for at in sorted(releases)]
+            cells = [cell([row for row in found if row.release == at]) for at in heads]
             ends = (
                 ('', '') if number else (feature, ', '.join(f'`{test}`' for test in sorted(tests)))
             )

@@ -21,6 +21,27 @@ def test_page_is_what_the_records_give():
     )
 
 
+def test_a_summary_counts_each_feature_once():
+    """Of each release, and links to the table that has it."""
+    rows = [
+        support_page.Record(feature, 'zb-v', release, te, outcome, 'tests/test_a.py::test_a')
+        for release in ('0.16.1', '0.19.2')
+        for te in ('', '2.8.0')
+        for feature, outcome in (
+            ('GPT, experts', supported.BITS),
+            ('GPT, tensor parallel', supported.WAITS),
+            ('experts', supported.ABSENT if release == '0.16.1' else supported.BITS),
+        )
+    ]
+    matrix, details = support_page._matrix(rows), support_page._details(rows)
+    experts = '| [Mixture of experts](#mixture-of-experts) | = 1, — 1 | = 2 |'
+    assert matrix[2] == experts
+    (parallel,) = [line for line in matrix if 'waits' in line]
+    assert parallel.endswith('| waits 1 | waits 1 |')
+    folded = '<details id="mixture-of-experts" markdown="1">'
+    assert f'{folded}<summary>Mixture of experts: 2 features</summary>' in details
+
+
 def test_records_are_in_order():
     records = supported.read()
     assert records == sorted(set(records)), 'so that what two branches add merges'
