@@ -30,6 +30,7 @@ def timeline_png(
     unit: str = '',
     width: float = 14.0,
     heading: str = '',
+    baseline: str | None = None,
 ) -> None:
     """Draw timelines below each other on one time axis: a row for passes of a rank, one for copies.
 
@@ -41,6 +42,7 @@ def timeline_png(
         unit: of the times, for the axis: `s`.
         width: inches.
         heading: what all of them have in common, such as the times of passes.
+        baseline: name of the timeline against which shorter ones show what they save.
 
     Raises:
         ImportError: matplotlib is not installed; the message tells how.
@@ -55,6 +57,8 @@ def timeline_png(
         _draw(axes, timeline, digit=_DIGIT * longest / width)
         axes.set_title(f'{name}   {figures(timeline)}', loc='left', fontsize=11)
         axes.set_xlim(0, longest)
+        if baseline is not None:
+            _mark_saving(axes, timeline.makespan, timelines[baseline].makespan)
     rows[-1, 0].set_xlabel(f'time ({unit})' if unit else 'time')
     figure.supxlabel(MEANING, fontsize=9, color='#555555')
     _legend(figure, [line.schedule for line in timelines.values()], heading)
@@ -122,6 +126,20 @@ def _draw(axes: Axes, timeline: Timeline, digit: float) -> None:
     axes.set_yticks(range(len(rows)), [row.label.removeprefix('rank ') for row in rows])
     axes.set_ylabel('rank')
     axes.spines[['top', 'right', 'left']].set_visible(False)
+
+
+def _mark_saving(axes: Axes, makespan: float, baseline: float) -> None:
+    """Mark the time between `makespan` and that of the baseline, if it is longer."""
+    if makespan >= baseline:
+        return
+    first, last = axes.get_ylim()
+    middle = (first + last) / 2
+    ends = {'xy': (baseline, middle), 'xytext': (makespan, middle)}
+    axes.annotate('', **ends, arrowprops={'arrowstyle': '<->', 'color': '#c0392b', 'lw': 1.5})
+    axes.text(
+        (makespan + baseline) / 2, middle, f'saves {1 - makespan / baseline:.0%}',
+        color='#c0392b', ha='center', va='bottom', fontsize=11, fontweight='bold',
+    )  # fmt: skip
 
 
 def _legend(figure: Figure, schedules: Sequence[Schedule], heading: str) -> None:

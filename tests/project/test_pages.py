@@ -17,7 +17,7 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore import refusals
 from megatron_zbpp.schedules import FAMILIES, build
-from scripts import docs_gallery
+from scripts import docs_gallery, readme_picture
 
 LINK = re.compile(r'\]\(([^)#\s]+)')
 
@@ -137,6 +137,20 @@ def test_numbers_of_frozen_weights():
 
 def test_number_of_schedules():
     assert f'[{len(FAMILIES)} schedules](docs/choosing.md)' in pages.README.read_text()
+
+
+def test_the_first_picture_shows_what_the_text_says(tmp_path):
+    """The command beside it draws it, and the simulator saves what its description says."""
+    readme_picture.draw(str(tmp_path / 'saving.png'))
+    assert (tmp_path / 'saving.png').read_bytes()[:4] == b'\x89PNG'
+    makespans = {}
+    for name in readme_picture.SCHEDULES:
+        schedule = build(name, readme_picture.RANKS, readme_picture.MICROBATCHES)
+        makespans[name] = simulate(schedule, Costs.uniform(schedule.placement)).makespan
+    saved = {name: f'{1 - each / makespans["1f1b"]:.0%}' for name, each in makespans.items()}
+    said = f'zb-h1 saves {saved["zb-h1"][:-1]} %, zb-v {saved["zb-v"][:-1]} %'
+    for page in (pages.README, ROOT / 'docs' / 'index.md'):
+        assert said in page.read_text()
 
 
 def test_every_picture_is_shown():

@@ -304,6 +304,25 @@ def test_png_says_what_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         assert title in said and bool(said) == bool(title)
 
 
+@pytest.mark.parametrize('baseline', [None, 'slow'])
+def test_png_marks_what_is_saved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, baseline: str | None
+) -> None:
+    """Against the baseline, on each timeline that is shorter; nothing without one."""
+    names = {'slow': '1f1b', 'fast': 'zb-h1'}
+    lines = {}
+    for title, name in names.items():
+        schedule = build(name, 4, 8)
+        lines[title] = simulate(schedule, Costs.uniform(schedule.placement))
+    figures, make = [], png.new_figure
+    monkeypatch.setattr(png, 'new_figure', lambda *size: figures.append(make(*size)) or figures[-1])
+    timeline_png(lines, tmp_path / 'a.png', baseline=baseline)
+    slow, fast = figures[0].axes
+    said = [text.get_text() for text in fast.texts if 'saves' in text.get_text()]
+    assert said == (['saves 18%'] if baseline else []), '27 of 33'
+    assert not any('saves' in text.get_text() for text in slow.texts)
+
+
 def test_png_without_matplotlib_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
