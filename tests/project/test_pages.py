@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 from itertools import product
@@ -16,7 +17,9 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore import refusals
+from megatron_zbpp.mcore.command_line.flags import add_arguments
 from megatron_zbpp.schedules import FAMILIES, build
+from megatron_zbpp.schedules.registry import find
 from scripts import docs_gallery, readme_picture
 
 LINK = re.compile(r'\]\(([^)#\s]+)')
@@ -151,6 +154,26 @@ def test_the_first_picture_shows_what_the_text_says(tmp_path):
     said = f'zb-h1 saves {saved["zb-h1"][:-1]} %, zb-v {saved["zb-v"][:-1]} %'
     for page in (pages.README, ROOT / 'docs' / 'index.md'):
         assert said in page.read_text()
+
+
+def test_names_of_other_runtimes_are_understood():
+    """On the page of those who come from there: schedules, our flags, and flags of forks."""
+    page = (ROOT / 'docs' / 'coming-from.md').read_text()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_arguments(parser)
+    ours = {option for action in parser._actions for option in action.option_strings}
+    named = set(re.findall(r'--(?:pipeline-schedule|pipeline-[a-z]+-?[a-z-]*)', page))
+    megatrons = {'--pipeline-model-parallel-layout'}
+    assert named - megatrons <= ours
+    fork = page.partition('## sail-sg')[2].partition('\n## ')[0]
+    theirs = re.findall(r'^\| `(--[a-z0-9-]+)', fork, re.M)
+    assert len(theirs) > 6 and set(theirs) <= ours
+    schedules = re.findall(r'--pipeline-schedule ([\w-]+)', page)
+    schedules += re.findall(r'`(Schedule\w+)`', page)
+    assert len(schedules) > 20
+    for name in schedules:
+        assert name == 'auto' or find(name), name
+    assert find('zbv-formatted').name == 'zb-v' and find('zero-bubble').name == 'zb-h1'
 
 
 def test_every_picture_is_shown():
