@@ -158,9 +158,11 @@ class Costs:
     ) -> Costs:
         """Equal ranks: of the times, ONE FULL RANK's, a stage on a rank of v chunks takes a v-th.
 
-        A stage's activation, all of it retained until W, is a v-th of one full rank's.
+        A stage's activation, all of it retained until W, is a v-th of one full rank's. Chunks are
+        those that a microbatch visits: a copy of the model on a second route is no further chunk.
         """
-        shares = tuple(1 / len(placement.stages(rank)) for rank in placement.ranks)
+        route = placement.routes[0]
+        shares = tuple(1 / route.count(rank) for rank in route)
         forwards, backwards, weights = (
             tuple(time * share for share in shares) for time in (forward, backward, weight)
         )

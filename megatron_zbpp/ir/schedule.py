@@ -204,12 +204,20 @@ class Schedule:
         return tuple(dict.fromkeys(q for _, q in self.needs(p)))
 
     def reversed(self) -> Schedule:
-        """Return the same schedule with rank r renamed to p-1-r."""
+        """Return the same schedule with rank r renamed to p-1-r, and its shards with it."""
         last = self.num_ranks - 1
+
+        def renamed(p: Pass) -> Pass:
+            shard = p.stage - self.num_stages  # of the vocabulary: see `ir.graph.Task.stage`
+            return p if shard < 0 else p._replace(stage=self.num_stages + last - shard)
+
+        passes = self.passes[::-1]
+        if len(self.graph.sites) > self.num_stages:
+            passes = tuple(tuple(map(renamed, order)) for order in passes)
         return replace(
             self,
             placement=self.placement.reversed(),
-            passes=self.passes[::-1],
+            passes=passes,
             together=frozenset((last - rank, at) for rank, at in self.together),
             phases=self.phases[::-1],
         )

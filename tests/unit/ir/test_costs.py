@@ -28,6 +28,12 @@ def test_uniform_divides_by_what_each_rank_holds():
     assert costs.forward == costs.activation == (0.5, 1.0, 0.5)
 
 
+def test_uniform_does_not_count_the_copy_on_the_other_route():
+    """A microbatch visits one of the two stages of each rank."""
+    one, two = Costs.uniform(Placement.loop(4)), Costs.uniform(Placement.two_way(4))
+    assert (two.forward, two.activation) == (one.forward, one.activation) == ((1.0,) * 4,) * 2
+
+
 def test_an_edge_takes_latency_and_message():
     assert Costs((1, 1), (1, 1), (1, 1), comm=0.25, message=0.5).edge(0, 1) == 0.75
 

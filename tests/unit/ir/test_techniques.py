@@ -167,6 +167,23 @@ def test_vocabulary_is_on_every_rank(barriers, orders):
     assert timeline.makespan == 3 + (barriers - 1) + 2 + 2
 
 
+@pytest.mark.parametrize('barriers', [1, 2])
+def test_shards_of_the_vocabulary_stay_on_their_ranks_when_ranks_are_renamed(barriers):
+    """Training runs a V reversed."""
+    graph, placement = split_vocabulary(chain(4), 2, barriers), Placement.v(2)
+    last = '4T0 3BW0' if barriers == 1 else '3BW0'
+    first = '' if barriers == 1 else '4T0'
+    orders = f'0F0 3F0 4S0 {first} {last} 0BW0', '1F0 2F0 5S0 5T0 2BW0 1BW0'
+    schedule = schedule_of(graph, placement, 1, *orders)
+    check(schedule)
+    reversed_ = schedule.reversed()
+    check(reversed_)
+    assert {p.stage for p in reversed_.passes[1] if p.kind in 'ST'} == {5}
+    assert reversed_.reversed() == schedule
+    costs = unit_costs(placement, times={'S': (0, 0, 0, 0, 1, 1), 'T': (0, 0, 0, 0, 1, 1)})
+    assert simulate(reversed_, costs).makespan == simulate(schedule, costs).makespan
+
+
 def test_updates_come_with_the_last_microbatch():
     graph = updating(chain(1), every=2)
     check(schedule_of(graph, Placement.loop(1), 2, '0F0 0BW0 0F1 0BW1 0U1'))
