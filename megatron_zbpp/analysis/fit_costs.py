@@ -9,7 +9,9 @@ from math import fsum
 from statistics import fmean, median
 
 from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, Together, W
+from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.techniques import R
 from megatron_zbpp.ir.timeline import Timeline
 
 
@@ -18,6 +20,10 @@ def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
 
     So each rank has as much to do as it had, also where microbatches are not alike, as sequences of
     other lengths are; an iteration that something disturbed is for `middle` to leave out.
+
+    Every kind of pass that computes has its times; copies have none, as nobody waits for their end.
+    Times of slices are given for the whole sequence. Where a stage did not run again, R takes what
+    its F took.
 
     Tasks have the times of the passes that do only them. Of a pass of several tasks the first that
     no pass does alone gets what is left, the others take no time. A forward and a backward that ran
@@ -35,19 +41,30 @@ def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
     times = _times(schedule, {p: span for p, span in spans.items() if p not in shared})
     shares: list[float] = []
     for cell in cells:
-        tasks = [(task.kind, p.stage) for p in cell for task in schedule.graph.tasks(*p[:2])]
+        tasks = [
+            (task.kind, p.stage)
+            for p in cell
+            for task in schedule.graph.tasks(p.kind, p.stage, p.slice)
+        ]
         alone = fsum(times[task] for task in tasks)
         if alone:
             shares.append((spans[cell[-1]][1] - spans[cell[0]][0]) / alone)
-    forward, backward, weight = (
-        tuple(times.get((kind, s), 0.0) for s in range(schedule.num_stages)) for kind in (F, B, W)
-    )
+    slices, sites = schedule.graph.num_slices, schedule.graph.sites
+
+    def time(kind: str, site: int) -> float:
+        known = (kind, site) in times or kind != R
+        return slices * times.get((kind if known else F, site), 0.0)
+
+    kinds = dict.fromkeys((F, B, W, *(kind for kind, _ in times)))
+    by_kind = {kind: tuple(time(kind, site) for site in sites) for kind in kinds}
+    forward, backward, weight = (by_kind.pop(kind)[: schedule.num_stages] for kind in (F, B, W))
     uniform = Costs.uniform(schedule.placement)
     return Costs(
         forward,
         backward,
         weight,
         comm,
+        times=by_kind,
         activation=uniform.activation,
         retained=uniform.retained,
         together=(fmean(shares) if shares else 0.0) or 1.0,
@@ -59,9 +76,12 @@ def _times(
 ) -> dict[tuple[str, int], float]:
     """Return the times of tasks, by kind and stage, from those of passes."""
     times: dict[tuple[str, int], float] = {}
+    copies = compiled(schedule.graph).on_copy_engines
     taken: dict[tuple[tuple[str, ...], int], list[float]] = defaultdict(list)
     for p, (start, end) in spans.items():
-        kinds = tuple(task.kind for task in schedule.graph.tasks(p.kind, p.stage))
+        if p.kind in copies:
+            continue
+        kinds = tuple(task.kind for task in schedule.graph.tasks(p.kind, p.stage, p.slice))
         taken[kinds, p.stage].append(end - start)
     for (kinds, stage), seconds in sorted(taken.items(), key=lambda found: len(found[0][0])):
         unknown = [kind for kind in kinds if (kind, stage) not in times]
@@ -123,11 +143,16 @@ def middle(found: Sequence[Costs]) -> Costs:
         for name in ('forward', 'backward', 'weight')
     )
     first = found[0]
+    kinds = [kind for kind in first.times if all(kind in costs.times for costs in found)]
     return Costs(
         forward,
         backward,
         weight,
         median(costs.comm for costs in found),
+        times={
+            kind: tuple(map(median, zip(*(costs.times[kind] for costs in found), strict=True)))
+            for kind in kinds
+        },
         activation=first.activation,
         retained=first.retained,
         together=median(costs.together for costs in found),
@@ -143,8 +168,12 @@ def full_rank(placement: Placement, held: Mapping[int, tuple[float, float]]) -> 
     """
     if set(held) != set(range(placement.num_stages)):
         return None
-    ranks = range(placement.num_ranks)
-    return max(sum(held[stage][0] for stage in placement.stages(rank)) for rank in ranks) or None
+    sums = (
+        sum(held[stage][0] for stage, own in enumerate(route) if own == rank)
+        for route in placement.routes
+        for rank in range(placement.num_ranks)
+    )
+    return max(sums) or None
 
 
 def with_bytes(costs: Costs, full: float, held: Mapping[int, tuple[float, float]]) -> Costs:

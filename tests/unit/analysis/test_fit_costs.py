@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -9,10 +10,11 @@ import oracle
 import pytest
 from grids import grid
 
-from megatron_zbpp.analysis.fit_costs import fit, latency, middle
+from megatron_zbpp.analysis.fit_costs import fit, full_rank, latency, middle
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Pass, Placement, Schedule, Together
+from megatron_zbpp.ir import Pass, Placement, Schedule, Together, chain
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.techniques import recompute, sliced, split_vocabulary, updating
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.schedules import build
 
@@ -70,6 +72,56 @@ def test_cells_whose_backwards_leave_w():
     schedule = Schedule.of('own', Placement.loop(2), 2, map(_entries, orders))
     found = fit(simulate(schedule, Costs((1.0, 1.0), (2.0, 2.0), (0.5, 0.5), together=0.5)))
     assert times(found) == ((1, 1), (2, 2), (0.5, 0.5)) and found.together == 0.5
+
+
+@pytest.mark.parametrize('whole', [False, True])
+def test_slices_are_told_of_the_whole_sequence(whole):
+    """Seq1F1B, p = m = n = 2: simulated anew, an iteration takes what it took."""
+    orders = (
+        '0F0 0F0.1 0F1 0BW0.1 0F1.1 0BW0 0BW1.1 0BW1',
+        '1F0 1F0.1 1BW0.1 1F1 1BW0 1F1.1 1BW1.1 1BW1',
+    )
+    if not whole:
+        orders = [re.sub(r'(\d)BW(\S+)', r'\1B\2 \1W\2', order) for order in orders]
+    passes = [map(Pass.parse, order.split()) for order in orders]
+    schedule = Schedule.of('slices', Placement.loop(2), 2, passes, sliced(chain(2), 2))
+    costs = Costs((1.0, 1.5), (2.0, 2.5), (0.5, 0.75))
+    measured = simulate(schedule, costs)
+    found = fit(measured)
+    assert times(found) == (((1, 1.5), (2.5, 3.25), (0, 0)) if whole else times(costs))
+    assert simulate(schedule, found).makespan == measured.makespan
+
+
+def test_all_kinds_that_compute():
+    """Also behind the stages; and of several measurements the medians."""
+    graph = updating(recompute(split_vocabulary(chain(2), 2), [0]))
+    orders = '0F0 2S0 2T0 0R0 0BW0 0U0', '1F0 3S0 1BW0 3T0 1U0'
+    passes = [map(Pass.parse, order.split()) for order in orders]
+    schedule = Schedule.of('all', Placement.loop(2), 1, passes, graph)
+    kinds = {
+        'S': (0.0, 0.0, 0.5, 0.75),
+        'T': (0.0, 0.0, 0.25, 0.5),
+        'R': (0.5, 1.5, 0.0, 0.0),  # the second as its F: it did not run again
+        'U': (2.0, 1.0, 0.0, 0.0),
+    }
+    measured = simulate(schedule, Costs((1.0, 1.5), (2.0, 2.5), (0.0, 0.0), times=kinds))
+    found = fit(measured)
+    assert found.times == kinds
+    assert simulate(schedule, found).spans == measured.spans
+    twice = replace(found, times={kind: tuple(2 * t for t in own) for kind, own in kinds.items()})
+    assert middle([found, found, twice]).times == kinds
+
+
+def test_what_copies_take_is_not_known():
+    schedule = build('po-h', 2, 4)
+    costs = replace(Costs.uniform(schedule.placement), times={'O': (1.0,) * 4, 'L': (1.0,) * 4})
+    assert fit(simulate(schedule, costs)).times == {}
+
+
+def test_a_full_rank_has_no_copy_of_the_other_route():
+    held = dict.fromkeys(range(4), (8.0, 4.0))
+    assert full_rank(Placement.two_way(4), held) == full_rank(Placement.loop(4), held) == 8
+    assert full_rank(Placement.v(2), held) == 16
 
 
 SIZES = (1.0, 1.0, 4.0, 1.0, 1.0, 1.0, 2.5, 0.5)  # of which the median is 1
