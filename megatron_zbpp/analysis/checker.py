@@ -90,6 +90,14 @@ def _check_shape(schedule: Schedule) -> None:
             'give one order per rank',
             schedule,
         )
+    for name, kind in schedule.graph.kinds.items():
+        if kind.of_weights and not schedule.placement.is_one_way:
+            raise ScheduleError(
+                f'{name}, {kind.words}, on two routes: it would change the copy on the route of its '
+                'microbatch, and the other copy would keep its weights; take a placement of one '
+                'route',
+                schedule,
+            )
 
 
 def _by_rank(schedule: Schedule, wanted: Iterable[Task]) -> list[list[Task]]:

@@ -86,6 +86,7 @@ class Kind:
         in_order: whether a stage's must come in microbatch order, where roundings or dropout depend
             on it.
         every: it occurs once in so many microbatches, with the last of them.
+        of_weights: it changes the weights of its stage, so that each copy of them has to do it.
         optional: a microbatch may do without it and without all that is optional beside it; who
             needs it then needs what that needs.
     """
@@ -95,6 +96,7 @@ class Kind:
     engine: str = COMPUTE
     in_order: bool = True
     every: int = 1
+    of_weights: bool = False
     optional: bool = False
 
 

@@ -53,6 +53,11 @@ class Placement:
         return (self.ranks, self.opposite) if self.opposite else (self.ranks,)
 
     @property
+    def is_one_way(self) -> bool:
+        """Whether all microbatches take the same route, so that each stage is on one rank."""
+        return not self.opposite
+
+    @property
     def num_stages(self) -> int:
         return len(self.ranks)
 

@@ -175,7 +175,8 @@ def split_vocabulary(graph: Graph, ranks: int, barriers: int = 1) -> Graph:
 def updating(graph: Graph, every: int = 1, everywhere: bool = False) -> Graph:
     """U steps a stage's weights once in `every` microbatches, after their last W.
 
-    The version of the weights that a pass sees is the number of U before it on its stage.
+    The version of the weights that a pass sees (`analysis.weight_versions`) is the number of U
+    before it on its stage. On two routes one copy of a stage would be stepped: `check` refuses that.
 
     Args:
         graph: any.
@@ -194,7 +195,7 @@ def updating(graph: Graph, every: int = 1, everywhere: bool = False) -> Graph:
             Need(task, message if task.stage != stage else None) for task in awaited
         )
         holds[Task('U', stage)] = ()
-    kinds = {'U': Kind('update of the weights', every=every)}
+    kinds = {'U': Kind('update of the weights', every=every, of_weights=True)}
     return _made(graph, 'updating', (every, everywhere), needs, holds, kinds)
 
 

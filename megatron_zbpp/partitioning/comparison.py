@@ -109,7 +109,7 @@ def _built(name: str, num_ranks: int, m: int) -> Schedule | None:
         schedule = build(name, num_ranks, m)
     except ValueError:
         return None
-    return None if schedule.placement.opposite else schedule
+    return schedule if schedule.placement.is_one_way else None
 
 
 def _row(

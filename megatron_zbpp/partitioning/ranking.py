@@ -126,7 +126,7 @@ def named_schedule(name: str, problem: Problem) -> Schedule | None:
         except ValueError:
             return None
     for found in (schedule, schedule and schedule.reversed()):
-        if found is not None and found.placement.ranks == placement.ranks:
+        if found is not None and found.placement == placement:
             return found
     return None
 

@@ -115,7 +115,7 @@ class ActionSearch:
     def start(self, schedule: Schedule, name: str | None = None) -> None:
         """Rate a schedule as it is; if it has no actions of its own, `climb` gives it some."""
         for at, problem in enumerate(self._problems):
-            if problem.placement.ranks == schedule.placement.ranks:
+            if problem.placement == schedule.placement:
                 new = self._rate(schedule, (), at, name)
                 if new is not None and not schedule.graph.techniques:
                     self._todo += [(schedule, state, at) for state in self._states(schedule)]

@@ -75,5 +75,5 @@ def _named(problem: Problem) -> Iterator[tuple[str, Schedule]]:
             continue
         m = problem.num_microbatches
         schedule = build(family.name, placement.num_ranks, m, num_chunks=chunks, together=True)
-        if schedule.placement.ranks == placement.ranks:
+        if schedule.placement == placement:
             yield family.label(chunks), schedule

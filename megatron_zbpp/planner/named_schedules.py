@@ -38,7 +38,7 @@ def named(problem: Problem) -> list[Named]:
 def variants(family: Family, problem: Problem) -> Iterator[Schedule]:
     """Yield what the family can do on the problem's placement: as it is, and under the limit."""
     probe = _built(family, problem, 1)
-    if probe is None or probe.placement.ranks != problem.placement.ranks:
+    if probe is None or probe.placement != problem.placement:
         return
     limit = min(problem.limits)
     adapts = 'memory_limit' in family.options and limit < inf

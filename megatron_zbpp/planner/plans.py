@@ -119,7 +119,7 @@ def plan(
         problem = Problem(placement, num_microbatches, costs, limits, objective)
         known = named(problem)
         names += known
-        given = [problem.orders(s) for s in starts if s.placement.ranks == placement.ranks]
+        given = [problem.orders(s) for s in starts if s.placement == placement]
         starts_here = [*(entry.orders for entry in known), *grouped(problem), *given]
         searches.append(Search(problem, starts_here, seed))
     interrupted = False

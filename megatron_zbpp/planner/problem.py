@@ -46,6 +46,12 @@ class Problem:
     limits: tuple[float, ...]
     objective: str = 'makespan'
 
+    def __post_init__(self) -> None:
+        if not self.placement.is_one_way:
+            raise ValueError(
+                f'placement {self.placement.name!r} has two routes: plan on one of one route'
+            )
+
     @cached_property
     def with_fewer_microbatches(self) -> Problem:
         """The same with fewer microbatches, to try things on; itself where that saves little."""

@@ -12,6 +12,7 @@ from oracle import needs as needed
 from megatron_zbpp.analysis.checker import ScheduleError, check
 from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.analysis.weight_versions import weight_versions
 from megatron_zbpp.ir import Pass, Placement, Schedule, Task, Together, chain
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
@@ -194,6 +195,29 @@ def test_updates_come_with_the_last_microbatch():
     everywhere = updating(chain(2), everywhere=True)
     assert updating(chain(2)) == updating(chain(2), everywhere=False) != everywhere
     assert needs(everywhere, Task('U', 0)) == ['0W', '1W']
+
+
+def test_updates_on_two_routes_are_refused():
+    """They would step one of the two copies of a stage."""
+    placement = Placement.two_way(2)
+    orders = '0F0 1F1 1BW1 0BW0', '0F1 1F0 1BW0 0BW1'
+    check(schedule_of(chain(2), placement, 2, *orders))
+    orders = '0F0 1F1 1BW1 0BW0 1U1', '0F1 1F0 1BW0 0BW1 0U1'
+    with pytest.raises(
+        ScheduleError, match='U, update of the weights, on two routes: .*other copy'
+    ):
+        check(schedule_of(updating(chain(2), every=2), placement, 2, *orders))
+
+
+def test_weight_versions():
+    """Microbatch 1 goes forward with the weights that its backward no longer finds."""
+    orders = '0F0 0F1 0BW0 0U0 0BW1 0U1', '1F0 1BW0 1U0 1F1 1BW1 1U1'
+    schedule = schedule_of(updating(chain(2)), Placement.loop(2), 2, *orders)
+    check(schedule)
+    versions = weight_versions(schedule)
+    seen = {str(p): version for p, version in versions.items() if p.microbatch == 1}
+    assert seen == {'0F1': 0, '0BW1': 1, '0U1': 1, '1F1': 1, '1BW1': 1, '1U1': 1}
+    assert {versions[p] for p in versions if p.microbatch == 0} == {0}
 
 
 def test_passes_together_wait_for_the_inputs_of_both():

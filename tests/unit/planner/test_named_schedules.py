@@ -1,0 +1,52 @@
+"""The named schedules as the planner sees them: those on its placement, and no others."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.ir import Pass, Placement, Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner.action_search import ActionSearch
+from megatron_zbpp.planner.named_schedules import variants
+from megatron_zbpp.planner.plans import plan
+from megatron_zbpp.planner.problem import Problem
+from megatron_zbpp.schedules import family, find
+
+LOOP = Placement.loop(2)
+COSTS = Costs.uniform(LOOP)
+
+
+@family('both-ways')
+def both_ways(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Two pipelines against each other, one after the other."""
+    placement = Placement.two_way(num_ranks)
+    orders: list[list[Pass]] = [[] for _ in range(num_ranks)]
+    for i in range(num_microbatches):
+        stages = range(num_ranks)
+        for kind, visited in (('F', stages), ('BW', reversed(stages))):
+            for stage in visited:
+                orders[placement.rank_of(stage, i)].append(Pass(kind, stage, i))
+    return Schedule.of('both-ways', placement, num_microbatches, orders)
+
+
+def test_a_family_on_two_routes_is_not_on_a_loop():
+    check(both_ways(2, 4))
+    problem = Problem(LOOP, 4, COSTS, (inf, inf))
+    assert [s.name for s in variants(find('1f1b'), problem)] == ['1f1b']
+    assert not [*variants(find(f'{__name__}:both-ways'), problem)]
+
+
+def test_a_start_on_two_routes_is_left_out():
+    found = plan([(LOOP, COSTS)], 4, seconds=0.1, starts=[both_ways(2, 4)])
+    assert found.schedule.placement == LOOP
+    search = ActionSearch([(LOOP, COSTS)], 4, None, 'makespan', frozenset())
+    search.start(both_ways(2, 4))
+    assert search.best is None
+
+
+def test_two_routes_cannot_be_planned():
+    with pytest.raises(ValueError, match="placement 'two-way' has two routes: plan on one of one"):
+        plan([(Placement.two_way(2), COSTS)], 4, seconds=0.1)
