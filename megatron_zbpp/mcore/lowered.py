@@ -19,8 +19,10 @@ def for_megatron(schedule: Schedule) -> Schedule:
     """Return `schedule`, its ranks reversed if that brings the loss to the last rank.
 
     Raises:
-        ValueError: the loss is on neither end; Megatron reports from the last rank.
+        ValueError: the loss is on neither end, and Megatron reports from the last rank; or as
+            `require_one_route`.
     """
+    require_one_route(schedule)
     last = schedule.num_ranks - 1
     for candidate in (schedule, schedule.reversed()):
         if candidate.placement.ranks[-1] == last:
@@ -29,6 +31,20 @@ def for_megatron(schedule: Schedule) -> Schedule:
         f'{schedule.name} places the last stage on rank {schedule.placement.ranks[-1]}: '
         f'Megatron needs it on the first or last rank (0 or {last})'
     )
+
+
+def require_one_route(schedule: Schedule) -> None:
+    """Return if each stage is on one rank, as in the model that Megatron builds.
+
+    Raises:
+        ValueError: microbatches take two routes, each over a copy of the model of its own.
+    """
+    if schedule.placement.opposite:
+        raise ValueError(
+            f'{schedule.name} cannot train yet because it has two routes: each needs a copy of the '
+            'model, and Megatron builds one: take a schedule with one route, such as dualpipe-v '
+            '(zbpp check, simulate and show take both)'
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_zbpp.analysis.offloading import FREE, Amount, chunks_of
 from megatron_zbpp.ir import Schedule
+from megatron_zbpp.mcore.lowered import require_one_route
 from megatron_zbpp.partitioning.freeze_plans import FreezePlan
 from megatron_zbpp.schedules import Family, checked_chunks, find, require_no_limit
 
@@ -81,6 +82,7 @@ class Settings:
                 f'schedule {self.schedule!r} is neither the name of one (zbpp list prints them), '
                 f'nor {AUTO!r}, nor a Schedule'
             )
+        require_one_route(self.schedule)
         for name in ('num_chunks', 'memory_limit'):
             if getattr(self, name) is not None:
                 raise ValueError(f'{name}: the schedule that is given has its own: leave it out')

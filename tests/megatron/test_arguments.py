@@ -11,6 +11,8 @@ from unittest import mock
 import pytest
 from outcome import of_all, outcome, refusal
 
+from megatron_zbpp.schedules import build
+
 # Megatron's own defaults of what our flags look at
 MEGATRONS = {
     'num_layers': 4,
@@ -205,7 +207,6 @@ def test_that_reruns_are_left_out_is_said_once(ranks):
 def schedule_file(folder, p=2, m=4, drop=0):
     """ZB-V in a file, without its last passes on rank 0."""
     from megatron_zbpp.ir.formats import to_torch_csv
-    from megatron_zbpp.schedules import build
 
     rows = to_torch_csv(build('zb-v', p, m)).splitlines()
     if drop:
@@ -321,6 +322,17 @@ def test_refused_files(ranks, tmp_path):
     assert 'for 3 pipeline ranks, not 2: change' in refused(ranks, *flags)
     schedule_file(tmp_path, drop=1)
     assert '`zbpp check` shows the place' in refused(ranks, *flags)
+
+
+@pytest.mark.parametrize('given', ['name', 'file'])
+def test_two_routes_are_refused(ranks, tmp_path, given):
+    """Before a model is built: one chunk of each stage would train on half of the microbatches."""
+    flags = ['--pipeline-schedule', 'two_ways:two-ways']
+    if given == 'file':
+        path = tmp_path / 'two-ways.json'
+        path.write_text(build(flags[1], 2, 4).to_json())
+        flags = ['--pipeline-schedule-file', path]
+    assert 'two-ways cannot train yet because it has two routes' in refused(ranks, *flags)
 
 
 def test_one_rank_has_no_pipeline(ranks):

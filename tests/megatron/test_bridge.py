@@ -16,6 +16,8 @@ from ranks import Pool, Ranks
 from recipe import ITERATIONS, LORA, MTP, TIED, UNTIED, train
 from supported import refuses, supports
 
+from megatron_zbpp.schedules import build
+
 pytestmark = [pytest.mark.te, pytest.mark.skipif(CUDA, reason='tested on the CPU')]
 WHAT = f'Megatron-Bridge {bridge.VERSION}: '
 
@@ -155,6 +157,12 @@ def test_what_is_written_into_the_configuration(bridge_ranks, stock, schedule, c
 def test_what_cannot_work(bridge_ranks, stock, changes, message):
     found = bridge_ranks(2).run(enabling, stock(UNTIED)[0], changes)
     assert all(isinstance(each, str) and re.search(message, each) for each in found), found
+
+
+def test_two_routes_are_refused(bridge_ranks, stock):
+    for schedule in ('two_ways:two-ways', build('two_ways:two-ways', 2, 4)):
+        found = bridge_ranks(2).run(enabling, stock(UNTIED)[0], {}, schedule)
+        assert all('two-ways cannot train yet because it has two' in each for each in found), found
 
 
 @refuses(

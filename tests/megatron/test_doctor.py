@@ -264,10 +264,14 @@ def test_nothing_to_do(ranks, size):
         (['--pipeline-schedule', 'zb-v', '--micro-batch-size', '0'], '--micro-batch-size'),
         (['--pipeline-schedule', 'zb-v', '--tensor-model-parallel-size', '3'], '--gpus'),
         (['--pipeline-schedule-file', 'no-such-file.json'], 'no-such-file.json'),
+        (
+            ['--pipeline-schedule', 'two_ways:two-ways', '--pipeline-model-parallel-size', '2'],
+            'two-ways cannot train yet because it has two routes',
+        ),
         (['--pipeline-shedule', 'zb-v'], 'not known: did you mean --pipeline-schedule?'),
         (['--enable-optimiser-post-validation'], 'mean --enable-optimizer-post-validation?'),
     ],
-    ids=['name', 'layers', 'number', 'batch', 'micro', 'gpus', 'file', 'flag', 'switch'],
+    ids=['name', 'layers', 'number', 'batch', 'micro', 'gpus', 'file', 'routes', 'flag', 'switch'],
 )
 def test_bad_input(ranks, words, said):
     assert said in refusal(ranks, '--gpus', 8, '--', *SIZES, '--global-batch-size', 48, *words)

@@ -6,12 +6,16 @@ from math import inf, nan
 from pathlib import Path
 
 import pytest
+from supported import refuses
 
 import megatron_zbpp
+from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.settings import Settings, folder
 from megatron_zbpp.partitioning.freeze_plans import FreezePlan
 from megatron_zbpp.schedules import build
+
+TWO_WAYS = 'two_ways:two-ways'
 
 
 @pytest.mark.parametrize(
@@ -104,3 +108,21 @@ def test_sense():
     assert Settings(post_validation=True) == Settings(post_validation=10)
     assert Settings('auto', memory_limit=4).memory_limit == 4
     assert Settings(build('1f1b', 2, 2)).schedule.name == '1f1b'
+
+
+@refuses('two routes (`Placement.opposite`)', 'each needs a copy of the model', 'two-way')
+def test_two_routes_cannot_train():
+    """Whoever brings the schedule: each chunk would have got the microbatches of one route only."""
+    schedule = build(TWO_WAYS, 2, 4)
+    assert check(schedule).programs, 'it can be checked'
+    for enable in (Settings, megatron_zbpp.enable):
+        with pytest.raises(ValueError, match='two-ways cannot train yet because it has two routes'):
+            enable(schedule)
+    programs = Plugin(Settings(TWO_WAYS)).session.programs  # is made when sizes are known
+    for ask in (
+        lambda: programs.placement(2),
+        lambda: programs.splits(2),
+        lambda: programs.lowered(2, 4, forward_only=False),
+    ):
+        with pytest.raises(ValueError, match='take a schedule with one route'):
+            ask()
