@@ -6,6 +6,7 @@ line, `zbpp doctor` and the first call of a program that has no command line.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,12 @@ _WITH_A_SCHEDULE = {
         'drop --use-legacy-models',
     ),
 }
+# of Transformer Engine from 2.20 on: operands of all experts are one GroupedTensor
+_GROUPED = (
+    "W passes cannot keep Transformer Engine's GroupedTensor, which has no update_usage to drop "
+    'what W does not read'
+)
+GROUPED_VARIABLE = 'NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM'
 # what computes weight gradients within its backward: with W passes
 _WITH_W = {
     'overlap_dispatch_backward_with_experts_wgrad': (
@@ -92,7 +99,22 @@ _WITH_W = {
         'a captured backward computes weight gradients at once',
         'drop --enable-cuda-graph',
     ),
+    'moe_use_grouped_tensor': (_GROUPED, 'drop --moe-use-grouped-tensor'),
+    'moe_single_grouped_weight': (_GROUPED, 'drop --moe-single-grouped-weight'),
+    'moe_single_grouped_bias': (_GROUPED, 'drop --moe-single-grouped-bias'),
 }
+# shards of each weight, and of the ranks among which tensor parallelism has them already
+_WEIGHT_SHARDS = {
+    'tensor_parallel_num_weight_shards': ('tensor_model_parallel_size',),
+    'expert_tensor_parallel_num_weight_shards': (
+        'expert_tensor_parallel_size',
+        'tensor_model_parallel_size',
+    ),
+}
+_SHARDED_WEIGHTS = (
+    'weights that are sharded further than tensor parallelism does are gathered in the order of '
+    'the first forward, and their gradients reduced one backward later: neither is that of W passes'
+)
 # what takes for granted in which order chunks run back
 _IN_ORDER = {
     own_offloading.SETTING: (
@@ -167,6 +189,7 @@ _BY_VALUE = (
     'context_parallel_size',
     'fp8_recipe',
     'mtp_num_layers',
+    *_WEIGHT_SHARDS,
 )
 
 
@@ -218,6 +241,9 @@ def refused(
         value = getattr(settings, setting, None)
         if value:
             yield Refusal(setting, value, reason, f'{cure}, {_FUSED}')
+    if splits:
+        yield from _in_environment(settings)
+        yield from _sharded_weights(settings)
     graphs = getattr(settings, 'cuda_graph_impl', 'none')
     if graphs not in (None, 'none') and (splits or graphs != 'local' or _whole_iteration(settings)):
         yield Refusal('cuda_graph_impl', graphs, *_GRAPHS)
@@ -242,6 +268,24 @@ def _num_stages(settings: Any, placement: Placement | None) -> int:
         return placement.num_stages
     chunks = getattr(settings, 'virtual_pipeline_model_parallel_size', None) or 1
     return getattr(settings, 'pipeline_model_parallel_size', 1) * chunks
+
+
+def _in_environment(settings: Any) -> Iterator[Refusal]:
+    """Yield what Transformer Engine reads there where Megatron does not decide, until 0.19."""
+    value = os.environ.get(GROUPED_VARIABLE, '0')
+    decided = getattr(settings, 'moe_use_grouped_tensor', None) is not None
+    if getattr(settings, 'moe_grouped_gemm', False) and not decided and value.strip('0 '):
+        yield Refusal(GROUPED_VARIABLE, value, _GROUPED, f'unset it, {_FUSED}')
+
+
+def _sharded_weights(settings: Any) -> Iterator[Refusal]:
+    """Yield generalized tensor parallelism: more shards of a weight than tensor-parallel ranks."""
+    for setting, sizes in _WEIGHT_SHARDS.items():
+        ranks = next((size for name in sizes if (size := getattr(settings, name, None))), 1)
+        shards = getattr(settings, setting, None)
+        if shards and int(shards) > ranks:
+            cure = f'drop --{setting.replace("_", "-")}'
+            yield Refusal(setting, shards, _SHARDED_WEIGHTS, f'{cure}, {_FUSED}')
 
 
 def _with_recomputation(settings: Any, graphs: Any) -> Iterator[Refusal]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from types import SimpleNamespace
@@ -27,6 +28,16 @@ OF_SOME = {
     '--moe-paged-stash': 'from 0.19',
     'use_transformer_engine_op_fuser': 'from 0.17',
     '--use-transformer-engine-op-fuser': 'from 0.17',
+    'tensor_parallel_num_weight_shards': 'from 0.19',
+    '--tensor-parallel-num-weight-shards': 'from 0.19',
+    'expert_tensor_parallel_num_weight_shards': 'from 0.19',
+    '--expert-tensor-parallel-num-weight-shards': 'from 0.19',
+    'moe_single_grouped_weight': 'from 0.18',
+    '--moe-single-grouped-weight': 'from 0.18',
+    'moe_single_grouped_bias': 'from 0.18',
+    '--moe-single-grouped-bias': 'from 0.18',
+    'moe_use_grouped_tensor': 'from 0.20',
+    '--moe-use-grouped-tensor': 'from 0.20',
     'hybrid_layer_pattern': 'from 0.17',
     'hybrid_attention_ratio': 'until 0.16',
     'hybrid_mlp_ratio': 'until 0.16',
@@ -38,6 +49,8 @@ VALUES = {
     'attention_backend': ['flash', 'fused', SimpleNamespace(name='flash')],
     'context_parallel_size': [2],
     'fp8_recipe': ['mxfp8'],
+    'tensor_parallel_num_weight_shards': [2, '2'],
+    'expert_tensor_parallel_num_weight_shards': [2],
     'hybrid_layer_pattern': ['M*|M-|M*|M-'],
     'hybrid_override_pattern': ['M*M-'],
     'hybrid_attention_ratio': [0.5],
@@ -48,6 +61,8 @@ HARMLESS = {
     'transformer_impl': ['local'],
     'attention_backend': ['auto', 'unfused', SimpleNamespace(name='local')],
     'context_parallel_size': [1],
+    'tensor_parallel_num_weight_shards': [None, 1],
+    'expert_tensor_parallel_num_weight_shards': [None, 1],
 }
 _TWICE = 'a forward that runs again would enter its largest values a second time'
 _CAPTURED = 'a captured forward cannot run again with other random states'
@@ -141,6 +156,41 @@ def test_attention_of_a_spec_may_split_the_sequence():
     assert not list(refusals.refused(own, on_cpu=True))
 
 
+@pytest.mark.parametrize(
+    ('shards', 'sizes', 'which'),
+    [
+        ((4, None), (2, None), ['tensor']),
+        ((2, 4), (2, None), ['expert_tensor']),
+        ((2, 2), (2, 1), ['expert_tensor']),
+        ((2, 2), (2, None), []),  # as config has it where nobody asks for more
+        ((2, 2), (2, 2), []),
+    ],
+)
+def test_weights_sharded_further(shards, sizes, which):
+    """Than tensor parallelism does: the config of a program has numbers, also where none is asked
+    for."""
+    dense, experts = (f'{kind}_parallel_num_weight_shards' for kind in ('tensor', 'expert_tensor'))
+    sized = {'tensor_model_parallel_size': sizes[0], 'expert_tensor_parallel_size': sizes[1]}
+    args = SimpleNamespace(**{dense: shards[0], experts: shards[1]}, **sized)
+    found = [each.setting for each in refusals.refused(args)]
+    assert found == [f'{kind}_parallel_num_weight_shards' for kind in which]
+    assert not list(refusals.refused(args, splits=False))
+
+
+@refuses(f'`{refusals.GROUPED_VARIABLE}=1`', "W passes cannot keep Transformer Engine's Grouped")
+def test_grouped_tensors_by_the_environment():
+    """Of experts, until 0.19: Megatron's main branch tells Transformer Engine itself."""
+    experts = SimpleNamespace(moe_grouped_gemm=True)
+    for value, wanted in (('1', True), ('0', False), ('', False)):
+        with mock.patch.dict(os.environ, {refusals.GROUPED_VARIABLE: value}):
+            found = [str(each) for each in refusals.refused(experts)]
+            assert [refusals.GROUPED_VARIABLE in each for each in found] == [True] * wanted
+            assert not list(refusals.refused(experts, splits=False))
+            assert not list(refusals.refused(SimpleNamespace(moe_grouped_gemm=False)))
+            told = SimpleNamespace(moe_grouped_gemm=True, moe_use_grouped_tensor=False)
+            assert not list(refusals.refused(told))
+
+
 @needs_training
 def test_each_exists(ranks):
     """In this release; or it is known to be of others."""
@@ -185,6 +235,8 @@ def launch(*argv):
         ('--use-megatron-fsdp', 'use --use-distributed-optimizer'),
         ('--cpu-offloading-num-layers 1', 'drop --cpu-offloading-num-layers'),
         ('--fine-grained-activation-offloading', 'drop --fine-grained-activation-offloading'),
+        ('--tensor-parallel-num-weight-shards 2', 'drop --tensor-parallel-num-weight-shards'),
+        ('--num-experts 2 --moe-grouped-gemm --moe-single-grouped-weight', 'single-grouped-weight'),
         ('--use-transformer-engine-op-fuser', 'drop --use-transformer-engine-op-fuser'),
         ('--use-torch-fsdp2', 'use --use-distributed-optimizer'),
         ('--overlap-moe-expert-parallel-comm', 'take dualpipe-v, or drop --overlap-moe-expert'),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from types import SimpleNamespace
 from unittest import mock
@@ -515,6 +516,37 @@ def refused(options, hooks):
 def test_refused(te_ranks, options, hooks, said):
     assert all(said in message for message in te_ranks(2).run(refused, options, hooks))
     assert te_ranks(2).run(refused, {}, []) == [None, None]
+
+
+def grouped_tensors():
+    """Whether this release's GroupedLinear can use GroupedTensor, and what is said of one that
+    does."""
+    import inspect
+
+    from transformer_engine.pytorch import GroupedLinear
+
+    from megatron_zbpp.mcore.patches import transformer_engine
+    from megatron_zbpp.mcore.refusals import GROUPED_VARIABLE
+
+    if 'use_grouped_tensor' not in inspect.signature(GroupedLinear.__init__).parameters:
+        return False, None
+    from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor
+
+    assert not hasattr(GroupedTensor, 'update_usage'), 'it has: can W passes keep it now?'
+    with mock.patch.dict(os.environ, {GROUPED_VARIABLE: '1'}):
+        made = GroupedLinear(EXPERTS, HIDDEN, FFN, delay_wgrad_compute=True)
+    assert made.use_grouped_tensor, 'the variable does nothing: need it be refused?'
+    try:
+        transformer_engine.delaying_modules(made)
+    except NotImplementedError as error:
+        return True, str(error)
+    return True, None
+
+
+def test_grouped_tensors_are_refused(te_ranks):
+    """By the module; by Megatron's settings before the start, see test_refusals."""
+    for known, said in te_ranks(1).run(grouped_tensors):
+        assert not known or 'GroupedLinear uses GroupedTensor, which W passes cannot' in said
 
 
 def test_userbuffers_are_refused():

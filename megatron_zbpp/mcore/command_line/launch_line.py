@@ -42,6 +42,9 @@ _NUMBERS = {
     'kv_channels': None,
     'num_experts': None,
     'seq_length': None,
+    'expert_tensor_parallel_size': None,
+    'tensor_parallel_num_weight_shards': None,
+    'expert_tensor_parallel_num_weight_shards': None,
 }
 _SWITCHES = (
     'account_for_embedding_in_pipeline_split',
@@ -171,7 +174,7 @@ def _own_parser() -> argparse.ArgumentParser:
     parser.add_argument('--fp4-format', dest='fp4')
     parser.add_argument('--transformer-impl', default='transformer_engine')
     for name in refusals.settings():
-        if name not in ('fp8', 'fp4', 'context_parallel_size', 'transformer_impl'):
+        if name not in ('fp8', 'fp4', 'transformer_impl', *_NUMBERS):
             parser.add_argument(flag(name), nargs='?', const=True)
     return parser
 

@@ -26,7 +26,8 @@ def delaying_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the TE modules in `model` that were built to delay their weight gradients.
 
     Raises:
-        NotImplementedError: one of them keeps its weight in parts, or reduces it by itself.
+        NotImplementedError: one of them keeps its weight in parts or in a GroupedTensor, or reduces
+            it by itself.
     """
     every: Iterator[Any] = model.modules()
     modules = [
@@ -39,6 +40,11 @@ def delaying_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
             raise NotImplementedError(
                 f'{type(module).__name__} has its weight in the parts {module.weight_names}, whose '
                 'delayed gradients Transformer Engine loses; build it without parameters_split'
+            )
+        if getattr(module, 'use_grouped_tensor', False):
+            raise NotImplementedError(
+                f'{type(module).__name__} uses GroupedTensor, which W passes cannot keep; build it '
+                'with use_grouped_tensor=False'
             )
         if getattr(module, 'wgrad_accumulation_and_reduce_hooks', ()):
             raise NotImplementedError(
