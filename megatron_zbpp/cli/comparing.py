@@ -11,9 +11,16 @@ from megatron_zbpp.cli.arguments import NO_TIMES
 from megatron_zbpp.cli.partitioning import load_devices, load_layers
 from megatron_zbpp.cli.printing import print_json, print_table
 from megatron_zbpp.cli.progress import progress
-from megatron_zbpp.partitioning.comparison import PARTITIONS, Row, compared, winners
+from megatron_zbpp.partitioning.comparison import (
+    PARTITIONS,
+    Row,
+    comparable,
+    compared,
+    winners,
+)
+from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.render.scene import number
-from megatron_zbpp.schedules import names
+from megatron_zbpp.schedules import find, names
 
 
 def add_comparison(command: ArgumentParser) -> None:
@@ -38,13 +45,14 @@ def compare_partitions(args: Namespace) -> None:
     _refuse_what_is_not_read(args)
     layers, devices = load_layers(args.layers), load_devices(args.devices, args.pp)
     wanted, latencies = args.schedules or names(), args.latencies or [0.0]
+    skipped = _skipped(wanted, layers, len(devices), args.microbatches)
     rows: list[Row] = []
     with progress('comparing', 'it', len(latencies)) as done:
         for at, latency in enumerate(latencies, 1):
             rows += compared(layers, devices, args.microbatches, wanted, [latency])
             done(at / len(latencies))
     if not rows:
-        raise ValueError(f'none of {", ".join(wanted)} can be built for so many ranks and layers')
+        raise ValueError(f'no schedule fits: {"; ".join(_reasons(skipped))}')
     if args.csv:
         with Path(args.csv).open('w', newline='', encoding='utf-8') as file:
             writer = csv.writer(file)
@@ -56,14 +64,37 @@ def compare_partitions(args: Namespace) -> None:
             {
                 'rows': [row._asdict() for row in rows],
                 'best': [row._asdict() for row in best.values()],
+                'skipped': [{'name': name, 'reason': why} for name, why in skipped.items()],
             }
         )
     _print(rows, latencies)
     for kind in PARTITIONS:
         said = [f'{best[kind, at].schedule} at {at:g}' for at in latencies]
         print(f'shortest on the {kind} partition: {", ".join(said)}')
+    for reason in _reasons(skipped):
+        print(reason)
     if args.csv:
         print(f'wrote {args.csv}')
+
+
+def _skipped(wanted: list[str], layers: Layers, num_ranks: int, m: int) -> dict[str, str]:
+    """Return which of the schedules cannot be compared on partitions, each with the reason.
+
+    Raises:
+        ValueError: no schedule has one of the names.
+    """
+    found: dict[str, str] = {}
+    for name in wanted:
+        find(name)
+        try:
+            comparable(name, layers, num_ranks, m)
+        except ValueError as error:
+            found[name] = str(error).partition('\n')[0]
+    return found
+
+
+def _reasons(skipped: dict[str, str]) -> list[str]:
+    return [f'without {name}: {why}' for name, why in skipped.items()]
 
 
 def _refuse_what_is_not_read(args: Namespace) -> None:

@@ -63,12 +63,19 @@ def compared(
         latencies: to try.
         partitions: 'even', 'best' or both.
         rounds: simulations at most of a search for the best partition.
+
+    Raises:
+        ValueError: no schedule has one of the names.
     """
+    names = list(names)
+    for name in names:
+        find(name)
     for latency in latencies:
         slow = with_latency(devices, latency)
         for name in names:
-            schedule = _built(name, len(devices), num_microbatches)
-            if schedule is None or schedule.num_stages > len(layers.splits()) + 1:
+            try:
+                schedule = comparable(name, layers, len(devices), num_microbatches)
+            except ValueError:
                 continue
             space = Space.of(layers, slow, num_microbatches, [schedule.placement], keep_order=True)
             even = space.even(schedule.placement)
@@ -102,14 +109,26 @@ def best_for(space: Space, even: Partition, name: str, rounds: int) -> Partition
     return even if best is None else best.partition
 
 
-def _built(name: str, num_ranks: int, m: int) -> Schedule | None:
-    """Return a schedule with its usual chunks; None: not for such sizes, or of two ways."""
-    find(name)
-    try:
-        schedule = build(name, num_ranks, m)
-    except ValueError:
-        return None
-    return schedule if schedule.placement.is_one_way else None
+def comparable(name: str, layers: Layers, num_ranks: int, m: int) -> Schedule:
+    """Return a schedule with its usual chunks, if it can be compared on partitions.
+
+    Raises:
+        ValueError: it cannot be built for such sizes, has more stages than the layers can be cut
+            into, runs both ways, or copies activations.
+    """
+    family = find(name)
+    schedule = build(name, num_ranks, m)
+    if not schedule.placement.is_one_way:
+        raise ValueError('it runs both ways: a partition is for one')
+    if family.moves:
+        raise ValueError('it copies activations, and a file of layers has no times of copies')
+    stages = len(layers.splits()) + 1
+    if schedule.num_stages > stages:
+        raise ValueError(
+            f'it has {schedule.num_stages} stages, and the layers make {stages} at most: give '
+            'fewer ranks'
+        )
+    return schedule
 
 
 def _row(

@@ -89,7 +89,10 @@ def test_command(tmp_path, capsys):
         (['--layers', 'LAYERS', '--vpp', '2'], '--vpp does not go with --layers'),
         (['--layers', 'LAYERS', '--memory-limit', '4'], '--memory-limit does not go with'),
         (['--layers', 'LAYERS', '--schedules', 'zb-w'], "unknown schedule 'zb-w'"),
-        (['--layers', 'LAYERS', '--schedules', 'hanayo', '--pp', '7'], 'none of hanayo'),
+        (
+            ['--layers', 'LAYERS', '--schedules', 'hanayo', '--pp', '7'],
+            'no schedule fits: without hanayo',
+        ),
     ],
 )
 def test_what_cannot_be(tmp_path, capsys, more, said):
