@@ -56,3 +56,51 @@ def test_another_model(ranks, built):
         assert said.startswith('the layers of decoder.layers were not built where the schedule has')
         assert f'by stage {built}' in said
         assert 'such as zb-h1' in said
+
+
+def in_a_loop(built):
+    """What is said of layers that have been built so in a loop with a layout of 2, 1, 1, 2."""
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    import torch
+    import torch.distributed as dist
+
+    from megatron_zbpp.mcore.iteration.built import require_all_layers
+    from megatron_zbpp.mcore.layout import StageLayout
+    from megatron_zbpp.mcore.programs import Programs
+    from megatron_zbpp.mcore.settings import Settings
+
+    placement = Programs(Settings('interleaved')).placement(2)
+    models = []
+    for stage in placement.stages(dist.get_rank()):
+        model = torch.nn.Module()
+        model.layers = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in built[stage])
+        model.config = SimpleNamespace(
+            pipeline_model_parallel_layout=StageLayout(placement, 'Ett|t|t|ttL')
+        )
+        for layer, number in zip(model.layers, built[stage], strict=True):
+            layer.layer_number = number
+        models.append(model)
+    try:
+        require_all_layers(models, placement, dist.group.WORLD, nullcontext)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ('built', 'fits'),
+    [
+        ([[1, 2], [3], [4], [5, 6]], True),
+        ([[1], [3], [], [6]], True),
+        ([[1, 2, 1, 2], [3], [4], [5, 6]], True),
+        ([[1, 2], [1], [1], [1, 2]], True),
+        ([[1], [2], [3], [4]], False),
+    ],
+    ids=['as laid out', 'pruned', 'again', 'numbers of a rank', 'the layout ignored'],
+)
+def test_a_loop(ranks, built, fits):
+    """What stock trains so trains; a class that ignores the layout is named."""
+    for found in ranks(2).run(in_a_loop, built):
+        assert found is None if fits else 'not built by pipeline_model_parallel_layout' in found

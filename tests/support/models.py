@@ -69,6 +69,30 @@ _SELECTIVE: dict[str, dict[str, Any]] = {
     'MLA': {'recompute_modules': ['core_attn', 'mla_up_proj']},
     'lengths': {'recompute_modules': ['core_attn']},
 }
+
+
+def _repeat(layers: torch.nn.ModuleList) -> None:
+    for even in range(0, len(layers) - 1, 2):
+        layers[even + 1] = layers[even]
+
+
+def _prune(layers: torch.nn.ModuleList) -> None:
+    for place in reversed(range(len(layers))):
+        if layers[place].layer_number % 4 == 2:
+            del layers[place]
+
+
+def _renumber(layers: torch.nn.ModuleList) -> None:
+    for layer in layers:
+        layer.layer_number += 10
+
+
+# of the layers of a chunk
+CHANGES: dict[str, Callable[[torch.nn.ModuleList], None]] = {
+    'run twice': _repeat,
+    'pruned': _prune,
+    'numbered from 11': _renumber,
+}
 _SPEC = ('num_moe_experts', 'moe_grouped_gemm', 'qk_layernorm', 'multi_latent_attention')
 
 
@@ -95,6 +119,7 @@ class Job:
         dropout: of hidden states and of attention.
         modules: of a layer, what Megatron's own offloading has on the host; none: it is off.
         layers: of the model, over ranks of the pipeline.
+        change: what happens to the layers once they are built: a key of CHANGES.
     """
 
     kind: str = 'dense'
@@ -116,6 +141,7 @@ class Job:
     dropout: float = 0.0
     modules: tuple[str, ...] = ()
     layers: int = 2
+    change: str = ''
 
     @property
     def evaluates(self) -> bool:
@@ -250,6 +276,8 @@ def _replacements(script: Any, job: Job) -> Iterator[tuple[Any, str, Any]]:
     options['num_experts'] = options.pop('num_moe_experts')
     spec = partial(getattr(gpt_layer_specs, f'get_gpt_layer_{of}_spec'), **options)
     yield script, 'get_gpt_layer_local_spec', spec
+    if job.change:
+        yield script, 'GPTModel', _changed(script.GPTModel, CHANGES[job.change])
     if job.fp8 == 'weights':
         ddp, optimizer = script.DistributedDataParallelConfig, script.OptimizerConfig
         yield script, 'DistributedDataParallelConfig', _with(ddp, fp8_param_gather=True)
@@ -276,6 +304,17 @@ def _replacements(script: Any, job: Job) -> Iterator[tuple[Any, str, Any]]:
 
 def _with(make: Callable, **values: Any) -> Callable:
     return lambda *args, **given: make(*args, **(given | values))
+
+
+def _changed(make: Callable, change: Callable[[torch.nn.ModuleList], None]) -> Callable:
+    """A model whose layers are changed once they are built."""
+
+    def build(*args: Any, **given: Any) -> torch.nn.Module:
+        model = make(*args, **given)
+        change(model.decoder.layers)
+        return model
+
+    return build
 
 
 def _drawing_all(original: Callable) -> Callable:
