@@ -93,9 +93,9 @@ def _check_shape(schedule: Schedule) -> None:
     for name, kind in schedule.graph.kinds.items():
         if kind.of_weights and not schedule.placement.is_one_way:
             raise ScheduleError(
-                f'{name}, {kind.words}, on two routes: it would change the copy on the route of its '
-                'microbatch, and the other copy would keep its weights; take a placement of one '
-                'route',
+                f'{name}, {kind.words}, on two routes: it would change the copy on the route of '
+                'its microbatch, and the other copy would keep its weights; take a placement of '
+                'one route',
                 schedule,
             )
 

@@ -2,7 +2,8 @@
 
 BPipe (ICML 2023) does so for 1F1B; here the order is any, and so is the limit of each rank. What
 goes is away from behind the pass after its F until before the pass before the one that takes it: so
-each way has a pass to hide behind. As few go as bring a rank to its limit.
+each way has a pass to hide behind. As few go as bring a rank to its limit and its partner not above
+its own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import PARTNER
 from megatron_zbpp.ir.techniques import TRANSFERS, offload
 
+_WIDTH = 64  # choices that the search for the fewest keeps
+
 
 def with_eviction(
     schedule: Schedule, stages: Collection[int], costs: Costs, limits: Sequence[float]
@@ -35,12 +38,15 @@ def with_eviction(
         limits: most that each rank may hold, in the unit of `costs.activation`.
     """
     placement, amounts = schedule.placement, highest(schedule, costs)
-    gone: list[frozenset[Pass]] = [
-        _evicted(_Order(schedule, rank, stages, costs), amounts[rank], limit)
-        if placement.partner(rank) != rank
-        else frozenset[Pass]()
-        for rank, limit in enumerate(limits)
-    ]
+    gone: list[frozenset[Pass]] = []
+    for rank, limit in enumerate(limits):
+        partner = placement.partner(rank)
+        if partner == rank:
+            gone.append(frozenset())
+            continue
+        room = limits[partner] - max(amounts[partner], default=0.0)
+        order = _Order(schedule, rank, stages, costs)
+        gone.append(_evicted(order, amounts[rank], limit, room))
     moved = sorted({forward.stage for own in gone for forward in own})
     if not moved:
         return schedule
@@ -145,15 +151,66 @@ class _Order:
 
 
 _Choice = Callable[[_Life, Sequence[_Life]], tuple[int, int]]
+_Gone = tuple[tuple[Pass, _Life], ...]
 
 
-def _evicted(order: _Order, held: Sequence[float], limit: float) -> frozenset[Pass]:
-    """Return the forwards whose activations go: the partner is to store as little as can be."""
+def _evicted(order: _Order, held: Sequence[float], limit: float, room: float) -> frozenset[Pass]:
+    """Return the forwards whose activations go: as few as can be within the partner's room.
+
+    Args:
+        order: of the rank.
+        held: at each pass of it.
+        limit: most that the rank may hold.
+        room: of its partner. Where nothing keeps that, as little as can be is stored there.
+    """
     most = order.most(held)
     if max(most, default=0.0) <= limit + RESOLUTION:
         return frozenset()
-    ways = [_relieved(order.lives, most, limit, choice) for choice in (_latest, _apart)]
+    fewest = _relieved(order.lives, most, limit, _latest)
+    if _stored([order.lives[p] for p in fewest]) <= room + RESOLUTION:
+        return fewest
+    within = _within_room(order.lives, most, limit, room)
+    if within is not None:
+        return within
+    ways = [fewest, _relieved(order.lives, most, limit, _apart)]
     return min(ways, key=lambda gone: (_stored([order.lives[p] for p in gone]), len(gone)))
+
+
+def _within_room(
+    lives: Mapping[Pass, _Life], most: Sequence[float], limit: float, room: float
+) -> frozenset[Pass] | None:
+    """Return the fewest forwards of which the partner stores no more than `room`; None: none known.
+
+    A beam search from place to place: of the choices that agree in what is away from there on, the
+    one with the fewest goes on, and of all choices the `_WIDTH` best do.
+    """
+    beam: dict[_Gone, frozenset[Pass]] = {(): frozenset()}
+    for place in range(len(most)):
+        if most[place] <= limit + RESOLUTION:
+            continue
+        free = [(p, life) for p, life in lives.items() if place in life.away]
+        found: dict[_Gone, frozenset[Pass]] = {}
+        todo = list(beam.items())
+        while todo:
+            away, gone = todo.pop()
+            relief = sum(life.amount for _, life in away if place in life.away)
+            if most[place] - relief <= limit + RESOLUTION:
+                later = tuple((p, life) for p, life in away if life.last - 1 > place)
+                if later not in found or len(gone) < len(found[later]):
+                    found[later] = gone
+                continue
+            for p, life in free:
+                more = tuple(sorted((*away, (p, life)), key=lambda item: item[1][:2]))
+                if p not in gone and _stored([each for _, each in more]) <= room + RESOLUTION:
+                    todo.append((more, gone | {p}))
+        best = sorted(found.items(), key=lambda item: (len(item[1]), -_reach(item[0])))
+        beam = dict(best[:_WIDTH])
+    return min(beam.values(), key=len, default=None)
+
+
+def _reach(away: _Gone) -> int:
+    """Return how far what is away reaches: the further, the fewer go later."""
+    return sum(life.last for _, life in away)
 
 
 def _relieved(

@@ -96,7 +96,7 @@ class Kind:
     engine: str = COMPUTE
     in_order: bool = True
     every: int = 1
-    of_weights: bool = False
+    of_weights: bool = field(default=False, repr=False)
     optional: bool = False
 
 

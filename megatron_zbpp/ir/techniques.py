@@ -176,7 +176,7 @@ def updating(graph: Graph, every: int = 1, everywhere: bool = False) -> Graph:
     """U steps a stage's weights once in `every` microbatches, after their last W.
 
     The version of the weights that a pass sees (`analysis.weight_versions`) is the number of U
-    before it on its stage. On two routes one copy of a stage would be stepped: `check` refuses that.
+    before it on its stage. On two routes one of two copies would be stepped: `check` refuses that.
 
     Args:
         graph: any.

@@ -60,6 +60,30 @@ def test_it_is_as_good_as_the_rule_for_one_f_one_b(p, m):
     assert 0 < sum(q.kind == 'E' for _, q in schedule) <= known
 
 
+# by ranks: evictions at m = p, 2p, 3p + 1, the least that two rules of our own needed before
+FEWEST = {
+    4: (2, 4, 6),
+    5: (1, 3, 5),
+    6: (4, 10, 15),
+    7: (3, 8, 13),
+    8: (7, 17, 28),
+    10: (11, 26, 43),
+    12: (16, 39, 61),
+    14: (22, 51, 84),
+    16: (29, 67, 108),
+}
+
+
+@pytest.mark.parametrize('p', FEWEST)
+def test_all_ranks_meet_the_bound_of_bpipe(p):
+    """In 27 sizes, partners included, with no more evictions than were known to do."""
+    for m, fewest in zip((p, 2 * p, 3 * p + 1), FEWEST[p], strict=True):
+        schedule = evicted(build('1f1b', p, m), [float(bound(p))] * p)
+        check(schedule)
+        assert max(peak(schedule, Costs.uniform(schedule.placement))) <= bound(p), m
+        assert sum(q.kind == 'E' for _, q in schedule) <= fewest, m
+
+
 def test_nothing_moves_where_there_is_room():
     plain = build('zb-v', 4, 8)
     assert evicted(plain, [4.0] * 4) is plain

@@ -204,7 +204,7 @@ def test_updates_on_two_routes_are_refused():
     check(schedule_of(chain(2), placement, 2, *orders))
     orders = '0F0 1F1 1BW1 0BW0 1U1', '0F1 1F0 1BW0 0BW1 0U1'
     with pytest.raises(
-        ScheduleError, match='U, update of the weights, on two routes: .*other copy'
+        ScheduleError, match=r'U, update of the weights, on two routes: .*other copy'
     ):
         check(schedule_of(updating(chain(2), every=2), placement, 2, *orders))
 
