@@ -1,9 +1,8 @@
 """The interpreter: walks one rank's program.
 
-It knows passes, messages and the weight-gradient store. In a schedule with W passes, a pass of
-several tasks does them one by one; in one without, backward is autograd's own and nothing is
-deferred. What a stage computes it is told by a `Stage`; where its neighbours are, by `Channels`.
-Nothing here knows Megatron.
+It knows passes, messages and the weight-gradient store. A pass that does both B and W is autograd's
+own backward, with nothing deferred, as in a schedule without W passes. What a stage computes it is
+told by a `Stage`; where its neighbours are, by `Channels`. Nothing here knows Megatron.
 """
 
 from __future__ import annotations
@@ -16,16 +15,17 @@ import torch
 from megatron_zbpp.analysis.program import Begin, Hand, Join, Program, Receive, Send
 from megatron_zbpp.ir import B, F, Pass, Together, W
 from megatron_zbpp.ir.techniques import R
-from megatron_zbpp.runtime.activations.moves import Moves
+from megatron_zbpp.runtime.activations.moves import Moves, key_of
 from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import Clock
-from megatron_zbpp.runtime.kinds import done_by, last, refuse_others
+from megatron_zbpp.runtime.kinds import done_by, refuse_others
 from megatron_zbpp.runtime.messages import Awaited, messages
 from megatron_zbpp.runtime.observe.profiling import profiled
 from megatron_zbpp.runtime.observe.record import Record
 from megatron_zbpp.runtime.side_work import SideWork
 from megatron_zbpp.runtime.stage import Backward, Forward, RunTogether, Stage
+from megatron_zbpp.runtime.tables import Tables
 from megatron_zbpp.runtime.weight_grads import Key, WeightGradStore
 
 
@@ -43,6 +43,7 @@ class Executor:
         activations: moves what passes have saved, where the program says so.
         side: what this rank does while it waits.
         together: runs a forward and a backward that the program joins; None: one after the other.
+        tables: of the program, where they are made already.
 
     Attributes:
         record: what has been done so far. This and the next two are what a watchdog reads, from
@@ -65,6 +66,7 @@ class Executor:
         activations: ActivationStore | None = None,
         side: SideWork | None = None,
         together: RunTogether | None = None,
+        tables: Tables | None = None,
     ) -> None:
         self.program = program
         self.channels = channels
@@ -76,21 +78,15 @@ class Executor:
         self._messages = messages(channels, message)
         self._store = store
         self._named = named
-        passes = [i for i in program if isinstance(i, Pass)]
-        refuse_others(passes, activations)
+        self._tables = tables = tables or Tables(program)
+        refuse_others(tables.of_each_kind, activations)
         self._side = side
         self._fills: SideWork | None = None  # that, once the iteration has begun
         self._together = together
-        self.moves = Moves(program, activations)
-        # those whose input its maker on this rank may still use
-        self._handed_to = {i.consumer for i in program if isinstance(i, Hand)}
-        self.splits = any(p.kind == W for p in passes)
-        self._trains = any(p.kind != F for p in passes)
-        # what B accumulates by itself (norms, embeddings) is complete after the last of the first,
-        # what waits for W after the last of the second
-        self._last_backwards, self._last_weights = last(passes, B), last(passes, W)
-        # those of which F keeps the input only
-        self._recomputed = {(p.stage, p.microbatch) for p in passes if p.kind == R}
+        self.moves = Moves(tables.moving, activations)
+        self.splits = tables.splits
+        # (stage, microbatch) that leave weight gradients to W
+        self._split = tables.split(together is not None, store.left_out is not None)
         self._actions = {
             F: self._forward,
             R: self._recompute,
@@ -182,8 +178,9 @@ class Executor:
         start = self.clock.mark()
         with self._named(p):
             output = self._actions[first](p, received)
-            for kind in others if self.splits else ():  # else autograd has done all at once
-                self._actions[kind](p, None)
+            if key_of(p) in self._split:  # else autograd has done all at once
+                for kind in others:
+                    self._actions[kind](p, None)
         self._note(p, start, self.clock.mark())
         return output
 
@@ -209,7 +206,7 @@ class Executor:
             with (
                 # forwards ask whether to defer, backwards for whom
                 self._store.scope((back.stage, back.microbatch) if self.splits else None),
-                backward.stage.grad_sync(back in self._last_backwards),
+                backward.stage.grad_sync(back in self._tables.last_backwards),
             ):
                 output, gradient = self._together(forward, backward)
             made = {ahead: self._kept(ahead, forward.received, output), back: gradient}
@@ -256,13 +253,12 @@ class Executor:
     def _forward(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
         key = (p.stage, p.microbatch)
         stage = self._stages[p.stage]
-        if received is not None and p in self._handed_to and self.moves.leaves(key):
+        if received is not None and p in self._tables.handed_to and self.moves.leaves(key):
             received = received.clone()
         received = self._fed(received)
-        scope = self._store.scope(key if self.splits else None)
-        again = key in self._recomputed
+        again = key in self._tables.recomputed
         run = stage.forward_unsaved if again else stage.forward
-        with scope, self.moves.packing(key, received):
+        with self._scope(key), self.moves.packing(key, received):
             output = run(p.microbatch, received)
         if not again:
             return self._kept(p, received, output)
@@ -271,13 +267,15 @@ class Executor:
 
     def _fed(self, received: torch.Tensor | None) -> torch.Tensor | None:
         """Return the input of a forward, of which a gradient will be asked."""
-        return received.requires_grad_() if received is not None and self._trains else received
+        return (
+            received.requires_grad_() if received is not None and self._tables.trains else received
+        )
 
     def _kept(self, p: Pass, received: torch.Tensor | None, output: torch.Tensor) -> torch.Tensor:
         """Keep for the backward what a forward leaves; return what is passed on."""
         # keeps the data alive for whoever gets it
         detached = output.detach() if isinstance(output, torch.Tensor) else output
-        if self._trains:
+        if self._tables.trains:
             self._saved[p.stage, p.microbatch] = received, output
             self._stages[p.stage].release(output)
         return detached
@@ -286,7 +284,7 @@ class Executor:
         key = (p.stage, p.microbatch)
         stage, received = self._stages[p.stage], self._inputs.pop(key)
         self.moves.await_back(key)
-        with self._store.scope(key if self.splits else None):
+        with self._scope(key):
             output = stage.recompute(p.microbatch, received)
         self._saved[key] = received, output
         stage.release(output)
@@ -296,8 +294,8 @@ class Executor:
         stage = self._stages[p.stage]
         received, output = self._opened(p)
         with (
-            self._store.scope(key if self.splits else None),
-            stage.grad_sync(p in self._last_backwards),
+            self._scope(key),
+            stage.grad_sync(p in self._tables.last_backwards),
             self.moves.using(key),
         ):
             return stage.backward(received, output, gradient)
@@ -305,10 +303,14 @@ class Executor:
     def _opened(self, p: Pass) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Begin a backward: return what its forward left."""
         key = (p.stage, p.microbatch)
-        if self.splits:
+        if key in self._split:
             self._store.open(key, waits=p.kind == B)
         return self._saved.pop(key)
 
+    def _scope(self, key: Key) -> WeightGradStore:
+        """Around what computes for `key`: whether its weight gradients are left to a W."""
+        return self._store.scope(key if key in self._split else None)
+
     def _weights(self, p: Pass, _: None) -> None:
-        with self._stages[p.stage].grad_sync(p in self._last_weights):
+        with self._stages[p.stage].grad_sync(p in self._tables.last_weights):
             self._store.run((p.stage, p.microbatch))

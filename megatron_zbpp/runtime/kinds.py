@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from megatron_zbpp.ir import Pass, chain
+from megatron_zbpp.ir import B, Pass, W, chain
 from megatron_zbpp.ir.techniques import R
 from megatron_zbpp.runtime.activations import moves
 from megatron_zbpp.runtime.activations.store import ActivationStore
@@ -23,6 +23,27 @@ def done_by(p: Pass) -> tuple[str, ...]:
 def last(passes: Sequence[Pass], kind: str) -> set[Pass]:
     """Return the last pass of each stage that does a task of `kind`."""
     return set({p.stage: p for p in passes if kind in done_by(p)}.values())
+
+
+def whole(passes: Sequence[Pass], split: Collection[Pass] = ()) -> set[tuple[int, int]]:
+    """Return (stage, microbatch) of the backwards that autograd may run whole.
+
+    A pass that does both B and W saves what a split costs: with it, communication in B hides behind
+    weight gradients, and nothing is gathered twice. Not so where gradients of its stage that come
+    with B are complete after another pass than those that come with W: hooks of
+    DistributedDataParallel would hear of the one or the other too early.
+
+    Args:
+        passes: of a rank.
+        split: passes whose microbatches are not to be run whole.
+    """
+    last_backwards, last_weights = last(passes, B), last(passes, W)
+    kept = {(p.stage, p.microbatch) for p in split}
+    return {
+        (p.stage, p.microbatch)
+        for p in passes
+        if {B, W} <= set(done_by(p)) and (p in last_backwards) == (p in last_weights)
+    } - kept
 
 
 def refuse_others(passes: Sequence[Pass], activations: ActivationStore | None) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -19,11 +20,43 @@ _EVICT, _FETCH = TRANSFERS[PARTNER]
 KINDS = (_OUT, _BACK, _EVICT, _FETCH)
 
 
+@dataclass(frozen=True, eq=False)
+class Moving:
+    """What of a program moves.
+
+    Attributes:
+        sent: by (stage, microbatch), the send of what its forward has saved.
+        fetched: the receive with which it comes back.
+        leaving: those that leave the device, to the host or to the partner.
+    """
+
+    sent: Mapping[Key, Send]
+    fetched: Mapping[Key, Receive]
+    leaving: frozenset[Key]
+
+    @classmethod
+    def of(cls, program: Program) -> Moving:
+        """Return what moves in the program of a rank."""
+        saved = [i for i in program if isinstance(i, Send | Receive) and i.saved]
+        sent = {
+            key_of(i.consumer): i
+            for i in saved
+            if isinstance(i, Send) and i.consumer.kind == _EVICT
+        }
+        fetched = {
+            key_of(i.consumer): i
+            for i in saved
+            if isinstance(i, Receive) and i.consumer.kind == _FETCH
+        }
+        copied = {key_of(i) for i in program if isinstance(i, Pass) and i.kind == _OUT}
+        return cls(sent, fetched, frozenset({*sent, *copied}))
+
+
 class Moves:
     """Of one iteration on one rank.
 
     Args:
-        program: of the rank.
+        moving: of the program of the rank.
         store: moves; None: nothing may.
 
     Attributes:
@@ -31,24 +64,10 @@ class Moves:
         actions: of each kind of pass that moves something.
     """
 
-    def __init__(self, program: Program, store: ActivationStore | None) -> None:
+    def __init__(self, moving: Moving, store: ActivationStore | None) -> None:
         self.waits: Send | Receive | None = None
         self._store = store
-        saved = [i for i in program if isinstance(i, Send | Receive) and i.saved]
-        self._sent = {
-            key_of(i.consumer): i
-            for i in saved
-            if isinstance(i, Send) and i.consumer.kind == _EVICT
-        }
-        self._fetched = {
-            key_of(i.consumer): i
-            for i in saved
-            if isinstance(i, Receive) and i.consumer.kind == _FETCH
-        }
-        self._leaving = {
-            *self._sent,
-            *(key_of(i) for i in program if isinstance(i, Pass) and i.kind == _OUT),
-        }
+        self._sent, self._fetched, self._leaving = moving.sent, moving.fetched, moving.leaving
         self.actions: dict[str, Callable[[Pass, object], None]] = {
             _OUT: self._leave,
             _BACK: self._begin_back,

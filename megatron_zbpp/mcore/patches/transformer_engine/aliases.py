@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-_READ = 'main_grad', 'overwrite_main_grad'  # of a weight, by TE's modules
+READ = 'main_grad', 'overwrite_main_grad'  # of a weight, by TE's modules
 
 
 class Aliased:
@@ -41,7 +41,7 @@ def alias_of(parameter: torch.nn.Parameter, soiled: bool) -> torch.Tensor:
     """
     alias: Any = parameter.detach().requires_grad_()
     if type(alias) is torch.Tensor:
-        for name in _READ:
+        for name in READ:
             if hasattr(parameter, name):
                 setattr(alias, name, getattr(parameter, name))
     else:

@@ -11,7 +11,8 @@ import torch
 
 from megatron_zbpp.mcore.patches.dummy_gradients import dummy_gradient
 from megatron_zbpp.mcore.patches.shards import Shard, start_all
-from megatron_zbpp.mcore.patches.transformer_engine.aliases import Aliased, alias_of
+from megatron_zbpp.mcore.patches.transformer_engine.aliases import READ, Aliased, alias_of
+from megatron_zbpp.mcore.patches.transformer_engine.gathers import leave_gather_to_w
 from megatron_zbpp.runtime.weight_grads import Gradients, WeightGradStore
 
 # which of (input, gradient of the output) sequence parallelism gathers, by `parallel_mode`
@@ -55,6 +56,7 @@ class DelayedModule:
         self.waiting = 0
         self._module = module
         self._single = self.entries == 1 and not hasattr(module, 'num_gemms')
+        self._alias_of: list[tuple] | None = None
         self._aliases: list[torch.Tensor] = []
         self._biases: list[int] = []  # places of biases among what is trained
         self._soiled = False  # whether B leaves something in `.grad` of aliases of weights
@@ -71,6 +73,41 @@ class DelayedModule:
 
     def join(self, chunk: Chunk) -> None:
         """Belongs to `chunk` from now on."""
+        self._chunk = chunk
+        self.waiting = 0
+        read = self._read()
+        if read is not None and read == self._alias_of:
+            self._clear()  # of an iteration that an error has ended
+            return
+        self._show_aliases()
+        self._alias_of = read
+
+    def _read(self) -> list[tuple] | None:
+        """Return what aliases are made from, to compare; None: they are to be made anew.
+
+        Memory that a parameter moved away from may be another's by now: what has it is compared.
+        """
+        module = self._module
+        read: list[tuple] = [(module.fuse_wgrad_accumulation,)]
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if type(parameter) is not torch.nn.Parameter:  # a quantized one has memory of many
+                return None
+            attributes = vars(parameter)
+            read.append(
+                (
+                    name,
+                    id(parameter),
+                    parameter.data_ptr(),
+                    parameter.requires_grad,
+                    *(id(attributes.get(each)) for each in READ),
+                )
+            )
+        return read
+
+    def _show_aliases(self) -> None:
+        """Make the aliases that the module finds in place of its weights and biases."""
         module = self._module
         trained = {
             name: parameter
@@ -92,15 +129,16 @@ class DelayedModule:
         self._gathered = None
         if self.entries == 1 and module.sequence_parallel:
             self._gathered = _GATHERED.get(getattr(module, 'parallel_mode', ''))
-        self._chunk = chunk
-        self.waiting = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own, on aliases where its weight gradients are to wait."""
         if not self._chunk.store.deferring:
             return self._forward(*args, **kwargs)
         with self._aliased():
-            return self._forward(*args, **kwargs)
+            output = self._forward(*args, **kwargs)
+        if self._gathered == _GATHERED['column']:
+            leave_gather_to_w(output)
+        return output
 
     def delays(self) -> bool:
         """Return what TE asks, in forward and in backward."""
@@ -147,26 +185,28 @@ class DelayedModule:
         store = self._chunk.store
         start = None
         if store.waits:
-            entries = [(self._least(tensors), function) for tensors, function in entries]
-            if self._gathered is not None:
-                start = start_all([t for ts, _ in entries for t in ts if isinstance(t, Shard)])
+            for tensors, _ in entries:
+                _by_columns(tensors)
+        if self._gathered is not None:
+            entries = [(self._sharded(tensors), function) for tensors, function in entries]
+            start = start_all([t for ts, _ in entries for t in ts if isinstance(t, Shard)])
         compute = functools.partial(self._compute, entries, early, first)
         held = functools.partial(self._held, entries)
         store.defer(self.trained, compute, held, start, self._fused)
         self.waiting += 1
 
-    def _least(self, tensors: list) -> list:
-        """Return what W needs: FP8 data by columns, this rank's rows of what was gathered."""
-        for item in tensors:
-            for tensor in item if isinstance(item, list | tuple) else (item,):
-                if type(tensor) is torch.Tensor:  # nor are the others quantized
-                    break
-                tensor.update_usage(rowwise_usage=False, columnwise_usage=True)
+    def _sharded(self, tensors: list) -> list:
+        """Return what W needs, with this rank's rows of what W gathers; FP8 data stays whole."""
         gathered = self._gathered
-        if gathered is None or type(tensors[gathered]) is not torch.Tensor:
+        assert gathered is not None, 'else nothing is gathered'
+        operand, other = tensors[gathered], tensors[1 - gathered]
+        if type(operand) is not torch.Tensor:
+            return tensors
+        whole = gathered == _GATHERED['row'] or len(operand) == len(other)
+        if whole and not self._chunk.store.waits:
             return tensors
         kept = list(tensors)
-        kept[gathered] = Shard.of(tensors[gathered], self._module.tp_group)
+        kept[gathered] = (Shard.of if whole else Shard)(operand, self._module.tp_group)
         return kept
 
     def _held(self, entries: Entries) -> Iterator[torch.Tensor]:
@@ -224,6 +264,15 @@ class DelayedModule:
     def _clear(self) -> None:
         for alias in self._aliases:
             alias.grad = None
+
+
+def _by_columns(tensors: list) -> None:
+    """Drop the FP8 data by rows, which W does not read."""
+    for item in tensors:
+        for tensor in item if isinstance(item, list | tuple) else (item,):
+            if type(tensor) is torch.Tensor:  # nor are the others quantized
+                break
+            tensor.update_usage(rowwise_usage=False, columnwise_usage=True)
 
 
 def _whole(tensor: Any) -> Any:

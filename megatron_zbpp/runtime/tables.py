@@ -1,0 +1,96 @@
+"""What the executor looks up in a program: found once, for all iterations that run it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from megatron_zbpp.analysis.program import Hand, Join, Program
+from megatron_zbpp.ir import B, F, Pass, Together, W
+from megatron_zbpp.ir.techniques import R
+from megatron_zbpp.runtime.activations.moves import Moving, key_of
+from megatron_zbpp.runtime.kinds import last, whole
+from megatron_zbpp.runtime.weight_grads import Key
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """The tables of one rank's program; each is made when it is first asked for.
+
+    Attributes:
+        program: of the rank.
+    """
+
+    program: Program
+
+    @functools.cached_property
+    def passes(self) -> tuple[Pass, ...]:
+        return tuple(i for i in self.program if isinstance(i, Pass))
+
+    @functools.cached_property
+    def of_each_kind(self) -> tuple[Pass, ...]:
+        """One pass of each kind, and of each that has a slice."""
+        return tuple({(p.kind, bool(p.slice)): p for p in self.passes}.values())
+
+    @functools.cached_property
+    def handed_to(self) -> frozenset[Pass]:
+        """Passes whose input its maker on this rank may still use."""
+        return frozenset(i.consumer for i in self.program if isinstance(i, Hand))
+
+    @functools.cached_property
+    def splits(self) -> bool:
+        """Whether there are W passes."""
+        return any(p.kind == W for p in self.passes)
+
+    @functools.cached_property
+    def trains(self) -> bool:
+        """Whether there are backwards."""
+        return any(p.kind != F for p in self.passes)
+
+    @functools.cached_property
+    def last_backwards(self) -> set[Pass]:
+        """Passes after which what B accumulates by itself (norms, embeddings) is complete."""
+        return last(self.passes, B)
+
+    @functools.cached_property
+    def last_weights(self) -> set[Pass]:
+        """Passes after which what waits for W is complete."""
+        return last(self.passes, W)
+
+    @functools.cached_property
+    def recomputed(self) -> frozenset[Key]:
+        """Those of which F keeps the input only."""
+        return frozenset(key_of(p) for p in self.passes if p.kind == R)
+
+    @functools.cached_property
+    def moving(self) -> Moving:
+        """What forwards have saved that leaves the device."""
+        return Moving.of(self.program)
+
+    def split(self, together: bool, left_out: bool) -> frozenset[Key]:
+        """Return those that leave their weight gradients to a W.
+
+        Args:
+            together: whether passes that the program joins run as one. Of such the one asks the
+                store whether to defer and the other does, so they all do.
+            left_out: whether W passes leave weight gradients out.
+        """
+        if not self.splits:
+            return frozenset()
+        if left_out:
+            return self._every
+        return self._split_beside_cells if together else self._split
+
+    @functools.cached_property
+    def _every(self) -> frozenset[Key]:
+        return frozenset(map(key_of, self.passes))
+
+    @functools.cached_property
+    def _split(self) -> frozenset[Key]:
+        return self._every - whole(self.passes)
+
+    @functools.cached_property
+    def _split_beside_cells(self) -> frozenset[Key]:
+        joins = (i.passes for i in self.program if isinstance(i, Join))
+        cells = [passes for passes in joins if Together(passes).is_cell]
+        return self._every - whole(self.passes, [p for cell in cells for p in cell])
