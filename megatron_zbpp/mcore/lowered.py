@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from megatron_zbpp.analysis.program import Begin, Program, Send
 from megatron_zbpp.analysis.run_ahead import passes_run_ahead, split
 from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.runtime.tables import Tables
 
 
 def for_megatron(schedule: Schedule) -> Schedule:
@@ -85,8 +86,8 @@ class Lowered:
         )
 
     @functools.lru_cache(64)  # noqa: B019 - as many as ranks; they end with the session's programs
-    def program(self, rank: int, ranks_ahead: int) -> tuple[Program, int]:
-        """Return the program of a rank, and how many instructions of it come ahead.
+    def tables(self, rank: int, ranks_ahead: int) -> tuple[Tables, int]:
+        """Return the program of a rank with its tables, and how many instructions come ahead.
 
         Args:
             rank: in the pipeline.
@@ -94,4 +95,4 @@ class Lowered:
         """
         passes = passes_run_ahead(self.schedule, self.ahead, ranks_ahead)
         first, rest = split(self.programs[rank], passes)
-        return first + rest, len(first)
+        return Tables(first + rest), len(first)

@@ -77,9 +77,9 @@ def prepare(
         session.compared.add(models[0])
         collective = session.watchdog.collective
         require_all_layers(unwrap_model(models), lowered.placement, groups.pp, collective)
-    program, count = lowered.program(rank, ranks_ahead)
+    tables, count = lowered.tables(rank, ranks_ahead)
     executor = Executor(
-        program,
+        tables.program,
         stages,
         session.channels(groups.pp, lowered.placement, call.device, message.shape is None),
         message,
@@ -89,6 +89,7 @@ def prepare(
         _activations(session, lowered, models, call, groups.pp),
         None if arguments.forward_only else session.side,
         combined.as_one if as_one else None,
+        tables,
     )
     return Batch(arguments, groups, config, call, lowered, executor), count
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -54,6 +56,19 @@ def delaying_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return modules
 
 
+# of chunks that were looked through; no strong references, for a module may be a chunk itself
+_known: WeakKeyDictionary[torch.nn.Module, list[weakref.ref]] = WeakKeyDictionary()
+
+
+def _known_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return `delaying_modules`, looked for once; anew where one of them is gone."""
+    found = [known() for known in _known.get(model, ())]
+    if model not in _known or None in found:
+        found = delaying_modules(model)
+        _known[model] = list(map(weakref.ref, found))
+    return cast(list[torch.nn.Module], found)
+
+
 class Delaying:
     """The TE modules of a model chunk that delay; from now on they leave it to `store`.
 
@@ -62,7 +77,7 @@ class Delaying:
     """
 
     def __init__(self, model: torch.nn.Module, store: WeightGradStore) -> None:
-        self.modules = delaying_modules(model)
+        self.modules = _known_modules(model)
         self._chunk = Chunk(store)
         for module in self.modules:
             delayed(module).join(self._chunk)
