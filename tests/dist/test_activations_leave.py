@@ -33,6 +33,7 @@ from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import FAMILIES, build
 
 CPU = torch.device('cpu')
+BOTH_WAYS = 2  # streams of copies
 
 
 def executed(schedule, fails=False):
@@ -298,7 +299,7 @@ def test_memory_is_unlocked_before_it_is_freed():
             loss.backward()
         assert cuda.locked, 'it is for what leaves next'
         del store, loss
-        assert not cuda.locked and cuda.waits == ['event.synchronize in None']
+        assert not cuda.locked and cuda.waits == ['event.synchronize in None'] * BOTH_WAYS
 
 
 def test_memory_that_is_too_small_is_unlocked_between_iterations():
@@ -312,7 +313,48 @@ def test_memory_that_is_too_small_is_unlocked_between_iterations():
         assert len(cuda.locked) == 2 and not cuda.waits
         engine.finish()
         (nbytes,) = cuda.locked.values()
-        assert nbytes >= 15000 and len(cuda.waits) == 1
+        assert nbytes >= 15000 and len(cuda.waits) == BOTH_WAYS
+
+
+def begun_both_ways(cuda):
+    """A copy out, and one back of what left before, which the stream of the passes waits for."""
+    from cuda_double import GPU
+
+    engine = Copies(torch.device('cuda', GPU))
+    first, second, back = (engine.allocate(2048) for _ in '123')
+    left, written = engine.out([first])
+    engine.wait(written)
+    leaving, _ = engine.out([second])
+    engine.wait(engine.back(left, [back]))
+    return engine, left, leaving
+
+
+def test_copies_in_both_directions_at_once():
+    """What comes back is there whether or not what leaves has left."""
+    from cuda_double import DEFAULT, Cuda
+
+    with Cuda() as cuda:
+        _, _, leaving = begun_both_ways(cuda)
+        assert not cuda.races and not cuda.waits
+        cuda.use(DEFAULT, 'a pass', [], [leaving])
+        assert any('a pass' in race and 'copy to the host' in race for race in cuda.races)
+
+
+@pytest.mark.parametrize('sound', [True, False])
+def test_memory_of_the_host_is_used_again_behind_what_has_read_it(sound):
+    from cuda_double import GPU, Cuda
+
+    with Cuda() as cuda:
+        engine = Copies(torch.device('cuda', GPU))
+        storage = engine.allocate(2048)
+        left, written = engine.out([storage])
+        engine.wait(written)
+        engine.back(left, [storage])  # nobody waits for it, as where an iteration is dropped
+        if not sound:
+            engine._read.clear()
+        again, _ = engine.out([engine.allocate(2048)])
+        assert again is left
+        assert bool(cuda.races) != sound
 
 
 def test_nothing_to_copy_locks_nothing():

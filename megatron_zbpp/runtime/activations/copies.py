@@ -1,8 +1,10 @@
-"""Copies of storages to the host and back: on CUDA beside the passes, on a stream of their own.
+"""Copies of storages to the host and back: on CUDA beside the passes, on streams of their own.
 
-Memory changes where the compute stream is: it waits for a copy out before it frees, and what comes
-back is allocated on it before the copy stream writes there. So the allocator needs no
-`record_stream`, after which the time of a free depends on when somebody looks.
+Each direction has one, so that both ways of the link are used at once. Memory of the device changes
+where the compute stream is: it waits for a copy out before it frees, and what comes back is
+allocated on it before the copy stream writes there. So the allocator needs no `record_stream`,
+after which the time of a free depends on when somebody looks. Memory of the host is used again
+behind the copy that has read it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _ALIGNED = 512  # bytes: as the caching allocator of CUDA has them
 
 
 class Copies:
-    """The copy engine of a device: what is begun on it runs in that order.
+    """The copy engines of a device: what is begun in one direction runs in that order.
 
     Args:
         device: whose memory is freed; of the CPU, a copy is done when the call returns.
@@ -31,7 +33,10 @@ class Copies:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._on_cuda = device.type == 'cuda'
-        self._stream: Any = torch.cuda.Stream(device) if self._on_cuda else None
+        self._outward: Any = torch.cuda.Stream(device) if self._on_cuda else None
+        self._inward: Any = torch.cuda.Stream(device) if self._on_cuda else None
+        self._written: dict[int, object] = {}  # by address of a slab, its latest copy out
+        self._read: dict[int, object] = {}  # its latest copy back
         self._slabs = Slabs()
 
     def out(self, storages: Sequence[torch.UntypedStorage]) -> tuple[torch.Tensor, object]:
@@ -45,14 +50,16 @@ class Copies:
         """
         slab = self._slabs.take(sum(map(_room, storages)), self._new)
         computed = self._mark()
-        with self._copying():
+        with self._copying(self._outward):
             self._wait(computed)
+            self._wait(self._read.pop(slab.data_ptr(), None))
             at = 0
             for storage in storages:
                 part = slab[at : at + storage.nbytes()]
                 part.copy_(bytes_of(storage, self.device), non_blocking=True)
                 at += _room(storage)
-            return slab, self._mark()
+            written = self._written[slab.data_ptr()] = self._mark()
+        return slab, written
 
     def back(self, slab: torch.Tensor, storages: Sequence[torch.UntypedStorage]) -> object:
         """Begin to copy `slab` into `storages`, which are just allocated; it is free behind that.
@@ -61,19 +68,20 @@ class Copies:
             what tells when they have been written.
         """
         allocated = self._mark()
-        with self._copying():
+        with self._copying(self._inward):
             self._wait(allocated)
+            self._wait(self._written.pop(slab.data_ptr(), None))
             at = 0
             for storage in storages:
                 part = slab[at : at + storage.nbytes()]
                 bytes_of(storage, self.device).copy_(part, non_blocking=True)
                 at += _room(storage)
-            written = self._mark()
+            read = self._read[slab.data_ptr()] = self._mark()
         self.free(slab)
-        return written
+        return read
 
     def free(self, slab: torch.Tensor) -> None:
-        """Take back a slab: the next copy out into it comes behind what has been begun by now."""
+        """Take back a slab: the next copy out into it comes behind those that were begun of it."""
         self._slabs.give(slab)
 
     def finish(self) -> None:
@@ -120,18 +128,18 @@ class Copies:
         """Return memory of the host that has not been there."""
         require_room(nbytes)
         if self._on_cuda and nbytes:
-            return locked(nbytes, self.device, self._stream)
+            return locked(nbytes, self.device, (self._outward, self._inward))
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def _mark(self) -> object:
         return torch.cuda.current_stream(self.device).record_event() if self._on_cuda else None
 
     def _wait(self, mark: Any) -> None:
-        if self._on_cuda:
+        if mark is not None:
             torch.cuda.current_stream(self.device).wait_event(mark)
 
-    def _copying(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream) if self._on_cuda else contextlib.nullcontext()
+    def _copying(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream) if self._on_cuda else contextlib.nullcontext()
 
 
 def _room(storage: torch.UntypedStorage) -> int:

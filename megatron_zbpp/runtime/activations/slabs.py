@@ -12,7 +12,7 @@ import contextlib
 import mmap
 import weakref
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def require_room(nbytes: int) -> None:
         )
 
 
-def locked(nbytes: int, device: torch.device, stream: Any) -> torch.Tensor:
+def locked(nbytes: int, device: torch.device, streams: Sequence[Any]) -> torch.Tensor:
     """Return page-locked memory of just this size; torch's own allocator rounds it up a lot.
 
     It has its pages for itself, since none can be locked twice.
@@ -92,7 +92,7 @@ def locked(nbytes: int, device: torch.device, stream: Any) -> torch.Tensor:
     Args:
         nbytes: of it.
         device: that copies into it.
-        stream: of these copies: the memory is unlocked and freed behind them.
+        streams: of these copies, and of those back: the memory is unlocked and freed behind them.
 
     Raises:
         PinningError: the driver refuses.
@@ -107,12 +107,13 @@ def locked(nbytes: int, device: torch.device, stream: Any) -> torch.Tensor:
             f'{nbytes / 2**20:.1f} MiB of host memory cannot be page-locked (CUDA error {result}): '
             'raise `ulimit -l`, give the job more memory, or offload fewer chunks'
         )
-    weakref.finalize(slab, _unlock, runtime, slab.data_ptr(), stream).atexit = False
+    weakref.finalize(slab, _unlock, runtime, slab.data_ptr(), streams).atexit = False
     return slab
 
 
-def _unlock(runtime: Any, address: int, stream: Any) -> None:
-    stream.synchronize()
+def _unlock(runtime: Any, address: int, streams: Sequence[Any]) -> None:
+    for stream in streams:
+        stream.synchronize()
     runtime.cudaHostUnregister(address)
 
 
