@@ -90,6 +90,8 @@ def enable(
     offload: str | int | None = None,
     freeze: str | Path | None = None,
     recompute: str | int | None = None,
+    message_ctas: int = 2,
+    message_priority: str = 'high',
     flags: Mapping[str, object] | None = None,
 ) -> Plugin:
     """Make Megatron-Core's pipelined forward_backward functions run `schedule`.
@@ -120,6 +122,10 @@ def enable(
         recompute: of which chunks of each rank forwards keep their input only, and run again before
             their backward, in passes that the schedule places; as `offload`, for which then
             chunks are left that do not run again.
+        message_ctas: most thread blocks of NCCL's kernels for a message between stages. Fewer leave
+            more of the GPU to passes that run meanwhile, more make large messages faster.
+        message_priority: of these kernels: 'high', so that a message does not wait for kernels of
+            the next pass that are queued with it; or 'group', that of the pipeline's group.
         flags: of the program, by name: all ranks must have them alike, but for paths and their own
             numbers, or they stop before they train.
 
@@ -148,6 +154,8 @@ def enable(
         offload,
         freezing(freeze),
         recompute,
+        message_ctas,
+        message_priority,
     )
     return enabled.switch(settings, flags)
 

@@ -132,7 +132,12 @@ class Session:
             steps = [(a, b) for a, b in itertools.pairwise(ranks) if a != b]
             pairs = {*steps, *((b, a) for a, b in steps)}
             self._channels[key] = Channels(
-                pp_group, pairs, device, self.watchdog.collective, shapes=shapes
+                pp_group,
+                pairs,
+                device,
+                self.watchdog.collective,
+                shapes=shapes,
+                kernels=self.settings.kernels,
             )
         return self._channels[key]
 
@@ -156,7 +161,13 @@ class Session:
             key = pp_group, partners
             if key not in self._between_partners:
                 self._between_partners[key] = Channels(
-                    pp_group, partners, device, self.watchdog.collective, shapes=True, saved=True
+                    pp_group,
+                    partners,
+                    device,
+                    self.watchdog.collective,
+                    shapes=True,
+                    saved=True,
+                    kernels=self.settings.kernels,
                 )
             store.join(self._between_partners[key])
         return store

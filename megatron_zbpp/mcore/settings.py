@@ -11,10 +11,12 @@ from megatron_zbpp.analysis.offloading import FREE, Amount, chunks_of
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.mcore.lowered import require_one_route
 from megatron_zbpp.partitioning.freeze_plans import FreezePlan
+from megatron_zbpp.runtime.groups import MessageKernels
 from megatron_zbpp.schedules import Family, checked_chunks, find, require_no_limit
 
 AUTO = 'auto'
 _CLEAN_STEPS = 10
+_PRIORITIES = 'high', 'group'
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Settings:
         freeze: which weight gradients are left out, and when; None: none.
         recompute: of which chunks forwards keep their input only, and run again in passes of their
             own; as `offload`.
+        message_ctas: most thread blocks of NCCL's kernels for a message between stages.
+        message_priority: of these kernels: 'high', or 'group' for that of the pipeline's group.
 
     Raises:
         ValueError: no such schedule, or a value that makes no sense; the message names it.
@@ -52,10 +56,16 @@ class Settings:
     offload: Amount | None = None
     freeze: FreezePlan | None = None
     recompute: Amount | None = None
+    message_ctas: int = MessageKernels.ctas
+    message_priority: str = 'high'
 
     def __post_init__(self) -> None:
         self._require_numbers()
         self._require_amounts()
+        if self.message_priority not in _PRIORITIES:
+            raise ValueError(
+                f'message_priority is {self.message_priority!r}: give one of {_PRIORITIES}'
+            )
         if self.freeze is not None and self.schedule == AUTO:
             raise ValueError('freeze: it is planned for one schedule: name that instead of auto')
         found = self._family()
@@ -67,6 +77,11 @@ class Settings:
             steps = _CLEAN_STEPS if self.post_validation else None
             object.__setattr__(self, 'post_validation', steps)
         object.__setattr__(self, 'watchdog_timeout', self.watchdog_timeout or 0)
+
+    @property
+    def kernels(self) -> MessageKernels:
+        """How NCCL carries messages between stages."""
+        return MessageKernels(self.message_ctas, self.message_priority == 'high')
 
     def _family(self) -> Family | None:
         """Return the family that is asked for; None: a schedule itself, or one that is planned."""
@@ -111,6 +126,7 @@ class Settings:
             ('watchdog_pause_timeout', 0, False),
             ('post_validation', 0, True),
             ('profile_iters', 1, True),
+            ('message_ctas', 1, True),
         ):
             value = getattr(self, name)
             if value is None or (name == 'post_validation' and isinstance(value, bool)):

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zbpp.analysis.program import Send
-from megatron_zbpp.runtime.groups import backend_for, directions, host_group
+from megatron_zbpp.runtime.groups import MessageKernels, backend_for, directions, host_group
 
 # Of all messages, and of their shapes: those of one direction are told apart by their order. What
 # goes by a second set of channels in the same groups has tags of its own.
@@ -103,6 +103,7 @@ class Channels:
             `device` is gloo.
         shapes: whether shapes and sizes can be told.
         saved: whether they are for what forwards have saved.
+        kernels: of NCCL; default: those of `MessageKernels`.
 
     Attributes:
         pp_group: the same.
@@ -120,6 +121,7 @@ class Channels:
         separate: bool | None = None,
         shapes: bool = False,
         saved: bool = False,
+        kernels: MessageKernels | None = None,
     ) -> None:
         self.pp_group = pp_group
         self._tag, self._shape_tag = (tag + _TAGS * saved for tag in (_TAG, _SHAPE_TAG))
@@ -130,7 +132,7 @@ class Channels:
         self._on_host = backend_for(pp_group, device) == 'gloo'
         if separate or (separate is None and not self._on_host):
             with collective('making of the groups for messages between stages'):
-                groups = directions(pp_group, device, pairs)
+                groups = directions(pp_group, device, pairs, kernels or MessageKernels())
         else:
             groups = dict.fromkeys(pairs, pp_group)
         # by peer: the group of the messages to it, or from it, and its rank there

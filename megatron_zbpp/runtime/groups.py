@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,9 +11,24 @@ import torch.distributed as dist
 
 from megatron_zbpp.runtime import compat
 
-# Of a message. A receive is a kernel that spins until its message comes: each of these takes the
-# place of a block of the passes that compute meanwhile.
-_MOST_CTAS = 4
+
+@dataclass(frozen=True)
+class MessageKernels:
+    """How NCCL carries messages between stages.
+
+    Attributes:
+        ctas: most thread blocks of a send or a receive. A receive is a kernel that spins until its
+            message comes: each block takes a processor of the GPU from passes that run meanwhile.
+            Fewer make large messages slower.
+        high_priority: whether they start before kernels of passes that are queued at the same time;
+            else as those of the pipeline's group (`--high-priority-stream-groups pp`).
+    """
+
+    ctas: int = 2
+    high_priority: bool = True
+
+
+_DEFAULT = MessageKernels()
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
@@ -45,7 +61,10 @@ def host_device(group: dist.ProcessGroup) -> str:
 
 
 def directions(
-    group: dist.ProcessGroup, device: torch.device, pairs: Iterable[tuple[int, int]]
+    group: dist.ProcessGroup,
+    device: torch.device,
+    pairs: Iterable[tuple[int, int]],
+    kernels: MessageKernels = _DEFAULT,
 ) -> dict[tuple[int, int], dist.ProcessGroup]:
     """Return a group for each pair of ranks in `group`, made by all ranks of all pipelines.
 
@@ -57,7 +76,9 @@ def directions(
     for ranks in _all_like(own):
         for pair in pairs:
             # options anew: each group writes into its own
-            made = dist.new_group(sorted(ranks[rank] for rank in pair), **like(group, device))
+            made = dist.new_group(
+                sorted(ranks[rank] for rank in pair), **like(group, device, kernels)
+            )
             if list(ranks) == own:
                 groups[pair] = made
     return groups
@@ -81,25 +102,27 @@ def _all_like(own: list[int]) -> list[tuple[int, ...]]:
     return sorted(set(pipelines))
 
 
-def like(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
+def like(
+    group: dist.ProcessGroup, device: torch.device, kernels: MessageKernels = _DEFAULT
+) -> dict[str, Any]:
     """Return arguments of `new_group` for one that carries messages of `device` as `group` does."""
     options = compat.group_options(group, device)
     return {
         'backend': backend_for(group, device),
         'timeout': compat.group_timeout(options),  # Megatron's --distributed-timeout-minutes
-        'pg_options': _few_ctas(options) if hasattr(options, 'config') else None,
+        'pg_options': _for_messages(options, kernels) if hasattr(options, 'config') else None,
     }
 
 
-def _few_ctas(theirs: Any) -> Any:
+def _for_messages(theirs: Any, kernels: MessageKernels) -> Any:
     """Return NCCL's options as the group's, which --nccl-communicator-config-path may give.
 
     Messages take few of the device's processors unless it says how many.
     """
     options = dist.ProcessGroupNCCL.Options()
     unset = options.config.max_ctas
-    options.is_high_priority_stream = theirs.is_high_priority_stream
+    options.is_high_priority_stream = kernels.high_priority or theirs.is_high_priority_stream
     options.config = theirs.config  # a copy
     if theirs.config.max_ctas == unset:
-        options.config.max_ctas = max(_MOST_CTAS, theirs.config.min_ctas)
+        options.config.max_ctas = max(kernels.ctas, theirs.config.min_ctas)
     return options

@@ -40,11 +40,22 @@ def test_a_device_that_no_backend_takes(monkeypatch):
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason='this torch is built without NCCL')
 @pytest.mark.parametrize(
-    ('given', 'expected'), [({}, 4), ({'max_ctas': 16}, 16), ({'min_ctas': 8}, 8)]
+    ('given', 'asked', 'expected'),
+    [
+        ({}, {}, 2),
+        ({}, {'ctas': 1}, 1),
+        ({'max_ctas': 16}, {}, 16),
+        ({'min_ctas': 8}, {}, 8),
+        ({}, {'high_priority': False}, 2),
+    ],
 )
-def test_messages_take_few_processors(monkeypatch, given, expected):
-    """Unless --nccl-communicator-config-path says how many; what it says otherwise stays."""
-    theirs = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+@pytest.mark.parametrize('high', [False, True])
+def test_messages_take_few_processors(monkeypatch, given, asked, expected, high):
+    """Unless --nccl-communicator-config-path says how many; what it says otherwise stays.
+
+    They start before what is queued with them, unless it is asked for the priority of the group.
+    """
+    theirs = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high)
     theirs._timeout = timedelta(minutes=3)
     theirs.config.cga_cluster_size = 2
     for name, value in given.items():
@@ -52,10 +63,11 @@ def test_messages_take_few_processors(monkeypatch, given, expected):
     before = theirs.config.max_ctas
     group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=theirs))
     monkeypatch.setattr(dist, 'get_backend_config', lambda group: 'cuda:nccl')
-    like = groups.like(group, CUDA)
+    like = groups.like(group, CUDA, groups.MessageKernels(**asked))
     assert like['backend'] == 'nccl' and like['timeout'] == timedelta(minutes=3)
     ours = like['pg_options']
-    assert ours.is_high_priority_stream and ours.config.cga_cluster_size == 2
+    assert ours.is_high_priority_stream == (high or asked.get('high_priority', True))
+    assert ours.config.cga_cluster_size == 2
     assert ours.config.max_ctas == expected
     assert theirs.config.max_ctas == before
 

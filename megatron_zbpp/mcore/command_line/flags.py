@@ -13,6 +13,7 @@ from megatron_zbpp.ir import Schedule, formats
 from megatron_zbpp.mcore.command_line.aliases import add_aliases, announce, translate
 from megatron_zbpp.mcore.command_line.messages import flag
 from megatron_zbpp.mcore.settings import Settings, folder, freezing
+from megatron_zbpp.runtime.groups import MessageKernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,15 @@ class PipelineScheduleConfig:
     """Forwards of the chunks of each rank that wait longest keep their input only, and run again
     before their backward, in bubbles first: half, all, or how many chunks. Losses stay the same to
     the bit."""
+
+    pipeline_message_ctas: int = MessageKernels.ctas
+    """Most thread blocks of NCCL's kernels for a message between stages. Fewer leave more of the
+    GPU to passes that run meanwhile, more make large messages faster."""
+
+    pipeline_message_priority: str = 'high'
+    """Priority of these kernels: high, so that a message does not wait for kernels of the next pass
+    that are queued with it; or group, that of the pipeline's group, which is normal without
+    --high-priority-stream-groups pp."""
 
     pipeline_trace_dir: Path | None = None
     """Folder for pictures of an early iteration, and of one after auto has switched, the clocks of
@@ -84,7 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if kind is bool:
             group.add_argument(flag(field.name), action='store_true', help=text)
             continue
-        default = '' if field.default is None else f' Default: {field.default:g}.'
+        value = field.default if isinstance(field.default, str | None) else f'{field.default:g}'
+        default = '' if value is None else f' Default: {value}.'
         group.add_argument(
             flag(field.name),
             type=kind,
@@ -162,6 +173,8 @@ def settings_of(
         offload=config.pipeline_offload,
         freeze=freezing(config.pipeline_freeze),
         recompute=config.pipeline_recompute,
+        message_ctas=config.pipeline_message_ctas,
+        message_priority=config.pipeline_message_priority,
     )
 
 
