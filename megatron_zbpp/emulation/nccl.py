@@ -80,6 +80,8 @@ class Communicator:
 class Group(dist.ProcessGroup):
     """A process group on `Device.current`."""
 
+    supports_coalescing = True
+
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]  # missing in the stubs
         assert Device.current is not None, 'such groups are made within `with Device()`'
@@ -92,6 +94,7 @@ class Group(dist.ProcessGroup):
         self._gloo: dist.ProcessGroup | None = None
         self._communicators: dict[tuple[int, ...], Communicator] = {}
         self._counts: dict[tuple[int, int] | str, int] = defaultdict(int)
+        self._together: list[tuple[str, Callable[[], None]]] | None = None  # messages of one call
 
     def getBackendName(self) -> str:
         return NAME
@@ -126,7 +129,7 @@ class Group(dist.ProcessGroup):
             store.set(key, sent.clone().numpy().tobytes())  # numpy's storage cannot be resized
             self.device.look(lambda: store.check([f'{key} taken']))
 
-        return self._communicator(_pair(self.rank(), peer)).issue(words, run)
+        return self._issue(peer, words, run)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Work:
         (tensor,) = tensors
@@ -142,7 +145,28 @@ class Group(dist.ProcessGroup):
             tensor.detach().copy_(taken.view(tensor.dtype).view(tensor.shape))
             store.delete_key(key)
 
-        return self._communicator(_pair(self.rank(), peer)).issue(words, run)
+        return self._issue(peer, words, run)
+
+    def _issue(self, peer: int, words: str, run: Callable[[], None]) -> Work:
+        """Launch a message, or leave it to the call that launches several."""
+        if self._together is None:
+            return self._communicator(_pair(self.rank(), peer)).issue(words, run)
+        self._together.append((words, run))
+        return Work(self.device, words, run)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        """Launch as one what was called since: NCCL takes the communicator of all ranks for it."""
+        together, self._together = self._together or [], None
+
+        def run() -> None:
+            for _, each in together:
+                each()
+
+        words = together[0][0] if len(together) == 1 else f'{len(together)} messages'
+        return self._communicator(()).issue(words, run)
 
     def _message(self, sender: int, receiver: int) -> str:
         self._counts[sender, receiver] += 1

@@ -22,7 +22,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,20 +72,22 @@ class Transfer(NamedTuple):
     """Bytes that leave, or arrive.
 
     Attributes:
-        tensor: that is sent, or received into.
-        work: of it.
-        target: where to bring what has arrived, if it comes by way of the host.
+        tensors: that are sent, or received into.
+        works: of them; one, where the backend carries them together.
+        targets: where to bring what has arrived, if it comes by way of the host.
     """
 
-    tensor: torch.Tensor
-    work: dist.Work
-    target: torch.Tensor | None = None
+    tensors: Sequence[torch.Tensor]
+    works: Sequence[dist.Work]
+    targets: Sequence[torch.Tensor] = ()
 
     def wait(self) -> None:
         """Let the host (on CUDA: what computes from now on) wait until that is done."""
-        self.work.wait()
-        if self.target is not None:
-            self.target.copy_(self.tensor)
+        for work in self.works:
+            work.wait()
+        if self.targets:
+            for target, tensor in zip(self.targets, self.tensors, strict=True):
+                target.copy_(tensor)
 
 
 _Unfinished = deque[tuple[dist.Work, torch.Tensor, Send]]
@@ -130,6 +132,9 @@ class Channels:
         self.ranks = dist.get_process_group_ranks(pp_group)
         pairs = list(pairs)
         self._on_host = backend_for(pp_group, device) == 'gloo'
+        backend: Any = pp_group._get_backend(device) if saved and not self._on_host else None
+        self._together = bool(getattr(backend, 'supports_coalescing', False))
+        self._device = device
         if separate or (separate is None and not self._on_host):
             with collective('making of the groups for messages between stages'):
                 groups = directions(pp_group, device, pairs, kernels or MessageKernels())
@@ -160,11 +165,9 @@ class Channels:
                 continue
             with collective(f'first message from pipeline rank {a} to {b}'):
                 if self.rank == a:
-                    group, peer = self._to[b]
-                    group.send([tensor], peer, self._tag).wait()
+                    self.begin([tensor], b).wait()
                 else:
-                    group, peer = self._from[a]
-                    group.recv([tensor], peer, self._tag).wait()
+                    self.into([tensor], a).wait()
                 tensor.item()  # waits for the device
 
     def send(self, tensor: torch.Tensor, send: Send) -> None:
@@ -226,20 +229,34 @@ class Channels:
             self._host_group.recv([sizes], peer, self._shape_tag).wait()
         return sizes.tolist()
 
-    def begin(self, tensor: torch.Tensor, peer: int) -> Transfer:
-        """Start sending a tensor, which nobody may write to until that is done."""
-        if self._on_host and not tensor.is_cpu:
-            tensor = tensor.to('cpu')
+    def begin(self, tensors: Sequence[torch.Tensor], peer: int) -> Transfer:
+        """Start sending tensors, which nobody may write to until that is done."""
+        if self._on_host:
+            tensors = [tensor if tensor.is_cpu else tensor.to('cpu') for tensor in tensors]
         group, there = self._to[peer]
-        return Transfer(tensor, group.send([tensor], there, self._tag))
+        return Transfer(tensors, self._each(group, group.send, tensors, there))
 
-    def into(self, tensor: torch.Tensor, peer: int) -> Transfer:
-        """Post the receive of the next tensor from `peer`."""
-        copied = self._on_host and not tensor.is_cpu
-        taken = torch.empty_like(tensor, device='cpu') if copied else tensor
+    def into(self, tensors: Sequence[torch.Tensor], peer: int) -> Transfer:
+        """Post the receives of the next tensors from `peer`."""
+        copied = self._on_host and not all(tensor.is_cpu for tensor in tensors)
+        taken = [torch.empty_like(t, device='cpu') for t in tensors] if copied else tensors
         group, there = self._from[peer]
-        work = group.recv([taken], there, self._tag)
-        return Transfer(taken, work, tensor if copied else None)
+        works = self._each(group, group.recv, taken, there)
+        return Transfer(taken, works, tensors if copied else ())
+
+    def _each(
+        self, group: Any, start: Callable, tensors: Sequence[torch.Tensor], there: int
+    ) -> list[dist.Work]:
+        """Start a message for each tensor: in one call, and one kernel, where they are saved.
+
+        NCCL has another communicator for what is called together: so a channel has either all its
+        messages so or none, the first one included.
+        """
+        together = self._together and bool(tensors)
+        if together:
+            group._start_coalescing(self._device)
+        works = [start([tensor], there, self._tag) for tensor in tensors]
+        return [group._end_coalescing(self._device)] if together else works
 
     def let_go(self) -> None:
         """Hold no longer what has left by now; never waits. Of gloo only `finish` can tell."""

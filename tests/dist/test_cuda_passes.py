@@ -52,10 +52,10 @@ def sends_overwritten(self, tensor, send, _original=Channels.send):
     tensor.zero_()
 
 
-def by_the_host(self, transfers):
+def by_the_host(self, transfer):
     """As `Partner.wait`, whose stream waits, and not the host."""
-    for transfer in transfers:
-        transfer.work._work.wait()
+    for work in transfer.works:
+        work._work.wait()
 
 
 # what is broken: by name, the class of the stages, and what replaces what

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from grids import grid
@@ -12,6 +14,7 @@ from test_nccl import MODES
 from megatron_zbpp.analysis.evicting import with_eviction
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.program import Receive, Send
 from megatron_zbpp.analysis.recomputing import recomputed
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.emulation import nccl
@@ -30,8 +33,9 @@ CPU = torch.device('cpu')
 class Iterations:
     """Of one schedule on this rank, on groups like `group`."""
 
-    def __init__(self, schedule, group, varying=False, **named):
+    def __init__(self, schedule, group, varying=False, stage_class=LinearStage, **named):
         self.schedule, self.varying, self.named = schedule, varying, named
+        self.stage_class = stage_class
         self.programs, self.rank = lower(schedule), dist.get_rank()
         self.channels = Channels(group, pairs(self.programs), CPU, shapes=varying)
         self.activations = ActivationStore(CPU, small=1)
@@ -43,7 +47,7 @@ class Iterations:
         store, count = WeightGradStore(), self.schedule.num_stages
         rows = [uneven] if self.varying else []
         stages = {
-            s: LinearStage(store, s, count, *rows)
+            s: self.stage_class(store, s, count, *rows)
             for s in self.schedule.placement.stages(self.rank)
         }
         self.activations.keep(p for stage in stages.values() for p in stage.parameters())
@@ -184,3 +188,41 @@ def test_the_peak_is_reached(ranks):
     schedule = build('bpipe', 4, 8)
     (first, *_), *_, (last, *_) = ranks(4).run(on_gloo, schedule, False)
     assert max(first[2]) == max(last[2]) == bound(4) < 4
+
+
+class DeepStage(LinearStage):
+    """Saves more than a storage of its own."""
+
+    def forward(self, microbatch, received):
+        return torch.sin(torch.cos(super().forward(microbatch, received)))
+
+
+def launches(schedule):
+    """Operations that a rank launches in an iteration, and storages that it sends to its partner.
+
+    Those that the program has: of messages, and of what forwards have saved.
+    """
+    with nccl.Device():
+        group = dist.new_group(list(range(dist.get_world_size())), backend=nccl.NAME)
+        iterations = Iterations(schedule, group, stage_class=DeepStage)
+        count = mock.patch.object(nccl.Communicator, 'issue', autospec=True, side_effect=_issue)
+        sizes = mock.patch.object(Channels, 'tell_sizes', autospec=True, side_effect=_tell_sizes)
+        with count as issued, sizes as told:
+            iterations.train()
+        storages = [len(call.args[1]) for call in told.call_args_list]
+        program = iterations.programs[iterations.rank]
+        planned = [i for i in program if isinstance(i, Send | Receive)]
+        dist.barrier()
+    return issued.call_count, len(planned), storages
+
+
+_issue, _tell_sizes = nccl.Communicator.issue, Channels.tell_sizes
+
+
+def test_what_a_pass_has_saved_travels_by_one_call(ranks):
+    """However many storages these are: each call is a kernel and some time of the host."""
+    schedule = build('bpipe', 4, 6)
+    found = ranks(4).run(launches, schedule)
+    assert any(storages and min(storages) > 1 for *_, storages in found)
+    for launched, planned, _ in found:
+        assert launched == planned

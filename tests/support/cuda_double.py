@@ -249,6 +249,8 @@ class Cuda(TorchFunctionMode):
         yield tensor, 'pin_memory', lambda t, *_: self._pinned(t.clone())
         for name in ('send', 'recv') if self._group else ():
             yield self._group, name, self._message(name, getattr(self._group, name))
+        if self._group:
+            yield self._group, '_end_coalescing', self._together(self._group._end_coalescing)
 
     def _new_stream(self) -> int:
         stream = next(self._streams)
@@ -288,6 +290,14 @@ class Cuda(TorchFunctionMode):
             work = original(group, tensors, peer, tag)
             self.use(stream, name, [tensor][name == 'recv' :], [tensor][name == 'send' :])
             return _Work(self, work, self.record(stream))
+
+        return call
+
+    def _together(self, original: Callable) -> Callable:
+        """The work of messages that were called as one: who waits for it waits for all."""
+
+        def call(group: Any, device: torch.device) -> _Work:
+            return _Work(self, original(group, device), self.record(vars(group)['_its_stream']))
 
         return call
 

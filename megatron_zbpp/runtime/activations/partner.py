@@ -2,8 +2,9 @@
 
 The one side sends storages where it would copy them to the host, the other keeps the bytes and
 sends them back. How many bytes each storage has, which may differ from microbatch to microbatch,
-goes ahead from host to host. Both sides do so at the places that lowering has given them, in one
-order of all ranks: no wait here is for something that comes later.
+goes ahead from host to host; the storages of a pass then travel by one call. Both sides do so at
+the places that lowering has given them, in one order of all ranks: no wait here is for something
+that comes later.
 """
 
 from __future__ import annotations
@@ -34,21 +35,20 @@ class Partner:
         self._channels = channels
         self._peer = peer
 
-    def out(self, storages: Sequence[torch.UntypedStorage]) -> tuple[object, Sequence[Transfer]]:
+    def out(self, storages: Sequence[torch.UntypedStorage]) -> tuple[object, Transfer]:
         """Begin to send `storages`; return what tells when they have left."""
         self._channels.tell_sizes([storage.nbytes() for storage in storages], self._peer)
-        return self._peer, [
-            self._channels.begin(bytes_of(s, self.device), self._peer) for s in storages
-        ]
+        leaving = [bytes_of(storage, self.device) for storage in storages]
+        return self._peer, self._channels.begin(leaving, self._peer)
 
-    def back(self, left: object, storages: Sequence[torch.UntypedStorage]) -> Sequence[Transfer]:
+    def back(self, left: object, storages: Sequence[torch.UntypedStorage]) -> Transfer:
         """Post receives into `storages`; return what tells when they have come."""
-        return [self._channels.into(bytes_of(s, self.device), self._peer) for s in storages]
+        arriving = [bytes_of(storage, self.device) for storage in storages]
+        return self._channels.into(arriving, self._peer)
 
-    def wait(self, mark: Sequence[Transfer]) -> None:
+    def wait(self, mark: Transfer) -> None:
         """Let what computes from now on wait for `mark`."""
-        for transfer in mark:
-            transfer.wait()
+        mark.wait()
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Return memory of the device, there for what computes from now on."""
@@ -64,11 +64,13 @@ class _Kept:
 
     Attributes:
         peer: whose they are.
-        pieces: what comes, each with its receive.
+        tensors: what comes.
+        arriving: its receive.
     """
 
     peer: int
-    pieces: list[tuple[torch.Tensor, Transfer]]
+    tensors: list[torch.Tensor]
+    arriving: Transfer
 
 
 class Keeping:
@@ -96,15 +98,13 @@ class Keeping:
         sizes = self._channels.ask_sizes(peer)
         self.finish()
         tensors = [torch.empty(n, dtype=torch.uint8, device=self._device) for n in sizes]
-        pieces = [(tensor, self._channels.into(tensor, peer)) for tensor in tensors]
-        self._kept[key] = _Kept(peer, pieces)
+        self._kept[key] = _Kept(peer, tensors, self._channels.into(tensors, peer))
 
     def give_back(self, key: Key) -> None:
         """Begin to send a bundle back."""
         kept = self._kept.pop(key)
-        for tensor, arriving in kept.pieces:
-            arriving.wait()
-            self._leaving.append(self._channels.begin(tensor, kept.peer))
+        kept.arriving.wait()
+        self._leaving.append(self._channels.begin(kept.tensors, kept.peer))
 
     def finish(self) -> None:
         """Wait until all that was sent back has left."""
@@ -114,8 +114,7 @@ class Keeping:
     def drop(self) -> None:
         """Forget all that is kept, once it has come: forwards that were run ahead for nothing."""
         for kept in self._kept.values():
-            for _, arriving in kept.pieces:
-                arriving.wait()
+            kept.arriving.wait()
         self.clear()
 
     def clear(self) -> None:
