@@ -90,6 +90,7 @@ def enable(
     offload: str | int | None = None,
     freeze: str | Path | None = None,
     recompute: str | int | None = None,
+    kept_gib: float | None = None,
     message_ctas: int = 2,
     message_priority: str = 'high',
     flags: Mapping[str, object] | None = None,
@@ -122,6 +123,9 @@ def enable(
         recompute: of which chunks of each rank forwards keep their input only, and run again before
             their backward, in passes that the schedule places; as `offload`, for which then
             chunks are left that do not run again.
+        kept_gib: most GiB of old parameters and optimizer state that a step which is validated
+            later keeps on the GPU; what is not kept is stepped twice. None: what there is memory
+            for.
         message_ctas: most thread blocks of NCCL's kernels for a message between stages. Fewer leave
             more of the GPU to passes that run meanwhile, more make large messages faster.
         message_priority: of these kernels: 'high', so that a message does not wait for kernels of
@@ -154,6 +158,7 @@ def enable(
         offload,
         freezing(freeze),
         recompute,
+        kept_gib,
         message_ctas,
         message_priority,
     )

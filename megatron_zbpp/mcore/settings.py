@@ -38,6 +38,8 @@ class Settings:
         freeze: which weight gradients are left out, and when; None: none.
         recompute: of which chunks forwards keep their input only, and run again in passes of their
             own; as `offload`.
+        kept_gib: most GiB of old optimizer state that an early step keeps on the device; None: as
+            much as there is memory for.
         message_ctas: most thread blocks of NCCL's kernels for a message between stages.
         message_priority: of these kernels: 'high', or 'group' for that of the pipeline's group.
 
@@ -56,6 +58,7 @@ class Settings:
     offload: Amount | None = None
     freeze: FreezePlan | None = None
     recompute: Amount | None = None
+    kept_gib: float | None = None
     message_ctas: int = MessageKernels.ctas
     message_priority: str = 'high'
 
@@ -126,6 +129,7 @@ class Settings:
             ('watchdog_pause_timeout', 0, False),
             ('post_validation', 0, True),
             ('profile_iters', 1, True),
+            ('kept_gib', 0, False),
             ('message_ctas', 1, True),
         ):
             value = getattr(self, name)

@@ -58,7 +58,7 @@ def train(
     from example import forget_groups
 
     import megatron_zbpp
-    from megatron_zbpp.mcore.post_validation import split_step
+    from megatron_zbpp.mcore.post_validation import stepping
 
     argv = [*argv, '--no-check-for-nan-in-loss-and-grad']
     plugins = []
@@ -73,7 +73,7 @@ def train(
     with ExitStack() as stack:
         stack.callback(forget_groups)
         stack.enter_context(mock.patch.object(megatron_zbpp, 'enable', enabling))
-        stack.enter_context(mock.patch.object(split_step, 'KEPT_BYTES', kept_bytes))
+        stack.enter_context(mock.patch.object(stepping, 'most_kept', lambda *_: kept_bytes))
         finalize = _injecting(pretrain_gpt.finalize_model_grads, events)
         stack.enter_context(mock.patch.object(pretrain_gpt, 'finalize_model_grads', finalize))
         for name, replacement in _VARIANTS[variant](pretrain_gpt).items():

@@ -137,8 +137,9 @@ def dry_run_of(line: LaunchLine) -> DryRun:
         sizes.disable_rerun_checks(line.args, line.words)
         notes += [f'all ranks wait: {each}' for each in barriers(line.args, placement)]
         notes.append(
-            f'an early step takes up to {(KEPT_BYTES + BUFFER_BYTES) >> 20} MiB more on each rank, '
-            'and more than that only where one parameter with its optimizer state does'
+            f'an early step takes {(KEPT_BYTES + BUFFER_BYTES) >> 20} MiB more on each rank, and '
+            'more for its optimizer state where memory is free then, up to '
+            '--optimizer-post-validation-kept-gib'
         )
     return DryRun(
         parallel,

@@ -79,6 +79,10 @@ class PipelineScheduleConfig:
     optimizer_post_validation_clean_steps: int = 10
     """After how many steps in a row that were neither clipped nor skipped this begins, or 0."""
 
+    optimizer_post_validation_kept_gib: float | None = None
+    """Most GiB of old parameters and optimizer state that a step keeps on the GPU until it is
+    validated. What is not kept is stepped twice. Default: what there is memory for."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one group for `PipelineScheduleConfig`, and one for what other forks call it."""
@@ -173,6 +177,7 @@ def settings_of(
         offload=config.pipeline_offload,
         freeze=freezing(config.pipeline_freeze),
         recompute=config.pipeline_recompute,
+        kept_gib=config.optimizer_post_validation_kept_gib,
         message_ctas=config.pipeline_message_ctas,
         message_priority=config.pipeline_message_priority,
     )

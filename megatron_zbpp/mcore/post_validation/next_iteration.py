@@ -115,6 +115,16 @@ class NextIteration:
         passes = lowered.schedule.passes[group.rank()][: lowered.ahead[group.rank()]]
         return [held.index(p.stage) for p in passes]
 
+    def share_of_activations(self) -> float:
+        """Return what forwards that run ahead save, of the most that this rank held.
+
+        One more is counted, for what a forward needs while it runs.
+        """
+        iteration, latest = self._session.latest, self.latest
+        assert iteration is not None and latest is not None, 'as where it is `possible`'
+        ahead = len(self._chunks_ahead(latest.num_microbatches))
+        return (ahead + 1) / max(1, *iteration.record.live)
+
     def run(self, ranks: int) -> None:
         """Run this rank's part, if so many `ranks` of the chain go ahead; where `possible`."""
         assert self.latest is not None

@@ -28,7 +28,7 @@ from megatron_zbpp.mcore.post_validation.reduction import Reduction
 from megatron_zbpp.mcore.post_validation.waiting import leaves, members
 from megatron_zbpp.post_validation.partial_state import is_clean
 from megatron_zbpp.post_validation.protocol import Outcome
-from megatron_zbpp.post_validation.speculative_step import KEPT_BYTES, SpeculativeStep, Stepped
+from megatron_zbpp.post_validation.speculative_step import SpeculativeStep, Stepped
 from megatron_zbpp.runtime.compat import unseen_by_autograd
 
 # Whose `step` is the beginning of an optimizer step.
@@ -68,6 +68,7 @@ class SplitStep:
         optimizer: the outermost one.
         original: its class's own `step`.
         alone: a group of this rank only.
+        most_kept: tells how many bytes of old state may be kept on a device.
     """
 
     def __init__(
@@ -75,10 +76,12 @@ class SplitStep:
         optimizer: MegatronOptimizer,
         original: Callable[[Any], tuple[bool, float | None, int | None]],
         alone: dist.ProcessGroup,
+        most_kept: Callable[[torch.device], int],
     ) -> None:
         self._optimizer = optimizer
         self._original = original
         self._alone = alone
+        self._most_kept = most_kept
         self._leaves = leaves(optimizer)
         everyone = members(optimizer)
         self._gathering = [each for each in everyone if compat.gathers_layers(each)]
@@ -91,6 +94,8 @@ class SplitStep:
         self._overflows: dict[int, Reduction] = {}  # by place of the leaf
         self._norms: list[Reduction] = []
         self._zeros: list[Reduction] = []
+        # by identity: norms that Megatron is answered, and what they are on the host
+        self._known_norms: dict[int, tuple[float | torch.Tensor, float | torch.Tensor]] = {}
         self._speculative: list[SpeculativeStep] = []
         self._clipped = False
 
@@ -177,7 +182,7 @@ class SplitStep:
         return value.item()
 
     def try_step(self) -> None:
-        left = KEPT_BYTES
+        left = self._most_kept(self._device)
         for leaf in self._leaves:
             self._speculative.append(
                 SpeculativeStep(leaf.optimizer, list(_stepped(leaf)), kept_bytes=left)
@@ -186,9 +191,11 @@ class SplitStep:
         self._gather_parameters()
 
     def finish(self) -> Outcome:
-        overflows = {at: r.result() > 0 for at, r in self._overflows.items()}
+        overflows = {at: r.result > 0 for at, r in self._overflows.items()}
         norms = [reduction.root() for reduction in self._norms]
-        zeros = [reduction.result() for reduction in self._zeros]
+        for norm, reduction in zip(norms, self._norms, strict=True):
+            self._known_norms[id(norm)] = norm, reduction.root_on_host()
+        zeros = [reduction.result for reduction in self._zeros]
         in_place = [p for speculative in self._speculative for p in speculative.in_place]
         for speculative in self._speculative:
             speculative.undo()
@@ -234,7 +241,8 @@ class SplitStep:
         def clip_grad_by_total_norm_fp32(
             parameters: Any, max_norm: float, total_norm: float, *args: Any, **kwargs: Any
         ) -> None:
-            self._clipped |= not is_clean(total_norm, max_norm)
+            _, norm = self._known_norms.get(id(total_norm), (total_norm, total_norm))
+            self._clipped |= not is_clean(norm, max_norm)
             clip(parameters, max_norm, total_norm, *args, **kwargs)
 
         return clip_grad_by_total_norm_fp32

@@ -17,6 +17,7 @@ from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.post_validation import split_step, waiting
 from megatron_zbpp.mcore.post_validation.barriers import say
+from megatron_zbpp.mcore.post_validation.kept_state import most_kept
 from megatron_zbpp.mcore.post_validation.next_iteration import NextIteration
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.partial_state import PartialReduction
@@ -118,7 +119,7 @@ class Steps:
             if post_validation is None or call is None or not self._possible_for(optimizer, call):
                 with session.watchdog.collective(STEP):
                     return original(optimizer)
-            split = split_step.SplitStep(optimizer, original, self._alone)
+            split = split_step.SplitStep(optimizer, original, self._alone, self._most_kept)
             reduction = self._reduction(session.latest.pp_group, call)
             return post_validation.step(split, reduction, following)
 
@@ -146,6 +147,10 @@ class Steps:
         if refused:
             say('; '.join(refused))
         return not refused
+
+    def _most_kept(self, device: torch.device) -> int:
+        share = self._following.share_of_activations()
+        return most_kept(device, share, self._session.settings.kept_gib)
 
     def _reduction(self, pp_group: dist.ProcessGroup, call: Arguments) -> PartialReduction:
         if pp_group not in self._reductions:

@@ -11,9 +11,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_double import GPU, Cuda
+from cuda_double import GPU, HOST, Cuda
 
 from megatron_zbpp.ir import B, F, Pass
+from megatron_zbpp.mcore.post_validation import kept_state
+from megatron_zbpp.mcore.post_validation.reduction import Reduction
 from megatron_zbpp.post_validation import speculative_step
 from megatron_zbpp.runtime import side_work
 from megatron_zbpp.runtime.clock import clock_for
@@ -209,3 +211,64 @@ def test_a_watchdog_where_cuda_is_not_used(tmp_path):
             assert watchdog._device is None
             time.sleep(0.1)
         watchdog.stop()
+
+
+class OnStream:
+    """Stands for the work of a collective that a communicator runs on a stream of its own."""
+
+    def __init__(self, cuda, tensor):
+        stream = cuda._new_stream()
+        cuda.order(cuda.stream, stream)
+        cuda.use(stream, 'reduction', [], [tensor])
+        self._cuda, self._done = cuda, cuda.record(stream)
+
+    def wait(self):
+        self._cuda.wait(self._done, self._cuda.stream)
+
+
+@pytest.mark.parametrize('read', ['result', 'root_on_host'])
+def test_a_reduction_is_read_before_forwards_that_run_ahead_have_ended(read):
+    """The host waits for the reduction, and not for what was started behind it."""
+    with Cuda() as cuda:
+        begun = torch.tensor([4.0], device=DEVICE)
+
+        def reduced(value, *_, **__):
+            return OnStream(cuda, value)
+
+        with mock.patch.object(dist, 'all_reduce', reduced):
+            reduction = Reduction.begin(4.0, dist.ReduceOp.SUM, None, DEVICE)
+        page_locked = [call.what for call in cuda.calls if 'page-locked' in call.what]
+        ahead = begun + 1  # on the stream of the passes
+        found = getattr(reduction, read)
+        assert float(found() if callable(found) else found) in (2.0, 4.0)
+        assert cuda.waits == ['event.synchronize in None'] and not cuda.races
+        assert page_locked == ['page-locked allocation'], 'which may wait for the device'
+        cuda.use(HOST, 'host', [], [ahead])
+        assert cuda.races, 'what runs ahead need not have ended'
+
+
+@pytest.mark.parametrize(
+    ('share', 'limit', 'expected'), [(1.0, None, 13), (0.5, None, 35), (0.5, 20 / 2**30, 20)]
+)
+def test_an_early_step_keeps_what_there_is_memory_for(share, limit, expected):
+    """Of 63 bytes that are free 56 can be used, and passes have needed 43: those ahead a share."""
+    with mock.patch.object(kept_state, 'KEPT_BYTES', 0):
+        with Cuda() as cuda:
+            assert kept_state.most_kept(DEVICE, share, limit) == expected
+            assert not cuda.waits
+        assert kept_state.most_kept(torch.device('cpu'), share, limit) == 0
+    assert kept_state.most_kept(torch.device('cpu'), share, None) == kept_state.KEPT_BYTES
+
+
+@pytest.mark.parametrize(('kept_bytes', 'steps'), [(2048, 4), (1 << 20, 1)])
+def test_what_is_kept_is_stepped_once(kept_bytes, steps):
+    """The optimizer steps all at once; of what is not kept, a part at a time and then again."""
+    with Cuda():
+        *_, optimizer, pairs = stepped(DEVICE, in_place=False)
+        with mock.patch.object(optimizer, 'step', wraps=optimizer.step) as step:
+            trying = speculative_step.SpeculativeStep(
+                optimizer, pairs, buffer_bytes=0, kept_bytes=kept_bytes
+            )
+            trying.undo()
+            trying.complete(optimizer.step)
+        assert step.call_count == steps
