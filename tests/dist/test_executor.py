@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +15,7 @@ from stages import ROWS, WIDTH, LinearStage, reference, uneven
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.ir import Pass, Schedule
+from megatron_zbpp.ir import BW, Pass, Schedule, W
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
@@ -69,6 +72,27 @@ def test_gradients_to_the_bit(ranks, p, name, m):
 @pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v', 'interleaved'])
 def test_messages_of_any_shape(ranks, name, separate):
     check_run(ranks, build(name, 4, 7), separate, varying=True)
+
+
+def left_to_w(schedule):
+    """How many weight gradients a rank leaves to W, of one layer a stage."""
+    with mock.patch.object(WeightGradStore, 'defer', autospec=True, side_effect=_defer) as left:
+        execute(schedule)
+    return left.call_count
+
+
+_defer = WeightGradStore.defer
+
+
+@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'dualpipe-v'])
+def test_what_is_one_pass_runs_whole(ranks, name):
+    """Of a pass BW autograd runs B and W at once, also in a schedule that splits others."""
+    schedule = build(name, 2, 8)
+    for rank, left in enumerate(ranks(2).run(left_to_w, schedule)):
+        kinds = Counter(p.kind for p in schedule.passes[rank])
+        assert left == kinds[W]
+        assert bool(kinds[BW]) == (name != 'zb-h1') and bool(kinds[W]) == (name != '1f1b')
+    check_run(ranks, schedule)
 
 
 def uneven_groups():
