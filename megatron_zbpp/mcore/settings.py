@@ -67,7 +67,8 @@ class Settings:
         self._require_amounts()
         if self.message_priority not in _PRIORITIES:
             raise ValueError(
-                f'message_priority is {self.message_priority!r}: give one of {_PRIORITIES}'
+                f'message_priority is {self.message_priority!r}: give '
+                + ' or '.join(map(repr, _PRIORITIES))
             )
         if self.freeze is not None and self.schedule == AUTO:
             raise ValueError('freeze: it is planned for one schedule: name that instead of auto')
