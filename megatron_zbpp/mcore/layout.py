@@ -21,7 +21,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.layout import layout_string
-from megatron_zbpp.mcore import compat, refusals
+from megatron_zbpp.mcore import building, compat, refusals
 
 # They divide their pattern among the stages, and have no layout.
 _HYBRID_MODELS = ('HybridModel', 'MambaModel')
@@ -102,8 +102,31 @@ class StageLayout(PipelineParallelLayerLayout):
         """Return layers of `layer_type` in all stages before this one, in model order."""
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-        own = self.placement.stages(pp_rank)[vp_stage or 0]
+        own = self.placement.stages(pp_rank)[self._chunk(vp_stage)]
         return sum(stage.count(layer_type) for stage in self.stages[:own])
+
+    def get_num_layers_to_build(
+        self,
+        layer_type: LayerType = LayerType.decoder,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> int:
+        """Return the layers of `layer_type` in this stage."""
+        return super().get_num_layers_to_build(layer_type, self._chunk(vp_stage), pp_rank)
+
+    def _chunk(self, vp_stage: int | None) -> int:
+        """Return `vp_stage`; where it was not passed, the chunk that is being built.
+
+        Raises:
+            ValueError: none is, and there are several.
+        """
+        chunk = building.chunk_being_built() if vp_stage is None else vp_stage
+        if chunk is None and self.placement.num_chunks > 1:
+            raise ValueError(
+                f'vp_stage is None, but each rank has {self.placement.num_chunks} model chunks: '
+                'pass the index of the chunk'
+            )
+        return chunk or 0
 
 
 def text_of(model: torch.nn.Module, placement: Placement) -> str | None:

@@ -18,6 +18,7 @@ from megatron.core.models.common.language_module.language_module import Language
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import compat, superseded
+from megatron_zbpp.mcore.building import chunk_being_built, name_of, of_one_chunk
 from megatron_zbpp.mcore.layout import StageLayout, require_placed
 from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.session import say
@@ -28,6 +29,7 @@ LAYOUT = 'PipelineParallelLayerLayout'
 
 _CONFIG = 'megatron.core.transformer.transformer_config'
 _LANGUAGE = 'megatron.core.models.common.language_module.language_module:LanguageModule'
+_BUILDERS = 'megatron.training.models.dist_utils'  # from 0.18 on
 # While this is not empty, data is built.
 _building: list[bool] = []
 
@@ -62,6 +64,8 @@ def patches(placement: Placements, agree: Agree) -> Iterator[Patch]:
 
     training = 'megatron.training.training'
     yield Patch(training, 'get_model', wrapped(_with_chunks), everywhere=True, late=True)
+    users = (f'{_BUILDERS}:unimodal_build_distributed_models',)
+    yield Patch(_BUILDERS, 'build_virtual_pipeline_stages', _with_known_chunks, users, late=True)
     loaders = 'build_train_valid_test_data_loaders'
     yield Patch(training, loaders, _with_data_on_rank_0, everywhere=True, late=True)
     batch = compat.get_batch_module(), compat.GET_BATCH
@@ -154,8 +158,9 @@ def _segments(original: Callable, placement: Placements) -> Callable:
             )
         held = map(where.stages, range(where.num_ranks))
         around = [segments[stage] for chunk in zip(*held, strict=True) for stage in chunk]
-        layers, _ = original('|'.join(around), pp_group, vp_stage, *args, **kwargs)
-        own = where.stages(pp_group.rank())[vp_stage or 0]
+        chunk = chunk_being_built() if vp_stage is None else vp_stage
+        layers, _ = original('|'.join(around), pp_group, chunk, *args, **kwargs)
+        own = where.stages(pp_group.rank())[chunk or 0]
         return layers, sum(map(len, segments[:own]))
 
     return select_pipeline_segment
@@ -205,14 +210,23 @@ def _with_chunks(original: Callable, placement: Placements) -> Callable:
         size = parallel_state.get_pipeline_model_parallel_world_size()
         chunks = placement(size).num_chunks if size > 1 else 1
         if chunks > 1 and not _takes_vp_stage(model_provider):
-            name = getattr(model_provider, '__qualname__', type(model_provider).__name__)
             raise NotImplementedError(
-                f'{name} has no parameter vp_stage, so that it cannot tell apart the {chunks} '
+                f'{name_of(model_provider)} has no parameter vp_stage, so that it cannot tell apart the {chunks} '
                 'chunks that the schedule has on each rank: take a schedule with one, such as zb-h1'
             )
-        return original(model_provider, *args, **kwargs)
+        return original(of_one_chunk(model_provider), *args, **kwargs)
 
     return get_model
+
+
+def _with_known_chunks(original: Callable) -> Callable:
+    """The same of models that NVIDIA's script describes by a config instead of a provider."""
+
+    @functools.wraps(original)
+    def build_virtual_pipeline_stages(build_model: Callable, *args: Any, **kwargs: Any) -> Any:
+        return original(of_one_chunk(build_model), *args, **kwargs)
+
+    return build_virtual_pipeline_stages
 
 
 def _takes_vp_stage(provider: Callable) -> bool:
