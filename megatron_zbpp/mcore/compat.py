@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from megatron.core import utils
+from megatron.core import rerun_state_machine, utils
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
@@ -51,8 +51,21 @@ def takes(function: Callable, parameter: str) -> bool:
 
 def training_step() -> int | None:
     """Return how many steps NVIDIA's loop has taken by now; None: another loop trains."""
+    return getattr(training_arguments(), 'curr_iteration', None)
+
+
+def training_arguments() -> Any:
+    """Return the arguments of NVIDIA's loop; None: another loop trains, or it has not begun."""
     variables = sys.modules.get('megatron.training.global_vars')
-    return getattr(getattr(variables, '_GLOBAL_ARGS', None), 'curr_iteration', None)
+    return getattr(variables, '_GLOBAL_ARGS', None)
+
+
+def rerun_mode() -> str | None:
+    """Return how NVIDIA's loop runs iterations again, after faults or to compare; None: never."""
+    machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
+    if machine is None or machine.get_mode() == rerun_state_machine.RerunMode.DISABLED:
+        return None
+    return machine.get_mode().value
 
 
 def hooks_want_gradients(models: Iterable[torch.nn.Module]) -> bool:

@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Callable, Iterator
 from math import isfinite
 
-from megatron_zbpp.mcore.iteration import forward_backward
+from megatron_zbpp.mcore.iteration import forward_backward, skipping
 from megatron_zbpp.mcore.patches import (
     linear,
     log_line,
+    masks,
     memory_report,
     placement,
     tied,
@@ -138,9 +139,11 @@ class Plugin:
         session = self.session
         return itertools.chain(
             forward_backward.patches(session, self._next),
+            skipping.patches(self._next),
             linear.patches(session.store),
             transformer_engine.patches(session.programs.splits),
             placement.patches(session.programs.placement, session.agree),
+            masks.patches(session.programs.placement),
             tied.patches(session.programs.placement),
             log_line.patches(session),
             memory_report.patches(session),

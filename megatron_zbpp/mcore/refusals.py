@@ -181,6 +181,23 @@ _UNTOLD = (
     'the layers between would attend from one to the next',
     'have two stages in all, as zb-h1 on 2 ranks has, or take megatron-core from 0.19 on',
 )
+_MASKS = 'reset_attention_mask'
+_UNMASKED = (
+    'Megatron gives such masks to the first and the last stage alone, by its 1F1B on more than two '
+    'ranks, too: no schedule with several chunks a rank trains the same as that',
+    'have two pipeline ranks, take a schedule with one chunk a rank, such as zb-h1, or drop '
+    '--reset-attention-mask',
+)
+_UNMASKED_HYBRID = (
+    "this release's script of hybrid models gives such masks to the first and the last stage alone",
+    'take a schedule with one chunk a rank, such as zb-h1, or megatron-core from 0.18 on, or drop '
+    '--reset-attention-mask',
+)
+_MODEL_OPT = ('modelopt_enabled', 'export_kd_teacher_load')
+_ONE_CHUNK = (
+    "Megatron's builder of ModelOpt models knows one chunk a rank",
+    'take a schedule with one, such as zb-h1',
+)
 # refused for some of their values
 _BY_VALUE = (
     'cuda_graph_impl',
@@ -196,7 +213,8 @@ _BY_VALUE = (
 def settings() -> tuple[str, ...]:
     """All that may be refused."""
     tables = _WITH_A_SCHEDULE, _IN_ORDER, _WITHOUT_CELLS, _WITH_W, _ON_CPU, _EMULATED
-    return (*(name for table in tables for name in table), *_HYBRID, _SFT, *_BY_VALUE)
+    named = (name for table in tables for name in table)
+    return (*named, *_HYBRID, _SFT, _MASKS, *_MODEL_OPT, *_BY_VALUE)
 
 
 def hybrid(settings: Any) -> str | None:
@@ -255,6 +273,8 @@ def refused(
         yield Refusal(pattern, getattr(settings, pattern), *IN_A_LOOP)
     if getattr(settings, _SFT, False) and _num_stages(settings, placement) > 2:
         yield from _packed(settings)
+    if placement is not None and placement.num_chunks > 1:
+        yield from _with_chunks(settings, placement)
     depth = getattr(settings, 'mtp_num_layers', None)
     if depth and not getattr(settings, 'untie_embeddings_and_output_weights', True):
         yield Refusal('mtp_num_layers', depth, *_TIED_MTP)
@@ -299,12 +319,41 @@ def _with_recomputation(settings: Any, graphs: Any) -> Iterator[Refusal]:
         yield Refusal('cuda_graph_impl', graphs, reason, 'give --cuda-graph-impl none')
 
 
+def needs_masks(settings: Any) -> bool:
+    """Return whether batches of NVIDIA's loop have masks that differ from the plain causal one.
+
+    Args:
+        settings: Megatron's arguments; None: another loop trains.
+    """
+    made = getattr(settings, 'create_attention_mask_in_dataloader', True)
+    return bool(made and getattr(settings, _MASKS, False))
+
+
+def _with_chunks(settings: Any, placement: Placement) -> Iterator[Refusal]:
+    """Yield what builders and batches of Megatron's have for one chunk a rank only."""
+    if needs_masks(settings) and placement.num_ranks > 2:
+        yield Refusal(_MASKS, True, *_UNMASKED)
+    elif needs_masks(settings) and hybrid(settings) is not None and not _scripts_share_batches():
+        yield Refusal(_MASKS, True, *_UNMASKED_HYBRID)
+    for setting in _MODEL_OPT:
+        value = getattr(settings, setting, None)
+        if value:
+            yield Refusal(setting, value, *_ONE_CHUNK)
+
+
 def _packed(settings: Any) -> Iterator[Refusal]:
     """Yield that stages between the first and the last take packed sequences for one."""
     from megatron_zbpp.mcore import compat  # imports Megatron, which has not been until here
 
     if not compat.tells_all_stages_of_sequences():
         yield Refusal(_SFT, True, *_UNTOLD)
+
+
+def _scripts_share_batches() -> bool:
+    """Whether this release's scripts of GPTs and of hybrid models read batches alike: from 0.18."""
+    from megatron_zbpp.mcore import compat  # imports Megatron, which has not been until here
+
+    return compat.get_batch_module().startswith('megatron.core')
 
 
 def _can_place_hybrid() -> bool:

@@ -41,6 +41,8 @@ OF_SOME = {
     'hybrid_layer_pattern': 'from 0.17',
     'hybrid_attention_ratio': 'until 0.16',
     'hybrid_mlp_ratio': 'until 0.16',
+    'modelopt_enabled': 'scripts add it',
+    'export_kd_teacher_load': 'scripts add it',
 }
 # values that are refused, where it is not any
 VALUES = {
@@ -68,7 +70,7 @@ _TWICE = 'a forward that runs again would enter its largest values a second time
 _CAPTURED = 'a captured forward cannot run again with other random states'
 HYBRID = [s for s in refusals.settings() if s.startswith('hybrid_') and 'context' not in s]
 # but for what is refused with others, or by some releases, only
-OTHERS = ['fp8_recipe', 'mtp_num_layers', 'sft', *HYBRID]
+OTHERS = ['fp8_recipe', 'mtp_num_layers', 'sft', 'reset_attention_mask', *HYBRID]
 WITHOUT_TE = [s for s in refusals.settings() if s not in OTHERS]
 CASES = [(setting, value) for setting in WITHOUT_TE for value in VALUES.get(setting, [1])]
 
@@ -368,6 +370,37 @@ def test_packed_sequences_of_middle_stages(ranks):
         assert not v and not four
         absent('from 0.19 on all stages are told')
     assert v == four and v[0].startswith('sft=True: this release of Megatron tells the first')
+
+
+@refuses(
+    '`reset_attention_mask`, more than two ranks',
+    'Megatron gives such masks to the first and the last stage alone',
+    'zb-v interleaved',
+)
+def test_masks_of_middle_stages():
+    asked = SimpleNamespace(reset_attention_mask=True)
+    for placement in (Placement.v(4), Placement.loop(4, 2)):
+        (found,) = refusals.refused(asked, placement=placement)
+        assert str(found).startswith('reset_attention_mask=True: Megatron gives such masks to the')
+        assert 'such as zb-h1' in found.cure
+    for placement in (Placement.v(2), Placement.loop(4)):
+        assert not list(refusals.refused(asked, placement=placement))
+    asked.create_attention_mask_in_dataloader = False
+    assert not list(refusals.refused(asked, placement=Placement.v(4)))
+
+
+def hybrid_masks_refused():
+    """What this release says of masks for a hybrid model of several chunks; since when it can."""
+    from megatron_zbpp.mcore import compat
+
+    asked = SimpleNamespace(reset_attention_mask=True, hybrid_layer_pattern='M*|M*|M*|M*')
+    found = refusals.refused(asked, placement=Placement.v(2))
+    return compat.get_batch_module(), [each.setting for each in found]
+
+
+def test_masks_of_hybrid_models(ranks):
+    where, found = ranks(2).run(hybrid_masks_refused)[0]
+    assert ('reset_attention_mask' in found) == (where != 'megatron.core.utils')
 
 
 def test_hybrid_model_where_it_is_built(ranks):

@@ -8,8 +8,10 @@ import packed
 import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import (
@@ -78,6 +80,10 @@ def get_batch(data_iterator, vp_stage):
 def loss_func(loss_mask, losses):
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
+    if get_args().check_for_nan_in_loss_and_grad:  # as in NVIDIA's, which runs again what is found
+        get_rerun_state_machine().validate_result(
+            result=loss, rejection_func=torch.isnan, message='loss', tolerance=0.0, fatal=True
+        )
     num_tokens = mask.sum().detach().int()
     return loss, num_tokens, {'lm loss': torch.stack([loss.detach(), num_tokens.float()])}
 
@@ -102,15 +108,16 @@ def datasets(sizes, vp_stage=None):
         random_seed=args.seed,
         sequence_length=args.seq_length,
         tokenizer=build_tokenizer(args),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
+        blend=get_blend_from_list(args.data_path),
+        split=args.split,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
     )
-    builder = BlendedMegatronDatasetBuilder(
-        packed.Dataset if args.sft else MockGPTDataset, sizes, partial(needs_data, vp_stage), config
-    )
-    return builder.build()
+    real = GPTDataset if args.data_path else MockGPTDataset
+    kind = packed.Dataset if args.sft else real
+    return BlendedMegatronDatasetBuilder(kind, sizes, partial(needs_data, vp_stage), config).build()
 
 
 if __name__ == '__main__':

@@ -20,6 +20,7 @@ from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import compat, superseded
 from megatron_zbpp.mcore.building import chunk_being_built, name_of, of_one_chunk
 from megatron_zbpp.mcore.layout import StageLayout, require_placed
+from megatron_zbpp.mcore.patches import masks
 from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.session import say
 
@@ -186,8 +187,9 @@ def _refusing(original: Callable, placement: Placements) -> Callable:
 def _with_whole_batch(original: Callable, placement: Placements) -> Callable:
     """All parts of a batch for every tensor-parallel rank of a pipeline rank with both ends.
 
-    Else the first stage gets no labels, the last no tokens. Stages of multi-token prediction need
-    both, too, so that Megatron's function can be asked for it.
+    Else the first stage gets no labels, the last no tokens, and a stage between them no masks where
+    it needs those. Stages of multi-token prediction need all, too, so that Megatron's function can
+    be asked for it.
     """
 
     @functools.wraps(original)
@@ -196,7 +198,8 @@ def _with_whole_batch(original: Callable, placement: Placements) -> Callable:
         if size > 1:
             ranks = placement(size).ranks
             both = parallel_state.get_pipeline_model_parallel_rank() == ranks[0] == ranks[-1]
-            kwargs['mtp_on_this_rank'] = kwargs.get('mtp_on_this_rank', False) or both
+            whole = both or masks.given_to_all(placement)
+            kwargs['mtp_on_this_rank'] = kwargs.get('mtp_on_this_rank', False) or whole
         return original(*args, **kwargs)
 
     return get_batch_on_this_tp_rank
@@ -211,8 +214,9 @@ def _with_chunks(original: Callable, placement: Placements) -> Callable:
         chunks = placement(size).num_chunks if size > 1 else 1
         if chunks > 1 and not _takes_vp_stage(model_provider):
             raise NotImplementedError(
-                f'{name_of(model_provider)} has no parameter vp_stage, so that it cannot tell apart the {chunks} '
-                'chunks that the schedule has on each rank: take a schedule with one, such as zb-h1'
+                f'{name_of(model_provider)} has no parameter vp_stage, so that it cannot tell '
+                f'apart the {chunks} chunks that the schedule has on each rank: take a schedule '
+                'with one, such as zb-h1'
             )
         return original(of_one_chunk(model_provider), *args, **kwargs)
 
@@ -220,7 +224,7 @@ def _with_chunks(original: Callable, placement: Placements) -> Callable:
 
 
 def _with_known_chunks(original: Callable) -> Callable:
-    """The same of models that NVIDIA's script describes by a config instead of a provider."""
+    """Note the chunk also where NVIDIA's script gives a model's config instead of a provider."""
 
     @functools.wraps(original)
     def build_virtual_pipeline_stages(build_model: Callable, *args: Any, **kwargs: Any) -> Any:

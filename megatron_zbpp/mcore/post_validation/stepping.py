@@ -141,6 +141,7 @@ class Steps:
         with self._session.watchdog.collective('whether optimizer steps can be validated later'):
             config = get_model_config(call.models[0])
             reason = waiting.refusal(optimizer) or waiting.refusal_of_model(config)
+            reason = reason or waiting.refusal_of_loop()
             dist.all_gather_object(reasons, reason)
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         refused = sorted(filter(None, set(reasons)))

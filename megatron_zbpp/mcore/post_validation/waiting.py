@@ -63,6 +63,17 @@ def _unknown(optimizer: MegatronOptimizer, known: tuple[type, ...]) -> str:
     return f'{type(optimizer).__name__} is not one of {names}, and not supported so far'
 
 
+def refusal_of_loop() -> str | None:
+    """Why steps in this training loop must wait for all ranks; None: they need not."""
+    mode = compat.rerun_mode()
+    if mode is None:
+        return None
+    return (
+        f'rerun_mode={mode}: an iteration runs again from where its data and random states were '
+        'noted, and forwards would have begun before that; give --rerun-mode disabled'
+    )
+
+
 def refusal_of_model(config: Any) -> str | None:
     """Why forwards of a model with this config cannot be dropped; None: they can."""
     if getattr(config, 'fp8', None) and getattr(config, 'fp8_recipe', None) == 'delayed':

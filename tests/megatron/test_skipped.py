@@ -1,0 +1,53 @@
+"""Batches that NVIDIA's loop reads outside the schedule, or twice: skipped iterations, re-runs."""
+
+from __future__ import annotations
+
+import pytest
+from grids import grid
+from nvidia import needs_training, run, since
+from supported import supports
+from test_launch import NO_CLIPPING, PIPELINE
+from test_launch_post_validation import EARLY
+
+pytestmark = needs_training
+
+# early steps need two iterations alike before them
+SKIPPED = [*PIPELINE, *NO_CLIPPING, '--train-iters', 8, '--iterations-to-skip', 3, 6, 7]
+AGAIN = [*PIPELINE, *NO_CLIPPING, '--train-iters', 4, '--rerun-mode', 'report_stats']
+# schedule: pipeline ranks; on 4 a rank in the middle has no data
+RANKS = {'zb-h1': 4}
+
+
+@pytest.fixture(scope='module')
+def stock(ranks, tmp_path_factory):
+    """What Megatron's own 1F1B gives that skips the same, and its checkpoint."""
+    folder = tmp_path_factory.mktemp('stock')
+    trained = run(ranks(2), *SKIPPED, '--save', folder, '--save-interval', 1)
+    assert len(set(trained.losses.values())) == 5
+    return trained, ['--load', folder, '--ckpt-step', 1]
+
+
+@supports("NVIDIA's loop: skipped iterations")
+@grid(schedule=('zb-v', 'zb-interleaved', 'zb-h1', 'zb-v+post-validation'))
+def test_skipped_as_by_megatron(ranks, stock, schedule):
+    """From a checkpoint of Megatron's own; forwards may have run ahead of what is skipped."""
+    expected, loading = stock
+    name, _, early = schedule.partition('+')
+    size = RANKS.get(schedule, 2)
+    ours = [*loading, '--pipeline-schedule', name, *(EARLY if early else [])]
+    found = run(ranks(size), *SKIPPED, *ours, '--pipeline-model-parallel-size', size)
+    assert found.losses == since(1, expected.losses)
+    assert found.parameters == expected.parameters
+
+
+@supports("NVIDIA's loop: each iteration runs again", 'zb-h1 zb-v')
+def test_run_again_as_by_megatron(ranks, tmp_path):
+    """From its data and random states; steps that are to be validated later wait, since forwards
+    of an iteration would have begun before those were noted.
+    """
+    stock = run(ranks(2), *AGAIN, '--save', tmp_path, '--save-interval', 1)
+    loading = ['--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule']
+    for schedule, early in (('zb-h1', EARLY), ('zb-v', [])):
+        found = run(ranks(2), *AGAIN, *loading, schedule, *early, waits=bool(early))
+        assert found.losses == since(1, stock.losses), schedule
+        assert found.parameters == stock.parameters, schedule
