@@ -33,7 +33,7 @@ _PATTERNS = (
     'no_rope_freq',
     'heterogeneous_block_specs',
 )
-_LETTERS = {
+LETTERS = {
     LayerType.embedding: 'E',
     LayerType.decoder: 't',
     LayerType.mtp: 'm',
@@ -143,7 +143,7 @@ def text_of(model: torch.nn.Module, placement: Placement) -> str | None:
     config = model.config
     layout = config.pipeline_model_parallel_layout
     if isinstance(layout, StageLayout):
-        return '|'.join(''.join(_LETTERS[layer] for layer in stage) for stage in layout.stages)
+        return '|'.join(''.join(LETTERS[layer] for layer in stage) for stage in layout.stages)
     chunks = placement.num_chunks
     counts = [
         get_num_layers_to_build(config, chunk if chunks > 1 else None, rank)

@@ -13,6 +13,7 @@ from megatron_zbpp.mcore.patches import (
     masks,
     memory_report,
     placement,
+    rank_files,
     tied,
     transformer_engine,
 )
@@ -147,6 +148,7 @@ class Plugin:
             tied.patches(session.programs.placement),
             log_line.patches(session),
             memory_report.patches(session),
+            rank_files.patches(session),
             split_step.patches(),
             stepping.patches(self._steps, session.post_validation),
         )

@@ -1,0 +1,241 @@
+"""Checkpoints whose content is kept by rank and chunk, in NVIDIA's training loop.
+
+Saved by us, one says which layers its files hold; saved by Megatron, its arguments tell. Where a
+run has others on its ranks, all ranks refuse to load it, before any does.
+
+Three things are kept so: the format `torch` as a whole; the distributed optimizer's state in the
+format `torch_dist`, unless that is fully reshardable; and local checkpoints. All else of
+`torch_dist` is kept by the layers' numbers in the model, and goes to any schedule.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.mcore.patches.registry import Patch
+from megatron_zbpp.mcore.rank_files import KEY, RankFiles
+from megatron_zbpp.mcore.session import Session
+from megatron_zbpp.runtime.guard import agreement
+
+_MODULE = 'megatron.training.checkpointing'
+_OPTIMIZER = 'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer'
+_BY_RANK = 'optimizer.distributed.dp_group_idx_'  # how keys of what is kept by rank begin
+_RANKS = 'pipeline_model_parallel_size'  # what Megatron compares, too
+_TRAIN = 'go on with the schedule that saved it'
+_CURES = {
+    'torch': (
+        f'{_TRAIN}, or convert it: give that schedule --ckpt-convert-format torch_dist '
+        '--ckpt-convert-save FOLDER, and load FOLDER'
+    ),
+    'torch_dist': (
+        f'{_TRAIN}, or give --no-load-optim, or let that schedule save it with '
+        '--dist-ckpt-optim-fully-reshardable'
+    ),
+    'local': f'{_TRAIN}, or load a checkpoint that is not local',
+}
+_WHAT = {
+    'torch': 'a checkpoint of the format torch',
+    'torch_dist': "the distributed optimizer's state in this checkpoint",
+    'local': 'a local checkpoint',
+}
+
+
+def patches(session: Session) -> Iterator[Patch]:
+    """Yield what saves and loads checkpoints."""
+
+    def wrapped(wrap: Callable[[Session, Any], Any]) -> Callable[[Any], Any]:
+        return functools.partial(wrap, session)
+
+    saves, loads = f'{_MODULE}:save_checkpoint', f'{_MODULE}:_load_base_checkpoint'
+    yield Patch(_MODULE, 'generate_state_dict', wrapped(_with_layout), (saves,), late=True)
+    formats = '_get_checkpoint_format'
+    yield Patch(_MODULE, formats, wrapped(_looking_inside), (loads,), late=True)
+    calls = (f'{_MODULE}:load_checkpoint',)
+    yield Patch(_MODULE, '_load_base_checkpoint', wrapped(_comparing), calls, late=True)
+    yield Patch(_OPTIMIZER, 'sharded_state_dict', wrapped(_with_placement))
+
+
+def _with_layout(session: Session, original: Callable) -> Callable:
+    """Write down which layers each rank has.
+
+    In a V, files of the format `torch` also say it where Megatron compares, so that it refuses
+    them without us.
+    """
+
+    @functools.wraps(original)
+    def generate_state_dict(args: Any, *more: Any, **named: Any) -> dict[str, Any]:
+        state = original(args, *more, **named)
+        files = _here(session, args)
+        if files is None:
+            return state
+        state[KEY] = files.state()
+        placement = _placement(session)
+        if args.ckpt_format == 'torch' and placement is not None and not placement.is_loop:
+            state['args'] = copy.copy(args)
+            where = f'as {files.schedule} of megatron_zbpp places them, which alone can load it'
+            setattr(state['args'], _RANKS, f'{len(files.layers)}, {where}')
+        return state
+
+    return generate_state_dict
+
+
+def _looking_inside(session: Session, original: Callable) -> Callable:
+    """Compare a checkpoint of the format `torch` with this run, before a rank reads its file."""
+
+    @functools.wraps(original)
+    def _get_checkpoint_format(checkpoint_name: str, args: Any) -> str:
+        found = original(checkpoint_name, args)
+        here = _here(session, args)
+        if found == 'torch' and here is not None:
+            _require_same(session, here, checkpoint_name, found, _read_any(checkpoint_name))
+        return found
+
+    return _get_checkpoint_format
+
+
+def _comparing(session: Session, original: Callable) -> Callable:
+    """Compare what else is kept by rank when a checkpoint is first looked at.
+
+    What `_with_layout` has put in the place of the number of ranks is that number again.
+    """
+
+    @functools.wraps(original)
+    def _load_base_checkpoint(load_dir: Any, args: Any, *more: Any, **named: Any) -> tuple:
+        state, name, release, kind = original(load_dir, args, *more, **named)
+        here = _here(session, args)
+        if not state or here is None:
+            return state, name, release, kind
+        kept = _kept_by_rank(state, args, kind.name) if named.get('rank0') and not release else None
+        if kept is not None:
+            _require_same(session, here, str(name or load_dir), kept, state)
+        if isinstance(getattr(state.get('args'), _RANKS, None), str):
+            setattr(state['args'], _RANKS, len(here.layers))
+        return state, name, release, kind
+
+    return _load_base_checkpoint
+
+
+def _kept_by_rank(state: Mapping[str, Any], args: Any, kind: str) -> str | None:
+    """Return what of a checkpoint will be loaded that is kept by rank; None: nothing is.
+
+    Args:
+        state: what is common to all ranks.
+        args: of this run.
+        kind: Megatron's name of what the checkpoint is.
+    """
+    if kind == 'LOCAL':
+        return 'local'
+    loads = args.use_distributed_optimizer and not (args.no_load_optim or args.finetune)
+    saved = state.get('args')
+    if kind != 'GLOBAL' or not loads or getattr(saved, 'no_save_optim', False):
+        return None
+    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=dict(state))
+    if metadata is None:  # of releases before 0.13
+        return None if getattr(saved, 'ckpt_fully_parallel_save', False) else 'torch_dist'
+    by_layer = DistributedOptimizer.checkpoint_fully_reshardable_formats
+    return None if metadata['distrib_optim_sharding_type'] in by_layer else 'torch_dist'
+
+
+def _require_same(
+    session: Session, here: RankFiles, name: str, kept: str, state: Mapping[str, Any] | str
+) -> None:
+    """Return if each rank has the layers that are kept for it: a collective of all ranks.
+
+    Args:
+        session: of this run.
+        here: this run's.
+        name: of the checkpoint.
+        kept: what it is, or has, a key of `_WHAT`.
+        state: what the checkpoint holds, or why it cannot be read.
+
+    Raises:
+        ValueError: some has others, or it is not known; on all ranks.
+    """
+    if isinstance(state, str):
+        reason = state
+    else:
+        saved = RankFiles.saved(state)
+        reason = (
+            '' if saved is not None and saved.same_layers(here) else _refusal(saved, here, kept)
+        )
+    reasons = [''] * dist.get_world_size()
+    with session.watchdog.collective('whose layers a checkpoint has'):
+        dist.all_gather_object(reasons, reason)
+    found = next(filter(None, reasons), None)
+    if found is not None:
+        raise ValueError(f'{name} cannot be loaded: {found}')
+
+
+def _refusal(saved: RankFiles | None, here: RankFiles, kept: str) -> str:
+    """Return why what is kept by rank cannot be loaded, and what to do."""
+    why = (
+        'it does not say by which schedule it was saved'
+        if saved is None
+        else saved.difference(here)
+    )
+    return f'{_WHAT[kept]} is kept by rank and chunk, and {why}: {_CURES[kept]}'
+
+
+def _read_any(folder: str) -> Mapping[str, Any] | str:
+    """Return what the first rank's file that is here holds, without its tensors' values.
+
+    Where it cannot be read: why, as text.
+    """
+    file = next(iter(sorted(Path(folder).glob('mp_rank_*/model_optim_rng.pt'))), None)
+    if file is None:
+        return 'it has no file mp_rank_*/model_optim_rng.pt'
+    try:
+        return torch.load(file, map_location='cpu', mmap=zipfile.is_zipfile(file))
+    except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+        return f'{file} cannot be read ({str(error).splitlines()[0]})'
+
+
+def _with_placement(session: Session, original: Callable) -> Callable:
+    """Name what is kept by rank after the placement, where stages do not go around the ranks.
+
+    Then no run with another placement finds it, whatever loop or schedule that is.
+    """
+
+    @functools.wraps(original)
+    def sharded_state_dict(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        state = original(self, *args, **kwargs)
+        placement = _placement(session)
+        if placement is None or placement.is_loop:
+            return state
+        placed = f'{_BY_RANK}placed_{agreement.digest(str(placement.routes))}_'
+        for each in nested_values(state):
+            if isinstance(each, ShardedBase) and each.key.startswith(_BY_RANK):
+                each.key = placed + each.key.removeprefix(_BY_RANK)
+        return state
+
+    return sharded_state_dict
+
+
+def _placement(session: Session) -> Placement | None:
+    """Return where the stages are; None: there is no pipeline, or not yet."""
+    if not parallel_state.model_parallel_is_initialized():
+        return None
+    ranks = parallel_state.get_pipeline_model_parallel_world_size()
+    return session.programs.placement(ranks) if ranks > 1 else None
+
+
+def _here(session: Session, args: Any) -> RankFiles | None:
+    """Return the layers that this run has on its ranks; None: there is no pipeline, or not yet."""
+    placement = _placement(session)
+    if placement is None:
+        return None
+    return RankFiles.by_plugin(session.programs.source.name, placement, args)
