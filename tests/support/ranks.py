@@ -38,10 +38,12 @@ class Pool:
 
     Args:
         prepare: called in each process, with `args`, before Megatron is imported.
+        emulated: whether what asks for CUDA gets the CPU, where no GPU is; else `prepare` sees to
+            it.
     """
 
-    def __init__(self, prepare: Callable | None = None, *args: Any) -> None:
-        self._prepare = prepare, args
+    def __init__(self, prepare: Callable | None = None, *args: Any, emulated: bool = True) -> None:
+        self._prepare = emulated, prepare, args
         self._processes: list[mp.Process] = []
         self._connections: list[Connection] = []
         self._joined = 0
@@ -141,7 +143,13 @@ def _join(size: int, port: int) -> None:
     dist.init_process_group('gloo')
 
 
-def _serve(rank: int, connection: Connection, prepare: Callable | None, prepared: tuple) -> None:
+def _serve(
+    rank: int,
+    connection: Connection,
+    emulated: bool,
+    prepare: Callable | None,
+    prepared: tuple,
+) -> None:
     """Answers calls until the parent is gone."""
     os.setsid()  # so that saving's helper process can be ended with it
     os.environ |= {
@@ -155,7 +163,9 @@ def _serve(rank: int, connection: Connection, prepare: Callable | None, prepared
     from megatron_zbpp.emulation import cpu
 
     torch.set_num_threads(1)
-    if torch.cuda.is_available():
+    if not emulated:
+        pass
+    elif torch.cuda.is_available():
         from staged import join_gpu
 
         join_gpu(rank)

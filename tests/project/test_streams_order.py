@@ -1,0 +1,126 @@
+"""What happens before what, in logs of a recorded device written by hand."""
+
+from __future__ import annotations
+
+import pytest
+from recorded.ordering import HOST, Kind, Order
+
+WRITES, READS = 1, 0
+NAMES = ['first', 'second', 'third', 'synchronize', '0W1', '']
+FIRST, SECOND, THIRD, SYNCHRONIZE, PASS, NONE = range(len(NAMES))
+BLOCK, EVENT = 7, 11
+LAUNCHER = 0  # a thread
+
+
+def kernel(name, stream, writes, begin=0, end=8, block=BLOCK):
+    return [Kind.KERNEL, stream, LAUNCHER, name, 1, writes, block, begin, end]
+
+
+def order(*records):
+    allocated = [Kind.ALLOCATE, BLOCK, 8, 0]
+    return Order(NAMES.__getitem__).read(sum(records, allocated))
+
+
+def races(*records):
+    return [str(race) for race in order(*records).races]
+
+
+@pytest.mark.parametrize(
+    ('first', 'second', 'found'),
+    [(WRITES, READS, True), (READS, WRITES, True), (WRITES, WRITES, True), (READS, READS, False)],
+)
+def test_two_streams_that_nothing_orders(first, second, found):
+    said = races(kernel(FIRST, 1, first), kernel(SECOND, 2, second))
+    assert (
+        said
+        == ['second on stream 2 in no pass does not wait for first on stream 1 in no pass'][
+            : int(found)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ('between', 'ordered'),
+    [
+        ([Kind.RECORD, 1, EVENT, Kind.WAIT, 2, EVENT], True),
+        ([Kind.RECORD, 1, EVENT, Kind.HOST_EVENT, EVENT, SYNCHRONIZE, LAUNCHER], True),
+        ([Kind.HOST_STREAM, 1, SYNCHRONIZE, LAUNCHER], True),
+        ([Kind.HOST_DEVICE, SYNCHRONIZE, LAUNCHER], True),
+        ([Kind.RECORD, 1, EVENT], False),
+        ([Kind.WAIT, 2, EVENT], False),  # of an event that nobody has recorded
+        ([Kind.RECORD, 2, EVENT, Kind.WAIT, 2, EVENT], False),
+        ([Kind.HOST_STREAM, 2, SYNCHRONIZE, LAUNCHER], False),
+    ],
+)
+def test_what_orders(between, ordered):
+    assert (not races(kernel(FIRST, 1, WRITES), between, kernel(SECOND, 2, READS))) == ordered
+
+
+def test_an_event_carries_what_was_before_it_only():
+    event = [Kind.RECORD, 1, EVENT, Kind.WAIT, 2, EVENT]
+    said = races(event[:3], kernel(FIRST, 1, WRITES), event[3:], kernel(SECOND, 2, READS))
+    assert len(said) == 1
+
+
+def test_waits_add_up_over_streams():
+    """1 before 2, 2 before 3: then 1 before 3."""
+    records = [kernel(FIRST, 1, WRITES), [Kind.RECORD, 1, 1, Kind.WAIT, 2, 1]]
+    records += [[Kind.RECORD, 2, 2, Kind.WAIT, 3, 2], kernel(THIRD, 3, WRITES)]
+    assert races(*records) == []
+
+
+@pytest.mark.parametrize(('begin', 'found'), [(4, 0), (3, 1)])
+def test_bytes_count_and_not_blocks(begin, found):
+    """A bucket is reduced while the gradients of the next are computed."""
+    said = races(kernel(FIRST, 1, WRITES, 0, 4), kernel(SECOND, 2, WRITES, begin, 8))
+    assert len(said) == found
+
+
+def test_each_part_keeps_its_own_uses():
+    """A write of a part orders nothing about the rest."""
+    records = [kernel(FIRST, 1, WRITES, 0, 8), kernel(SECOND, 1, WRITES, 2, 4)]
+    said = races(*records, kernel(THIRD, 2, READS, 4, 8))
+    assert said == ['third on stream 2 in no pass does not wait for first on stream 1 in no pass']
+
+
+def test_a_race_names_its_passes():
+    noted = [Kind.NOTE, PASS, LAUNCHER], [Kind.NOTE, NONE, LAUNCHER]
+    said = races(noted[0], kernel(FIRST, 1, WRITES), noted[1], kernel(SECOND, 2, READS))
+    assert said == ['second on stream 2 in no pass does not wait for first on stream 1 in 0W1']
+
+
+FREE = [Kind.FREE, BLOCK, LAUNCHER]
+
+
+@pytest.mark.parametrize(
+    ('before', 'after', 'found'),
+    [
+        ([], [], 1),
+        ([Kind.RECORD_STREAM, BLOCK, 1], [], 0),
+        ([Kind.RECORD_STREAM, BLOCK, 2], [], 1),
+        ([Kind.RECORD, 1, EVENT, Kind.WAIT, 0, EVENT], [], 0),
+        # nothing of its own stream gets the memory before that waits
+        ([Kind.RECORD, 1, EVENT], [Kind.WAIT, 0, EVENT], 0),
+    ],
+)
+def test_memory_that_is_freed(before, after, found):
+    """Its own stream may have it at once, for whatever it runs next."""
+    use = kernel(FIRST, 1, READS)
+    said = races(use, before, FREE, after, kernel(SECOND, 0, WRITES, block=8))
+    freed = 'memory is free for second on stream 0 in no pass'
+    assert said == [f'{freed}, though first on stream 1 in no pass may use it still'][:found]
+
+
+@pytest.mark.parametrize(
+    ('looked', 'held'), [([], 24), ([Kind.HOST_STREAM, 1, SYNCHRONIZE, LAUNCHER], 16)]
+)
+def test_peak_bytes(looked, held):
+    """What another stream has recorded comes back once the host knows that this is done."""
+    recorded = [*kernel(FIRST, 1, READS), Kind.RECORD_STREAM, BLOCK, 1]
+    again = [Kind.ALLOCATE, 8, 16, 0]
+    found = order(recorded, FREE, looked, again)
+    assert (found.planned, found.held) == (16, held)
+
+
+def test_page_locked_memory_is_not_of_the_device():
+    assert order([Kind.ALLOCATE, 9, 100, HOST]).planned == 8

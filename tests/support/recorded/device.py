@@ -1,0 +1,260 @@
+"""`torch.cuda` on the recorded device, and what it wrote down."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import time
+import types
+from array import array
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron_zbpp.emulation import cpu, gloo, packages
+from recorded.ordering import Order
+
+_CUDA_TYPE = 1  # of c10::DeviceType
+_library: Any = None
+
+
+def installed() -> bool:
+    """Whether this process has the device."""
+    return _library is not None
+
+
+def library() -> Any:
+    """Return the functions of `device.cpp`."""
+    assert _library is not None, 'recorded.device.install() comes first'
+    return _library
+
+
+class Stream(torch.Stream):
+    """As torch.cuda.Stream."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **ids: int) -> Stream:
+        if 'stream_id' in ids:
+            return super().__new__(cls, **ids)
+        return super().__new__(cls, device='cuda', priority=priority)
+
+    @property
+    def cuda_stream(self) -> int:
+        return self.stream_id
+
+    def record_event(self, event: Any = None) -> Any:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+
+class Event(torch.Event):
+    """As torch.cuda.Event."""
+
+    def __new__(cls, enable_timing=False, blocking=False, interprocess=False) -> Event:
+        return super().__new__(cls, device='cuda', enable_timing=enable_timing)
+
+    def record(self, stream: Any = None) -> None:
+        self._time = time.perf_counter()
+        super().record(current_stream() if stream is None else stream)
+
+    def wait(self, stream: Any = None) -> None:
+        super().wait(current_stream() if stream is None else stream)
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end._time - self._time) * 1e3
+
+
+def stream_of(number: int) -> Stream:
+    return Stream(stream_id=number, device_index=0, device_type=_CUDA_TYPE)
+
+
+def current_stream(device: Any = None) -> Stream:
+    """As torch.cuda.current_stream: of this thread."""
+    return stream_of(library().recorded_stream(-1))
+
+
+def set_stream(stream: Any) -> None:
+    """As torch.cuda.set_stream."""
+    if stream is not None:
+        library().recorded_stream(stream.stream_id)
+
+
+@contextlib.contextmanager
+def _on_stream(stream: Any) -> Iterator[None]:
+    before = library().recorded_stream(-1)
+    set_stream(stream)
+    try:
+        yield
+    finally:
+        library().recorded_stream(before)
+
+
+def _no_graph(*args: object, **kwargs: object) -> None:
+    raise RuntimeError('the recorded device captures no CUDA graphs')
+
+
+def _error(error: int) -> None:
+    assert error == 0, error
+
+
+def _lock(address: int, nbytes: int, flags: int) -> int:
+    library().recorded_lock(address, nbytes)
+    return 0
+
+
+def _unlock(address: int) -> int:
+    library().recorded_unlock(address)
+    return 0
+
+
+_RUNTIME = types.SimpleNamespace(
+    cudaHostRegister=_lock,
+    cudaHostUnregister=_unlock,
+    cudaGetErrorString=str,
+    cudaError=types.SimpleNamespace(success=0),
+)
+_MEMORY = 1 << 34
+
+# name in torch.cuda: replacement; what is not here is the CPU emulation's
+_CUDA: dict[str, object] = {
+    'is_initialized': lambda: True,
+    '_is_in_bad_fork': lambda: False,
+    'synchronize': lambda *args: library().recorded_synchronize(),
+    'Stream': Stream,
+    'Event': Event,
+    'current_stream': current_stream,
+    'default_stream': lambda *args: stream_of(0),
+    'stream': _on_stream,
+    'set_stream': set_stream,
+    'CUDAGraph': _no_graph,
+    'graph': _no_graph,
+    'cudart': lambda: _RUNTIME,
+    'empty_cache': lambda: library().recorded_synchronize(),
+    'memory_allocated': lambda *args: library().recorded_bytes(False),
+    'memory_reserved': lambda *args: library().recorded_bytes(True),
+    'max_memory_allocated': lambda *args: library().recorded_bytes(True),
+    'max_memory_reserved': lambda *args: library().recorded_bytes(True),
+    'reset_peak_memory_stats': lambda *args: library().recorded_reset_peak(),
+    'mem_get_info': lambda *args: (_MEMORY - library().recorded_bytes(False), _MEMORY),
+    'memory_stats': lambda *args: {'allocated_bytes.all.peak': library().recorded_bytes(True)},
+    'get_device_name': lambda *args: 'recorded',
+    'get_device_capability': lambda *args: (9, 0),
+}
+
+
+def install(path: Path | str) -> None:
+    """Give this process the device; megatron.core is imported afterwards.
+
+    Args:
+        path: what `build` returned.
+    """
+    global _library
+    if installed():
+        return
+    os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')
+    os.environ.setdefault('CUDA_DEVICE_MAX_CONNECTIONS', '1')
+    torch.ops.load_library(str(path))
+    _library = ctypes.CDLL(str(path))
+    for name in ('stream', 'new_stream', 'event', 'log', 'bytes'):
+        getattr(_library, f'recorded_{name}').restype = ctypes.c_int64
+    for name in ('stream', 'event', 'lock', 'unlock', 'name'):
+        getattr(_library, f'recorded_{name}').argtypes = [ctypes.c_int64]
+    _library.recorded_lock.argtypes = [ctypes.c_int64] * 2
+    _library.recorded_wait.argtypes = [ctypes.c_int64] * 2
+    _library.recorded_host_wait.argtypes = [ctypes.c_int64, ctypes.c_char_p]
+    _library.recorded_log.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    _library.recorded_name.restype = ctypes.c_char_p
+    for name, value in {**cpu._CUDA, **_CUDA}.items():
+        setattr(torch.cuda, name, value)
+        if name in vars(torch.cuda.random):  # its own 'from . import'
+            setattr(torch.cuda.random, name, value)
+    torch.UntypedStorage.resize_ = _resize(torch.UntypedStorage.resize_)
+    _library.recorded_install()
+    gloo.install(alias_sends=False)
+    packages.install()
+    random = logging.getLogger('megatron.core.tensor_parallel.random')
+    random.addFilter(lambda record: 'CPU RNG state changed' not in record.msg)  # it is the GPU's
+
+
+def _resize(original: Any) -> Any:
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        if storage.device.type != 'cuda':
+            return original(storage, nbytes)
+        torch.ops.recorded.resize(_whole(storage), nbytes)
+        return storage
+
+    return resize_
+
+
+def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device='cuda').set_(storage)
+
+
+def launch(name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+    """Run a kernel on the current stream, which computes nothing."""
+    torch.ops.recorded.launch(name, read, written)
+
+
+@cache
+def _name(number: int) -> str:
+    return library().recorded_name(number).decode()
+
+
+@contextlib.contextmanager
+def within(name: object) -> Iterator[None]:
+    """A pass runs meanwhile."""
+    library().recorded_note(str(name).encode())
+    try:
+        yield
+    finally:
+        library().recorded_note(b'')
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Order]:
+    """Write down what is asked of the device; the order is there behind the context."""
+    order = Order(_name)
+    library().recorded_clear()
+    library().recorded_record(True)
+    try:
+        yield order
+    finally:
+        library().recorded_record(False)
+    order.read(_words())
+
+
+def _words() -> array:
+    room = library().recorded_log(None, 0)
+    words = array('q', bytes(8 * room))
+    library().recorded_log(words.buffer_info()[0], room)
+    library().recorded_clear()
+    return words
+
+
+@contextlib.contextmanager
+def passes() -> Iterator[None]:
+    """Name the passes of Megatron's iterations in the log."""
+    from megatron_zbpp.mcore.iteration import preparation
+
+    with mock.patch.object(preparation, 'profiled', within):
+        yield
+
+
+def join(path: Path, te: Path | None = None) -> None:
+    """Prepare a process of `ranks.Pool`: the device, groups, and Transformer Engine's layers."""
+    from recorded import groups
+
+    os.environ['LOCAL_RANK'] = '0'  # each process has a device
+    install(path)
+    groups.install()
+    if te is not None:
+        from megatron_zbpp.emulation import te as emulated
+
+        with mock.patch.object(cpu, 'install'):  # the device is here
+            emulated.install(te)

@@ -1,0 +1,209 @@
+"""Process groups that use the recorded device's streams as NCCL's do; gloo carries the data.
+
+A communicator has a stream of its own. What it is given comes behind the stream that is current,
+`record_stream` tells the allocator of its tensors, and who waits for the result is the stream that
+is current then. Each communicator writes down what it was given.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store
+from torch.utils._pytree import tree_leaves, tree_map
+
+from recorded import device
+
+NAME = 'recorded'
+_POLLS = 2  # of an operation that has not ended, before it has
+_READ_AND_WRITTEN = ('allreduce', 'allreduce_coalesced', 'broadcast', 'reduce')
+# what they write is their first argument
+_WRITTEN_FIRST = (
+    'allgather', '_allgather_base', 'all_gather_single', 'all_gather_single_coalesced',
+    'allgather_into_tensor_coalesced', 'alltoall', 'alltoall_base', 'gather', 'reduce_scatter',
+    '_reduce_scatter_base', 'reduce_scatter_single', 'reduce_scatter_single_coalesced',
+    'reduce_scatter_tensor_coalesced', 'scatter', 'recv',
+)  # fmt: skip
+_WRITE_NOTHING = ('send', 'barrier')
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Of a communicator.
+
+    Attributes:
+        communicator: the ranks of its group in the world, and for messages, which two talk.
+        name: of the operation; of a message, as both of its ends call it.
+        nbytes: of its tensors.
+        stream: that was current.
+        thread: that launched it, by its identity.
+    """
+
+    communicator: tuple[tuple[int, ...], int, tuple[int, ...]]
+    name: str
+    nbytes: int
+    stream: int
+    thread: int
+
+
+operations: list[Operation] = []  # of this process, in order
+
+
+class Work:
+    """An operation: who waits for it is the current stream."""
+
+    def __init__(self, works: Any, event: int | None, tensors: Any) -> None:
+        self._work, self._event, self._tensors, self._polls = works, event, tensors, 0
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self._event is not None:
+            device.library().recorded_wait(self._event, device.current_stream().stream_id)
+        done = self._work.wait()
+        self._tensors = None
+        return done
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        self._polls += 1
+        if self._polls <= _POLLS or not self._work.is_completed():
+            return False
+        if self._event is not None:
+            device.library().recorded_host_wait(self._event, b'work.is_completed')
+        return True
+
+
+class Group(dist.ProcessGroup):
+    """A process group whose tensors are on the device, or on the host."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]  # missing in the stubs
+        self.options = SimpleNamespace(_timeout=timeout)
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo = dist.ProcessGroup(store, rank, size)
+        self._gloo._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._gloo._register_backend(torch.device('cpu'), dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._streams: dict[tuple[int, ...], int] = {}
+        self._number = 0
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def _get_backend(self, device: torch.device) -> Group:
+        return self
+
+    def _set_group_name(self, name: str) -> None:
+        self._title = name  # torch keeps it in backends that are written in C++
+
+    @property
+    def group_name(self) -> str:
+        return self._title
+
+    def shutdown(self) -> None:
+        del self._gloo
+
+    def call(self, name: str, *args: Any, **options: Any) -> Any:
+        """Run an operation: its data at once, its order as NCCL's."""
+        run: Callable[..., Any] = getattr(self._gloo, name)
+        tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+        if not any(each.is_cuda for each in tensors):
+            return run(*args, **options)
+        members = ()
+        if name in ('send', 'recv'):
+            members = (min(self.rank(), args[1]), max(self.rank(), args[1]))
+        event = self._launch(name, args, members)
+        return Work(run(*tree_map(_on_host, args), **options), event, tensors)
+
+    def _launch(self, name: str, args: tuple, members: tuple[int, ...]) -> int:
+        library = device.library()
+        if members not in self._streams:
+            self._streams[members] = library.recorded_new_stream()
+        own, launching = self._streams[members], library.recorded_stream(-1)
+        read, written = _uses(name, args)
+        nbytes = sum(each.nbytes for each in {id(t): t for t in (*read, *written)}.values())
+        ranks = tuple(dist.get_process_group_ranks(self))
+        thread = threading.get_ident()
+        key = ranks, _ordinal(self, ranks), members
+        operations.append(Operation(key, self._title_of(name, args), nbytes, launching, thread))
+        library.recorded_wait(library.recorded_event(launching), own)
+        library.recorded_stream(own)
+        try:
+            device.launch(name, read, written)
+        finally:
+            library.recorded_stream(launching)
+        for each in (*read, *written):
+            each.record_stream(device.stream_of(own))
+        return library.recorded_event(own)
+
+    def _title_of(self, name: str, args: tuple) -> str:
+        if name not in ('send', 'recv'):
+            return name
+        sender, receiver = (self.rank(), args[1])[:: 1 if name == 'send' else -1]
+        return f'message from {sender} to {receiver}'
+
+
+def _ordinal(group: Group, ranks: tuple[int, ...]) -> int:
+    """Return which of the groups of these ranks it is: all ranks make them in one order."""
+    if not group._number:
+        group._number = next(_made.setdefault(ranks, itertools.count(1)))
+    return group._number
+
+
+_made: dict[tuple[int, ...], Any] = {}
+
+
+def _uses(name: str, args: tuple) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the tensors that an operation reads, and those that it writes."""
+    first, rest = _tensors(args[:1]), _tensors(args[1:])
+    if name in _READ_AND_WRITTEN:
+        return [], first + rest
+    if name in _WRITTEN_FIRST:
+        return rest, first
+    return first + rest, []
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and t.is_cuda]
+
+
+def _on_host(value: Any) -> Any:
+    return torch.ops.recorded.host(value.detach()) if isinstance(value, torch.Tensor) else value
+
+
+def _operation(name: str) -> Callable[..., Any]:
+    def call(self: Group, *args: Any, **options: Any) -> Any:
+        return self.call(name, *args, **options)
+
+    return call
+
+
+for _name in (*_READ_AND_WRITTEN, *_WRITTEN_FIRST, *_WRITE_NOTHING):
+    setattr(Group, _name, _operation(_name))
+
+
+def install() -> None:
+    """Let groups of NCCL, and the default group, be such groups."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, Group, devices=['cpu', 'cuda'])
+    dist.init_process_group = _named(dist.init_process_group, ('nccl', 'gloo'))
+    dist.new_group = distributed_c10d.new_group = _named(dist.new_group, ('nccl',))
+
+
+def _named(original: Callable, names: tuple[str, ...]) -> Callable:
+    def ours(value: Any) -> Any:
+        return NAME if isinstance(value, str) and value in names else value
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return original(*map(ours, args), **{key: ours(value) for key, value in kwargs.items()})
+
+    return call

@@ -1,0 +1,356 @@
+"""Reads a device's log: what happens before what, by vector clocks, and which uses nothing orders.
+
+A stream runs its kernels in order. An event carries what its stream has done; who waits for it, a
+stream or the host, comes behind that. What the host launches comes behind all that the host has
+waited for. Two uses of the same bytes, of which one writes, have to be in order.
+
+Memory that is freed may be given to the stream that allocated it, at once. So whatever other
+streams did with it is to be before the next kernel of that stream; or `record_stream` has told the
+allocator, which then keeps it until the host sees an event of theirs.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+HOST = -1
+
+
+class Kind(enum.IntEnum):
+    """Records of `device.cpp`."""
+
+    KERNEL = 0
+    RECORD = 1
+    WAIT = 2
+    HOST_EVENT = 3
+    HOST_STREAM = 4
+    HOST_DEVICE = 5
+    ALLOCATE = 6
+    FREE = 7
+    RECORD_STREAM = 8
+    NOTE = 9
+
+
+_LENGTHS = {
+    Kind.RECORD: 3,
+    Kind.WAIT: 3,
+    Kind.HOST_EVENT: 4,
+    Kind.HOST_STREAM: 4,
+    Kind.HOST_DEVICE: 3,
+    Kind.ALLOCATE: 4,
+    Kind.FREE: 3,
+    Kind.RECORD_STREAM: 3,
+    Kind.NOTE: 3,
+}
+Clock = dict[int, int]  # how many kernels of each stream are before
+
+
+@dataclass(frozen=True)
+class Use:
+    """A kernel.
+
+    Attributes:
+        kernel: its name.
+        stream: it runs on.
+        within: the pass that launched it; empty between passes.
+        thread: that launched it, by number.
+    """
+
+    kernel: str
+    stream: int
+    within: str
+    thread: int
+
+    def __str__(self) -> str:
+        return f'{self.kernel} on stream {self.stream} in {self.within or "no pass"}'
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two uses of the same bytes that nothing orders.
+
+    Attributes:
+        first, second: as they were launched.
+        freed: whether `second` is the first kernel that may get the memory anew.
+    """
+
+    first: Use
+    second: Use
+    freed: bool = False
+
+    def __str__(self) -> str:
+        if self.freed:
+            return f'memory is free for {self.second}, though {self.first} may use it still'
+        return f'{self.second} does not wait for {self.first}'
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The host waited for the device.
+
+    Attributes:
+        what: for what.
+        within: the pass; empty between passes.
+    """
+
+    what: str
+    within: str
+
+
+@dataclass
+class _Part:
+    """Bytes of a block that were used alike: the latest write, and the reads behind it."""
+
+    begin: int
+    end: int
+    write: tuple[int, int, Use] | None = None  # stream, its count, the kernel
+    reads: dict[int, tuple[int, Use]] = field(default_factory=dict)
+
+    def split(self, at: int) -> tuple[_Part, _Part]:
+        return (
+            _Part(self.begin, at, self.write, dict(self.reads)),
+            _Part(at, self.end, self.write, dict(self.reads)),
+        )
+
+
+@dataclass
+class _Block:
+    nbytes: int = 0
+    owner: int = HOST
+    parts: list[_Part] = field(default_factory=list)
+    last: dict[int, tuple[int, Use]] = field(default_factory=dict)
+    recorded: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Order:
+    """What a log shows.
+
+    Attributes:
+        races: uses that nothing orders, each pair of kernels, streams and passes once.
+        waits: of the host.
+        uses: all kernels, in order of launch.
+        planned: peak bytes of the device, if memory comes back once it is freed.
+        held: peak bytes as the allocator has them while the host runs ahead as far as it can: what
+            another stream has recorded comes back once the host has waited for that stream.
+    """
+
+    names: Callable[[int], str]
+    races: dict[Race, int] = field(default_factory=dict)
+    waits: list[Wait] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+    planned: int = 0
+    held: int = 0
+
+    def __post_init__(self) -> None:
+        self._clocks: dict[int, Clock] = {HOST: {}}
+        self._behind: dict[int, int] = {}  # of each stream: how often the host had waited
+        self._host_waits = 0
+        self._events: dict[int, Clock] = {}
+        self._blocks: dict[int, _Block] = {}
+        self._freed: dict[int, list[_Block]] = {}  # by stream, since its latest kernel
+        self._kept: list[tuple[_Block, Clock]] = []  # freed, while others have recorded it
+        self._within = ''
+        self._bytes = self._held_bytes = 0
+
+    def read(self, words: Sequence[int]) -> Order:
+        """Go on with more of the log."""
+        for kind, record in _records(words):
+            self._READ[kind](self, *record)
+        return self
+
+    # One record each
+
+    def _kernel(self, stream: int, thread: int, name: int, *accesses: int) -> None:
+        clock = self._clock(stream)
+        self._join_host(stream, clock)
+        use = Use(self.names(name), stream, self._within, thread)
+        self.uses.append(use)
+        self._give_anew(stream, clock, use)
+        clock[stream] = count = clock.get(stream, 0) + 1
+        for at in range(0, len(accesses), 4):
+            writes, block, begin, end = accesses[at : at + 4]
+            found = self._blocks.setdefault(block, _Block())
+            self._access(found, (begin, end), bool(writes), (stream, count, use))
+            found.last[stream] = count, use
+
+    def _record(self, stream: int, event: int) -> None:
+        clock = self._clock(stream)
+        self._join_host(stream, clock)
+        self._events[event] = dict(clock)
+
+    def _wait(self, stream: int, event: int) -> None:
+        _join(self._clock(stream), self._events.get(event, {}))
+
+    def _host_event(self, event: int, name: int, thread: int) -> None:
+        self._host_waited(self._events.get(event, {}), name)
+
+    def _host_stream(self, stream: int, name: int, thread: int) -> None:
+        self._host_waited(self._clock(stream), name)
+
+    def _host_device(self, name: int, thread: int) -> None:
+        for stream in [*self._clocks]:
+            self._host_waited(self._clock(stream), None)
+        self._host_waited({}, name)
+
+    def _allocate(self, block: int, nbytes: int, stream: int) -> None:
+        self._blocks[block] = _Block(nbytes, stream)
+        if stream == HOST:
+            return
+        self._poll()
+        self._bytes += nbytes
+        self._held_bytes += nbytes
+        self.planned = max(self.planned, self._bytes)
+        self.held = max(self.held, self._held_bytes)
+
+    def _free(self, block: int, thread: int) -> None:
+        found = self._blocks.pop(block, None)
+        if found is None or found.owner == HOST:  # page-locked memory waits for its copies
+            return
+        self._bytes -= found.nbytes
+        self._freed.setdefault(found.owner, []).append(found)
+        others = {s: self._clock(s).get(s, 0) for s in found.recorded if s != found.owner}
+        self._kept.append((found, others))
+
+    def _record_stream(self, block: int, stream: int) -> None:
+        if block in self._blocks:
+            self._blocks[block].recorded.add(stream)
+
+    def _note(self, name: int, thread: int) -> None:
+        self._within = self.names(name)
+
+    _READ: ClassVar[dict[Kind, Callable[..., None]]] = {
+        Kind.KERNEL: _kernel,
+        Kind.RECORD: _record,
+        Kind.WAIT: _wait,
+        Kind.HOST_EVENT: _host_event,
+        Kind.HOST_STREAM: _host_stream,
+        Kind.HOST_DEVICE: _host_device,
+        Kind.ALLOCATE: _allocate,
+        Kind.FREE: _free,
+        Kind.RECORD_STREAM: _record_stream,
+        Kind.NOTE: _note,
+    }
+
+    # Clocks
+
+    def _clock(self, stream: int) -> Clock:
+        return self._clocks.setdefault(stream, {})
+
+    def _join_host(self, stream: int, clock: Clock) -> None:
+        """Put what is launched behind all that the host has waited for."""
+        if self._behind.get(stream) != self._host_waits:
+            _join(clock, self._clocks[HOST])
+            self._behind[stream] = self._host_waits
+
+    def _host_waited(self, clock: Clock, name: int | None) -> None:
+        self._host_waits += 1
+        _join(self._clocks[HOST], clock)
+        if name is not None:
+            self.waits.append(Wait(self.names(name), self._within))
+
+    # Memory
+
+    def _access(
+        self, block: _Block, span: tuple[int, int], writes: bool, now: tuple[int, int, Use]
+    ) -> None:
+        begin, end = span
+        before, within, behind = _cut(block.parts, begin, end)
+        for part in within:
+            self._compare(part, writes, now)
+        stream, count, use = now
+        if writes:
+            within = [_Part(begin, end, now)]
+        else:
+            within = _filled(within, begin, end)
+            for part in within:
+                part.reads[stream] = count, use
+        block.parts = [*before, *within, *behind]
+
+    def _compare(self, part: _Part, writes: bool, now: tuple[int, int, Use]) -> None:
+        stream, _, use = now
+        clock = self._clocks[stream]
+        earlier = [part.write] if part.write else []
+        if writes:
+            earlier += [(other, count, read) for other, (count, read) in part.reads.items()]
+        for other, count, earlier_use in earlier:
+            if other != stream and clock.get(other, 0) < count:
+                self._found(Race(earlier_use, use))
+
+    def _give_anew(self, stream: int, clock: Clock, use: Use) -> None:
+        """Let a kernel have the memory that its stream freed."""
+        for block in self._freed.pop(stream, ()):
+            for other, (count, last) in block.last.items():
+                known = other == stream or other in block.recorded
+                if not known and clock.get(other, 0) < count:
+                    self._found(Race(last, use, freed=True))
+
+    def _poll(self) -> None:
+        """Look which memory the host knows to be free, as the allocator does when it is asked."""
+        host, kept = self._clocks[HOST], []
+        for block, others in self._kept:
+            if all(host.get(stream, 0) >= count for stream, count in others.items()):
+                self._held_bytes -= block.nbytes
+            else:
+                kept.append((block, others))
+        self._kept = kept
+
+    def _found(self, race: Race) -> None:
+        self.races[race] = self.races.get(race, 0) + 1
+
+
+def _records(words: Sequence[int]) -> Iterator[tuple[Kind, Sequence[int]]]:
+    at = 0
+    while at < len(words):
+        kind = Kind(words[at])
+        if kind is Kind.KERNEL:
+            length = 5 + 4 * words[at + 4]
+            yield kind, [*words[at + 1 : at + 4], *words[at + 5 : at + length]]
+        else:
+            length = _LENGTHS[kind]
+            yield kind, words[at + 1 : at + length]
+        at += length
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for stream, count in other.items():
+        if clock.get(stream, 0) < count:
+            clock[stream] = count
+
+
+def _cut(parts: list[_Part], begin: int, end: int) -> tuple[list[_Part], list[_Part], list[_Part]]:
+    """Return the parts before, within and behind, split where they lie across."""
+    before: list[_Part] = []
+    within: list[_Part] = []
+    behind: list[_Part] = []
+    for each in parts:
+        part = each
+        if part.begin < begin < part.end:
+            first, part = part.split(begin)
+            before.append(first)
+        if part.begin < end < part.end:
+            part, last = part.split(end)
+            behind.append(last)
+        if part.end <= begin:
+            before.append(part)
+        elif part.begin >= end:
+            behind.append(part)
+        else:
+            within.append(part)
+    return before, within, behind
+
+
+def _filled(parts: list[_Part], begin: int, end: int) -> list[_Part]:
+    """Return parts for all bytes from `begin` to `end`."""
+    made, at = [], begin
+    for part in parts:
+        if at < part.begin:
+            made.append(_Part(at, part.begin))
+        made.append(part)
+        at = part.end
+    if at < end:
+        made.append(_Part(at, end))
+    return made
