@@ -53,7 +53,7 @@ class _Flow:
     Attributes:
         passes: all of them.
         ranks: where each runs.
-        takers: by pass, those that take what it makes.
+        takers: by pass, those that take what it makes, each with the message's name.
         givers: by pass, those that make what it takes.
     """
 
@@ -69,22 +69,24 @@ class _Flow:
         for number, (kind, stage, microbatch, part) in enumerate(self.passes):
             for row in rows[kind][stage * cut + part]:
                 made[row * m + microbatch] = number
-        self.takers: list[tuple[int, ...]] = [()] * len(self.passes)
-        self.givers = self.takers.copy()
+        self.takers: list[tuple[tuple[int, str], ...]] = [()] * len(self.passes)
+        self.givers: list[tuple[int, ...]] = [()] * len(self.passes)
         messages = _messages(flat)
         for number, (kind, stage, microbatch, part) in enumerate(self.passes):
-            for row, back in messages[kind][stage * cut + part]:
+            for row, back, message in messages[kind][stage * cut + part]:
                 if microbatch >= back:
                     giver = made[row * m + microbatch - back]
-                    self.takers[giver] += (number,)
+                    self.takers[giver] += ((number, message),)
                     self.givers[number] += (giver,)
 
 
-def _messages(flat: Compiled) -> dict[str, list[list[tuple[int, int]]]]:
-    """By kind, and there by stage and slice: row and `back` of the messages that a pass takes."""
+def _messages(flat: Compiled) -> dict[str, list[list[tuple[int, int, str]]]]:
+    """By kind, and there by stage and slice: row, `back` and name of messages that a pass takes."""
     return {
         kind: [
-            [(link.row, link.back) for link in step.links if link.message] if step else []
+            [(link.row, link.back, link.message) for link in step.links if link.message]
+            if step
+            else []
             for step in steps
         ]
         for kind, steps in flat.steps.items()
@@ -95,7 +97,7 @@ def takers(schedule: Schedule) -> dict[Pass, list[Pass]]:
     """For each pass whose result others take, those passes: on other ranks by messages."""
     flow = _Flow(schedule)
     return {
-        p: [flow.passes[taker] for taker in found]
+        p: [flow.passes[taker] for taker, _ in found]
         for p, found in zip(flow.passes, flow.takers, strict=True)
         if found
     }
@@ -140,17 +142,18 @@ def _one_by_one(schedule: Schedule) -> list[list[Instruction]]:
             peer = ranks[giver]
             if giver > known.get(peer, -1):
                 known[peer] = giver
-        for producer, taker in [(each, taker) for each in group for taker in takers[each]]:
+        handed_on = [(each, *taken) for each in group for taken in takers[each]]
+        for producer, taker, message in handed_on:
             p, peer, consumer = passes[producer], ranks[taker], passes[taker]
             if peer == rank:
-                program.append(Hand(p, consumer))
+                program.append(Hand(p, consumer, message))
                 continue
             waiting, ran = under_way[rank][peer], known.get(peer, -1)
             while waiting and waiting[0] < ran:
                 waiting.popleft()
             waiting.append(taker)
-            program.append(Send(p, consumer, peer, len(waiting)))
-            programs[peer].append(Receive(p, consumer, rank))
+            program.append(Send(p, consumer, peer, len(waiting), message=message))
+            programs[peer].append(Receive(p, consumer, rank, message=message))
         for leaving in [each for p in own for each in begun.get(p, ())] if begun else ():
             if leaving.kind not in flat.between_partners:
                 program.append(Begin(leaving))

@@ -20,6 +20,7 @@ class Send(NamedTuple):
             ones have, shows in what this rank has taken from `peer` since.
         saved: whether it is no message of the pipeline, but what a forward has saved, on its way to
             the partner or back: that has connections of its own.
+        message: its name, as in `ir.graph.Need`; empty for what was saved.
     """
 
     producer: Pass
@@ -27,6 +28,7 @@ class Send(NamedTuple):
     peer: int
     under_way: int = 1
     saved: bool = False
+    message: str = ''
 
     def __str__(self) -> str:
         if self.saved:
@@ -42,12 +44,14 @@ class Receive(NamedTuple):
         consumer: of this rank; of what comes to be kept for `peer`, the pass that frees it there.
         peer: that sends it.
         saved: as of the send.
+        message: as of the send.
     """
 
     producer: Pass
     consumer: Pass
     peer: int
     saved: bool = False
+    message: str = ''
 
     def __str__(self) -> str:
         if self.saved:
@@ -56,10 +60,17 @@ class Receive(NamedTuple):
 
 
 class Hand(NamedTuple):
-    """Keep what `producer`, which has just ended, made for `consumer` of this same rank."""
+    """Keep what `producer`, which has just ended, made for `consumer` of this same rank.
+
+    Attributes:
+        producer: of the message.
+        consumer: of the same rank.
+        message: its name, as of a send.
+    """
 
     producer: Pass
     consumer: Pass
+    message: str = ''
 
     def __str__(self) -> str:
         return f'hand(to {self.consumer})'

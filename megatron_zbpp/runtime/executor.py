@@ -1,8 +1,10 @@
 """The interpreter: walks one rank's program.
 
-It knows passes, messages and the weight-gradient store. A pass that does both B and W is autograd's
-own backward, with nothing deferred, as in a schedule without W passes. What a stage computes it is
-told by a `Stage`; where its neighbours are, by `Channels`. Nothing here knows Megatron.
+It knows passes, messages and the weight-gradient store. A pass is run by the action of its kind,
+which gets what came for it by the names of the messages, and returns what goes on. A pass that does
+both B and W is autograd's own backward, with nothing deferred, as in a schedule without W passes.
+What a stage computes it is told by a `Stage`; where its neighbours are, by `Channels`. Nothing here
+knows Megatron.
 """
 
 from __future__ import annotations
@@ -15,18 +17,22 @@ import torch
 from megatron_zbpp.analysis.program import Begin, Hand, Join, Program, Receive, Send
 from megatron_zbpp.ir import B, F, Pass, Together, W
 from megatron_zbpp.ir.techniques import R
+from megatron_zbpp.runtime.actions import Action, Inputs, Outputs, Tensors, reject_unsupported
 from megatron_zbpp.runtime.activations.moves import Moves, key_of
 from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import Clock
-from megatron_zbpp.runtime.kinds import done_by, refuse_others
-from megatron_zbpp.runtime.messages import Awaited, messages
+from megatron_zbpp.runtime.kinds import done_by
+from megatron_zbpp.runtime.messages import Awaited
+from megatron_zbpp.runtime.messages import messages as made_of
 from megatron_zbpp.runtime.observe.profiling import profiled
 from megatron_zbpp.runtime.observe.record import Record
 from megatron_zbpp.runtime.side_work import SideWork
 from megatron_zbpp.runtime.stage import Backward, Forward, RunTogether, Stage
 from megatron_zbpp.runtime.tables import Tables
 from megatron_zbpp.runtime.weight_grads import Key, WeightGradStore
+
+_Made = Outputs | torch.Tensor | None  # by message; of built-in passes, the one that they make
 
 
 class Executor:
@@ -44,6 +50,8 @@ class Executor:
         side: what this rank does while it waits.
         together: runs a forward and a backward that the program joins; None: one after the other.
         tables: of the program, where they are made already.
+        actions: of kinds of passes that are not built in, or in place of those that are.
+        messages: of names that differ from `message`; a tuple of them is sent as one.
 
     Attributes:
         record: what has been done so far. This and the next two are what a watchdog reads, from
@@ -67,6 +75,8 @@ class Executor:
         side: SideWork | None = None,
         together: RunTogether | None = None,
         tables: Tables | None = None,
+        actions: Mapping[str, Action] | None = None,
+        messages: Mapping[str, Message | tuple[Message, ...]] | None = None,
     ) -> None:
         self.program = program
         self.channels = channels
@@ -75,11 +85,12 @@ class Executor:
         self.current: Pass | None = None
         self.awaiting = False
         self._stages = stages
-        self._messages = messages(channels, message)
+        self._messages = made_of(channels, message, messages or {})
         self._store = store
         self._named = named
         self._tables = tables = tables or Tables(program)
-        refuse_others(tables.of_each_kind, activations)
+        self._own_actions = own = actions or {}
+        reject_unsupported((*tables.of_each_kind, *tables.named), activations is not None, own)
         self._side = side
         self._fills: SideWork | None = None  # that, once the iteration has begun
         self._together = together
@@ -95,8 +106,9 @@ class Executor:
             **self.moves.actions,
         }
         self._done = 0  # instructions
-        self._incoming: dict[Pass, Awaited] = {}
-        self._handed: dict[Pass, torch.Tensor] = {}
+        # by pass, all that comes for it: each with what it comes of
+        self._incoming: dict[Pass, list[tuple[Receive, Awaited]]] = {}
+        self._handed: dict[Pass, list[tuple[Hand, Tensors]]] = {}
         self._saved: dict[Key, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._inputs: dict[Key, torch.Tensor | None] = {}  # of forwards that run again
 
@@ -134,8 +146,9 @@ class Executor:
         for the next one.
         """
         self._messages.settle()
-        for incoming in self._incoming.values():
-            incoming.wait()
+        for found in self._incoming.values():
+            for _, incoming in found:
+                incoming.wait()
         self._incoming.clear()
         self._handed.clear()
         self._saved.clear()
@@ -144,7 +157,7 @@ class Executor:
 
     def _run(self, instructions: Program) -> None:
         # by the latest passes; lowering puts their use right behind them
-        made: dict[Pass, torch.Tensor | None] = {}
+        made: dict[Pass, _Made] = {}
         joined: tuple[Pass, ...] = ()
         for instruction in instructions:
             if isinstance(instruction, Pass):
@@ -161,17 +174,26 @@ class Executor:
                 self._messages.settle()  # here the host may wait: what comes before is posted first
                 self.moves.transfer(instruction)
             elif isinstance(instruction, Receive):
-                self._incoming[instruction.consumer] = self._messages.post(instruction)
+                awaited = instruction, self._messages.post(instruction)
+                self._incoming.setdefault(instruction.consumer, []).append(awaited)
             elif isinstance(instruction, Send):
-                output = made[instruction.producer]
-                self._messages.send(self._messages.checked(output, instruction), instruction)
+                output = self._output(made[instruction.producer], instruction)
+                self._messages.send(output, instruction)
             else:
-                output = made[instruction.producer]
-                self._handed[instruction.consumer] = self._messages.checked(output, instruction)
+                handed = instruction, self._output(made[instruction.producer], instruction)
+                self._handed.setdefault(instruction.consumer, []).append(handed)
 
-    def _timed(self, p: Pass) -> torch.Tensor | None:
-        """Run `p` once its input is there, and write down when it ran and what is held after."""
-        (received,) = self._await(p)
+    def _output(self, made: _Made, instruction: Send | Hand) -> Tensors:
+        """Return what the pass made for that message, checked."""
+        output = made.get(instruction.message) if isinstance(made, Mapping) else made
+        return self._messages.checked(output, instruction)
+
+    def _timed(self, p: Pass) -> _Made:
+        """Run `p` once its inputs are there, and write down when it ran and what is held after."""
+        own = self._own_actions.get(p.kind)
+        if own is not None:
+            return self._run_own(p, own)
+        received = self._await_one(p)
         first, *others = done_by(p)
         if first in (B, R):  # a copy that is late is a wait, too, and no work
             self.moves.await_back((p.stage, p.microbatch))
@@ -183,6 +205,15 @@ class Executor:
                     self._actions[kind](p, None)
         self._note(p, start, self.clock.mark())
         return output
+
+    def _run_own(self, p: Pass, action: Action) -> Outputs:
+        """Run a pass by the action of a technique."""
+        inputs = self._await(p)
+        start = self.clock.mark()
+        with self._named(p):
+            outputs = action(p, inputs)
+        self._note(p, start, self.clock.mark())
+        return outputs
 
     def _joins(self, passes: Sequence[Pass]) -> bool:
         """Whether they run as one, and not one after the other, as those of one microbatch must."""
@@ -198,7 +229,7 @@ class Executor:
         """
         assert self._together is not None, 'only what it runs is joined'
         ahead, back = sorted(passes, key=lambda p: p.kind != F)
-        received, gradient = self._await(ahead, back)
+        received, gradient = self._await_one(ahead), self._await_one(back)
         start = self.clock.mark()
         with self._named(ahead), self._named(back):
             forward = Forward(self._stages[ahead.stage], ahead.microbatch, self._fed(received))
@@ -219,17 +250,18 @@ class Executor:
         self.record.joined.append(len(self.record.passes) - len(passes))
         return made
 
-    def _await(self, *passes: Pass) -> list[torch.Tensor | None]:
-        """Return what each of them takes, once it is there."""
-        found: list[torch.Tensor | None] = []
-        self.awaiting = True
-        for p in passes:
-            self.current = p
-            if not found:
-                self._messages.settle()
-            if self._fills is not None and p in self._incoming:
-                self._fills.before(p)
-            found.append(self._take(p))
+    def _await_one(self, p: Pass) -> torch.Tensor | None:
+        """Return what a neighbouring stage made for `p`; None where the model begins or ends."""
+        ((tensor,),) = self._await(p).values() or ((None,),)
+        return tensor
+
+    def _await(self, p: Pass) -> Inputs:
+        """Return what `p` takes, by the names of the messages, once it is all there."""
+        self.awaiting, self.current = True, p
+        self._messages.settle()
+        if self._fills is not None and p in self._incoming:
+            self._fills.before(p)
+        found = self._take(p)
         self.awaiting = False  # not after an error: it tells what was waited for
         self.channels.let_go()
         return found
@@ -242,13 +274,17 @@ class Executor:
             len(self._saved) + self._store.pending + self.moves.held(self._saved.keys())
         )
 
-    def _take(self, p: Pass) -> torch.Tensor | None:
-        """Return what a neighbouring stage made for `p`; None where the model begins or ends."""
-        if p in self._handed:
-            return self._handed.pop(p)
-        if p not in self._incoming:
-            return None
-        return self._incoming.pop(p).wait()
+    def _take(self, p: Pass) -> Inputs:
+        handed, incoming = self._handed.pop(p, ()), self._incoming.pop(p, ())
+        if len(handed) + len(incoming) < 2:  # nearly always
+            found = {i.message: (tensor,) for i, tensor in handed}
+            return found or {i.message: (each.wait(),) for i, each in incoming}
+        came = [*handed, *((i, each.wait()) for i, each in incoming)]
+        came.sort(key=lambda each: (each[0].producer.stage, each[0].producer.slice))
+        inputs: dict[str, list[Tensors]] = {}
+        for i, tensors in came:
+            inputs.setdefault(i.message, []).append(tensors)
+        return inputs
 
     def _forward(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
         key = (p.stage, p.microbatch)

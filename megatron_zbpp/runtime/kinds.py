@@ -1,4 +1,4 @@
-"""What passes of each kind do, and which of them can run."""
+"""Built-in kinds of passes: the tasks of each, and the last pass of each stage."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Collection, Sequence
 
 from megatron_zbpp.ir import B, Pass, W, chain
 from megatron_zbpp.ir.techniques import R
-from megatron_zbpp.runtime.activations import moves
-from megatron_zbpp.runtime.activations.store import ActivationStore
 
 _PLAIN = chain(1)  # what each kind of pass does, whatever its stage
-_RUN = (*_PLAIN.kinds, R)
+RUN = (*_PLAIN.kinds, R)
 
 
 def done_by(p: Pass) -> tuple[str, ...]:
@@ -44,18 +42,3 @@ def whole(passes: Sequence[Pass], split: Collection[Pass] = ()) -> set[tuple[int
         for p in passes
         if {B, W} <= set(done_by(p)) and (p in last_backwards) == (p in last_weights)
     } - kept
-
-
-def refuse_others(passes: Sequence[Pass], activations: ActivationStore | None) -> None:
-    """Raise for what only the planner and the pictures know so far.
-
-    Raises:
-        NotImplementedError: names the pass.
-    """
-    for p in passes:
-        moving = p.kind in moves.KINDS and activations is not None
-        if (p.kind not in _RUN and not moving) or p.slice:
-            raise NotImplementedError(
-                f'{p} cannot run yet: of techniques, {p.words}; schedules that run have '
-                f'{", ".join((*_RUN, *moves.KINDS))} of whole sequences'
-            )

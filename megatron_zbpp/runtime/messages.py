@@ -6,21 +6,26 @@ what a forward sends is told ahead of it, on the host; a gradient has the shape 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 
 from megatron_zbpp.analysis.program import Hand, Receive, Send
 from megatron_zbpp.ir import F
+from megatron_zbpp.runtime.actions import Tensors
 from megatron_zbpp.runtime.channels import Channels, Incoming, Message
+
+_ALIGNED = 16  # bytes: where a tensor of any dtype may begin
 
 
 class Awaited(Protocol):
     """A message that is on its way."""
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Tensors:
         """Return it, arrived."""
         ...
 
@@ -28,7 +33,7 @@ class Awaited(Protocol):
 class Messages(Protocol):
     """What the executor sends and receives by."""
 
-    def checked(self, output: object, instruction: Send | Hand) -> torch.Tensor:
+    def checked(self, output: object, instruction: Send | Hand) -> Tensors:
         """Return `output`, which goes to another stage, if it is a message.
 
         Raises:
@@ -36,7 +41,7 @@ class Messages(Protocol):
         """
         ...
 
-    def send(self, output: torch.Tensor, send: Send) -> None:
+    def send(self, output: Tensors, send: Send) -> None:
         """Start sending it."""
 
     def post(self, receive: Receive) -> Awaited:
@@ -47,41 +52,116 @@ class Messages(Protocol):
         """Return once all receives are posted; called before each pass."""
 
 
-def messages(channels: Channels, message: Message) -> Messages:
-    """Return those of one shape, or of any where `message` has none."""
-    return Alike(channels, message) if message.shape is not None else Varying(channels, message)
+def messages(
+    channels: Channels, message: Message, others: Mapping[str, Message | tuple[Message, ...]]
+) -> Messages:
+    """Return those of fixed shapes, or of any where `message` has none.
+
+    Args:
+        channels: to the neighbours.
+        message: what stages exchange.
+        others: by name, of messages that differ: a tuple of them is several tensors, sent as one.
+    """
+    if message.shape is not None:
+        return Alike(channels, message, others)
+    if others:
+        raise NotImplementedError(
+            f'messages {", ".join(sorted(others))} beside some whose shapes vary: give the '
+            'pipeline one shape'
+        )
+    return Varying(channels, message)
 
 
 class Alike:
-    """Messages of one shape: all is known of them before they are sent.
+    """Messages of fixed shapes: all is known of them before they are sent.
 
     Args:
         channels: to the neighbours.
         message: what is exchanged.
+        others: by name, of messages that differ.
     """
 
-    def __init__(self, channels: Channels, message: Message) -> None:
-        self._channels, self._message = channels, message
+    def __init__(
+        self,
+        channels: Channels,
+        message: Message,
+        others: Mapping[str, Message | tuple[Message, ...]],
+    ) -> None:
+        self._channels, self._message, self._others = channels, message, others
 
-    def checked(self, output: object, instruction: Send | Hand) -> torch.Tensor:
-        shape, dtype = self._message.shape, self._message.dtype
-        if isinstance(output, torch.Tensor) and output.shape == shape and output.dtype == dtype:
+    def checked(self, output: object, instruction: Send | Hand) -> Tensors:
+        expected = self._others.get(instruction.message, self._message)
+        if isinstance(expected, tuple):
+            fits = isinstance(output, tuple) and len(output) == len(expected)
+            if fits and all(map(_fits, output, expected)):
+                return output
+        elif _fits(output, expected):
             return output
+        every = expected if isinstance(expected, tuple) else (expected,)
         raise ValueError(
             f'{instruction.producer.words} made {_in_words(output)}, but '
-            f'{instruction.consumer.words} takes {shape} of {dtype}: every stage must keep the '
-            'shape that sequence length, micro batch and hidden size give, and the dtype of the '
-            'pipeline'
+            f'{instruction.consumer.words} takes '
+            f'{" and ".join(f"{each.shape} of {each.dtype}" for each in every)}: every stage must '
+            'keep the shape that sequence length, micro batch and hidden size give, and the dtype '
+            'of the pipeline'
         )
 
-    def send(self, output: torch.Tensor, send: Send) -> None:
-        self._channels.send(output, send)
+    def send(self, output: Tensors, send: Send) -> None:
+        self._channels.send(packed(output) if isinstance(output, tuple) else output, send)
 
-    def post(self, receive: Receive) -> Incoming:
-        return self._channels.post(self._message, receive.peer)
+    def post(self, receive: Receive) -> Awaited:
+        expected = self._others.get(receive.message, self._message)
+        if not isinstance(expected, tuple):
+            return self._channels.post(expected, receive.peer)
+        whole = Message((_layout(expected)[-1],), torch.uint8, expected[0].device)
+        return _Packed(self._channels.post(whole, receive.peer), expected)
 
     def settle(self) -> None:
         pass  # they are posted at once
+
+
+def packed(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return several tensors as the bytes of one: one message on the wire."""
+    places = _layout([Message(tuple(t.shape), t.dtype, t.device) for t in tensors])
+    whole = torch.empty(places[-1], dtype=torch.uint8, device=tensors[0].device)
+    for start, tensor in zip(places, tensors, strict=False):
+        part = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        whole[start : start + part.numel()] = part
+    return whole
+
+
+def _layout(parts: Sequence[Message]) -> list[int]:
+    """Return where each part begins, in bytes, and the length of all."""
+    sizes = [prod(each.shape or ()) * each.dtype.itemsize for each in parts]
+    padded = (-(-size // _ALIGNED) * _ALIGNED for size in sizes)
+    return list(accumulate(padded, initial=0))
+
+
+class _Packed(NamedTuple):
+    """Several tensors that come as one.
+
+    Attributes:
+        whole: their bytes.
+        parts: shape and dtype of each.
+    """
+
+    whole: Incoming
+    parts: tuple[Message, ...]
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors, arrived."""
+        whole = self.whole.wait()
+        return tuple(
+            whole[start : start + prod(each.shape or ()) * each.dtype.itemsize]
+            .view(each.dtype)
+            .view(each.shape or ())
+            for start, each in zip(_layout(self.parts), self.parts, strict=False)
+        )
+
+
+def _fits(output: object, message: Message) -> TypeGuard[torch.Tensor]:
+    shape, dtype = message.shape, message.dtype
+    return isinstance(output, torch.Tensor) and output.shape == shape and output.dtype == dtype
 
 
 class Varying:

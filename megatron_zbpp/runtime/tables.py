@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from megatron_zbpp.analysis.program import Hand, Join, Program
+from megatron_zbpp.analysis.program import Hand, Join, Program, Receive
 from megatron_zbpp.ir import B, F, Pass, Together, W
 from megatron_zbpp.ir.techniques import R
 from megatron_zbpp.runtime.activations.moves import Moving, key_of
@@ -31,6 +31,12 @@ class Tables:
     def of_each_kind(self) -> tuple[Pass, ...]:
         """One pass of each kind, and of each that has a slice."""
         return tuple({(p.kind, bool(p.slice)): p for p in self.passes}.values())
+
+    @functools.cached_property
+    def named(self) -> tuple[Receive | Hand, ...]:
+        """One message of each name, for each kind of pass that takes it."""
+        taken = (i for i in self.program if isinstance(i, Receive | Hand))
+        return tuple({(i.consumer.kind, i.message): i for i in taken}.values())
 
     @functools.cached_property
     def handed_to(self) -> frozenset[Pass]:

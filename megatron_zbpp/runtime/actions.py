@@ -1,0 +1,58 @@
+"""Actions: what a pass of some kind does on its rank, given its inputs.
+
+F, B, W, R and the passes that move activations are built in; a technique brings actions of its own
+kinds. What an action keeps between passes, it keeps under (stage, slice, microbatch) itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+
+from megatron_zbpp.analysis.program import Hand, Instruction, Receive
+from megatron_zbpp.ir import BW, B, F, Pass
+from megatron_zbpp.runtime.activations import moves
+from megatron_zbpp.runtime.kinds import RUN
+
+Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+Inputs = Mapping[str, Sequence[Tensors]]
+"""By the name of a message, all that came of it, in the order of the stages that made it."""
+
+Outputs = Mapping[str, Tensors]
+"""By the name of a message, what is sent of it, to whoever takes it."""
+
+Action = Callable[[Pass, Inputs], Outputs]
+
+NOTHING: Inputs = {}
+_TAKEN = {F: 'activation', B: 'gradient', BW: 'gradient'}  # what the built-in actions understand
+
+
+def reject_unsupported(
+    program: Iterable[Instruction], moves_activations: bool, own: Collection[str]
+) -> None:
+    """Raise unless each pass has an action, and each built-in action understands its messages.
+
+    Args:
+        program: of a rank.
+        moves_activations: whether passes that do so can run.
+        own: kinds that have actions of a technique.
+
+    Raises:
+        NotImplementedError: names the pass.
+    """
+    run = (*RUN, *(moves.KINDS if moves_activations else ()), *own)
+    for i in program:
+        if isinstance(i, Pass) and (i.kind not in run or (i.slice and i.kind not in own)):
+            raise NotImplementedError(
+                f'{i} cannot run yet: of techniques, {i.words}; schedules that run have '
+                f'{", ".join((*RUN, *moves.KINDS))} of whole sequences'
+            )
+        if isinstance(i, Receive | Hand) and i.message and i.consumer.kind not in own:
+            taken = _TAKEN.get(i.consumer.kind)
+            if i.message != taken:
+                raise NotImplementedError(
+                    f'{i.consumer} takes the message {i.message!r} of {i.producer}, but '
+                    f'{i.consumer.kind} understands {taken or "none"}: give the executor an action '
+                    'for it'
+                )

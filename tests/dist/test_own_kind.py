@@ -1,0 +1,201 @@
+"""A kind of pass that only this file knows: two inputs, a message of two tensors, costs, memory.
+
+It is checked, simulated, drawn, lowered, proven free of deadlock, and runs on two gloo ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import pairs
+from stages import ROWS, WIDTH, LinearStage, reference
+
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.lowering import lower
+from megatron_zbpp.analysis.memory import live, peak
+from megatron_zbpp.analysis.program import Hand
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Graph, Pass, Placement, Schedule, Task, chain
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import DEVICE, Hold, Kind, Need, Technique
+from megatron_zbpp.render.svg import svg
+from megatron_zbpp.runtime.channels import Channels, Message
+from megatron_zbpp.runtime.clock import HostClock
+from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.messages import messages
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
+
+PLACEMENT = Placement.loop(2)
+ORDERS = (
+    '0F0 0Y0 0F1 0Y1 0X0 0BW0 0X1 0BW1',
+    '1F0 1Y0 1X0 1B0 1F1 1Y1 1W0 1X1 1B1 1W1',
+)
+
+
+def compared(graph: Graph) -> Graph:
+    """Y draws a sample of what its stage made, X takes those of all stages, and B waits for it."""
+    stages = range(graph.num_stages)
+    needs, holds = dict(graph.needs), dict(graph.holds)
+    for stage in stages:
+        needs[Task('Y', stage)] = (Need(Task('F', stage)),)
+        needs[Task('X', stage)] = tuple(Need(Task('Y', other), 'sample') for other in stages)
+        needs[Task('B', stage)] = (*needs[Task('B', stage)], Need(Task('X', stage)))
+        holds[Task('Y', stage)] = (Hold(DEVICE, 'sample', 1),)
+        holds[Task('X', stage)] = (Hold(DEVICE, 'sample', -1),)
+    kinds = {**graph.kinds, 'Y': Kind('sample'), 'X': Kind('comparison')}
+    techniques = (*graph.techniques, Technique('compared', ()))
+    return replace(graph, techniques=techniques, needs=needs, holds=holds, kinds=kinds)
+
+
+def schedule() -> Schedule:
+    passes = [map(Pass.parse, order.split()) for order in ORDERS]
+    return Schedule.of('compared', PLACEMENT, 2, passes, compared(chain(2)))
+
+
+def costs() -> Costs:
+    return replace(
+        Costs.uniform(PLACEMENT),
+        times={'Y': (0.25, 0.5), 'X': (1.0, 2.0)},
+        amounts={'sample': (0.5, 0.25)},
+    )
+
+
+def test_it_is_checked_simulated_and_drawn():
+    check(schedule())
+    timeline = simulate(schedule(), costs())
+    spans = dict(zip(schedule().passes[0], timeline.spans[0], strict=True))
+    assert spans[Pass('X', 0, 0)] == (2.5, 3.5)  # behind Y of both stages
+    assert live(schedule(), costs())[0] == (1, 1.5, 2.5, 3, 2.5, 1.5, 1, 0)
+    assert peak(schedule(), costs()) == (3, 2.25)
+    assert 'X: comparison' in svg({'x': timeline}, {'x': costs()})
+
+
+def test_messages_carry_their_names():
+    program = lower(schedule())[0]
+    names = {
+        (i.producer.kind, i.consumer.kind): i.message for i in program if hasattr(i, 'message')
+    }
+    assert names == {
+        ('F', 'F'): 'activation',
+        ('Y', 'X'): 'sample',
+        ('B', 'BW'): 'gradient',
+    }
+
+
+class Comparing:
+    """Actions of one rank: a sample is two tensors, of numbers and of their places."""
+
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def sample(self, p, inputs):
+        assert not inputs
+        numbers = torch.full((3,), 10.0 * p.stage + p.microbatch, dtype=torch.float64)
+        return {'sample': (numbers, torch.tensor([p.stage, p.microbatch], dtype=torch.int16))}
+
+    def compare(self, p, inputs):
+        (samples,) = inputs.values()
+        self.seen.append((str(p), [[part.tolist() for part in sample] for sample in samples]))
+        return {}
+
+
+def execute():
+    rank, store, programs = dist.get_rank(), WeightGradStore(), lower(schedule())
+    stage, own = LinearStage(store, rank, 2), Comparing()
+    cpu = torch.device('cpu')
+    message = Message((ROWS, WIDTH), torch.float32, cpu)
+    sample = Message((3,), torch.float64, cpu), Message((2,), torch.int16, cpu)
+    executor = Executor(
+        programs[rank],
+        {rank: stage},
+        Channels(dist.group.WORLD, pairs(programs), cpu),
+        message,
+        store,
+        HostClock(),
+        actions={'Y': own.sample, 'X': own.compare},
+        messages={'sample': sample},
+    )
+    record = executor.run()
+    return record.passes, own.seen, stage.losses, tuple(p.grad for p in stage.parameters())
+
+
+def test_it_runs(ranks):
+    """Each X gets the samples of both stages, in their order, and gradients are as without it."""
+    losses, gradients = reference(2, 2)
+    for rank, (passes, seen, made, grads) in enumerate(ranks(2).run(execute)):
+        assert tuple(passes) == schedule().passes[rank]
+        samples = [[[[10.0 * stage + i] * 3, [stage, i]] for stage in range(2)] for i in range(2)]
+        assert seen == [(f'{rank}X{i}', samples[i]) for i in range(2)]
+        assert all(map(torch.equal, grads, gradients[rank]))
+        assert made == (losses if rank else [])
+
+
+def test_a_message_of_another_shape_is_refused():
+    cpu = torch.device('cpu')
+    parts = Message((3,), torch.float64, cpu), Message((2,), torch.int16, cpu)
+    fixed = messages(Nowhere(), Message((ROWS, WIDTH), torch.float32, cpu), {'sample': parts})
+    hand = Hand(Pass('Y', 0, 0), Pass('X', 0, 0), 'sample')
+    good = torch.zeros(3, dtype=torch.float64), torch.zeros(2, dtype=torch.int16)
+    assert fixed.checked(good, hand) is good
+    for bad in (good[0], good[::-1], good[:1], None):
+        with pytest.raises(ValueError, match=r'Y stage 0 microbatch 0 made .* and \(2,\) of'):
+            fixed.checked(bad, hand)
+    with pytest.raises(ValueError, match=r'takes \(3, 6\) of torch.float32: every'):
+        fixed.checked(good, hand._replace(message='gradient'))
+    with pytest.raises(NotImplementedError, match='messages sample beside some whose shapes vary'):
+        messages(Nowhere(), Message(None, torch.float32, cpu), {'sample': parts})
+
+
+class Nowhere:
+    """Channels that nothing is sent through."""
+
+
+def without_actions():
+    message = Message((ROWS, WIDTH), torch.float32, torch.device('cpu'))
+    channels = Channels(dist.group.WORLD, (), message.device)
+    for actions in ({}, {'Y': print}):
+        try:
+            store = WeightGradStore()
+            Executor(
+                lower(schedule())[0], {}, channels, message, store, HostClock(), actions=actions
+            )
+        except NotImplementedError as error:
+            yield str(error)
+
+
+def refusals():
+    return list(without_actions())
+
+
+def test_without_actions_it_is_refused(ranks):
+    for first, second in ranks(2).run(refusals):
+        assert first.startswith('0Y0 cannot run yet')
+        assert second.startswith('0X0') or 'cannot run yet' in second
+
+
+@pytest.mark.parametrize('name', ['vocabulary', 'statistics'])
+def test_a_message_that_nobody_understands_is_refused(ranks, name):
+    """B awaits a second input, which the built-in action would lose."""
+    found = ranks(2).run(misunderstood, name)
+    assert all(
+        f"0B0 takes the message '{name}' of 1F0, but B understands gradient" in f for f in found
+    )
+
+
+def misunderstood(name):
+    graph = chain(2)
+    back = (*graph.needs[Task('B', 0)], Need(Task('F', 1), name))
+    techniques = (Technique('two inputs', (name,)),)
+    graph = replace(graph, techniques=techniques, needs={**graph.needs, Task('B', 0): back})
+    passes = [map(Pass.parse, order.split()) for order in ('0F0 0B0 0W0', '1F0 1B0 1W0')]
+    programs = lower(Schedule.of('two inputs', PLACEMENT, 1, passes, graph))
+    message = Message((ROWS, WIDTH), torch.float32, torch.device('cpu'))
+    channels = Channels(dist.group.WORLD, (), message.device)
+    try:
+        Executor(programs[0], {}, channels, message, WeightGradStore(), HostClock())
+    except NotImplementedError as error:
+        return str(error)
+    return ''
