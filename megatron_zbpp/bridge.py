@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import megatron_zbpp
 
 if TYPE_CHECKING:
+    from megatron_zbpp.analysis.offloading import Amount
     from megatron_zbpp.ir import Schedule
     from megatron_zbpp.mcore.plugin import Plugin
 
@@ -28,6 +29,8 @@ def enable(
     *,
     memory_limit: float | None = None,
     post_validation: bool | int = False,
+    offload: Amount | None = None,
+    recompute: Amount | None = None,
     **options: Any,
 ) -> Plugin:
     """Enable `schedule` for Megatron-Bridge, and write what it needs into `config`.
@@ -43,6 +46,8 @@ def enable(
         num_chunks: chunks a rank.
         memory_limit: in activations.
         post_validation: whether optimizer steps are validated later.
+        offload: activations that go to the host.
+        recompute: forwards that run again.
         **options: the rest.
 
     Returns:
@@ -54,12 +59,16 @@ def enable(
     """
     from megatron_zbpp.mcore.bridge import prepare
 
-    chunks, flags = prepare(config, schedule, num_chunks, memory_limit, post_validation)
+    chunks, flags = prepare(
+        config, schedule, num_chunks, memory_limit, post_validation, offload, recompute
+    )
     return megatron_zbpp.enable(
         schedule,
         chunks,
         memory_limit=memory_limit,
         post_validation=post_validation,
+        offload=offload,
+        recompute=recompute,
         flags=flags,
         **options,
     )

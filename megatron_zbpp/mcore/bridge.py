@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_zbpp.analysis.offloading import Amount
 from megatron_zbpp.emulation import cpu, te
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.mcore import refusals, superseded
@@ -50,13 +51,15 @@ def prepare(
     num_chunks: int | None = None,
     memory_limit: float | None = None,
     post_validation: bool | int = False,
+    offload: Amount | None = None,
+    recompute: Amount | None = None,
 ) -> tuple[int | None, dict[str, Any]]:
     """Check `config` for the schedule, and write the layout of the layers into it.
 
     Args:
         config: a `ConfigContainer`.
         schedule: as for `megatron_zbpp.enable`, as are the others.
-        num_chunks, memory_limit, post_validation: those.
+        num_chunks, memory_limit, post_validation, offload, recompute: those.
 
     Returns:
         Chunks that are asked for, and settings that all ranks must have alike.
@@ -73,7 +76,15 @@ def prepare(
         return num_chunks, alike
     if not isinstance(schedule, Schedule):
         num_chunks = num_chunks or sizes.num_chunks(args)
-    programs = Programs(Settings(schedule, num_chunks, memory_limit))
+    settings = Settings(
+        schedule,
+        num_chunks,
+        memory_limit,
+        post_validation=post_validation,
+        offload=offload,
+        recompute=recompute,
+    )
+    programs = Programs(settings)
     placement = programs.placement(ranks)
     reasons = dict.fromkeys(map(str, _refused(config, args, placement, programs)))
     if reasons:
@@ -155,6 +166,7 @@ def _refused(
         te.installed(),
         placement,
         programs.splits(ranks),
+        programs.recomputes(ranks),
         joins=programs.joins,
         in_order=programs.in_order(ranks),
     )

@@ -45,6 +45,17 @@ def test_each_refusal_says_what_was_tried():
     assert set(refusals.settings()) <= named
 
 
+def test_flags_of_ours_exist():
+    """Or are Megatron's: `--pipeline-model-parallel-size` and its like."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    ours = {option for action in parser._actions for option in action.option_strings}
+    for page in (*pages.PAGES, pages.README):
+        named = set(re.findall(r'--pipeline-[a-z][a-z-]*[a-z]', page.read_text()))
+        unknown = {flag for flag in named - ours if not flag.startswith('--pipeline-model-')}
+        assert not unknown, page
+
+
 def strings(tree: ast.AST):
     """Each string of a module, one of several parts as one with `…` for what is filled in."""
     for node in ast.walk(tree):
