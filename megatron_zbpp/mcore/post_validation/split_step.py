@@ -95,7 +95,7 @@ class SplitStep:
         self._norms: list[Reduction] = []
         self._zeros: list[Reduction] = []
         # by identity: norms that Megatron is answered, and what they are on the host
-        self._known_norms: dict[int, tuple[float | torch.Tensor, float | torch.Tensor]] = {}
+        self._known_norms: dict[int, tuple[Any, Any]] = {}
         self._speculative: list[SpeculativeStep] = []
         self._clipped = False
 
