@@ -1,8 +1,9 @@
-"""What happens before what, in logs of a recorded device written by hand."""
+"""What happens before what in logs of a recorded device, and what its communicators were given."""
 
 from __future__ import annotations
 
 import pytest
+from recorded.communicators import Operation, faults
 from recorded.ordering import HOST, Kind, Order
 
 WRITES, READS = 1, 0
@@ -124,3 +125,30 @@ def test_peak_bytes(looked, held):
 
 def test_page_locked_memory_is_not_of_the_device():
     assert order([Kind.ALLOCATE, 9, 100, HOST]).planned == 8
+
+
+def operations(*names, thread=1, pair=(), nbytes=8):
+    return [Operation(('2', (0, 1), pair), name, nbytes, 0, thread) for name in names]
+
+
+REDUCED = operations('allreduce', 'broadcast')
+SENT = operations('message from 0 to 1', pair=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ('first', 'second', 'said'),
+    [
+        (REDUCED + SENT, SENT + REDUCED, None),  # two communicators do not wait for each other
+        (REDUCED, REDUCED[::-1], 'rank 1 launches other operations than rank 0'),
+        (REDUCED, operations('allreduce', 'broadcast', nbytes=4), 'other operations than rank 0'),
+        (REDUCED, REDUCED[:1], 'rank 1 launches other operations than rank 0'),
+        (REDUCED, [], 'rank 1 launches nothing'),
+        (SENT, [], 'rank 1 launches nothing'),
+        (SENT * 2, [*SENT, *operations(SENT[0].name, pair=(0, 1), thread=2)], 'from 2 threads'),
+        (REDUCED, [*REDUCED[:1], *operations('broadcast', thread=2)], None),
+    ],
+)
+def test_what_communicators_were_given(first, second, said):
+    found = [*faults([first, second])]
+    assert len(found) == (said is not None)
+    assert said is None or found[0].endswith(said)

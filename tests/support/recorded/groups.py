@@ -7,10 +7,8 @@ is current then. Each communicator writes down what it was given.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +20,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.utils._pytree import tree_leaves, tree_map
 
 from recorded import device
+from recorded.communicators import Operation
 
 NAME = 'recorded'
 _POLLS = 2  # of an operation that has not ended, before it has
@@ -29,30 +28,11 @@ _READ_AND_WRITTEN = ('allreduce', 'allreduce_coalesced', 'broadcast', 'reduce')
 # what they write is their first argument
 _WRITTEN_FIRST = (
     'allgather', '_allgather_base', 'all_gather_single', 'all_gather_single_coalesced',
-    'allgather_into_tensor_coalesced', 'alltoall', 'alltoall_base', 'gather', 'reduce_scatter',
-    '_reduce_scatter_base', 'reduce_scatter_single', 'reduce_scatter_single_coalesced',
-    'reduce_scatter_tensor_coalesced', 'scatter', 'recv',
+    'all_to_all_single', 'allgather_into_tensor_coalesced', 'alltoall', 'alltoall_base', 'gather',
+    'reduce_scatter', '_reduce_scatter_base', 'reduce_scatter_single',
+    'reduce_scatter_single_coalesced', 'reduce_scatter_tensor_coalesced', 'scatter', 'recv',
 )  # fmt: skip
 _WRITE_NOTHING = ('send', 'barrier')
-
-
-@dataclass(frozen=True)
-class Operation:
-    """Of a communicator.
-
-    Attributes:
-        communicator: the ranks of its group in the world, and for messages, which two talk.
-        name: of the operation; of a message, as both of its ends call it.
-        nbytes: of its tensors.
-        stream: that was current.
-        thread: that launched it, by its identity.
-    """
-
-    communicator: tuple[tuple[int, ...], int, tuple[int, ...]]
-    name: str
-    nbytes: int
-    stream: int
-    thread: int
 
 
 operations: list[Operation] = []  # of this process, in order
@@ -94,7 +74,6 @@ class Group(dist.ProcessGroup):
         self._gloo._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._gloo._register_backend(torch.device('cpu'), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._streams: dict[tuple[int, ...], int] = {}
-        self._number = 0
 
     def getBackendName(self) -> str:
         return NAME
@@ -133,7 +112,7 @@ class Group(dist.ProcessGroup):
         nbytes = sum(each.nbytes for each in {id(t): t for t in (*read, *written)}.values())
         ranks = tuple(dist.get_process_group_ranks(self))
         thread = threading.get_ident()
-        key = ranks, _ordinal(self, ranks), members
+        key = self.group_name, ranks, members
         operations.append(Operation(key, self._title_of(name, args), nbytes, launching, thread))
         library.recorded_wait(library.recorded_event(launching), own)
         library.recorded_stream(own)
@@ -150,16 +129,6 @@ class Group(dist.ProcessGroup):
             return name
         sender, receiver = (self.rank(), args[1])[:: 1 if name == 'send' else -1]
         return f'message from {sender} to {receiver}'
-
-
-def _ordinal(group: Group, ranks: tuple[int, ...]) -> int:
-    """Return which of the groups of these ranks it is: all ranks make them in one order."""
-    if not group._number:
-        group._number = next(_made.setdefault(ranks, itertools.count(1)))
-    return group._number
-
-
-_made: dict[tuple[int, ...], Any] = {}
 
 
 def _uses(name: str, args: tuple) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

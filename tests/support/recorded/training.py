@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import models
+
+from recorded.communicators import Operation
 
 
 @dataclass(frozen=True)
@@ -15,19 +19,19 @@ class Recorded:
     """What a training left on a rank, and what its device wrote down.
 
     Attributes:
-        trained: what `models.train` returns.
+        trained: what `models.train` returns; None of another training.
         races: in words, and how often.
-        kernels: of each pass and stream, how many.
-        waits: of the host in passes, in words.
+        kernels: by (kind of pass, stream, name), how many.
+        waits: of the host, by (what, pass), how many.
         operations: of communicators, in order.
         planned, held: see `ordering.Order`.
     """
 
-    trained: models.Trained
+    trained: models.Trained | None
     races: dict[str, int]
-    kernels: Counter
-    waits: Counter
-    operations: list[Any]
+    kernels: Counter[tuple[str, int, str]]
+    waits: Counter[tuple[str, str]]
+    operations: list[Operation]
     planned: int
     held: int
 
@@ -52,22 +56,34 @@ def train(job: models.Job, argv: list[str]) -> Recorded:
     """Runs on each rank."""
     import pretrain_gpt
 
+    wrapped = _on_side_stream(pretrain_gpt.DDP)
+    with mock.patch.object(pretrain_gpt, 'DDP', wrapped), recording() as recorded:
+        trained = models.train(job, argv)
+    return replace(recorded[0], trained=trained)
+
+
+@contextmanager
+def recording() -> Iterator[list[Recorded]]:
+    """Record what Megatron trains meanwhile; what was recorded is in the list behind that."""
     from recorded import device, groups
 
     groups.operations.clear()
-    wrapped = _on_side_stream(pretrain_gpt.DDP)
-    with (
-        device.passes(),
-        mock.patch.object(pretrain_gpt, 'DDP', wrapped),
-        device.recording() as order,
-    ):
-        trained = models.train(job, argv)
-    return Recorded(
-        trained,
-        {str(race): times for race, times in order.races.items()},
-        Counter((use.within[:2], use.stream) for use in order.uses),
-        Counter((wait.what, wait.within) for wait in order.waits if wait.within),
-        list(groups.operations),
-        order.planned,
-        order.held,
+    found: list[Recorded] = []
+    with device.passes(), device.recording() as order:
+        yield found
+    found.append(
+        Recorded(
+            None,
+            {str(race): times for race, times in order.races.items()},
+            Counter((_kind(use.within), use.stream, use.kernel) for use in order.uses),
+            Counter((wait.what, wait.within) for wait in order.waits),
+            list(groups.operations),
+            order.planned,
+            order.held,
+        )
     )
+
+
+def _kind(name: str) -> str:
+    """Return the letters of a pass: 2B1 is a B."""
+    return ''.join(filter(str.isalpha, name))

@@ -1,0 +1,147 @@
+"""Megatron trains on a device that records streams: nothing races, and seeded races are found.
+
+DistributedDataParallel is made on a side stream, as NVIDIA's loop makes it. Process groups use
+streams as NCCL's do. Autograd's engine, its threads and its choice of streams are torch's own.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import models
+import pytest
+import torch
+import wheels
+from models import Job
+from ranks import Pool, Ranks
+from recorded import build, device
+from recorded.communicators import faults
+from recorded.training import train
+
+TWICE = {'dp': 2, 'fused': True, 'overlap': True, 'distributed': True, 'bf16': True}
+# what is trained, and by which schedule; the kinds but dense have no linear biases
+TRAININGS = {
+    "zb-h1, Megatron's layers": (Job(te=False), 'zb-h1'),
+    'zb-v': (Job(fused=True), 'zb-v'),
+    'zb-2p, post-validation': (Job(te=False), 'zb-2p+post-validation'),
+    'zb-v, post-validation': (Job(fused=True), 'zb-v+post-validation'),
+    'offload': (Job(offload='all'), 'zb-v'),
+    'recompute': (Job('SwiGLU', again='all', fused=True), 'zb-v'),
+    'bpipe': (Job(te=False, pp=4), 'bpipe'),
+    'tensor and sequence parallel': (Job('SwiGLU', tp=2, fused=True), 'zb-h1'),
+    'replicas, zb-h1': (Job('SwiGLU', **TWICE), 'zb-h1'),
+    'replicas, dualpipe-v': (Job('SwiGLU', **TWICE), 'dualpipe-v'),
+}
+REPLICAS = TRAININGS['replicas, zb-h1'][0]
+
+
+@pytest.fixture(scope='module', params=wheels.VERSIONS[:2])
+def recorded_ranks(request):
+    folder = wheels.transformer_engine(request.param)
+    pool = Pool(device.join, build.build(), folder, emulated=False)
+    yield lambda size: Ranks(size, pool)
+    pool.stop()
+
+
+def undefined(parameter):
+    """As `dummy_gradient`, of before: DDP's hook finds a gradient, autograd gets none."""
+    parameter.grad_added_to_main_grad = True
+    parameter.grad = torch.zeros((), device='cuda', dtype=parameter.dtype).expand(parameter.shape)
+
+
+def received_by_the_host(incoming):
+    """As `Incoming.wait`, whose stream waits, and not the host."""
+    incoming.work._work.wait()
+    return incoming.tensor
+
+
+def sends_overwritten(self, tensor, send):
+    """As `Channels.send`, with a tensor that is used for something else right after."""
+    tensor = tensor.clone()
+    self.unbroken(tensor, send)
+    tensor.zero_()
+
+
+def _broken(name):
+    """(whose, attribute, what it is to be)."""
+    from megatron_zbpp.mcore.patches.transformer_engine import module
+    from megatron_zbpp.runtime import channels
+    from megatron_zbpp.runtime.activations.copies import Copies
+
+    yield channels.Channels, 'unbroken', channels.Channels.send
+    if name == 'None':
+        yield module, 'dummy_gradient', undefined
+    elif name == 'no wait':
+        yield channels.Incoming, 'wait', received_by_the_host
+    elif name == 'overwritten':
+        yield channels.Channels, 'send', sends_overwritten
+    elif name == 'copies':
+        yield Copies, 'wait', lambda self, mark: None
+
+
+@contextmanager
+def broken_by(name):
+    with ExitStack() as stack:
+        for owner, attribute, replacement in _broken(name):
+            stack.enter_context(mock.patch.object(owner, attribute, replacement, create=True))
+        yield
+
+
+def train_broken(name, job, argv):
+    """Runs on each rank."""
+    with broken_by(name):
+        return train(job, argv)
+
+
+def run(recorded_ranks, data, job, schedule, broken='nothing'):
+    name, _, early = schedule.partition('+')
+    argv = job.argv(name, bool(early), data)
+    return recorded_ranks(job.size).run(train_broken, broken, job, argv, timeout=250)
+
+
+@pytest.mark.parametrize('training', TRAININGS)
+def test_streams_are_ordered(recorded_ranks, data, training):
+    """Every use of memory is behind those that it depends on, on every rank.
+
+    And each communicator is given the same on all of its ranks.
+    """
+    job, schedule = TRAININGS[training]
+    results = run(recorded_ranks, data, job, schedule)
+    for rank in results:
+        assert rank.races == {}
+        assert len({stream for _, stream, _ in rank.kernels}) > 1
+        waits = {(what, within) for what, within in rank.waits if within}
+        assert job.te or not waits  # Transformer Engine's layers, and experts, ask for values
+    losses = [loss for rank in results for loss in rank.trained.losses if loss is not None]
+    assert losses and all(map(math.isfinite, losses))
+    assert any(rank.trained.early for rank in results) == schedule.endswith('+post-validation')
+    copied = {name for rank in results for _, stream, name in rank.kernels if stream}
+    assert ('copy to the host' in copied) == bool(job.offload)
+    assert [*faults([rank.operations for rank in results])] == []
+
+
+# what is broken: what is trained, and what is said of it
+SEEDED = {
+    'None': (REPLICAS, 'zb-h1', 'aten::mul_.Tensor on stream'),  # DDP scales, and reduces
+    'no wait': (Job(te=False), 'zb-h1', 'does not wait for recv on stream'),
+    'overwritten': (Job(te=False), 'zb-h1', 'aten::zero_ on stream 0'),
+    'copies': (Job(te=False, offload='all'), 'zb-v', 'copy to the '),
+}
+
+
+@pytest.mark.parametrize('broken', SEEDED)
+def test_seeded_races_of_streams_are_found(recorded_ranks, data, broken):
+    job, schedule, said = SEEDED[broken]
+    results = run(recorded_ranks, data, job, schedule, broken)
+    races = [race for rank in results for race in rank.races]
+    assert any(said in race for race in races), races
+
+
+def test_bits_on_recorded_streams(recorded_ranks, data):
+    """As Megatron's schedule on the same device, which races no more."""
+    stock = run(recorded_ranks, data, REPLICAS, 'megatron')
+    assert all(rank.races == {} for rank in stock)
+    ours = run(recorded_ranks, data, REPLICAS, 'zb-v')
+    models.assert_same([rank.trained for rank in ours], [rank.trained for rank in stock])

@@ -1,0 +1,54 @@
+"""Checks what communicators were given: the same on all of their ranks, messages by one thread."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+_THREADS = 2  # DDP's reductions are started by autograd's thread, and by the main one
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Of a communicator.
+
+    Attributes:
+        communicator: the name of its group, which all ranks count alike, the group's ranks in the
+            world, and for messages, which two of the group talk.
+        name: of the operation; of a message, as both of its ends call it.
+        nbytes: of its tensors.
+        stream: that was current.
+        thread: that launched it, by its identity.
+    """
+
+    communicator: tuple[str, tuple[int, ...], tuple[int, ...]]
+    name: str
+    nbytes: int
+    stream: int
+    thread: int
+
+
+def faults(operations: Sequence[Sequence[Operation]]) -> Iterator[str]:
+    """Say what NCCL would not end, or end wrong.
+
+    Args:
+        operations: of each rank of the world, in the order of their launch.
+    """
+    found: dict[tuple, dict[int, list[Operation]]] = defaultdict(dict)
+    for rank, own in enumerate(operations):
+        for each in own:
+            found[each.communicator].setdefault(rank, []).append(each)
+    for communicator, of_rank in found.items():
+        _, ranks, pair = communicator
+        members = {ranks[member] for member in pair or range(len(ranks))}
+        for rank in sorted(members - of_rank.keys()):
+            yield f'{communicator}: rank {rank} launches nothing'
+        first = min(of_rank)
+        expected = [(each.name, each.nbytes) for each in of_rank[first]]
+        for rank, own in of_rank.items():
+            if [(each.name, each.nbytes) for each in own] != expected:
+                yield f'{communicator}: rank {rank} launches other operations than rank {first}'
+            threads = len({each.thread for each in own})
+            if threads > (1 if pair else _THREADS):
+                yield f'{communicator}: rank {rank} launches from {threads} threads'
