@@ -112,13 +112,11 @@ def test_streams_are_ordered(recorded_ranks, data, training):
     for rank in results:
         assert rank.races == {}
         assert len({stream for _, stream, _ in rank.kernels}) > 1
-        waits = {(what, within) for what, within in rank.waits if within}
-        assert job.te or not waits  # Transformer Engine's layers, and experts, ask for values
     losses = [loss for rank in results for loss in rank.trained.losses if loss is not None]
     assert losses and all(map(math.isfinite, losses))
     assert any(rank.trained.early for rank in results) == schedule.endswith('+post-validation')
     copied = {name for rank in results for _, stream, name in rank.kernels if stream}
-    assert ('copy to the host' in copied) == bool(job.offload)
+    assert not job.offload or 'copy to the host' in copied
     assert [*faults([rank.operations for rank in results])] == []
 
 
