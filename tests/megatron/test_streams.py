@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from unittest import mock
 
 import models
+import nvidia
 import pytest
 import torch
 import wheels
@@ -18,7 +20,7 @@ from models import Job
 from ranks import Pool, Ranks
 from recorded import build, device
 from recorded.communicators import faults
-from recorded.training import train
+from recorded.training import recording, train
 
 TWICE = {'dp': 2, 'fused': True, 'overlap': True, 'distributed': True, 'bf16': True}
 # what is trained, and by which schedule; the kinds but dense have no linear biases
@@ -143,3 +145,32 @@ def test_bits_on_recorded_streams(recorded_ranks, data):
     assert all(rank.races == {} for rank in stock)
     ours = run(recorded_ranks, data, REPLICAS, 'zb-v')
     models.assert_same([rank.trained for rank in ours], [rank.trained for rank in stock])
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Records NVIDIA's training loop, with something broken: see `nvidia.train`."""
+
+    broken: str
+
+    @contextmanager
+    def __call__(self, training):
+        with broken_by(self.broken), recording() as recorded:
+            yield recorded
+
+
+LOOP = """--pipeline-model-parallel-size 2 --global-batch-size 4 --train-iters 3 --bf16
+    --transformer-impl transformer_engine --disable-bias-linear --overlap-grad-reduce
+    --pipeline-schedule zb-h1""".split()
+
+
+@nvidia.needs_training
+@pytest.mark.parametrize('broken', ['nothing', 'None'])
+def test_nvidias_loop_on_recorded_streams(recorded_ranks, broken):
+    """It makes DDP on a side stream; products add to main_grad, and no layer has a bias."""
+    results = nvidia.run(recorded_ranks(2), *LOOP, event=Recording(broken)).reported
+    races = [race for (rank,) in results for race in rank.races]
+    if broken == 'nothing':
+        assert races == []
+    else:
+        assert any('W' in race and 'on stream 0' in race for race in races)

@@ -141,6 +141,7 @@ SENT = operations('message from 0 to 1', pair=(0, 1))
         (REDUCED + SENT, SENT + REDUCED, None),  # two communicators do not wait for each other
         (REDUCED, REDUCED[::-1], 'rank 1 launches other operations than rank 0'),
         (REDUCED, operations('allreduce', 'broadcast', nbytes=4), 'other operations than rank 0'),
+        (operations('alltoall_base'), operations('alltoall_base', nbytes=4), None),
         (REDUCED, REDUCED[:1], 'rank 1 launches other operations than rank 0'),
         (REDUCED, [], 'rank 1 launches nothing'),
         (SENT, [], 'rank 1 launches nothing'),
