@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import pytest
+from defined import require_defined, watched
 from nvidia import needs_training, run
 
 from megatron_zbpp.partitioning.freeze_plans import FreezePlan
@@ -34,6 +35,13 @@ def counted(training):
     found += [freezing.left_out, freezing.seen, freezing.step]
 
 
+@contextmanager
+def both(training):
+    """What `counted` finds, and what hooks of parameters were called with."""
+    with counted(training) as found, watched(training) as seen:
+        yield found, seen
+
+
 @needs_training
 @pytest.mark.parametrize('name', ['zb-h1', pytest.param('zb-v', marks=pytest.mark.full)])
 def test_freezing(ranks, tmp_path, name):
@@ -55,10 +63,14 @@ def test_freezing(ranks, tmp_path, name):
 
 @needs_training
 def test_replicas_and_overlap(ranks, tmp_path):
-    """Both replicas leave out the same, whether gradients are reduced amid W or behind it."""
+    """Both replicas leave out the same, whether gradients are reduced amid W or behind it.
+
+    Behind it hooks need no gradient; amid it those that are left out must be defined, too.
+    """
     flags = [*FLAGS, '--global-batch-size', 8, *plan(tmp_path, 0.5)]
     plain = run(ranks(4), *flags, event=counted)
-    overlapped = run(ranks(4), *flags, '--overlap-grad-reduce', event=counted)
+    overlapped = run(ranks(4), *flags, '--overlap-grad-reduce', event=both)
+    require_defined(tuple(seen for _, seen in overlapped.reported))
     assert plain.losses == overlapped.losses and plain.parameters == overlapped.parameters
     one, same, two, alike = (out for out, _, _ in plain.reported)
     assert (one, two) == (same, alike) and one > 0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import commands
 import pytest
+from defined import require_defined, watched
 from gpu import CUDA
 from grids import grid
 from nvidia import COMMON, SCRIPT, needs_training, run, since
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.te, pytest.mark.skipif(CUDA, reason='--cpu is for mach
 TE = ['--transformer-impl', 'transformer_engine', '--bf16']
 FP8 = ['--fp8-format', 'hybrid', '--fp8-recipe', 'tensorwise']
 CASES = {
-    'dense': [],
+    'dense': ['--disable-bias-linear', *OVERLAP],
     'grouped experts': [*LLAMA, *MOE, '--moe-grouped-gemm', *OVERLAP],
     'FP8 weights': [*FP8, '--fp8-param-gather', *DISTRIBUTED],
 }
@@ -31,7 +32,10 @@ CASES = {
 @needs_training
 @grid(case=tuple(CASES), schedule=('zb-h1', 'zb-v'))
 def test_identical_to_megatron(te_ranks, tmp_path, case, schedule):
-    """From a checkpoint that Megatron's own 1F1B saved, every schedule goes on as it does."""
+    """From a checkpoint that Megatron's own 1F1B saved, every schedule goes on as it does.
+
+    And each gradient that reaches DistributedDataParallel is defined: see `defined`.
+    """
     ranks, sharded = te_ranks(2), DISTRIBUTED[0] in CASES[case]
     flags = [*PIPELINE, *NO_CLIPPING, *TE, *CASES[case], '--train-iters', 4]
     saving, loading = ['--save', tmp_path, '--save-interval', 2], ['--load', tmp_path]
@@ -42,7 +46,8 @@ def test_identical_to_megatron(te_ranks, tmp_path, case, schedule):
     else:
         stock = run(ranks, *flags, *saving)
         loading += ['--ckpt-step', 2]
-    ours = run(ranks, *flags, *loading, '--pipeline-schedule', schedule)
+    ours = run(ranks, *flags, *loading, '--pipeline-schedule', schedule, event=watched)
+    require_defined(ours.reported, fused=True)
     assert ours.losses == since(0 if sharded else 2, stock.losses)
     assert ours.parameters == stock.parameters
     assert sharded or ours.optimizer == stock.optimizer

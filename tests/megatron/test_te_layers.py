@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from defined import Seen, watch
 from example import forget_groups
 from gpu import CUDA
 from grids import grid
@@ -192,12 +193,12 @@ def layer_gradients(split, order, layer, dtype, setting, overlap):
     made = KINDS[kind](config, 'bias' in setting, *activation).cuda()
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap)
     model = DistributedDataParallel(config, ddp, made)
-    undefined = undefined_gradients(model)
+    seen = watch(model, Seen())
     store = megatron_zbpp.enable('zb-h1').session.store
     torch.manual_seed(2 + torch.distributed.get_rank())
     found = [iteration(kind, model, store, split, order, dtype, config.params_dtype) for _ in '12']
     if split and order != 'at once':  # there TE 2.8 itself gives none for FP8 weights of an MLP
-        assert not undefined, f'autograd got None for {undefined}'
+        assert not seen.undefined, f'autograd got None for {seen.undefined}'
     return found
 
 
@@ -238,19 +239,6 @@ def iteration(kind, model, store, split, order, dtype, params_dtype):
     assert not store.pending
     model.finish_grad_sync()
     return [x.grad.cpu() for x in inputs], before, grads(model)
-
-
-def undefined_gradients(model):
-    """A list that fills with the names of parameters for which a backward hands autograd None.
-
-    Autograd orders no stream behind that: on a GPU, DistributedDataParallel, whose hooks run on the
-    stream on which it was built, would reduce `main_grad` before it is computed.
-    """
-    undefined = []
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    for name, node in zip(names, model.grad_accs, strict=True):
-        node.register_prehook(lambda g, name=name: undefined.append(name) if g[0] is None else None)
-    return undefined
 
 
 def grad_sync(model, last):
