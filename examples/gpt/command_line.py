@@ -61,6 +61,16 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     add('--use-distributed-optimizer', action='store_true')
     add('--overlap-grad-reduce', action='store_true')
     add(
+        '--gradient-accumulation-fusion',
+        action='store_true',
+        help="weight gradients are added to DDP's buffer by apex's kernel",
+    )
+    add(
+        '--ddp-side-stream',
+        action='store_true',
+        help="build DDP on a stream of its own, as NVIDIA's loop does",
+    )
+    add(
         '--no-check-for-nan-in-loss-and-grad',
         action='store_false',
         dest='check_for_nan_in_loss_and_grad',

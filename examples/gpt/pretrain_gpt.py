@@ -18,7 +18,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -84,7 +84,7 @@ def build_model(args: argparse.Namespace) -> list[DDP]:
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         pipeline_model_parallel_layout=args.layout.text,
         deallocate_pipeline_outputs=True,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=args.gradient_accumulation_fusion,
         finalize_model_grads_func=finalize_model_grads,
     )
     rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -110,11 +110,25 @@ def build_model(args: argparse.Namespace) -> list[DDP]:
         overlap_grad_reduce=args.overlap_grad_reduce,
         use_distributed_optimizer=args.use_distributed_optimizer,
     )
-    models = [DDP(config, ddp_config, chunk.to(DEVICE)) for chunk in wrapped]
+    with side_stream() if args.ddp_side_stream else nullcontext():
+        models = [DDP(config, ddp_config, chunk.to(DEVICE)) for chunk in wrapped]
     config.no_sync_func = [model.no_sync for model in models]
     if len(models) == 1:
         config.no_sync_func = config.no_sync_func[0]
     return models
+
+
+@contextmanager
+def side_stream() -> Iterator[None]:
+    """Run what is inside on a stream of its own, as NVIDIA's loop builds DDP: its hooks stay there.
+
+    Autograd makes that stream wait for each gradient that is defined.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 def gpt(model: torch.nn.Module) -> GPTModel:

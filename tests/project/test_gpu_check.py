@@ -1,4 +1,4 @@
-"""scripts/gpu_check.sh on a machine that only looks as if it had a GPU."""
+"""scripts/gpu_check.sh on a machine that only looks as if it had a GPU; and its rehearsal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 from commands import run
+from gpu import CUDA
 from paths import ROOT
+
+from benchmarks.one_gpu import REHEARSAL
 
 SCRIPT = ROOT / 'scripts' / 'gpu_check.sh'
 
@@ -21,6 +24,8 @@ echo "$*" >> "$CALLS"
 case "$*" in
     '-m venv '*) mkdir -p "$VENV/bin" && cp "$0" "$VENV/bin/python" ;;
     *'import transformer_engine'*) [ "$TE" = yes ] ;;
+    *"find_spec('$LACKS')"*) exit 1 ;;
+    *"$HANGS"*) sleep 60 ;;
     '-m pytest'*)
         echo '=== 3 passed in 0.1s ==='
         case "$*" in *"$FAILS"*) exit 1 ;; esac
@@ -35,7 +40,7 @@ esac
 def check(tmp_path):
     """Runs the script: what it left, what it ran of tests and benchmarks, and how it ended."""
 
-    def run_check(te='yes', fails='nothing', smi='echo NVIDIA H100'):
+    def run_check(te='yes', fails='nothing', smi='echo NVIDIA H100', **more):
         for name, text in (('python3', PYTHON), ('nvidia-smi', f'#!/bin/sh\n{smi}\n')):
             (tmp_path / name).write_text(text)
             (tmp_path / name).chmod(0o755)
@@ -43,10 +48,12 @@ def check(tmp_path):
         env |= {name: str(tmp_path / name.lower()) for name in ('RESULTS', 'VENV', 'CALLS')}
         # not what the caller of the tests has set, as .ci/run sets PYTHON
         env |= {'PYTHON': 'python3', 'WHEELS': '', 'PIP_FIND_LINKS': '', 'TESTS': ''}
-        done = run(['bash', SCRIPT], timeout=20, env=env)
+        env |= dict.fromkeys(('NO_VENV', 'REHEARSE', 'STAGES', 'LIMIT'), '')
+        env |= {'LACKS': 'nothing', 'HANGS': 'nothing', **more}
+        done = run(['bash', SCRIPT], timeout=60, env=env)
         calls = tmp_path / 'calls'
         ran = calls.read_text().splitlines() if calls.exists() else []
-        tests = [c for c in ran if c.startswith(('-m pytest', 'scripts/'))]
+        tests = [c for c in ran if c.startswith(('-m pytest', '-m benchmarks', 'scripts/'))]
         reports = list((tmp_path / 'results').glob('*.md'))
         return done, tests, reports[0].read_text() if reports else None
 
@@ -54,13 +61,16 @@ def check(tmp_path):
 
 
 def test_order(check):
-    """What needs a GPU first, then Transformer Engine, then the benchmark."""
+    """Tests first, then what is proven on one GPU, then what is measured."""
     done, ran, report = check()
     assert done.returncode == 0, done.stderr
-    assert [re.sub(r' --json.*', '', call) for call in ran] == [
+    assert [re.sub(r' --(json|logs).*', '', call) for call in ran] == [
         '-m pytest -v -rs -m gpu',
         '-m pytest -v -rs -m te and not gpu',
         '-m pytest -v -rs tests/unit/emulation/test_te_sources.py',
+        '-m benchmarks.one_gpu.ddp_race',
+        '-m benchmarks.one_gpu.nccl',
+        '-m benchmarks.one_gpu.spinning',
         'scripts/benchmark_gpt.py --single-gpu',
     ]
     assert report.startswith('# NVIDIA H100, ') and 'a table' in report
@@ -70,23 +80,78 @@ def test_order(check):
 
 def test_without_transformer_engine(check):
     done, ran, report = check(te='no')
-    assert done.returncode == 0 and len(ran) == 2
+    assert done.returncode == 0 and len(ran) == 5
     assert 'Transformer Engine: not run: it cannot be imported' in report
 
 
 def test_a_failure_is_told(check):
     """And does not keep the rest from running."""
     done, ran, report = check(fails='-m gpu')
-    assert done.returncode == 1 and len(ran) == 4
-    assert '- tests on a GPU: FAILED (1): 3 passed' in report
+    assert done.returncode == 1 and len(ran) == 7
+    assert '- tests on a GPU: FAILED (1): ' in report and '3 passed' in report
 
 
-def test_without_a_gpu(check, tmp_path):
-    """It says so at once, and leaves nothing."""
-    done, ran, report = check(smi='echo NVIDIA-SMI has failed >&2; exit 9')
-    assert done.returncode == 3 and not ran and report is None
-    assert 'no NVIDIA GPU here (nvidia-smi lists none): nothing was run' in done.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {'python3', 'nvidia-smi'}
+def test_stages(check):
+    """Those that are named, and no others."""
+    done, ran, report = check(STAGES='streams micro')
+    assert done.returncode == 0, done.stderr
+    assert ran == ['-m benchmarks.one_gpu.ddp_race', '-m benchmarks.one_gpu.spinning']
+    assert '- spinning receives and waiting sends: done' in report
+
+
+def test_a_stage_that_is_none(check):
+    """It is refused before anything runs."""
+    done, ran, report = check(STAGES='streams streems')
+    assert done.returncode == 2 and not ran and report is None
+    assert 'STAGES has streems: give some of' in done.stderr
+
+
+def test_a_stage_that_does_not_end(check):
+    """It is ended, told, and the next begins."""
+    done, ran, report = check(STAGES='streams micro', LIMIT='1', HANGS='ddp_race')
+    assert done.returncode == 1 and len(ran) == 2
+    assert 'waits for W: FAILED: not done after 1 s' in report
+    assert '- spinning receives and waiting sends: done' in report
+
+
+def test_without_a_virtual_environment(check, tmp_path):
+    """For an interpreter that is in one: only what it lacks is installed, and never torch."""
+    done, _, _ = check(NO_VENV='1', STAGES='streams', LACKS='megatron.core')
+    assert done.returncode == 0, done.stderr
+    calls = (tmp_path / 'calls').read_text().splitlines()
+    assert not [call for call in calls if call.startswith('-m venv')]
+    (installed,) = [call for call in calls if call.startswith('-m pip install')]
+    assert installed.endswith(f'--no-deps --target {tmp_path / "venv"} megatron-core')
+
+
+def test_a_rehearsal_is_no_result(check):
+    """It needs no GPU, names no folder of results by itself, and says what it is."""
+    done, ran, _ = check(REHEARSE='1', RESULTS='', smi='exit 9')
+    assert done.returncode == 2 and not ran and 'name a folder in RESULTS' in done.stderr
+
+
+REHEARSED = {
+    'streams': (REHEARSAL, 'W returns a dummy, side stream: reduced 1.00, 1.00 expected'),
+    'micro': (REHEARSAL, 'nothing spins here'),
+}
+
+
+@pytest.mark.skipif(CUDA, reason='on a GPU nothing is rehearsed')
+@pytest.mark.parametrize('stage', REHEARSED)
+def test_rehearsal(tmp_path, stage):
+    """Each stage with what stands in for the card: gloo among two ranks, the CPU."""
+    env = {'REHEARSE': '1', 'NO_VENV': '1', 'PYTHON': sys.executable, 'WHEELS': '', 'TESTS': ''}
+    env |= {'RESULTS': str(tmp_path / 'results'), 'VENV': str(tmp_path / 'venv'), 'LIMIT': ''}
+    words = ['--models', 'tiny', '--warm-up', '1', '--iterations', '2']
+    env |= {'STAGES': stage, 'PIP_FIND_LINKS': ''}
+    done = run(['bash', SCRIPT, *words], timeout=900, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (report,) = (tmp_path / 'results').glob('*.md')
+    said = report.read_text()
+    assert said.startswith('# rehearsal without a GPU') and 'Nothing here was run on a GPU' in said
+    assert all(words in said for words in REHEARSED[stage]), said
+    assert len(re.findall('^- .*: done$', said, re.M)) == 1, said
+    assert not list((tmp_path / 'venv').iterdir()), 'nothing had to be installed'
 
 
 def test_what_it_names_is_there():
