@@ -91,6 +91,7 @@ def enable(
     freeze: str | Path | None = None,
     recompute: str | int | None = None,
     kept_gib: float | None = None,
+    check_interval: int = 10,
     message_ctas: int = 2,
     message_priority: str = 'high',
     flags: Mapping[str, object] | None = None,
@@ -130,6 +131,9 @@ def enable(
             more of the GPU to passes that run meanwhile, more make large messages faster.
         message_priority: of these kernels: 'high', so that a message does not wait for kernels of
             the next pass that are queued with it; or 'group', that of the pipeline's group.
+        check_interval: behind how many early steps values of weights are compared with those that
+            the next iteration has begun with, beyond the first ten; 0: never. Writes that torch
+            counts are seen each time.
         flags: of the program, by name: all ranks must have them alike, but for paths and their own
             numbers, or they stop before they train.
 
@@ -159,6 +163,7 @@ def enable(
         freezing(freeze),
         recompute,
         kept_gib,
+        check_interval,
         message_ctas,
         message_priority,
     )

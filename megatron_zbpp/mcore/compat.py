@@ -216,6 +216,32 @@ def gathers_into_gradients(optimizer: MegatronOptimizer) -> bool:
     return gathers_layers(optimizer) and getattr(optimizer, 'overlap_param_gather', False)
 
 
+def gradient_buffers(chunk: Any) -> list[torch.Tensor]:
+    """Return the memory that DDP adds gradients to; none, where DDP does not wrap the chunk."""
+    return [buffer.grad_data for buffer in _buffers(chunk)]
+
+
+def parameter_buffers(chunk: Any) -> list[torch.Tensor]:
+    """Return the memory that parameters are views of: with the distributed optimizer only."""
+    found = (buffer.param_data for buffer in _buffers(chunk))
+    return [data for data in found if data is not None]
+
+
+def forget_gradients(chunk: Any) -> None:
+    """Set the gradients in DDP's buffers to zero, though their reduction be under way."""
+    if not _buffers(chunk):
+        return
+    if chunk.ddp_config.overlap_grad_reduce:
+        chunk.finish_grad_sync()
+    chunk.zero_grad_buffer()
+
+
+def _buffers(chunk: Any) -> list[Any]:
+    if not hasattr(chunk, 'expert_parallel_buffers'):
+        return []
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]
+
+
 def gather_layers(optimizer: Any) -> None:
     """Make all of its ranks have what each of them has stepped."""
     optimizer.allgather_params()

@@ -38,6 +38,17 @@ def set_random_states(host: torch.Tensor, device: torch.Tensor, tracked: dict) -
         generators[name].set_state(value)
 
 
+def same_states(one: tuple, other: tuple) -> bool:
+    """Return whether both would draw the same."""
+    (host, device, tracked), (host_too, device_too, tracked_too) = one, other
+    return (
+        torch.equal(host, host_too)
+        and torch.equal(device, device_too)
+        and tracked.keys() == tracked_too.keys()
+        and all(torch.equal(state, tracked_too[name]) for name, state in tracked.items())
+    )
+
+
 @contextmanager
 def drawing_again(states: tuple) -> Iterator[None]:
     """Draw what was drawn from `states` on; behind it, draw on as if nothing had been."""

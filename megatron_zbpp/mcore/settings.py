@@ -38,6 +38,8 @@ class Settings:
         freeze: which weight gradients are left out, and when; None: none.
         recompute: of which chunks forwards keep their input only, and run again in passes of their
             own; as `offload`.
+        check_interval: with post-validation, behind how many early steps values of parameters are
+            compared, beyond the first ten; 0: never.
         kept_gib: most GiB of old optimizer state that an early step keeps on the device; None: as
             much as there is memory for.
         message_ctas: most thread blocks of NCCL's kernels for a message between stages.
@@ -59,6 +61,7 @@ class Settings:
     freeze: FreezePlan | None = None
     recompute: Amount | None = None
     kept_gib: float | None = None
+    check_interval: int = 10
     message_ctas: int = MessageKernels.ctas
     message_priority: str = 'high'
 
@@ -131,6 +134,7 @@ class Settings:
             ('post_validation', 0, True),
             ('profile_iters', 1, True),
             ('kept_gib', 0, False),
+            ('check_interval', 0, True),
             ('message_ctas', 1, True),
         ):
             value = getattr(self, name)

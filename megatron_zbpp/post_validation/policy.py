@@ -14,14 +14,22 @@ class EarlyStepPolicy:
         clean_steps: so many in a row, neither clipped nor skipped, and steps are taken early.
         window: of early steps, that is looked back on.
         tolerated: if more of them had to be taken back, steps wait for all ranks again.
+        most_redone: after so many iterations in a row that had to run again, they always do.
+
+    Attributes:
+        engaged: whether the next step is taken early.
+        ended: whether steps wait from now on, whatever comes.
     """
 
     clean_steps: int = 10
     window: int = 20
     tolerated: int = 4
+    most_redone: int = 3
+    _redone: int = 0
     _in_a_row: int = 0
     _failed: deque[bool] = field(init=False)
     engaged: bool = field(init=False)
+    ended: bool = False
 
     def __post_init__(self) -> None:
         if self.clean_steps < 0:
@@ -31,6 +39,8 @@ class EarlyStepPolicy:
 
     def after(self, clean: bool) -> None:
         """Take note of a step."""
+        if self.ended:
+            return
         self._in_a_row = self._in_a_row + 1 if clean else 0
         if not self.engaged:
             self.engaged = self._in_a_row >= max(self.clean_steps, 1)
@@ -39,3 +49,13 @@ class EarlyStepPolicy:
         if sum(self._failed) > self.tolerated:
             self.engaged = False
             self._failed.clear()
+
+    def after_iteration(self, redone: bool) -> None:
+        """Take note of an iteration that had begun early, and whether it had to run again."""
+        self._redone = self._redone + 1 if redone else 0
+        if self._redone >= self.most_redone:
+            self.end()
+
+    def end(self) -> None:
+        """Let all steps wait from now on."""
+        self.engaged, self.ended = False, True

@@ -92,6 +92,8 @@ class PostValidation:
     Attributes:
         early: how many steps were tried before all ranks had agreed, on this rank.
         taken_back: how many of them did not stand.
+        redone: how many iterations that had begun early ran again, since the program changed what
+            they had begun with.
         agreed: whether the latest step's result is known to be alike on all ranks.
     """
 
@@ -107,6 +109,7 @@ class PostValidation:
         self._told = False  # that steps are taken early
         self.early = 0
         self.taken_back = 0
+        self.redone = 0
         self.agreed = False
 
     def step(self, optimizer_step: OptimizerStep, reduction: PartialReduction, ahead: Ahead) -> Any:
@@ -120,6 +123,30 @@ class PostValidation:
                 outcome = optimizer_step.synchronous()
         self.policy.after(outcome.clean)
         return outcome.result
+
+    def after_iteration(self, redone: bool, prefilled: bool = False) -> None:
+        """Take note of an iteration that had begun early.
+
+        Args:
+            redone: whether it had to run again.
+            prefilled: whether the program had put gradients of its own before it.
+        """
+        self.redone += redone
+        self.policy.after_iteration(redone)
+        if prefilled:
+            self.policy.end()
+        if self.policy.ended:
+            self._told = False
+            self._say(
+                'post-validation ends, optimizer steps wait for all ranks from now on: '
+                + (
+                    'gradients are not zero when an iteration begins'
+                    if prefilled
+                    else f'the program changes weights after each of {self.policy.most_redone} '
+                    'steps in a row: leave out --enable-optimizer-post-validation, or change them '
+                    'before optimizer.step()'
+                )
+            )
 
     def _tell(self) -> None:
         """Say what changes with this step."""

@@ -184,6 +184,14 @@ def test_post_validation_after_no_steps(ranks):
     assert parsed(ranks, *flags, 0).code is None
 
 
+def test_values_compared_behind_no_steps(ranks):
+    flags = ['--pipeline-schedule', 'zb-v', '--enable-optimizer-post-validation']
+    flags += ['--optimizer-post-validation-check-interval']
+    said = refused(ranks, *flags, -1)
+    assert '--optimizer-post-validation-check-interval -1: give 0, for the first ten' in said
+    assert parsed(ranks, *flags, 0).code is None
+
+
 def rerun_mode(words):
     from megatron_zbpp.mcore.command_line import sizes
 

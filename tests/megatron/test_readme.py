@@ -93,6 +93,7 @@ def test_benchmark_command(command, tmp_path):
     _, script, *arguments = shlex.split(command)
     small = {
         'benchmark_step.py': ['--parameters', '0.1'],
+        'benchmark_watch.py': '--hidden 64 --layers 1 --tokens 8 --rounds 1'.split(),
         'benchmark_overhead.py': ['--repeats', '2'],
         'benchmark_training.py': '--hidden-size 64 --seq-length 8 --rounds 1'.split(),
         'benchmark_pipelines.py': ['--pp', '2', '--microbatches', '3', '--times-ms', '1,1,1'],

@@ -150,3 +150,38 @@ def predicted():
 
 def test_losses_of_multi_token_prediction(ranks):
     assert ranks(2).run(predicted) == [(1.0, 6.0, 'group')] * 2
+
+
+def left_between():
+    """A buffer and a program's own random numbers: between forwards ahead and their iteration."""
+    import torch
+
+    from megatron_zbpp.mcore.post_validation.side_effects import SideEffects
+
+    class Counter(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer('count', torch.zeros(1))
+            self.register_buffer('same', torch.ones(1))
+
+    torch.manual_seed(SEED)
+    module = Counter()
+    effects = SideEffects([module])
+    with effects.capture():
+        module.count.data.add_(2)  # torch does not count that
+    between = module.count.item(), effects.drawn_since()
+    module.same.add_(1)  # the program's
+    own = torch.rand(1).item()
+    drawn = effects.drawn_since()
+    effects.commit()
+    again = torch.rand(1).item() == own
+    effects = SideEffects([module])
+    with effects.capture():
+        torch.rand(1)
+    torch.rand(1)
+    return between, drawn, again, effects.drawn_since(), module.count.item(), module.same.item()
+
+
+def test_a_program_finds_what_was_there(ranks):
+    """Random numbers that it draws matter where forwards ahead have drawn some, and only there."""
+    assert ranks(2).run(left_between) == [((0.0, False), False, False, True, 2.0, 2.0)] * 2

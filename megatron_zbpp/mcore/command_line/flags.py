@@ -83,6 +83,11 @@ class PipelineScheduleConfig:
     """Most GiB of old parameters and optimizer state that a step keeps on the GPU until it is
     validated. What is not kept is stepped twice. Default: what there is memory for."""
 
+    optimizer_post_validation_check_interval: int = 10
+    """Behind each N-th of these steps, and each of the first ten, values of weights are compared
+    with those that the next iteration has begun with: what a program writes through `.data` shows
+    in nothing else. 0: behind the first ten only."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one group for `PipelineScheduleConfig`, and one for what other forks call it."""
@@ -178,9 +183,23 @@ def settings_of(
         freeze=freezing(config.pipeline_freeze),
         recompute=config.pipeline_recompute,
         kept_gib=config.optimizer_post_validation_kept_gib,
+        check_interval=check_interval(config),
         message_ctas=config.pipeline_message_ctas,
         message_priority=config.pipeline_message_priority,
     )
+
+
+def check_interval(config: PipelineScheduleConfig) -> int:
+    """Return behind how many early steps values of weights are compared.
+
+    Raises:
+        ValueError: a number that makes no sense.
+    """
+    every = config.optimizer_post_validation_check_interval
+    if every < 0:
+        name = flag('optimizer_post_validation_check_interval')
+        raise ValueError(f'{name} {every}: give 0, for the first ten steps only, or more')
+    return every
 
 
 def clean_steps(config: PipelineScheduleConfig) -> int | bool:

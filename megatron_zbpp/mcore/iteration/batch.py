@@ -32,8 +32,12 @@ class Batch:
     lowered: Lowered
     executor: Executor
 
-    def run(self, session: Session) -> list[Any]:
-        """Run what is left of it; return the loss function's results on the last rank."""
+    def timed(self) -> contextlib.AbstractContextManager[None]:
+        """Megatron's own timer around the passes."""
+        return _timed(self.config)
+
+    def run(self, session: Session) -> None:
+        """Run the passes that are left of it."""
         looked_at = self.arguments.models if self.executor.splits else ()
         if session.freezing is not None and not self.arguments.forward_only:
             session.freezing.begin(compat.training_step())
@@ -42,12 +46,14 @@ class Batch:
             if session.freezing.active:
                 looked_at = ()  # some get none
         with (
-            _timed(self.config),
             session.watchdog.passes(self.executor),
             every_weight_gradient(looked_at, session.store),
         ):
             self._gather_parameters()
-            record = self.executor.run()
+            self.executor.run()
+
+    def finish(self, session: Session) -> list[Any]:
+        """Do what comes after the passes; return the loss function's results on the last rank."""
         config, forward_only = self.config, self.arguments.forward_only
         own_offloading.end(config, session.announced)
         if config.finalize_model_grads_func is not None and not forward_only:
@@ -62,7 +68,9 @@ class Batch:
                 )
         if getattr(config, 'cuda_graph_impl', None) == 'local':
             schedules.create_cudagraphs()  # in the order of the first iteration; later it does none
-        iteration = Iteration(self.lowered.schedule, self.groups.pp, record, self.executor.clock)
+        iteration = Iteration(
+            self.lowered.schedule, self.groups.pp, self.executor.record, self.executor.clock
+        )
         if forward_only:
             session.latest = iteration
         else:
@@ -91,7 +99,6 @@ class Batch:
 
 @contextlib.contextmanager
 def _timed(config: Any) -> Iterator[None]:
-    """Megatron's own timer around the passes."""
     if config.timers is None:
         yield
         return

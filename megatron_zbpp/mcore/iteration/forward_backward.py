@@ -30,6 +30,13 @@ class Begun(Replay, Protocol):
         """Return the batch that was begun for this call; None: there is none."""
         ...
 
+    def stands(self) -> bool:
+        """Return whether passes that have ended count; else all is set back for them to run again.
+
+        All ranks get the same.
+        """
+        ...
+
 
 def patches(session: Session, begun: Begun) -> Iterator[Patch]:
     """Yield Megatron's two pipelined functions.
@@ -60,7 +67,12 @@ def forward_backward(
         return original(**arguments)
     call = Arguments(**arguments)
     batch = begun.take(call) or prepare(session, begun, call)[0]
-    return batch.run(session)
+    with batch.timed():
+        batch.run(session)
+        if not begun.stands():
+            batch = prepare(session, begun, call)[0]
+            batch.run(session)
+    return batch.finish(session)
 
 
 def _refuse_delayed(model: torch.nn.Module | list[torch.nn.Module] | None) -> None:

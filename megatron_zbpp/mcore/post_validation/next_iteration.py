@@ -9,8 +9,10 @@ import torch
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.iteration.batch import Batch
 from megatron_zbpp.mcore.iteration.preparation import prepare
+from megatron_zbpp.mcore.post_validation.agreement import Agreement
 from megatron_zbpp.mcore.post_validation.barriers import say
 from megatron_zbpp.mcore.post_validation.side_effects import SideEffects
+from megatron_zbpp.mcore.post_validation.watching import Watching
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.replay import ReplayIterator
 
@@ -20,6 +22,8 @@ class NextIteration:
 
     It takes the next call to be like the latest one, once two were alike. Where an evaluation comes
     between, or the batch grows, what was run ahead is dropped: all ranks see that, and do the same.
+    Where the program has changed weights since, which one rank alone may see, the iteration ends
+    first, so that no message is left, and then runs again.
 
     Args:
         session: of the iterations.
@@ -36,6 +40,9 @@ class NextIteration:
         # by identity of their iterators, which they hold
         self._replayed: dict[int, ReplayIterator] = {}
         self._begun: tuple[Batch, SideEffects] | None = None
+        self._early = False  # forwards of some rank may have begun
+        self._watching = Watching(session)
+        self._agreement: Agreement | None = None
 
     def replayed(self, iterator: Iterator | None) -> Iterator | None:
         """Return what the chunks read instead of `iterator`, in training and evaluation alike."""
@@ -51,30 +58,67 @@ class NextIteration:
                 dropped, because other ranks need not know.
         """
         begun, self._begun = self._begun, None
+        early, self._early = self._early, False
+        latest = self.latest
         if not arguments.forward_only:
-            self._repeats = self.latest is not None and _alike(self.latest, arguments)
-            if self.latest is not None and not self._repeats:
+            self._repeats = latest is not None and _alike(latest, arguments)
+            if latest is not None and not self._repeats:
                 self._tell()
             self.latest = arguments
-        if begun is None:
-            batch = None
-        elif arguments.forward_only or not _same_size(begun[0].arguments, arguments):
-            batch = self._drop(*begun)
-        elif not self._repeats:
+        if arguments.forward_only or latest is None or not _same_size(latest, arguments):
+            early = False  # all ranks see that
+            batch = None if begun is None else self._drop(begun[0])
+        elif begun is not None and not self._repeats:
             raise RuntimeError(
                 'the data iterator, the model or forward_step_func is not the one of the iteration '
                 'before, with which this one was begun: pass the same in every iteration, or leave '
                 'out --enable-optimizer-post-validation'
             )
         else:
-            batch, effects = begun
-            effects.commit()
+            if early:
+                self._agreement = self._watching.ask(arguments.models, begun and begun[1])
+            batch = self._commit(begun)
         if not arguments.forward_only:
-            for replay in self._replayed.values():
-                replay.mark(keep=False) if batch is None else replay.forget()
-            used = {id(iterator) for iterator in arguments.iterators}
-            self._replayed = {i: t for i, t in self._replayed.items() if i in used or not t.idle}
+            self._keep_data(arguments, batch is not None, early)
         return batch
+
+    def _commit(self, begun: tuple[Batch, SideEffects] | None) -> Batch | None:
+        if begun is None:
+            return None
+        batch, effects = begun
+        effects.commit()
+        return batch
+
+    def _keep_data(self, arguments: Arguments, begun: bool, early: bool) -> None:
+        """Let what is read from now on be read again, as long as that may have to be.
+
+        Args:
+            arguments: of the call.
+            begun: whether some has been read for it.
+            early: whether the iteration may have to run again.
+        """
+        for replay in self._replayed.values():
+            if not begun:
+                replay.mark(keep=early)
+        used = {id(iterator) for iterator in arguments.iterators}
+        self._replayed = {i: t for i, t in self._replayed.items() if i in used or not t.idle}
+
+    def stands(self) -> bool:
+        """Return whether the passes that have just ended count.
+
+        Else all is as when they began, on all ranks, and they run again. The ranks have known since
+        the last of them began: nobody waits here.
+        """
+        agreement, self._agreement = self._agreement, None
+        if agreement is None:
+            return True
+        stands = self._watching.stands(agreement)
+        for replay in self._replayed.values():
+            if stands:
+                replay.forget()
+            else:
+                replay.rewind()
+        return stands
 
     def _tell(self) -> None:
         """Say once why forwards of this iteration could not begin after the one before."""
@@ -141,9 +185,14 @@ class NextIteration:
 
     def settle(self, clean: bool) -> None:
         """Keep what was run for the next call, or drop it."""
-        if self._begun is not None and not clean:
+        self._early = clean
+        if self._begun is None:
+            return
+        if clean:
+            self._watching.begin(self._begun[0])
+        else:
             begun, self._begun = self._begun, None
-            self._drop(*begun)
+            self._drop(begun[0])
 
     def close(self) -> None:
         """Let go of models and activations, on all ranks: there is no next iteration for now.
@@ -151,15 +200,14 @@ class NextIteration:
         Data that was drawn for it stays here, for when the same iterator is trained with again.
         """
         if self._begun is not None:
-            self._drop(*self._begun)
+            self._drop(self._begun[0])
         self._replayed = {i: replay for i, replay in self._replayed.items() if not replay.idle}
         self.latest = self._begun = None
-        self._repeats = False
+        self._repeats = self._early = False
 
-    def _drop(self, batch: Batch, effects: SideEffects) -> None:
+    def _drop(self, batch: Batch) -> None:
         with self._session.watchdog.collective('messages of forwards that are dropped'):
             batch.executor.drop()
-        effects.rollback()
         for replay in self._replayed.values():
             replay.rewind()
 

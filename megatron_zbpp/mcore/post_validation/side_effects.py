@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from megatron_zbpp.mcore import compat
-from megatron_zbpp.mcore.left_behind import emptied, random_states, set_random_states
+from megatron_zbpp.mcore.left_behind import (
+    emptied,
+    random_states,
+    same_states,
+    set_random_states,
+)
+from megatron_zbpp.runtime.compat import unseen_by_autograd
 
 
 @dataclass
@@ -22,6 +28,7 @@ class SideEffects:
     """
 
     models: list[torch.nn.Module]
+    _before: tuple = ()
     _random: tuple = ()
     _losses: dict[str, Any] = field(default_factory=dict)
     _mtp_losses: dict[str, Any] = field(default_factory=dict)
@@ -29,9 +36,12 @@ class SideEffects:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Leave random states and logged losses as they were; keep what becomes of them."""
-        states = random_states()
-        self._buffers = [(b, b.detach().clone()) for m in self.models for _, b in m.named_buffers()]
+        """Leave random states, buffers and logged losses as they were; keep what becomes of them.
+
+        So a program finds and saves, between two calls, what it would find without forwards ahead.
+        """
+        states = self._before = random_states()
+        before = [(b, b.detach().clone()) for m in self.models for _, b in m.named_buffers()]
         losses, mtp_losses = compat.logged_losses(), compat.logged_mtp_losses()
         try:
             with emptied(losses), emptied(mtp_losses):
@@ -40,13 +50,31 @@ class SideEffects:
                 self._losses, self._mtp_losses = dict(losses), dict(mtp_losses)
         finally:
             set_random_states(*states)
+            written = [(b, value) for b, value in before if not torch.equal(b, value)]
+            self._buffers = [(b, b.detach().clone()) for b, _ in written]
+            self._write(written)
+
+    @torch.no_grad()
+    def _write(self, values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Set buffers; graphs that have saved them keep what they have."""
+        with unseen_by_autograd(tuple(buffer for buffer, _ in values)):
+            for buffer, value in values:
+                buffer.copy_(value)
+
+    def drawn_since(self) -> bool:
+        """Return whether the program has used random states that forwards have used before it."""
+        if same_states(self._random, self._before):
+            return False
+        return not same_states(random_states(), self._before)
 
     def commit(self) -> None:
         """Make all as if they had just run: their iteration begins.
 
         What is shown has been cleared since: nothing is rounded by a sum.
         """
-        set_random_states(*self._random)
+        if not same_states(self._random, self._before):
+            set_random_states(*self._random)
+        self._write(self._buffers)
         losses = compat.logged_losses()
         for name, entry in self._losses.items():
             if name in losses:
@@ -60,9 +88,3 @@ class SideEffects:
                 mtp_losses[name].add_(entry)
             else:
                 mtp_losses[name] = entry
-
-    @torch.no_grad()
-    def rollback(self) -> None:
-        """Make all as if they had never run."""
-        for buffer, value in self._buffers:
-            buffer.copy_(value)

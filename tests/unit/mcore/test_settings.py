@@ -40,6 +40,7 @@ TWO_WAYS = 'two_ways:two-ways'
         ),
         ({'post_validation': -3}, 'post_validation is -3'),
         ({'profile_iters': 0}, 'profile_iters is 0: give a whole number from 1 up'),
+        ({'check_interval': -1}, 'check_interval is -1: give a whole number from 0 up'),
         ({'schedule': build('1f1b', 2, 2), 'num_chunks': 1}, 'num_chunks: the schedule that is'),
         ({'recompute': 'some'}, "recompute of 'some': give 'half', 'all' or a number"),
         ({'message_ctas': 0}, 'message_ctas is 0: give a whole number from 1 up'),

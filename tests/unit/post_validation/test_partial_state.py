@@ -64,3 +64,14 @@ def test_steps_back_when_clipping_is_frequent():
 def test_tolerates_rare_failures():
     policy = EarlyStepPolicy(1, window=4, tolerated=1)
     assert all(run(policy, [True] + [False, True, True, True] * 5)[1:])
+
+
+def test_ends_when_each_iteration_runs_again():
+    policy = EarlyStepPolicy(1)
+    policy.after(True)
+    for redone in (True, True, False, True, True):
+        policy.after_iteration(redone)
+    assert policy.engaged, 'not three in a row'
+    policy.after_iteration(True)
+    assert policy.ended
+    assert not any(run(policy, [True] * 20)), 'it does not begin again'

@@ -1,0 +1,134 @@
+"""What a program writes to weights is noticed, by whichever way it goes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_zbpp.post_validation.watch import Watch, Watched, any_bits, digest, summary
+from megatron_zbpp.runtime.compat import unseen_by_autograd
+
+# what the host sees each time: counters, addresses, settings
+SEEN = {
+    'clamp_': lambda p, flat: p.clamp_(-0.1, 0.1),
+    'copy_': lambda p, flat: p.copy_(p * 2),
+    'detach().mul_': lambda p, flat: p.detach().mul_(2),
+    'foreach': lambda p, flat: torch._foreach_mul_([p], 0.5),
+    'optimizer': lambda p, flat: stepped(torch.optim.SGD([p], 0.1), p),
+    'load_state_dict': lambda p, flat: module_of(p).load_state_dict({'p': torch.randn(4, 10)}),
+    'data = ': lambda p, flat: setattr(p, 'data', p.data * 2),
+    'set_': lambda p, flat: p.set_(torch.randn(4, 10)),
+    'vector_to_parameters': lambda p, flat: torch.nn.utils.vector_to_parameters(flat * 2, [p]),
+    'flat buffer': lambda p, flat: flat.mul_(2),
+    'part of the flat buffer': lambda p, flat: flat[3:].mul_(2),
+    'requires_grad_': lambda p, flat: p.requires_grad_(False),
+}
+# what only values tell
+HIDDEN = {
+    'data.clamp_': lambda p, flat: p.data.clamp_(-0.1, 0.1),
+    'data.copy_': lambda p, flat: p.data.copy_(p * 2),
+    'foreach on data': lambda p, flat: torch._foreach_mul_([p.data], 0.5),
+    'storage': lambda p, flat: p.untyped_storage().copy_(torch.randn(40).untyped_storage()),
+    'numpy': lambda p, flat: p.detach().numpy().__imul__(2),
+    'rows in another order': lambda p, flat: p.data.copy_(p.data.flip(0)),
+    'columns in another order': lambda p, flat: p.data.copy_(p.data.flip(1)),
+    'one bit': lambda p, flat: p.data.view(-1).view(torch.int32)[-1:].bitwise_xor_(1),
+    'its sign': lambda p, flat: p.data.neg_(),
+}
+
+
+def stepped(optimizer, parameter):
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def module_of(parameter):
+    module = torch.nn.Module()
+    module.p = parameter
+    return module
+
+
+def watching(hashed=True):
+    """A parameter that is a view of a flat buffer, as DDP's are, watched."""
+    flat = torch.randn(40)
+    parameter = torch.nn.Parameter(torch.empty(4, 10))
+    parameter.data = flat.view(4, 10)
+    watched = Watched([module_of(parameter)], [('the buffer', flat)])
+    return parameter, flat, Watch(watched, hashed, unseen_by_autograd)
+
+
+@pytest.mark.parametrize('write', SEEN)
+def test_seen_each_time(write):
+    parameter, flat, watch = watching(hashed=False)
+    assert not watch.changes()
+    with torch.no_grad():
+        SEEN[write](parameter, flat)
+    assert watch.changes() == ['the buffer' if 'buffer' in write else 'p']
+
+
+@pytest.mark.parametrize('write', HIDDEN)
+def test_seen_by_values_only(write):
+    parameter, flat, watch = watching()
+    HIDDEN[write](parameter, flat)
+    assert not watch.changes(), 'values need not be looked at'
+    assert watch.differ() and watch.different() == ['p']
+
+
+def test_nothing_is_seen_of_reading():
+    parameter, flat, watch = watching()
+    parameter.norm().item(), parameter.clone(), flat.sum(), parameter.data.max()
+    assert not watch.changes() and not watch.differ() and not watch.different()
+
+
+@pytest.mark.parametrize('change', ['eval', 'hook'])
+def test_how_modules_forward(change):
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
+    watch = Watch(Watched([module]), False, unseen_by_autograd)
+    if change == 'eval':
+        module[1].eval()
+    else:
+        module[0].register_forward_hook(lambda *_: None)
+    assert len(watch.changes()) == 1
+
+
+def test_graphs_run_back_once_it_is_hidden():
+    """With what they find: their result counts no longer."""
+    parameter, _, watch = watching()
+    loss = (torch.ones(1, 4, requires_grad=True) @ parameter).sum()
+    with torch.no_grad():
+        parameter.mul_(2)
+    with pytest.raises(RuntimeError, match='inplace'):
+        loss.backward(retain_graph=True)
+    watch.hide()
+    loss.backward()
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+@pytest.mark.parametrize('size', [1, 3, 1000, 5000])
+@pytest.mark.parametrize('offset', [0, 1])
+def test_each_value_counts(dtype, size, offset):
+    memory = torch.arange(offset + size).remainder(251).to(dtype)
+    tensor = memory[offset:]
+    before = digest(tensor).item()
+    for place in {0, size // 2, size - 1}:
+        tensor[place] += 1
+        assert digest(tensor).item() != before
+        tensor[place] -= 1
+        assert digest(tensor).item() == before
+
+
+def test_values_that_are_no_numbers_are_equal_to_themselves():
+    tensor = torch.full((5,), float('nan'))
+    assert digest(tensor) == digest(tensor.clone())
+
+
+def test_any_bits():
+    zeros = torch.zeros(7)
+    assert not any_bits([zeros, zeros[:0], zeros[1:]])
+    zeros[-1] = 1e-40
+    assert any_bits([zeros])
+
+
+def test_summary():
+    assert summary(['a']) == 'a'
+    assert summary(['a', 'b', 'c', 'd']) == 'a, b and 2 more'
