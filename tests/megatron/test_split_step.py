@@ -210,3 +210,30 @@ def test_calls_that_differ_are_named(ranks):
     said, other = ranks(2).run(differing)
     assert 'forward_step_func is not the one of the iteration before' in said[2]
     assert said[:2] + said[3:] == [''] * 3 and other == [''] * 4
+
+
+def refused_of_loop(**settings):
+    from unittest import mock
+
+    from megatron_zbpp.mcore.post_validation import waiting
+
+    args = SimpleNamespace(**settings)
+    with mock.patch.object(waiting.compat, 'training_arguments', lambda: args):
+        return waiting.refusal_of_loop()
+
+
+READ_BY_LOOP = [
+    'save_activations_interval',
+    'save_tokens_per_expert_interval',
+    'save_dgrads_interval',
+    'log_max_attention_logit',
+    'qk_clip',
+]
+
+
+@supports('steps validated later: `{name}`', 'any+post-validation', WAITS)
+@pytest.mark.parametrize('name', READ_BY_LOOP)
+def test_what_the_loop_reads_of_forwards_is_named(ranks, name):
+    (reason,) = ranks(1).run(functools.partial(refused_of_loop, **{name: 1}))
+    assert reason.startswith(f'{name}: ')
+    assert ranks(1).run(functools.partial(refused_of_loop, **{name: None})) == [None]

@@ -28,6 +28,14 @@ _REFUSED_OF_DDP = {
     'fp8_param_gather': 'weights are quantized anew amid the step',
 }
 _INTO_GRADIENTS = 'overlap_param_gather: forwards gather layers into the memory of gradients'
+# what NVIDIA's loop reads of the forwards of one iteration, or hooks when that begins
+_READ_BY_LOOP = (
+    'save_activations_interval',
+    'save_tokens_per_expert_interval',
+    'save_dgrads_interval',
+    'log_max_attention_logit',
+    'qk_clip',
+)
 # What a precision-aware optimizer keeps in other types, and those that have no scales.
 _STATES = ('main_params_dtype', 'exp_avg_dtype', 'exp_avg_sq_dtype')
 _UNSCALED = (torch.float32, torch.bfloat16)
@@ -65,6 +73,10 @@ def _unknown(optimizer: MegatronOptimizer, known: tuple[type, ...]) -> str:
 
 def refusal_of_loop() -> str | None:
     """Why steps in this training loop must wait for all ranks; None: they need not."""
+    args = compat.training_arguments()
+    read = next((name for name in _READ_BY_LOOP if getattr(args, name, None)), None)
+    if read is not None:
+        return f'{read}: it takes all forwards of an iteration to run when Megatron asks for them'
     mode = compat.rerun_mode()
     if mode is None:
         return None
