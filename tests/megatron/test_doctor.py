@@ -217,11 +217,12 @@ def test_layers_need_not_divide(ranks):
 def test_refused(ranks):
     launch = ['torchrun', '--nproc-per-node', '8', '-m', 'megatron_zbpp.launch', '--cpu', 'gpt.py']
     given = ['--pipeline-schedule', 'zb-v', '--tp-comm-overlap', '--fp8-format', 'hybrid']
-    shards = ['--tensor-parallel-num-weight-shards', 2]
-    code, found = report(ranks, '--', *launch, *SIZES, '--global-batch-size', 48, *given, *shards)
+    silent = ['--tensor-parallel-num-weight-shards', 2, '--reset-attention-mask']
+    code, found = report(ranks, '--', *launch, *SIZES, '--global-batch-size', 48, *given, *silent)
     assert code == 1 and not found['fine']
     refused = {entry['setting']: entry for entry in found['launch_line']['refused']}
-    assert set(refused) == {'tp_comm_overlap', 'fp8', 'tensor_parallel_num_weight_shards'}
+    named = {'tp_comm_overlap', 'fp8', 'tensor_parallel_num_weight_shards', 'reset_attention_mask'}
+    assert set(refused) == named
     assert refused['tp_comm_overlap']['cure'].startswith('drop --tp-comm-overlap, or take')
     assert 'Transformer Engine' in refused['fp8']['reason'] and refused['fp8']['value'] == 'hybrid'
     words = ['--', *SIZES, '--global-batch-size', 48, *given]

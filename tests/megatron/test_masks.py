@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from grids import grid
-from nvidia import CHECKOUT, needs_training, run, since
-from ranks import RankError
+from nvidia import needs_training, run, since
 from supported import supports
 from test_launch import NO_CLIPPING, PIPELINE, TENSOR
 from test_launch_post_validation import EARLY
@@ -64,10 +63,3 @@ def test_identical_to_megatron(ranks, documents, tmp_path, schedule, tensor):
         return
     plain = run(ranks(size), *flags, *RESET[1:], *ours)
     assert plain.losses != found.losses, 'masks make a difference'
-
-
-@pytest.mark.skipif(not CHECKOUT, reason="NVIDIA's script is in a checkout: MEGATRON_LM names it")
-def test_more_than_two_ranks(ranks, documents):
-    flags = [*PIPELINE, *documents, *RESET, '--pipeline-model-parallel-size', 4, '--num-layers', 8]
-    with pytest.raises(RankError, match='SystemExit: 2'):
-        run(ranks(4), *flags, '--train-iters', 1, '--pipeline-schedule', 'zb-v')

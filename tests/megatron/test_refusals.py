@@ -103,8 +103,9 @@ def test_what_is_not_set_is_not_refused(setting):
 
 def test_a_gpu_can_more():
     everything = SimpleNamespace(**dict(CASES))
-    here = {each.setting for each in refusals.refused(everything)}
-    there = {each.setting for each in refusals.refused(everything, on_cpu=True)}
+    vee = Placement.v(2)
+    here = {each.setting for each in refusals.refused(everything, placement=vee)}
+    there = {each.setting for each in refusals.refused(everything, on_cpu=True, placement=vee)}
     assert there == set(WITHOUT_TE) and here < there
     needs_gpu = {'fp8', 'use_flash_attn', 'moe_grouped_gemm', 'context_parallel_size'}
     assert needs_gpu | {'transformer_impl', 'attention_backend'} <= there - here
