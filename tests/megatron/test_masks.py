@@ -14,7 +14,7 @@ from test_launch_post_validation import EARLY
 
 pytestmark = needs_training
 
-END = 255  # of a document, by the tokenizer that the tests have
+ENDS = [254, 255]  # of a document: by the tokenizer of megatron-core 0.19, and of 0.16
 RESET = ['--reset-attention-mask', '--reset-position-ids', '--eod-mask-loss']
 
 
@@ -41,7 +41,8 @@ def write_documents(prefix: Path) -> None:
     files = indexed_dataset.get_bin_path(str(prefix)), indexed_dataset.get_idx_path(str(prefix))
     builder = indexed_dataset.IndexedDatasetBuilder(files[0], dtype=numpy.uint16)
     for _ in range(100):
-        builder.add_item(torch.tensor([*draw.choices(range(END), k=draw.randint(2, 8)), END]))
+        words = draw.choices(range(ENDS[0]), k=draw.randint(2, 8))
+        builder.add_item(torch.tensor([*words, *ENDS]))
         builder.end_document()
     builder.finalize(files[1])
 

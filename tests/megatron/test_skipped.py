@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import events
 import pytest
 from grids import grid
 from nvidia import needs_training, run, since
@@ -13,7 +14,7 @@ pytestmark = needs_training
 
 # early steps need two iterations alike before them
 SKIPPED = [*PIPELINE, *NO_CLIPPING, '--train-iters', 8, '--iterations-to-skip', 3, 6, 7]
-AGAIN = [*PIPELINE, *NO_CLIPPING, '--train-iters', 4, '--rerun-mode', 'report_stats']
+AGAIN = [*PIPELINE, *NO_CLIPPING, '--train-iters', 4, '--rerun-mode', 'validate_results']
 # schedule: pipeline ranks; on 4 a rank in the middle has no data
 RANKS = {'zb-h1': 4}
 
@@ -40,14 +41,20 @@ def test_skipped_as_by_megatron(ranks, stock, schedule):
     assert found.parameters == expected.parameters
 
 
-@supports("NVIDIA's loop: each iteration runs again", 'zb-h1 zb-v')
+@supports("NVIDIA's loop: iterations run again", 'zb-h1 zb-v')
 def test_run_again_as_by_megatron(ranks, tmp_path):
-    """From its data and random states; steps that are to be validated later wait, since forwards
-    of an iteration would have begun before those were noted.
+    """On the same data; steps that are to be validated later wait, since forwards of an iteration
+    would have begun before its data and random states were noted.
     """
-    stock = run(ranks(2), *AGAIN, '--save', tmp_path, '--save-interval', 1)
+    saving = ['--save', tmp_path, '--save-interval', 1]
+    stock = run(ranks(2), *AGAIN, *saving, event=events.doubted)
+    assert len(stock.reported[-1]['RERUNNING_IN_PLACE']) == 3 * 8
     loading = ['--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule']
     for schedule, early in (('zb-h1', EARLY), ('zb-v', [])):
-        found = run(ranks(2), *AGAIN, *loading, schedule, *early, waits=bool(early))
+        ours = [*loading, schedule, *early]
+        found = run(ranks(2), *AGAIN, *ours, event=events.doubted, waits=bool(early))
         assert found.losses == since(1, stock.losses), schedule
         assert found.parameters == stock.parameters, schedule
+        for seen in found.reported:  # of the rank that has the loss
+            first, again = seen.values()
+            assert again == first[8:], 'Megatron validates from the second iteration on'

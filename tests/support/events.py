@@ -229,3 +229,22 @@ def mtp_losses(training: Any) -> Iterator[list[list[str]]]:
 
     with mock.patch.object(Helper, 'track_mtp_metrics', noting):
         yield found
+
+
+@contextmanager
+def doubted(training: Any) -> Iterator[dict[str, list[str]]]:
+    """Megatron doubts each loss that its script has validated, and runs the iteration again.
+
+    Gives these losses, of first runs and of runs again.
+    """
+    from megatron.core.rerun_state_machine import RerunStateMachine as Machine
+
+    original = Machine.validate_result
+    found: dict[str, list[str]] = {'INITIAL_RUN': [], 'RERUNNING_IN_PLACE': []}
+
+    def validate_result(self, *, result, rejection_func, fatal, **arguments):
+        found[self.state.name].append(result.item().hex())
+        original(self, result, lambda _: True, fatal=False, **arguments)
+
+    with mock.patch.object(Machine, 'validate_result', validate_result):
+        yield found
