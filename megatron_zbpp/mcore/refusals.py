@@ -350,7 +350,7 @@ def _packed(settings: Any) -> Iterator[Refusal]:
 
 
 def _scripts_share_batches() -> bool:
-    """Whether this release's scripts of GPTs and of hybrid models read batches alike: from 0.18."""
+    """Return whether scripts of GPTs and of hybrid models read batches alike: from 0.18 on."""
     from megatron_zbpp.mcore import compat  # imports Megatron, which has not been until here
 
     return compat.get_batch_module().startswith('megatron.core')
