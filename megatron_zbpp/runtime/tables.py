@@ -1,4 +1,4 @@
-"""What the executor looks up in a program: found once, for all iterations that run it."""
+"""Tables that the executor looks up in a program: made once, for all iterations that run it."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Tables:
 
     @functools.cached_property
     def splits(self) -> bool:
-        """Whether there are W passes."""
+        """True if there are W passes."""
         return any(p.kind == W for p in self.passes)
 
     @functools.cached_property
     def trains(self) -> bool:
-        """Whether there are backwards."""
+        """True if there are backwards."""
         return any(p.kind != F for p in self.passes)
 
     @functools.cached_property
@@ -70,7 +70,7 @@ class Tables:
 
     @functools.cached_property
     def moving(self) -> Moving:
-        """What forwards have saved that leaves the device."""
+        """Saved activations that leave the device."""
         return Moving.of(self.program)
 
     def split(self, together: bool, left_out: bool) -> frozenset[Key]:

@@ -22,7 +22,7 @@ KINDS = (_OUT, _BACK, _EVICT, _FETCH)
 
 @dataclass(frozen=True, eq=False)
 class Moving:
-    """What of a program moves.
+    """Saved activations that a program moves.
 
     Attributes:
         sent: by (stage, microbatch), the send of what its forward has saved.
