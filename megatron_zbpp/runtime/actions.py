@@ -24,7 +24,6 @@ Outputs = Mapping[str, Tensors]
 
 Action = Callable[[Pass, Inputs], Outputs]
 
-NOTHING: Inputs = {}
 _TAKEN = {F: 'activation', B: 'gradient', BW: 'gradient'}  # what the built-in actions understand
 
 
@@ -56,3 +55,21 @@ def reject_unsupported(
                     f'{i.consumer.kind} understands {taken or "none"}: give the executor an action '
                     'for it'
                 )
+
+
+def reject_second_inputs(several: Iterable[Receive | Hand], own: Collection[str]) -> None:
+    """Raise for a message to a built-in action that takes another one, too.
+
+    Args:
+        several: messages to passes that take more than one.
+        own: kinds that have actions of a technique.
+
+    Raises:
+        NotImplementedError: names the pass.
+    """
+    for i in several:
+        if i.consumer.kind not in own:
+            raise NotImplementedError(
+                f'{i.consumer} takes the message {i.message!r} of {i.producer} beside another one, '
+                'but its action takes one: give the executor an action for it'
+            )

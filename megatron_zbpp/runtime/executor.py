@@ -11,13 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 
 from megatron_zbpp.analysis.program import Begin, Hand, Join, Program, Receive, Send
 from megatron_zbpp.ir import B, F, Pass, Together, W
 from megatron_zbpp.ir.techniques import R
-from megatron_zbpp.runtime.actions import Action, Inputs, Outputs, Tensors, reject_unsupported
+from megatron_zbpp.runtime.actions import (
+    Action,
+    Inputs,
+    Outputs,
+    Tensors,
+    reject_second_inputs,
+    reject_unsupported,
+)
 from megatron_zbpp.runtime.activations.moves import Moves, key_of
 from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
@@ -33,6 +41,15 @@ from megatron_zbpp.runtime.tables import Tables
 from megatron_zbpp.runtime.weight_grads import Key, WeightGradStore
 
 _Made = Outputs | torch.Tensor | None  # by message; of built-in passes, the one that they make
+
+
+class _Handed(NamedTuple):
+    """What a pass of this rank made for another: it is there."""
+
+    tensors: Tensors
+
+    def wait(self) -> Tensors:
+        return self.tensors
 
 
 class Executor:
@@ -91,6 +108,7 @@ class Executor:
         self._tables = tables = tables or Tables(program)
         self._own_actions = own = actions or {}
         reject_unsupported((*tables.of_each_kind, *tables.named), activations is not None, own)
+        reject_second_inputs(tables.second_inputs, own)
         self._side = side
         self._fills: SideWork | None = None  # that, once the iteration has begun
         self._together = together
@@ -106,9 +124,10 @@ class Executor:
             **self.moves.actions,
         }
         self._done = 0  # instructions
-        # by pass, all that comes for it: each with what it comes of
-        self._incoming: dict[Pass, list[tuple[Receive, Awaited]]] = {}
-        self._handed: dict[Pass, list[tuple[Hand, Tensors]]] = {}
+        self._incoming: dict[Pass, Awaited] = {}
+        self._handed: dict[Pass, Tensors] = {}
+        # of passes with actions of a technique, all that comes for them
+        self._several: dict[Pass, list[tuple[Receive | Hand, Awaited | _Handed]]] = {}
         self._saved: dict[Key, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._inputs: dict[Key, torch.Tensor | None] = {}  # of forwards that run again
 
@@ -146,9 +165,12 @@ class Executor:
         for the next one.
         """
         self._messages.settle()
-        for found in self._incoming.values():
-            for _, incoming in found:
-                incoming.wait()
+        for incoming in self._incoming.values():
+            incoming.wait()
+        for found in self._several.values():
+            for _, each in found:
+                each.wait()
+        self._several.clear()
         self._incoming.clear()
         self._handed.clear()
         self._saved.clear()
@@ -174,18 +196,29 @@ class Executor:
                 self._messages.settle()  # here the host may wait: what comes before is posted first
                 self.moves.transfer(instruction)
             elif isinstance(instruction, Receive):
-                awaited = instruction, self._messages.post(instruction)
-                self._incoming.setdefault(instruction.consumer, []).append(awaited)
+                awaited = self._messages.post(instruction)
+                if instruction.consumer.kind in self._own_actions:
+                    self._several.setdefault(instruction.consumer, []).append(
+                        (instruction, awaited)
+                    )
+                else:
+                    self._incoming[instruction.consumer] = awaited
             elif isinstance(instruction, Send):
                 output = self._output(made[instruction.producer], instruction)
                 self._messages.send(output, instruction)
             else:
-                handed = instruction, self._output(made[instruction.producer], instruction)
-                self._handed.setdefault(instruction.consumer, []).append(handed)
+                output = self._output(made[instruction.producer], instruction)
+                if instruction.consumer.kind in self._own_actions:
+                    handed = instruction, _Handed(output)
+                    self._several.setdefault(instruction.consumer, []).append(handed)
+                else:
+                    self._handed[instruction.consumer] = output
 
     def _output(self, made: _Made, instruction: Send | Hand) -> Tensors:
         """Return what the pass made for that message, checked."""
-        output = made.get(instruction.message) if isinstance(made, Mapping) else made
+        output = made
+        if instruction.producer.kind in self._own_actions and isinstance(made, Mapping):
+            output = made.get(instruction.message)
         return self._messages.checked(output, instruction)
 
     def _timed(self, p: Pass) -> _Made:
@@ -252,19 +285,32 @@ class Executor:
 
     def _await_one(self, p: Pass) -> torch.Tensor | None:
         """Return what a neighbouring stage made for `p`; None where the model begins or ends."""
-        ((tensor,),) = self._await(p).values() or ((None,),)
-        return tensor
+        self.awaiting, self.current = True, p
+        self._messages.settle()
+        if self._fills is not None and p in self._incoming:
+            self._fills.before(p)
+        if p in self._handed:
+            found = self._handed.pop(p)
+        else:
+            found = self._incoming.pop(p).wait() if p in self._incoming else None
+        self.awaiting = False  # not after an error: it tells what was waited for
+        self.channels.let_go()
+        return found  # pyright: ignore[reportReturnType]  # own kinds alone take several
 
     def _await(self, p: Pass) -> Inputs:
         """Return what `p` takes, by the names of the messages, once it is all there."""
         self.awaiting, self.current = True, p
         self._messages.settle()
-        if self._fills is not None and p in self._incoming:
+        if self._fills is not None and p in self._several:
             self._fills.before(p)
-        found = self._take(p)
-        self.awaiting = False  # not after an error: it tells what was waited for
+        came = self._several.pop(p, [])
+        came.sort(key=lambda each: (each[0].producer.stage, each[0].producer.slice))
+        inputs: dict[str, list[Tensors]] = {}
+        for i, each in came:
+            inputs.setdefault(i.message, []).append(each.wait())
+        self.awaiting = False
         self.channels.let_go()
-        return found
+        return inputs
 
     def _note(self, p: Pass, start: object, end: object) -> None:
         record = self.record
@@ -273,18 +319,6 @@ class Executor:
         record.live.append(
             len(self._saved) + self._store.pending + self.moves.held(self._saved.keys())
         )
-
-    def _take(self, p: Pass) -> Inputs:
-        handed, incoming = self._handed.pop(p, ()), self._incoming.pop(p, ())
-        if len(handed) + len(incoming) < 2:  # nearly always
-            found = {i.message: (tensor,) for i, tensor in handed}
-            return found or {i.message: (each.wait(),) for i, each in incoming}
-        came = [*handed, *((i, each.wait()) for i, each in incoming)]
-        came.sort(key=lambda each: (each[0].producer.stage, each[0].producer.slice))
-        inputs: dict[str, list[Tensors]] = {}
-        for i, tensors in came:
-            inputs.setdefault(i.message, []).append(tensors)
-        return inputs
 
     def _forward(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
         key = (p.stage, p.microbatch)

@@ -39,6 +39,18 @@ class Tables:
         return tuple({(i.consumer.kind, i.message): i for i in taken}.values())
 
     @functools.cached_property
+    def second_inputs(self) -> tuple[Receive | Hand, ...]:
+        """Messages for passes that take another one, too."""
+        seen: set[Pass] = set()
+        found: list[Receive | Hand] = []
+        for i in self.program:
+            if isinstance(i, Hand) or (isinstance(i, Receive) and not i.saved):
+                if i.consumer in seen:
+                    found.append(i)
+                seen.add(i.consumer)
+        return tuple(found)
+
+    @functools.cached_property
     def handed_to(self) -> frozenset[Pass]:
         """Passes whose input its maker on this rank may still use."""
         return frozenset(i.consumer for i in self.program if isinstance(i, Hand))
