@@ -44,7 +44,7 @@ def compare_partitions(args: Namespace) -> None:
     """Print which schedule is best on which partition at which latency; write the CSV."""
     _refuse_what_is_not_read(args)
     layers, devices = load_layers(args.layers), load_devices(args.devices, args.pp)
-    wanted, latencies = args.schedules or names(), args.latencies or [0.0]
+    wanted, latencies = list(args.schedules or names()), args.latencies or [0.0]
     skipped = _skipped(wanted, layers, len(devices), args.microbatches)
     rows: list[Row] = []
     with progress('comparing', 'it', len(latencies)) as done:

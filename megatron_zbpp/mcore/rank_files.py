@@ -158,7 +158,7 @@ def _by_megatron(args: Any, placement: Placement) -> list[int]:
     if not placement.is_loop:  # the program has laid them out by itself
         return layers_per_stage(args.num_layers, placement)
     several = placement.num_chunks > 1
-    config = SimpleNamespace(
+    config: Any = SimpleNamespace(
         pipeline_model_parallel_layout=None,
         num_layers=args.num_layers,
         pipeline_model_parallel_size=placement.num_ranks,

@@ -134,8 +134,8 @@ def _mark_saving(axes: Axes, makespan: float, baseline: float) -> None:
         return
     first, last = axes.get_ylim()
     middle = (first + last) / 2
-    ends = {'xy': (baseline, middle), 'xytext': (makespan, middle)}
-    axes.annotate('', **ends, arrowprops={'arrowstyle': '<->', 'color': '#c0392b', 'lw': 1.5})
+    arrow = {'arrowstyle': '<->', 'color': '#c0392b', 'lw': 1.5}
+    axes.annotate('', (baseline, middle), (makespan, middle), arrowprops=arrow)
     axes.text(
         (makespan + baseline) / 2, middle, f'saves {1 - makespan / baseline:.0%}',
         color='#c0392b', ha='center', va='bottom', fontsize=11, fontweight='bold',
