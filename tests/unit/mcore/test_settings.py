@@ -114,7 +114,7 @@ def test_sense():
     assert Settings(build('1f1b', 2, 2)).schedule.name == '1f1b'
 
 
-@refuses('two routes (`Placement.opposite`)', 'each needs a copy of the model', 'two-way')
+@refuses('two routes (`Placement.opposite`)', 'each needs a copy of the model')
 def test_two_routes_cannot_train():
     """Whoever brings the schedule: each chunk would have got the microbatches of one route only."""
     schedule = build(TWO_WAYS, 2, 4)
