@@ -236,8 +236,10 @@ def install(alias_sends: bool = True) -> None:
             'megatron_zbpp.emulation.cpu.install() comes too late: call it before megatron.core is '
             'imported'
         )
-    # torch.compile (megatron.core.jit) would look for libcuda through triton
+    # torch.compile (megatron.core.jit) would look for libcuda through triton: what it has made by
+    # now, and will make, runs as it is written
     os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')
+    torch.compiler.set_stance('force_eager')
     # wanted with tensor parallelism
     os.environ.setdefault('CUDA_DEVICE_MAX_CONNECTIONS', '1')
     gloo.install(alias_sends)

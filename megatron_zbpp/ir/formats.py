@@ -184,7 +184,10 @@ def from_torch_csv(text: str, name: str = 'torch-csv', dialect: str | None = Non
     """Return the schedule in torch's CSV. Rows say which rank holds which stage.
 
     Sends, receives and other lowered actions (format compute_comms) are dropped with a warning:
-    our own lowering makes them anew. The passes of an `OVERLAP_F_B` run together.
+    our own lowering makes them anew. The passes of an `OVERLAP_F_B` run together. Backwards that
+    come in another order than microbatches, the same on all stages (torch's LoopedBFS: the last one
+    first), are numbered in microbatch order with a warning: gradients are added in the order in
+    which 1F1B adds them.
 
     Args:
         text: of the file.
@@ -209,10 +212,38 @@ def from_torch_csv(text: str, name: str = 'torch-csv', dialect: str | None = Non
     if found - set(kinds):
         raise ValueError(f'kinds {sorted(found - set(kinds))} are not of the dialect {dialect!r}')
     cells = [[[Pass(kinds[k], s, mb) for s, k, mb in cell] for cell in row] for row in kept]
+    renumbered = _backward_numbers(cells)
+    if renumbered:
+        first = next(old for old, new in renumbered.items() if new == 0)
+        warnings.warn(
+            f'{name}: backwards begin with microbatch {first}; they are numbered in microbatch '
+            'order, in which 1F1B adds gradients',
+            stacklevel=2,
+        )
+        cells = [[[_renumber(p, renumbered) for p in cell] for cell in row] for row in cells]
     orders = [list(map(_entry, row)) for row in cells]
     passes = [[p for cell in row for p in cell] for row in cells]
     microbatches = 1 + max(p.microbatch for row in passes for p in row)
     return Schedule.of(name, _placement(passes), microbatches, orders)
+
+
+def _backward_numbers(rows: list[list[list[Pass]]]) -> dict[int, int]:
+    """Return a number for each microbatch by which the backwards of all stages are in order.
+
+    Empty: they are in order as they are, or not in the same one on all stages.
+    """
+    orders: dict[int, list[int]] = {}
+    for p in (p for row in rows for cell in row for p in cell if p.kind in (B, BW)):
+        orders.setdefault(p.stage, []).append(p.microbatch)
+    first = next(iter(orders.values()), [])
+    once = len({*first}) == len(first)
+    if not once or first == sorted(first) or any(order != first for order in orders.values()):
+        return {}
+    return dict(zip(first, sorted(first), strict=True))
+
+
+def _renumber(p: Pass, numbers: dict[int, int]) -> Pass:
+    return p if p.kind == F else p._replace(microbatch=numbers.get(p.microbatch, p.microbatch))
 
 
 def _entry(passes: list[Pass]) -> Pass | Together:

@@ -170,12 +170,24 @@ def test_gpipe_drops_what_torch_lowered() -> None:
         check(formats.from_torch_csv(dumped(order)))
 
 
-def test_breadth_first_loads() -> None:
-    order = torch_order(torch_schedules.ScheduleLoopedBFS, 2, [0, 2], 3)
-    schedule = formats.from_torch_csv(dumped(order))
-    assert ' '.join(map(str, schedule.passes[0])) == (
-        '0F0 0F1 0F2 2F0 2F1 2F2 2BW2 2BW1 2BW0 0BW2 0BW1 0BW0'
-    )
+@pytest.mark.parametrize('chunks', [1, 2])
+def test_breadth_first_goes_back_in_order(ranks, chunks: int) -> None:
+    """torch goes back from the last microbatch on; here the first comes first, as gradients are
+    added by 1F1B."""
+    order = torch_order(torch_schedules.ScheduleLoopedBFS, 2, [2 * k for k in range(chunks)], 3)
+    with pytest.warns(UserWarning, match='backwards begin with microbatch 2'):
+        schedule = formats.from_torch_csv(dumped(order))
+    assert schedule.passes == build('breadth-first', 2, 3, num_chunks=chunks).passes
+    check_run(ranks, schedule)
+
+
+def test_other_orders_stay() -> None:
+    """Where stages go back in orders of their own, no number makes them one."""
+    text = '0F0,0F1,0B0,0B1\n1F0,1F1,1B1,1B0\n'
+    schedule = formats.from_torch_csv(text)
+    assert ' '.join(map(str, schedule.passes[1])) == '1F0 1F1 1BW1 1BW0'
+    with pytest.raises(ScheduleError):
+        check(schedule)
 
 
 def test_torch_misdraws_1f1b() -> None:
