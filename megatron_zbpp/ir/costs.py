@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite
@@ -167,6 +167,20 @@ class Costs:
             tuple(time * share for share in shares) for time in (forward, backward, weight)
         )
         return cls(forwards, backwards, weights, comm, activation=shares, retained=shares)
+
+    @classmethod
+    def by_layers(cls, placement: Placement, layers: Sequence[int]) -> Costs:
+        """Return costs in proportion to layers: F = B = W = 1 on a rank with a mean number of them.
+
+        Args:
+            placement: of the stages.
+            layers: of each stage in model order, alike; none at all: stages are equal.
+        """
+        total = sum(layers)
+        if not total:
+            return cls.uniform(placement)
+        shares = tuple(count * placement.num_ranks / total for count in layers)
+        return cls(shares, shares, shares, activation=shares, retained=shares)
 
     @property
     def num_stages(self) -> int:

@@ -135,7 +135,8 @@ def checked_chunks(found: Family, num_chunks: int | None) -> int:
         can = f'exactly {first}' if len(found.chunks) == 1 else f'{first}, {first + step}, ...'
         raise ValueError(
             f'{found.name} cannot have {num_chunks} chunks per rank: '
-            f'it takes {can}; leave the number out for {found.default_chunks}'
+            f'it takes {can}; leave the number (num_chunks, --vpp, or '
+            f'--num-virtual-stages-per-pipeline-rank) out for {found.default_chunks}'
         )
     return num_chunks
 

@@ -134,6 +134,8 @@ def test_aliases(ranks, flags, source, instead):
 @pytest.mark.parametrize(
     ('flags', 'said'),
     [
+        (['--enable-zb-runtime'], 'every --pipeline-schedule has its runtime'),
+        (['--interleave-group-size', 4], 'a schedule has its own order of microbatches'),
         (['--allow-padding-num-layers'], 'layers need not divide among the stages'),
         (['--enable-exactly-numeric-match'], 'all numbers match exactly, always'),
         (['--zero-bubble-pipeline-timers-end-iter', 9], '--pipeline-schedule-profile-iters'),
@@ -147,6 +149,13 @@ def test_needless_aliases(ranks, flags, said):
     assert found.said.count('\n') == 1
     assert found.said.startswith(f'megatron_zbpp: {flags[0]} ')
     assert 'has no effect' in found.said and said in found.said
+
+
+def test_chunks_to_offload(ranks):
+    """`--offload-chunk-num` of the research fork is our --pipeline-offload."""
+    found = parsed(ranks, '--pipeline-schedule', 'zb-v', '--offload-chunk-num', 1)
+    assert found.code is None, found.said
+    assert found.said == 'megatron_zbpp: deprecated flags: use --pipeline-offload 1\n'
 
 
 @pytest.mark.parametrize(

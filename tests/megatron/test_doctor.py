@@ -66,7 +66,8 @@ def test_command():
         assert said in done.stdout
     lines = done.stdout.splitlines()
     assert lines[0] == 'schedule: zb-v', 'what was asked for comes first'
-    assert 'bubble 4.6%' in lines[2] and 'idle, all ranks 4.6%' in lines[2]
+    assert '(F = B = W = 1 on a mean rank, by layers, simulated)' in lines[2]
+    assert 'bubble 6.1%' in lines[2] and 'idle, all ranks 6.1%' in lines[2]
     assert lines[3].startswith('bubble: idle share of the busiest rank; idle, all ranks: ')
     assert 'parallel_state.initialize_model_parallel' not in done.stdout
     told = run([zbpp, 'doctor', '--verbose', '--', *words]).stdout
@@ -138,9 +139,8 @@ def test_plan(ranks):
     assert line['layers'] == [1, *[2] * 7, *[1] * 7, 0]
     (iteration,) = line['iterations']
     assert iteration['microbatches'] == 24
-    # the table of docs/choosing.md
-    assert round(iteration['bubble_makespan'], 3) == 0.046 and iteration['bubble_window'] == 0
-    assert iteration['window'] == 72 and max(iteration['peaks']) == 8
+    # of layers as they are; equal stages have the 4.6 % of docs/choosing.md
+    assert round(iteration['bubble_makespan'], 3) == 0.061 and iteration['window'] > 72
     assert 'megatron.training is not here' in line['notes'][0]
 
 
@@ -321,3 +321,18 @@ def every_flag():
     flags.add_arguments(ours)
     theirs = launch_line._megatrons_parser()._option_string_actions.keys()
     launch_line.require_spelt(sorted(theirs - ours._option_string_actions.keys()))
+
+
+ENDS = ['--account-for-embedding-in-pipeline-split', '--account-for-loss-in-pipeline-split']
+
+
+def test_idle_time_is_of_the_layers_as_they_are(ranks):
+    """46 layers on 16 ranks of two chunks are not equal stages; counted ends even them out."""
+    sizes = '--pipeline-model-parallel-size 16 --micro-batch-size 1 --global-batch-size 64'.split()
+    found = []
+    for more in (['--num-layers', 64], ['--num-layers', 46], ['--num-layers', 62, *ENDS]):
+        _, told = report(ranks, '--', *sizes, *map(str, more), '--pipeline-schedule', 'zb-v')
+        (iteration,) = told['launch_line']['iterations']
+        found.append(iteration['idle_all_ranks'])
+    equal, uneven, counted = found
+    assert counted == equal and uneven > 1.5 * equal

@@ -105,3 +105,19 @@ def test_layers_where_they_are_asked(ranks, tmp_path, flags):
     ours = run(ranks(2), *common, *flags[2:], *loading)
     assert ours.losses == {at: stock.losses[at] for at in (2, 3)}
     assert (ours.parameters, ours.optimizer) == (stock.parameters, stock.optimizer)
+
+
+def test_a_package_that_megatron_lacks(tmp_path):
+    """It is named with how to get it; nothing of ours can stand in for it."""
+    package = tmp_path / 'megatron' / 'training'
+    package.mkdir(parents=True)
+    (package / '__init__.py').write_text('')
+    (package / 'arguments.py').write_text('import six_of_nowhere\n')
+    script = tmp_path / 'pretrain.py'
+    script.write_text('')
+    done = commands.run([sys.executable, '-m', 'megatron_zbpp.launch', '--cpu', script])
+    assert done.returncode and 'enable()' not in done.stderr
+    assert 'megatron.training.arguments imports: pip install six_of_nowhere' in done.stderr
+    (tmp_path / 'six_of_nowhere.py').write_text('')  # the cure
+    done = commands.run([sys.executable, '-m', 'megatron_zbpp.launch', '--cpu', script])
+    assert 'six_of_nowhere' not in done.stderr, done.stderr

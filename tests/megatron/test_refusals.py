@@ -92,6 +92,43 @@ def test_each_is_named(setting, value):
     assert found[0].reason and found[0].cure in str(found[0])
 
 
+# of flags whose setting has another name, what they set; of cures without a flag
+FLAGS = {
+    '--fp8-format': ['fp8'],
+    '--fp4-format': ['fp4'],
+    '--cpu-offloading-num-layers': ['cpu_offloading', 'cpu_offloading_num_layers'],
+    '--rope-fusion': ['apply_rope_fusion'],
+}
+INSTEAD = ('use_megatron_fsdp', 'use_torch_fsdp2')  # of which --use-distributed-optimizer is
+ALIKE = 'num_microbatches_with_partial_activation_checkpoints'
+
+
+def cured(settings, found):
+    """The settings with what the cure names first done: a flag dropped, or given a value."""
+    values = dict(vars(settings))
+    if words := re.search(r'\b(drop|give|use) --(no-)?([a-z0-9-]+)(?: ([a-z0-9_]+))?', found.cure):
+        what, no, name, value = words.groups()
+        names = FLAGS.get(f'--{name}', [name.replace('-', '_')])
+        given = None if what == 'drop' or no else value or True
+        given = int(given) if isinstance(given, str) and given.isdigit() else given
+        values |= dict.fromkeys(names, given)
+        values |= {found.setting: None} if found.setting in INSTEAD else {}
+    elif found.setting == ALIKE:  # recompute all alike
+        values[ALIKE] = None
+    return SimpleNamespace(**values)
+
+
+@pytest.mark.parametrize(('setting', 'value'), CASES, ids=str)
+def test_cures_cure(setting, value):
+    """What a refusal says to do, done, is no more refused."""
+    for on_cpu in (False, True):
+        settings = SimpleNamespace(**{setting: value})
+        for found in refusals.refused(settings, on_cpu, placement=Placement.v(2)):
+            again = cured(settings, found)
+            assert again != settings, found.cure
+            assert not list(refusals.refused(again, on_cpu, placement=Placement.v(2)))
+
+
 @pytest.mark.parametrize('setting', refusals.settings())
 def test_what_is_not_set_is_not_refused(setting):
     for value in HARMLESS.get(setting, [None, False, 0]):

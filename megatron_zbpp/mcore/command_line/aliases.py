@@ -9,6 +9,7 @@ from megatron_zbpp.mcore.command_line.messages import flag, say
 
 _V_SCHEDULES = {'zb': 'zb-v', 'half': 'v-half', 'min': 'v-min'}
 _LIMIT = '--zero-bubble-max-pending-backward'
+_CHUNKS = '--offload-chunk-num'
 _ALIASES: dict[str, dict[str, Any]] = {
     '--enable-zero-bubble': {'action': 'store_true'},
     '--zero-bubble-v-schedule': {'action': 'store_true'},
@@ -16,12 +17,18 @@ _ALIASES: dict[str, dict[str, Any]] = {
     _LIMIT: {'metavar': 'A'},
     '--enable-1f1b-v': {'action': 'store_true'},
     '--enable-zbh1-pipeline': {'action': 'store_true'},
+    _CHUNKS: {'metavar': 'N'},
+    '--enable-zb-runtime': {'action': 'store_true'},
+    '--interleave-group-size': {'metavar': 'N'},
     '--allow-padding-num-layers': {'action': 'store_true'},
     '--enable-exactly-numeric-match': {'action': 'store_true'},
     '--zero-bubble-pipeline-timers-start-iter': {'metavar': 'N'},
     '--zero-bubble-pipeline-timers-end-iter': {'metavar': 'N'},
 }
 _NEEDLESS = {
+    'enable_zb_runtime': 'every --pipeline-schedule has its runtime',
+    'interleave_group_size': 'a schedule has its own order of microbatches; gis and gis-h have '
+    'groups of the size that takes least memory',
     'allow_padding_num_layers': 'layers need not divide among the stages',
     'enable_exactly_numeric_match': 'all numbers match exactly, always',
     'zero_bubble_pipeline_timers_start_iter': 'see --pipeline-schedule-profile-iters',
@@ -43,6 +50,7 @@ def translate(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: flags that contradict each other, or a limit that is no number.
     """
     setup, limit = args.zero_bubble_v_schedule_mem_setup, args.zero_bubble_max_pending_backward
+    offload = {} if args.offload_chunk_num is None else {'pipeline_offload': args.offload_chunk_num}
     meant = {
         '1f1b-v': args.enable_1f1b_v,
         'zb-h1': args.enable_zbh1_pipeline,
@@ -54,13 +62,14 @@ def translate(args: argparse.Namespace) -> dict[str, Any]:
     if names or not args.enable_zero_bubble:
         if limit is not None:
             say(f'{_LIMIT} {limit} has no effect: it is a limit for --enable-zero-bubble alone')
-        return {'pipeline_schedule': names[0]} if names else {}
+        return ({'pipeline_schedule': names[0]} if names else {}) | offload
     if limit in (None, 'auto'):
-        return {'pipeline_schedule': 'zb-1p'}
+        return {'pipeline_schedule': 'zb-1p'} | offload
     try:
-        return {'pipeline_schedule': 'zb-1p', 'pipeline_schedule_memory_limit': float(limit)}
+        within = {'pipeline_schedule_memory_limit': float(limit)}
     except ValueError:
         raise ValueError(f'{_LIMIT} {limit}: give a number, or auto') from None
+    return {'pipeline_schedule': 'zb-1p'} | within | offload
 
 
 def announce(args: argparse.Namespace, translated: dict[str, Any]) -> None:

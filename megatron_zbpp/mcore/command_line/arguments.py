@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -31,9 +32,10 @@ def install() -> None:
     """Add our flags to the command line of `megatron.training`; again does nothing more.
 
     Raises:
-        RuntimeError: it has no command line where we know it.
+        RuntimeError: it has no command line where we know it, or lacks a package.
     """
     module = 'megatron.training.arguments'
+    _require_packages(module)
     name, users = 'add_megatron_arguments', (f'{module}:parse_args',)
     patch = Patch(module, name, _with_our_flags, users)
     problem = patch.problem()
@@ -44,6 +46,20 @@ def install() -> None:
         )
     if not getattr(getattr(patch.find_owner(), name), _OURS, False):
         Registry().install([patch])
+
+
+def _require_packages(module: str) -> None:
+    """Return if a module of Megatron, where it is there, finds what it imports.
+
+    Raises:
+        RuntimeError: a package is missing; the message names it.
+    """
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = (error.name or 'megatron').partition('.')[0]
+        if package != 'megatron':
+            raise RuntimeError(f'{error}, which {module} imports: pip install {package}') from error
 
 
 def _with_our_flags(original: Callable) -> Callable:

@@ -29,7 +29,9 @@ _NO_PIPELINE = 'one pipeline rank has no pipeline: --pipeline-schedule changes n
 
 @dataclass(frozen=True)
 class Simulated:
-    """An iteration where F, B and W of a full rank take 1 each and messages nothing.
+    """An iteration where F, B and W of a rank with the mean of layers take 1 each.
+
+    Stages take as long as they have layers; messages take nothing.
 
     Attributes:
         microbatches: of the iteration.
@@ -87,9 +89,10 @@ class DryRun:
         own = "Megatron's own"
         found = [f'refused: {refusal}' for refusal in self.refused]
         found += [f'schedule: {self.schedule or own}', f'parallel: {sizes}']
+        of_layers = ' on a mean rank, by layers' if len({*self.layers}) > 1 else ''
         for each in self.iterations:
             found.append(
-                f'{each.microbatches} microbatches (F = B = W = 1, simulated): makespan '
+                f'{each.microbatches} microbatches (F = B = W = 1{of_layers}, simulated): makespan '
                 f'{each.makespan:g}, bubble {each.bubble_makespan:.1%}; window {each.window:g}, '
                 f'bubble {each.bubble_window:.1%}; idle, all ranks {each.idle_all_ranks:.1%}; '
                 f'peak activations {max(each.peaks):g}'
@@ -141,13 +144,18 @@ def dry_run_of(line: LaunchLine) -> DryRun:
             'more for its optimizer state where memory is free then, up to '
             '--optimizer-post-validation-kept-gib'
         )
+    ends = sizes.counted_ends(line.args)
+    layers = _layers(line.args, placement)
+    counted = [*layers]
+    for stage, counts_as_layer in zip((0, -1), ends, strict=True):
+        counted[stage] += counts_as_layer
     return DryRun(
         parallel,
         programs.key,
         placement.name,
         tuple(map(placement.stages, range(placement.num_ranks))),
-        tuple(_layers(line.args, placement)),
-        tuple(_simulated(programs, placement.num_ranks, count) for count in counts),
+        tuple(layers),
+        tuple(_simulated(programs, placement.num_ranks, count, counted) for count in counts),
         layer_memory(line.args),
         tuple(
             refusals.refused(
@@ -240,10 +248,12 @@ def _of_offload(programs: Programs, num_ranks: int, num_microbatches: int) -> st
     return f'{found}: there is little time between F and B'
 
 
-def _simulated(programs: Programs, num_ranks: int, num_microbatches: int) -> Simulated:
+def _simulated(
+    programs: Programs, num_ranks: int, num_microbatches: int, layers: list[int]
+) -> Simulated:
     """Raise ValueError where there is no such schedule."""
     schedule = programs.lowered(num_ranks, num_microbatches, forward_only=False).schedule
-    costs = Costs.uniform(schedule.placement)
+    costs = Costs.by_layers(schedule.placement, layers)
     timeline = simulate(schedule, costs)
     return Simulated(
         num_microbatches,

@@ -55,7 +55,7 @@ def num_chunks(args: argparse.Namespace) -> int | None:
     each = args.num_layers_per_virtual_pipeline_stage
     if each is None:
         return args.num_virtual_stages_per_pipeline_rank
-    counted = args.num_layers + sum(_ends(args))
+    counted = args.num_layers + sum(counted_ends(args))
     if counted % (ranks * each):
         raise ValueError(
             f'--num-layers-per-virtual-pipeline-stage {each} does not divide {counted} layers '
@@ -79,8 +79,8 @@ def hybrid_layers(args: argparse.Namespace) -> list[int] | None:
     return [len(segment) for segment in pattern.partition('/')[0].split('|')]
 
 
-def _ends(args: argparse.Namespace) -> tuple[bool, bool]:
-    """Whether embedding and loss count as a layer each."""
+def counted_ends(args: argparse.Namespace) -> tuple[bool, bool]:
+    """Return whether embedding and loss count as a layer each."""
     return args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
 
 
@@ -126,7 +126,7 @@ def place_layers(args: argparse.Namespace, placement: Placement) -> None:
     if hybrid is not None:
         _place_hybrid(args, hybrid, placement)
         return
-    embedding, loss = _ends(args)
+    embedding, loss = counted_ends(args)
     mtp = getattr(args, 'mtp_num_layers', None) or 0
     fixed = fixed_layers(args, placement)
     uneven = (args.num_layers + embedding + loss) % placement.num_stages and not fixed

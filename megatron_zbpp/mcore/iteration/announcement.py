@@ -28,27 +28,40 @@ def announce(schedule: Schedule, config: Any) -> None:
 def lines(schedule: Schedule, config: Any) -> list[str]:
     """Return schedule and sizes, layers of each rank, simulated bubble, simulated memory."""
     placement = schedule.placement
-    costs = Costs.uniform(placement)
+    by_stage = _by_stage(config)
+    costs = Costs.by_layers(placement, by_stage or ())
+    by_layers = ', by layers' if by_stage and len({*by_stage}) > 1 else ''
     timeline = simulate(schedule, costs)
     found = [
         f'{__version__}: {schedule.name} on {schedule.num_ranks} ranks x {placement.num_chunks} '
         f'chunks, {schedule.num_microbatches} microbatches',
         f'layers of each rank, by chunk: {_layers(schedule, config)}',
-        f'simulated with F = B = W: bubble {timeline.bubble_makespan:.1%} of the busiest rank; '
-        f'idle, all ranks {timeline.idle_all_ranks:.1%}',
+        f'simulated with F = B = W{by_layers}: bubble {timeline.bubble_makespan:.1%} of the '
+        f'busiest rank; idle, all ranks {timeline.idle_all_ranks:.1%}',
         f'simulated memory: {max(peak(schedule, costs)):.1f} activations of a microbatch on a full '
         'rank',
     ]
+    p, m = schedule.num_ranks, schedule.num_microbatches
+    if placement.is_loop and placement.num_chunks > 1 and m % p:
+        found.append(
+            f"{m} microbatches are no multiple of {p} ranks: Megatron's own interleaved schedule "
+            'refuses them, so that there is no run of it to compare with'
+        )
     return [f'megatron_zbpp {found[0]}', *(f'megatron_zbpp: {line}' for line in found[1:])]
 
 
 def _layers(schedule: Schedule, config: Any) -> str:
     """Such as `2+2, 2+2`; as Megatron divides them where no layout says otherwise."""
     placement = schedule.placement
-    layout = getattr(config, 'pipeline_model_parallel_layout', None)
-    by_stage = getattr(layout, 'num_layers', None)
+    by_stage = _by_stage(config)
     if by_stage is None:
         total = getattr(config, 'num_layers', None)
         return 'as the model has them' if total is None else f'{total} in all, divided by Megatron'
     ranks = (placement.stages(rank) for rank in range(placement.num_ranks))
     return ', '.join('+'.join(str(by_stage[stage]) for stage in own) for own in ranks)
+
+
+def _by_stage(config: Any) -> list[int] | None:
+    """Return the layers of each stage in model order; None: no layout says."""
+    layout = getattr(config, 'pipeline_model_parallel_layout', None)
+    return getattr(layout, 'num_layers', None)

@@ -1,0 +1,38 @@
+"""The banner: layers that are not equal, and what Megatron's own schedule has no run of."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def told(schedule, p, m, layout=None):
+    """The banner of a schedule, whose model may have a layout."""
+    from types import SimpleNamespace
+
+    from megatron_zbpp import build
+    from megatron_zbpp.mcore.iteration.announcement import lines
+    from megatron_zbpp.mcore.layout import StageLayout
+
+    made = build(schedule, p, m)
+    plan = None if layout is None else StageLayout(made.placement, layout)
+    return lines(made, SimpleNamespace(num_layers=8, pipeline_model_parallel_layout=plan))
+
+
+@pytest.mark.parametrize(
+    ('schedule', 'p', 'm', 'more'),
+    [('interleaved', 2, 5, True), ('interleaved', 2, 6, False), ('1f1b', 2, 5, False)],
+)
+def test_what_stock_refuses(ranks, schedule, p, m, more):
+    """Said in one line: Megatron's takes multiples of p only."""
+    found = ranks(2).run(told, schedule, p, m)[0]
+    said = [line for line in found if "Megatron's own interleaved schedule refuses them" in line]
+    assert len(said) == more
+    assert all(line.startswith(f'megatron_zbpp: {m} microbatches are no mult') for line in said)
+
+
+def test_unequal_layers(ranks):
+    even = ranks(2).run(told, 'zb-v', 2, 4, 'Ett|tt|tt|ttL')[0]
+    assert even[2] == ranks(2).run(told, 'zb-v', 2, 4)[0][2]
+    uneven = ranks(2).run(told, 'zb-v', 2, 4, 'Ett|t|tt|tttL')[0]
+    assert 'simulated with F = B = W, by layers: bubble' in uneven[2]
+    assert uneven[2].partition('bubble')[2] != even[2].partition('bubble')[2]
