@@ -252,7 +252,7 @@ class Executor:
         """Whether they run as one, and not one after the other, as those of one microbatch must."""
         return self._together is not None and Together(tuple(passes)).is_cell
 
-    def _as_one(self, *passes: Pass) -> dict[Pass, torch.Tensor | None]:
+    def _as_one(self, *passes: Pass) -> dict[Pass, _Made]:
         """Run a forward and a backward as one, once the inputs of both are there.
 
         The time of both is noted at the first of them.
@@ -273,7 +273,10 @@ class Executor:
                 backward.stage.grad_sync(back in self._tables.last_backwards),
             ):
                 output, gradient = self._together(forward, backward)
-            made = {ahead: self._kept(ahead, forward.received, output), back: gradient}
+            made: dict[Pass, _Made] = {
+                ahead: self._kept(ahead, forward.received, output),
+                back: gradient,
+            }
             for kind in done_by(back)[1:] if self.splits else ():
                 self._actions[kind](back, None)
         for p in passes:

@@ -92,8 +92,11 @@ class Alike:
     def checked(self, output: object, instruction: Send | Hand) -> Tensors:
         expected = self._others.get(instruction.message, self._message)
         if isinstance(expected, tuple):
-            fits = isinstance(output, tuple) and len(output) == len(expected)
-            if fits and all(map(_fits, output, expected)):
+            if (
+                isinstance(output, tuple)
+                and len(output) == len(expected)
+                and all(_fits(part, each) for part, each in zip(output, expected, strict=True))
+            ):
                 return output
         elif _fits(output, expected):
             return output
@@ -191,7 +194,8 @@ class Varying:
             'dtype of the pipeline'
         )
 
-    def send(self, output: torch.Tensor, send: Send) -> None:
+    def send(self, output: Tensors, send: Send) -> None:
+        assert isinstance(output, torch.Tensor), 'messages of several tensors have fixed shapes'
         if send.consumer.kind == F:
             self._sent[send.producer.stage, send.producer.microbatch] = output.shape
             self._channels.tell(output.shape, send)
