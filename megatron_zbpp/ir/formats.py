@@ -235,7 +235,7 @@ def _backward_numbers(rows: list[list[list[Pass]]]) -> dict[int, int]:
     orders: dict[int, list[int]] = {}
     for p in (p for row in rows for cell in row for p in cell if p.kind in (B, BW)):
         orders.setdefault(p.stage, []).append(p.microbatch)
-    first = next(iter(orders.values()), [])
+    first = next(iter(orders.values()), list[int]())
     once = len({*first}) == len(first)
     if not once or first == sorted(first) or any(order != first for order in orders.values()):
         return {}

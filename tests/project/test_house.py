@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import sys
 
 import pytest
+from commands import run
+from paths import ROOT
 
 from scripts import house
 
@@ -14,6 +18,15 @@ def test_figures_stay_under_their_ceilings(figure):
     if figure.count is house.imported_lines and importlib.util.find_spec('megatron') is None:
         pytest.skip('megatron-core is not installed')
     assert 0 < figure.count() <= figure.ceiling
+
+
+def test_the_page_has_the_ceilings():
+    """And the command that counts prints a line for each figure."""
+    page = (ROOT / 'docs' / 'architecture.md').read_text()
+    rows = re.findall(r'^\| .+ \| [\d,]+ \| ([\d,]+) \| [\d,]+ \|$', page, re.M)
+    assert rows == [f'{figure.ceiling:,}' for figure in house.FIGURES]
+    printed = run([sys.executable, 'scripts/house.py'], cwd=ROOT).stdout.splitlines()
+    assert [line.split('  ')[0] for line in printed[1:]] == [each.name for each in house.FIGURES]
 
 
 def test_what_is_counted(monkeypatch, tmp_path):
