@@ -233,9 +233,9 @@ def mtp_losses(training: Any) -> Iterator[list[list[str]]]:
 
 @contextmanager
 def doubted(training: Any) -> Iterator[dict[str, list[str]]]:
-    """Megatron doubts each loss that its script has validated, and runs the iteration again.
+    """Megatron doubts each loss and norm of gradients that it validates: iterations run again.
 
-    Gives these losses, of first runs and of runs again.
+    Gives them, of first runs and of runs again.
     """
     from megatron.core.rerun_state_machine import RerunStateMachine as Machine
 
