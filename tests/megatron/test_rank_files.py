@@ -9,6 +9,7 @@ import pytest
 from nvidia import COMMON, SCRIPT, needs_training, run, since, train
 from supported import refuses, supports
 from test_launch import DISTRIBUTED, NO_CLIPPING, PIPELINE
+from test_launch_post_validation import EARLY
 
 pytestmark = needs_training
 
@@ -26,18 +27,25 @@ RUNS = {
     'v-half': [OURS, 'v-half'],
     'zb-1p': [OURS, 'zb-1p', '--pipeline-model-parallel-layout', 'Ettt|tL'],
 }
-STOCK = (STOCK_1F1B, STOCK_INTERLEAVED)
+FULL = pytest.mark.full
 # saved by, loaded by, what the first rank has by each
 UNLIKE = (
     (STOCK_INTERLEAVED, 'zb-v', ('E 1 | 3', '2 | 3')),
-    ('zb-v', 'interleaved', ('2 | 3', 'E 1 | 3')),
-    (STOCK_1F1B, 'zb-v', ('E 1-2', '2 | 3')),
-    ('zb-v', 'zb-h1', ('2 | 3', 'E 1-2')),
-    (STOCK_1F1B, 'interleaved', ('E 1-2', 'E 1 | 3')),
-    ('zb-h1', 'zb-1p', ('E 1-2', 'E 1-3')),
+    pytest.param('zb-v', 'interleaved', ('2 | 3', 'E 1 | 3'), marks=FULL),
+    pytest.param(STOCK_1F1B, 'zb-v', ('E 1-2', '2 | 3'), marks=FULL),
+    pytest.param('zb-v', 'zb-h1', ('2 | 3', 'E 1-2'), marks=FULL),  # as in the test of the cure
+    pytest.param(STOCK_1F1B, 'interleaved', ('E 1-2', 'E 1 | 3'), marks=FULL),
+    pytest.param('zb-h1', 'zb-1p', ('E 1-2', 'E 1-3'), marks=FULL),
 )
-LIKE = ((STOCK_1F1B, 'zb-h1'), (STOCK_INTERLEAVED, 'interleaved'), ('zb-v', 'v-half'))
-LIKE_STOCK = (('zb-h1', STOCK_1F1B), ('interleaved', STOCK_INTERLEAVED))
+LIKE = (
+    pytest.param(STOCK_1F1B, 'zb-h1', marks=FULL),
+    (STOCK_INTERLEAVED, 'interleaved'),
+    pytest.param('zb-v', 'v-half', marks=FULL),
+)
+LIKE_STOCK = (
+    pytest.param('zb-h1', STOCK_1F1B, marks=FULL),
+    pytest.param('interleaved', STOCK_INTERLEAVED, marks=FULL),
+)
 
 
 def event_of(name):
@@ -90,7 +98,7 @@ def test_another_placement_is_refused(ranks, saved, saver, loader, held):
     assert 'iter_0000002 cannot be loaded: ' in text and layers in text
 
 
-@pytest.mark.parametrize('loader', STOCK)
+@pytest.mark.parametrize('loader', [STOCK_1F1B, pytest.param(STOCK_INTERLEAVED, marks=FULL)])
 def test_megatron_refuses_a_v(ranks, saved, loader):
     """Without us, too: it compares what a V's files say of the pipeline."""
     loading, _ = saved('zb-v')
@@ -159,3 +167,36 @@ def test_the_distributed_optimizers_state_is_refused(ranks, tmp_path):
     assert "the distributed optimizer's state in this checkpoint is kept by rank" in text
     assert f'rank 0 holds layers E 1 | 3 by {STOCK_INTERLEAVED}, but 2 | 3 by zb-v' in text
     assert len(run(ranks(2), *loading, '--no-load-optim').losses) == 2
+
+
+@pytest.mark.full
+@supports("NVIDIA's loop: random states in checkpoints", '{schedule} {schedule}+post-validation')
+@pytest.mark.parametrize(
+    ('format', 'schedule', 'reference'),
+    [('torch_dist', 'zb-v', 'zb-v'), ('torch', 'zb-h1', STOCK_1F1B)],
+)
+def test_random_states_go_on(ranks, tmp_path, format, schedule, reference):
+    """Saved where forwards of the next iteration have run, too: those of this one.
+
+    On a CPU Megatron's loaders draw from the generator of dropout when they start: two runs that
+    go on are compared.
+    """
+    flags = [*FLAGS, '--ckpt-format', format, '--hidden-dropout', 0.1, '--train-iters', 6]
+    with_states = functools.partial(run, ranks(2), without=('--no-save-rng', '--no-load-rng'))
+    found = []
+    for name, early in ((reference, []), (schedule, EARLY)):
+        folder = tmp_path / str(len(found))
+        saving = ['--save', folder, '--save-interval', 4, *RUNS[name], *early]
+        whole = with_states(*flags, *saving)
+        after = with_states(*flags, '--load', folder, '--ckpt-step', 4, *RUNS[name])
+        found.append((whole.losses, after.losses))
+    assert found[0] == found[1] and len(found[0][1]) == 2
+
+
+@pytest.mark.full
+def test_random_states_of_another_placement(ranks, tmp_path):
+    """In the format torch_dist each rank goes on with those of the rank of its number."""
+    flags = [*FLAGS, '--hidden-dropout', 0.1]
+    with_states = functools.partial(run, ranks(2), without=('--no-save-rng', '--no-load-rng'))
+    with_states(*flags, '--save', tmp_path, '--save-interval', 2, '--exit-interval', 2)
+    assert len(with_states(*flags, '--load', tmp_path, *RUNS['zb-v']).losses) == 2

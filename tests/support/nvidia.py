@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import os
 import sys
+from collections.abc import Container
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,7 @@ def run(
     event: Any = events.nothing,
     script: Path = SCRIPT,
     waits: bool = False,
+    without: Container[str] = (),
 ) -> Run:
     """Trains with `argv` on `ranks`; holds that steps are validated later where that is asked for.
 
@@ -191,9 +193,11 @@ def run(
         event: see `train`.
         script: see `train`.
         waits: whether no step is to be validated later, though asked for.
+        without: flags of `COMMON` that are left out.
     """
     real = '--data-path' in argv
-    common = [word for word in COMMON if word != '--mock-data' or not real]
+    common = [word for word in COMMON if word not in without]
+    common = [word for word in common if word != '--mock-data' or not real]
     results = ranks.run(train, [*common, *map(str, argv)], event, script)
     losses, norms, zeros, hashes, *_ = results[-1]
     *_, early, reported = zip(*results, strict=True)
