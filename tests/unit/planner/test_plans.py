@@ -179,11 +179,12 @@ def test_bubble_with_a_heavy_last_stage():
 @pytest.mark.parametrize('of', [(1, 1, 1), (1, 1.4, 0.6)])
 def test_frontier_falls_and_stays_below_v_half_and_v_min(of, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(budget, '_REPORT_EVERY', 0.0)
+    monkeypatch.setattr(budget, '_STEPS_PER_SECOND', 5_000)  # they end it, not a busy clock
     placement, m = Placement.v(6), 14
     shares: list[float] = []
     costs = Costs.uniform(placement, *of)
     limits = [6, 5, 4.5, 4, 3.5, 3, 2.5, 2]
-    points = frontier(None, [(placement, costs)], m, limits, seconds=4, progress=shares.append)
+    points = frontier(None, [(placement, costs)], m, limits, seconds=240, progress=shares.append)
     assert shares == sorted(shares) and 0 <= shares[0] < 0.1 and 0.8 < shares[-1] <= 1
     values = [made.value for _, made, _ in points]
     assert [limit for limit, _, _ in points] == sorted(limits)
