@@ -338,7 +338,8 @@ def _with_chunks(settings: Any, placement: Placement) -> Iterator[Refusal]:
     for setting in _MODEL_OPT:
         value = getattr(settings, setting, None)
         if value:
-            yield Refusal(setting, value, *_ONE_CHUNK)
+            reason, cure = _ONE_CHUNK
+            yield Refusal(setting, value, reason, f'{cure}, or drop --{setting.replace("_", "-")}')
 
 
 def _packed(settings: Any) -> Iterator[Refusal]:

@@ -42,7 +42,9 @@ OF_SOME = {
     'hybrid_attention_ratio': 'until 0.16',
     'hybrid_mlp_ratio': 'until 0.16',
     'modelopt_enabled': 'scripts add it',
+    '--modelopt-enabled': 'scripts add it',
     'export_kd_teacher_load': 'scripts add it',
+    '--export-kd-teacher-load': 'scripts add it',
 }
 # values that are refused, where it is not any
 VALUES = {
