@@ -17,8 +17,7 @@ CPU_FLAGS = (
     '--no-bias-dropout-fusion',
     '--no-persist-layer-norm',
     '--no-rope-fusion',
-    # a forked data loader's worker has once hung before its first bytecode, with no thread of ours
-    # seen in it: ranks on a CPU have threads of gloo and OpenMP
+    # a forked data loader's worker has once hung before its first bytecode; the cause is not known
     '--num-workers=0',
 )
 
