@@ -23,6 +23,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def load(path: str | Path) -> Schedule:
     try:
         text = _text(path)
         if not text.lstrip().startswith(('{', '[')):  # no pass of a CSV begins so
-            return from_torch_csv(text, strict_json.printable(path.stem))
+            return in_microbatch_order(from_torch_csv(text, strict_json.printable(path.stem)))
         return from_json(text)
     except UnicodeDecodeError as error:
         raise ValueError(f'{path}: not text: give a file of JSON, or of CSV') from error
@@ -184,10 +185,7 @@ def from_torch_csv(text: str, name: str = 'torch-csv', dialect: str | None = Non
     """Return the schedule in torch's CSV. Rows say which rank holds which stage.
 
     Sends, receives and other lowered actions (format compute_comms) are dropped with a warning:
-    our own lowering makes them anew. The passes of an `OVERLAP_F_B` run together. Backwards that
-    come in another order than microbatches, the same on all stages (torch's LoopedBFS: the last one
-    first), are numbered in microbatch order with a warning: gradients are added in the order in
-    which 1F1B adds them.
+    our own lowering makes them anew. The passes of an `OVERLAP_F_B` run together.
 
     Args:
         text: of the file.
@@ -212,38 +210,48 @@ def from_torch_csv(text: str, name: str = 'torch-csv', dialect: str | None = Non
     if found - set(kinds):
         raise ValueError(f'kinds {sorted(found - set(kinds))} are not of the dialect {dialect!r}')
     cells = [[[Pass(kinds[k], s, mb) for s, k, mb in cell] for cell in row] for row in kept]
-    renumbered = _backward_numbers(cells)
-    if renumbered:
-        first = next(old for old, new in renumbered.items() if new == 0)
-        warnings.warn(
-            f'{name}: backwards begin with microbatch {first}; they are numbered in microbatch '
-            'order, in which 1F1B adds gradients',
-            stacklevel=2,
-        )
-        cells = [[[_renumber(p, renumbered) for p in cell] for cell in row] for row in cells]
     orders = [list(map(_entry, row)) for row in cells]
     passes = [[p for cell in row for p in cell] for row in cells]
     microbatches = 1 + max(p.microbatch for row in passes for p in row)
     return Schedule.of(name, _placement(passes), microbatches, orders)
 
 
-def _backward_numbers(rows: list[list[list[Pass]]]) -> dict[int, int]:
+def in_microbatch_order(schedule: Schedule) -> Schedule:
+    """Return the schedule with backwards in microbatch order, if only their numbers prevent that.
+
+    torch's LoopedBFS runs the last microbatch's backward first, on all stages. 1F1B adds gradients
+    in microbatch order, so backwards get the numbers of that order, with a warning. A schedule
+    whose stages run backwards in unlike orders is returned as it is.
+    """
+    numbers = _backward_numbers(schedule)
+    if not numbers:
+        return schedule
+    first = next(old for old, new in numbers.items() if new == 0)
+    warnings.warn(
+        f'{schedule.name}: backwards begin with microbatch {first}; they are numbered in '
+        'microbatch order, in which 1F1B adds gradients',
+        stacklevel=2,
+    )
+
+    def renumbered(p: Pass) -> Pass:
+        return p if p.kind == F else p._replace(microbatch=numbers.get(p.microbatch, p.microbatch))
+
+    return replace(schedule, passes=tuple(tuple(map(renumbered, row)) for row in schedule.passes))
+
+
+def _backward_numbers(schedule: Schedule) -> dict[int, int]:
     """Return a number for each microbatch by which the backwards of all stages are in order.
 
     Empty: they are in order as they are, or not in the same one on all stages.
     """
     orders: dict[int, list[int]] = {}
-    for p in (p for row in rows for cell in row for p in cell if p.kind in (B, BW)):
+    for p in (p for row in schedule.passes for p in row if p.kind in (B, BW)):
         orders.setdefault(p.stage, []).append(p.microbatch)
     first = next(iter(orders.values()), list[int]())
     once = len({*first}) == len(first)
     if not once or first == sorted(first) or any(order != first for order in orders.values()):
         return {}
     return dict(zip(first, sorted(first), strict=True))
-
-
-def _renumber(p: Pass, numbers: dict[int, int]) -> Pass:
-    return p if p.kind == F else p._replace(microbatch=numbers.get(p.microbatch, p.microbatch))
 
 
 def _entry(passes: list[Pass]) -> Pass | Together:

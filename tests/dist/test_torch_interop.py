@@ -176,7 +176,7 @@ def test_breadth_first_goes_back_in_order(ranks, chunks: int) -> None:
     added by 1F1B."""
     order = torch_order(torch_schedules.ScheduleLoopedBFS, 2, [2 * k for k in range(chunks)], 3)
     with pytest.warns(UserWarning, match='backwards begin with microbatch 2'):
-        schedule = formats.from_torch_csv(dumped(order))
+        schedule = formats.in_microbatch_order(formats.from_torch_csv(dumped(order)))
     assert schedule.passes == build('breadth-first', 2, 3, num_chunks=chunks).passes
     check_run(ranks, schedule)
 
@@ -184,7 +184,7 @@ def test_breadth_first_goes_back_in_order(ranks, chunks: int) -> None:
 def test_other_orders_stay() -> None:
     """Where stages go back in orders of their own, no number makes them one."""
     text = '0F0,0F1,0B0,0B1\n1F0,1F1,1B1,1B0\n'
-    schedule = formats.from_torch_csv(text)
+    schedule = formats.in_microbatch_order(formats.from_torch_csv(text))
     assert ' '.join(map(str, schedule.passes[1])) == '1F0 1F1 1BW1 1BW0'
     with pytest.raises(ScheduleError):
         check(schedule)

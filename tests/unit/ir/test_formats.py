@@ -59,6 +59,18 @@ def test_dialect_is_told_by_the_contents(name: str, dialect: str, tmp_path: Path
     check(load(file))
 
 
+def test_a_file_of_torch_goes_back_in_order(tmp_path: Path) -> None:
+    """As it is loaded, not as it is read: what was written is read back to the same."""
+    text = '0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n'
+    file = tmp_path / 'bfs.csv'
+    file.write_text(text)
+    with pytest.warns(UserWarning, match='bfs: backwards begin with microbatch 1'):
+        loaded = load(file)
+    check(loaded)
+    assert loaded.passes == build('gpipe', 2, 2).passes
+    assert to_torch_csv(from_torch_csv(text)) == text
+
+
 def test_kinds_of_the_dialects() -> None:
     def kinds(text: str, dialect: str | None = None) -> list[str]:
         return [p.kind for p in from_torch_csv(text, dialect=dialect).passes[0]]
