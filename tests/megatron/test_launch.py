@@ -99,6 +99,21 @@ def test_identical_to_megatron(ranks, stock, case, schedule):
         assert ours.grad_norms == since(start, expected.grad_norms)
 
 
+@supports("NVIDIA's loop: tied embeddings, saved by data parallel ranks", 'zb-v')
+def test_tied_embeddings_are_saved_by_replicas(ranks, tmp_path):
+    """A rank of a V holds the weight twice: it saves it once, and Megatron's 1F1B goes on."""
+    flags = [*PIPELINE, *NO_CLIPPING, '--train-iters', 4]
+    saving = ['--save', tmp_path, '--save-interval', 2, '--pipeline-schedule', 'zb-v']
+    ours = run(ranks(4), *flags, *saving)
+    loading = ['--load', tmp_path, '--ckpt-step', 2]
+    stock = run(ranks(4), *flags, *loading)
+    assert stock.losses == since(2, ours.losses) and len(stock.losses) == 2
+    assert stock.parameters == ours.parameters
+    assert stock.optimizer == ours.optimizer
+    again = run(ranks(4), *flags, *loading, '--pipeline-schedule', 'zb-v')
+    assert again.losses == stock.losses and again.parameters == ours.parameters
+
+
 def test_context_is_attended_as_a_whole(ranks, tmp_path):
     """The attention of that case: over a split sequence the model learns what it learns else."""
     flags = [*PIPELINE, '--train-iters', 4]

@@ -2,7 +2,8 @@
 
 Megatron keeps the two equal, and sums their gradients, between first and last rank; Megatron-Bridge
 sends one to the other when it has loaded weights, and takes one of two with the same name to be the
-other. None of them sees such a pair.
+other. Megatron's checkpoints that replicas save together take a rank to hold a tensor once. None of
+them sees such a pair.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from megatron_zbpp.ir import Placement
@@ -24,10 +27,13 @@ Placements = Callable[[int], Placement]  # of so many pipeline ranks
 SUM = '_allreduce_word_embedding_grads'
 COPY = '_broadcast_shared_embeddings'
 TASKS = 'build_conversion_tasks'
+SHARE = 'distribute_main_replicas_with_precomputed_distribution'
 
 _EMBEDDING = 'embedding.word_embeddings.weight'
 _LANGUAGE = 'megatron.core.models.common.language_module.language_module:LanguageModule'
 _FINALIZE = 'megatron.core.distributed.finalize_model_grads'
+_PARALLEL = 'megatron.core.dist_checkpointing.strategies.fully_parallel'
+_SAVING = f'{_PARALLEL}:FullyParallelSaveStrategyWrapper.apply_saving_parallelization'
 _CONVERSION = 'megatron.bridge.models.conversion.model_bridge:MegatronModelBridge'
 
 
@@ -40,6 +46,7 @@ def patches(placement: Placements) -> Iterator[Patch]:
     setup = functools.partial(_tying, placement=placement)
     yield Patch(_LANGUAGE, 'setup_embeddings_and_output_layer', setup)
     yield Patch(_FINALIZE, SUM, _summing_tied_copies, (f'{_FINALIZE}:finalize_model_grads',))
+    yield Patch(_PARALLEL, SHARE, _saving_once, (_SAVING,))
     yield Patch(_CONVERSION, COPY, _copying_tied, late=True)
     yield Patch(_CONVERSION, TASKS, _of_the_first, late=True)
 
@@ -82,6 +89,27 @@ def _summing_tied_copies(original: Callable) -> Callable:
         other.copy_(one)
 
     return reduce
+
+
+def _saving_once(original: Callable) -> Callable:
+    """Let a rank that holds both copies of a tied weight save one of them.
+
+    Megatron gives each tensor a rank that saves it for all replicas; that rank would save both
+    copies, and the optimizer's state of both, under one name.
+    """
+
+    @functools.wraps(original)
+    def distribute(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        original(sharded_state_dict, *args, **kwargs)
+        found: set[tuple] = set()
+        for each in nested_values(sharded_state_dict):
+            if isinstance(each, ShardedTensor) and is_main_replica(each.replica_id):
+                shard = each.key, each.global_offset, getattr(each, 'flattened_range', None)
+                if shard in found:
+                    each.replica_id = 1  # as Megatron marks those that others save
+                found.add(shard)
+
+    return distribute
 
 
 def _copying_tied(original: Callable) -> Callable:
