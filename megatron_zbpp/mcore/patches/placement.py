@@ -66,7 +66,8 @@ def patches(placement: Placements, agree: Agree) -> Iterator[Patch]:
     training = 'megatron.training.training'
     yield Patch(training, 'get_model', wrapped(_with_chunks), everywhere=True, late=True)
     users = (f'{_BUILDERS}:unimodal_build_distributed_models',)
-    yield Patch(_BUILDERS, 'build_virtual_pipeline_stages', _with_known_chunks, users, late=True)
+    stages = 'build_virtual_pipeline_stages'
+    yield Patch(_BUILDERS, stages, _with_known_chunks, users, everywhere=True, late=True)
     loaders = 'build_train_valid_test_data_loaders'
     yield Patch(training, loaders, _with_data_on_rank_0, everywhere=True, late=True)
     batch = compat.get_batch_module(), compat.GET_BATCH
