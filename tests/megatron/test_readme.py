@@ -24,6 +24,11 @@ ELSEWHERE = {
     './scripts/test.sh tests/megatron/test_soak.py --full -s': '.ci/run',
     './scripts/gpu_check.sh': 'tests/project/test_gpu_check.py',
     'WHEELS=/path/to/wheels ./scripts/gpu_check.sh': 'tests/project/test_gpu_check.py',
+    "NO_VENV=1 VENV=/tmp/more WHEELS=/path/to/wheels STAGES='streams nccl' RESULTS=/tmp/results "
+    './scripts/gpu_check.sh': 'tests/project/test_gpu_check.py',
+    'REHEARSE=1 NO_VENV=1 STAGES=streams RESULTS=/tmp/rehearsal ./scripts/gpu_check.sh': (
+        'tests/project/test_gpu_check.py'
+    ),
     'python scripts/compare_with_paper.py': 'tests/project/test_paper_page.py',
     'python scripts/benchmark_copies.py --ms 100 --rounds 2 --realtime': (
         'tests/dist/test_copies_beside_passes.py'
