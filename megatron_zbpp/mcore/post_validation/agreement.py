@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zbpp.mcore.post_validation.entry_state import EntryState
+from megatron_zbpp.mcore.post_validation.reduction import read_behind, room_on_host
 from megatron_zbpp.post_validation.watch import Watch, summary
 
 RANDOM = 'random states'
@@ -42,6 +43,7 @@ class Agreement:
     changes: list[str]
     _flags: torch.Tensor
     _work: Any
+    _copy: torch.Tensor
 
     @classmethod
     def begin(
@@ -57,17 +59,18 @@ class Agreement:
         """
         rank, size = dist.get_rank(), dist.get_world_size()
         found = [rank if changes else size, size - entry.prefilled]
-        flags = torch.tensor(found, device=device)
+        flags = torch.empty(2, dtype=torch.int64, device=device)
+        for flag, value in zip(flags, found, strict=True):
+            flag.fill_(value)  # by a kernel: a copy from the host waits for forwards that run ahead
         differ = None if watch is None or changes else watch.differ()
         if differ is not None:  # on its device: the host does not wait for it
             flags[0] = torch.where(differ, rank, size)
         work: Any = dist.all_reduce(flags, dist.ReduceOp.MIN, async_op=True)
-        return cls(entry, watch, changes, flags, work)
+        return cls(entry, watch, changes, flags, work, room_on_host(flags))
 
     def verdict(self) -> Verdict:
         """Return what all ranks have found together."""
-        self._work.wait()
-        changed, prefilled = self._flags.tolist()
+        changed, prefilled = read_behind(self._work, self._flags, self._copy).tolist()
         size = dist.get_world_size()
         return Verdict(None if changed == size else changed, prefilled < size)
 

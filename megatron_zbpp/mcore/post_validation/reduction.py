@@ -1,8 +1,8 @@
-"""A number that all ranks of a group sum up, begun in one half of a step and read in the other.
+"""Numbers that all ranks of a group reduce, begun at one place and read at a later one.
 
-Between the two halves forwards of the next iteration run ahead. On CUDA the number is read on a
-stream of its own, behind the reduction alone: the host does not wait until the device has run those
-forwards, and has the rest of the step and of the next iteration queued behind them by then.
+Between the two the device is given passes. On CUDA the numbers are read on a stream of their own,
+behind the reduction alone: the host does not wait until the device has run those passes, and has
+more queued behind them by then.
 """
 
 from __future__ import annotations
@@ -41,21 +41,12 @@ class Reduction:
         dtype = torch.int64 if isinstance(local, int) else torch.float32
         value = torch.tensor([local], dtype=dtype, device=device)
         work: Any = dist.all_reduce(value, op, group, async_op=True)
-        copy = torch.empty(1, dtype=dtype, pin_memory=device.type == 'cuda')
-        return cls(local, value, group, work, copy)
+        return cls(local, value, group, work, room_on_host(value))
 
     @functools.cached_property
     def result(self) -> float:
         """The sum, once it is there."""
-        if self.value.device.type != 'cuda':
-            self.work.wait()
-            return self.value.item()
-        with torch.cuda.stream(_reading(self.value.device)):
-            self.work.wait()
-            self.copy.copy_(self.value, non_blocking=True)
-            copied = torch.cuda.current_stream().record_event()
-        copied.synchronize()
-        return self.copy.item()
+        return read_behind(self.work, self.value, self.copy).item()
 
     def root(self) -> float | torch.Tensor:
         """As `get_grad_norm_fp32` gives it."""
@@ -69,6 +60,30 @@ class Reduction:
         if not compat.has_tensor_norms():
             return self.result**0.5
         return torch.tensor([self.result], dtype=self.value.dtype).pow(0.5)
+
+
+def room_on_host(value: torch.Tensor) -> torch.Tensor:
+    """Return memory of the host for a copy of `value`: page-locked, if it is on CUDA."""
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.device.type == 'cuda')
+
+
+def read_behind(work: Any, value: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """Return `value` on the host once `work`, which reduces it, is done; wait for nothing else.
+
+    Args:
+        work: of the reduction.
+        value: that it writes.
+        copy: memory of `room_on_host`, written where `value` is on CUDA.
+    """
+    if value.device.type != 'cuda':
+        work.wait()
+        return value
+    with torch.cuda.stream(_reading(value.device)):
+        work.wait()
+        copy.copy_(value, non_blocking=True)
+        copied = torch.cuda.current_stream().record_event()
+    copied.synchronize()
+    return copy
 
 
 @functools.cache

@@ -32,7 +32,8 @@ class SideEffects:
     _random: tuple = ()
     _losses: dict[str, Any] = field(default_factory=dict)
     _mtp_losses: dict[str, Any] = field(default_factory=dict)
-    _buffers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    # buffers, what forwards made of them, and whether that is another value
+    _buffers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -50,9 +51,9 @@ class SideEffects:
                 self._losses, self._mtp_losses = dict(losses), dict(mtp_losses)
         finally:
             set_random_states(*states)
-            written = [(b, value) for b, value in before if not torch.equal(b, value)]
-            self._buffers = [(b, b.detach().clone()) for b, _ in written]
-            self._write(written)
+            # which were written is known on the device alone: the host would wait for it
+            self._buffers = [(b, b.detach().clone(), (b != value).any()) for b, value in before]
+            self._write(before)
 
     @torch.no_grad()
     def _write(self, values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -74,7 +75,7 @@ class SideEffects:
         """
         if not same_states(self._random, self._before):
             set_random_states(*self._random)
-        self._write(self._buffers)
+        self._write([(b, torch.where(new, value, b)) for b, value, new in self._buffers])
         losses = compat.logged_losses()
         for name, entry in self._losses.items():
             if name in losses:

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,11 +15,13 @@ import torch.distributed as dist
 from cuda_double import GPU, HOST, Cuda
 
 from megatron_zbpp.ir import B, F, Pass
-from megatron_zbpp.mcore.post_validation import kept_state
+from megatron_zbpp.mcore.post_validation import kept_state, side_effects
+from megatron_zbpp.mcore.post_validation.agreement import Agreement, Verdict
 from megatron_zbpp.mcore.post_validation.reduction import Reduction
-from megatron_zbpp.post_validation import speculative_step
+from megatron_zbpp.post_validation import speculative_step, watch
 from megatron_zbpp.runtime import side_work
 from megatron_zbpp.runtime.clock import clock_for
+from megatron_zbpp.runtime.compat import unseen_by_autograd
 from megatron_zbpp.runtime.guard.position import Tracker
 from megatron_zbpp.runtime.guard.watchdog import EXIT_CODE, Watchdog
 from megatron_zbpp.runtime.observe.measure import Iteration
@@ -245,6 +248,41 @@ def test_a_reduction_is_read_before_forwards_that_run_ahead_have_ended(read):
         assert page_locked == ['page-locked allocation'], 'which may wait for the device'
         cuda.use(HOST, 'host', [], [ahead])
         assert cuda.races, 'what runs ahead need not have ended'
+
+
+def test_ranks_agree_on_weights_without_waiting_for_passes():
+    """Neither where the question is asked, behind forwards that ran ahead, nor at its answer."""
+    with Cuda() as cuda, mock.patch.multiple(dist, get_rank=lambda: 0, get_world_size=lambda: 2):
+        module = torch.nn.Linear(WIDTH, WIDTH, device=DEVICE)
+        watching = watch.Watch(watch.Watched([module]), True, unseen_by_autograd)
+        entry = SimpleNamespace(prefilled=False)
+        reduced = mock.patch.object(
+            dist, 'all_reduce', lambda value, *_, **__: OnStream(cuda, value)
+        )
+        with reduced:
+            agreement = Agreement.begin(entry, watching, [], DEVICE)
+        watching.hide()
+        assert not cuda.waits
+        ahead = module.weight + 1
+        assert agreement.verdict() == Verdict(None, False)
+        assert cuda.waits == ['event.synchronize in None'] and not cuda.races
+        cuda.use(HOST, 'host', [], [ahead])
+        assert cuda.races, 'passes need not have ended'
+
+
+def test_buffers_that_forwards_ahead_write_are_set_back_without_a_look():
+    states = {'random_states': tuple, 'same_states': lambda *_: True}
+    unlooked = mock.patch.multiple(side_effects, set_random_states=lambda *_: None, **states)
+    with Cuda() as cuda, unlooked:
+        model = torch.nn.Module()
+        model.register_buffer('count', torch.zeros(WIDTH, device=DEVICE))
+        effects = side_effects.SideEffects([model])
+        with effects.capture():
+            model.count.add_(1)
+        assert not cuda.waits and not cuda.races
+        assert model.count.tolist() == [0.0] * WIDTH
+        effects.commit()
+        assert model.count.tolist() == [1.0] * WIDTH
 
 
 @pytest.mark.parametrize(
