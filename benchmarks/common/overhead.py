@@ -24,15 +24,16 @@ import torch
 from tqdm import tqdm
 
 from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.analysis.program import Program, Send
+from megatron_zbpp.analysis.program import Send
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import KINDS, Pass, Schedule
+from megatron_zbpp.ir import KINDS, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.runtime.channels import Incoming, Message
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.observe.record import Record
 from megatron_zbpp.runtime.observe.trace import Tracer
+from megatron_zbpp.runtime.tables import Tables
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build
 
@@ -92,22 +93,27 @@ class IdleStage:
         return nullcontext()
 
 
-def run(program: Program, gradients: int) -> Record:
-    """One iteration of one rank; a stage leaves so many `gradients` to each W."""
+def run(tables: Tables, gradients: int) -> Record:
+    """One iteration of one rank; a stage leaves so many `gradients` to each W.
+
+    Args:
+        tables: of the program: made once, as in a training.
+        gradients: so many.
+    """
     store = WeightGradStore()
-    held = {i.stage for i in program if isinstance(i, Pass)}
-    stages = {stage: IdleStage(store, gradients) for stage in held}
-    return Executor(program, stages, Nowhere(), _MESSAGE, store, HostClock()).run()
+    stages = {p.stage: IdleStage(store, gradients) for p in tables.passes}
+    clock = HostClock()
+    return Executor(tables.program, stages, Nowhere(), _MESSAGE, store, clock, tables=tables).run()
 
 
-def cost(program: Program, gradients: int, repeats: int) -> float:
-    """Median seconds of CPU time for each pass of `program`; what making an executor takes too."""
-    passes = sum(isinstance(i, Pass) for i in program)
-    run(program, gradients)
+def cost(tables: Tables, gradients: int, repeats: int) -> float:
+    """Median seconds of CPU time for each pass of a program; what making an executor takes too."""
+    passes = len(tables.passes)
+    run(tables, gradients)
     taken = []
     for _ in tqdm(range(repeats), desc='iterations', leave=False, disable=None):
         start = time.thread_time()
-        run(program, gradients)
+        run(tables, gradients)
         taken.append((time.thread_time() - start) / passes)
     return median(taken)
 
@@ -164,24 +170,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     sizes = args.gradients, args.repeats
     # a rank in the middle has neighbours on both sides
-    programs = {name: lower(schedule)[args.pp // 2] for name, schedule in schedules.items()}
-    found = {name: 1e6 * cost(program, *sizes) for name, program in programs.items()}
-    for name, program in programs.items():
-        inside = (
-            f'{kind} {1e6 * t:.0f}' for kind, t in within(run(program, args.gradients)).items()
-        )
+    programs = {name: Tables(lower(each)[args.pp // 2]) for name, each in schedules.items()}
+    found = {name: 1e6 * cost(tables, *sizes) for name, tables in programs.items()}
+    for name, tables in programs.items():
+        record = run(tables, args.gradients)
+        inside = (f'{kind} {1e6 * t:.0f}' for kind, t in within(record).items())
         trace = f'a trace: {drawing(schedules[name]):.2f} s, once'
         print(f'{name:16} {found[name]:6.1f} µs a pass; inside: {", ".join(inside)}; {trace}')
         if args.profile:
-            _profile(program, args.gradients)
+            _profile(tables, args.gradients)
     if args.json:
         args.json.write_text(json.dumps({'us_per_pass': found, 'limit_us': args.limit_us}) + '\n')
     return int(max(found.values()) > args.limit_us)
 
 
-def _profile(program: Program, gradients: int) -> None:
+def _profile(tables: Tables, gradients: int) -> None:
     """Print what took most, of ten iterations."""
     profile = cProfile.Profile()
     for _ in range(10):
-        profile.runcall(run, program, gradients)
+        profile.runcall(run, tables, gradients)
     pstats.Stats(profile).sort_stats('tottime').print_stats(14)

@@ -124,10 +124,9 @@ class Executor:
             **self.moves.actions,
         }
         self._done = 0  # instructions
-        self._incoming: dict[Pass, Awaited] = {}
-        self._handed: dict[Pass, Tensors] = {}
+        self._incoming: dict[Pass, Awaited] = {}  # of built-in passes, which take one message
         # of passes with actions of a technique, all that comes for them
-        self._several: dict[Pass, list[tuple[Receive | Hand, Awaited | _Handed]]] = {}
+        self._several: dict[Pass, list[tuple[Receive | Hand, Awaited]]] = {}
         self._saved: dict[Key, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._inputs: dict[Key, torch.Tensor | None] = {}  # of forwards that run again
 
@@ -172,7 +171,6 @@ class Executor:
                 each.wait()
         self._several.clear()
         self._incoming.clear()
-        self._handed.clear()
         self._saved.clear()
         self._inputs.clear()
         self.moves.drop()
@@ -196,23 +194,20 @@ class Executor:
                 self._messages.settle()  # here the host may wait: what comes before is posted first
                 self.moves.transfer(instruction)
             elif isinstance(instruction, Receive):
-                awaited = self._messages.post(instruction)
-                if instruction.consumer.kind in self._own_actions:
-                    self._several.setdefault(instruction.consumer, []).append(
-                        (instruction, awaited)
-                    )
-                else:
-                    self._incoming[instruction.consumer] = awaited
+                self._expect(instruction, self._messages.post(instruction))
             elif isinstance(instruction, Send):
                 output = self._output(made[instruction.producer], instruction)
                 self._messages.send(output, instruction)
             else:
                 output = self._output(made[instruction.producer], instruction)
-                if instruction.consumer.kind in self._own_actions:
-                    handed = instruction, _Handed(output)
-                    self._several.setdefault(instruction.consumer, []).append(handed)
-                else:
-                    self._handed[instruction.consumer] = output
+                self._expect(instruction, _Handed(output))
+
+    def _expect(self, instruction: Receive | Hand, awaited: Awaited) -> None:
+        """Keep a message for the pass that takes it."""
+        if instruction.consumer.kind in self._own_actions:
+            self._several.setdefault(instruction.consumer, []).append((instruction, awaited))
+        else:
+            self._incoming[instruction.consumer] = awaited
 
     def _output(self, made: _Made, instruction: Send | Hand) -> Tensors:
         """Return what the pass made for that message, checked."""
@@ -233,7 +228,7 @@ class Executor:
         start = self.clock.mark()
         with self._named(p):
             output = self._actions[first](p, received)
-            if key_of(p) in self._split:  # else autograd has done all at once
+            if others and key_of(p) in self._split:  # else autograd has done all at once
                 for kind in others:
                     self._actions[kind](p, None)
         self._note(p, start, self.clock.mark())
@@ -288,32 +283,34 @@ class Executor:
 
     def _await_one(self, p: Pass) -> torch.Tensor | None:
         """Return what a neighbouring stage made for `p`; None where the model begins or ends."""
-        self.awaiting, self.current = True, p
-        self._messages.settle()
-        if self._fills is not None and p in self._incoming:
+        self._begin_waiting(p)
+        awaited = self._incoming.pop(p, None)
+        if self._fills is not None and awaited is not None and not isinstance(awaited, _Handed):
             self._fills.before(p)
-        if p in self._handed:
-            found = self._handed.pop(p)
-        else:
-            found = self._incoming.pop(p).wait() if p in self._incoming else None
-        self.awaiting = False  # not after an error: it tells what was waited for
-        self.channels.let_go()
+        found = None if awaited is None else awaited.wait()
+        self._end_waiting()
         return found  # pyright: ignore[reportReturnType]  # own kinds alone take several
 
     def _await(self, p: Pass) -> Inputs:
         """Return what `p` takes, by the names of the messages, once it is all there."""
-        self.awaiting, self.current = True, p
-        self._messages.settle()
-        if self._fills is not None and p in self._several:
-            self._fills.before(p)
+        self._begin_waiting(p)
         came = self._several.pop(p, [])
+        if self._fills is not None and came:
+            self._fills.before(p)
         came.sort(key=lambda each: (each[0].producer.stage, each[0].producer.slice))
         inputs: dict[str, list[Tensors]] = {}
         for i, each in came:
             inputs.setdefault(i.message, []).append(each.wait())
-        self.awaiting = False
-        self.channels.let_go()
+        self._end_waiting()
         return inputs
+
+    def _begin_waiting(self, p: Pass) -> None:
+        self.awaiting, self.current = True, p
+        self._messages.settle()
+
+    def _end_waiting(self) -> None:
+        self.awaiting = False  # not after an error: it tells what was waited for
+        self.channels.let_go()
 
     def _note(self, p: Pass, start: object, end: object) -> None:
         record = self.record

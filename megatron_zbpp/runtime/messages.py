@@ -63,7 +63,7 @@ def messages(
         others: by name, of messages that differ: a tuple of them is several tensors, sent as one.
     """
     if message.shape is not None:
-        return Alike(channels, message, others)
+        return ByName(channels, message, others) if others else Alike(channels, message)
     if others:
         raise NotImplementedError(
             f'messages {", ".join(sorted(others))} beside some whose shapes vary: give the '
@@ -73,11 +73,37 @@ def messages(
 
 
 class Alike:
-    """Messages of fixed shapes: all is known of them before they are sent.
+    """Messages of one shape: all is known of them before they are sent.
 
     Args:
         channels: to the neighbours.
         message: what is exchanged.
+    """
+
+    def __init__(self, channels: Channels, message: Message) -> None:
+        self._channels, self._message = channels, message
+
+    def checked(self, output: object, instruction: Send | Hand) -> Tensors:
+        if _fits(output, self._message):
+            return output
+        raise _misfit(output, instruction, (self._message,))
+
+    def send(self, output: Tensors, send: Send) -> None:
+        self._channels.send(output, send)  # pyright: ignore[reportArgumentType]  # it is checked
+
+    def post(self, receive: Receive) -> Awaited:
+        return self._channels.post(self._message, receive.peer)
+
+    def settle(self) -> None:
+        pass  # they are posted at once
+
+
+class ByName(Alike):
+    """Messages of fixed shapes, which some names have of their own.
+
+    Args:
+        channels: to the neighbours.
+        message: what is exchanged by all other names.
         others: by name, of messages that differ.
     """
 
@@ -87,27 +113,18 @@ class Alike:
         message: Message,
         others: Mapping[str, Message | tuple[Message, ...]],
     ) -> None:
-        self._channels, self._message, self._others = channels, message, others
+        super().__init__(channels, message)
+        self._others = others
 
     def checked(self, output: object, instruction: Send | Hand) -> Tensors:
         expected = self._others.get(instruction.message, self._message)
-        if isinstance(expected, tuple):
-            if (
-                isinstance(output, tuple)
-                and len(output) == len(expected)
-                and all(_fits(part, each) for part, each in zip(output, expected, strict=True))
-            ):
+        if not isinstance(expected, tuple):
+            if _fits(output, expected):
                 return output
-        elif _fits(output, expected):
+            raise _misfit(output, instruction, (expected,))
+        if _all_fit(output, expected):
             return output
-        every = expected if isinstance(expected, tuple) else (expected,)
-        raise ValueError(
-            f'{instruction.producer.words} made {_in_words(output)}, but '
-            f'{instruction.consumer.words} takes '
-            f'{" and ".join(f"{each.shape} of {each.dtype}" for each in every)}: every stage must '
-            'keep the shape that sequence length, micro batch and hidden size give, and the dtype '
-            'of the pipeline'
-        )
+        raise _misfit(output, instruction, expected)
 
     def send(self, output: Tensors, send: Send) -> None:
         self._channels.send(packed(output) if isinstance(output, tuple) else output, send)
@@ -119,8 +136,15 @@ class Alike:
         whole = Message((_layout(expected)[-1],), torch.uint8, expected[0].device)
         return _Packed(self._channels.post(whole, receive.peer), expected)
 
-    def settle(self) -> None:
-        pass  # they are posted at once
+
+def _misfit(output: object, instruction: Send | Hand, expected: Sequence[Message]) -> ValueError:
+    return ValueError(
+        f'{instruction.producer.words} made {_in_words(output)}, but '
+        f'{instruction.consumer.words} takes '
+        f'{" and ".join(f"{each.shape} of {each.dtype}" for each in expected)}: every stage must '
+        'keep the shape that sequence length, micro batch and hidden size give, and the dtype of '
+        'the pipeline'
+    )
 
 
 def packed(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -165,6 +189,12 @@ class _Packed(NamedTuple):
 def _fits(output: object, message: Message) -> TypeGuard[torch.Tensor]:
     shape, dtype = message.shape, message.dtype
     return isinstance(output, torch.Tensor) and output.shape == shape and output.dtype == dtype
+
+
+def _all_fit(output: object, messages: tuple[Message, ...]) -> TypeGuard[tuple[torch.Tensor, ...]]:
+    if not isinstance(output, tuple) or len(output) != len(messages):
+        return False
+    return all(map(_fits, output, messages))
 
 
 class Varying:
