@@ -47,7 +47,8 @@ zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --frontier 3,4,5,6,7,8 --se
 zbpp profile --model gpt --layers 24 --hidden 2048 --heads 16 --vocab 50257 --seq 2048 --tflops 300
 zbpp profile --stages 'Ett|tt|ttL=times.json' -o layers.json
 zbpp partition layers.json --pp 4 --microbatches 8 -o plan.json
-zbpp partition layers.json --devices devices.json --microbatches 8 --memory-limit 8 --exact
+zbpp partition layers.json --devices devices.json --microbatches 8 --memory-limit 60GiB
+zbpp partition layers.json --pp 4 --microbatches 8 --placements loop --exact
 zbpp bubbles --schedule 1f1b --pp 4 --microbatches 8 --json
 zbpp freeze --schedule zb-h1 --pp 4 --microbatches 8 --most 0.5
 zbpp doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py --pipeline-schedule zb-v ...

@@ -96,8 +96,9 @@ class Finder:
         """
         if exact and not self._listed:
             raise ValueError(
-                f'{self.space.size:.3g} partitions are too many to prove one the best: leave exact '
-                'out, or keep the order of the devices'
+                f'{self.space.size:.3g} partitions are too many to prove one the best, more than '
+                f'{_LISTED}: leave --exact out, or give fewer --placements, --keep-order where '
+                'devices differ, or layers in larger pieces'
             )
         if exact and self._plans and not cp_sat.available():
             raise ValueError('a proof needs OR-tools: pip install "megatron_zbpp[exact]"')
@@ -106,9 +107,13 @@ class Finder:
         try:
             self._rank(self._budget.split_off(share), exact)
             if not self.kept:
+                most = ', '.join(
+                    f'{each:g}' for each in {d.memory: 0 for d in self.space.devices.devices}
+                )
                 raise ValueError(
-                    'no partition holds one microbatch on every rank within its memory: give more '
-                    'memory, more pipeline ranks, or smaller microbatches'
+                    f'no partition holds one microbatch on every rank within its memory of {most} '
+                    '(in the unit of the layers): give more memory, more pipeline ranks, or '
+                    'smaller microbatches'
                 )
             if self._plans:
                 self._plan(exact)
