@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatron_zbpp.cli import values
 from megatron_zbpp.cli.inputs import StageCosts, Times
 
 NO_TIMES = Times(1.0, 1.0, 1.0)  # --times where it is not given
+
+
+def add_renamed(
+    parser: argparse.ArgumentParser, name: str, old: str, dest: str, **keywords: Any
+) -> None:
+    """Add the option `name`, and `old`, which had a second meaning elsewhere and says so."""
+
+    class Renamed(argparse.Action):
+        def __call__(
+            self, _: object, namespace: argparse.Namespace, given: Any, written: str | None = None
+        ) -> None:
+            setattr(namespace, self.dest, given)
+            if written == old:
+                print(f'zbpp: note: {old} is named {name} here: write that', file=sys.stderr)
+
+    parser.add_argument(name, dest=dest, action=Renamed, **keywords)
+    parser.add_argument(old, dest=dest, action=Renamed, **{**keywords, 'help': argparse.SUPPRESS})
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:

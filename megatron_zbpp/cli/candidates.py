@@ -113,7 +113,7 @@ def _within(args: Namespace, allowed: list[int]) -> list[int]:
     if not fitting:
         fewest = args.pp * min(allowed)
         raise ValueError(
-            f'--layers {args.layers} are fewer than {fewest} stages, of --pp {args.pp} and --vpp '
-            f'{min(allowed)}: use fewer ranks or chunks'
+            f'--num-layers {args.layers} are fewer than {fewest} stages, of --pp {args.pp} and '
+            f'--vpp {min(allowed)}: use fewer ranks or chunks'
         )
     return fitting

@@ -125,7 +125,7 @@ def compare(args: Namespace) -> None:
         ('csv', args.csv),
     ):
         if value is not None:
-            raise ValueError(f"--{flag} goes with --layers: name the file of a model's layers")
+            raise ValueError(f"--{flag} goes with --layers-file: name the file of a model's layers")
     picture = picture_format(args.output) if args.output else None
     found, skipped = inputs.load_cases(args)
     ran = ((name, case.timeline) for name, case in found.items())

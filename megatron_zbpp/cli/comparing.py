@@ -1,4 +1,4 @@
-"""`zbpp compare --layers`: schedules on several partitions and latencies, as a table and a CSV."""
+"""`zbpp compare --layers-file`: schedules on partitions and latencies, as a table and a CSV."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from megatron_zbpp.cli import values
-from megatron_zbpp.cli.arguments import NO_TIMES
+from megatron_zbpp.cli.arguments import NO_TIMES, add_renamed
 from megatron_zbpp.cli.partitioning import load_devices, load_layers
 from megatron_zbpp.cli.printing import print_json, print_table
 from megatron_zbpp.cli.progress import progress
@@ -25,19 +25,26 @@ from megatron_zbpp.schedules import find, names
 
 def add_comparison(command: ArgumentParser) -> None:
     """Add what compares over layers, partitions and latencies."""
-    command.add_argument(
+    add_renamed(
+        command,
+        '--layers-file',
         '--layers',
+        'layers',
         metavar='FILE',
         help='of a model, as for zbpp partition: compare on partitions of it, not on --times',
     )
-    command.add_argument('--devices', metavar='FILE', help='with --layers: as for zbpp partition')
+    command.add_argument(
+        '--devices', metavar='FILE', help='with --layers-file: as for zbpp partition'
+    )
     command.add_argument(
         '--latencies',
         type=values.amounts,
         metavar='C,...',
-        help='with --layers: times of a message; default 0',
+        help='with --layers-file: times of a message; default 0',
     )
-    command.add_argument('--csv', metavar='FILE', help='with --layers: where to write the rows')
+    command.add_argument(
+        '--csv', metavar='FILE', help='with --layers-file: where to write the rows'
+    )
 
 
 def compare_partitions(args: Namespace) -> None:
@@ -105,7 +112,7 @@ def _refuse_what_is_not_read(args: Namespace) -> None:
     """
     if args.output:
         raise ValueError(
-            f'--layers draws no picture: leave -o {args.output} out; --csv has the rows'
+            f'--layers-file draws no picture: leave -o {args.output} out; --csv has the rows'
         )
     cures = {
         'times': 'the file of layers has them',
@@ -117,7 +124,7 @@ def _refuse_what_is_not_read(args: Namespace) -> None:
     for name, cure in cures.items():
         if getattr(args, name) not in (None, NO_TIMES):
             flag = '--' + name.replace('_', '-')
-            raise ValueError(f'{flag} does not go with --layers: {cure}; leave it out')
+            raise ValueError(f'{flag} does not go with --layers-file-file: {cure}; leave it out')
 
 
 def _print(rows: list[Row], latencies: list[float]) -> None:

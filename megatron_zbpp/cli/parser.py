@@ -40,11 +40,11 @@ zbpp simulate --schedule zb-1p --pp 8 --microbatches 24 --times 18.5,18.1,9.3 --
 zbpp simulate --schedule dualpipe-v --pp 8 --microbatches 24 --together 0.85
 zbpp simulate --schedule po --pp 8 --microbatches 24 --offload half --copy-ratio 0.8
 zbpp compare --pp 8 --microbatches 24 --times 1,1.2,0.8 -o compare.html
-zbpp compare --layers layers.json --pp 8 --microbatches 24 --latencies 0,1,4 --csv rows.csv
-zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --memory-limit 8 --layers 32 -o plan.json
+zbpp compare --layers-file layers.json --pp 8 --microbatches 24 --latencies 0,1,4 --csv rows.csv
+zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --memory-limit 8 --num-layers 32 -o plan.json
 zbpp plan --pp 8 --microbatches 24 --memory-limit 3 --actions offload --copy-ratio 0.8 -o plan.json
 zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --frontier 3,4,5,6,7,8 --seconds 60
-zbpp profile --model gpt --layers 24 --hidden 2048 --heads 16 --vocab 50257 --seq 2048 --tflops 300
+zbpp profile --model gpt --num-layers 24 --hidden 768 --heads 12 --vocab 50257 --seq 512 --tflops 80
 zbpp profile --stages 'Ett|tt|ttL=times.json' -o layers.json
 zbpp partition layers.json --pp 4 --microbatches 8 -o plan.json
 zbpp partition layers.json --devices devices.json --microbatches 8 --memory-limit 60GiB

@@ -198,8 +198,11 @@ def add_planning(parser: ArgumentParser) -> None:
     """Add what `plan` takes."""
     arguments.add_shape(parser, required=True, chunks=values.counts)
     arguments.add_costs(parser)
-    parser.add_argument(
+    arguments.add_renamed(
+        parser,
+        '--placements',
         '--placement',
+        'placement',
         type=_placements,
         default=list(PLACEMENTS),
         metavar='NAME,...',
@@ -223,8 +226,14 @@ def add_planning(parser: ArgumentParser) -> None:
         'they are kept',
     )
     arguments.add_copy_ratio(parser)
-    parser.add_argument(
-        '--layers', type=values.count, metavar='N', help='of the model: no more stages than that'
+    arguments.add_renamed(
+        parser,
+        '--num-layers',
+        '--layers',
+        'layers',
+        type=values.count,
+        metavar='N',
+        help='of the model: no more stages than that',
     )
     caching = parser.add_mutually_exclusive_group()
     caching.add_argument(

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 
+import docstring_parser
+
 from megatron_zbpp.cli import values
+from megatron_zbpp.cli.arguments import add_renamed
 from megatron_zbpp.cli.printing import print_json, print_table, write
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
@@ -18,34 +21,33 @@ from megatron_zbpp.partitioning.shapes import MODELS, OWN_FIELDS, Shape, layers_
 from megatron_zbpp.partitioning.speeds import measured_devices
 from megatron_zbpp.render.scene import number
 
-_HELP = {
-    'layers': 'decoder layers',
-    'hidden': 'hidden size',
-    'heads': 'attention heads',
-    'vocab': 'size of the vocabulary',
-    'seq': 'tokens of a sample',
-    'tflops': 'that a device reaches',
-    'bandwidth': 'GB/s of memory, for what is no product; default 0: that takes no time',
-    'ffn': 'inner size of an MLP; default 4 x hidden',
-    'groups': 'query groups; default: heads',
-}
+# Fields of `Shape`: all but the model have an option.
+_SIZES = tuple(each for each in fields(Shape) if each.name != 'model')
+
+
+def _option(name: str) -> str:
+    """Return the option for a field of `Shape`."""
+    return '--num-layers' if name == 'layers' else '--' + name.replace('_', '-')
 
 
 def add_profile(command: ArgumentParser) -> None:
     """Add what `zbpp profile` takes: the fields of `Shape`, or measured stages."""
     command.add_argument('--model', choices=MODELS, help='costs from its shape, by FLOPs')
-    for each in fields(Shape):
-        if each.name == 'model':
-            continue
+    params = docstring_parser.parse_from_object(Shape).params
+    said = {param.arg_name: param.description or '' for param in params}
+    for each in _SIZES:
         kind = {'int': values.count, 'float': values.amount, 'str': str}[str(each.type)]
-        needed = each.default is MISSING
-        command.add_argument(
-            '--' + each.name.replace('_', '-'),
-            type=kind,
-            metavar='N' if kind is not str else 'TEXT',
-            help=_HELP.get(each.name, each.name.replace('_', ' ') + ' (see the docs)')
-            + (', needed' if needed else ''),
-        )
+        default = 'needed' if each.default is MISSING else f'default {each.default}'
+        meaning = ' '.join(said[each.name].split()).rstrip('.')
+        common = {
+            'type': kind,
+            'metavar': 'TEXT' if kind is str else 'N',
+            'help': f'{meaning}; {default}' if each.default != '' else meaning,
+        }
+        if each.name == 'layers':
+            add_renamed(command, _option('layers'), '--layers', 'layers', **common)
+        else:
+            command.add_argument(_option(each.name), **common)
     command.add_argument(
         '--stages',
         nargs='+',
@@ -96,10 +98,10 @@ def _refuse_what_is_not_read(args: Namespace) -> None:
     for flag, given in (('constant', args.constant), ('write-devices', args.write_devices)):
         if args.model and given:
             raise ValueError(f'--{flag} is about --stages: leave it out')
-    for each in fields(Shape):
-        if each.name == 'model' or getattr(args, each.name) is None:
+    for each in _SIZES:
+        if getattr(args, each.name) is None:
             continue
-        flag, models = '--' + each.name.replace('_', '-'), OWN_FIELDS.get(each.name)
+        flag, models = _option(each.name), OWN_FIELDS.get(each.name)
         if args.stages:
             raise ValueError(f'{flag} is about --model: leave it out, or give --model')
         if models is not None and args.model not in models:
@@ -117,7 +119,7 @@ def _shape(args: Namespace) -> Shape:
     if args.model == 'hybrid':
         given.setdefault('layers', len(args.pattern or ''))
     missing = [
-        '--' + each.name
+        _option(each.name)
         for each in fields(Shape)
         if each.default is MISSING and each.name not in given
     ]

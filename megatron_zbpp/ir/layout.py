@@ -59,7 +59,7 @@ def layers_per_stage(
             f'{num_layers} layers cannot be placed on {stages} stages ({placement.num_ranks} ranks '
             f'of {placement.num_chunks}{given}): give each stage a layer '
             '(--num-layers), or use fewer pipeline ranks or a schedule with fewer chunks '
-            f'(as a plan, zbpp plan --layers {num_layers})'
+            f'(as a plan, zbpp plan --num-layers {num_layers})'
         )
     return counts
 

@@ -41,32 +41,31 @@ class Shape:
         model: gpt (GELU), llama (SwiGLU), mla (latent attention, SwiGLU), moe (llama with experts),
             hybrid (a pattern of Mamba, attention, MLP and MoE layers).
         layers: decoder layers.
-        hidden: h.
-        ffn: inner width of the MLP; 0: 4h.
-        heads: of attention.
-        groups: of keys and values; 0: as many as heads.
-        head_dim: width of a head; 0: hidden / heads.
-        vocab: of the output layer.
+        hidden: hidden size h.
+        heads: attention heads.
+        vocab: entries of the vocabulary.
         seq: tokens of a sample.
-        micro_batch: samples.
+        tflops: TFLOP/s that a device reaches in matrix products.
+        ffn: inner size of the MLP; 0: 4h.
+        groups: query groups; 0: as many as heads.
+        head_dim: size of a head; 0: hidden / heads.
+        micro_batch: samples of a microbatch.
         mtp: layers of multi-token prediction.
-        experts: of an MoE layer.
-        top_k: of them that a token takes.
-        expert_ffn: inner width of an expert; 0: ffn.
-        shared_ffn: inner width of what all tokens take beside their experts.
-        dense_first: layers before the first MoE layer.
-        q_rank: of latent attention's queries; 0: not compressed.
-        kv_rank: of its keys and values.
-        rope_dim: of a head's part with positions.
-        v_dim: of a head's values; 0: head_dim.
-        state: of Mamba.
-        pattern: of hybrid, a letter a layer: M Mamba, * attention, - MLP, E MoE.
-        tp: tensor parallel ranks, which share a layer.
-        ep: expert parallel ranks, which share the experts' parameters.
-        dp: data parallel ranks, which share the optimizer's state.
-        tflops: that a device reaches in matrix products.
-        bandwidth: GB/s of its memory: what passes read and write beside their products; 0: that
-            takes no time.
+        experts: experts of an MoE layer.
+        top_k: experts that a token takes.
+        expert_ffn: inner size of an expert; 0: ffn.
+        shared_ffn: inner size of the shared experts.
+        dense_first: dense layers before the first MoE layer.
+        q_rank: LoRA rank of the queries of latent attention; 0: not compressed.
+        kv_rank: LoRA rank of the keys and values of latent attention.
+        rope_dim: size of a head's part with rotary positions, in latent attention.
+        v_dim: size of a head's values, in latent attention; 0: head_dim.
+        state: size of Mamba's state.
+        pattern: a letter a layer of a hybrid: M Mamba, * attention, - MLP, E MoE.
+        tp: tensor-parallel ranks, which share a layer.
+        ep: expert-parallel ranks, which share the experts' parameters.
+        dp: data-parallel ranks, which share the optimizer's state.
+        bandwidth: GB/s of a device's memory, for what is no matrix product; 0: that takes no time.
     """
 
     model: str

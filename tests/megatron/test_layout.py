@@ -54,4 +54,4 @@ def refused():
 def test_too_few(ranks):
     for message in ranks(2).run(refused):
         assert '7 layers cannot be placed on 8 stages' in message and '--num-layers' in message
-        assert 'zbpp plan --layers 7' in message
+        assert 'zbpp plan --num-layers 7' in message

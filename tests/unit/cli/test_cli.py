@@ -231,7 +231,7 @@ def test_compare_leaves_out_what_needs_more_memory(zbpp) -> None:
 
 def test_plan_beats_the_named_and_reaches_the_bound(zbpp, tmp_path: Path) -> None:
     case = ['--pp', 4, '--microbatches', 8, '--times', '10,12,8', '--memory-limit', 4]
-    found = zbpp('plan', *case, '--placement', 'v', '--seconds', 20, '--json')
+    found = zbpp('plan', *case, '--placements', 'v', '--seconds', 20, '--json')
     assert found['objective'] == 'makespan' and found['gap'] >= 0
     assert found['lower_bound'] <= found['makespan'] <= found['best_named']['makespan']
     assert found['makespan'] == 258  # the optimum of this case, which an exact solver proved
@@ -293,9 +293,9 @@ def test_plan_frontier(zbpp) -> None:
 
 def test_plan_keeps_to_what_is_allowed(zbpp, tmp_path: Path) -> None:
     case = ['--pp', 2, '--microbatches', 4, '--seconds', 1, '--json']
-    found = zbpp('plan', *case, '--placement', 'loop', '--vpp', 3)
+    found = zbpp('plan', *case, '--placements', 'loop', '--vpp', 3)
     assert (found['placement'], found['stages']) == ('loop', 6)
-    found = zbpp('plan', *case, '--placement', 'wave,loop', '--vpp', '4,5')
+    found = zbpp('plan', *case, '--placements', 'wave,loop', '--vpp', '4,5')
     assert found['stages'] in (8, 10)
     file = times_file(tmp_path, F=[1, 1, 1, 2], B=[1, 1, 1, 3], W=[1, 1, 1, 1.5])
     assert zbpp('plan', *case, '--times', file)['stages'] == 4
@@ -385,8 +385,8 @@ def test_refused_schedule_is_drawn(capsys: pytest.CaptureFixture, tmp_path: Path
         (['compare', *SHAPE, '-o', 'all.pdf'], ['all.pdf', '.html']),
         (['compare', *SHAPE, '--memory-limit', '0.1'], ['no schedule fits', 'limit of 0.1']),
         (['plan', '--pp', '4'], ['--microbatches']),
-        (['plan', *SHAPE, '--placement', 'loop,w'], ["'w'", 'loop, v, wave']),
-        (['plan', *SHAPE, '--placement', 'v', '--vpp', '3,4'], ['[3, 4]', 'v takes 2']),
+        (['plan', *SHAPE, '--placements', 'loop,w'], ["'w'", 'loop, v, wave']),
+        (['plan', *SHAPE, '--placements', 'v', '--vpp', '3,4'], ['[3, 4]', 'v takes 2']),
         (['plan', *SHAPE, '--vpp', '2,0'], ["'0'"]),
         (['plan', *SHAPE, '--objective', 'speed'], ["'speed'", 'window']),
         (['plan', *SHAPE, '--seconds', '-1'], ["'-1'"]),
@@ -395,7 +395,7 @@ def test_refused_schedule_is_drawn(capsys: pytest.CaptureFixture, tmp_path: Path
         (['plan', *SHAPE, '--frontier', '2,x'], ["'x'"]),
         (['plan', *SHAPE, '--frontier', '2', '--memory-limit', '2'], ['leave --memory-limit out']),
         (['plan', *SHAPE, '-o', 'a.txt'], ['a.txt', '.json for the plan']),
-        (['plan', *SHAPE, '--layers', '1'], ['--layers 1', 'use fewer ranks or chunks']),
+        (['plan', *SHAPE, '--num-layers', '1'], ['--num-layers 1', 'use fewer ranks or chunks']),
         (['plan', *SHAPE, '--frontier', '2', '-o', 'b/a.png'], ['there is no folder b']),
         (['plan', *SHAPE, '--frontier', '2', '-o', 'a.txt'], ['a.txt', '.png or .svg']),
         (['plan', *SHAPE, '--cache', 'here', '--no-cache'], ['not allowed']),
@@ -537,7 +537,7 @@ def test_a_plan_for_a_model(zbpp, tmp_path: Path) -> None:
     case = ['plan', '--pp', 4, '--microbatches', 8, '--seconds', 0.5, '--no-cache']
     for layers, most in ((4, 4), (8, 8), (15, 8), (16, 16)):
         file = tmp_path / f'{layers}.json'
-        printed = zbpp(*case, '--layers', layers, '-o', file)
+        printed = zbpp(*case, '--num-layers', layers, '-o', file)
         stages = load(file).num_stages
         assert stages <= most and f'needs {stages} layers or more' in printed
     picture = tmp_path / 'plan.svg'

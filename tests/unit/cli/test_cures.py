@@ -43,7 +43,7 @@ SHOW = ['show', '--schedule', 'zb-v', *SHAPE]
         ),
         (
             ['compare', *SHAPE, '--csv', 'rows.csv'],
-            "--csv goes with --layers: name the file of a model's layers",
+            "--csv goes with --layers-file: name the file of a model's layers",
             ['compare', *SHAPE],
         ),
         (

@@ -19,7 +19,7 @@ LINES = [re.split(r' {3,}', line)[0] for line in _EXAMPLES.split('\n') if line]
 NEEDED = {
     '': {'--schedule', '--file', '--pp', '--microbatches'},
     'convert': {'--to', '-o'},
-    'profile': {'--model', '--layers', '--hidden', '--heads', '--vocab', '--seq', '--tflops'}
+    'profile': {'--model', '--num-layers', '--hidden', '--heads', '--vocab', '--seq', '--tflops'}
     | {'--stages'},
 }
 # the same in less time
@@ -32,7 +32,7 @@ SMALL = {
 }
 SEARCHES = ('plan', 'partition')
 FILES = (
-    'profile --model gpt --layers 24 --hidden 64 --heads 2 --vocab 128 --seq 32 --tflops 1 '
+    'profile --model gpt --num-layers 24 --hidden 64 --heads 2 --vocab 128 --seq 32 --tflops 1 '
     '-o layers.json',
     'convert --schedule 1f1b --pp 4 --microbatches 8 --to json -o plan.json',
 )

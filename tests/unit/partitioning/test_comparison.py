@@ -68,7 +68,7 @@ def test_latency_is_added():
 def test_command(tmp_path, capsys):
     file, rows = tmp_path / 'layers.json', tmp_path / 'rows.csv'
     file.write_text(P1.to_json())
-    given = ['compare', '--layers', str(file), '--pp', '2', '--microbatches', '4']
+    given = ['compare', '--layers-file', str(file), '--pp', '2', '--microbatches', '4']
     given += ['--schedules', '1f1b,zb-v', '--latencies', '0,2']
     assert main([*given, '--csv', str(rows)]) == 0
     said = capsys.readouterr().out
@@ -82,15 +82,15 @@ def test_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ('more', 'said'),
     [
-        (['--csv', 'rows.csv'], '--csv goes with --layers'),
-        (['--layers', 'LAYERS', '-o', 'a.svg'], 'leave -o a.svg out'),
-        (['--layers', 'LAYERS', '--times', '1,2,1'], '--times does not go with --layers'),
-        (['--layers', 'LAYERS', '--comm', '0'], '--latencies says what a message takes'),
-        (['--layers', 'LAYERS', '--vpp', '2'], '--vpp does not go with --layers'),
-        (['--layers', 'LAYERS', '--memory-limit', '4'], '--memory-limit does not go with'),
-        (['--layers', 'LAYERS', '--schedules', 'zb-w'], "unknown schedule 'zb-w'"),
+        (['--csv', 'rows.csv'], '--csv goes with --layers-file'),
+        (['--layers-file', 'LAYERS', '-o', 'a.svg'], 'leave -o a.svg out'),
+        (['--layers-file', 'LAYERS', '--times', '1,2,1'], '--times does not go with --layers-file'),
+        (['--layers-file', 'LAYERS', '--comm', '0'], '--latencies says what a message takes'),
+        (['--layers-file', 'LAYERS', '--vpp', '2'], '--vpp does not go with --layers-file'),
+        (['--layers-file', 'LAYERS', '--memory-limit', '4'], '--memory-limit does not go with'),
+        (['--layers-file', 'LAYERS', '--schedules', 'zb-w'], "unknown schedule 'zb-w'"),
         (
-            ['--layers', 'LAYERS', '--schedules', 'hanayo', '--pp', '7'],
+            ['--layers-file', 'LAYERS', '--schedules', 'hanayo', '--pp', '7'],
             'no schedule fits: without hanayo',
         ),
     ],

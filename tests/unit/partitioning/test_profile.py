@@ -191,7 +191,7 @@ def test_other_stages_are_refused():
 
 def test_command(tmp_path, capsys):
     file, times = tmp_path / 'layers.json', tmp_path / 'times.json'
-    shape = '--layers 4 --hidden 64 --heads 4 --vocab 1000 --seq 32 --tflops 1'.split()
+    shape = '--num-layers 4 --hidden 64 --heads 4 --vocab 1000 --seq 32 --tflops 1'.split()
     assert main(['profile', '--model', 'gpt', *shape, '-o', str(file)]) == 0
     assert 'wrote' in capsys.readouterr().out
     assert Layers.from_json(file.read_text()).text((3, 3)) == 'Ett|ttL'
@@ -205,7 +205,7 @@ def test_command(tmp_path, capsys):
     assert main(['profile', '--model', 'hybrid', *hybrid]) == 0
     for bad, said in (
         ([], 'give --model'),
-        (['--model', 'gpt'], '--model gpt needs --layers'),
+        (['--model', 'gpt'], '--model gpt needs --num-layers'),
         (['--stages', 'Et|tL'], 'give LAYOUT=FILE'),
         (['--stages', f'EttL={file}'], 'layers.json'),
         (['--stages', f'EttL={file}'], 'give times of the stages as {"F"'),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 import time
@@ -193,6 +194,8 @@ def test_each_thread_of_the_watchdog_enters_the_device(tmp_path, capfd, sound):
         Cuda() as cuda,
         mock.patch.object(Watchdog, '_enter_device', enter),
         mock.patch.object(os, '_exit', leave),
+        # the ranks of other tests are children of this process, too
+        mock.patch.object(multiprocessing, 'active_children', list),
     ):
         passes = Passes(Stalled(clock_for(DEVICE)))
         with watchdog._watching(passes):
