@@ -13,6 +13,7 @@ from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.cli import inputs
 from megatron_zbpp.cli.comparing import compare_partitions
 from megatron_zbpp.cli.printing import (
+    HEADS,
     IDLE,
     draw,
     facts,
@@ -21,6 +22,7 @@ from megatron_zbpp.cli.printing import (
     print_json,
     print_summary,
     print_table,
+    print_wrapped,
     row,
     shape,
     write,
@@ -44,8 +46,10 @@ def list_families(args: Namespace) -> None:
         return print_json({'schedules': entries})
     for family in FAMILIES:
         aliases = f'  (also {", ".join(family.aliases)})' if family.aliases else ''
-        print(f'{family.name}{aliases}\n    {family.summary}')
-        print(f'    bubble {family.bubble}; peak memory {family.memory}\n    {family.source}')
+        print_wrapped(f'{family.name}{aliases}')
+        print_wrapped(f'    {family.summary}')
+        print_wrapped(f'    bubble {family.bubble}; peak memory {family.memory}')
+        print_wrapped(f'    {family.source}')
 
 
 def show(args: Namespace) -> None:
@@ -136,16 +140,7 @@ def compare(args: Namespace) -> None:
     if args.json:
         left_out = [{'name': name, 'reason': reason} for name, reason in skipped.items()]
         return print_json({'schedules': rows, 'skipped': left_out, 'picture': args.output})
-    heads = (
-        'schedule',
-        'makespan',
-        'its bubble',
-        'window',
-        'its bubble',
-        IDLE,
-        'peak activations',
-    )
-    print_table(heads, list(map(row, rows)))
+    print_table(HEADS, list(map(row, rows)))
     print(MEANING)
     for name, reason in skipped.items():
         print(f'without {name}: {reason}')

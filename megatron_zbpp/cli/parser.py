@@ -71,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given:
         _parser().print_help()
         return 0
-    args = _parser().parse_args(given)
     status = None
     try:
+        args = _parser().parse_args(given)
         with warnings.catch_warnings():
             warnings.showwarning = _note
             status = args.run(args)
@@ -108,6 +108,19 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f'{self.prog}: {printable(message)} (see {self.prog} --help)\n')
 
 
+class _Completion(argparse.Action):
+    """Prints the completion of a shell, and ends."""
+
+    def __call__(self, parser: Any, _: object, shell: Any, *__: object) -> NoReturn:
+        try:
+            import shtab
+        except ImportError:
+            cure = 'pip install "megatron_zbpp[completion]"'
+            parser.error(f'--print-completion {shell} needs the package shtab: {cure}')
+        print(shtab.complete(parser, shell))
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog='zbpp',
@@ -116,6 +129,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('--version', action='version', version=f'zbpp {__version__}')
+    parser.add_argument(
+        '--print-completion',
+        action=_Completion,
+        choices=('bash', 'zsh', 'tcsh'),
+        help='print what makes this shell complete commands and options',
+    )
     subparsers = parser.add_subparsers(required=True, metavar='COMMAND')
     for name, run, text, *additions in _COMMANDS:
         command = subparsers.add_parser(

@@ -11,7 +11,6 @@ from megatron_zbpp.cli import arguments, inputs, values
 from megatron_zbpp.cli.candidates import candidates, named_cases, with_selective
 from megatron_zbpp.cli.inputs import PLACEMENTS, Case
 from megatron_zbpp.cli.printing import (
-    IDLE,
     draw,
     facts,
     headline,
@@ -126,8 +125,8 @@ def _plan_frontier(args: Namespace) -> int:
         ]
         print_json({'frontier': made})
         return status
-    heads = ('limit', 'makespan', 'its bubble', 'window', 'its bubble', IDLE, 'gap', 'best named')
-    print_table(heads, [_frontier_row(limit, found) for limit, found, _ in points])
+    rows = [_frontier_row(limit, found) for limit, found, _ in points]
+    print_table(('limit', args.objective, 'bubble', 'idle, all', 'gap', 'best named'), rows)
     print(MEANING)
     if args.output:
         print(f'wrote {args.output}')
@@ -187,11 +186,12 @@ def _plan_facts(args: Namespace, found: Plan, cached: bool) -> dict:
 
 
 def _frontier_row(limit: float, found: Plan) -> tuple[str, ...]:
-    made = facts(case := Case(found.schedule, found.costs), case.timeline)
+    _, *spans, idle, _ = row(facts(case := Case(found.schedule, found.costs), case.timeline))
     name, value = found.best_named or ('none fits', None)
     best = name if value is None else f'{name} {number(value)}'
     best += ', as good' if found.as_good_as else ''
-    return (number(limit), *row(made)[1:6], f'{found.gap:.2%}', best)
+    own = spans[2:] if found.objective == 'window' else spans[:2]
+    return (number(limit), *own, idle, f'{found.gap:.2%}', best)
 
 
 def add_planning(parser: ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.svg import svg
 
 IDLE = 'idle, all ranks'
+# of a table of schedules, see `row`; with names as long as there are, a line has 80 columns
+HEADS = ('schedule', 'makespan', 'bubble', 'window', 'bubble', 'idle, all', 'peak')
 _UNIT = 'units of --times'
 
 
@@ -88,6 +91,12 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     for first, *others in lines:
         cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
         print('  '.join([first.ljust(widths[0]), *cells]))
+
+
+def print_wrapped(text: str) -> None:
+    """Print lines of at most 80 columns, the later ones indented by four more than the first."""
+    indent = ' ' * (len(text) - len(text.lstrip()) + 4)
+    print(textwrap.fill(text, 80, subsequent_indent=indent, break_on_hyphens=False))
 
 
 def picture_format(path: str, cure: str = 'name a .html, .svg or .png file') -> str:

@@ -124,4 +124,4 @@ def _print(found: Freezing, stages: list[float]) -> None:
         f'{gain:.1%} less, for {found.mean:.1%} of all weight gradients'
     )
     print_table(('stage', 'left out'), [(at, f'{ratio:.1%}') for at, ratio in enumerate(stages)])
-    print('a prediction, and another training: what is left out is not learned in that microbatch')
+    print('a prediction; and another training, as it does not learn what is left out')
