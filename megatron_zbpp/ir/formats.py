@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,21 +80,42 @@ _ANY_PASS = re.compile(r'[0-9][A-Z]+[0-9]', re.ASCII)
 _Action = tuple[int, str, int]  # stage, kind in the file's dialect, microbatch
 
 
+@dataclass(frozen=True)
+class PlanFile:
+    """What a file of a schedule or a plan holds, for the training that runs it.
+
+    Attributes:
+        schedule: passes of each rank.
+        layout: of the layers, as text such as Ett|ttL, from `zbpp partition`; None: it has none.
+        selective: whether it is for a run with Megatron's selective recomputation.
+    """
+
+    schedule: Schedule
+    layout: str | None = None
+    selective: bool = False
+
+
 def load(path: str | Path) -> Schedule:
-    """Return the schedule in a file: our JSON, a plan's, or torch's CSV, told by its contents.
+    """Return the schedule in a file: see `load_plan`."""
+    return load_plan(path).schedule
+
+
+def load_plan(path: str | Path) -> PlanFile:
+    """Return what is in a file: our JSON, a plan's, or torch's CSV, told by its contents.
 
     It is read, not checked: see `analysis.checker.check`.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds no schedule; the message names the place.
+        ValueError: it holds no schedule, or another field makes no sense; the message names it.
     """
     path = Path(path)
     try:
         text = _text(path)
-        if not text.lstrip().startswith(('{', '[')):  # no pass of a CSV begins so
-            return in_microbatch_order(from_torch_csv(text, strict_json.printable(path.stem)))
-        return from_json(text)
+        if text.lstrip().startswith(('{', '[')):  # no pass of a CSV begins so
+            return _from_json(text)
+        schedule = from_torch_csv(text, strict_json.printable(path.stem))
+        return PlanFile(in_microbatch_order(schedule))
     except UnicodeDecodeError as error:
         raise ValueError(f'{path}: not text: give a file of JSON, or of CSV') from error
     except RecursionError as error:
@@ -122,44 +143,20 @@ def _text(path: Path) -> str:
     return text
 
 
-def load_layout(path: str | Path) -> str | None:
-    """Return the layout of layers that a plan's file has beside its schedule; None: it has none.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the layout is no text.
-    """
-    layout = _beside(path, 'layout')
-    if layout is not None and strict_json.text(layout) is not None:
-        raise ValueError(f'{path}: layout {layout!r} is not a text such as Ett|ttL')
-    return layout
-
-
-def load_selective(path: str | Path) -> bool:
-    """Return whether a plan's file is for a run with Megatron's selective recomputation.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    return _beside(path, 'selective') is True
-
-
-def _beside(path: str | Path, name: str) -> Any:
-    """Return what a plan's file has beside its schedule; None: nothing of that name."""
-    text = _text(Path(path))
-    if not text.lstrip().startswith('{'):
-        return None
-    data: Any = strict_json.loads(text)
-    return data.get(name) if strict_json.is_object(data) else None
-
-
 def from_json(text: str) -> Schedule:
     """Return the schedule in our JSON, or in the `schedule` of what `zbpp plan --json` prints."""
+    return _from_json(text).schedule
+
+
+def _from_json(text: str) -> PlanFile:
     data: Any = strict_json.loads(text)
-    if strict_json.is_object(data) and 'schedule' in data:
-        strict_json.require(data, {}, dict.fromkeys(PLAN_FIELDS, strict_json.anything))
-        data = data['schedule']
-    return Schedule.from_object(data)
+    if not (strict_json.is_object(data) and 'schedule' in data):
+        return PlanFile(Schedule.from_object(data))
+    strict_json.require(data, {}, dict.fromkeys(PLAN_FIELDS, strict_json.anything))
+    layout = data.get('layout')
+    if layout is not None and strict_json.text(layout) is not None:
+        raise ValueError(f'layout {layout!r} is not a text such as Ett|ttL')
+    return PlanFile(Schedule.from_object(data['schedule']), layout, data.get('selective') is True)
 
 
 def to_torch_csv(schedule: Schedule, dialect: str = 'new') -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_zbpp.analysis.offloading import Amount
 from megatron_zbpp.emulation import cpu, te
 from megatron_zbpp.ir import Placement, Schedule
-from megatron_zbpp.mcore import refusals, superseded
+from megatron_zbpp.mcore import preflight, refusals, superseded
 from megatron_zbpp.mcore.command_line import sizes
 from megatron_zbpp.mcore.command_line.messages import say
 from megatron_zbpp.mcore.layout import StageLayout
@@ -160,16 +160,8 @@ def _refused(
     if args.hybrid_layer_pattern and placement.num_chunks > 1:
         yield refusals.Refusal('hybrid_layer_pattern', args.hybrid_layer_pattern, *_HYBRID)
     ranks = args.pipeline_model_parallel_size
-    yield from refusals.refused(
-        args,
-        cpu.installed(),
-        te.installed(),
-        placement,
-        programs.splits(ranks),
-        programs.recomputes(ranks),
-        joins=programs.joins,
-        in_order=programs.in_order(ranks),
-    )
+    machine = {'on_cpu': cpu.installed(), 'with_te': te.installed()}
+    yield from preflight.refused(args, programs, ranks, **machine)
 
 
 def _place_layers(model: Any, args: Namespace, placement: Placement) -> None:

@@ -12,7 +12,7 @@ from megatron_zbpp import load
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.formats import load_layout
+from megatron_zbpp.ir.formats import load_plan
 from megatron_zbpp.partitioning import worker
 from megatron_zbpp.runtime import repartition
 from megatron_zbpp.runtime.autotune import AutoPlan
@@ -89,7 +89,7 @@ def test_a_better_partition_is_written(monkeypatch, tmp_path):
     assert named, said
     plan = load(named[1])
     check(plan)
-    assert load_layout(named[1]).replace('|', '') == EVEN.replace('|', '')
+    assert load_plan(named[1]).layout.replace('|', '') == EVEN.replace('|', '')
     assert '% faster' in said and 'layers do not move while a run lasts' in said
     faster = float(re.search(r'would be ([\d.]+)% faster', said)[1])
     assert faster > 10

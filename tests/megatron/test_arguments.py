@@ -510,6 +510,19 @@ def test_a_plan_of_another_model(ranks, tmp_path, layout, changes, said):
     assert said in refused(ranks, '--pipeline-schedule-file', plan, **changes)
 
 
+def reads(plan):
+    """How often its file is read while the flags are."""
+    from megatron_zbpp.ir import formats
+
+    with mock.patch.object(formats, '_text', side_effect=formats._text) as text:
+        assert parse(['--pipeline-schedule-file', plan], {}).code is None
+    return text.call_count
+
+
+def test_a_plan_is_read_once(ranks, tmp_path):
+    assert ranks(2).run(reads, plan_file(tmp_path)) == [1, 1]
+
+
 def test_a_plan_that_counts_on_selective_recomputation(ranks, tmp_path):
     plan = plan_file(tmp_path)
     plan.write_text(json.dumps(json.loads(plan.read_text()) | {'selective': True}))

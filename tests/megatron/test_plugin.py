@@ -149,10 +149,14 @@ def delegated():
 def refused(setting):
     from types import SimpleNamespace
 
+    from megatron_zbpp.mcore import preflight
     from megatron_zbpp.mcore.iteration.preparation import refuse_unsupported
+    from megatron_zbpp.mcore.programs import Programs
+    from megatron_zbpp.mcore.settings import Settings
 
     try:
-        refuse_unsupported(SimpleNamespace(**{setting: 1}), None, splits=True, joins=False)
+        config = SimpleNamespace(**{setting: 1})
+        refuse_unsupported(config, None, preflight.refused(config, Programs(Settings('zb-h1')), 2))
     except NotImplementedError as error:
         return str(error)
 

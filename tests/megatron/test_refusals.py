@@ -13,6 +13,7 @@ import torch
 from example import forget_groups
 from nvidia import CHECKOUT, COMMON, SCRIPT, forget, known, needs_training
 from outcome import of_all, outcome, refusal
+from paths import ROOT
 from supported import absent, refuses
 
 from megatron_zbpp.ir import Placement
@@ -103,6 +104,17 @@ FLAGS = {
 }
 INSTEAD = ('use_megatron_fsdp', 'use_torch_fsdp2')  # of which --use-distributed-optimizer is
 ALIKE = 'num_microbatches_with_partial_activation_checkpoints'
+
+
+def test_one_place_asks():
+    """Flags, doctor, Bridge and the first call give it their settings alone."""
+    askers = {'refusals.refused(': set(), 'preflight.refused(': set()}
+    for file in (ROOT / 'megatron_zbpp').rglob('*.py'):
+        for asked, found in askers.items():
+            if asked in file.read_text():
+                found.add(file.stem)
+    assert askers['refusals.refused('] == {'preflight'}
+    assert askers['preflight.refused('] == {'arguments', 'dry_run', 'bridge', 'preparation'}
 
 
 def cured(settings, found):
@@ -469,7 +481,7 @@ def shapes_of_ones_own():
     from megatron_zbpp.mcore.iteration.preparation import refuse_unsupported
 
     try:
-        refuse_unsupported(SimpleNamespace(), lambda *shapes: shapes, splits=True)
+        refuse_unsupported(SimpleNamespace(), lambda *shapes: shapes, ())
     except NotImplementedError as error:
         return str(error)
 

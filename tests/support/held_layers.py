@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_zbpp import load
-from megatron_zbpp.ir.formats import load_layout
+from megatron_zbpp.ir.formats import load_plan
 
 
 def layers_of_ranks(path) -> list[int]:
@@ -11,7 +11,7 @@ def layers_of_ranks(path) -> list[int]:
     placement = load(path).placement
     if placement.ranks[-1] != placement.num_ranks - 1:
         placement = placement.reversed()
-    stages = load_layout(path).split('|')
+    stages = load_plan(path).layout.split('|')
     return [
         sum(stages[stage].count('t') for stage in placement.stages(rank))
         for rank in range(placement.num_ranks)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zbpp.emulation import cpu, te
-from megatron_zbpp.mcore import enabled, own_offloading, refusals, superseded
+from megatron_zbpp.mcore import enabled, preflight, refusals, superseded
 from megatron_zbpp.mcore.command_line import flags, plan_layout, sizes
 from megatron_zbpp.mcore.command_line.host_memory import require_host_memory
 from megatron_zbpp.mcore.command_line.messages import refuse, say
@@ -122,28 +122,15 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         say('one pipeline rank has no pipeline: --pipeline-schedule changes nothing')
         return None
     sizes.require_plain(args)
-    source = flags.source_of(config)
-    plan_layout.require_selective(args, config)
-    layout = plan_layout.take_layout(args, config)
-    settings = flags.settings_of(config, source, plan_layout.num_chunks(args, source))
+    settings, layout = plan_layout.settings_of(args, config)
     if layout is not None:
         say(f'layers as the plan has them: {layout}')
     ranks, programs = args.pipeline_model_parallel_size, Programs(settings)
     placement, splits = programs.placement(ranks), programs.splits(ranks)
     for each in superseded.drop(args, splits):
         say(each)
-    reasons = list(
-        refusals.refused(
-            args,
-            cpu.installed(),
-            te.installed(),
-            placement,
-            splits,
-            programs.recomputes(ranks),
-            programs.joins,
-            bool(getattr(args, own_offloading.SETTING, False)) and programs.in_order(ranks),
-        )
-    )
+    machine = {'on_cpu': cpu.installed(), 'with_te': te.installed()}
+    reasons = preflight.refused(args, programs, ranks, **machine)
     if reasons:
         raise NotImplementedError('with --pipeline-schedule, ' + '. '.join(map(str, reasons)))
     plugin = enabled.switch(settings, vars(args))

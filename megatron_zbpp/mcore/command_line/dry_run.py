@@ -14,7 +14,7 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST
 from megatron_zbpp.ir.layout import layers_per_stage
 from megatron_zbpp.ir.timeline import MEANING
-from megatron_zbpp.mcore import layout, refusals, superseded
+from megatron_zbpp.mcore import layout, preflight, refusals, superseded
 from megatron_zbpp.mcore.command_line import flags, plan_layout, sizes
 from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
 from megatron_zbpp.mcore.command_line.layer_memory import LayerMemory, layer_memory
@@ -125,12 +125,10 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     if config is None or parallel['pipeline'] == 1:
         return DryRun(parallel, notes=(*notes, *([] if config is None else [_NO_PIPELINE])))
     sizes.require_plain(line.args)
-    source = flags.source_of(config)
-    plan_layout.take_layout(line.args, config)
-    chunks = plan_layout.num_chunks(line.args, source)
-    programs = Programs(flags.settings_of(config, source, chunks))
+    settings, _ = plan_layout.settings_of(line.args, config)
+    programs = Programs(settings)
     placement = programs.placement(parallel['pipeline'])
-    splits, args = programs.splits(parallel['pipeline']), line.args
+    args = line.args
     programs.join(getattr(args, refusals.OVERLAP, False))
     counts = _microbatches(line, parallel['data'])
     notes += superseded.drop(line.args)
@@ -157,17 +155,12 @@ def dry_run_of(line: LaunchLine) -> DryRun:
         tuple(layers),
         tuple(_simulated(programs, placement.num_ranks, count, counted) for count in counts),
         layer_memory(line.args),
-        tuple(
-            refusals.refused(
-                args,
-                line.on_cpu,
-                te.find() is not None,
-                placement,
-                splits,
-                recomputes=programs.recomputes(placement.num_ranks),
-                joins=programs.joins,
-                in_order=programs.in_order(placement.num_ranks),
-            )
+        preflight.refused(
+            args,
+            programs,
+            placement.num_ranks,
+            on_cpu=line.on_cpu,
+            with_te=te.find() is not None,
         ),
         tuple(notes),
     )

@@ -9,7 +9,8 @@ from typing import get_args, get_type_hints
 
 import docstring_parser
 
-from megatron_zbpp.ir import Schedule, formats
+from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.formats import PlanFile, load_plan
 from megatron_zbpp.mcore.command_line.aliases import add_aliases, announce, translate
 from megatron_zbpp.mcore.command_line.messages import flag
 from megatron_zbpp.mcore.settings import Settings, folder, freezing
@@ -138,8 +139,8 @@ def read(args: argparse.Namespace) -> PipelineScheduleConfig | None:
     return config
 
 
-def source_of(config: PipelineScheduleConfig) -> str | Schedule:
-    """Return the schedule's name, or the schedule in the file.
+def source_of(config: PipelineScheduleConfig) -> str | PlanFile:
+    """Return the schedule's name, or what is in the file of the plan.
 
     Raises:
         ValueError: both a name and a file, or a file that makes no sense.
@@ -153,7 +154,7 @@ def source_of(config: PipelineScheduleConfig) -> str | Schedule:
         raise ValueError(
             f'--pipeline-schedule {name} and --pipeline-schedule-file {file}: give one of them'
         )
-    return formats.load(file)
+    return load_plan(file)
 
 
 def settings_of(
@@ -163,53 +164,42 @@ def settings_of(
 
     Args:
         config: the flags.
-        source: of them, see `source_of`.
+        source: a name, or a schedule.
         num_chunks: of a rank; None: the schedule's default.
 
     Raises:
         ValueError: a value that cannot work, with the cure.
         OSError: a file cannot be read.
     """
+    clean = _steps(config, 'optimizer_post_validation_clean_steps', 'for the first step on')
     return Settings(
         source,
         num_chunks,
         memory_limit=config.pipeline_schedule_memory_limit,
         watchdog_timeout=config.pipeline_watchdog_timeout,
         watchdog_pause_timeout=config.pipeline_watchdog_pause_timeout,
-        post_validation=clean_steps(config),
+        post_validation=config.enable_optimizer_post_validation and clean,
         profile_iters=config.pipeline_schedule_profile_iters,
         trace_dir=folder(config.pipeline_trace_dir),
         offload=config.pipeline_offload,
         freeze=freezing(config.pipeline_freeze),
         recompute=config.pipeline_recompute,
         kept_gib=config.optimizer_post_validation_kept_gib,
-        check_interval=check_interval(config),
+        check_interval=_steps(
+            config, 'optimizer_post_validation_check_interval', 'for the first ten steps only'
+        ),
         message_ctas=config.pipeline_message_ctas,
         message_priority=config.pipeline_message_priority,
     )
 
 
-def check_interval(config: PipelineScheduleConfig) -> int:
-    """Return behind how many early steps values of weights are compared.
+def _steps(config: PipelineScheduleConfig, name: str, zero: str) -> int:
+    """Return a number of steps; `zero` says what none of them means.
 
     Raises:
-        ValueError: a number that makes no sense.
+        ValueError: it is below 0.
     """
-    every = config.optimizer_post_validation_check_interval
-    if every < 0:
-        name = flag('optimizer_post_validation_check_interval')
-        raise ValueError(f'{name} {every}: give 0, for the first ten steps only, or more')
-    return every
-
-
-def clean_steps(config: PipelineScheduleConfig) -> int | bool:
-    """Return what `megatron_zbpp.enable` takes for post-validation.
-
-    Raises:
-        ValueError: a number of steps that makes no sense.
-    """
-    steps = config.optimizer_post_validation_clean_steps
+    steps = getattr(config, name)
     if steps < 0:
-        name = flag('optimizer_post_validation_clean_steps')
-        raise ValueError(f'{name} {steps}: give 0, for the first step on, or more')
-    return steps if config.enable_optimizer_post_validation else False
+        raise ValueError(f'{flag(name)} {steps}: give 0, {zero}, or more')
+    return steps

@@ -5,53 +5,54 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_zbpp.ir import Schedule, formats
+from megatron_zbpp.ir import Schedule
 from megatron_zbpp.mcore import layout, refusals
 from megatron_zbpp.mcore.command_line import flags, sizes
 from megatron_zbpp.mcore.command_line.messages import flag
+from megatron_zbpp.mcore.settings import Settings
 
 
-def take_layout(args: argparse.Namespace, config: flags.PipelineScheduleConfig) -> str | None:
-    """Return the layout of the plan that is asked for, written into Megatron's arguments.
+def settings_of(
+    args: argparse.Namespace, config: flags.PipelineScheduleConfig
+) -> tuple[Settings, str | None]:
+    """Return what the flags ask for; the layout of their plan is written into Megatron's arguments.
 
     Args:
         args: Megatron's arguments.
         config: our flags.
 
     Returns:
-        None where there is no file, or no layout in it.
+        The settings, and the plan's layout: None where there is no file, or no layout in it.
 
     Raises:
-        ValueError: it is of another model, or the arguments have another layout.
-        OSError: the file cannot be read.
+        ValueError: the layout is of another model, the arguments have another one, or Megatron's
+            selective recomputation is off, which the plan counts on.
+        OSError: a file cannot be read.
     """
-    file = config.pipeline_schedule_file
-    text = None if file is None else formats.load_layout(file)
-    if file is None or text is None:
-        return None
+    source, file = flags.source_of(config), config.pipeline_schedule_file
+    if file is None or isinstance(source, str):
+        return flags.settings_of(config, source, _num_chunks(args, source)), None
+    if source.selective and getattr(args, 'recompute_granularity', None) != 'selective':
+        raise ValueError(
+            f"{file} was planned with Megatron's selective recomputation, without which it holds "
+            'more: give --recompute-granularity selective, or plan without --actions selective'
+        )
+    if source.layout is not None:
+        _take_layout(args, source.layout, file)
+    schedule = source.schedule
+    return flags.settings_of(config, schedule, _num_chunks(args, schedule)), source.layout
+
+
+def _take_layout(args: argparse.Namespace, text: str, file: Path) -> None:
+    """Write the layout of a plan into Megatron's arguments."""
     hybrid = refusals.hybrid(args)
     if hybrid is not None and isinstance(getattr(args, hybrid), str):
         _take_pattern(args, hybrid, text, file)
     else:
         _take_layers(args, text, file)
-    return text
 
 
-def require_selective(args: argparse.Namespace, config: flags.PipelineScheduleConfig) -> None:
-    """Raise ValueError where a plan counts on Megatron's selective recomputation, and it is off.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    file, asked = config.pipeline_schedule_file, getattr(args, 'recompute_granularity', None)
-    if file is not None and asked != 'selective' and formats.load_selective(file):
-        raise ValueError(
-            f"{file} was planned with Megatron's selective recomputation, without which it holds "
-            'more: give --recompute-granularity selective, or plan without --actions selective'
-        )
-
-
-def num_chunks(args: argparse.Namespace, source: str | Schedule) -> int | None:
+def _num_chunks(args: argparse.Namespace, source: str | Schedule) -> int | None:
     """Return chunks a rank that the arguments ask for; None: the schedule has its own.
 
     Raises:

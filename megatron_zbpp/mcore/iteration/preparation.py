@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, cast
 
 import torch
@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore import compat, layout, own_offloading, refusals, superseded
+from megatron_zbpp.mcore import compat, layout, preflight, refusals, superseded
 from megatron_zbpp.mcore.iteration import combined
 from megatron_zbpp.mcore.iteration.alike import agreement
 from megatron_zbpp.mcore.iteration.announcement import announce
@@ -98,15 +98,8 @@ def _allow(session: Session, arguments: Arguments, config: Any, num_ranks: int) 
     """Raise where the session's schedule cannot do what the call and its model ask for."""
     programs = session.programs
     num_microbatches = None if arguments.forward_only else arguments.num_microbatches
-    offloads = bool(getattr(config, own_offloading.SETTING, False))
-    refuse_unsupported(
-        config,
-        arguments.adjust_tensor_shapes_fn,
-        programs.splits(num_ranks),
-        programs.recomputes(num_ranks),
-        programs.joins,
-        offloads and programs.in_order(num_ranks, num_microbatches),
-    )
+    found = preflight.refused(config, programs, num_ranks, num_microbatches)
+    refuse_unsupported(config, arguments.adjust_tensor_shapes_fn, found)
     programs.join(getattr(config, refusals.OVERLAP, False))
 
 
@@ -180,29 +173,18 @@ def _message(
 
 
 def refuse_unsupported(
-    config: Any,
-    adjust_tensor_shapes_fn: Callable | None,
-    splits: bool,
-    recomputes: bool = False,
-    joins: bool = False,
-    in_order: bool = False,
+    config: Any, adjust_tensor_shapes_fn: Callable | None, found: Iterable[refusals.Refusal]
 ) -> None:
     """Raise for what would be silently wrong, with the cure.
 
     Args:
         config: of the model.
         adjust_tensor_shapes_fn: of the call.
-        splits: whether the schedule has W passes.
-        recomputes: whether it runs forwards again.
-        joins: whether it can run a forward and a backward as one.
-        in_order: whether it runs back as Megatron's own offloading takes for granted.
+        found: settings that are refused: see `preflight`.
 
     Raises:
         NotImplementedError: names the setting.
     """
-    found = refusals.refused(
-        config, splits=splits, recomputes=recomputes, joins=joins, in_order=in_order
-    )
     for refusal in found:
         raise NotImplementedError(
             f"does not work with --pipeline-schedule: {refusal}, or use Megatron's own schedule"

@@ -9,7 +9,7 @@ import pytest
 from instances import NODES, P1, P4
 
 from megatron_zbpp.cli import main
-from megatron_zbpp.ir.formats import load, load_layout
+from megatron_zbpp.ir.formats import load, load_plan
 from megatron_zbpp.partitioning import plans
 
 KEYS = {
@@ -39,13 +39,14 @@ def test_plan_for_people_and_for_megatron(case, capsys, tmp_path):
     assert main([*case, '--pp', '4', '--seconds', '1', '-o', str(plan)]) == 0
     said = capsys.readouterr().out
     assert 'layout Ett|tt|tt|L' in said and 'even split with 1f1b: 104' in said
-    assert load(plan).num_stages == 4 and load_layout(plan) == 'Ett|tt|tt|L'
+    assert load_plan(plan).schedule.num_stages == 4
+    assert load_plan(plan).layout == 'Ett|tt|tt|L'
     assert main(['check', str(plan)]) == 0
     assert (
         main(['convert', '--file', str(plan), '--to', 'torch-csv', '-o', str(plan) + '.csv']) == 0
     )
     assert load(str(plan) + '.csv').passes == load(plan).passes
-    assert load_layout(str(plan) + '.csv') is None
+    assert load_plan(str(plan) + '.csv').layout is None
 
 
 @pytest.mark.parametrize('kind', ['svg', 'html', 'png'])

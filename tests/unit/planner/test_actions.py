@@ -15,7 +15,7 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli import main
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.formats import load_selective
+from megatron_zbpp.ir.formats import load_plan
 from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.planner.cache import planned
 from megatron_zbpp.planner.exact_offload import solve_offload
@@ -235,7 +235,7 @@ def test_selective_recomputation(tmp_path, capsys):
     words = [*case[:-1], '--memory-limit', '1', '--actions', 'selective', '-o', str(plan)]
     assert main(words) == 0
     assert '--recompute-granularity selective' in capsys.readouterr().out
-    assert load_selective(plan) and not load_selective(file)
+    assert load_plan(plan).selective
     assert main(['check', str(plan)]) == 0
 
 

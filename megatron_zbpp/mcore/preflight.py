@@ -1,0 +1,45 @@
+"""What of Megatron's settings a schedule does not run with: asked here, by whoever is about to run.
+
+The flags, `zbpp doctor`, Megatron Bridge and each first call of a size ask, of one table
+(`refusals`). `megatron_zbpp.enable` sees none of Megatron's settings: its first call asks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_zbpp.mcore import own_offloading, refusals
+from megatron_zbpp.mcore.programs import Programs
+
+
+def refused(
+    settings: Any,
+    programs: Programs,
+    num_ranks: int,
+    num_microbatches: int | None = None,
+    on_cpu: bool = False,
+    with_te: bool = False,
+) -> tuple[refusals.Refusal, ...]:
+    """Return all that is refused.
+
+    Args:
+        settings: Megatron's arguments or config: see `refusals.refused`.
+        programs: of the schedule.
+        num_ranks: pipeline ranks.
+        num_microbatches: of an iteration; None: any number.
+        on_cpu: also what only a GPU can.
+        with_te: on a CPU, Transformer Engine is there, its kernels emulated.
+    """
+    offloads = bool(getattr(settings, own_offloading.SETTING, False))
+    return tuple(
+        refusals.refused(
+            settings,
+            on_cpu,
+            with_te,
+            programs.placement(num_ranks),
+            programs.splits(num_ranks),
+            programs.recomputes(num_ranks),
+            programs.joins,
+            offloads and programs.in_order(num_ranks, num_microbatches),
+        )
+    )
