@@ -17,34 +17,35 @@ imports it when it is called: schedules are built, checked, simulated and planne
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Pass, Placement, Schedule
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.errors import ScheduleError
-from megatron_zbpp.ir.formats import load
-from megatron_zbpp.ir.layout import ModelLayout, layers_per_stage
 from megatron_zbpp.mcore import enabled
-from megatron_zbpp.partitioning.devices import Device, Devices
-from megatron_zbpp.partitioning.layers import Layer, Layers
-from megatron_zbpp.partitioning.plans import PartitionPlan, partition
-from megatron_zbpp.planner.plans import plan
-from megatron_zbpp.schedules import FAMILIES, Family, build
 from megatron_zbpp.version import __version__
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from megatron_zbpp.analysis.checker import check
+    from megatron_zbpp.analysis.simulator import simulate
+    from megatron_zbpp.ir import Pass, Placement, Schedule
+    from megatron_zbpp.ir.costs import Costs
+    from megatron_zbpp.ir.errors import ScheduleError
+    from megatron_zbpp.ir.formats import load
+    from megatron_zbpp.ir.layout import ModelLayout
     from megatron_zbpp.mcore.iteration.observe import Observer
     from megatron_zbpp.mcore.plugin import Plugin
+    from megatron_zbpp.partitioning.devices import Device, Devices
+    from megatron_zbpp.partitioning.layers import Layer, Layers
+    from megatron_zbpp.partitioning.plans import PartitionPlan, partition
+    from megatron_zbpp.planner.plans import plan
     from megatron_zbpp.runtime.observe.measure import Figures
+    from megatron_zbpp.schedules import Family, build
 
 __all__ = [
     'Costs',
@@ -75,6 +76,38 @@ __all__ = [
     'plan',
     'simulate',
 ]
+
+# Modules that are imported when one of their names is first read: a training that plans nothing
+# imports no planner. The names are those under TYPE_CHECKING above.
+_MODULES = {
+    'analysis.checker': ('check',),
+    'analysis.simulator': ('simulate',),
+    'ir': ('Pass', 'Placement', 'Schedule'),
+    'ir.costs': ('Costs',),
+    'ir.errors': ('ScheduleError',),
+    'ir.formats': ('load',),
+    'ir.layout': ('ModelLayout',),
+    'partitioning.devices': ('Device', 'Devices'),
+    'partitioning.layers': ('Layer', 'Layers'),
+    'partitioning.plans': ('PartitionPlan', 'partition'),
+    'planner.plans': ('plan',),
+    'schedules': ('Family', 'build'),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    """Return a public name from its module, which is imported now."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    value = getattr(importlib.import_module(f'{__name__}.{_MODULE_OF[name]}'), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return all names, imported or not."""
+    return sorted({*globals(), *__all__})
 
 
 def enable(
@@ -197,6 +230,8 @@ def layout_for(
         ScheduleError: the schedule is not valid.
         ValueError: no such schedule, or too few layers for so many stages.
     """
+    from megatron_zbpp.ir import Placement
+    from megatron_zbpp.ir.layout import ModelLayout, layers_per_stage
     from megatron_zbpp.mcore.programs import Programs
     from megatron_zbpp.mcore.settings import Settings
 
@@ -213,6 +248,8 @@ def layout_for(
 
 def families() -> tuple[Family, ...]:
     """Return all families of schedules, as `zbpp list` prints them."""
+    from megatron_zbpp.schedules import FAMILIES
+
     return FAMILIES
 
 

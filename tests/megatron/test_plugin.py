@@ -86,7 +86,7 @@ def asked_again(asked, same, other):
     with enable({}) as first:
         kept = enable(same)
         with enable(other) as switched:
-            text = megatron_zbpp.schedules.build('zb-h1', 2, 4).to_json()
+            text = megatron_zbpp.build('zb-h1', 2, 4).to_json()
             with megatron_zbpp.enable(Schedule.from_json(text)) as given:
                 again = megatron_zbpp.enable(Schedule.from_json(text))
                 return (
