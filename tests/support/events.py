@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -248,3 +249,48 @@ def doubted(training: Any) -> Iterator[dict[str, list[str]]]:
 
     with mock.patch.object(Machine, 'validate_result', validate_result):
         yield found
+
+
+@dataclass(frozen=True)
+class Dumps:
+    """Gradients that the loop has saved, read from the files: hashes by iteration, layer and name.
+
+    Attributes:
+        folder: of `--save`.
+    """
+
+    folder: Path
+
+    @contextmanager
+    def __call__(self, training: Any) -> Iterator[dict[str, dict[str, str]]]:
+        import report
+        import torch
+        from megatron.core import parallel_state
+        from megatron.core.utils import unwrap_model
+
+        found: dict[str, dict[str, str]] = {}
+        chunks: list[Any] = []
+        original = training.setup_model_and_optimizer
+
+        def setup_model_and_optimizer(*args, **kwargs):
+            made = original(*args, **kwargs)
+            chunks[:] = made[0]
+            return made
+
+        with mock.patch.object(training, 'setup_model_and_optimizer', setup_model_and_optimizer):
+            yield found
+        if parallel_state.get_data_parallel_rank():
+            return  # the first replica has saved
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        for file in sorted(self.folder.glob(f'wgrads/iter_*/mp_rank_00_{rank:03d}.pth')):
+            saved = torch.load(file)
+            values = found.setdefault(file.parent.name, {})
+            for index, chunk in enumerate(unwrap_model(chunks)):
+                gradients = saved.pop(f'model_chunk{index}')
+                places = report.by_layer([chunk])
+                for (name, _), (layer, rest, _) in zip(
+                    chunk.named_parameters(), places, strict=True
+                ):
+                    values[f'{layer}.{rest}'] = report._sha256([gradients.pop(name)])
+                assert not gradients
+            assert not saved

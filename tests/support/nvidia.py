@@ -59,6 +59,7 @@ class Run:
         losses: by iteration: in hex, the loss scale, and whether the step was skipped.
         grad_norms: by iteration, in hex.
         zeros: in gradients, by iteration; None where they are not counted.
+        param_norms: by iteration, in hex; None where they are not logged.
         parameters: hashes by layer.
         optimizer: hashes of optimizer state by layer; empty where it is sharded.
         reported: what `event` gave, by rank.
@@ -67,6 +68,7 @@ class Run:
     losses: dict[int, tuple]
     grad_norms: dict[int, str]
     zeros: dict[int, float | None]
+    param_norms: dict[int, str | None]
     parameters: dict[str, str]
     optimizer: dict[str, str]
     reported: tuple[Any, ...] = ()
@@ -74,7 +76,7 @@ class Run:
 
 def train(
     argv: list[str], event: Any, script: Path = SCRIPT
-) -> tuple[dict, dict, dict, dict, int, Any]:
+) -> tuple[dict, dict, dict, dict, dict, int, Any]:
     """Runs on each rank: the script under our launcher, leaving no state of Megatron behind.
 
     Args:
@@ -89,7 +91,7 @@ def train(
 
     import megatron_zbpp.launch
 
-    made, losses, norms, zeros = {}, {}, {}, {}
+    made, losses, norms, zeros, param_norms = {}, {}, {}, {}, {}
     original_log, original_setup = training.training_log, training.setup_model_and_optimizer
 
     def training_log(loss_dict, total, lr, iteration, scale, memory, skipped, norm, *rest, **named):
@@ -97,6 +99,7 @@ def train(
         exact = [value.item().hex() for value in loss_dict.values()]
         losses[iteration] = (*exact, scale, 'skipped' if skipped else 'done')
         norms[iteration], zeros[iteration] = float(norm or 0).hex(), rest[1]
+        param_norms[iteration] = None if rest[0] is None else float(rest[0]).hex()
         return original_log(
             loss_dict, total, lr, iteration, scale, memory, skipped, norm, *rest, **named
         )
@@ -115,7 +118,7 @@ def train(
                 if left.code:
                     raise
         hashes = report.fingerprint(report.by_layer(made['model']), made['optimizer'])
-        return losses, norms, zeros, hashes, early_steps(), reported
+        return losses, norms, zeros, param_norms, hashes, early_steps(), reported
     finally:
         training.training_log = original_log
         training.setup_model_and_optimizer = original_setup
@@ -199,7 +202,7 @@ def run(
     common = [word for word in COMMON if word not in without]
     common = [word for word in common if word != '--mock-data' or not real]
     results = ranks.run(train, [*common, *map(str, argv)], event, script)
-    losses, norms, zeros, hashes, *_ = results[-1]
+    losses, norms, zeros, param_norms, hashes, *_ = results[-1]
     *_, early, reported = zip(*results, strict=True)
     asked = '--enable-optimizer-post-validation' in argv
     assert any(early) == (asked and not waits), f'steps taken early, by rank: {early}'
@@ -207,6 +210,7 @@ def run(
         losses,
         norms,
         zeros,
+        param_norms,
         hashes['parameters_sha256'],
         hashes['optimizer_sha256'],
         reported,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -77,17 +78,20 @@ class NextIteration:
         else:
             if early:
                 self._agreement = self._watching.ask(arguments.models, begun and begun[1])
-            batch = self._commit(begun)
+            batch = self._commit(begun, arguments)
         if not arguments.forward_only:
             self._keep_data(arguments, batch is not None, early)
         return batch
 
-    def _commit(self, begun: tuple[Batch, SideEffects] | None) -> Batch | None:
+    def _commit(
+        self, begun: tuple[Batch, SideEffects] | None, arguments: Arguments
+    ) -> Batch | None:
         if begun is None:
             return None
         batch, effects = begun
         effects.commit()
-        return batch
+        # how gradients are reduced is asked for by each call
+        return dataclasses.replace(batch, arguments=arguments)
 
     def _keep_data(self, arguments: Arguments, begun: bool, early: bool) -> None:
         """Let what is read from now on be read again, as long as that may have to be.
