@@ -127,6 +127,7 @@ def enable(
     check_interval: int = 10,
     message_ctas: int = 2,
     message_priority: str = 'high',
+    message_receives: str = 'late',
     flags: Mapping[str, object] | None = None,
 ) -> Plugin:
     """Make Megatron-Core's pipelined forward_backward functions run `schedule`.
@@ -164,6 +165,9 @@ def enable(
             more of the GPU to passes that run meanwhile, more make large messages faster.
         message_priority: of these kernels: 'high', so that a message does not wait for kernels of
             the next pass that are queued with it; or 'group', that of the pipeline's group.
+        message_receives: when receives are posted: 'early', before the pass during which the
+            message comes; 'late', as late as it costs nothing, so that few of NCCL's kernels spin
+            beside passes; or 'latest', so that hardly any does, where messages are short.
         check_interval: behind how many early steps values of weights are compared with those that
             the next iteration has begun with, beyond the first ten; 0: never. Writes that torch
             counts are seen each time.
@@ -199,6 +203,7 @@ def enable(
         check_interval,
         message_ctas,
         message_priority,
+        message_receives,
     )
     return enabled.switch(settings, flags)
 

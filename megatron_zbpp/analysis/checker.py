@@ -28,6 +28,7 @@ from megatron_zbpp.analysis import collector
 from megatron_zbpp.analysis.deadlock import DeadlockError
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import RESOLUTION, highest
+from megatron_zbpp.analysis.posting import LATE
 from megatron_zbpp.analysis.program import Program
 from megatron_zbpp.ir import F, Graph, Need, Pass, Schedule, Task
 from megatron_zbpp.ir.costs import Costs
@@ -50,7 +51,11 @@ class Checked:
 
 
 def check(
-    schedule: Schedule, *, memory_limit: float | None = None, costs: Costs | None = None
+    schedule: Schedule,
+    *,
+    memory_limit: float | None = None,
+    costs: Costs | None = None,
+    receives: str = LATE,
 ) -> Checked:
     """Return `schedule` with its programs, if it may run: see the module's text.
 
@@ -59,10 +64,11 @@ def check(
         memory_limit: most that a rank may hold, in the unit of `costs.activation`.
         costs: whose activations and parameters count against the limit. Default: a full rank holds
             1 a microbatch, and no parameters count.
+        receives: when the programs post them: one of `posting.RECEIVES`.
 
     Raises:
         ScheduleError: it may not; the message names what, where and the cure, and shows the grid.
-        ValueError: `memory_limit` or `costs` makes no sense.
+        ValueError: `memory_limit`, `costs` or `receives` makes no sense.
     """
     _check_shape(schedule)
     graph = schedule.graph
@@ -73,7 +79,7 @@ def check(
         for rank, tasks in enumerate(_by_rank(schedule, wanted)):
             _check_rank(schedule, rank, tasks)
         costs.require(schedule.placement)
-        programs = _proven_programs(schedule)
+        programs = _proven_programs(schedule, receives)
     if memory_limit is not None:
         _check_memory(schedule, memory_limit, costs)
     return Checked(schedule, programs)
@@ -287,10 +293,10 @@ def _doer(schedule: Schedule, rank: int, task: Task, microbatch: int) -> Pass | 
     return next((p for p in schedule.passes[rank] if p in passes), None)
 
 
-def _proven_programs(schedule: Schedule) -> tuple[Program, ...]:
+def _proven_programs(schedule: Schedule, receives: str) -> tuple[Program, ...]:
     """Return what the runtime will issue: it ends, and receives in the order of sends."""
     try:
-        return lower(schedule)
+        return lower(schedule, receives)
     except DeadlockError as error:
         raise ScheduleError(str(error), schedule, error.cells) from error
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Set
 
 from megatron_zbpp.analysis import collector, departures
 from megatron_zbpp.analysis.deadlock import prove
+from megatron_zbpp.analysis.posting import LATE, Posting, Postponed
 from megatron_zbpp.analysis.program import Begin, Hand, Instruction, Join, Program, Receive, Send
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Schedule
@@ -32,17 +33,18 @@ from megatron_zbpp.ir.costs import Costs
 _LATENCY = 0.01
 
 
-def lower(schedule: Schedule) -> tuple[Program, ...]:
+def lower(schedule: Schedule, receives: str = LATE) -> tuple[Program, ...]:
     """Return the program of each rank, proven to end under every rule of a backend.
 
     Args:
         schedule: a complete schedule (`check` tells).
+        receives: when they are posted: one of `posting.RECEIVES`.
 
     Raises:
         ScheduleError: passes wait for each other across ranks.
     """
     with collector.held_off():
-        lowered = tuple(map(tuple, _one_by_one(schedule)))
+        lowered = tuple(map(tuple, _one_by_one(schedule, receives)))
         prove(lowered)
     return lowered
 
@@ -103,7 +105,7 @@ def takers(schedule: Schedule) -> dict[Pass, list[Pass]]:
     }
 
 
-def _one_by_one(schedule: Schedule) -> list[list[Instruction]]:
+def _one_by_one(schedule: Schedule, receives: str) -> list[list[Instruction]]:
     """All instructions in one order: by the ends of passes, if equal work takes equal time.
 
     A message has come when its taker runs, and a rank knows that a pass of its peer has run when it
@@ -124,12 +126,15 @@ def _one_by_one(schedule: Schedule) -> list[list[Instruction]]:
     partners = list(map(schedule.placement.partner, range(schedule.num_ranks)))
     joined = _joined(schedule)
     group: list[int] = []  # of passes that run as one: those so far
-    for number in _by_end(schedule, joined):
+    order, spans = _by_end(schedule, joined)
+    posting, postponed = Posting(receives, schedule, spans, joined), Postponed(programs)
+    for number in order:
         group.append(number)
         if number in joined:
             continue
         rank = ranks[number]
         program, known = programs[rank], latest[rank]
+        postponed.put_sent_by(rank)
         own = [passes[each] for each in group]
         partner = partners[rank]
         for p in own if coming_back else ():
@@ -138,11 +143,14 @@ def _one_by_one(schedule: Schedule) -> list[list[Instruction]]:
                 program.append(Receive(left, p, partner, saved=True))
                 programs[partner].append(Send(left, p, rank, saved=True))
         program += [Join(tuple(own)), *own] if len(own) > 1 else own
+        posting.note(rank, number)
+        postponed.put_behind(number)
         for giver in [giver for each in group for giver in givers[each]]:
             peer = ranks[giver]
             if giver > known.get(peer, -1):
                 known[peer] = giver
         handed_on = [(each, *taken) for each in group for taken in takers[each]]
+        behind: dict[int, int | None] = {}  # by peer
         for producer, taker, message in handed_on:
             p, peer, consumer = passes[producer], ranks[taker], passes[taker]
             if peer == rank:
@@ -152,8 +160,14 @@ def _one_by_one(schedule: Schedule) -> list[list[Instruction]]:
             while waiting and waiting[0] < ran:
                 waiting.popleft()
             waiting.append(taker)
-            program.append(Send(p, consumer, peer, len(waiting), message=message))
-            programs[peer].append(Receive(p, consumer, rank, message=message))
+            if peer not in behind:
+                there = [taker for _, taker, _ in handed_on if ranks[taker] == peer]
+                behind[peer] = posting.behind(number, peer, there)
+            postponed.hold(
+                behind[peer],
+                Send(p, consumer, peer, len(waiting), message=message),
+                Receive(p, consumer, rank, message=message),
+            )
         for leaving in [each for p in own for each in begun.get(p, ())] if begun else ():
             if leaving.kind not in flat.between_partners:
                 program.append(Begin(leaving))
@@ -171,16 +185,19 @@ def _joined(schedule: Schedule) -> set[int]:
     return {before[rank] + at for rank, at in schedule.together}
 
 
-def _by_end(schedule: Schedule, joined: Set[int]) -> list[int]:
-    """Return the numbers of all passes, in the order in which they end; those `joined` with it."""
+def _by_end(schedule: Schedule, joined: Set[int]) -> tuple[list[int], list[tuple[float, float]]]:
+    """Return the numbers of all passes in the order in which they end, and when each runs.
+
+    Those `joined` end together.
+    """
     costs = Costs.uniform(schedule.placement, comm=_LATENCY)
-    spans = itertools.chain.from_iterable(simulate(schedule, costs).spans)
+    spans = list(itertools.chain.from_iterable(simulate(schedule, costs).spans))
     ends = [end for _, end in spans]
     if compiled(schedule.graph).on_copy_engines:  # else they are in order already
         ends = [end for own in _by_rank(schedule, ends) for end in itertools.accumulate(own, max)]
     for number in sorted(joined, reverse=True):
         ends[number] = ends[number + 1]
-    return sorted(range(len(ends)), key=ends.__getitem__)
+    return sorted(range(len(ends)), key=ends.__getitem__), spans
 
 
 def _by_rank(schedule: Schedule, values: list[float]) -> Iterator[list[float]]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.offloading import ALL, FREE, offloaded
+from megatron_zbpp.analysis.posting import LATE
 from megatron_zbpp.analysis.recomputing import recomputed
 from megatron_zbpp.analysis.run_ahead import passes_ahead
 from megatron_zbpp.ir import Placement, Schedule, W
@@ -56,7 +57,7 @@ class Programs:
         else:
             self.source = Family(settings.schedule, settings.num_chunks, settings.memory_limit)
         self._offload, self._freeze = settings.offload, settings.freeze
-        self._recompute = settings.recompute
+        self._recompute, self._receives = settings.recompute, settings.message_receives
         self._early = settings.post_validation is not None
         self._measured: Costs | None = None
         self._lowered: dict[tuple[int, int, bool, bool], Lowered] = {}
@@ -71,6 +72,7 @@ class Programs:
         """The source in words: equal on two ranks exactly if the source is."""
         more = f', offload {self._offload}' if self._offload else ''
         more += f', recompute {self._recompute}' if self._recompute else ''
+        more += f', receives {self._receives}' if self._receives != LATE else ''
         if self._freeze is not None:
             more += f', freezing {agreement.digest(self._freeze.to_json())}'
         if isinstance(self.source, Schedule):
@@ -223,7 +225,7 @@ class Programs:
             if self._freeze is not None and not forward_only:
                 _require_planned(schedule, self._freeze.schedule)
             schedule = schedule.forward_only() if forward_only else schedule
-            programs = check(schedule).programs
+            programs = check(schedule, receives=self._receives).programs
             self._lowered[key] = Lowered(schedule, programs, passes_ahead(schedule))
         return self._lowered[key]
 

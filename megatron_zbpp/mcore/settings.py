@@ -8,6 +8,7 @@ from math import isfinite
 from pathlib import Path
 
 from megatron_zbpp.analysis.offloading import FREE, Amount, chunks_of
+from megatron_zbpp.analysis.posting import LATE, require_known
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.mcore.lowered import require_one_route
 from megatron_zbpp.partitioning.freeze_plans import FreezePlan
@@ -44,6 +45,8 @@ class Settings:
             much as there is memory for.
         message_ctas: most thread blocks of NCCL's kernels for a message between stages.
         message_priority: of these kernels: 'high', or 'group' for that of the pipeline's group.
+        message_receives: when receives are posted: 'early', 'late' (as late as it costs nothing) or
+            'latest'.
 
     Raises:
         ValueError: no such schedule, or a value that makes no sense; the message names it.
@@ -64,6 +67,7 @@ class Settings:
     check_interval: int = 10
     message_ctas: int = MessageKernels.ctas
     message_priority: str = 'high'
+    message_receives: str = LATE
 
     def __post_init__(self) -> None:
         self._require_numbers()
@@ -73,6 +77,7 @@ class Settings:
                 f'message_priority is {self.message_priority!r}: give '
                 + ' or '.join(map(repr, _PRIORITIES))
             )
+        require_known(self.message_receives, 'message_receives')
         if self.freeze is not None and self.schedule == AUTO:
             raise ValueError('freeze: it is planned for one schedule: name that instead of auto')
         found = self._family()

@@ -13,6 +13,7 @@ from stages import ROWS, WIDTH, LinearStage, reference, uneven
 
 from megatron_zbpp.analysis.deadlock import DeadlockError, Rule, prove
 from megatron_zbpp.analysis.lowering import lower
+from megatron_zbpp.analysis.posting import EARLY, LATE, LATEST
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.emulation import nccl
 from megatron_zbpp.ir import W
@@ -134,12 +135,13 @@ class Pipeline:
         return begun + rest, len(begun)
 
 
-def live(schedules, mode, replicas=1, varying=False):
+def live(schedules, mode, replicas=1, varying=False, receives=LATE):
     """A training program's life: one iteration after the other, and another schedule in the end."""
     with nccl.Device(**MODES[mode]) as device:
         trained = []
         for schedule in schedules:
-            pipeline = Pipeline(device, schedule, replicas=replicas, varying=varying)
+            programs = lower(schedule, receives)
+            pipeline = Pipeline(device, schedule, programs, replicas=replicas, varying=varying)
             trained.append((schedule, pipeline.train()))
             pipeline.drop()
             evaluated = pipeline.evaluate()
@@ -147,10 +149,10 @@ def live(schedules, mode, replicas=1, varying=False):
         return trained, evaluated
 
 
-def check_lives(ranks, schedules, mode, replicas=1, varying=False):
+def check_lives(ranks, schedules, mode, replicas=1, varying=False, receives=LATE):
     """All that they computed is what one process computes."""
     world = schedules[0].num_ranks * replicas
-    lives = ranks(world).run(live, schedules, mode, replicas, varying, timeout=200)
+    lives = ranks(world).run(live, schedules, mode, replicas, varying, receives, timeout=200)
     for trained, evaluated in lives:
         for schedule, stages in trained:
             count, m = schedule.num_stages, schedule.num_microbatches
@@ -179,6 +181,18 @@ def test_every_family(ranks, name, p, m, mode):
     check_lives(ranks, [schedule, other], mode)
 
 
+@grid(
+    when=lambda receives, varying, **_: receives == LATEST or not varying,
+    name=('zb-v', 'dualpipe-v', '1f1b'),
+    receives=(LATEST, EARLY),
+    mode=('both', 'synchronises'),
+    varying=(False, True),
+)
+def test_receives_posted_at_another_time(ranks, name, receives, mode, varying):
+    """By default they are late: see all other tests."""
+    check_lives(ranks, [build(name, 4, 8)], mode, varying=varying, receives=receives)
+
+
 @grid(name=('zb-v', 'zb-h1', 'interleaved'), mode=tuple(MODES))
 def test_messages_of_any_shape(ranks, name, mode):
     """Shapes go ahead from host to host, and receives are posted later."""
@@ -193,7 +207,7 @@ def test_two_pipelines_coupled_by_collectives(ranks, name, mode):
 
 def stand(schedule, mode, lead, warm, separate):
     """Where this rank stands for ever; None: nowhere."""
-    programs = posted_earlier(lower(schedule), lead)
+    programs = posted_earlier(lower(schedule, EARLY), lead)
     warm_up = Channels._use_all_once
     if not warm:
         Channels._use_all_once = lambda *args: None
@@ -240,7 +254,7 @@ def test_what_was_stuck_before(ranks, case):
 ])  # fmt: skip
 def test_the_proof_knew(name, lead, rule):
     """The same programs, without running them."""
-    programs = posted_earlier(lower(build(*name)), lead)
+    programs = posted_earlier(lower(build(*name), EARLY), lead)
     with pytest.raises(DeadlockError) as error:
         prove(programs, Rule.RENDEZVOUS | rule)
     assert rule in error.value.rules

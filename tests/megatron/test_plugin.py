@@ -71,6 +71,7 @@ ASKED = [
     ({'post_validation': 5}, {'check_interval': 10}, {'check_interval': 0}),
     ({}, {'message_ctas': 2}, {'message_ctas': 4}),
     ({}, {'message_priority': 'high'}, {'message_priority': 'group'}),
+    ({}, {'message_receives': 'late'}, {'message_receives': 'early'}),
 ]
 
 

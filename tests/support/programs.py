@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
+from dataclasses import replace
 
 from megatron_zbpp.analysis.deadlock import Collective
 from megatron_zbpp.analysis.program import Receive, Send
+from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import BW, Pass, W, chain
+from megatron_zbpp.ir.costs import Costs
 
 
 def posted_earlier(programs, lead):
@@ -26,6 +30,20 @@ def _posted_earlier(program, lead):
             passes -= isinstance(waiting[0], Pass)
             yield waiting.popleft()
     yield from waiting
+
+
+def posted_later(programs):
+    """Yield each receive that may be behind the next pass, with the programs where it is."""
+    for rank, program in enumerate(programs):
+        for at, receive in enumerate(program):
+            if not isinstance(receive, Receive) or receive.saved:
+                continue
+            end = next(i for i in range(at, len(program)) if isinstance(program[i], Pass)) + 1
+            over = program[at + 1 : end]
+            overtakes = any(isinstance(i, Receive) and i.peer == receive.peer for i in over)
+            if over[-1] != receive.consumer and not overtakes:
+                moved = (*program[:at], *over, receive, *program[end:])
+                yield receive, (*programs[:rank], moved, *programs[rank + 1 :])
 
 
 def pairs(programs, saved=False):
@@ -139,3 +157,62 @@ class Timing:
 
 def _receives(instruction):
     return isinstance(instruction, Receive)
+
+
+def in_flight(programs):
+    """Return how many receives are posted and not taken yet while passes run: mean and most."""
+    counts = []
+    for program in programs:
+        posted = []
+        for i in program:
+            if _receives(i) and not i.saved:
+                posted.append(i.consumer)
+            elif isinstance(i, Pass):
+                posted = [consumer for consumer in posted if consumer != i]
+                counts.append(len(posted))
+    return sum(counts) / len(counts), max(counts)
+
+
+def spinning(schedule, programs, comm=0.02):
+    """Return the share of passes' time beside which receives spin, and beside which anything does.
+
+    A receive spins from its posting until its message has come; a send from the end of its pass
+    until its receive has been posted, and while the message travels.
+    """
+    timeline = simulate(schedule, replace(Costs.uniform(schedule.placement), comm=comm))
+    ends = {
+        p: end
+        for order, spans in zip(schedule.passes, timeline.spans, strict=True)
+        for p, (_, end) in zip(order, spans, strict=True)
+    }
+    posted = {}
+    for program in programs:
+        free = 0.0
+        for i in program:
+            if isinstance(i, Pass):
+                free = ends[i]
+            elif _receives(i):
+                posted[i.producer, i.consumer] = free
+    receives, sends = ([[] for _ in programs] for _ in '12')
+    for rank, program in enumerate(programs):
+        for i in filter(_sends, program):
+            sent, begun = ends[i.producer], posted[i.producer, i.consumer]
+            come = max(sent, begun) + comm
+            receives[i.peer].append((begun, come))
+            sends[rank].append((sent, come))
+    busy = sum(end - start for spans in timeline.spans for start, end in spans)
+    each = [
+        (_overlap(spans, own), _overlap(spans, own + theirs))
+        for spans, own, theirs in zip(timeline.spans, receives, sends, strict=True)
+    ]
+    return tuple(sum(share) / busy for share in zip(*each, strict=True))
+
+
+def _overlap(spans, others):
+    """Return for how long a pass runs and at least one of the others does."""
+    times = sorted({time for span in (*spans, *others) for time in span})
+    return sum(
+        stop - start
+        for start, stop in itertools.pairwise(times)
+        if all(any(a <= start and stop <= b for a, b in each) for each in (spans, others))
+    )

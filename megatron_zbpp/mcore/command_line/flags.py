@@ -9,6 +9,7 @@ from typing import get_args, get_type_hints
 
 import docstring_parser
 
+from megatron_zbpp.analysis.posting import LATE
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.formats import PlanFile, load_plan
 from megatron_zbpp.mcore.command_line.aliases import add_aliases, announce, translate
@@ -58,6 +59,11 @@ class PipelineScheduleConfig:
     """Priority of these kernels: high, so that a message does not wait for kernels of the next pass
     that are queued with it; or group, that of the pipeline's group, which is normal without
     --high-priority-stream-groups pp."""
+
+    pipeline_message_receives: str = LATE
+    """When receives of messages between stages are posted: early, before the pass during which the
+    message comes; late, as late as it costs nothing, so that few of NCCL's kernels spin beside
+    passes; or latest, so that hardly any does, where messages are short."""
 
     pipeline_trace_dir: Path | None = None
     """Folder for pictures of an early iteration, and of one after auto has switched, the clocks of
@@ -190,6 +196,7 @@ def settings_of(
         ),
         message_ctas=config.pipeline_message_ctas,
         message_priority=config.pipeline_message_priority,
+        message_receives=config.pipeline_message_receives,
     )
 
 

@@ -14,6 +14,7 @@ from megatron_zbpp.analysis import checker as module
 from megatron_zbpp.analysis.checker import ScheduleError, check
 from megatron_zbpp.analysis.deadlock import prove
 from megatron_zbpp.analysis.lowering import lower
+from megatron_zbpp.analysis.posting import EARLY
 from megatron_zbpp.analysis.program import Receive, Send
 from megatron_zbpp.ir import BW, KINDS, B, F, Pass, Placement, Schedule, Together, W
 from megatron_zbpp.ir.costs import Costs
@@ -150,8 +151,8 @@ def test_a_large_grid_shows_only_the_place():
 def test_programs_that_cannot_run_are_refused(monkeypatch):
     """As all were whose receives were posted a pass early: with the rule, and the places."""
 
-    def lower_too_early(schedule):
-        prove(posted_earlier(lower(schedule), 1))
+    def lower_too_early(schedule, receives):
+        prove(posted_earlier(lower(schedule, EARLY), 1))
 
     monkeypatch.setattr(module, 'lower', lower_too_early)
     with pytest.raises(ScheduleError, match='synchronisation: rank 0 waits at 0F1 for') as error:

@@ -11,10 +11,11 @@ import pytest
 from grids import grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import posted_earlier, side_by_side
+from programs import posted_earlier, posted_later, side_by_side
 
 from megatron_zbpp.analysis.deadlock import EVERY_RULE, DeadlockError, Rule, prove
 from megatron_zbpp.analysis.lowering import lower
+from megatron_zbpp.analysis.posting import EARLY, LATE, LATEST, RECEIVES
 from megatron_zbpp.analysis.program import Receive, Send
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.ir import Pass, Placement
@@ -41,11 +42,11 @@ def cases(name, sizes, microbatches):
         yield schedule.forward_only()
 
 
-@grid(name=names(), microbatches=((1, 8), (2, 9), (3, 12), (4, 6), (5, 16)))
-def test_every_family_bears_every_rule(name, microbatches):
+@grid(name=names(), microbatches=((1, 8), (2, 9), (3, 12), (4, 6), (5, 16)), receives=RECEIVES)
+def test_every_family_bears_every_rule(name, microbatches, receives):
     """Whole, with forwards run ahead by any number of ranks, and several pipelines together."""
     for schedule in cases(name, (2, 3, 4, 8), microbatches):
-        programs = lower(schedule)
+        programs = lower(schedule, receives)
         prove(programs, EVERY_RULE)
         counts = passes_ahead(schedule)
         for ranks_ahead in {1, schedule.num_ranks // 2, schedule.num_ranks}:
@@ -56,9 +57,9 @@ def test_every_family_bears_every_rule(name, microbatches):
 
 
 @settings(max_examples=60)
-@given(seeds, st.sampled_from(PLACEMENTS), st.integers(1, 4))
-def test_any_valid_schedule_bears_every_rule(seed, placement, m):
-    lower(oracle.random_schedule(Random(seed), placement, m))
+@given(seeds, st.sampled_from(PLACEMENTS), st.integers(1, 4), st.sampled_from(RECEIVES))
+def test_any_valid_schedule_bears_every_rule(seed, placement, m, receives):
+    lower(oracle.random_schedule(Random(seed), placement, m), receives)
 
 
 @settings(max_examples=150)
@@ -89,7 +90,7 @@ def moved(random, program):
 @pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-h2', 'zb-v', 'v-half', 'interleaved'])
 def test_a_pass_earlier_is_stuck_where_passes_synchronise(name):
     """What was posted a pass early for all backends: the proof names the rule and the places."""
-    programs = posted_earlier(lower(build(name, 4, 8)), 1)
+    programs = posted_earlier(lower(build(name, 4, 8), EARLY), 1)
     prove(programs, Rule.RENDEZVOUS)
     with pytest.raises(DeadlockError, match='rendezvous, device synchronisation:') as error:
         prove(programs)
@@ -100,8 +101,25 @@ def test_a_pass_earlier_is_stuck_where_passes_synchronise(name):
         assert f'rank {rank} waits at {p} for receive(for ' in str(error.value)
 
 
+@pytest.mark.parametrize('receives', [LATE, LATEST])
+@pytest.mark.parametrize(('name', 'limits'), [
+    ('1f1b', 0), ('zb-h1', 0), ('zb-2p', 4), ('v-half', 6), ('zb-v', 6), ('dualpipe-v', 12),
+])  # fmt: skip
+def test_a_pass_later_is_stuck_where_the_sender_waits(name, limits, receives):
+    """Of one receive the limit may be its place: behind the next pass its sender waits for ever."""
+    programs, stuck = lower(build(name, 4, 8), receives), []
+    for receive, later in posted_later(programs):
+        try:
+            prove(later)
+        except DeadlockError as error:
+            assert error.rules == Rule.RENDEZVOUS
+            assert f'for {receive.consumer}' in str(error)
+            stuck.append(receive)
+    assert len(stuck) == limits
+
+
 def test_earlier_still_is_stuck_in_launch_order():
-    programs = posted_earlier(lower(build('gpipe', 2, 4)), 2)
+    programs = posted_earlier(lower(build('gpipe', 2, 4), EARLY), 2)
     with pytest.raises(DeadlockError, match='rendezvous, launch order: rank 0 waits at') as error:
         prove(programs, Rule.RENDEZVOUS | Rule.LAUNCH_ORDER)
     assert 'receive(for' in str(error.value)
@@ -135,7 +153,7 @@ def test_replicas_that_differ_are_refused():
     prove(list(side_by_side(lower(one), lower(one), lower(one))))
     with pytest.raises(DeadlockError, match=r'all-reduce in .* of ranks 0, 2'):
         prove(list(side_by_side(lower(one), lower(other))))
-    early = posted_earlier(lower(one), 1)
+    early = posted_earlier(lower(one, EARLY), 1)
     with pytest.raises(DeadlockError, match='device synchronisation'):
         prove(list(side_by_side(lower(one), early)))
 

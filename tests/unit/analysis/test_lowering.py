@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from programs import Timing
 
 from megatron_zbpp.analysis.lowering import lower
+from megatron_zbpp.analysis.posting import EARLY, LATE, RECEIVES
 from megatron_zbpp.analysis.program import Hand, Receive, Send
 from megatron_zbpp.ir import Pass, Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
@@ -21,11 +22,12 @@ from megatron_zbpp.schedules import build
 schedules = st.builds(
     build, st.sampled_from(['1f1b', 'zb-h1', 'zb-v']), st.integers(2, 5), st.integers(1, 9)
 )
+receives = st.sampled_from(RECEIVES)
 
 
-@given(schedules)
-def test_every_message_has_both_ends(schedule):
-    programs = lower(schedule)
+@given(schedules, receives)
+def test_every_message_has_both_ends(schedule, receives):
+    programs = lower(schedule, receives)
     sends, receives, hands = set(), set(), 0
     for rank, program in enumerate(programs):
         order = [i for i in program if isinstance(i, Pass)]
@@ -33,8 +35,8 @@ def test_every_message_has_both_ends(schedule):
         for at, i in enumerate(program):
             if isinstance(i, Send):
                 sends.add((rank, i.peer, i.consumer))
-                # what a pass made is sent before anything else happens
-                assert program[at - 1] == i.producer
+                # what a pass made is sent before the next one runs
+                assert i.producer == [p for p in program[:at] if isinstance(p, Pass)][-1]
             elif isinstance(i, Receive):
                 receives.add((i.peer, rank, i.consumer))
                 assert i.consumer in program[at:]
@@ -44,10 +46,10 @@ def test_every_message_has_both_ends(schedule):
     assert len(sends) + hands == 2 * (schedule.num_stages - 1) * schedule.num_microbatches
 
 
-@given(schedules, st.integers(0, 2**32).map(Random))
-def test_what_is_not_under_way_has_come(schedule, random):
+@given(schedules, receives, st.integers(0, 2**32).map(Random))
+def test_what_is_not_under_way_has_come(schedule, receives, random):
     """Whichever rank acts next: of each channel all but so many messages have been taken."""
-    programs = lower(schedule)
+    programs = lower(schedule, receives)
     cursor, arrived, sent = [0] * len(programs), set(), defaultdict(list)
     taken = [set() for _ in programs]
     expected = [{i.consumer for i in program if isinstance(i, Receive)} for program in programs]
@@ -83,13 +85,14 @@ TIMES = ((1, 1, 1), (1, 1.3, 0.7), (1, 1.4, 0.9))  # of F, B and W
 
 
 @pytest.mark.parametrize('times', TIMES)
+@pytest.mark.parametrize('receives', [EARLY, LATE])
 @pytest.mark.parametrize('name', ['1f1b', 'interleaved', 'zb-h1', 'zb-2p', 'zb-v', 'v-half'])
-def test_messages_travel_while_their_receiver_computes(name, times):
+def test_messages_travel_while_their_receiver_computes(name, receives, times):
     """Where receives begin behind the passes launched before them, and where all begins in order:
     hardly slower than where each message leaves at once, at a tenth of a rank's F a message."""
     schedule = build(name, 8, 32)
     costs = replace(Costs.uniform(schedule.placement, *times), comm=0.1)
-    programs = lower(schedule)
+    programs = lower(schedule, receives)
     at_once = Timing(programs, costs, streams=False, in_order=False).makespan
     for streams, in_order in ((True, False), (False, True), (True, True)):
         assert Timing(programs, costs, streams, in_order).makespan <= 1.003 * at_once

@@ -25,6 +25,7 @@ from megatron_zbpp.analysis.gaps import gaps
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import highest, live, peak
 from megatron_zbpp.analysis.offloading import offloaded
+from megatron_zbpp.analysis.posting import EARLY
 from megatron_zbpp.analysis.recomputing import recomputed
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.analysis.simulator import simulate
@@ -66,7 +67,7 @@ def answers(schedule: Schedule) -> Iterator[object]:
     yield timeline.spans
     yield timeline.makespan, timeline.bubble_makespan, timeline.bubble_window
     yield live(schedule, costs), highest(schedule, costs), peak(schedule, costs)
-    yield lower(schedule), passes_ahead(schedule)
+    yield lower(schedule, EARLY), passes_ahead(schedule)
     yield [(str(gap), gap.where) for gap in gaps(timeline, 0.5)]
     yield critical_path(timeline, costs)
     yield fit(timeline, 0.25), sorted(lags(timeline).items()), latency(timeline)
@@ -75,7 +76,7 @@ def answers(schedule: Schedule) -> Iterator[object]:
     counts = passes_ahead(schedule)
     for ranks in range(schedule.num_ranks):
         ahead = passes_run_ahead(schedule, counts, ranks)
-        yield sorted(ahead), [split(program, ahead) for program in lower(schedule)]
+        yield sorted(ahead), [split(program, ahead) for program in lower(schedule, EARLY)]
     other = fit(simulate(schedule, replace(costs, comm=0.5)), 0.5)
     seen = {stage: (2.0 + stage, 1.0) for stage in range(schedule.num_stages)}
     full = full_rank(schedule.placement, seen)

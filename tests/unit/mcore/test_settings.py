@@ -45,6 +45,10 @@ TWO_WAYS = 'two_ways:two-ways'
         ({'recompute': 'some'}, "recompute of 'some': give 'half', 'all' or a number"),
         ({'message_ctas': 0}, 'message_ctas is 0: give a whole number from 1 up'),
         ({'message_priority': 'low'}, "message_priority is 'low': give 'high' or 'group'"),
+        (
+            {'message_receives': 'soon'},
+            "message_receives is 'soon': give 'early', 'late' or 'latest'",
+        ),
         ({'kept_gib': -1}, 'kept_gib is -1: give a number from 0 up'),
         ({'recompute': 'all', 'schedule': 'auto'}, 'recompute: auto plans orders only: name a'),
     ],
