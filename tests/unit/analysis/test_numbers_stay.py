@@ -25,7 +25,7 @@ from megatron_zbpp.analysis.gaps import gaps
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import highest, live, peak
 from megatron_zbpp.analysis.offloading import offloaded
-from megatron_zbpp.analysis.posting import EARLY
+from megatron_zbpp.analysis.posting import EARLY, LATE, LATEST
 from megatron_zbpp.analysis.recomputing import recomputed
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.analysis.simulator import simulate
@@ -81,6 +81,7 @@ def answers(schedule: Schedule) -> Iterator[object]:
     seen = {stage: (2.0 + stage, 1.0) for stage in range(schedule.num_stages)}
     full = full_rank(schedule.placement, seen)
     yield middle([fit(timeline, 0.25), costs, other]), full, with_bytes(costs, full or 1.0, seen)
+    yield lower(schedule, LATE), lower(schedule, LATEST)
 
 
 def acted(schedule: Schedule) -> Iterator[Schedule]:
