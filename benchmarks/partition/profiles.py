@@ -8,12 +8,12 @@ from typing import Any
 from benchmarks.partition import measured
 from benchmarks.partition.cases import Known, worst
 from benchmarks.partition.place import Place
+from megatron_zbpp.guests.autotune.repartition import look
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.fitting import fit_layers
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.partitioning.shapes import Shape, layers_of
-from megatron_zbpp.runtime.repartition import look
 from megatron_zbpp.schedules import build
 
 FUSED, SPLIT = '1f1b', 'zb-h1'  # schedules by which a GPT is profiled

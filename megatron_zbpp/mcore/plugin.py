@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from math import isfinite
+from typing import TYPE_CHECKING
 
 from megatron_zbpp.mcore.iteration import forward_backward, skipping
 from megatron_zbpp.mcore.patches import (
@@ -24,7 +25,9 @@ from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.post_validation.protocol import PostValidation
 from megatron_zbpp.runtime.observe.measure import Figures, Iteration
-from megatron_zbpp.runtime.side_work import SideWork
+
+if TYPE_CHECKING:
+    from megatron_zbpp.guests.side_work.side_work import SideWork
 
 
 class Plugin:
@@ -108,8 +111,11 @@ class Plugin:
             raise ValueError('step_seconds is 0: give the seconds that a step takes')
         if memory is not None and (not isinstance(memory, int) or memory < 0):
             raise ValueError(f'memory is {memory!r}: give bytes, from 0 up')
-        self.session.side = SideWork(step, step_seconds, margin, memory)
-        return self.session.side
+        from megatron_zbpp.guests.side_work.side_task import SideTask, SideWork
+
+        work = SideWork(step, step_seconds, margin, memory)
+        self.session.invite(SideTask(work))
+        return work
 
     def resume(self, step: int) -> None:
         """Say how many steps a training has taken that goes on from a checkpoint.
@@ -127,8 +133,8 @@ class Plugin:
             raise ValueError(
                 f'step is {step!r}: give how many were taken, a whole number from 0 up'
             )
-        if self.session.freezing is not None:
-            self.session.freezing.resume(step)
+        for guest in self.session.guests:
+            guest.resume(step)
 
     @property
     def enabled(self) -> bool:

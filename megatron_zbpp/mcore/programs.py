@@ -10,13 +10,13 @@ from megatron_zbpp.analysis.offloading import ALL, FREE, offloaded
 from megatron_zbpp.analysis.posting import LATE
 from megatron_zbpp.analysis.recomputing import recomputed
 from megatron_zbpp.analysis.run_ahead import passes_ahead
+from megatron_zbpp.guests.base import Guest
 from megatron_zbpp.ir import Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.techniques import R
-from megatron_zbpp.mcore import own_offloading
+from megatron_zbpp.mcore import guests, own_offloading
 from megatron_zbpp.mcore.lowered import Lowered, for_megatron
 from megatron_zbpp.mcore.settings import AUTO, Settings
-from megatron_zbpp.runtime.autotune import start_family
 from megatron_zbpp.runtime.guard import agreement
 from megatron_zbpp.schedules import build, checked_chunks, find
 
@@ -48,6 +48,7 @@ class Programs:
 
     def __init__(self, settings: Settings) -> None:
         self.together = False
+        self._settings = settings
         self._to_plan_from = settings.schedule == AUTO
         self.source: Schedule | Family
         if isinstance(settings.schedule, Schedule):
@@ -82,6 +83,11 @@ class Programs:
         chunks = f' with {num_chunks} chunks a rank' if num_chunks else ''
         limit = f' within {memory_limit:g}' if memory_limit else ''
         return name + chunks + limit + more + (' to plan from' if self._to_plan_from else '')
+
+    @functools.cached_property
+    def guests(self) -> tuple[Guest, ...]:
+        """The guests that were asked for; they may refuse a schedule."""
+        return tuple(guests.asked_for(self._settings))
 
     @property
     def num_chunks(self) -> int:
@@ -218,12 +224,14 @@ class Programs:
 
         Raises:
             ScheduleError: the schedule is not valid.
+            ValueError: a guest refuses it.
         """
         key = (num_ranks, num_microbatches, forward_only, self.together)
         if key not in self._lowered:
             schedule = self.schedule(num_ranks, num_microbatches)
-            if self._freeze is not None and not forward_only:
-                _require_planned(schedule, self._freeze.schedule)
+            for guest in () if forward_only else self.guests:
+                if why := guest.refuses(schedule):
+                    raise ValueError(why)
             schedule = schedule.forward_only() if forward_only else schedule
             programs = check(schedule, receives=self._receives).programs
             self._lowered[key] = Lowered(schedule, programs, passes_ahead(schedule))
@@ -248,21 +256,13 @@ class Programs:
             del self._lowered[key]
 
 
-def _require_planned(schedule: Schedule, planned: Schedule) -> None:
-    """Return if freezing was planned for what runs.
+def start_family(num_chunks: int | None, together: bool = False) -> str:
+    """Return the named schedule that `auto` measures, which fixes the placement.
 
-    Raises:
-        ValueError: it was planned for another schedule, or this one has no W passes.
+    Args:
+        num_chunks: stages a rank; None: two.
+        together: whether it is to have forwards and backwards that run as one, to be measured; on
+            the same placement, if there is such a schedule.
     """
-    if schedule.passes != for_megatron(planned).passes:
-        raise ValueError(
-            f'freezing was planned for {planned.name} of {planned.num_ranks} ranks and '
-            f'{planned.num_microbatches} microbatches, but {schedule.name} of '
-            f'{schedule.num_ranks} and {schedule.num_microbatches} is to run: plan it anew '
-            '(zbpp freeze -o)'
-        )
-    if all(p.kind != W for order in schedule.passes for p in order):
-        raise ValueError(
-            f'{schedule.name} has no W passes, of which freezing leaves gradients out: take a '
-            'schedule that has, such as zb-h1'
-        )
+    v = 'dualpipe-v' if together else 'zb-v'
+    return {None: v, 1: 'zb-h1', 2: v}.get(num_chunks, 'zb-interleaved')

@@ -6,30 +6,27 @@ Takes from this room only what is a value: what was asked for, and its programs.
 from __future__ import annotations
 
 import itertools
-import sys
 import weakref
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 
-from megatron_zbpp.analysis.offloading import FREE
-from megatron_zbpp.ir import Placement
+from megatron_zbpp.guests.base import Guest
+from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.mcore.messages import say
 from megatron_zbpp.mcore.programs import Programs
-from megatron_zbpp.mcore.settings import AUTO, Settings
+from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.post_validation.policy import EarlyStepPolicy
 from megatron_zbpp.post_validation.protocol import PostValidation
-from megatron_zbpp.runtime.activations.free_amount import FreeAmount
 from megatron_zbpp.runtime.activations.store import ActivationStore
-from megatron_zbpp.runtime.autotune import AutoPlan
 from megatron_zbpp.runtime.channels import Channels
-from megatron_zbpp.runtime.freezing import FreezeRun
+from megatron_zbpp.runtime.filler import Filler
 from megatron_zbpp.runtime.guard import agreement
 from megatron_zbpp.runtime.guard.watchdog import Watchdog
 from megatron_zbpp.runtime.observe.interval import Interval
 from megatron_zbpp.runtime.observe.measure import Figures, Iteration
-from megatron_zbpp.runtime.observe.trace import Tracer
-from megatron_zbpp.runtime.side_work import SideWork
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 
@@ -45,15 +42,11 @@ class Session:
         store: the weight gradients that wait for their W.
         watchdog: ends this process if the pipeline no longer moves.
         post_validation: of the optimizer steps, where that is asked for.
-        auto: plans, where that is asked for.
-        amount: finds out how much is offloaded, where that is asked for.
-        tracer: draws an iteration, where that is asked for.
+        guests: watch the training, in this order; some fill the time in which this rank waits.
         flags: of the program, that all ranks must have alike: compared before groups are made.
         latest: the latest iteration of this rank.
         interval: the iterations of training since the last line of the log.
         announced: whether the user has been told what runs.
-        freezing: leaves weight gradients out, where that is asked for.
-        side: what this rank does while it waits, where that is asked for.
         compared: models whose layers the ranks have compared with the placement.
 
     Raises:
@@ -71,25 +64,29 @@ class Session:
         if settings.post_validation is not None:
             policy = EarlyStepPolicy(settings.post_validation)
             self.post_validation = PostValidation(policy, self.watchdog.collective, say)
-        self.auto: AutoPlan | None = None
-        if settings.schedule == AUTO:
-            objective = 'makespan' if self.post_validation is None else 'window'
-            self.auto = AutoPlan(settings.profile_iters, settings.memory_limit, objective=objective)
-        self.amount = FreeAmount(settings.profile_iters) if settings.offload == FREE else None
-        self.tracer = None if settings.trace_dir is None else Tracer(settings.trace_dir)
         self.flags: Mapping[str, object] = {}
         self.latest: Iteration | None = None
         self.interval = Interval()
-        self.freezing: FreezeRun | None = None
-        if settings.freeze is not None:
-            self.freezing = self.store.left_out = FreezeRun(settings.freeze, say)
-        self.side: SideWork | None = None
         self.announced = False
         self.compared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._activations: dict[torch.device, ActivationStore] = {}
         self._channels: dict[tuple[dist.ProcessGroup, Placement, bool], Channels] = {}
         self._between_partners: dict[tuple[dist.ProcessGroup, frozenset], Channels] = {}
         self._agreed: set[tuple] = set()
+        self.guests: list[Guest] = []
+        for guest in self.programs.guests:
+            self.invite(guest)
+
+    def invite(self, guest: Guest) -> None:
+        """Let a guest watch the training; it takes the place of another of its kind."""
+        others = [other for other in self.guests if type(other) is not type(guest)]
+        self.guests = [*others, guest]
+        guest.join(self)
+
+    @property
+    def filler(self) -> Filler | None:
+        """What runs while this rank waits; None: nothing."""
+        return next((guest.filler for guest in self.guests if guest.filler is not None), None)
 
     def agree(self, settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
         """Return if all ranks of `group` have these settings: a collective where they are new.
@@ -182,52 +179,42 @@ class Session:
             return self.interval.figures(early and (early.early, early.taken_back))
 
     def on_iteration_end(self, iteration: Iteration) -> None:
-        """Take note of an iteration of training; run what auto has planned from now on."""
+        """Tell the guests of an iteration of training; make the changes that they ask for."""
         self.latest = iteration
         self.interval.add(iteration)
-        if self.freezing is not None:
-            self.freezing.after(iteration)
-        if self.side is not None:
-            with self.watchdog.collective('times of the pipeline for a side task'):
-                early = self.post_validation
-                self.side.after(iteration, early is not None and early.agreed)
-        if self.tracer is not None:
-            self.tracer.after(iteration)
-        self._settle_amount(iteration)
-        auto = self.auto
-        planned = None if auto is None else auto.after(iteration)
-        if auto is not None and planned is not None:
-            self.programs.replace(planned)
-            if self.tracer is not None:
-                self.tracer.switched(auto.costs)
+        for guest in self.guests:
+            change = guest.after(iteration, self)
+            if change is None:
+                continue
+            if change.schedule is not None:
+                self.programs.replace(change.schedule)
+            elif change.costs is not None:
+                self.programs.offload_within(change.costs)
+            for other in self.guests:
+                other.changed(change)
 
     @property
     def counting(self) -> bool:
         """Whether bytes are worth counting, for what is still to be planned."""
-        auto, amount = self.auto, self.amount
-        return (auto is not None and auto.counting) or (amount is not None and not amount.settled)
+        return any(guest.counting for guest in self.guests)
 
-    def _settle_amount(self, iteration: Iteration) -> None:
-        """Leave on the device what copies would cost time for, once that is known."""
-        if self.amount is None:
-            return
-        schedule = iteration.schedule
-        costs = self.amount.after(
-            iteration,
-            lambda: {
-                stage: seconds
-                for store in self._activations.values()
-                for stage, seconds in store.copy_times().items()
-            },
-            lambda: self.programs.on_the_device(schedule.num_ranks, schedule.num_microbatches),
-        )
-        if costs is not None:
-            self.programs.offload_within(costs)
-            if self.tracer is not None:
-                self.tracer.switched(costs)
+    @property
+    def overlaps(self) -> bool:
+        """Whether ranks begin an iteration without waiting for all; alike on all ranks."""
+        return self.post_validation is not None and self.post_validation.agreed
 
+    def collective(self, what: str) -> AbstractContextManager[None]:
+        """Let the watchdog watch a collective call, reported under the name `what`."""
+        return self.watchdog.collective(what)
 
-def say(message: str) -> None:
-    """Tell the user, once for all ranks."""
-    if dist.get_rank() == 0:
-        print(f'megatron_zbpp: {message}', file=sys.stderr, flush=True)
+    def copy_times(self) -> dict[int, float]:
+        """Return seconds of copies to the host, one way, by stage of this rank; waits for them."""
+        return {
+            stage: seconds
+            for store in self._activations.values()
+            for stage, seconds in store.copy_times().items()
+        }
+
+    def without_copies(self, schedule: Schedule) -> Schedule:
+        """Return what `schedule`, which runs, is without the copies that were asked for."""
+        return self.programs.on_the_device(schedule.num_ranks, schedule.num_microbatches)

@@ -6,14 +6,17 @@ import sys
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_zbpp.analysis.offloading import FREE, Amount, chunks_of
 from megatron_zbpp.analysis.posting import LATE, require_known
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.mcore.lowered import require_one_route
-from megatron_zbpp.partitioning.freeze_plans import FreezePlan
 from megatron_zbpp.runtime.groups import MessageKernels
 from megatron_zbpp.schedules import Family, checked_chunks, find, require_no_limit
+
+if TYPE_CHECKING:
+    from megatron_zbpp.partitioning.freeze_plans import FreezePlan
 
 AUTO = 'auto'
 _CLEAN_STEPS = 10
@@ -179,6 +182,8 @@ def freezing(file: object) -> FreezePlan | None:
         return None
     if not isinstance(file, str | Path):
         raise ValueError(f'freeze is {file!r}: give the path of what zbpp freeze -o wrote, or None')
+    from megatron_zbpp.partitioning.freeze_plans import FreezePlan
+
     try:
         return FreezePlan.from_json(Path(file).read_text(encoding='utf-8'))
     except ValueError as error:

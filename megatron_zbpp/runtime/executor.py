@@ -30,12 +30,12 @@ from megatron_zbpp.runtime.activations.moves import Moves, key_of
 from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import Clock
+from megatron_zbpp.runtime.filler import Filler
 from megatron_zbpp.runtime.kinds import done_by
 from megatron_zbpp.runtime.messages import Awaited
 from megatron_zbpp.runtime.messages import messages as made_of
 from megatron_zbpp.runtime.observe.profiling import profiled
 from megatron_zbpp.runtime.observe.record import Record
-from megatron_zbpp.runtime.side_work import SideWork
 from megatron_zbpp.runtime.stage import Backward, Forward, RunTogether, Stage
 from megatron_zbpp.runtime.tables import Tables
 from megatron_zbpp.runtime.weight_grads import Key, WeightGradStore
@@ -89,7 +89,7 @@ class Executor:
         clock: Clock,
         named: Callable[[Pass], AbstractContextManager] = profiled,
         activations: ActivationStore | None = None,
-        side: SideWork | None = None,
+        side: Filler | None = None,
         together: RunTogether | None = None,
         tables: Tables | None = None,
         actions: Mapping[str, Action] | None = None,
@@ -110,7 +110,7 @@ class Executor:
         reject_unsupported((*tables.of_each_kind, *tables.named), activations is not None, own)
         reject_second_inputs(tables.second_inputs, own)
         self._side = side
-        self._fills: SideWork | None = None  # that, once the iteration has begun
+        self._fills: Filler | None = None  # that, once the iteration has begun
         self._together = together
         self.moves = Moves(tables.moving, activations)
         self.splits = tables.splits

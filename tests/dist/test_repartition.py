@@ -11,13 +11,14 @@ from held_layers import layers_of_ranks
 from megatron_zbpp import load
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.guests.autotune import repartition
+from megatron_zbpp.guests.autotune.auto_plan import AutoPlan
+from megatron_zbpp.guests.autotune.repartition import Repartition, look
+from megatron_zbpp.guests.base import ModelLayers
+from megatron_zbpp.guests.measurements import Measured
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.formats import load_plan
 from megatron_zbpp.partitioning import worker
-from megatron_zbpp.runtime import repartition
-from megatron_zbpp.runtime.autotune import AutoPlan
-from megatron_zbpp.runtime.measurements import Measured
-from megatron_zbpp.runtime.repartition import Repartition, look
 from megatron_zbpp.schedules import build
 
 SCHEDULE = build('zb-h1', 4, 8)
@@ -62,22 +63,27 @@ def test_a_slower_rank_gets_fewer_layers(monkeypatch, tmp_path):
     assert sum(held) == 16 and held[2] == min(held) < 4 and max(held) > 4
 
 
-def settled(monkeypatch, costs, schedule=SCHEDULE, **changes):
+def settled(monkeypatch, costs, schedule=SCHEDULE, layout=EVEN, **changes):
     """What is said until nothing more is waited for."""
-    from megatron_zbpp.runtime import autotune
+    from megatron_zbpp.guests.autotune import auto_plan
 
-    monkeypatch.setattr(autotune.dist, 'get_rank', lambda *_: 0)
+    monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda *_: 0)
     said = []
     found = [Measured(costs, 1.0, {}, None, 0)]
     auto = AutoPlan(
-        say=said.append, seconds=1.0, layout=EVEN, costs=costs, _found=found, _num_microbatches=8
+        say=said.append,
+        seconds=1.0,
+        layers=ModelLayers(layout, alike=True),
+        costs=costs,
+        _found=found,
+        _num_microbatches=8,
     )
     for name, value in changes.items():
         setattr(auto, name, value)
     auto._settle(schedule)
     if auto._partition is not None:
         auto._partition.wait()
-        assert auto.after(type('Iteration', (), {'schedule': schedule})) is None
+        assert auto.after(type('Iteration', (), {'schedule': schedule}), None) is None
         assert auto._partition is None, 'asked once'
     return said
 

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from timed import Pipeline, ShiftedClock
 
+from megatron_zbpp.guests.base import Change
+from megatron_zbpp.guests.tracing.tracer import Tracer
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.runtime.observe.trace import Tracer
 from megatron_zbpp.schedules import build
 
 
@@ -21,7 +22,7 @@ def trace(folder, costs):
     for name in ('zb-h1', '1f1b'):
         pipeline = Pipeline(build(name, dist.get_world_size(), 4), clock)
         for i in range(7):
-            tracer.after(pipeline.run())
+            tracer.after(pipeline.run(), None)
             dist.barrier()
             page = folder / 'pipeline.html'
             if page.exists() and (not drawn or page.read_text() != drawn[-1][1]):
@@ -29,7 +30,7 @@ def trace(folder, costs):
                     (i + 1, page.read_text(), (folder / 'pipeline.perfetto.json').read_text())
                 )
             dist.barrier()
-        tracer.switched(costs)
+        tracer.changed(Change(costs))
     return drawn
 
 

@@ -24,8 +24,8 @@ def told(training, switching=False, seconds=30.0):
     """
     from unittest import mock
 
-    from megatron_zbpp.mcore import session
-    from megatron_zbpp.runtime.autotune import AutoPlan
+    from megatron_zbpp.guests.autotune import auto_plan
+    from megatron_zbpp.guests.autotune.auto_plan import AutoPlan
 
     said, poll, simulated = [], AutoPlan._poll, AutoPlan._simulated
 
@@ -38,7 +38,7 @@ def told(training, switching=False, seconds=30.0):
         return simulated(self, schedule, costs) / (2 if schedule.name == 'planned' else 1)
 
     taken = mock.patch.object(AutoPlan, '_simulated', halved if switching else simulated)
-    hurried = mock.patch.object(session, 'AutoPlan', partial(AutoPlan, seconds=seconds))
+    hurried = mock.patch.object(auto_plan, 'AutoPlan', partial(AutoPlan, seconds=seconds))
     with mock.patch.object(AutoPlan, '_poll', wait), taken, hurried:
         yield said
 
@@ -55,8 +55,8 @@ def proposing(training, home):
     from dataclasses import replace
     from unittest import mock
 
-    from megatron_zbpp.runtime import autotune
-    from megatron_zbpp.runtime.repartition import Repartition, look
+    from megatron_zbpp.guests.autotune import auto_plan
+    from megatron_zbpp.guests.autotune.repartition import Repartition, look
 
     finished = Repartition.finished
 
@@ -72,7 +72,7 @@ def proposing(training, home):
 
     with (
         told(training, seconds=1.0) as said,
-        mock.patch.object(autotune, 'look', slow),
+        mock.patch.object(auto_plan, 'look', slow),
         mock.patch.object(Repartition, 'finished', wait),
         mock.patch.dict(os.environ, XDG_CACHE_HOME=str(home)),
     ):
@@ -117,7 +117,7 @@ def slowed(training, home):
     import torch.distributed as dist
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_zbpp.runtime.repartition import Repartition
+    from megatron_zbpp.guests.autotune.repartition import Repartition
 
     forward, finished = TransformerLayer.forward, Repartition.finished
 
@@ -167,8 +167,8 @@ def one_slow_replica(training):
     import torch.distributed as dist
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_zbpp.mcore import session
-    from megatron_zbpp.runtime.autotune import AutoPlan
+    from megatron_zbpp.guests.autotune import auto_plan
+    from megatron_zbpp.guests.autotune.auto_plan import AutoPlan
 
     said, forward = [], TransformerLayer.forward
 
@@ -178,7 +178,7 @@ def one_slow_replica(training):
 
     heard = partial(AutoPlan, seconds=1.0, say=said.append)
     with (
-        mock.patch.object(session, 'AutoPlan', heard),
+        mock.patch.object(auto_plan, 'AutoPlan', heard),
         mock.patch.object(TransformerLayer, 'forward', late),
     ):
         yield said

@@ -233,7 +233,7 @@ def hiding(training: Any) -> Iterator[tuple[list[str], list]]:
 
     On a CPU nothing hides.
     """
-    from megatron_zbpp.runtime import measurements
+    from megatron_zbpp.guests import measurements
 
     fit = measurements.fit
     measured = []

@@ -31,7 +31,7 @@ def counted(training):
 
     found = []
     yield found
-    freezing = enabled.plugin.session.freezing
+    (freezing,) = enabled.plugin.session.guests
     found += [freezing.left_out, freezing.seen, freezing.step]
 
 

@@ -26,13 +26,13 @@ def test_identical_to_megatron(ranks, data, schedule, pp, dp):
 
 def planned_for(job, argv):
     """Runs on each rank: the costs that `auto` planned for, and the iteration that it measured."""
-    from megatron_zbpp.mcore import session
-    from megatron_zbpp.runtime import autotune, measurements
+    from megatron_zbpp.guests import measurements
+    from megatron_zbpp.guests.autotune import auto_plan
 
-    made, measured, fit = [], [], measurements.fit
+    made, measured, fit, planner = [], [], measurements.fit, auto_plan.AutoPlan
 
     def make(profile_iters, *settings, **named):
-        made.append(autotune.AutoPlan(1, *settings, **named, seconds=0.1))
+        made.append(planner(1, *settings, **named, seconds=0.1))
         return made[0]
 
     def noting(timeline, comm):
@@ -40,7 +40,7 @@ def planned_for(job, argv):
         return fit(timeline, comm)
 
     with (
-        mock.patch.object(session, 'AutoPlan', make),
+        mock.patch.object(auto_plan, 'AutoPlan', make),
         mock.patch.object(measurements, 'fit', noting),
     ):
         train(job, argv)

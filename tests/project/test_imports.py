@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 
 import pytest
@@ -16,6 +17,10 @@ import sys
 {}
 print(*(name for name in sys.modules if name.startswith('megatron_zbpp.')))
 """
+
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec('megatron') is None, reason='megatron-core is not installed'
+)
 
 
 def loaded(line: str) -> set[str]:
@@ -39,3 +44,41 @@ def test_names_are_imported_when_they_are_read():
     assert 'simulate' in dir(megatron_zbpp)
     with pytest.raises(AttributeError, match="'megatron_zbpp' has no attribute 'simulated'"):
         getattr(megatron_zbpp, 'simulated')  # noqa: B009
+
+
+ENABLED = """from megatron_zbpp.emulation import cpu
+cpu.install()
+import megatron_zbpp
+plugin = megatron_zbpp.enable({})"""
+# What a training by name has no use for; each is there for those that ask for it.
+SEARCHES = {'planner', 'partitioning', 'render', 'cli'}
+GUESTS = {'', 'base'}
+
+
+def guests(modules: set[str]) -> set[str]:
+    """Return the modules and folders of guests."""
+    return {f'{name}.'.split('.')[1] for name in modules if name.partition('.')[0] == 'guests'}
+
+
+@needs_megatron
+def test_a_training_loads_no_search_no_picture_and_no_guest():
+    modules = loaded(ENABLED.format("'zb-h1'"))
+    assert not rooms(modules) & SEARCHES
+    assert guests(modules) == GUESTS
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ('asked', 'guest', 'searches'),
+    [
+        ("'auto'", {'autotune', 'measurements'}, {'planner', 'partitioning'}),
+        ("'zb-h1', offload='auto'", {'offload_amount', 'measurements'}, set()),
+        ("'zb-h1', trace_dir='no/such/folder'", {'tracing'}, {'render'}),
+        ("'zb-h1').side_task(None, 1.0", {'side_work', 'measurements'}, set()),
+    ],
+    ids=['auto', 'offload auto', 'trace_dir', 'side task'],
+)
+def test_a_guest_that_is_asked_for_comes_alone(asked, guest, searches):
+    modules = loaded(ENABLED.format(asked))
+    assert guests(modules) == GUESTS | guest
+    assert rooms(modules) & SEARCHES == searches

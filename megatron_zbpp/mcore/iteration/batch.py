@@ -39,12 +39,13 @@ class Batch:
     def run(self, session: Session) -> None:
         """Run the passes that are left of it."""
         looked_at = self.arguments.models if self.executor.splits else ()
-        if session.freezing is not None and not self.arguments.forward_only:
-            session.freezing.begin(compat.training_step())
+        for guest in () if self.arguments.forward_only else session.guests:
+            guest.before(compat.training_step())
+            if guest.skips_gradients:
+                looked_at = ()  # some get none
+        if session.store.left_out is not None and not self.arguments.forward_only:
             wanted = compat.hooks_want_gradients(self.arguments.models)
             session.store.dropped = dropped_gradient if wanted else None
-            if session.freezing.active:
-                looked_at = ()  # some get none
         with (
             session.watchdog.passes(self.executor),
             every_weight_gradient(looked_at, session.store),
@@ -75,8 +76,8 @@ class Batch:
             session.latest = iteration
         else:
             early = session.post_validation
-            if session.side is not None and not (early is not None and early.policy.engaged):
-                session.side.at_end()
+            if session.filler is not None and not (early is not None and early.policy.engaged):
+                session.filler.at_end()
             session.on_iteration_end(iteration)
         return self.call.results
 

@@ -10,6 +10,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 
+from megatron_zbpp.guests.base import ModelLayers
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import compat, layout, preflight, refusals, superseded
 from megatron_zbpp.mcore.iteration import combined
@@ -87,7 +88,7 @@ def prepare(
         clock_for(call.device, counting=session.counting),
         profiled,
         _activations(session, lowered, models, call, groups.pp),
-        None if arguments.forward_only else session.side,
+        None if arguments.forward_only else session.filler,
         combined.as_one if as_one else None,
         tables,
     )
@@ -113,9 +114,9 @@ def _agreed(
     """Return the programs of all ranks, once they have found that they mean the same."""
     sizes = pp_group.size(), arguments.num_microbatches
     alike = agreement(sizes[1], len(arguments.models), message, arguments.forward_only, config)
-    alike['side task'] = session.side is not None
-    if session.freezing is not None:
-        alike['step resumed at'] = session.freezing.first
+    alike['side task'] = session.filler is not None
+    for guest in session.guests:
+        alike |= guest.fingerprint()
     session.agree(alike | session.programs.fingerprint(*sizes), pp_group)
     return session.programs.lowered(*sizes, arguments.forward_only)
 
@@ -123,13 +124,17 @@ def _agreed(
 def _announce(
     session: Session, lowered: Lowered, config: Any, first_chunk: torch.nn.Module
 ) -> None:
-    """Say what runs, before it first does; tell `auto` of which layers the model is."""
+    """Say what runs, before it first does, and tell the guests."""
     session.announced = True
     announce(lowered.schedule, config)
-    if session.auto is not None:
-        chunk = cast(torch.nn.Module, unwrap_model(first_chunk))
-        session.auto.layout = layout.text_of(chunk, lowered.placement)
-        session.auto.layers_alike = layout.layers_alike(getattr(chunk, 'config', None))
+    chunk = cast(torch.nn.Module, unwrap_model(first_chunk))
+
+    def describe() -> ModelLayers:
+        text = layout.text_of(chunk, lowered.placement)
+        return ModelLayers(text, layout.layers_alike(getattr(chunk, 'config', None)))
+
+    for guest in session.guests:
+        guest.starts(describe)
 
 
 def _activations(

@@ -20,9 +20,9 @@ from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import compat, superseded
 from megatron_zbpp.mcore.building import chunk_being_built, name_of, of_one_chunk
 from megatron_zbpp.mcore.layout import StageLayout, require_placed
+from megatron_zbpp.mcore.messages import say
 from megatron_zbpp.mcore.patches import masks
 from megatron_zbpp.mcore.patches.registry import Patch
-from megatron_zbpp.mcore.session import say
 
 Placements = Callable[[int], Placement]  # of so many pipeline ranks
 Agree = Callable[[Mapping[str, object], dist.ProcessGroup], None]  # on settings, in a group

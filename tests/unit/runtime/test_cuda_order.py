@@ -15,19 +15,19 @@ import torch
 import torch.distributed as dist
 from cuda_double import GPU, HOST, Cuda
 
+from megatron_zbpp.guests.side_work import side_work
+from megatron_zbpp.guests.side_work.side_work import SideWork
 from megatron_zbpp.ir import B, F, Pass
 from megatron_zbpp.mcore.post_validation import kept_state, side_effects
 from megatron_zbpp.mcore.post_validation.agreement import Agreement, Verdict
 from megatron_zbpp.mcore.post_validation.reduction import Reduction
 from megatron_zbpp.post_validation import speculative_step, watch
-from megatron_zbpp.runtime import side_work
 from megatron_zbpp.runtime.clock import clock_for
 from megatron_zbpp.runtime.compat import unseen_by_autograd
 from megatron_zbpp.runtime.guard.position import Tracker
 from megatron_zbpp.runtime.guard.watchdog import EXIT_CODE, Watchdog
 from megatron_zbpp.runtime.observe.measure import Iteration
 from megatron_zbpp.runtime.observe.record import Record
-from megatron_zbpp.runtime.side_work import SideWork
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build
 

@@ -8,7 +8,7 @@ same.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -17,22 +17,23 @@ import torch.distributed as dist
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.offloading import FREE, copy_ratio, offloaded
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Schedule
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import HOST
-from megatron_zbpp.ir.techniques import TRANSFERS
-from megatron_zbpp.runtime.measurements import (
+from megatron_zbpp.guests.base import Change, Guest, Run
+from megatron_zbpp.guests.measurements import (
     WARM_UP,
     Measured,
     from_all,
     measured,
     merge_measurements,
 )
+from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import HOST
+from megatron_zbpp.ir.techniques import TRANSFERS
 from megatron_zbpp.runtime.observe.measure import Iteration
 
 
 @dataclass
-class FreeAmount:
+class FreeAmount(Guest):
     """Follows the iterations of one rank, and says once what was measured.
 
     Args:
@@ -51,19 +52,13 @@ class FreeAmount:
     _seen: int = 0
     _found: list[Measured] = field(default_factory=list)
 
-    def after(
-        self,
-        iteration: Iteration,
-        copy_times: Callable[[], Mapping[int, float]],
-        base: Callable[[], Schedule],
-    ) -> Costs | None:
-        """Return what to plan copies by from now on; None: nothing changes. A collective.
+    @property
+    def counting(self) -> bool:
+        """Whether bytes are worth counting: nothing has been planned so far."""
+        return not self.settled
 
-        Args:
-            iteration: that has ended, of training.
-            copy_times: of one way, by stage of this rank; waits for the device.
-            base: the schedule of this iteration without copies.
-        """
+    def after(self, iteration: Iteration, run: Run) -> Change | None:
+        """Return what to plan copies by from now on; None: nothing changes. A collective."""
         if self.settled:
             return None
         self._seen += 1
@@ -74,7 +69,7 @@ class FreeAmount:
             return None
         self.settled = True
         ways: dict[int, float] = {}
-        for found in from_all(dict(copy_times())):
+        for found in from_all(dict(run.copy_times())):
             ways |= {stage: max(seconds, ways.get(stage, 0.0)) for stage, seconds in found.items()}
         costs, room, _ = merge_measurements(self._found, iteration.schedule, inf)
         times = tuple(ways.get(stage, 0.0) for stage in range(costs.num_stages))
@@ -82,7 +77,9 @@ class FreeAmount:
         if not any(times):
             self._tell('offload auto: nothing has left the device')
             return None
-        return self._decided(iteration.schedule, base(), costs, room)
+        schedule = iteration.schedule
+        decided = self._decided(schedule, run.without_copies(schedule), costs, room)
+        return None if decided is None else Change(decided)
 
     def _decided(self, runs: Schedule, base: Schedule, costs: Costs, room: float) -> Costs | None:
         """Say what becomes of it; return the costs where that is another schedule."""

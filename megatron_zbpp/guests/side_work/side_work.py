@@ -20,11 +20,11 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from megatron_zbpp.guests.side_work.limits import MemoryBudget, kept_random_states, on_cuda
 from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.runtime.clock import Clock
 from megatron_zbpp.runtime.observe.measure import Iteration
 from megatron_zbpp.runtime.observe.record import Record
-from megatron_zbpp.runtime.side_limits import MemoryBudget, kept_random_states, on_cuda
 
 _WARM_UP = 2  # iterations that are slower than others
 _MEASURED = 3

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from megatron_zbpp.guests.freezing.freeze_run import FreezeRun
 from megatron_zbpp.partitioning.freeze_plans import FreezePlan
-from megatron_zbpp.runtime.freezing import FreezeRun
 from megatron_zbpp.schedules import build
 
 SCHEDULE = build('zb-h1', 2, 2)
@@ -24,10 +24,12 @@ def ran(steps, first=0):
     said, out = [], []
     run = FreezeRun(PLAN, lambda message: said.append((run.step, message)))
     for at in range(first, first + steps):
-        run.begin(at if first else None)
+        run.before(at if first else None)
         out.append(len(run((1, 0), 4)))
         window = 0.08 if run.left_out else 0.1
-        run.after(SimpleNamespace(extent=lambda window=window: SimpleNamespace(window=window)))
+        run.after(
+            SimpleNamespace(extent=lambda window=window: SimpleNamespace(window=window)), None
+        )
     return said, out, run
 
 
@@ -52,9 +54,9 @@ def test_a_loop_says_where_it_resumes():
     run.resume(130)
     iteration = SimpleNamespace(extent=lambda: SimpleNamespace(window=0.1))
     for step in (130, 131):
-        run.begin(None)
+        run.before(None)
         assert run.step == step and run((1, 0), 4) == PLAN.left_out(step, 1, 0, 4) != frozenset()
-        run.after(iteration)
+        run.after(iteration, None)
     assert run.first == 130
 
 

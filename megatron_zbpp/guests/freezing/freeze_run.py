@@ -5,16 +5,18 @@ This changes what is learned. Nothing else here does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from statistics import median
 
+from megatron_zbpp.guests.base import Guest, Run
+from megatron_zbpp.ir import Schedule, W
 from megatron_zbpp.partitioning.freeze_plans import FreezePlan
 from megatron_zbpp.runtime.observe.measure import Iteration
 
 _COMPARED = 20  # steps with the whole shares, before the gain is told
 
 
-class FreezeRun:
+class FreezeRun(Guest):
     """Follows a plan through a training, on one rank.
 
     Args:
@@ -38,15 +40,40 @@ class FreezeRun:
         self._after: list[float] = []
 
     @property
-    def active(self) -> bool:
+    def skips_gradients(self) -> bool:
         """Whether gradients are left out in this step."""
         return self.plan.share(self.step) > 0
+
+    def refuses(self, schedule: Schedule) -> str | None:
+        """Return why the plan is not one for `schedule`, which is in Megatron's ranks."""
+        planned = self.plan.schedule
+        if schedule.passes not in (planned.passes, planned.reversed().passes):
+            return (
+                f'freezing was planned for {planned.name} of {planned.num_ranks} ranks and '
+                f'{planned.num_microbatches} microbatches, but {schedule.name} of '
+                f'{schedule.num_ranks} and {schedule.num_microbatches} is to run: plan it anew '
+                '(zbpp freeze -o)'
+            )
+        if all(p.kind != W for order in schedule.passes for p in order):
+            return (
+                f'{schedule.name} has no W passes, of which freezing leaves gradients out: take a '
+                'schedule that has, such as zb-h1'
+            )
+        return None
+
+    def fingerprint(self) -> Mapping[str, object]:
+        """Return the step that the training was resumed at."""
+        return {'step resumed at': self.first}
+
+    def join(self, run: Run) -> None:
+        """Be asked by W passes which gradients they leave out."""
+        run.store.left_out = self
 
     def resume(self, step: int) -> None:
         """Take note that so many steps were taken before, by the run that left the checkpoint."""
         self.step = self.first = step
 
-    def begin(self, step: int | None) -> None:
+    def before(self, step: int | None) -> None:
         """Take note that a step begins; None: the one after the last."""
         self.step = self.step if step is None else step
         phase = self._phase_of(self.step)
@@ -85,7 +112,7 @@ class FreezeRun:
         self.left_out += len(found)
         return found
 
-    def after(self, iteration: Iteration) -> None:
+    def after(self, iteration: Iteration, run: Run) -> None:
         """Take note that a step has ended."""
         if self._phase == 'monitoring':
             self._before.append(iteration.extent().window)

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from megatron_zbpp.guests.measurements import USABLE
 from megatron_zbpp.runtime.clock import never_needed
-from megatron_zbpp.runtime.measurements import USABLE
 
 
 def on_cuda() -> bool:

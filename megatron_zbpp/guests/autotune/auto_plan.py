@@ -18,33 +18,23 @@ import torch.distributed as dist
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.guests.autotune.repartition import Repartition, look
+from megatron_zbpp.guests.base import Change, Guest, ModelLayers, Run
+from megatron_zbpp.guests.measurements import WARM_UP, Measured, measured, merge_measurements
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.speeds import slow_ranks
 from megatron_zbpp.planner import worker
 from megatron_zbpp.planner.process import PlannerProcess
-from megatron_zbpp.runtime.measurements import WARM_UP, Measured, measured, merge_measurements
 from megatron_zbpp.runtime.observe.measure import Iteration
-from megatron_zbpp.runtime.repartition import Repartition, look
 
 _LATE = 10  # times the seconds to plan in, after which the planner is taken for stuck
+_UNKNOWN = ModelLayers(None, alike=True)
 _WAITING, _KEEP = '', 'keep'  # what the planning rank may say instead of a schedule
 
 
-def start_family(num_chunks: int | None, together: bool = False) -> str:
-    """Return the named schedule to measure under, which fixes the placement.
-
-    Args:
-        num_chunks: stages a rank; None: two.
-        together: whether it is to have forwards and backwards that run as one, to be measured; on
-            the same placement, if there is such a schedule.
-    """
-    v = 'dualpipe-v' if together else 'zb-v'
-    return {None: v, 1: 'zb-h1', 2: v}.get(num_chunks, 'zb-interleaved')
-
-
 @dataclass
-class AutoPlan:
+class AutoPlan(Guest):
     """Follows the iterations of one rank, and says when to switch to what.
 
     Args:
@@ -60,9 +50,8 @@ class AutoPlan:
     Attributes:
         planned: the schedule that was switched to.
         costs: that it was planned for.
-        layout: the layers of each stage, where that is known: then a better one is looked for.
-        layers_alike: whether layers of a letter are: then a rank on which they take longer is taken
-            for a slower one.
+        layers: of the model: where their layout is known, a better one is looked for; where they
+            are alike, a rank on which they take longer is taken for a slower one.
     """
 
     profile_iters: int = 5
@@ -74,8 +63,7 @@ class AutoPlan:
     )
     planned: Schedule | None = None
     costs: Costs | None = None
-    layout: str | None = None
-    layers_alike: bool = True
+    layers: ModelLayers = _UNKNOWN
     _num_microbatches: int = 0
     _seen: int = 0
     _spans: list[float] = field(default_factory=list)
@@ -92,12 +80,17 @@ class AutoPlan:
         """Whether bytes are worth counting: nothing has been planned so far."""
         return not self._settled and self.planned is None
 
-    def after(self, iteration: Iteration) -> Schedule | None:
-        """Return what to run now, in the ranks of `iteration`; None: the same. A collective.
+    def starts(self, describe: Callable[[], ModelLayers]) -> None:
+        """Take note of which layers the model is."""
+        self.layers = describe()
 
-        Args:
-            iteration: that has ended, of training.
-        """
+    def after(self, iteration: Iteration, run: Run) -> Change | None:
+        """Return what to run now, in the ranks of `iteration`; None: the same. A collective."""
+        schedule = self._next(iteration)
+        return None if schedule is None else Change(self.costs, schedule)
+
+    def _next(self, iteration: Iteration) -> Schedule | None:
+        """Return what to run now; None: the same. A collective."""
         schedule = iteration.schedule
         if schedule.num_microbatches != self._num_microbatches:  # the batch size has changed
             self._begin(schedule.num_microbatches)
@@ -226,12 +219,12 @@ class AutoPlan:
     def _settle(self, schedule: Schedule) -> None:
         """Measure and plan no more; on the first rank, look where the layers had better be."""
         self._settled = True
-        if dist.get_rank() != 0 or self.layout is None or self.costs is None:
+        if dist.get_rank() != 0 or self.layers.layout is None or self.costs is None:
             return
         if (self._original or schedule).together:
             self.say('auto: looks for no other partition of the layers: it knows no cells')
             return
-        looked = look(self.layout, schedule, self.costs, self.objective, self.layers_alike)
+        looked = look(self.layers.layout, schedule, self.costs, self.objective, self.layers.alike)
         # a proposal may take all the room that there is; what runs keeps to what 1F1B holds
         asked = inf if self.memory_limit is None else self.memory_limit
         _, room, _ = merge_measurements(self._found, schedule, asked)

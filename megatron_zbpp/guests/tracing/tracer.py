@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_zbpp.analysis.fit_costs import fit, latency
 from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.guests.base import Change, Guest, Run
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.html import html
@@ -20,7 +21,7 @@ _DRAWN = 5  # the iteration to draw: the first ones are slower than others
 
 
 @dataclass
-class Tracer:
+class Tracer(Guest):
     """Draws one iteration of the first pipeline, and one more after a switch to a planned schedule.
 
     `planned` is the schedule as the simulator has it: with the times that it was planned for; a
@@ -36,7 +37,7 @@ class Tracer:
     _costs: Costs | None = None
     _before: Timeline | None = None
 
-    def after(self, iteration: Iteration) -> None:
+    def after(self, iteration: Iteration, run: Run) -> None:
         """Draw `iteration`, which has ended, if it is the one: a collective of its pipeline."""
         self._seen += 1
         if self._seen != _DRAWN:
@@ -46,9 +47,9 @@ class Tracer:
             self.draw(measured)
             self._before = measured
 
-    def switched(self, costs: Costs | None) -> None:
-        """Draw again: from now on a schedule runs that was planned for `costs`."""
-        self._seen, self._costs = 0, costs
+    def changed(self, change: Change) -> None:
+        """Draw again: from now on another schedule runs."""
+        self._seen, self._costs = 0, change.costs
 
     def draw(self, measured: Timeline) -> None:
         """Write the files."""

@@ -12,14 +12,15 @@ import pytest
 from megatron_zbpp.analysis.fit_costs import fit
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.guests.autotune.auto_plan import AutoPlan
+from megatron_zbpp.guests.measurements import Measured, merge_measurements
 from megatron_zbpp.ir import BW, B, F, Placement, W
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.mcore.programs import start_family
 from megatron_zbpp.planner import worker
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.process import PlannerProcess
-from megatron_zbpp.runtime.autotune import AutoPlan, start_family
 from megatron_zbpp.runtime.executor import Record
-from megatron_zbpp.runtime.measurements import Measured, merge_measurements
 from megatron_zbpp.runtime.observe.measure import Iteration
 from megatron_zbpp.schedules import build
 
@@ -132,21 +133,21 @@ def test_cells_are_planned_by_what_they_take(share, cells):
 def test_another_batch_size_begins_anew(monkeypatch, settled):
     """What is planned meanwhile would be for the old one."""
     auto = AutoPlan()
-    assert auto.after(SimpleNamespace(schedule=build('zb-v', 2, 4))) is None
+    assert auto.after(SimpleNamespace(schedule=build('zb-v', 2, 4)), None) is None
     monkeypatch.setattr(worker, 'COMMAND', (sys.executable, '-c', 'import time; time.sleep(60)'))
     auto._planner = planner = PlannerProcess('', seconds=60)
     auto.planned, auto._settled = build('zb-v', 2, 4), settled
     assert not auto.counting
-    assert auto.after(SimpleNamespace(schedule=build('zb-v', 2, 6))) is None
+    assert auto.after(SimpleNamespace(schedule=build('zb-v', 2, 6)), None) is None
     assert not planner.runs and auto.counting and auto.planned is None
 
 
 def test_a_slow_replica_is_named(monkeypatch):
     """Of three, by the rank of the job; the costs to plan for are the usual ones."""
-    from megatron_zbpp.runtime import autotune
+    from megatron_zbpp.guests.autotune import auto_plan
 
-    monkeypatch.setattr(autotune.dist, 'get_rank', lambda *_: 0)
-    monkeypatch.setattr(autotune, 'PlannerProcess', lambda *_: None)
+    monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda *_: 0)
+    monkeypatch.setattr(auto_plan, 'PlannerProcess', lambda *_: None)
     slow = replace(COSTS, forward=(0.5, 0.8, 0.8, 0.5), weight=(0.5, 0.8, 0.8, 0.5))
     found = [
         Measured(slow if ranks == (1, 4) else COSTS, 1.0, {}, None, rank, ranks)
@@ -168,12 +169,12 @@ def test_a_slow_replica_is_named(monkeypatch):
 
 def asked(monkeypatch, tmp_path, program, seconds=30.0):
     """What `auto` says, and what it answers, where the planner is this program."""
-    from megatron_zbpp.runtime import autotune
+    from megatron_zbpp.guests.autotune import auto_plan
 
     file = tmp_path / 'planner.py'
     file.write_text(program)
     monkeypatch.setattr(worker, 'COMMAND', (sys.executable, str(file)))
-    monkeypatch.setattr(autotune.dist, 'get_rank', lambda *_: 0)
+    monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda *_: 0)
     said = []
     found = [Measured(COSTS, 9.0, {}, None, 0)]
     auto = AutoPlan(seconds=seconds, say=said.append, _spans=[9.0], _found=found)
@@ -229,9 +230,9 @@ def test_a_planner_that_cannot_be_started(monkeypatch, tmp_path):
 )
 def test_back_where_it_was_better(monkeypatch, before, now, back):
     """Only beyond noise: each iteration now took longer than any before."""
-    from megatron_zbpp.runtime import autotune
+    from megatron_zbpp.guests.autotune import auto_plan
 
-    monkeypatch.setattr(autotune.dist, 'get_rank', lambda *_: 0)
+    monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda *_: 0)
     said = []
     auto = AutoPlan(say=said.append, _spans=now, _measured_before=before, _original=SCHEDULE)
     assert auto._compare(SCHEDULE) is (SCHEDULE if back else None)

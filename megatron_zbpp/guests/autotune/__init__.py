@@ -1,0 +1,1 @@
+"""`auto`: plans for what was measured, and switches to it."""

@@ -1,0 +1,114 @@
+"""The protocol between a run and its guests.
+
+A guest overrides what it needs. A run asks its guests in one order, which all ranks have alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.runtime.filler import Filler
+from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
+
+
+class Change(NamedTuple):
+    """A change of what runs from the next iteration on.
+
+    Attributes:
+        costs: measured, for which it was planned; None: unknown.
+        schedule: to run; None: the same schedule, with copies to the host planned by `costs`.
+    """
+
+    costs: Costs | None
+    schedule: Schedule | None = None
+
+
+class ModelLayers(NamedTuple):
+    """The layers of the model that is trained.
+
+    Attributes:
+        layout: in the language of Megatron's flag, as `Ett|tt|ttL`; None where there is none.
+        alike: whether decoder layers do the same.
+    """
+
+    layout: str | None
+    alike: bool
+
+
+class Run(Protocol):
+    """A run, as its guests see it."""
+
+    store: WeightGradStore
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether ranks begin an iteration without waiting for all; alike on all ranks."""
+        ...
+
+    def collective(self, what: str) -> AbstractContextManager[None]:
+        """Let the watchdog watch a collective call, reported under the name `what`."""
+        ...
+
+    def copy_times(self) -> Mapping[int, float]:
+        """Return seconds of copies to the host, one way, by stage of this rank; waits for them."""
+        ...
+
+    def without_copies(self, schedule: Schedule) -> Schedule:
+        """Return what `schedule`, which runs, is without the copies that were asked for."""
+        ...
+
+
+class Guest:
+    """A guest that does nothing: what each method does where it is not overridden.
+
+    Attributes:
+        counting: whether it wants bytes counted.
+        skips_gradients: whether it leaves weight gradients out in the step that runs.
+        filler: runs steps of its own while a rank waits; None: it has none.
+    """
+
+    counting: bool = False
+    skips_gradients: bool = False
+    filler: Filler | None = None
+
+    def refuses(self, schedule: Schedule) -> str | None:
+        """Return why it cannot watch a training by `schedule`, and the cure; None: it can."""
+
+    def fingerprint(self) -> Mapping[str, object]:
+        """Return what all ranks of the pipeline must have alike, by name."""
+        return {}
+
+    def join(self, run: Run) -> None:
+        """Take its place in a run, before anything is trained."""
+
+    def resume(self, step: int) -> None:
+        """Take note that a checkpoint was loaded of a training that had taken so many steps."""
+
+    def starts(self, describe: Callable[[], ModelLayers]) -> None:
+        """Take note that training starts.
+
+        Args:
+            describe: describes the layers of the model.
+        """
+
+    def before(self, step: int | None) -> None:
+        """Take note that an iteration of training begins, on this rank.
+
+        Args:
+            step: its number, from 0; None: the one after the last.
+        """
+
+    def after(self, iteration: Iteration, run: Run) -> Change | None:
+        """Take note that an iteration of training has ended; collectives of the job may follow.
+
+        Returns:
+            What changes from the next iteration on, alike on all ranks; None: nothing.
+        """
+
+    def changed(self, change: Change) -> None:
+        """Take note that what runs has changed."""

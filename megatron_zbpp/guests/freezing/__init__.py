@@ -1,0 +1,1 @@
+"""Freezing: leaves out the weight gradients that a plan names."""

@@ -1,0 +1,1 @@
+"""`offload auto`: keeps on the device what copies would cost time for."""

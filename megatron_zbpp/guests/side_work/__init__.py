@@ -1,0 +1,1 @@
+"""Side tasks: steps of something else while a rank waits."""

@@ -1,0 +1,1 @@
+"""Tracing: pictures of an iteration as it was."""

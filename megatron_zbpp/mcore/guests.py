@@ -1,0 +1,31 @@
+"""The guests that settings ask for. A guest that nobody asks for is not imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_zbpp.analysis.offloading import FREE
+from megatron_zbpp.guests.base import Guest
+from megatron_zbpp.mcore.messages import say
+from megatron_zbpp.mcore.settings import AUTO, Settings
+
+
+def asked_for(settings: Settings) -> Iterator[Guest]:
+    """Yield the guests of a run, in the order in which they hear of an iteration."""
+    if settings.freeze is not None:
+        from megatron_zbpp.guests.freezing import freeze_run
+
+        yield freeze_run.FreezeRun(settings.freeze, say)
+    if settings.trace_dir is not None:
+        from megatron_zbpp.guests.tracing import tracer
+
+        yield tracer.Tracer(settings.trace_dir)
+    if settings.offload == FREE:
+        from megatron_zbpp.guests.offload_amount import free_amount
+
+        yield free_amount.FreeAmount(settings.profile_iters)
+    if settings.schedule == AUTO:
+        from megatron_zbpp.guests.autotune import auto_plan
+
+        objective = 'makespan' if settings.post_validation is None else 'window'
+        yield auto_plan.AutoPlan(settings.profile_iters, settings.memory_limit, objective=objective)
