@@ -4,8 +4,8 @@
     >>> ' '.join(map(str, build('zb-h1', num_ranks=2, num_microbatches=2).passes[1]))
     '1F0 1B0 1F1 1B1 1W0 1W1'
 
-Adding one: a file with a pure function under `@family`, a line here, a formula test. One of your
-own needs no line: `build('package.module:name', ...)` imports its module.
+Adding one: a file with a pure function under `@family`, a line in the registry's table, a formula
+test. One of your own needs no line: `build('package.module:name', ...)` imports its module.
 """
 
 from __future__ import annotations
@@ -13,40 +13,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_zbpp.ir import Schedule
-
-# pyright: reportUnusedImport=false
-# Importing a module registers its families; their order is that of `zbpp list`.
-# isort: off
-from megatron_zbpp.schedules import (  # noqa: F401
-    gpipe,
-    one_f_one_b,
-    one_f_one_b_pb,
-    b_pipe,
-    interleaved,
-    breadth_first,
-    zb_h,
-    zb_auto,
-    zb_v,
-    v_controlled,
-    v_1f1b,
-    zb_interleaved,
-    gis,
-    pipe_offload,
-    hanayo,
-    dualpipe_v,
-    zeropp,
+from megatron_zbpp.schedules.registry import (
+    Family,
+    Formula,
+    Sizes,
+    families,
+    family,
+    find,
+    own_families,
 )
-
-# isort: on
-from megatron_zbpp.schedules.registry import Family, Formula, Sizes, families, family, find
 
 if TYPE_CHECKING:
     from megatron_zbpp.ir.costs import Costs
 
+    FAMILIES: tuple[Family, ...]
+
 __all__ = ['FAMILIES', 'Family', 'Formula', 'Sizes', 'build', 'families', 'family', 'find', 'names']
 
-FAMILIES: tuple[Family, ...] = tuple(families())
-"""The library's own, in the order of `zbpp list`."""
+
+def __getattr__(name: str) -> object:
+    """Return `FAMILIES`: the library's own families, in the order of `zbpp list`, imported now."""
+    if name != 'FAMILIES':
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    return own_families()
 
 
 def names(plain: bool = False) -> tuple[str, ...]:
@@ -55,7 +44,7 @@ def names(plain: bool = False) -> tuple[str, ...]:
     Args:
         plain: of those only whose passes are F, B and W.
     """
-    return tuple(each.name for each in FAMILIES if not (plain and each.moves))
+    return tuple(each.name for each in own_families() if not (plain and each.moves))
 
 
 def build(
@@ -98,7 +87,7 @@ def build(
     _require_costs(found, costs, num_ranks * chunks)
     require_no_limit(found, memory_limit)
     if together and 'together' not in found.options:
-        takers = ', '.join(f.name for f in FAMILIES if 'together' in f.options)
+        takers = ', '.join(f.name for f in own_families() if 'together' in f.options)
         raise ValueError(
             f'{found.name} has no forwards and backwards that run together: use {takers}'
         )
@@ -153,7 +142,7 @@ def _require_costs(found: Family, costs: Costs | None, num_stages: int) -> None:
 def require_no_limit(found: Family, memory_limit: float | None) -> None:
     """Raise ValueError for a memory limit that the family would not heed."""
     if memory_limit is not None and 'memory_limit' not in found.options:
-        takers = ', '.join(f.name for f in FAMILIES if 'memory_limit' in f.options)
+        takers = ', '.join(f.name for f in own_families() if 'memory_limit' in f.options)
         raise ValueError(
             f'{found.name} has one peak memory and takes no memory_limit (given {memory_limit}): '
             f'leave it out, or use one that does: {takers}'

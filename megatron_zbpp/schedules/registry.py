@@ -128,6 +128,27 @@ class Family:
         return self.name if num_chunks == self.default_chunks else f'{self.name} v={num_chunks}'
 
 
+# The library's own, by the modules that register them; their order is that of `zbpp list`. A module
+# is imported when one of its families is asked for.
+_MODULES = {
+    'gpipe': ('gpipe',),
+    'one_f_one_b': ('1f1b',),
+    'one_f_one_b_pb': ('1f1b-pb',),
+    'b_pipe': ('bpipe',),
+    'interleaved': ('interleaved',),
+    'breadth_first': ('breadth-first',),
+    'zb_h': ('zb-h1', 'zb-h2'),
+    'zb_auto': ('zb-1p', 'zb-2p'),
+    'zb_v': ('zb-v',),
+    'v_controlled': ('v-half', 'v-min'),
+    'v_1f1b': ('1f1b-v',),
+    'zb_interleaved': ('zb-interleaved',),
+    'gis': ('gis', 'gis-h'),
+    'pipe_offload': ('po', 'po-h', 'po-f'),
+    'hanayo': ('hanayo',),
+    'dualpipe_v': ('dualpipe-v',),
+    'zeropp': ('zeropp',),
+}
 _FAMILIES: dict[str, Family] = {}  # by name, in the order of registration
 _NAMES: dict[str, str] = {}  # of each name and alias, as look-ups compare them, the family's name
 
@@ -211,9 +232,17 @@ def _enter(entry: Family) -> None:
     _NAMES.update(dict.fromkeys(keys, entry.name))
 
 
+def own_families() -> tuple[Family, ...]:
+    """Return the library's own, in the order of `zbpp list`."""
+    for module in _MODULES:
+        importlib.import_module(f'{__package__}.{module}')
+    return tuple(_FAMILIES[name] for names in _MODULES.values() for name in names)
+
+
 def families() -> Iterator[Family]:
-    """All that are registered, in order of registration: the library's own come first."""
-    return iter(tuple(_FAMILIES.values()))
+    """All that are registered: the library's own, then others in the order of registration."""
+    own = own_families()
+    return iter((*own, *(other for other in tuple(_FAMILIES.values()) if other not in own)))
 
 
 def find(name: str) -> Family:
@@ -224,8 +253,8 @@ def find(name: str) -> Family:
             wrong with the module.
     """
     module = name.strip().rpartition(':')[0]
-    if module and _key(name) not in _NAMES:
-        _import(module, name)
+    if _key(name) not in _NAMES:
+        _import(module, name) if module else _import_own(name)
     if _key(name) in _NAMES:
         return _FAMILIES[_NAMES[_key(name)]]
     if module:
@@ -234,12 +263,22 @@ def find(name: str) -> Family:
             f'unknown schedule {name!r}: module {module!r} registers '
             f'{", ".join(own) or "none"}; put @family(...) above the function that makes it'
         )
+    known = [each.name for each in families()]
     near = difflib.get_close_matches(_key(name), _NAMES, n=1)
     hint = f' (did you mean {_NAMES[near[0]]!r}?)' if near else ''
     raise ValueError(
-        f'unknown schedule {name!r}{hint}: known are {", ".join(_FAMILIES)}; one of your own is '
+        f'unknown schedule {name!r}{hint}: known are {", ".join(known)}; one of your own is '
         'package.module:name'
     )
+
+
+def _import_own(name: str) -> None:
+    """Import the module of the library's family `name`; of an alias, or an unknown name, all."""
+    for module, names in _MODULES.items():
+        if _key(name) in map(_key, names):
+            importlib.import_module(f'{__package__}.{module}')
+            return
+    own_families()
 
 
 def _import(module: str, name: str) -> None:

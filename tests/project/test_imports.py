@@ -10,6 +10,7 @@ from commands import run
 from paths import ROOT
 
 import megatron_zbpp
+from megatron_zbpp.schedules import FAMILIES, registry
 
 # Prints which modules of ours a fresh process has once it has run the line.
 LOADED = """
@@ -49,6 +50,7 @@ def test_names_are_imported_when_they_are_read():
 ENABLED = """from megatron_zbpp.emulation import cpu
 cpu.install()
 import megatron_zbpp
+from megatron_zbpp.schedules import FAMILIES, registry
 plugin = megatron_zbpp.enable({})"""
 # What a training by name has no use for; each is there for those that ask for it.
 SEARCHES = {'planner', 'partitioning', 'render', 'cli'}
@@ -82,3 +84,31 @@ def test_a_guest_that_is_asked_for_comes_alone(asked, guest, searches):
     modules = loaded(ENABLED.format(asked))
     assert guests(modules) == GUESTS | guest
     assert rooms(modules) & SEARCHES == searches
+
+
+def families(modules: set[str]) -> set[str]:
+    """Return the modules of schedule families, but not what several of them share."""
+    names = {name.partition('.')[2] for name in modules if name.startswith('schedules.')}
+    return {name for name in names if not name.startswith('construct')} - {'registry'}
+
+
+@pytest.mark.parametrize(
+    ('line', 'made_by'),
+    [
+        ("build('zb-h1', 2, 4)", {'zb_h'}),
+        ("build('ZB_h1', 2, 4)", {'zb_h'}),
+        ("build('bpipe', 2, 4)", {'b_pipe', 'one_f_one_b'}),
+        ("build('ZBVPP', 2, 4)", set(registry._MODULES)),  # an alias
+        ('FAMILIES', set(registry._MODULES)),
+    ],
+)
+def test_a_schedule_is_made_by_its_own_module(line, made_by):
+    code = f'from megatron_zbpp import schedules as s; s.{line}'
+    assert families(loaded(code)) == made_by
+
+
+def test_each_module_registers_what_the_table_says():
+    found: dict[str, list[str]] = {}
+    for each in FAMILIES:
+        found.setdefault(each.generate.__module__.rpartition('.')[2], []).append(each.name)
+    assert found == {module: [*names] for module, names in registry._MODULES.items()}
