@@ -60,10 +60,7 @@ class Posting:
         self._travel = _TRAVEL / schedule.placement.num_chunks if receives == LATE else 0.0
         self._spans, self._joined = spans, joined
         ends = list(itertools.accumulate(map(len, schedule.passes)))
-        self._next, self._ends = (
-            [0, *ends[:-1]],
-            ends,
-        )  # by rank: its next pass, and behind its last
+        self._next, self._ends = [0, *ends[:-1]], ends  # by rank: its next pass; behind its last
 
     def note(self, rank: int, number: int) -> None:
         """Note that `rank` has run its passes up to `number`."""
