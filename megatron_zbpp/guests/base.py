@@ -47,7 +47,7 @@ class Run(Protocol):
 
     @property
     def overlaps(self) -> bool:
-        """Whether ranks begin an iteration without waiting for all; alike on all ranks."""
+        """Overlap of iterations: ranks begin one without waiting for all; alike on all ranks."""
         ...
 
     def collective(self, what: str) -> AbstractContextManager[None]:

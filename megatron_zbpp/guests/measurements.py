@@ -1,4 +1,4 @@
-"""What all ranks of a job have measured of their iterations, made into costs to plan for."""
+"""Measurements of all ranks of a job, made into costs to plan for."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_zbpp.analysis.offloading import FREE
 from megatron_zbpp.guests.base import Guest
 from megatron_zbpp.mcore.messages import say
 from megatron_zbpp.mcore.settings import AUTO, Settings
@@ -20,7 +19,7 @@ def asked_for(settings: Settings) -> Iterator[Guest]:
         from megatron_zbpp.guests.tracing import tracer
 
         yield tracer.Tracer(settings.trace_dir)
-    if settings.offload == FREE:
+    if settings.offload == AUTO:
         from megatron_zbpp.guests.offload_amount import free_amount
 
         yield free_amount.FreeAmount(settings.profile_iters)

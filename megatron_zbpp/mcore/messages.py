@@ -1,4 +1,4 @@
-"""What the plugin tells the user of a run."""
+"""Messages to the user of a run."""
 
 from __future__ import annotations
 

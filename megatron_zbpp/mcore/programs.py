@@ -6,9 +6,7 @@ import functools
 from typing import NamedTuple
 
 from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.analysis.offloading import ALL, FREE, offloaded
 from megatron_zbpp.analysis.posting import LATE
-from megatron_zbpp.analysis.recomputing import recomputed
 from megatron_zbpp.analysis.run_ahead import passes_ahead
 from megatron_zbpp.guests.base import Guest
 from megatron_zbpp.ir import Placement, Schedule, W
@@ -121,6 +119,8 @@ class Programs:
         schedule = self.on_the_device(num_ranks, num_microbatches)
         if self._offload is None:
             return schedule
+        from megatron_zbpp.analysis.offloading import ALL, FREE, offloaded
+
         if self._offload == FREE and self._measured is None:
             return offloaded(schedule, ALL)
         return offloaded(schedule, self._offload, self._measured)
@@ -155,7 +155,11 @@ class Programs:
 
     def _recomputing(self, schedule: Schedule) -> Schedule:
         """Return it with the recomputation that was asked for."""
-        return schedule if self._recompute is None else recomputed(schedule, self._recompute)
+        if self._recompute is None:
+            return schedule
+        from megatron_zbpp.analysis.recomputing import recomputed
+
+        return recomputed(schedule, self._recompute)
 
     def placement(self, num_ranks: int) -> Placement:
         """Return where the stages are, whatever the number of microbatches."""

@@ -9,6 +9,7 @@ import itertools
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.post_validation.policy import EarlyStepPolicy
 from megatron_zbpp.post_validation.protocol import PostValidation
-from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels
 from megatron_zbpp.runtime.filler import Filler
 from megatron_zbpp.runtime.guard import agreement
@@ -28,6 +28,9 @@ from megatron_zbpp.runtime.guard.watchdog import Watchdog
 from megatron_zbpp.runtime.observe.interval import Interval
 from megatron_zbpp.runtime.observe.measure import Figures, Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
+
+if TYPE_CHECKING:
+    from megatron_zbpp.runtime.activations.store import ActivationStore
 
 
 class Session:
@@ -85,7 +88,7 @@ class Session:
 
     @property
     def filler(self) -> Filler | None:
-        """What runs while this rank waits; None: nothing."""
+        """Steps that run while this rank waits; None: there are none."""
         return next((guest.filler for guest in self.guests if guest.filler is not None), None)
 
     def agree(self, settings: Mapping[str, object], group: dist.ProcessGroup) -> None:
@@ -151,6 +154,8 @@ class Session:
             pp_group: the pipeline's, where some go to other ranks.
             partners: of it, who sends to whom.
         """
+        from megatron_zbpp.runtime.activations.store import ActivationStore
+
         if device not in self._activations:
             self._activations[device] = ActivationStore(device)
         store = self._activations[device]
@@ -200,7 +205,7 @@ class Session:
 
     @property
     def overlaps(self) -> bool:
-        """Whether ranks begin an iteration without waiting for all; alike on all ranks."""
+        """Overlap of iterations: ranks begin one without waiting for all; alike on all ranks."""
         return self.post_validation is not None and self.post_validation.agreed
 
     def collective(self, what: str) -> AbstractContextManager[None]:

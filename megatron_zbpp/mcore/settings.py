@@ -8,7 +8,6 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_zbpp.analysis.offloading import FREE, Amount, chunks_of
 from megatron_zbpp.analysis.posting import LATE, require_known
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.mcore.lowered import require_one_route
@@ -16,6 +15,7 @@ from megatron_zbpp.runtime.groups import MessageKernels
 from megatron_zbpp.schedules import Family, checked_chunks, find, require_no_limit
 
 if TYPE_CHECKING:
+    from megatron_zbpp.analysis.offloading import Amount
     from megatron_zbpp.partitioning.freeze_plans import FreezePlan
 
 AUTO = 'auto'
@@ -124,7 +124,9 @@ class Settings:
             amount = getattr(self, name)
             if amount is None:
                 continue
-            if name != 'offload' or amount != FREE:
+            if name != 'offload' or amount != AUTO:
+                from megatron_zbpp.analysis.offloading import chunks_of
+
                 chunks_of(amount, self.num_chunks or sys.maxsize, name)
             if self.schedule == AUTO:
                 raise ValueError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -27,7 +27,6 @@ from megatron_zbpp.runtime.actions import (
     reject_unsupported,
 )
 from megatron_zbpp.runtime.activations.moves import Moves, key_of
-from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import Clock
 from megatron_zbpp.runtime.filler import Filler
@@ -39,6 +38,9 @@ from megatron_zbpp.runtime.observe.record import Record
 from megatron_zbpp.runtime.stage import Backward, Forward, RunTogether, Stage
 from megatron_zbpp.runtime.tables import Tables
 from megatron_zbpp.runtime.weight_grads import Key, WeightGradStore
+
+if TYPE_CHECKING:
+    from megatron_zbpp.runtime.activations.store import ActivationStore
 
 _Made = Outputs | torch.Tensor | None  # by message; of built-in passes, the one that they make
 

@@ -50,7 +50,6 @@ def test_names_are_imported_when_they_are_read():
 ENABLED = """from megatron_zbpp.emulation import cpu
 cpu.install()
 import megatron_zbpp
-from megatron_zbpp.schedules import FAMILIES, registry
 plugin = megatron_zbpp.enable({})"""
 # What a training by name has no use for; each is there for those that ask for it.
 SEARCHES = {'planner', 'partitioning', 'render', 'cli'}
@@ -67,6 +66,20 @@ def test_a_training_loads_no_search_no_picture_and_no_guest():
     modules = loaded(ENABLED.format("'zb-h1'"))
     assert not rooms(modules) & SEARCHES
     assert guests(modules) == GUESTS
+    assert families(modules) == {'zb_h'}
+    idle = {'analysis.offloading', 'analysis.recomputing', 'runtime.activations.store'}
+    assert not modules & idle, 'nothing is offloaded, and nothing runs again'
+
+
+@needs_megatron
+def test_a_session_needs_little_of_the_house():
+    """A value: of the room that knows Megatron only what was asked for, and its programs."""
+    modules = loaded('import megatron_zbpp.mcore.session')
+    assert not rooms(modules) & SEARCHES and not families(modules)
+    assert {name for name in modules if name.startswith('mcore.')} == {
+        *(f'mcore.{name}' for name in ('enabled', 'guests', 'lowered', 'messages')),
+        *(f'mcore.{name}' for name in ('own_offloading', 'programs', 'session', 'settings')),
+    }
 
 
 @needs_megatron

@@ -54,7 +54,7 @@ class FreeAmount(Guest):
 
     @property
     def counting(self) -> bool:
-        """Whether bytes are worth counting: nothing has been planned so far."""
+        """Bytes are counted until copies have been planned."""
         return not self.settled
 
     def after(self, iteration: Iteration, run: Run) -> Change | None:

@@ -1,4 +1,4 @@
-"""What a step of a side task may not touch: random states are put back, its memory is counted."""
+"""Limits of a side task: random states are put back, memory of its steps is counted."""
 
 from __future__ import annotations
 

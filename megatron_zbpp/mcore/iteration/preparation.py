@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from megatron.core.pipeline_parallel import schedules
@@ -23,10 +23,12 @@ from megatron_zbpp.mcore.iteration.ranges import profiled
 from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
 from megatron_zbpp.mcore.lowered import Lowered
 from megatron_zbpp.mcore.session import Session
-from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Message
 from megatron_zbpp.runtime.clock import clock_for
 from megatron_zbpp.runtime.executor import Executor
+
+if TYPE_CHECKING:
+    from megatron_zbpp.runtime.activations.store import ActivationStore
 
 
 class Replay(Protocol):

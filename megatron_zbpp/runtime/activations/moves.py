@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +13,12 @@ from megatron_zbpp.analysis.program import Begin, Program, Receive, Send
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.ir.graph import HOST, PARTNER
 from megatron_zbpp.ir.techniques import TRANSFERS
-from megatron_zbpp.runtime.activations.partner import Keeping
-from megatron_zbpp.runtime.activations.store import ActivationStore, Key
 
+if TYPE_CHECKING:
+    from megatron_zbpp.runtime.activations.partner import Keeping
+    from megatron_zbpp.runtime.activations.store import ActivationStore
+
+Key = tuple[int, int]  # (stage, microbatch)
 _OUT, _BACK = TRANSFERS[HOST]
 _EVICT, _FETCH = TRANSFERS[PARTNER]
 KINDS = (_OUT, _BACK, _EVICT, _FETCH)
