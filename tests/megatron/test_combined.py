@@ -4,6 +4,7 @@ apart (1F1B) or do the same (interleaved, with the overlap)."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,11 +13,13 @@ from unittest import mock
 
 import events
 import pytest
+from collectives import counted
 from nvidia import SCRIPT, needs_training, run, since
 from outcome import of_all, refusal
 from ranks import RankError
 from supported import refuses, supports
 from test_auto import told
+from test_collectives import TP, norms_for_sequence_parallelism, of_tensor_parallelism
 from test_launch import MOE, NO_CLIPPING
 from test_launch_post_validation import EARLY
 from test_refusals import launch
@@ -188,6 +191,53 @@ def test_transformer_engine(te_ranks, tmp_path, p, model):
     assert ours.parameters == stock.parameters
     assert ours.optimizer == stock.optimizer
     assert all(any(len(step) > 2 for step in steps) for steps in ours.reported)
+
+
+SHARDED = ['--tensor-model-parallel-size', 2, '--sequence-parallel', '--train-iters', 2]
+SHARDED += ['--expert-tensor-parallel-size', 1, '--global-batch-size', M // 2]
+
+
+@contextmanager
+def collectives_and_cells(training: Any) -> Iterator[tuple[Counter[str], list]]:
+    """Collectives of tensor parallelism, and what combined steps ran."""
+    with (
+        norms_for_sequence_parallelism(),
+        counted(of_tensor_parallelism) as found,
+        combined_steps(training) as steps,
+    ):
+        yield found, steps
+
+
+def sharded(ranks: Any, *argv: Any) -> tuple[Counter[str], bool]:
+    """Collectives of both iterations, of all ranks; whether each ran some passes as one."""
+    flags = [*flags_of('experts', 2), *SHARDED, *argv]
+    reported = run(ranks, *flags, event=collectives_and_cells).reported
+    joined = all(any(len(step) > 2 for step in steps) for _, steps in reported)
+    return sum((found for found, _ in reported), Counter()), joined
+
+
+def check_collectives(ranks: Any, *argv: Any) -> None:
+    """A pass that runs as one with another gathers as often as stock does; W passes once more.
+
+    Of a layer's products those of the attention are parallel; W needs the gradient of the output
+    of one of them as a whole, which B has gathered, too.
+    """
+    theirs, _ = sharded(ranks, *argv)
+    ours, joined = sharded(ranks, *argv, *OURS)
+    assert joined and theirs['reduce-scatter']
+    schedule = build('dualpipe-v', 2, M // 2, together=True)
+    split = sum(p.kind == 'W' for order in schedule.passes for p in order)
+    assert ours == theirs + Counter({'all-gather': 2 * TP * split})
+
+
+@pytest.mark.te
+def test_collectives_of_transformer_engine(te_ranks):
+    check_collectives(te_ranks(4), *TE)
+
+
+@pytest.mark.full
+def test_collectives(ranks):
+    check_collectives(ranks(4))
 
 
 @pytest.mark.full
