@@ -2,7 +2,7 @@
 
 Version counters, addresses and settings are compared each time. They miss what is written through
 `.data`, through a flat buffer that parameters are views of, and by fused optimizers: that changes a
-digest of the values, which costs two passes over them and is taken now and then.
+digest of the values, which costs a pass over them and is taken now and then.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack
 
 import torch
 
-_ROW = 1024  # words that are added up at once
+_ROW = 32  # words that are added up at once: fewer take longer, more hide more exchanges
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio's, as a signed number
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _MODES = 'train() or eval(), or forward hooks'
@@ -116,14 +116,14 @@ class Watch:
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """Return a number that changes with any value of `tensor`, or with their order.
 
-    It is a sum of rows and of columns of the memory's words, each with another odd factor: whole
-    numbers, so that no change is rounded away.
+    It is a sum of rows of the memory's words, each with another odd factor: whole numbers, so that
+    no change is rounded away. It does not tell the order of words in a row, for which it would have
+    to read them twice.
     """
     words = _words(tensor)
     rows = words.numel() // _ROW
     whole = words[: rows * _ROW].view(rows, _ROW)
-    sums = [whole.sum(1, dtype=torch.int64), whole.sum(0, dtype=torch.int64)] if rows else []
-    parts = torch.cat([*sums, words[rows * _ROW :].to(torch.int64)])
+    parts = torch.cat([whole.sum(1, dtype=torch.int64), words[rows * _ROW :].to(torch.int64)])
     return (parts * _factors(parts.numel(), parts.device)).sum()
 
 
@@ -141,7 +141,8 @@ def _factors(count: int, device: torch.device) -> torch.Tensor:
 
 def any_bits(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether one of them is not all zeros; waits for the device."""
-    return any(bool(_words(tensor).any()) for tensor in tensors)
+    # in half the time that `any` takes
+    return any(bool(_words(tensor).count_nonzero()) for tensor in tensors)
 
 
 def summary(names: Sequence[str], most: int = 2) -> str:

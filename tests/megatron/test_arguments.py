@@ -135,6 +135,8 @@ def test_aliases(ranks, flags, source, instead):
     ('flags', 'said'),
     [
         (['--enable-zb-runtime'], 'every --pipeline-schedule has its runtime'),
+        (['--offload-time', 4], '--pipeline-offload auto measures how long copies take'),
+        (['--auto-offload-time'], '--pipeline-offload auto measures how long copies take'),
         (['--interleave-group-size', 4], 'a schedule has its own order of microbatches'),
         (['--allow-padding-num-layers'], 'layers need not divide among the stages'),
         (['--enable-exactly-numeric-match'], 'all numbers match exactly, always'),

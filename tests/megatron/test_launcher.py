@@ -39,6 +39,19 @@ def test_its_own_help(ranks):
 
 
 @needs_training
+def test_no_workers_load_data_on_a_cpu(tmp_path):
+    """Unless the user asks for some, whose flag comes later; the help says so."""
+    script = tmp_path / 'script.py'
+    script.write_text('import sys; print(*sys.argv[1:])')
+    done = launched('--cpu', script, '--num-workers', 2)
+    words = done.stdout.split()
+    assert words[-2:] == ['--num-workers', '2'], done.stderr
+    assert '--num-workers=0' in words
+    said = ' '.join(launched('--help').stdout.split())
+    assert 'Data is loaded without workers unless --num-workers says otherwise' in said
+
+
+@needs_training
 def test_torchrun_repeats_why_it_ends():
     """Else its own report of the failed children, of 50 lines and more, hides it."""
     launcher = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2']

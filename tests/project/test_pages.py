@@ -17,6 +17,7 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore import refusals
+from megatron_zbpp.mcore.command_line import aliases
 from megatron_zbpp.mcore.command_line.flags import add_arguments
 from megatron_zbpp.schedules import FAMILIES, build
 from megatron_zbpp.schedules.registry import find
@@ -179,6 +180,7 @@ def test_names_of_other_runtimes_are_understood():
     fork = page.partition('## sail-sg')[2].partition('\n## ')[0]
     theirs = re.findall(r'^\| `(--[a-z0-9-]+)', fork, re.M)
     assert len(theirs) > 6 and set(theirs) <= ours
+    assert all(alias in page or alias.endswith('-end-iter') for alias in aliases._ALIASES)
     schedules = re.findall(r'--pipeline-schedule ([\w-]+)', page)
     schedules += re.findall(r'`(Schedule\w+)`', page)
     assert len(schedules) > 20

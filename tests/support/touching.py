@@ -201,6 +201,24 @@ def permute(at: Program) -> None:
             parameter.data.copy_(parameter.data.roll(2, 0))
 
 
+def prune(at: Program) -> None:
+    """The smallest weights to zero."""
+    for _, parameter in at.parameters():
+        if at.due:
+            parameter.data.mul_(parameter.data.abs() > 5e-3)
+
+
+@_without_grad
+def tie(at: Program) -> None:
+    """Two weights of each layer that have one shape get one value."""
+    if at.due:
+        biases = {name: p for name, p in at.parameters() if name.endswith('.bias')}
+        for name, parameter in biases.items():
+            other = name.replace('linear_proj', 'linear_fc2')
+            if other != name:
+                parameter.copy_(biases[other.replace('self_attention', 'mlp')])
+
+
 def load(at: Program) -> None:
     """The weights of two iterations ago."""
     if at.due:
@@ -368,6 +386,8 @@ MORE_WEIGHTS: dict[str, dict[str, Callable]] = {
     'other memory': {'between': replace},
     'another order': {'between': permute},
     'load': {'between': load},
+    'prune': {'between': prune},
+    'tie': {'between': tie},
     'averages in evaluation, other memory': {'evaluation': average_data},
     'averages, other memory': {'between': swap_alone},
 }

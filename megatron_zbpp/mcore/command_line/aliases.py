@@ -18,6 +18,8 @@ _ALIASES: dict[str, dict[str, Any]] = {
     '--enable-1f1b-v': {'action': 'store_true'},
     '--enable-zbh1-pipeline': {'action': 'store_true'},
     _CHUNKS: {'metavar': 'N'},
+    '--offload-time': {'metavar': 'K'},
+    '--auto-offload-time': {'action': 'store_true'},
     '--enable-zb-runtime': {'action': 'store_true'},
     '--interleave-group-size': {'metavar': 'N'},
     '--allow-padding-num-layers': {'action': 'store_true'},
@@ -26,6 +28,8 @@ _ALIASES: dict[str, dict[str, Any]] = {
     '--zero-bubble-pipeline-timers-end-iter': {'metavar': 'N'},
 }
 _NEEDLESS = {
+    'offload_time': '--pipeline-offload auto measures how long copies take',
+    'auto_offload_time': '--pipeline-offload auto measures how long copies take',
     'enable_zb_runtime': 'every --pipeline-schedule has its runtime',
     'interleave_group_size': 'a schedule has its own order of microbatches; gis and gis-h have '
     'groups of the size that takes least memory',

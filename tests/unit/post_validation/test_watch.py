@@ -117,6 +117,16 @@ def test_each_value_counts(dtype, size, offset):
         assert digest(tensor).item() == before
 
 
+@pytest.mark.parametrize('places', [(0, 64), (63, 64), (3, 6399), (6336, 6398)])
+def test_what_changes_places_counts(places):
+    """But within 256 bytes, as the page on loops of one's own says."""
+    tensor = torch.randn(100, 64)
+    before = digest(tensor).item()
+    flat, (one, other) = tensor.view(-1), places
+    flat[one], flat[other] = flat[other].clone(), flat[one].clone()
+    assert (digest(tensor).item() != before) == (one // 64 != other // 64)
+
+
 def test_values_that_are_no_numbers_are_equal_to_themselves():
     tensor = torch.full((5,), float('nan'))
     assert digest(tensor) == digest(tensor.clone())
