@@ -441,6 +441,51 @@ def test_masks_of_middle_stages():
     assert not list(refusals.refused(asked, placement=Placement.v(4)))
 
 
+# what is refused with others, or by some releases, only: settings, and how it is asked
+TOGETHER = {
+    'delayed scaling and recompute passes': (
+        {'fp8': 'hybrid', 'fp8_recipe': 'delayed'},
+        {'recomputes': True},
+    ),
+    'graphs and recompute passes': ({'cuda_graph_impl': 'local'}, {'recomputes': True}),
+    'multi-token prediction': (
+        {'mtp_num_layers': 1, 'untie_embeddings_and_output_weights': False},
+        {},
+    ),
+    'packed sequences': ({'sft': True}, {'placement': Placement.v(4)}),
+    'masks': ({'reset_attention_mask': True}, {'placement': Placement.v(4)}),
+    **{name: ({name: VALUES[name][0]}, {'placement': Placement.v(2)}) for name in HYBRID},
+}
+
+
+def refused_and_cured(settings, how):
+    """What is said; what is said once each cure that it names has been done, by itself."""
+    asked = SimpleNamespace(**settings)
+    said = list(refusals.refused(asked, **how))
+    flags, placed = asked, dict(how)
+    again = []
+    for found in said:
+        flags = cured(flags, found)
+        if 'such as zb-h1' in found.cure:
+            placed['placement'] = Placement.loop(how['placement'].num_ranks)
+        elif 'have two stages' in found.cure:
+            placed['placement'] = Placement.loop(2)
+    if flags != asked:
+        again.append(list(map(str, refusals.refused(flags, **how))))
+    if placed != how:
+        again.append(list(map(str, refusals.refused(asked, **placed))))
+    return list(map(str, said)), again
+
+
+@pytest.mark.parametrize('case', TOGETHER)
+def test_cures_of_what_is_refused_with_others(ranks, case):
+    """Of what some releases refuse, other tests hold which."""
+    said, again = ranks(2).run(refused_and_cured, *TOGETHER[case])[0]
+    assert bool(again) == bool(said) and not any(again), said
+    assert said or case in ('packed sequences', *HYBRID)
+    assert len(again) == 2 if case == 'masks' else len(again) <= 1
+
+
 def hybrid_masks_refused():
     """What this release says of masks for a hybrid model of several chunks; since when it can."""
     from megatron_zbpp.mcore import compat
