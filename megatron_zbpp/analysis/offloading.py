@@ -137,7 +137,9 @@ def chunks_of(amount: Amount, num_chunks: int, what: str = _WHAT) -> int:
         words = ', '.join(repr(word) for word in (HALF, ALL, *([FREE] if what == _WHAT else [])))
         raise ValueError(f'{what} of {amount!r}: give {words} or a number of chunks')
     if amount > num_chunks:
-        raise ValueError(f'{what} of {amount} chunks: a rank has {num_chunks}')
+        raise ValueError(
+            f'{what} of {amount} chunks: a rank has {num_chunks}: give a number up to {num_chunks}'
+        )
     return amount
 
 
