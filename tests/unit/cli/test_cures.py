@@ -9,6 +9,15 @@ from megatron_zbpp.mcore.settings import Settings
 
 SHAPE = ['--pp', '4', '--microbatches', '8']
 SHOW = ['show', '--schedule', 'zb-v', *SHAPE]
+SIMULATE = ['simulate', '--schedule', 'zb-v', *SHAPE]
+
+
+def code(words: list[str]) -> int:
+    """What the command ends with: argparse raises it."""
+    try:
+        return main(words)
+    except SystemExit as left:
+        return left.code
 
 
 @pytest.mark.parametrize(
@@ -51,14 +60,36 @@ SHOW = ['show', '--schedule', 'zb-v', *SHAPE]
             '--actions are for a memory limit: give --memory-limit or --frontier',
             ['plan', *SHAPE, '--actions', 'offload', '--seconds', '1', '--memory-limit', '3'],
         ),
+        ([*SIMULATE, '--times', '1,1'], 'give three times, F,B,W', [*SIMULATE, '--times', '1,1,1']),
+        (
+            [*SIMULATE, '--offload=-1'],
+            "give 'half', 'all', 'auto' or a number of chunks",
+            [*SIMULATE, '--offload', '1'],
+        ),
+        (
+            [*SIMULATE, '--recompute', '9'],
+            'recompute of 9 chunks: a rank has 2: give a number up to 2',
+            [*SIMULATE, '--recompute', '2'],
+        ),
+        (
+            ['simulate', '--schedule', 'po-h', *SHAPE, '--offload', 'half'],
+            'po-h moves activations already: leave the offload out',
+            ['simulate', '--schedule', 'po-h', *SHAPE],
+        ),
+        (
+            ['compare', *SHAPE, '--schedules', 'zb-q'],
+            "did you mean 'zb-v'?",
+            ['compare', *SHAPE, '--schedules', 'zb-v'],
+        ),
+        (['show', *SHAPE], 'one of the arguments --schedule --file is required', SHOW),
     ],
     ids=lambda value: value if isinstance(value, str) else '',
 )
 def test_of_a_command(tmp_path, monkeypatch, capsys, given, said, cured) -> None:
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-    assert main(given) == 2
+    assert code(given) == 2
     assert said in capsys.readouterr().err
-    assert main(cured) == 0
+    assert code(cured) == 0
 
 
 @pytest.mark.parametrize(
@@ -69,6 +100,12 @@ def test_of_a_command(tmp_path, monkeypatch, capsys, given, said, cured) -> None
         ({'schedule': 'auto', 'offload': 'half'}, 'name a schedule', {'schedule': 'zb-v'}),
         ({'watchdog_timeout': -1}, 'give a number from 0 up', {'watchdog_timeout': 0}),
         ({'post_validation': 1.5}, 'give a whole number', {'post_validation': 1}),
+        ({'check_interval': -1}, 'give a whole number from 0 up', {'check_interval': 0}),
+        ({'num_chunks': 0}, 'give a whole number from 1 up', {'num_chunks': 1}),
+        ({'message_ctas': 0}, 'give a whole number from 1 up', {'message_ctas': 1}),
+        ({'profile_iters': 0.5}, 'give a whole number from 1 up', {'profile_iters': 1}),
+        ({'recompute': 'most'}, "give 'half', 'all'", {'recompute': 'half'}),
+        ({'offload': 'some'}, "give 'half', 'all', 'auto' or a number", {'offload': 'all'}),
     ],
     ids=lambda value: value if isinstance(value, str) else '',
 )
