@@ -58,3 +58,19 @@ def test_run_again_as_by_megatron(ranks, tmp_path):
         for seen in found.reported:  # from the second iteration on
             first, again = seen.values()
             assert again and again == first[-len(again) :]
+
+
+@supports("NVIDIA's loop: exit in the middle of a batch, resumed", 'zb-v')
+def test_resumed_where_a_batch_was_doubted(ranks, tmp_path):
+    """A loss that is doubted twice: state from before that iteration is saved, and the run ends."""
+    start, middle = tmp_path / 'start', tmp_path / 'middle'
+    stock = run(ranks(2), *AGAIN, '--save', start, '--save-interval', 1)
+    ours = [*AGAIN, '--pipeline-schedule', 'zb-v', '--save', middle, '--save-interval', 100]
+    loading = ['--load', start, '--ckpt-step', 1]
+    first = run(ranks(2), *ours, *loading, event=events.Faulty(2))
+    assert first.reported == ([16], [16]) and first.losses.keys() == {2}
+    again = ['--load', middle, '--rerun-mode', 'disabled']  # else on another device only
+    rest = run(ranks(2), *ours, *again)
+    assert first.losses | rest.losses == since(1, stock.losses)
+    assert rest.parameters == stock.parameters
+    assert rest.optimizer == stock.optimizer

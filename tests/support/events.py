@@ -294,3 +294,30 @@ class Dumps:
                     values[f'{layer}.{rest}'] = report._sha256([gradients.pop(name)])
                 assert not gradients
             assert not saved
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """Megatron doubts the losses of one iteration: it runs again, then saves and exits, to be
+    resumed in the middle of its batch.
+
+    Gives the exit code.
+    """
+
+    iteration: int
+
+    @contextmanager
+    def __call__(self, training: Any) -> Iterator[list[int]]:
+        from megatron.core.rerun_state_machine import RerunStateMachine as Machine
+
+        original, codes = Machine.validate_result, []
+
+        def validate_result(self_, *, rejection_func, **arguments):
+            due = self_.current_iteration == self.iteration
+            original(self_, rejection_func=lambda _: due, **arguments)
+
+        with mock.patch.object(Machine, 'validate_result', validate_result):
+            try:
+                yield codes
+            except SystemExit as left:
+                codes.append(left.code)
