@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -72,9 +72,8 @@ class Case:
         ones = (1.0,) * schedule.num_stages
         way = (self.ratio * 3 * self.sizes.seconds / 2,) * schedule.num_stages
         copies = dict.fromkeys(('O', 'L'), way)
-        return replace(
-            Costs(times, times, times, activation=ones, retained=(0.0,) * len(ones)), times=copies
-        )
+        zeros = (0.0,) * len(ones)
+        return Costs.of(times, times, times, activation=ones, retained=zeros, times=copies)
 
 
 class Found(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import get_context
 
 from benchmarks.gpt import models
@@ -79,8 +79,8 @@ def costs_of(stage: Row, schedule: Schedule, link: float) -> Costs:
     f = stage['f_seconds'] if splits else stage['fused_f_seconds']
     comm = stage['message_bytes'] / link
     costs = Costs.uniform(schedule.placement, f, b, w, comm)
-    held = [tuple(stage[name] * share for share in costs.activation) for name in _HELD]
-    return replace(costs, activation=held[0], retained=held[1])
+    held = [tuple(stage[name] * share for share in costs.amounts['activation']) for name in _HELD]
+    return costs.with_amounts(activation=held[0], retained=held[1])
 
 
 _HELD = ('b_bytes', 'w_bytes')

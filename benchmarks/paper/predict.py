@@ -95,7 +95,9 @@ def v_shape_timeline(schedule: str, setting: VShape, factor: int = 1) -> Timelin
     times = [tuple(t * s for s in shares) for t in (forward, forward, setting.weight)]
     activation, retained = activation_bytes(setting.heads, setting.hidden, 1)
     bytes_held = [tuple(x * s for s in shares) for x in (activation, retained)]
-    costs = Costs(*times, setting.comm / factor, activation=bytes_held[0], retained=bytes_held[1])
+    costs = Costs.of(
+        *times, setting.comm / factor, activation=bytes_held[0], retained=bytes_held[1]
+    )
     built = build(schedule, setting.num_ranks, setting.num_microbatches * factor, costs=costs)
     return simulate(built, costs)
 
@@ -106,7 +108,7 @@ def _costs(model: Model, times: tuple[float, ...], chunks: int) -> Costs:
     stages = model.num_ranks * chunks
     layers = [_layers(model, stage, chunks) for stage in range(stages)]
     activation, retained = activation_bytes(model.heads, model.hidden, model.batch)
-    return Costs(
+    return Costs.of(
         *((time / chunks,) * stages for time in (forward, backward, weight)),
         comm,
         activation=tuple(activation * layer for layer in layers),

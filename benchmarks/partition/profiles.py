@@ -80,7 +80,9 @@ def beside(gpt: measured.Gpt, place: Place, links: Devices) -> tuple[Known, Know
 
 
 def _times(costs: Costs) -> list[float]:
-    return [sum(each) for each in zip(costs.forward, costs.backward, costs.weight, strict=True)]
+    return [
+        sum(each) for each in zip(costs.times['F'], costs.times['B'], costs.times['W'], strict=True)
+    ]
 
 
 def _said(layout: str, costs: Costs) -> str:

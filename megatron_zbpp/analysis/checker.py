@@ -61,7 +61,7 @@ def check(
 
     Args:
         schedule: any.
-        memory_limit: most that a rank may hold, in the unit of `costs.activation`.
+        memory_limit: most that a rank may hold, in the unit of `costs.amounts`.
         costs: whose activations and parameters count against the limit. Default: a full rank holds
             1 a microbatch, and no parameters count.
         receives: when the programs post them: one of `posting.RECEIVES`.

@@ -30,7 +30,7 @@ def begun(schedule: Schedule) -> dict[Pass, list[Pass]]:
 
 
 def stored(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """Return the most that each rank keeps for its partner, in the unit of `costs.activation`.
+    """Return the most that each rank keeps for its partner, in the unit of `costs.amounts`.
 
     From where the partner begins to send it to where that takes memory for it again.
     """

@@ -19,6 +19,6 @@ def with_eviction(
         schedule: in which nothing of these stages moves.
         stages: whose activations may go.
         costs: of all stages.
-        limits: most that each rank may hold, in the unit of `costs.activation`.
+        limits: most that each rank may hold, in the unit of `costs.amounts`.
     """
     return evicted(schedule, stages, costs, limits, highest(schedule, costs))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import fsum
 from statistics import fmean, median
 
@@ -56,17 +55,11 @@ def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
         return slices * times.get((kind if known else F, site), 0.0)
 
     kinds = dict.fromkeys((F, B, W, *(kind for kind, _ in times)))
-    by_kind = {kind: tuple(time(kind, site) for site in sites) for kind in kinds}
-    forward, backward, weight = (by_kind.pop(kind)[: schedule.num_stages] for kind in (F, B, W))
-    uniform = Costs.uniform(schedule.placement)
+    own = {kind: range(schedule.num_stages) if kind in (F, B, W) else sites for kind in kinds}
     return Costs(
-        forward,
-        backward,
-        weight,
+        {kind: tuple(time(kind, site) for site in where) for kind, where in own.items()},
+        Costs.uniform(schedule.placement).amounts,
         comm,
-        times=by_kind,
-        activation=uniform.activation,
-        retained=uniform.retained,
         together=(fmean(shares) if shares else 0.0) or 1.0,
     )
 
@@ -138,23 +131,15 @@ def latency(timeline: Timeline) -> float:
 
 def middle(found: Sequence[Costs]) -> Costs:
     """Return costs whose times are the medians of several measurements of the same stages."""
-    forward, backward, weight = (
-        tuple(map(median, zip(*(getattr(costs, name) for costs in found), strict=True)))
-        for name in ('forward', 'backward', 'weight')
-    )
     first = found[0]
     kinds = [kind for kind in first.times if all(kind in costs.times for costs in found)]
     return Costs(
-        forward,
-        backward,
-        weight,
-        median(costs.comm for costs in found),
-        times={
+        {
             kind: tuple(map(median, zip(*(costs.times[kind] for costs in found), strict=True)))
             for kind in kinds
         },
-        activation=first.activation,
-        retained=first.retained,
+        {name: first.amounts[name] for name in ('activation', 'retained')},
+        median(costs.comm for costs in found),
         together=median(costs.together for costs in found),
     )
 
@@ -179,8 +164,7 @@ def full_rank(placement: Placement, held: Mapping[int, tuple[float, float]]) -> 
 def with_bytes(costs: Costs, full: float, held: Mapping[int, tuple[float, float]]) -> Costs:
     """`costs` with what stages hold as measured, in activations of which one has `full` bytes."""
     pairs = [held[stage] for stage in range(costs.num_stages)]
-    return replace(
-        costs,
+    return costs.with_amounts(
         activation=tuple(left / full for left, _ in pairs),
         retained=tuple(waiting / full for _, waiting in pairs),
     )

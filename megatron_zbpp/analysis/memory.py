@@ -75,5 +75,5 @@ def _held(changes: list[float]) -> tuple[float, ...]:
 
 
 def peak(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """Most activations that each rank ever holds, in the unit of `costs.activation`."""
+    """Most activations that each rank ever holds, in the unit of `costs.amounts`."""
     return tuple(max(held, default=0.0) for held in highest(schedule, costs))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import ceil, floor
 
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Pass, Schedule
+from megatron_zbpp.ir import B, F, Pass, Schedule, Task, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST
 from megatron_zbpp.ir.techniques import TRANSFERS, R
@@ -79,10 +79,10 @@ def with_offload(
         pairs: see `offloaded`.
         goes: whether the activation of a forward of `stages` may go; others stay.
     """
-    length = max(costs.time(kind, stage) for kind in TRANSFERS[HOST] for stage in stages)
+    length = max(costs.time(Task(kind, stage)) for kind in TRANSFERS[HOST] for stage in stages)
     on_grid = schedule.name == po.__name__ and not schedule.graph.techniques  # its gaps count
     spans = planned(schedule, costs) if on_grid else simulate(schedule, costs).spans
-    return with_transfers(schedule, spans, stages, length, max(costs.backward), pairs, goes)
+    return with_transfers(schedule, spans, stages, length, max(costs.times[B]), pairs, goes)
 
 
 def _worth_it(schedule: Schedule, chunks: int) -> Iterator[int]:
@@ -110,7 +110,7 @@ def copy_ratio(costs: Costs) -> float:
     Args:
         costs: with times of O and L.
     """
-    works = zip(costs.forward, costs.backward, costs.weight, strict=True)
+    works = zip(costs.times[F], costs.times[B], costs.times[W], strict=True)
     ways = zip(*(costs.times[kind] for kind in TRANSFERS[HOST]), strict=True)
     found = (sum(way) / sum(work) for way, work in zip(ways, works, strict=True) if sum(work))
     return max(found, default=0.0)
@@ -158,8 +158,6 @@ def with_copies(costs: Costs, ratio: float, between: Iterable[str] = ()) -> Cost
         raise ValueError(f'a copy both ways in {ratio} of the time of F, B and W: give more than 0')
     if TRANSFERS[HOST].out in costs.times:
         return costs
-    works = zip(costs.forward, costs.backward, costs.weight, strict=True)
+    works = zip(costs.times[F], costs.times[B], costs.times[W], strict=True)
     ways = tuple(ratio * sum(work) / 2 for work in works)
-    return replace(
-        costs, times={**costs.times, **dict.fromkeys((*TRANSFERS[HOST], *between), ways)}
-    )
+    return costs.with_times(**dict.fromkeys((*TRANSFERS[HOST], *between), ways))

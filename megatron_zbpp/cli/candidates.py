@@ -6,7 +6,6 @@ import contextlib
 import itertools
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import replace
 
 from megatron_zbpp.cli.inputs import (
     PLACEMENTS,
@@ -88,12 +87,13 @@ def with_selective(args: Namespace, placement: Placement, selective: bool = True
     if TRANSFERS[HOST].out in found.times:
         return found
     # what is copied is less
-    shares = [a / b if b else 1.0 for a, b in zip(found.activation, plain.activation, strict=True)]
+    held = (costs.amounts['activation'] for costs in (found, plain))
+    shares = [a / b if b else 1.0 for a, b in zip(*held, strict=True)]
     copies = {
         kind: tuple(time * share for time, share in zip(plain.times[kind], shares, strict=True))
         for kind in (*TRANSFERS[HOST], *TRANSFERS[PARTNER])
     }
-    return replace(found, times={**copies, **found.times})
+    return found.with_times(**{**copies, **found.times})
 
 
 def _allowed_chunks(args: Namespace) -> list[int]:

@@ -227,6 +227,7 @@ def _limits(args: Namespace) -> list[float | None]:
 def _require_bytes(times: Times | StageCosts) -> None:
     """Raise ValueError unless costs say how many bytes a stage holds."""
     told: Any = strict_json.loads(times.text) if isinstance(times, StageCosts) else {}
+    told = {**told, **told.get('amounts', {})}
     missing = [name for name in ('activation', 'parameters') if name not in told]
     if missing:
         raise ValueError(
@@ -244,8 +245,8 @@ def _of_passes(args: Namespace, placement: Placement, selective: bool) -> Costs:
             f'--times has {args.times.num_stages} stages and the schedule {placement.num_stages}: '
             'give one entry per stage, in model order'
         )
-    shares = Costs.uniform(placement).activation
-    costs = Costs.from_json(args.times.text, selective, activation=shares)
+    shares = Costs.uniform(placement).amounts['activation']
+    costs = Costs.from_json(args.times.text, selective, shares)
     costs.require(placement)
     if args.comm is None:
         return costs

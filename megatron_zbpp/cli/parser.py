@@ -111,7 +111,7 @@ class _Parser(argparse.ArgumentParser):
 class _Completion(argparse.Action):
     """Prints the completion of a shell, and ends."""
 
-    def __call__(self, parser: Any, _: object, shell: Any, *__: object) -> NoReturn:
+    def __call__(self, parser: Any, _: object, shell: Any, *__: object) -> None:
         try:
             import shtab
         except ImportError:

@@ -12,7 +12,7 @@ import docstring_parser
 from megatron_zbpp.cli import values
 from megatron_zbpp.cli.arguments import add_renamed
 from megatron_zbpp.cli.printing import print_json, print_table, write
-from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir import B, F, Placement, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.fitting import fit_layers
@@ -146,15 +146,26 @@ def _measured(text: str) -> tuple[str, Costs]:
         raise ValueError(f'--stages {text}: give LAYOUT=FILE, such as Ett|ttL=times.json')
     try:
         costs = Costs.from_json(Path(path).read_text(encoding='utf-8'))
-        for name, default in (('speeds', ()), ('together', 1.0), ('times', {}), ('amounts', {})):
-            if getattr(costs, name) != default:
-                raise ValueError(f'{name} say nothing of layers')
+        _require_layers(costs)
         return layout, costs
     except ValueError as error:
         raise ValueError(
             f'{path}: {error}: give times of the stages as {{"F": [...], "B": [...], "W": [...]}}, '
             'such as stages.json of --pipeline-trace-dir'
         ) from error
+
+
+def _require_layers(costs: Costs) -> None:
+    """Raise ValueError if costs say anything that no layer has."""
+    given = {
+        'speeds': costs.speeds,
+        'together': costs.together != 1,
+        'times': costs.times.keys() - {F, B, W},
+        'amounts': costs.amounts.keys() - {'activation', 'retained'},
+    }
+    for name, told in given.items():
+        if told:
+            raise ValueError(f'{name} say nothing of layers')
 
 
 def _print(made: Layers, note: str) -> None:

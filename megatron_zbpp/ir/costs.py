@@ -1,94 +1,79 @@
-"""What passes cost: seconds on the device, seconds on the wire, activations held.
+"""Costs of passes: seconds on the device, seconds on the wire, activations held.
 
->>> from megatron_zbpp.ir import Placement
->>> Costs.uniform(Placement.v(2), weight=0.8).time('W', 0)
+>>> from megatron_zbpp.ir import Placement, Task
+>>> Costs.uniform(Placement.v(2), weight=0.8).time(Task('W', 0))
 0.4
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isfinite
 from typing import Any
 
-from megatron_zbpp.ir import B, F, Graph, Placement, W, strict_json
+from megatron_zbpp.ir import B, F, Graph, Placement, Task, W, strict_json
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.graph import DEVICE
 from megatron_zbpp.ir.techniques import TRANSFERS, R
 
 SELECTIVE = 'selective'  # of a file: what differs with Megatron's selective recomputation
-_RECOMPUTED = (F, B, W, 'activation', 'retained', 'times')
 _COPIES = frozenset(kind for copies in TRANSFERS.values() for kind in copies)
+_EXACT = (F, B, W, 'activation', 'retained')  # of stages alone, as only they have weights
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Times and activations of every stage. Units are the caller's: seconds and bytes, or 1 and 1.
+    """Times and amounts of every stage. Units are the caller's: seconds and bytes, or 1 and 1.
 
-    Where techniques add sites behind the stages (a shard of the vocabulary on each rank), entries
-    of `times` and `amounts` go on with those.
+    Entry `s` of a tuple is stage s in model order. Where techniques add sites behind the stages (a
+    shard of the vocabulary on each rank), the entries of their kinds and amounts go on with those.
+    A slice of the sequence takes its equal part.
 
     Attributes:
-        forward: per stage in model order, time of one F.
-        backward: time of one B. A BW takes that of its B and its W.
-        weight: time of one W.
+        times: by kind (F, B, W, R, O, ...), the time of one task of each stage. F, B and W are
+            required, a BW takes that of its B and its W. R takes the time of F where it is not
+            given, other kinds none.
+        amounts: by the name that the graph gives them, memory of each stage. 'activation' is held
+            from the start of F, default 1 a stage. 'retained' is held in its place from the end of
+            B to the end of W, default as much; it may be more: gradients of outputs, and inputs
+            that tensor parallelism has gathered, wait for W. Others ('input', 'logits'): default 0.
         comm: latency of each message between ranks; it does not occupy the device.
         message: further time of a message, bytes over bandwidth; added to the latency.
-        activation: per stage, held from the start of its F. Default: 1 a stage.
-        retained: held in its place from the end of B to the end of W. It may be more: gradients of
-            outputs, and inputs that tensor parallelism has gathered, wait for W. Default: as much.
         parameters: per stage, held all the time: weights, gradients and the optimizer's states, in
-            the unit of `activation`. They count against a memory limit. Default: 0.
-        times: of one pass of other kinds, by kind: O, L, R, S, ... Default: 0.
-        amounts: that other techniques hold, by the name that the graph gives them: 'input',
-            'logits'. Default: 0.
+            the unit of 'activation'. They count against a memory limit. Default: 0.
         edges: (sender, receiver, latency) of pairs of ranks whose latency is not `comm`.
         speeds: per rank, how many times as fast as the times say. Default: 1 each.
         together: time of passes that run as one (`ir.Together`), over the sum of theirs. Default:
             1, nothing is hidden.
     """
 
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    weight: tuple[float, ...]
+    times: Mapping[str, tuple[float, ...]]
+    amounts: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
     comm: float = 0.0
     message: float = 0.0
-    activation: tuple[float, ...] = ()
-    retained: tuple[float, ...] = ()
     parameters: tuple[float, ...] = ()
-    times: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
-    amounts: Mapping[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
     edges: tuple[tuple[int, int, float], ...] = ()
     speeds: tuple[float, ...] = ()
     together: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, 'activation', self.activation or (1.0,) * len(self.forward))
-        object.__setattr__(self, 'retained', self.retained or self.activation)
-        object.__setattr__(self, 'parameters', self.parameters or (0.0,) * len(self.forward))
-        for name in ('forward', 'backward', 'weight', 'activation', 'retained', 'parameters'):
-            values = tuple(getattr(self, name))
-            object.__setattr__(self, name, values)
-            _require_costs(name, values)
-            if len(values) != len(self.forward):
-                raise ValueError(
-                    f'{name} has {len(values)} entries and forward {len(self.forward)}: '
-                    'give one entry per stage'
-                )
-        for name in ('times', 'amounts'):
-            given = {key: tuple(values) for key, values in getattr(self, name).items()}
-            object.__setattr__(self, name, given)
-            for key, values in given.items():
-                _require_costs(f'{name} of {key}', values)
-                if len(values) < len(self.forward):
-                    raise ValueError(
-                        f'{name} of {key} has {len(values)} entries: give one per stage, '
-                        f'{len(self.forward)}, and behind them what else there is'
-                    )
-        for kind in {F, B, W} & set(self.times):
-            raise ValueError(f'times of {kind} are given twice: leave them out of `times`')
+        times, amounts = (
+            {name: tuple(values) for name, values in given.items()}
+            for given in (self.times, self.amounts)
+        )
+        for kind in (F, B, W):
+            if kind not in times:
+                raise ValueError(f'the times of {kind} are missing: give "{kind}": [...]')
+        if not times[F]:
+            raise ValueError('F has no entries: give one entry per stage')
+        activation = amounts.pop('activation', ()) or (1.0,) * len(times[F])
+        held = {'activation': activation, 'retained': amounts.pop('retained', ()) or activation}
+        object.__setattr__(self, 'times', times)
+        object.__setattr__(self, 'amounts', held | amounts)
+        object.__setattr__(self, 'parameters', tuple(self.parameters) or (0.0,) * len(times[F]))
+        self._require_entries()
         object.__setattr__(self, 'edges', tuple(map(tuple, self.edges)))
         object.__setattr__(self, 'speeds', tuple(self.speeds))
         _require_costs('comm', (self.comm,))
@@ -101,15 +86,88 @@ class Costs:
         if 0 in self.speeds:
             raise ValueError('a speed of 0 never ends: give numbers above 0')
 
+    def _require_entries(self) -> None:
+        """Raise ValueError unless all values are costs, and there are enough of each."""
+        named = {**self.times, **self.amounts, 'parameters': self.parameters}
+        for name, values in named.items():
+            _require_costs(name, values)
+            if name in (*_EXACT, 'parameters') and len(values) != self.num_stages:
+                raise ValueError(
+                    f'{name} has {len(values)} entries and F {self.num_stages}: give one entry '
+                    'per stage'
+                )
+            if len(values) < self.num_stages:
+                raise ValueError(
+                    f'{name} has {len(values)} entries: give one per stage, {self.num_stages}, '
+                    'and behind them what else there is'
+                )
+
     @classmethod
-    def from_json(cls, text: str, selective: bool = False, **defaults: Any) -> Costs:
-        """Return the costs that a file says: F, B and W by stage, and any other field by its name.
+    def of(
+        cls,
+        forward: Sequence[float],
+        backward: Sequence[float],
+        weight: Sequence[float],
+        comm: float = 0.0,
+        message: float = 0.0,
+        *,
+        activation: Sequence[float] = (),
+        retained: Sequence[float] = (),
+        times: Mapping[str, Sequence[float]] | None = None,
+        amounts: Mapping[str, Sequence[float]] | None = None,
+        **others: Any,
+    ) -> Costs:
+        """Return the costs of a plain pipeline, with those of techniques beside them.
+
+        Args:
+            forward: per stage in model order, time of one F.
+            backward: time of one B.
+            weight: time of one W.
+            comm: see `Costs`.
+            message: see `Costs`.
+            activation: per stage, held from F to B; see `Costs`.
+            retained: per stage, held from B to W; see `Costs`.
+            times: of further kinds.
+            amounts: that techniques hold.
+            others: further fields of `Costs`.
+
+        Raises:
+            ValueError: a value is no cost, entries are missing, or a kind is given twice.
+        """
+        plain = {F: forward, B: backward, W: weight}
+        for kind in plain.keys() & (times or {}).keys():
+            raise ValueError(f'times of {kind} are given twice: leave them out of `times`')
+        held = {'activation': activation, 'retained': retained}
+        given: Any = {**plain, **(times or {})}
+        named: Any = {**held, **(amounts or {})}
+        return cls(given, named, comm, message, **others)
+
+    def with_times(self, **kinds: Sequence[float]) -> Costs:
+        """Return the same with other times of these kinds.
+
+        >>> Costs.of([1], [1], [1]).with_times(W=[0], R=[2]).times['W']
+        (0,)
+        """
+        return replace(self, times={**self.times, **{k: tuple(v) for k, v in kinds.items()}})
+
+    def with_amounts(self, **names: Sequence[float]) -> Costs:
+        """Return the same with other amounts of these names."""
+        return replace(self, amounts={**self.amounts, **{k: tuple(v) for k, v in names.items()}})
+
+    @classmethod
+    def from_json(
+        cls, text: str, selective: bool = False, activation: Sequence[float] = ()
+    ) -> Costs:
+        """Return the costs in a file: F, B and W by stage, and any field of `Costs` by its name.
+
+        F, B, W may stand in "times", 'activation' and 'retained' in "amounts", as other kinds and
+        amounts do, or outside of them.
 
         Args:
             text: of the file.
             selective: whether those with Megatron's selective recomputation, which the file says
                 under `SELECTIVE`; what it is silent of there is as without.
-            defaults: fields, for where the file is silent.
+            activation: for where the file is silent.
 
         Raises:
             ValueError: it is not one JSON object, lacks a time, or has a field that is not known or
@@ -118,33 +176,34 @@ class Costs:
         data: Any = strict_json.loads(text)
         if not strict_json.is_object(data):
             raise ValueError('costs are one JSON object: {"F": [...], "B": [...], "W": [...]}')
-        fields = {F: 'forward', B: 'backward', W: 'weight'}
-        known = {**dict.fromkeys(fields, _NUMBERS), **_OTHERS}
-        strict_json.require(data, {}, {**known, SELECTIVE: strict_json.anything})
+        strict_json.require(data, {}, {**_BY_STAGE, **_FIELDS, SELECTIVE: strict_json.anything})
         within = data.pop(SELECTIVE, None)
         if selective and within is None:
             raise ValueError(
                 'nothing is said of what passes take with selective recomputation: give '
                 f'"{SELECTIVE}": {{"B": [...], "activation": [...]}}'
             )
+        data = _by_kind(data)
         if within is not None:
-            strict_json.require(within, {}, {name: known[name] for name in _RECOMPUTED})
-            data = {**data, **_within(data, within)} if selective else data
-        for name in fields:
-            if name not in data:
-                raise ValueError(f'the times of {name} are missing: give "{name}": [...]')
-        if not data[F]:
-            raise ValueError('F has no entries: give one entry per stage')
-        return cls(**defaults | {fields.get(name, name): value for name, value in data.items()})
+            strict_json.require(within, {}, _RECOMPUTED)
+            data = _within(data, _by_kind(within)) if selective else data
+        data['amounts'].setdefault('activation', activation)
+        return cls(**data)
 
     @classmethod
     def from_fields(cls, data: Any) -> Costs:
         """Return the costs of which `dataclasses.asdict` gave the fields, by way of JSON.
 
+        Fields of 0.1 are read, too, which had `forward`, `backward` and `weight` beside `times`.
+
         Raises:
             ValueError: it is none; the message names the field.
         """
-        strict_json.require(data, _TIMES, _OTHERS)
+        if strict_json.is_object(data) and 'forward' in data:
+            strict_json.require(data, _OLD_TIMES, {**_BY_STAGE, **_FIELDS})
+            data = _by_kind({_OLD_NAMES.get(name, name): value for name, value in data.items()})
+        else:
+            strict_json.require(data, {'times': _by_name}, _FIELDS)
         return cls(**data)
 
     @classmethod
@@ -166,7 +225,7 @@ class Costs:
         forwards, backwards, weights = (
             tuple(time * share for share in shares) for time in (forward, backward, weight)
         )
-        return cls(forwards, backwards, weights, comm, activation=shares, retained=shares)
+        return cls.of(forwards, backwards, weights, comm, activation=shares)
 
     @classmethod
     def by_layers(cls, placement: Placement, layers: Sequence[int]) -> Costs:
@@ -180,11 +239,11 @@ class Costs:
         if not total:
             return cls.uniform(placement)
         shares = tuple(count * placement.num_ranks / total for count in layers)
-        return cls(shares, shares, shares, activation=shares, retained=shares)
+        return cls.of(shares, shares, shares, activation=shares)
 
     @property
     def num_stages(self) -> int:
-        return len(self.forward)
+        return len(self.times[F])
 
     def edge(self, sender: int, receiver: int) -> float:
         """Return the time from the end of a pass to when another rank may start on what it sent.
@@ -199,26 +258,21 @@ class Costs:
     def _latencies(self) -> dict[tuple[int, int], float]:
         return {(sender, receiver): latency for sender, receiver, latency in self.edges}
 
-    def time(self, kind: str, stage: int) -> float:
-        """Time of one task of `kind` on `stage`, on a rank of speed 1.
-
-        Of R that of F, where nothing else is told.
-        """
-        own = {F: self.forward, B: self.backward, W: self.weight}.get(kind)
-        own = self.times.get(kind) if own is None else own
-        own = self.forward if own is None and kind == R else own
-        return 0.0 if own is None else own[stage]
+    def time(self, task: Task) -> float:
+        """Return the time of `task`, of all slices, on a rank of speed 1."""
+        own = self.times.get(task.kind)
+        own = self.times[F] if own is None and task.kind == R else own
+        return 0.0 if own is None else own[task.stage]
 
     def duration(self, graph: Graph, kind: str, stage: int, rank: int) -> float:
         """Time of one pass of `kind` on `stage` on `rank`: of all that it does, of a slice each."""
-        time = sum([self.time(task.kind, stage) for task in graph.tasks(kind, stage)])
+        time = sum([self.time(task) for task in graph.tasks(kind, stage)])
         return time / graph.num_slices / (self.speeds[rank] if self.speeds else 1.0)
 
-    def amount(self, name: str, stage: int) -> float:
-        """How much of the amount that `ir.graph.Hold` calls `name` a task of `stage` takes."""
-        own = {'activation': self.activation, 'retained': self.retained}.get(name)
-        own = self.amounts.get(name) if own is None else own
-        return 0.0 if own is None else own[stage]
+    def amount(self, name: str, task: Task) -> float:
+        """Return how much of what `ir.graph.Hold` calls `name` the task takes, of all slices."""
+        own = self.amounts.get(name)
+        return 0.0 if own is None else own[task.stage]
 
     def static(self, placement: Placement) -> tuple[float, ...]:
         """Return what each rank holds all the time, in the unit of `activation`."""
@@ -229,7 +283,7 @@ class Costs:
     def changes(self, graph: Graph, pool: str = DEVICE) -> dict[tuple[str, int, int], float]:
         """Return what each pass adds to `pool`, by its kind, stage and slice."""
         return {
-            key: sum([count * self.amount(name, key[1]) for name, count in counts.items()])
+            key: sum([count * self.amount(name, Task(*key)) for name, count in counts.items()])
             / graph.num_slices
             for key, counts in compiled(graph).changes.get(pool, {}).items()
         }
@@ -253,18 +307,31 @@ class Costs:
                 )
 
 
+def _by_kind(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of a file with F, B and W among `times`, activations among `amounts`."""
+    fields = {name: value for name, value in data.items() if name not in _EXACT}
+    for field_name, own in (('times', (F, B, W)), ('amounts', ('activation', 'retained'))):
+        apart = {name: data[name] for name in own if name in data}
+        inside = data.get(field_name, {})
+        for name in apart.keys() & inside.keys():
+            raise ValueError(f'{field_name} of {name} are given twice: leave them out of one')
+        fields[field_name] = {**apart, **inside}
+    return fields
+
+
 def _within(data: dict[str, Any], within: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of selective recomputation, with the times of kinds that it is silent of.
 
     A copy of less takes less: where nothing else is told, times of copies are as activations.
     """
-    kinds = dict(data.get('times', {}))
-    before, after = data.get('activation'), within.get('activation')
+    kinds = dict(data['times'])
+    before, after = data['amounts'].get('activation'), within['amounts'].get('activation')
     if before and after and len(before) == len(after):
         shares = [new / old if old else 1.0 for new, old in zip(after, before, strict=True)]
         for kind in _COPIES & set(kinds):
             kinds[kind] = [time * share for time, share in zip(kinds[kind], shares, strict=False)]
-    return {**within, 'times': {**kinds, **within.get('times', {})}}
+    amounts = {**data['amounts'], **within['amounts']}
+    return {**data, 'times': {**kinds, **within['times']}, 'amounts': amounts}
 
 
 def _per_stage(value: Any) -> str | None:
@@ -291,14 +358,20 @@ def _edge_list(value: Any) -> str | None:
 
 
 _NUMBERS = strict_json.list_of(strict_json.number, 'numbers')
-_TIMES: dict[str, strict_json.Check] = dict.fromkeys(('forward', 'backward', 'weight'), _NUMBERS)
-_OTHERS = {  # fields of a file, but for the times of F, B and W
+_FIELDS: dict[str, strict_json.Check] = {
     **dict.fromkeys(('comm', 'message', 'together'), strict_json.number),
-    **dict.fromkeys(('activation', 'retained', 'parameters'), _per_stage),
+    'parameters': _per_stage,
     'speeds': _NUMBERS,
     **dict.fromkeys(('times', 'amounts'), _by_name),
     'edges': _edge_list,
 }
+_BY_STAGE: dict[str, strict_json.Check] = {
+    **dict.fromkeys((F, B, W), _NUMBERS),
+    **dict.fromkeys(('activation', 'retained'), _per_stage),
+}
+_RECOMPUTED = {**_BY_STAGE, 'times': _by_name, 'amounts': _by_name}
+_OLD_NAMES = {'forward': F, 'backward': B, 'weight': W}
+_OLD_TIMES: dict[str, strict_json.Check] = dict.fromkeys(_OLD_NAMES, _NUMBERS)
 
 
 def _require_costs(name: str, values: tuple[float, ...]) -> None:

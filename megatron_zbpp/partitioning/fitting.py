@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from megatron_zbpp.ir import B, F, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.layers import Layer, Layers
 
 _ROUNDS = 20_000
+_TIMED = {'forward': F, 'backward': B, 'weight': W}  # fields of a layer, by kind
 _CONSTANT = ''  # the kind of what each stage takes whatever its layers
 
 
@@ -51,9 +53,9 @@ def fit_layers(
     ]
     found: dict[str, dict[str, float]] = {}
     error = 0.0
-    for name in ('forward', 'backward', 'weight', 'activation', 'retained', 'parameters'):
-        values = [value for _, costs in measured for value in getattr(costs, name)]
-        timed = name in ('forward', 'backward', 'weight')
+    for name in (*_TIMED, 'activation', 'retained', 'parameters'):
+        values = [value for _, costs in measured for value in _values(costs, name)]
+        timed = name in _TIMED
         own = _times_each(rows, factors) if timed and factors else rows
         solved = non_negative(own, values)
         found[name] = dict(zip(kinds, solved, strict=True))
@@ -64,6 +66,13 @@ def fit_layers(
         for kind in ''.join(layouts[0])
     ]
     return Layers(tuple(made)), error
+
+
+def _values(costs: Costs, name: str) -> Sequence[float]:
+    """Return the entries of a field of `Layer`, by stage."""
+    if name in _TIMED:
+        return costs.times[_TIMED[name]]
+    return costs.parameters if name == 'parameters' else costs.amounts[name]
 
 
 def _times_each(rows: Sequence[Sequence[float]], factors: Sequence[float]) -> list[list[float]]:

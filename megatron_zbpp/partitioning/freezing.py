@@ -111,7 +111,7 @@ class _Programme:
         full = self._costs.duration(self._schedule.graph, p.kind, p.stage, rank)
         speed = self._costs.speeds[rank] if self._costs.speeds else 1.0
         weights = p.kind in self._schedule.graph.doers[W]
-        saved = self._costs.weight[p.stage] / speed if weights else 0.0
+        saved = self._costs.times[W][p.stage] / speed if weights else 0.0
         self._starts[p] = self._solver.NumVar(0, self._solver.infinity(), '')
         self._lengths[p] = self._solver.NumVar(full - saved, full, '')
         if saved:

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate, combinations, pairwise, permutations
 from math import comb, inf
 
-from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir import B, Placement, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.layout import layers_per_stage
 from megatron_zbpp.partitioning.devices import Devices
@@ -192,7 +192,6 @@ class Space:
 
 def fused_costs(costs: Costs) -> Costs:
     """Return costs under which B does all that BW does, and W nothing."""
-    whole = tuple(b + w for b, w in zip(costs.backward, costs.weight, strict=True))
-    return replace(
-        costs, backward=whole, weight=(0.0,) * costs.num_stages, retained=costs.activation
-    )
+    whole = tuple(b + w for b, w in zip(costs.times[B], costs.times[W], strict=True))
+    fused = costs.with_times(B=whole, W=(0.0,) * costs.num_stages)
+    return fused.with_amounts(retained=costs.amounts['activation'])

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from math import fsum
 from statistics import median, median_low
 
-from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir import B, F, Placement, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.devices import Device, Devices
 
@@ -24,7 +24,7 @@ _MANY = 3  # of fewer replicas none is the usual one
 def rank_factors(stages: Sequence[str], ranks: Sequence[int], costs: Costs) -> tuple[float, ...]:
     """Return by what each rank multiplies the times of layers; 1 where that cannot be told.
 
-    >>> costs = Costs(*[(2.0, 2.0, 3.0, 4.0)] * 3)
+    >>> costs = Costs.of(*[(2.0, 2.0, 3.0, 4.0)] * 3)
     >>> rank_factors(('Ett', 'tt', 'tt', 'tL'), (0, 1, 2, 3), costs)
     (1.0, 1.0, 1.5, 1.0)
 
@@ -42,7 +42,7 @@ def rank_factors(stages: Sequence[str], ranks: Sequence[int], costs: Costs) -> t
     taken: dict[int, list[float]] = defaultdict(list)
     for stage in same:
         if stages[stage][0] == kind:
-            time = costs.forward[stage] + costs.backward[stage] + costs.weight[stage]
+            time = costs.times[F][stage] + costs.times[B][stage] + costs.times[W][stage]
             taken[ranks[stage]].append(time / len(stages[stage]))
     means = {rank: sum(times) / len(times) for rank, times in taken.items()}
     usual = median_low(means.values())
@@ -78,7 +78,7 @@ def slow_ranks(
 
     Nothing where there are fewer than three pipelines: of two, neither is the usual one.
 
-    >>> usual, slow = Costs(*[(1.0, 1.0)] * 3), Costs(*[(1.0, 1.5)] * 3)
+    >>> usual, slow = Costs.of(*[(1.0, 1.0)] * 3), Costs.of(*[(1.0, 1.5)] * 3)
     >>> slow_ranks([((0, 3), usual), ((1, 4), slow), ((2, 5), usual)], Placement.loop(2))
     {4: 1.5}
 
@@ -90,7 +90,7 @@ def slow_ranks(
     for ranks, costs in found:
         for at, rank in enumerate(ranks):
             own = placement.stages(at)
-            times = (costs.forward, costs.backward, costs.weight)
+            times = (costs.times[F], costs.times[B], costs.times[W])
             taken[at, rank].append(fsum(kind[stage] for kind in times for stage in own))
     slower: dict[int, float] = {}
     for at in range(placement.num_ranks):

@@ -45,7 +45,7 @@ def stage_costs(layers: Layers, devices: Devices, partition: Partition) -> Costs
         factors = devices.devices[order[rank]].factors
         times.append(tuple(time * factor for time, factor in zip(sums, factors, strict=True)))
     forward, backward, weight = zip(*times, strict=True)
-    return Costs(
+    return Costs.of(
         forward,
         backward,
         weight,
@@ -102,9 +102,10 @@ def memory_limits(
 
 def fits(costs: Costs, placement: Placement, limits: Sequence[float]) -> bool:
     """Whether each rank can hold one microbatch of all its stages, and the raise of its B."""
+    activation, retained = costs.amounts['activation'], costs.amounts['retained']
     for rank, limit in enumerate(limits):
         own = placement.stages(rank)
-        raised = max(0.0, *(costs.retained[s] - costs.activation[s] for s in own))
-        if limit < (sum(costs.activation[s] for s in own) + raised) * (1 - 1e-9):
+        raised = max(0.0, *(retained[s] - activation[s] for s in own))
+        if limit < (sum(activation[s] for s in own) + raised) * (1 - 1e-9):
             return False
     return True

@@ -259,7 +259,7 @@ def _with_slower_copies(problem: Problem, slower: float) -> Problem:
     ways = {
         kind: tuple(slower * time for time in problem.costs.times[kind]) for kind in TRANSFERS[HOST]
     }
-    costs = replace(problem.costs, times={**problem.costs.times, **ways})
+    costs = problem.costs.with_times(**ways)
     return replace(problem, costs=costs)
 
 

@@ -156,12 +156,12 @@ def in_ticks(problem: Problem, unit: float, ticks: int) -> Problem:
         for queue, (need, edge) in enumerate(zip(problem.needs, problem.edges, strict=True))
         if edge
     }
-    costs = Costs(
+    costs = Costs.of(
         times[:count],
         times[count : 2 * count],
         times[2 * count :],
-        activation=problem.costs.activation,
-        retained=problem.costs.retained,
+        activation=problem.costs.amounts['activation'],
+        retained=problem.costs.amounts['retained'],
         edges=tuple((*pair, latency) for pair, latency in edges.items()),
     )
     return replace(problem, costs=costs)

@@ -37,7 +37,7 @@ def frontier(
         folder: of the cached plans, or None.
         candidates: see `plan`.
         num_microbatches: see `plan`.
-        limits: most that a rank may hold, in the unit of `costs.activation`.
+        limits: most that a rank may hold, in the unit of `costs.amounts`.
         seconds: for all of them together, at most.
         progress: called now and then with the share of the budget that is spent.
         inputs: further keyword arguments of `plan`.

@@ -72,9 +72,10 @@ def said(amount: float, limit: Limit) -> str:
 
 def _least(placement: Placement, costs: Costs) -> list[float]:
     """Per rank, the smallest limit under which there surely is a schedule (see `pattern`)."""
-    rises = [max(0.0, w - a) for a, w in zip(costs.activation, costs.retained, strict=True)]
+    activation, retained = costs.amounts['activation'], costs.amounts['retained']
+    rises = [max(0.0, w - a) for a, w in zip(activation, retained, strict=True)]
     held = map(placement.stages, range(placement.num_ranks))
-    return [sum(costs.activation[s] for s in own) + max(rises[s] for s in own) for own in held]
+    return [sum(activation[s] for s in own) + max(rises[s] for s in own) for own in held]
 
 
 def same_limits(limit: float | Sequence[float] | None, num_ranks: int) -> tuple[float, ...]:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from math import inf
 from typing import NamedTuple
 
+from megatron_zbpp.ir import F, Task
 from megatron_zbpp.ir.graph import HOST, PARTNER
 from megatron_zbpp.ir.techniques import TRANSFERS, R
 from megatron_zbpp.planner.problem import Problem
@@ -101,20 +102,25 @@ def _ways(problem: Problem, stage: int, actions: Set[str], both: bool) -> Iterat
     costs, durations = problem.costs, problem.durations
     count, rank = problem.placement.num_stages, problem.placement.ranks[stage]
     speed = costs.speeds[rank] if costs.speeds else 1.0
-    held, forward, backward = costs.activation[stage], durations[stage], durations[count + stage]
+    held, forward, backward = (
+        costs.amounts['activation'][stage],
+        durations[stage],
+        durations[count + stage],
+    )
     there = problem.arrivals[2 * count + stage] - problem.arrivals[stage]  # F begins, B ends
-    after = costs.retained[stage] * durations[2 * count + stage]
+    after = costs.amounts['retained'][stage] * durations[2 * count + stage]
     yield _Way(0.0, 0.0, held * there + after)
     moving = {OFFLOAD: TRANSFERS[HOST]} | ({} if both else {EVICT: TRANSFERS[PARTNER]})
     for action, kinds in moving.items():
         if action in actions:
-            copies = sum(costs.time(kind, stage) for kind in kinds) / speed
+            copies = sum(costs.time(Task(kind, stage)) for kind in kinds) / speed
             yield _Way(0.0, copies, held * min(there, forward + copies + backward) + after)
     if RECOMPUTE in actions:
-        again = costs.time(R, stage) / speed
+        again = costs.time(Task(R, stage)) / speed
         before = 0.0
         if not actions & moving.keys():  # the input is there all the time
-            before = min(costs.amount('input', stage), held) * max(0.0, there - again - backward)
+            kept = min(costs.amount('input', Task(F, stage)), held)
+            before = kept * max(0.0, there - again - backward)
         yield _Way(again, 0.0, before + held * min(there, again + backward) + after)
 
 

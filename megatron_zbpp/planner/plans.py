@@ -95,7 +95,7 @@ def plan(
         candidates: placements that may be used, each with the costs of its stages.
         num_microbatches: m.
         memory_limit: most that a rank may hold, or one limit a rank, in the unit of
-            `costs.activation`; its parameters count.
+            `costs.amounts`; its parameters count.
         objective: 'makespan' while all ranks wait for each other between iterations; 'window',
             the longest span of one rank, where they do not.
         seconds: at most; turned into a number of steps, so that plans can be made again.

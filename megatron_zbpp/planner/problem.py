@@ -36,7 +36,7 @@ class Problem:
         placement: its first p stages are on p different ranks, as in loop, V and wave.
         num_microbatches: m.
         costs: of the placement's stages.
-        limits: most that each rank may hold, in the unit of `costs.activation`; inf for no limit.
+        limits: most that each rank may hold, in the unit of `costs.amounts`; inf for no limit.
         objective: 'makespan' or 'window'.
     """
 
@@ -151,7 +151,7 @@ class Problem:
 
     @cached_property
     def _quantum(self) -> float:
-        return (max(self.costs.activation) or 1.0) / _QUANTA
+        return (max(self.costs.amounts['activation']) or 1.0) / _QUANTA
 
     @cached_property
     def changes(self) -> tuple[int, ...]:
@@ -159,7 +159,7 @@ class Problem:
         counts = self._flat.changes[DEVICE]
         return tuple(
             sum(
-                count * round(self.costs.amount(name, task.stage) / self._quantum)
+                count * round(self.costs.amount(name, task) / self._quantum)
                 for name, count in counts[task.kind, task.stage, 0].items()
             )
             for task in self._tasks

@@ -45,7 +45,7 @@ def request(
         placement: to plan on; its stage 0 is on rank 0.
         costs: of its stages.
         num_microbatches: m.
-        memory_limit: most that a rank may hold, in the unit of `costs.activation`.
+        memory_limit: most that a rank may hold, in the unit of `costs.amounts`.
         seconds: at most.
         objective: 'makespan' or 'window'.
     """

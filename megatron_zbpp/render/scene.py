@@ -104,10 +104,7 @@ def _changes(
     starting = {F, *compiled(graph).arriving}
     for bar, amount, high in zip(row, after, most, strict=True):
         if high not in (before, amount):
-            first, *others = (
-                costs.time(task.kind, task.stage)
-                for task in graph.tasks(bar.ran.kind, bar.ran.stage)
-            )
+            first, *others = (costs.time(task) for task in graph.tasks(bar.ran.kind, bar.ran.stage))
             share = first / ((first + sum(others)) or 1.0)
             yield bar.start + share * (bar.end - bar.start), high
         # in the order of the rank, whose copies may run later than what stands behind them

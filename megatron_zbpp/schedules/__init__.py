@@ -67,7 +67,7 @@ def build(
         num_chunks: v, stages per rank; the family's own default where None.
         costs: times and activations per stage. Families that adapt to times use them, others have
             one order whatever the times.
-        memory_limit: most that a rank may hold, in the unit of `costs.activation`; without costs,
+        memory_limit: most that a rank may hold, in the unit of `costs.amounts`; without costs,
             in activations of one microbatch on a full rank.
         together: pairs of F and BW run as one, for families that have such pairs.
 
@@ -132,9 +132,9 @@ def checked_chunks(found: Family, num_chunks: int | None) -> int:
 
 def _require_costs(found: Family, costs: Costs | None, num_stages: int) -> None:
     """Raise ValueError unless costs, if given, are of as many stages as the schedule."""
-    if costs is not None and len(costs.forward) != num_stages:
+    if costs is not None and costs.num_stages != num_stages:
         raise ValueError(
-            f'costs are of {len(costs.forward)} stages, but this {found.name} has {num_stages}: '
+            f'costs are of {costs.num_stages} stages, but this {found.name} has {num_stages}: '
             'give one entry per stage, in model order'
         )
 

@@ -44,10 +44,10 @@ def one_f_one_b_pb(
         num_ranks: p.
         num_microbatches: m.
         costs: activations of each stage, which a limit counts; default: 1 each.
-        memory_limit: most that a rank may hold, in the unit of `costs.activation`.
+        memory_limit: most that a rank may hold, in the unit of `costs.amounts`.
     """
     m = num_microbatches
-    held = costs.activation if costs is not None else (1.0,) * num_ranks
+    held = costs.amounts['activation'] if costs is not None else (1.0,) * num_ranks
     limit = inf if memory_limit is None else memory_limit
     flying = (_flying(rank, num_ranks, m, held[rank], limit) for rank in range(num_ranks))
     # a rank that runs more before its first backward than the one before it would wait for ever

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import gcd
 
-from megatron_zbpp.ir import B, F, Placement, Schedule, W
+from megatron_zbpp.ir import B, F, Placement, Schedule, Task, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST
 from megatron_zbpp.ir.techniques import TRANSFERS
@@ -120,7 +120,7 @@ def _offloaded(
     costs = costs or _equal(base.placement)
     spans = planned(base, costs)
     stages = [s for s in range(p * num_chunks) if base.placement.chunk_of(s) < moved]
-    return with_transfers(base, spans, stages, copy_time(costs), max(costs.backward))
+    return with_transfers(base, spans, stages, copy_time(costs), max(costs.times[B]))
 
 
 def copy_time(costs: Costs) -> float:
@@ -133,12 +133,12 @@ def copy_time(costs: Costs) -> float:
 
 
 def _works(costs: Costs) -> list[tuple[float, float, float]]:
-    return list(zip(costs.forward, costs.backward, costs.weight, strict=True))
+    return list(zip(costs.times[F], costs.times[B], costs.times[W], strict=True))
 
 
 def _equal(placement: Placement) -> Costs:
     ones = (1.0,) * placement.num_stages
-    return Costs(ones, ones, ones)
+    return Costs.of(ones, ones, ones)
 
 
 def _base(
@@ -154,7 +154,7 @@ def planned(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]
     slot = max(map(max, _works(costs)))
     slots = _slots(schedule.placement, schedule.num_microbatches, costs)
     return [
-        [(slot * slots[p], slot * slots[p] + costs.time(p.kind, p.stage)) for p in order]
+        [(slot * slots[p], slot * slots[p] + costs.time(Task(p.kind, p.stage))) for p in order]
         for order in schedule.passes
     ]
 
@@ -174,11 +174,11 @@ def _group(placement: Placement, costs: Costs) -> int:
         return sum(times[stage] for stage in placement.stages(rank))
 
     slowest = max(
-        sum(total(times, rank) for times in (costs.forward, costs.backward, costs.weight))
+        sum(total(times, rank) for times in (costs.times[F], costs.times[B], costs.times[W]))
         for rank in ranks
     )
     around = max(
-        sum(total(times, rank) for rank in ranks) for times in (costs.forward, costs.backward)
+        sum(total(times, rank) for rank in ranks) for times in (costs.times[F], costs.times[B])
     )
     group = (placement.num_ranks + 1) // 2
     while group < placement.num_ranks and slowest * group < around:

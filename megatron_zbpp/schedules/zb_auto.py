@@ -153,14 +153,15 @@ class _Scheduler:
     ) -> None:
         self.draft = draft
         self.costs = draft.costs
+        self.activation = draft.costs.amounts['activation']
         self.choices = choices
         self.p = draft.placement.num_ranks
         self.m = draft.num_microbatches
-        held = zip(self.costs.activation, self.costs.retained, strict=True)
+        held = zip(self.activation, self.costs.amounts['retained'], strict=True)
         self.rises = [max(0.0, kept - full) for full, kept in held]  # by a B, until its W
         self.limits = [
             activations * activation + rise if memory_limit is None else memory_limit
-            for activation, rise in zip(self.costs.activation, self.rises, strict=True)
+            for activation, rise in zip(self.activation, self.rises, strict=True)
         ]
         self.forwards = [0] * self.p  # per rank, F passes put
 
@@ -199,7 +200,7 @@ class _Scheduler:
                 if not (now < first_b if self.choices.delay_b else within(now + time, first_b)):
                     break
                 now += time
-                more += self.costs.activation[rank]
+                more += self.activation[rank]
                 counts[rank] += 1
             first_b = max(now, first_b) + self._time(B, rank) + self.costs.edge(rank, rank - 1)
         for rank in range(1, self.p):  # a rank stays ahead of the one below, while it has more
@@ -227,7 +228,7 @@ class _Scheduler:
             return False
         weights = 0  # that must run to make room for the F
         while weights < len(self.draft.pending[rank]) and not self._has_room(
-            rank, -weights * self.costs.retained[rank]
+            rank, -weights * self.costs.amounts['retained'][rank]
         ):
             weights += 1
         end = now + weights * self._time(W, rank) + self._time(F, rank)
@@ -240,7 +241,7 @@ class _Scheduler:
             if not pending:
                 raise ValueError(
                     f'memory_limit {self.limits[rank]} is too small for rank {rank}: give at least '
-                    f'the {self.costs.activation[rank] + self.rises[rank]} of one activation'
+                    f'the {self.activation[rank] + self.rises[rank]} of one activation'
                 )
             self.draft.put(pending[0])
         p = Pass(F, rank, self.forwards[rank])
@@ -289,5 +290,5 @@ class _Scheduler:
 
         What a B adds must find room beside it.
         """
-        amount = self.costs.activation[rank] + more + self.rises[rank]
+        amount = self.activation[rank] + more + self.rises[rank]
         return self.draft.has_room(rank, amount, self.limits[rank])

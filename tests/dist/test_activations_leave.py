@@ -89,7 +89,7 @@ def test_what_is_held_is_what_was_planned(ranks, name):
     """After each pass, in activations of a stage."""
     schedule = offloaded(build(name, 4, 8), 'all')
     ones = (1.0,) * schedule.num_stages
-    planned = live(schedule, Costs(ones, ones, ones))
+    planned = live(schedule, Costs.of(ones, ones, ones))
     for rank, (*_, held) in enumerate(ranks(4).run(executed, schedule)):
         assert tuple(held) == planned[rank]
 
@@ -105,7 +105,7 @@ def test_what_the_planner_decides_per_stage_runs(ranks):
     again = Schedule.from_json(schedule.to_json())
     losses, gradients = reference(schedule.num_stages, 8)
     ones = (1.0,) * schedule.num_stages
-    planned = live(schedule, Costs(ones, ones, ones))
+    planned = live(schedule, Costs.of(ones, ones, ones))
     for rank, (made, _, _, held) in enumerate(ranks(2).run(executed, again)):
         assert tuple(held) == planned[rank]
         for stage, (own, grads) in made.items():

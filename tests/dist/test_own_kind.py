@@ -57,11 +57,8 @@ def schedule() -> Schedule:
 
 
 def costs() -> Costs:
-    return replace(
-        Costs.uniform(PLACEMENT),
-        times={'Y': (0.25, 0.5), 'X': (1.0, 2.0)},
-        amounts={'sample': (0.5, 0.25)},
-    )
+    plain = Costs.uniform(PLACEMENT).with_amounts(sample=(0.5, 0.25))
+    return plain.with_times(Y=(0.25, 0.5), X=(1.0, 2.0))
 
 
 def test_it_is_checked_simulated_and_drawn():

@@ -23,8 +23,8 @@ from megatron_zbpp.schedules import build
 
 SCHEDULE = build('zb-h1', 4, 8)
 EVEN = 'Ett|tt|tt|ttL'
-SLOW = Costs(*[(0.003, 0.002, 0.003, 0.004)] * 3, 0.0001)  # the third rank, and the head
-HEAVY = Costs(*[(0.002, 0.002, 0.002, 0.005)] * 3, 0.0001)
+SLOW = Costs.of(*[(0.003, 0.002, 0.003, 0.004)] * 3, 0.0001)  # the third rank, and the head
+HEAVY = Costs.of(*[(0.002, 0.002, 0.002, 0.005)] * 3, 0.0001)
 
 
 def test_what_is_known_of_the_layers():
@@ -57,7 +57,7 @@ def test_a_slower_rank_gets_fewer_layers(monkeypatch, tmp_path):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     layout = 'Etttt|tttt|tttt|ttttL'
     times = (0.004, 0.004, 0.012, 0.005)
-    (said,) = settled(monkeypatch, Costs(*[times] * 3, 0.0001), layout=layout)
+    (said,) = settled(monkeypatch, Costs.of(*[times] * 3, 0.0001), layout=layout)
     assert 'rank 2 takes 3 times as long for its layers' in said
     held = layers_of_ranks(said.rpartition(' ')[2])
     assert sum(held) == 16 and held[2] == min(held) < 4 and max(held) > 4
@@ -110,7 +110,7 @@ def test_a_limit_of_the_user_is_kept(monkeypatch, tmp_path):
 def test_nothing_to_gain(monkeypatch, tmp_path):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     two = build('zb-h1', 2, 8)
-    (said,) = settled(monkeypatch, Costs(*[(0.002,) * 2] * 3), two, layout='Et|tL')
+    (said,) = settled(monkeypatch, Costs.of(*[(0.002,) * 2] * 3), two, layout='Et|tL')
     assert said.startswith('auto: no other partition of the layers gains 1%')
     assert not [*tmp_path.iterdir()]
 

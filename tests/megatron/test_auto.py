@@ -63,7 +63,7 @@ def proposing(training, home):
     def slow(layout, schedule, costs, *more):
         times = [(*[0.001] * (costs.num_stages - 1), 0.004)] * 3
         forward, backward, weight = times
-        costs = replace(costs, forward=forward, backward=backward, weight=weight, comm=0.0)
+        costs = replace(costs.with_times(F=forward, B=backward, W=weight), comm=0.0)
         return look(layout, schedule, costs, *more)
 
     def wait(self):

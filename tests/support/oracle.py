@@ -167,8 +167,7 @@ def spans(
 
 def duration(p: Pass, costs: Costs) -> float:
     """How long a pass takes."""
-    times = {F: costs.forward, B: costs.backward, W: costs.weight}
-    return sum(times[kind][p.stage] for kind in ((B, W) if p.kind == BW else (p.kind,)))
+    return sum(costs.times[kind][p.stage] for kind in ((B, W) if p.kind == BW else (p.kind,)))
 
 
 def random_schedule(random: Random, placement: Placement, num_microbatches: int) -> Schedule:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from hashlib import sha256
 
+from megatron_zbpp.ir.costs import Costs
+
 # Fields younger than the files: what a value is made of may change where no answer does.
 ADDED = {
     ('Kind', 'of_weights'),
@@ -12,6 +14,15 @@ ADDED = {
     ('Receive', 'message'),
     ('Hand', 'message'),
 }
+
+
+def _as_before(costs: Costs) -> list[object]:
+    """Return the fields that `Costs` had when the files began: F, B and W beside `times`."""
+    times, amounts = dict(costs.times), dict(costs.amounts)
+    plain = [times.pop(kind) for kind in 'FBW']
+    held = [amounts.pop(name) for name in ('activation', 'retained')]
+    fields = [*plain, costs.comm, costs.message, *held, costs.parameters, times, amounts]
+    return [*fields, costs.edges, costs.speeds, costs.together]
 
 
 def rounded(value: object) -> object:
@@ -26,6 +37,8 @@ def rounded(value: object) -> object:
     if isinstance(value, tuple | list):
         return [rounded(each) for each in value]
     if hasattr(value, '__dataclass_fields__'):
+        if isinstance(value, Costs):
+            return rounded(_as_before(value))
         kind = type(value).__name__
         names = [name for name in value.__dataclass_fields__ if (kind, name) not in ADDED]
         return [rounded(getattr(value, name)) for name in names]

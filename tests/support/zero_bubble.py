@@ -27,4 +27,4 @@ def paper_costs(row: int) -> Costs:
     bytes_held = activation_bytes(model.heads, model.hidden, model.batch)
     m_b, m_w = (model.layers * of_one for of_one in bytes_held)
     times = ((time,) * p for time in (forward, backward, weight))
-    return Costs(*times, comm, activation=(m_b,) * p, retained=(m_w,) * p)
+    return Costs.of(*times, comm, activation=(m_b,) * p, retained=(m_w,) * p)

@@ -21,7 +21,7 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.guests.autotune.repartition import Repartition, look
 from megatron_zbpp.guests.base import Change, Guest, ModelLayers, Run
 from megatron_zbpp.guests.measurements import WARM_UP, Measured, measured, merge_measurements
-from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir import B, F, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.speeds import slow_ranks
 from megatron_zbpp.planner import worker
@@ -243,8 +243,8 @@ class AutoPlan(Guest):
 
 def _words(costs: Costs, full: float | None) -> str:
     """Return what was measured."""
-    kinds = (('F', costs.forward), ('B', costs.backward), ('W', costs.weight))
-    parts = [f'{kind} {min(t) * 1e3:.3g} to {max(t) * 1e3:.3g} ms' for kind, t in kinds]
+    times = {kind: costs.times[kind] for kind in (F, B, W)}
+    parts = [f'{kind} {min(t) * 1e3:.3g} to {max(t) * 1e3:.3g} ms' for kind, t in times.items()]
     if costs.together != 1:
         parts.append(f'a forward and a backward as one {costs.together:.0%} of both')
     parts.append(f'messages {(costs.comm + costs.message) * 1e3:.3g} ms')

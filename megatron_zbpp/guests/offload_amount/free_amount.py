@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 
 import torch.distributed as dist
@@ -73,7 +73,7 @@ class FreeAmount(Guest):
             ways |= {stage: max(seconds, ways.get(stage, 0.0)) for stage, seconds in found.items()}
         costs, room, _ = merge_measurements(self._found, iteration.schedule, inf)
         times = tuple(ways.get(stage, 0.0) for stage in range(costs.num_stages))
-        costs = replace(costs, times=dict.fromkeys(TRANSFERS[HOST], times))
+        costs = costs.with_times(**dict.fromkeys(TRANSFERS[HOST], times))
         if not any(times):
             self._tell('offload auto: nothing has left the device')
             return None

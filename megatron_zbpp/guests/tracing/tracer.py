@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_zbpp.analysis.fit_costs import fit, latency
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.guests.base import Change, Guest, Run
+from megatron_zbpp.ir import B, F, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.html import html
@@ -73,5 +74,5 @@ class Tracer(Guest):
 
 def _stages(costs: Costs) -> str:
     """Return seconds of F, B and W by stage, and of a message, as `zbpp profile` reads them."""
-    times = {'F': costs.forward, 'B': costs.backward, 'W': costs.weight, 'comm': costs.comm}
-    return json.dumps(times) + '\n'
+    times = {kind: costs.times[kind] for kind in (F, B, W)}
+    return json.dumps({**times, 'comm': costs.comm}) + '\n'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import replace
 
 from megatron_zbpp.analysis.memory import live
 from megatron_zbpp.ir import Schedule
@@ -57,5 +56,5 @@ def on_host(schedule: Schedule, activation: float) -> tuple[float, ...]:
     """
     costs = Costs.uniform(schedule.placement)
     each = (activation,) * schedule.num_stages
-    costs = replace(costs, activation=each, retained=each)
+    costs = costs.with_amounts(activation=each, retained=each)
     return tuple(max(held, default=0.0) for held in live(schedule, costs, HOST))

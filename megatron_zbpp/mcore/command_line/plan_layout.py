@@ -30,8 +30,9 @@ def settings_of(
         OSError: a file cannot be read.
     """
     source, file = flags.source_of(config), config.pipeline_schedule_file
-    if file is None or isinstance(source, str):
+    if isinstance(source, str):
         return flags.settings_of(config, source, _num_chunks(args, source)), None
+    assert file is not None  # that is where a plan is
     if source.selective and getattr(args, 'recompute_granularity', None) != 'selective':
         raise ValueError(
             f"{file} was planned with Megatron's selective recomputation, without which it holds "

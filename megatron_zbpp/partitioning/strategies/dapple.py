@@ -80,7 +80,7 @@ def latency_bound(stages: Sequence[Stage], num_microbatches: int) -> float:
 
 def simulated_latency(stages: Sequence[Stage], num_microbatches: int) -> float:
     """Return what 1F1B takes, each stage's gradients exchanged behind its last backward."""
-    costs = Costs(
+    costs = Costs.of(
         tuple(s.forward for s in stages),
         tuple(s.backward for s in stages),
         (0.0,) * len(stages),

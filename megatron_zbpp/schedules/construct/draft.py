@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_zbpp.ir import B, Pass, Placement, Schedule, W, chain
@@ -28,7 +27,7 @@ def equal_costs(placement: Placement) -> Costs:
     A full rank holds one activation a microbatch, all of it until the end of W.
     """
     ones = (1.0,) * placement.num_stages
-    return replace(Costs.uniform(placement), forward=ones, backward=ones, weight=ones)
+    return Costs.uniform(placement).with_times(F=ones, B=ones, W=ones)
 
 
 class _Step(NamedTuple):

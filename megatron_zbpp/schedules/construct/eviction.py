@@ -40,7 +40,7 @@ def evicted(
         schedule: in which nothing of these stages moves.
         stages: whose activations may go.
         costs: of all stages.
-        limits: most that each rank may hold, in the unit of `costs.activation`.
+        limits: most that each rank may hold, in the unit of `costs.amounts`.
         held: per rank, how much it holds while each of its passes runs.
     """
     placement = schedule.placement

@@ -59,7 +59,7 @@ def list_schedule(
 
 def _needs(draft: Draft, lanes: Sequence[Sequence[Lane]]) -> list[float]:
     """Per stage, the room that its forward must find: its own, and with several lanes more."""
-    placement, activation = draft.placement, draft.costs.activation
+    placement, activation = draft.placement, draft.costs.amounts['activation']
     return [
         sum(activation[other] for other in placement.stages(rank) if other >= stage)
         if len(lanes[rank]) > 1

@@ -175,7 +175,7 @@ def test_memory_limit():
 
 def test_memory_limit_in_the_units_of_the_costs():
     schedule = build('1f1b', 2, 4)
-    costs = Costs((1, 1), (1, 1), (1, 1), activation=(100, 500))
+    costs = Costs.of((1, 1), (1, 1), (1, 1), activation=(100, 500))
     check(schedule, memory_limit=500, costs=costs)
     with pytest.raises(ScheduleError, match='rank 1 holds activations of 500 at 1F0'):
         check(schedule, memory_limit=499, costs=costs)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from oracle import programs_always_end
 
@@ -110,7 +108,7 @@ def test_beside_what_runs_again_and_what_is_on_the_host():
     """Three chunks, one of each."""
     plain = build('interleaved', 4, 8, num_chunks=3)
     costs = with_copies(Costs.uniform(plain.placement), 0.2, 'EK')
-    costs = replace(costs, amounts={'input': (0.01,) * 12})
+    costs = costs.with_amounts(input=(0.01,) * 12)
     schedule = with_recomputation(plain, range(4, 8), costs)
     schedule = with_offload(schedule, range(8, 12), costs)
     held = peak(schedule, costs)
@@ -123,7 +121,7 @@ def test_beside_what_runs_again_and_what_is_on_the_host():
 
 def test_of_what_runs_again_it_is_the_input():
     plain = build('gpipe', 2, 6)
-    costs = replace(Costs.uniform(plain.placement), amounts={'input': (0.25, 0.25)})
+    costs = Costs.uniform(plain.placement).with_amounts(input=(0.25, 0.25))
     schedule = with_eviction(with_recomputation(plain, [0], costs), [0], costs, [1.75, 9.0])
     check(schedule)
     assert any(p.kind == 'E' for _, p in schedule)

@@ -18,7 +18,7 @@ from megatron_zbpp.ir.techniques import recompute, sliced, split_vocabulary, upd
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.schedules import build
 
-V = Costs((1.0, 1.1, 1.2, 1.4), (1.5, 1.6, 1.7, 2.0), (0.7, 0.8, 0.9, 1.0))
+V = Costs.of((1.0, 1.1, 1.2, 1.4), (1.5, 1.6, 1.7, 2.0), (0.7, 0.8, 0.9, 1.0))
 
 
 def _entries(order: list[str]) -> Iterator[Pass | Together]:
@@ -28,7 +28,7 @@ def _entries(order: list[str]) -> Iterator[Pass | Together]:
 
 
 def times(costs: Costs) -> tuple[tuple[float, ...], ...]:
-    return costs.forward, costs.backward, costs.weight
+    return costs.times['F'], costs.times['B'], costs.times['W']
 
 
 @grid(schedule=('zb-v', 'dualpipe-v'), m=(2, 4, 9))
@@ -42,7 +42,7 @@ def test_as_they_were(schedule, m):
 def test_whole_backwards_are_b():
     """Where no W runs by itself nobody knows its share."""
     schedule = build('1f1b', 2, 4)
-    costs = Costs((1.0, 1.5), (2.0, 2.5), (3.0, 3.5))
+    costs = Costs.of((1.0, 1.5), (2.0, 2.5), (3.0, 3.5))
     found = fit(simulate(schedule, costs))
     assert times(found) == ((1, 1.5), (5, 6), (0, 0))
 
@@ -51,7 +51,7 @@ def test_whole_backwards_among_others():
     """They are no longer B's: those without W tell."""
     orders = [['0F0', '0F1', '0BW0', '0B1', '0W1'], ['1F0', '1BW0', '1F1', '1BW1']]
     schedule = Schedule.of('own', Placement.loop(2), 2, map(_entries, orders))
-    costs = Costs((1.0, 1.0), (2.0, 2.5), (0.5, 0.75))
+    costs = Costs.of((1.0, 1.0), (2.0, 2.5), (0.5, 0.75))
     assert times(fit(simulate(schedule, costs))) == ((1, 1), (2, 3.25), (0.5, 0))
 
 
@@ -70,7 +70,7 @@ def test_cells_whose_backwards_leave_w():
     """And the last backward whole: what is left of it is B."""
     orders = [['0F0', '(0F1&0B0)', '0W0', '0BW1'], ['1F0', '1B0', '1W0', '1F1', '1BW1']]
     schedule = Schedule.of('own', Placement.loop(2), 2, map(_entries, orders))
-    found = fit(simulate(schedule, Costs((1.0, 1.0), (2.0, 2.0), (0.5, 0.5), together=0.5)))
+    found = fit(simulate(schedule, Costs.of((1.0, 1.0), (2.0, 2.0), (0.5, 0.5), together=0.5)))
     assert times(found) == ((1, 1), (2, 2), (0.5, 0.5)) and found.together == 0.5
 
 
@@ -85,7 +85,7 @@ def test_slices_are_told_of_the_whole_sequence(whole):
         orders = [re.sub(r'(\d)BW(\S+)', r'\1B\2 \1W\2', order) for order in orders]
     passes = [map(Pass.parse, order.split()) for order in orders]
     schedule = Schedule.of('slices', Placement.loop(2), 2, passes, sliced(chain(2), 2))
-    costs = Costs((1.0, 1.5), (2.0, 2.5), (0.5, 0.75))
+    costs = Costs.of((1.0, 1.5), (2.0, 2.5), (0.5, 0.75))
     measured = simulate(schedule, costs)
     found = fit(measured)
     assert times(found) == (((1, 1.5), (2.5, 3.25), (0, 0)) if whole else times(costs))
@@ -99,12 +99,15 @@ def test_all_kinds_that_compute():
     passes = [map(Pass.parse, order.split()) for order in orders]
     schedule = Schedule.of('all', Placement.loop(2), 1, passes, graph)
     kinds = {
+        'F': (1.0, 1.5),
+        'B': (2.0, 2.5),
+        'W': (0.0, 0.0),
         'S': (0.0, 0.0, 0.5, 0.75),
         'T': (0.0, 0.0, 0.25, 0.5),
         'R': (0.5, 1.5, 0.0, 0.0),  # the second as its F: it did not run again
         'U': (2.0, 1.0, 0.0, 0.0),
     }
-    measured = simulate(schedule, Costs((1.0, 1.5), (2.0, 2.5), (0.0, 0.0), times=kinds))
+    measured = simulate(schedule, Costs(kinds))
     found = fit(measured)
     assert found.times == kinds
     assert simulate(schedule, found).spans == measured.spans
@@ -114,8 +117,8 @@ def test_all_kinds_that_compute():
 
 def test_what_copies_take_is_not_known():
     schedule = build('po-h', 2, 4)
-    costs = replace(Costs.uniform(schedule.placement), times={'O': (1.0,) * 4, 'L': (1.0,) * 4})
-    assert fit(simulate(schedule, costs)).times == {}
+    costs = Costs.uniform(schedule.placement).with_times(O=(1.0,) * 4, L=(1.0,) * 4)
+    assert fit(simulate(schedule, costs)).times.keys() == {*'FBW'}
 
 
 def test_a_full_rank_has_no_copy_of_the_other_route():
@@ -131,14 +134,16 @@ SIZES = (1.0, 1.0, 4.0, 1.0, 1.0, 1.0, 2.5, 0.5)  # of which the median is 1
 def test_the_mean_of_microbatches_of_any_length(name):
     """What a rank does in all is as it was: neither a long sequence nor a short one is lost."""
     schedule = build(name, 2, len(SIZES))
-    costs = V if schedule.num_stages == 4 else Costs((1.0, 1.5), (2.0, 2.5), (0.5, 0.75))
+    costs = V if schedule.num_stages == 4 else Costs.of((1.0, 1.5), (2.0, 2.5), (0.5, 0.75))
     measured = Timeline(schedule, oracle.spans(schedule, costs, SIZES))
     found = fit(measured)
     mean = sum(SIZES) / len(SIZES)
-    wholes = zip(costs.backward, costs.weight, strict=True)
+    wholes = zip(costs.times['B'], costs.times['W'], strict=True)
     both = [mean * (b + w) for b, w in wholes]
-    assert found.forward == pytest.approx([mean * each for each in costs.forward])
-    assert list(map(sum, zip(found.backward, found.weight, strict=True))) == pytest.approx(both)
+    assert found.times['F'] == pytest.approx([mean * each for each in costs.times['F']])
+    assert list(map(sum, zip(found.times['B'], found.times['W'], strict=True))) == pytest.approx(
+        both
+    )
     simulated = simulate(schedule, found)
     for rank in range(2):
         assert simulated.busy(rank) == pytest.approx(measured.busy(rank))

@@ -21,7 +21,7 @@ def one_rank(text: str, num_microbatches: int, num_chunks: int = 1) -> Schedule:
 
 
 def test_each_pass_takes_and_releases_its_share():
-    costs = Costs((1, 1), (1, 1), (1, 1), activation=(10, 4), retained=(3, 1))
+    costs = Costs.of((1, 1), (1, 1), (1, 1), activation=(10, 4), retained=(3, 1))
     schedule = one_rank('0F0 1F0 1B0 0B0 0F1 0W0 1W0 1F1 1BW1 0BW1', 2, num_chunks=2)
     assert live(schedule, costs) == ((10, 14, 11, 4, 14, 11, 10, 14, 10, 0),)
     assert peak(schedule, costs) == (14,)
@@ -29,14 +29,14 @@ def test_each_pass_takes_and_releases_its_share():
 
 def test_b_may_hold_more_than_f():
     """Where B keeps output gradients for W, memory grows at B."""
-    costs = Costs((1,), (1,), (1,), activation=(2,), retained=(3,))
+    costs = Costs.of((1,), (1,), (1,), activation=(2,), retained=(3,))
     assert live(one_rank('0F0 0B0 0W0', 1), costs) == ((2, 3, 0),)
     assert peak(one_rank('0F0 0B0 0W0', 1), costs) == (3,)
 
 
 def test_bw_is_a_b_and_a_w():
     """In between it holds what waits for W; in a schedule without any W, nothing waits."""
-    costs = Costs((1,), (1,), (1,), activation=(2,), retained=(5,))
+    costs = Costs.of((1,), (1,), (1,), activation=(2,), retained=(5,))
     split = one_rank('0F0 0F1 0BW0 0B1 0W1', 2)
     assert live(split, costs) == ((2, 4, 2, 5, 0),)
     assert highest(split, costs) == ((2, 4, 7, 5, 0),)
@@ -49,7 +49,7 @@ def test_bw_is_a_b_and_a_w():
     ('order', 'at'), [('0F0 0F1 0B0 0W0 0BW1', '0B0'), ('0F0 0F1 0BW0 0B1 0W1', '0BW0')]
 )
 def test_the_check_counts_what_b_adds(order, at):
-    costs = Costs((1,), (1,), (1,), activation=(2,), retained=(5,))
+    costs = Costs.of((1,), (1,), (1,), activation=(2,), retained=(5,))
     check(one_rank(order, 2), memory_limit=7, costs=costs)
     with pytest.raises(ScheduleError, match=f'holds activations of 7 at {at}, 7 at its peak'):
         check(one_rank(order, 2), memory_limit=6, costs=costs)
@@ -74,8 +74,12 @@ def test_published_peaks(p, extra):
     m = 2 * p - 1 + extra
     m_b, m_w = 34 + 5 * 24, 32
     costs = Costs.uniform(Placement.loop(p))
-    costs = Costs(
-        costs.forward, costs.backward, costs.weight, activation=(m_b,) * p, retained=(m_w,) * p
+    costs = Costs.of(
+        costs.times['F'],
+        costs.times['B'],
+        costs.times['W'],
+        activation=(m_b,) * p,
+        retained=(m_w,) * p,
     )
     ranks = range(1, p + 1)
     assert peak(build('1f1b', p, m), costs) == tuple((p - i + 1) * m_b for i in ranks)
@@ -94,8 +98,8 @@ def test_nothing_remains_and_the_order_alone_counts(seed, p, m):
     amounts = [(random.randint(1, 9), random.randint(0, 9)) for _ in range(2 * p)]
     held, kept = zip(*amounts, strict=True)
     times = tuple(random.random() for _ in range(2 * p))
-    fast = Costs((1,) * 2 * p, (1,) * 2 * p, (1,) * 2 * p, activation=held, retained=kept)
-    slow = Costs(times, times, times, comm=3.0, activation=held, retained=kept)
+    fast = Costs.of((1,) * 2 * p, (1,) * 2 * p, (1,) * 2 * p, activation=held, retained=kept)
+    slow = Costs.of(times, times, times, comm=3.0, activation=held, retained=kept)
     assert live(schedule, fast) == live(schedule, slow)
     assert [after[-1] for after in live(schedule, fast)] == [0.0] * p
     most = highest(schedule, fast)

@@ -44,7 +44,7 @@ def costs_of(schedule: Schedule) -> Costs:
     forward, backward, weight = zip(*(_TIMES[s % 3] for s in stages), strict=True)
     copies = dict.fromkeys('OLEK', (0.5,) * len(stages))
     held = tuple(1.0 + s / 4 for s in stages)
-    return Costs(
+    return Costs.of(
         forward,
         backward,
         weight,
@@ -91,7 +91,7 @@ def acted(schedule: Schedule) -> Iterator[Schedule]:
         yield recomputed(schedule, amount, costs)
     for amount in ('half', 'all', 1, 'auto'):
         yield offloaded(schedule, amount, costs, pairs=amount != 1)
-    slow = replace(costs, times={**costs.times, 'O': (9.0,) * schedule.num_stages})
+    slow = costs.with_times(O=(9.0,) * schedule.num_stages)
     yield offloaded(schedule, 'auto', slow)
     yield offloaded(recomputed(schedule, 1, costs), 'all', costs)
     stages = range(schedule.num_stages)

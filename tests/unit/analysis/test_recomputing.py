@@ -43,7 +43,9 @@ def test_gpipe_as_in_its_paper():
     schedule = recomputed(build('gpipe', p, m), 'all')
     share = 0.1
     costs = Costs.uniform(schedule.placement)
-    costs = Costs(costs.forward, costs.backward, costs.weight, amounts={'input': (share,) * p})
+    costs = Costs.of(
+        costs.times['F'], costs.times['B'], costs.times['W'], amounts={'input': (share,) * p}
+    )
     assert simulate(schedule, costs).makespan == m * 4 + (p - 1) * 3
     assert max(peak(schedule, costs)) == pytest.approx((m - 1) * share + 1)
     assert all(order.index(Pass('R', s, 0)) == m for s, order in enumerate(schedule.passes))
@@ -127,7 +129,7 @@ def test_what_is_on_a_partner_meanwhile_is_the_input(p, m):
     moved = tuple(tuple(q for q in order if q.kind != 'R') for order in schedule.passes)
     assert moved == plain.passes
     share = 0.1
-    costs = replace(Costs.uniform(plain.placement), amounts={'input': (share,) * p})
+    costs = Costs.uniform(plain.placement).with_amounts(input=(share,) * p)
     held = peak(schedule, costs)
     assert max(held) <= (bound(p) - 1) * share + 1 + 1e-9
     assert held[0] < peak(recomputed(build('1f1b', p, m), 'all'), costs)[0]

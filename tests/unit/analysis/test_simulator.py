@@ -35,7 +35,7 @@ PLACEMENTS = (
 
 def random_costs(random, num_stages: int) -> Costs:
     times = [tuple(random.randint(0, 9) for _ in range(num_stages)) for _ in range(3)]
-    return Costs(*times, comm=random.choice((0, 0, 1, 5)), message=random.choice((0, 2)))
+    return Costs.of(*times, comm=random.choice((0, 0, 1, 5)), message=random.choice((0, 2)))
 
 
 runs = given(st.integers(0, 2**32), st.sampled_from(PLACEMENTS), st.integers(1, 3))
@@ -70,7 +70,7 @@ def test_critical_path_by_hand():
     """One microbatch over two ranks and back: nothing to wait for but the other rank."""
     orders = ('0F0 0B0 0W0', '1F0 1B0 1W0')
     schedule = Schedule.of('x', Placement.loop(2), 1, [map(Pass.parse, o.split()) for o in orders])
-    costs = Costs((1, 1), (2, 2), (4, 1), comm=0.5, message=0.5)
+    costs = Costs.of((1, 1), (2, 2), (4, 1), comm=0.5, message=0.5)
     path = critical_path(simulate(schedule, costs), costs)
     assert [(step.rank, str(step.ran), step.start, step.waited) for step in path] == [
         (0, '0F0', 0, 'start'),
@@ -100,7 +100,7 @@ def test_each_route_runs_at_the_speed_of_its_ranks():
     """Two microbatches against each other, by hand: each stage on a fast rank and a slow one."""
     orders = ('0F0 1F1 1BW1 0BW0', '0F1 1F0 1BW0 0BW1')
     passes = [map(Pass.parse, o.split()) for o in orders]
-    costs = Costs((1, 1), (1, 1), (1, 1), speeds=(1.0, 0.5))
+    costs = Costs.of((1, 1), (1, 1), (1, 1), speeds=(1.0, 0.5))
     assert simulate(Schedule.of('x', Placement.two_way(2), 2, passes), costs).spans == (
         ((0, 1), (2, 3), (3, 5), (8, 10)),
         ((0, 2), (2, 4), (4, 8), (8, 12)),
@@ -134,7 +134,7 @@ def test_of_two_engines_the_first_that_waits_is_named(chunks, order, wait):
     passes = [map(Pass.parse, order.split())]
     schedule = Schedule.of('x', Placement.loop(1, chunks), 1, passes, graph=graph)
     with pytest.raises(ScheduleError, match=f'rank 0 at {wait}, still to come on rank 0'):
-        simulate(schedule, Costs(one, one, one, times={'O': one, 'L': one}))
+        simulate(schedule, Costs.of(one, one, one, times={'O': one, 'L': one}))
 
 
 def test_what_never_runs_is_named():
@@ -157,7 +157,7 @@ def test_zero_bubble_table_5_with_its_memory(row):
     """
     p, m = TABLE_5[row][:2]
     costs = paper_costs(row)
-    m_b, m_w = costs.activation[0], costs.retained[0]
+    m_b, m_w = costs.amounts['activation'][0], costs.amounts['retained'][0]
     peaks = {
         '1f1b': [(p - s) * m_b for s in range(p)],
         'zb-h1': [(p - s) * m_b + s * m_w for s in range(p)],
@@ -177,7 +177,7 @@ def test_zero_bubble_table_5_automatic(automatic, row):
     costs = paper_costs(row)
     schedule = build(name, p, m, costs=costs)
     assert round(simulate(schedule, costs).bubble_window, 4) <= TABLE_5[row][column]
-    assert max(peak(schedule, costs)) <= laps * p * costs.activation[0]
+    assert max(peak(schedule, costs)) <= laps * p * costs.amounts['activation'][0]
 
 
 TIMES = ((1.0, 1.0, 1.0), (18.522, 18.086, 9.337), (1.0, 1.2, 0.8), (5.0, 6.0, 4.0))
@@ -243,5 +243,5 @@ def test_what_pairs_save_is_saved_by_pairs_only(name):
     """Passes around copies run by themselves: they take their whole time."""
     schedule = build(name, 4, 8)
     ways = dict.fromkeys('OLEK', (0.5,) * schedule.num_stages)
-    costs = replace(Costs.uniform(schedule.placement), times=ways)
+    costs = Costs.uniform(schedule.placement).with_times(**ways)
     assert simulate(schedule, replace(costs, together=0.5)) == simulate(schedule, costs)

@@ -130,8 +130,8 @@ def test_table_5_from_the_command_line(zbpp, tmp_path: Path, row: int) -> None:
     """All 60 cells, to four decimals or better: times and bytes of a stage in one file."""
     p, m, *_, comm = TABLE_5[row][:6]
     costs = paper_costs(row)
-    times = {'F': costs.forward, 'B': costs.backward, 'W': costs.weight}
-    held = {'activation': costs.activation, 'retained': costs.retained}
+    times = {'F': costs.times['F'], 'B': costs.times['B'], 'W': costs.times['W']}
+    held = {'activation': costs.amounts['activation'], 'retained': costs.amounts['retained']}
     file = times_file(tmp_path, **times, **held)
     shape = ['--pp', p, '--microbatches', m, '--times', file, '--comm', comm, '--json']
     fixed, automatic = ('1f1b', 'zb-h1', 'zb-h2'), ('zb-1p', 'zb-2p')
@@ -170,7 +170,7 @@ def test_times_of_stages_fix_the_chunks(zbpp, tmp_path: Path) -> None:
     shape = ['--pp', 2, '--microbatches', 6, '--times', file, '--json']
     found = zbpp('simulate', '--schedule', 'zb-v', *shape)
     schedule = build('zb-v', 2, 6)
-    costs = Costs((1, 1, 1, 2), (1, 1, 1, 3), (1, 1, 1, 1.5), activation=(0.5,) * 4)
+    costs = Costs.of((1, 1, 1, 2), (1, 1, 1, 3), (1, 1, 1, 1.5), activation=(0.5,) * 4)
     assert found['makespan'] == simulate(schedule, costs).makespan
     assert found['peak_activations'] == list(peak(schedule, costs))
     compared = zbpp('compare', *shape)

@@ -72,12 +72,12 @@ def test_activations_as_measured():
     found = [measured(rank, held, 400 * MIB) for rank in (0, 1)] * 3
     costs, limit, full = merge_measurements(found, SCHEDULE, 4.0)
     assert full == 40 * MIB and limit == 4
-    assert costs.activation == pytest.approx((0.25, 0.75, 0.25, 0.5))
-    assert costs.retained == pytest.approx((0.125, 0.75, 0, 0.5))
-    assert (costs.forward, costs.backward, costs.weight) == (
-        COSTS.forward,
-        COSTS.backward,
-        COSTS.weight,
+    assert costs.amounts['activation'] == pytest.approx((0.25, 0.75, 0.25, 0.5))
+    assert costs.amounts['retained'] == pytest.approx((0.125, 0.75, 0, 0.5))
+    assert (costs.times['F'], costs.times['B'], costs.times['W']) == (
+        COSTS.times['F'],
+        COSTS.times['B'],
+        COSTS.times['W'],
     )
 
 
@@ -93,7 +93,7 @@ def test_what_fits_counts_what_waited(waiting):
     """On top of what the measured schedule held in bytes, not in microbatches."""
     found = [measured(rank, [(10 * MIB, waiting * MIB)] * 4, 10 * MIB) for rank in (0, 1)]
     costs, limit, _ = merge_measurements(found, SCHEDULE, 40.0)
-    assert costs.retained == pytest.approx((waiting / 20,) * 4)
+    assert costs.amounts['retained'] == pytest.approx((waiting / 20,) * 4)
     assert limit == pytest.approx(min(peak(SCHEDULE, costs)) + 0.9 * 10 / 20)
 
 
@@ -148,7 +148,7 @@ def test_a_slow_replica_is_named(monkeypatch):
 
     monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda *_: 0)
     monkeypatch.setattr(auto_plan, 'PlannerProcess', lambda *_: None)
-    slow = replace(COSTS, forward=(0.5, 0.8, 0.8, 0.5), weight=(0.5, 0.8, 0.8, 0.5))
+    slow = COSTS.with_times(F=(0.5, 0.8, 0.8, 0.5), W=(0.5, 0.8, 0.8, 0.5))
     found = [
         Measured(slow if ranks == (1, 4) else COSTS, 1.0, {}, None, rank, ranks)
         for ranks in ((0, 3), (1, 4), (2, 5))
@@ -158,7 +158,7 @@ def test_a_slow_replica_is_named(monkeypatch):
     auto = AutoPlan(say=said.append, _spans=[9.0], _found=found)
     auto._start(SCHEDULE)
     assert 'rank 4 takes 1.4 times as long as other replicas usually do' in said[1]
-    assert auto.costs.forward == COSTS.forward
+    assert auto.costs.times['F'] == COSTS.times['F']
     two = AutoPlan(say=said.append, _spans=[9.0], _found=found[:4])
     two._start(SCHEDULE)
     assert len(said) == 3, 'of two, neither is the usual one'

@@ -29,8 +29,8 @@ from megatron_zbpp.schedules import build
 SCHEDULE = build('zb-v', 2, 2)
 COSTS = Costs.uniform(SCHEDULE.placement)
 TIMELINE = simulate(SCHEDULE, COSTS)
-FIELDS = json.loads(json.dumps(asdict(COSTS) | {'edges': [[0, 1, 0.5]], 'times': {'R': [1.0] * 4}}))
-FILE = {'F': FIELDS['forward'], 'B': FIELDS['backward'], 'W': FIELDS['weight']}
+FIELDS = json.loads(json.dumps(asdict(COSTS.with_times(R=[1.0] * 4)) | {'edges': [[0, 1, 0.5]]}))
+FILE = {kind: FIELDS['times'][kind] for kind in 'FBW'}
 
 
 # by reader: the function, a document that it reads, and how to write what was read

@@ -45,7 +45,7 @@ POOLS = DEVICE, HOST, PARTNER
 def costs_of(num_sites: int) -> Costs:
     """Sites that differ, with all that a kind may take."""
     of = [1.0 + site / 4 for site in range(num_sites)]
-    return Costs(
+    return Costs.of(
         tuple(of),
         tuple(1.5 * each for each in of),
         tuple(0.75 * each for each in of),

@@ -41,7 +41,7 @@ def needs(graph, task):
 
 def unit_costs(placement, **given):
     ones = (1.0,) * placement.num_stages
-    return Costs(ones, ones, ones, **given)
+    return Costs.of(ones, ones, ones, **given)
 
 
 # ---- A plain pipeline.

@@ -37,7 +37,7 @@ ONES = (1.0, 1.0)
 
 def costs(**others: object) -> Costs:
     """Two stages."""
-    return Costs(**{'forward': ONES, 'backward': ONES, 'weight': ONES, **others})
+    return Costs.of(**{'forward': ONES, 'backward': ONES, 'weight': ONES, **others})
 
 
 def of(*orders: str, placement: Placement = LOOP, m: int = 1, limit: float | None = None) -> None:

@@ -28,7 +28,7 @@ ANSWERS = {  # (schedule, p, m): for each most, makespan and mean share
 def test_known_answers(case):
     name, p, m = case
     schedule = build(name, p, m)
-    costs = Costs((1.0,) * p, (1.0,) * p, (1.0,) * p)
+    costs = Costs.of((1.0,) * p, (1.0,) * p, (1.0,) * p)
     for most, (makespan, mean) in ANSWERS[case].items():
         found = freeze(schedule, costs, most)
         assert (found.makespan, found.mean) == pytest.approx((makespan, mean))
@@ -39,26 +39,26 @@ def test_known_answers(case):
 @pytest.mark.parametrize('most', [0.0, 0.5])
 def test_progress(most):
     told = []
-    freeze(build('1f1b', 2, 2), Costs((1.0,) * 2, (1.0,) * 2, (1.0,) * 2), most, told.append)
+    freeze(build('1f1b', 2, 2), Costs.of((1.0,) * 2, (1.0,) * 2, (1.0,) * 2), most, told.append)
     assert told == sorted(told) and told[-1] == 1.0
 
 
 def test_which_passes():
     """Of two ranks and two microbatches: the first backward there, the second here."""
-    found = freeze(build('1f1b', 2, 2), Costs((1.0,) * 2, (1.0,) * 2, (1.0,) * 2), 0.5)
+    found = freeze(build('1f1b', 2, 2), Costs.of((1.0,) * 2, (1.0,) * 2, (1.0,) * 2), 0.5)
     assert {str(p): round(ratio, 6) for p, ratio in found.ratios.items()} == {
         '0BW0': 0, '0BW1': 1, '1BW0': 1, '1BW1': 0,
     }  # fmt: skip
 
 
 def test_speeds_messages_and_stages_without_weights():
-    costs = Costs((1.0,) * 2, (1.0,) * 2, (0.0, 2.0), comm=0.5, speeds=(1.0, 2.0))
+    costs = Costs.of((1.0,) * 2, (1.0,) * 2, (0.0, 2.0), comm=0.5, speeds=(1.0, 2.0))
     schedule = build('zb-h1', 2, 3)
     found = freeze(schedule, costs, 0.0)
     assert found.makespan == pytest.approx(simulate(schedule, costs).makespan)
     assert {p.stage for p in found.ratios} == {1} and found.stage(0) == 0.0
     assert found.mean == 0.0
-    none = Costs((1.0,) * 2, (1.0,) * 2, (0.0,) * 2)
+    none = Costs.of((1.0,) * 2, (1.0,) * 2, (0.0,) * 2)
     assert freeze(schedule, none).ratios == {} and freeze(schedule, none).mean == 0.0
 
 

@@ -79,6 +79,6 @@ def test_costs_of_stages():
         '"bandwidth": [[0, 4], [0, 0]]}'
     )
     costs = stage_costs(layers, devices, Partition(Placement.loop(2), (2, 1), (1, 0)))
-    assert (costs.forward, costs.backward, costs.weight) == ((3, 10), (3, 6), (5, 21))
-    assert (costs.activation, costs.retained) == ((3, 1), (2.5, 1))
+    assert (costs.times['F'], costs.times['B'], costs.times['W']) == ((3, 10), (3, 6), (5, 21))
+    assert (costs.amounts['activation'], costs.amounts['retained']) == ((3, 1), (2.5, 1))
     assert costs.edge(0, 1) == 2 and costs.edge(1, 0) == 1 + 8 / 4

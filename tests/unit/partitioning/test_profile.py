@@ -144,7 +144,7 @@ def test_layers_from_stages():
 def test_a_constant_of_each_stage():
     text, costs = measured((3, 2, 2, 1))
     more = type(costs)(
-        *(tuple(x + 0.5 for x in t) for t in (costs.forward, costs.backward, costs.weight))
+        *(tuple(x + 0.5 for x in t) for t in (costs.times['F'], costs.times['B'], costs.times['W']))
     )
     found, error = fit_layers([(text, more), measured((3, 2, 2, 1))], constant=True)
     assert error < 0.1 and sum(x.time for x in found) == pytest.approx(50, rel=0.1)

@@ -37,9 +37,9 @@ INSTANCES = [
 def costed(placement: Placement, times: tuple[float, ...], ratio: float = 1.0) -> Candidate:
     """With all that actions ask for: an input is a twentieth of what a stage saves."""
     costs = with_copies(Costs.uniform(placement, *times), ratio, ('E', 'K'))
-    times_of = {**costs.times, 'R': costs.forward}
-    inputs = tuple(0.05 * amount for amount in costs.activation)
-    return placement, replace(costs, times=times_of, amounts={'input': inputs})
+    times_of = {**costs.times, 'R': costs.times['F']}
+    inputs = tuple(0.05 * amount for amount in costs.amounts['activation'])
+    return placement, costs.with_times(**times_of).with_amounts(input=inputs)
 
 
 def kept(made: Plan, limit: float) -> None:
@@ -84,7 +84,7 @@ def test_recomputation_of_some_stages_and_offload_of_others():
     """Stage 0 has no time to copy: a copy takes as long as ten passes. It recomputes."""
     placement, costs = costed(Placement.loop(2, 2), (1, 1, 1), 0.6)
     slow = (9.0, *costs.times['O'][1:])
-    costs = replace(costs, times={**costs.times, 'O': slow, 'L': slow})
+    costs = costs.with_times(O=slow, L=slow)
     made = plan_within(
         [(placement, costs)], 6, actions=('offload', 'recompute'), memory_limit=0.8, seconds=2
     )
@@ -183,7 +183,8 @@ def test_partners():
 def test_what_cannot_be_asked():
     bare = Placement.loop(2), Costs.uniform(Placement.loop(2))
     full = costed(Placement.loop(2), (1, 1, 1))
-    free = replace(full[1], times={'O': (0.0, 0.0), 'L': (0.0, 0.0), 'R': (1.0, 1.0)}, amounts={})
+    free = full[1].with_times(O=(0.0, 0.0), L=(0.0, 0.0), R=(1.0, 1.0))
+    free = replace(free, amounts={})
 
     def refused(case: Candidate, *actions: str) -> str:
         with pytest.raises(ValueError) as error:
@@ -252,11 +253,11 @@ def test_selective_recomputation_that_is_not_told(capsys):
 def test_what_is_copied_with_selective_recomputation_is_less():
     """As much less as activations, where nothing else is told."""
     costs = Costs.from_json(json.dumps(SELECTIVE), selective=True)
-    assert costs.times['O'] == pytest.approx((1.2, 1.2)) and costs.retained == (0.4, 0.4)
+    assert costs.times['O'] == pytest.approx((1.2, 1.2)) and costs.amounts['retained'] == (0.4, 0.4)
     told = {**SELECTIVE, 'selective': {**SELECTIVE['selective'], 'times': {'O': [2, 2]}}}
     costs = Costs.from_json(json.dumps(told), selective=True)
     assert costs.times['O'] == (2, 2) and costs.times['L'] == pytest.approx((1.2, 1.2))
-    assert Costs.from_json(json.dumps(SELECTIVE)).backward == (1, 1)
+    assert Costs.from_json(json.dumps(SELECTIVE)).times['B'] == (1, 1)
     with pytest.raises(ValueError, match='nothing is said of what passes take with selective'):
         Costs.from_json('{"F": [1], "B": [1], "W": [1]}', selective=True)
 
@@ -279,6 +280,6 @@ def test_on_the_command_line(tmp_path, capsys):
 
 def test_recompute_of_costs_that_do_not_know_the_input():
     placement = Placement.loop(2)
-    costs = replace(Costs.uniform(placement), times={'R': (1.0, 1.0)})
+    costs = Costs.uniform(placement).with_times(R=(1.0, 1.0))
     with pytest.raises(ValueError, match='costs do not say what the input of a stage takes'):
         plan_within([(placement, costs)], 2, actions={'recompute'}, memory_limit=2.0)

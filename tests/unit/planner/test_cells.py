@@ -83,7 +83,7 @@ def test_a_cell_takes_a_share_of_both():
         for order in orders
     ]
     schedule = Schedule.of('x', Placement.loop(1), 2, rows)
-    costs = Costs((2.0,), (3.0,), (1.0,), together=0.5)
+    costs = Costs.of((2.0,), (3.0,), (1.0,), together=0.5)
     assert simulate(schedule, costs).spans == (((0, 2), (2, 3), (3, 5), (5, 9)),)
     whole = replace(costs, together=1.0)
     assert simulate(schedule, whole).spans == (((0, 2), (2, 4), (4, 8), (8, 12)),)
@@ -92,7 +92,7 @@ def test_a_cell_takes_a_share_of_both():
 @pytest.mark.parametrize('share', [0.0, -1.0, float('nan')])
 def test_a_share_is_above_zero(share):
     with pytest.raises(ValueError, match='together'):
-        Costs((1.0,), (1.0,), (1.0,), together=share)
+        Costs.of((1.0,), (1.0,), (1.0,), together=share)
 
 
 def test_a_share_in_a_file():

@@ -66,7 +66,7 @@ def optimum(problem: Problem) -> float:
 @example((1.0, 0.0), (0.0, 1.7), (0.0, 0.0), 0.0, 1.0, (0.25, 0.5), 'makespan')
 def test_agrees_with_trying_all(forward, backward, weight, comm, limit, retained, objective):
     """Also where B adds to what its rank holds."""
-    costs = Costs(forward, backward, weight, comm, retained=retained)
+    costs = Costs.of(forward, backward, weight, comm, retained=retained)
     if limit is not None and max(retained) > 1:
         limit = [
             most + kept - 1 for most, kept in zip(same_limits(limit, 2), retained, strict=True)
@@ -112,7 +112,7 @@ def test_without_or_tools(monkeypatch: pytest.MonkeyPatch):
 )
 def test_links_and_speeds_of_their_own(edges, speeds, objective):
     """Latencies of each direction, and ranks of several speeds: the optimum of all orders."""
-    costs = Costs((1.0, 1.0), (1.7, 1.0), (1.0, 0.5), 0.1, edges=edges, speeds=speeds)
+    costs = Costs.of((1.0, 1.0), (1.7, 1.0), (1.0, 0.5), 0.1, edges=edges, speeds=speeds)
     problem = Problem(PLACEMENT, M, costs, same_limits(2, 2), objective)
     best = optimum(problem)
     answer = cp_sat.solve(problem, START, lower_bound(problem), enough=1e6, effort=10, seconds=60)

@@ -34,13 +34,9 @@ def costed(placement=PAIR, times=(1.0, 1.0, 1.0), copy=0.5, again=1.0, kept=0.1,
     plain = Costs.uniform(placement, *times)
     count = placement.num_stages
     ways = dict.fromkeys('OLEK', (copy,) * count)
-    return replace(
-        plain,
-        activation=(more, *plain.activation[1:]),
-        retained=(more, *plain.activation[1:]),
-        times={**ways, 'R': (again,) * count},
-        amounts={'input': (kept,) * count},
-    )
+    held = (more, *plain.amounts['activation'][1:])
+    timed = plain.with_times(**ways, R=(again,) * count)
+    return timed.with_amounts(activation=held, retained=held, input=(kept,) * count)
 
 
 def graphs(actions: frozenset[str]) -> Iterator[Graph]:

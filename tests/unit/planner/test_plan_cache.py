@@ -109,7 +109,7 @@ def rewritten(file: Path, change) -> None:
         lambda data: data.update(schedule=data['schedule'].replace('0F0', '9F9')),
         lambda data: data.update(schedule=plan(CANDIDATES, 4, **INPUTS).schedule.to_json()),
         lambda data: data.update(value=data['value'] * 0.9),
-        lambda data: data['costs'].update(forward=[9.0] * 4),
+        lambda data: data['costs']['times'].update(F=[9.0] * 4),
         lambda data: data.pop('costs'),
         lambda data: data.update(costs=[1, 2]),
     ],

@@ -30,7 +30,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Candidate], int, dict]:
     stages = st.lists(times, min_size=p * v, max_size=p * v).map(tuple)
     shares, waiting = (1 / v,) * (p * v), draw(st.sampled_from([1, 0.5, 1.8]))
     rise = max(0.0, waiting - 1) / v
-    costs = Costs(
+    costs = Costs.of(
         *(draw(stages) for _ in 'FBW'),
         comm=draw(st.sampled_from([0.0, 0.1, 1.0])),
         activation=shares,
@@ -104,7 +104,7 @@ def test_plans_keep_their_promises(case):
 
 def half_stages(*of: int) -> list[Candidate]:
     """p = 4, two half-stages a rank on a V, activations of half-stages."""
-    return [(Placement.v(4), Costs(*((float(time),) * 8 for time in of)))]
+    return [(Placement.v(4), Costs.of(*((float(time),) * 8 for time in of)))]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def bubble(made, m: int) -> float:
     """Share of the makespan that the busiest rank idles."""
     placement, costs = made.schedule.placement, made.costs
     work = m * max(
-        sum(costs.time(kind, s) for kind in 'FBW' for s in placement.stages(rank))
+        sum(costs.times[kind][s] for kind in 'FBW' for s in placement.stages(rank))
         for rank in range(placement.num_ranks)
     )
     return 1 - work / made.value
@@ -171,7 +171,7 @@ def test_groups_of_other_sizes_fill_the_gaps_between_names():
 def test_bubble_with_a_heavy_last_stage():
     """p = 8, m = 24, the last of 16 stages 25 % heavier, at most 8 activations."""
     shares = (0.5,) * 15 + (0.625,)
-    costs = Costs(shares, shares, shares, activation=(0.5,) * 16)
+    costs = Costs.of(shares, shares, shares, activation=(0.5,) * 16)
     made = plan([(Placement.v(8), costs)], 24, memory_limit=8, seconds=8)
     assert bubble(made, 24) <= 0.010
 
@@ -220,8 +220,8 @@ def test_what_cannot_be_planned():
 def test_the_smallest_limit_over_all_placements():
     heavy, light = Placement.v(2), Placement.loop(2)
     candidates = [
-        (heavy, Costs((1.0,) * 4, (1.0,) * 4, (1.0,) * 4, activation=(1, 2, 3, 4))),
-        (light, Costs((1.0,) * 2, (1.0,) * 2, (1.0,) * 2, activation=(4, 3))),
+        (heavy, Costs.of((1.0,) * 4, (1.0,) * 4, (1.0,) * 4, activation=(1, 2, 3, 4))),
+        (light, Costs.of((1.0,) * 2, (1.0,) * 2, (1.0,) * 2, activation=(4, 3))),
     ]
     with pytest.raises(ValueError, match=r'limit 3.5 of rank 0 is below 4.*give at least 4,'):
         plan(candidates, 2, memory_limit=3.5)
@@ -231,6 +231,6 @@ def test_the_smallest_limit_over_all_placements():
 
 def test_a_limit_holds_what_is_as_much():
     """Activations that no unit of the planner's divides: four of two are eight."""
-    costs = Costs((1.0,) * 4, (1.0,) * 4, (1.0,) * 4, activation=(2.0, 2.0, 3.0, 1.0))
+    costs = Costs.of((1.0,) * 4, (1.0,) * 4, (1.0,) * 4, activation=(2.0, 2.0, 3.0, 1.0))
     problem = Problem(Placement.loop(4), 4, costs, (8.0,) * 4)
     assert problem.fits(problem.orders(build('1f1b', 4, 4)))

@@ -65,7 +65,7 @@ def costs_of(placement: Placement) -> Costs:
     stages = range(placement.num_stages)
     forward, backward, weight = zip(*(TIMES[s % 4] for s in stages), strict=True)
     shares = tuple((1 + s % 3 / 4) / placement.num_chunks for s in stages)
-    return Costs(
+    return Costs.of(
         forward,
         backward,
         weight,
@@ -83,7 +83,10 @@ def costs_of(placement: Placement) -> Costs:
 def problem_of(shape: str, amount: str, objective: str = 'makespan') -> Problem:
     placement, m = SHAPES[shape]
     costs = costs_of(placement)
-    held = [max(costs.activation[s], costs.retained[s]) for s in range(placement.num_stages)]
+    held = [
+        max(costs.amounts['activation'][s], costs.amounts['retained'][s])
+        for s in range(placement.num_stages)
+    ]
     limits = tuple(
         AMOUNTS[amount] * sum(held[stage] for stage in placement.stages(rank))
         for rank in range(placement.num_ranks)
@@ -170,8 +173,8 @@ def asked(times: float, objective: str) -> Iterator[object]:
 
     for placement in (Placement.loop(2), Placement.v(2)):
         costs = costs_of(placement)
-        kinds = [tuple(times * each for each in of) for of in (costs.forward, costs.backward)]
-        costs = replace(costs, forward=kinds[0], backward=kinds[1], together=1.0)
+        kinds = [tuple(times * each for each in of) for of in (costs.times['F'], costs.times['B'])]
+        costs = replace(costs.with_times(F=kinds[0], B=kinds[1]), together=1.0)
         limits = (2.25 / placement.num_chunks + 0.5, 2.5)
         problem = Problem(placement, 3, costs, limits, objective)
         orders = dispatch(problem, Pattern.random(problem, Random(1)))

@@ -34,7 +34,7 @@ def costs_of(placement: Placement) -> Costs:
     """Stages that differ, with all that costs can say, on ranks of other speeds."""
     stages = range(placement.num_stages)
     held = tuple(1.0 + s / 8 for s in stages)
-    return Costs(
+    return Costs.of(
         tuple(2.0 + s % 3 for s in stages),
         tuple(3.0 + s % 2 for s in stages),
         tuple(1.5 + s % 4 / 2 for s in stages),
@@ -57,9 +57,6 @@ def in_their_time(costs: Costs, placement: Placement) -> Costs:
 
     return replace(
         costs,
-        forward=taken(costs.forward),
-        backward=taken(costs.backward),
-        weight=taken(costs.weight),
         times={kind: taken(each) for kind, each in costs.times.items()},
         speeds=(),
     )
@@ -73,9 +70,6 @@ def of_time(costs: Costs, by: float) -> Costs:
 
     return replace(
         costs,
-        forward=scaled(costs.forward),
-        backward=scaled(costs.backward),
-        weight=scaled(costs.weight),
         times={kind: scaled(each) for kind, each in costs.times.items()},
         comm=by * costs.comm,
         message=by * costs.message,
@@ -87,8 +81,6 @@ def of_memory(costs: Costs, by: float) -> Costs:
     """The same in a unit of memory that is so many times smaller."""
     return replace(
         costs,
-        activation=tuple(by * a for a in costs.activation),
-        retained=tuple(by * a for a in costs.retained),
         amounts={name: tuple(by * a for a in each) for name, each in costs.amounts.items()},
     )
 
@@ -114,8 +106,9 @@ def test_a_rank_of_twice_the_speed_takes_half_the_time(name):
 @pytest.mark.parametrize('placement', [Placement.loop(P), Placement.v(P), Placement.loop(P, 3)])
 def test_bounds_know_speeds(placement, objective, copies):
     costs = costs_of(placement)
-    slow = {kind: tuple(copies * t for t in each) for kind, each in costs.times.items()}
-    costs = replace(costs, times=slow)
+    moved = {*costs.times} - {*'FBW'}
+    slow = {kind: tuple(copies * t for t in costs.times[kind]) for kind in moved}
+    costs = costs.with_times(**slow)
     both = [
         Problem(placement, M, each, (2.0,) * P, objective)
         for each in (costs, in_their_time(costs, placement))
@@ -137,8 +130,8 @@ def test_in_another_unit_of_time(name):
     assert [4 * gap.length for gap in gaps(one, 0.5)] == [gap.length for gap in gaps(four, 2.0)]
     assert {pair: 4 * lag for pair, lag in lags(one).items()} == lags(four)
     found, scaled = fit(one, 0.25), fit(four, 1.0)
-    assert scaled.forward == pytest.approx([4 * t for t in found.forward], rel=1e-12)
-    assert scaled.weight == pytest.approx([4 * t for t in found.weight], rel=1e-12)
+    assert scaled.times['F'] == pytest.approx([4 * t for t in found.times['F']], rel=1e-12)
+    assert scaled.times['W'] == pytest.approx([4 * t for t in found.times['W']], rel=1e-12)
     assert copy_ratio(other) == copy_ratio(costs)
     if not schedule.graph.techniques and not two_way(schedule):
         assert offloaded(schedule, 1, other) == offloaded(schedule, 1, costs)

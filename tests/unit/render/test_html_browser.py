@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import chromium
@@ -29,7 +28,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]
 SCHEDULE = build('zb-v', 4, 8)
 COSTS = Costs.uniform(SCHEDULE.placement, 1.0, 1.2, 0.8, comm=0.25)
 SIMULATED = simulate(SCHEDULE, COSTS)
-MEASURED = simulate(SCHEDULE, replace(COSTS, forward=(0.6,) * 8))
+MEASURED = simulate(SCHEDULE, COSTS.with_times(F=(0.6,) * 8))
 
 
 @pytest.fixture

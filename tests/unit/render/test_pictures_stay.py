@@ -43,7 +43,7 @@ def shown(*names: str) -> tuple[dict[str, Timeline], dict[str, Costs]]:
         copies = dict.fromkeys('OLEK', (0.5,) * stages)
         of = [(float(2 + s % 2), float(3 + s % 3), 2.0) for s in range(stages)]
         forward, backward, weight = (tuple(kind) for kind in zip(*of, strict=True))
-        costs[name] = Costs(forward, backward, weight, comm=0.25, times=copies)
+        costs[name] = Costs.of(forward, backward, weight, comm=0.25, times=copies)
         timelines[name] = simulate(schedule, costs[name])
     return timelines, costs
 

@@ -8,7 +8,6 @@ import re
 import sys
 import xml.etree.ElementTree as ET
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -126,7 +125,7 @@ def test_memory_curve_rises_with_b_and_within_bw() -> None:
     """Where more waits for W than F left."""
     order = map(Pass.parse, '0F0 0BW0 0F1 0B1 0W1'.split())
     schedule = Schedule.of('x', Placement.loop(1), 2, [order])
-    costs = Costs((1,), (1,), (2,), activation=(2,), retained=(5,))
+    costs = Costs.of((1,), (1,), (2,), activation=(2,), retained=(5,))
     assert held(simulate(schedule, costs), costs) == [[(0, 2), (2, 5), (4, 2), (6, 5), (8, 0)]]
 
 
@@ -449,7 +448,7 @@ def copying(name: str) -> tuple[Timeline, Costs]:
     """A schedule whose copies take time, each way as long as a pass."""
     schedule = build(name, 4, 8)
     ways = (1.0,) * schedule.num_stages
-    costs = replace(Costs.uniform(schedule.placement), times=dict.fromkeys('OLEK', ways))
+    costs = Costs.uniform(schedule.placement).with_times(**dict.fromkeys('OLEK', ways))
     return simulate(schedule, costs), costs
 
 

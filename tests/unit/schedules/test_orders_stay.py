@@ -33,7 +33,7 @@ def uneven(placement: Placement) -> Costs:
     of[-1] = (6.0, 9.0, 5.0)
     forward, backward, weight = (tuple(kind) for kind in zip(*of, strict=True))
     copies = {'L': (4.0,) * num_stages}
-    return Costs(forward, backward, weight, comm=0.6, edges=edges, times=copies)
+    return Costs.of(forward, backward, weight, comm=0.6, edges=edges, times=copies)
 
 
 def text(schedule: Schedule) -> str:

@@ -26,7 +26,7 @@ def copying(num_stages: int, k: float) -> Costs:
     """F = B = W = 1, and both ways of a copy take k times as long as the three."""
     ones = (1.0,) * num_stages
     copies = dict.fromkeys('OL', (1.5 * k,) * num_stages)
-    return Costs(ones, ones, ones, times=copies)
+    return Costs.of(ones, ones, ones, times=copies)
 
 
 # p, v: bubble and peak of PO as it stands, bubble on its grid; peaks in chunks of PO-H at k = .5
@@ -113,7 +113,7 @@ def test_memory_holds_whatever_the_times_are(data):
     }
     forward, backward, weight = (drawn[kind] for kind in 'FBW')
     copies = {kind: drawn[kind] for kind in 'OL'}
-    costs = Costs(forward, backward, weight, 0.2, times=copies)
+    costs = Costs.of(forward, backward, weight, 0.2, times=copies)
     timeline = simulate(schedule, costs)
     for order, spans, most in zip(
         schedule.passes, timeline.spans, peak(schedule, costs), strict=True
@@ -230,7 +230,7 @@ def test_copies_and_passes_wait_for_each_other():
     schedule = Schedule.of('by hand', Placement.loop(1), 3, [order], graph)
     check(schedule)
     ones = (1.0,)
-    costs = Costs(ones, ones, ones, times={'O': (2.5,), 'L': (0.5,)})
+    costs = Costs.of(ones, ones, ones, times={'O': (2.5,), 'L': (0.5,)})
     spans = dict(zip(map(str, schedule.passes[0]), simulate(schedule, costs).spans[0], strict=True))
     assert spans['0O0'] == (1, 3.5)  # from the end of its F on, beside the next
     assert spans['0F2'] == (3.5, 4.5)  # has waited for the place
@@ -283,7 +283,7 @@ def test_what_has_no_time_stays():
 
 def test_groups_grow_with_the_share_of_forwards():
     """Where F alone is most of the work, half as many microbatches do not feed all ranks."""
-    long = Costs((1.0,) * 16, (0.1,) * 16, (0.1,) * 16)
+    long = Costs.of((1.0,) * 16, (0.1,) * 16, (0.1,) * 16)
     second = Pass('F', 8, 0)
     schedule = po(8, 16, 2, long)
     assert (po(8, 16).passes[0].index(second), schedule.passes[0].index(second)) == (3, 4)

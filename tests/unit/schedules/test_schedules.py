@@ -156,7 +156,7 @@ def test_each_family_says_what_it_is(family: Family):
         ({'name': 'zb-v', 'memory_limit': 3}, ['zb-v', 'given 3', 'zb-1p, zb-2p']),
         ({'name': 'zb-1p', 'memory_limit': 0.5}, ['0.5', 'too small', 'at least the 1.0']),
         ({'name': 'zb-1p', 'memory_limit': float('nan')}, ['nan', 'too small']),
-        ({'name': '1f1b', 'costs': Costs((1,), (1,), (1,))}, ['of 1 stages', '1f1b has 4']),
+        ({'name': '1f1b', 'costs': Costs.of((1,), (1,), (1,))}, ['of 1 stages', '1f1b has 4']),
     ],
     ids=str,
 )
@@ -195,7 +195,7 @@ def test_the_automatic_scheduler_keeps_its_limit(name, p, m, data):
 
     activation = stages(0.5, 2)
     share = data.draw(st.floats(0, 3))
-    costs = Costs(
+    costs = Costs.of(
         stages(0, 3),
         stages(0, 3),
         stages(0, 3),

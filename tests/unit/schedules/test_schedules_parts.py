@@ -140,7 +140,9 @@ def test_chunk_by_chunk():
 
 def test_a_draft_keeps_the_time():
     """Two ranks, F 1, B 2, W 0.5, latency 0.25, and B gives back three quarters."""
-    costs = Costs((1, 1), (2, 2), (0.5, 0.5), comm=0.25, activation=(1, 1), retained=(0.25, 0.25))
+    costs = Costs.of(
+        (1, 1), (2, 2), (0.5, 0.5), comm=0.25, activation=(1, 1), retained=(0.25, 0.25)
+    )
     draft = Draft(Placement.loop(2), 1, costs)
     assert draft.arrival(Pass(F, 1, 0)) == math.inf
     ends = [draft.put(p) for p in passes('0F0 1F0 1B0')]
