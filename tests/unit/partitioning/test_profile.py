@@ -143,7 +143,7 @@ def test_layers_from_stages():
 
 def test_a_constant_of_each_stage():
     text, costs = measured((3, 2, 2, 1))
-    more = type(costs)(
+    more = type(costs).of(
         *(tuple(x + 0.5 for x in t) for t in (costs.times['F'], costs.times['B'], costs.times['W']))
     )
     found, error = fit_layers([(text, more), measured((3, 2, 2, 1))], constant=True)
