@@ -127,8 +127,12 @@ def test_page_locked_memory_is_not_of_the_device():
     assert order([Kind.ALLOCATE, 9, 100, HOST]).planned == 8
 
 
-def operations(*names, thread=1, pair=(), nbytes=8):
-    return [Operation(('2', (0, 1), pair), name, nbytes, 0, thread) for name in names]
+def operations(*names, thread=1, pair=(), nbytes=8, by_peer=()):
+    return [Operation(('2', (0, 1), pair), name, nbytes, 0, thread, *by_peer) for name in names]
+
+
+def all_to_all(sent, received):
+    return operations('alltoall_base', nbytes=sum(sent) + sum(received), by_peer=(sent, received))
 
 
 REDUCED = operations('allreduce', 'broadcast')
@@ -141,7 +145,9 @@ SENT = operations('message from 0 to 1', pair=(0, 1))
         (REDUCED + SENT, SENT + REDUCED, None),  # two communicators do not wait for each other
         (REDUCED, REDUCED[::-1], 'rank 1 launches other operations than rank 0'),
         (REDUCED, operations('allreduce', 'broadcast', nbytes=4), 'other operations than rank 0'),
-        (operations('alltoall_base'), operations('alltoall_base', nbytes=4), None),
+        (all_to_all((1, 2), (1, 3)), all_to_all((3, 4), (2, 4)), None),
+        (all_to_all((1, 2), (1, 3)), all_to_all((3, 4), (1, 4)), 'which expects (1,)'),
+        (all_to_all((1, 2), (1, 3)), all_to_all((2, 4), (2, 4)), 'which expects (3,)'),
         (REDUCED, REDUCED[:1], 'rank 1 launches other operations than rank 0'),
         (REDUCED, [], 'rank 1 launches nothing'),
         (SENT, [], 'rank 1 launches nothing'),

@@ -26,7 +26,7 @@ from unittest import mock
 
 import torch
 
-from megatron_zbpp.emulation import cpu
+from megatron_zbpp.emulation import cpu as emulated_cpu
 from megatron_zbpp.emulation.te import (  # noqa: F401  # their kernels register
     activation,
     gemm,
@@ -62,11 +62,13 @@ def find() -> Path | None:
     return Path(folders[0]).parent if folders else None
 
 
-def install(folder: str | Path | None = None) -> None:
+def install(folder: str | Path | None = None, cpu: bool = True) -> None:
     """Make `import transformer_engine.pytorch` work in this process; again does nothing more.
 
     Args:
         folder: that holds the package `transformer_engine`; default: where `find` finds it.
+        cpu: whether to emulate CUDA on the CPU as well. False: tensors are where they say, as on a
+            GPU without Transformer Engine's library; torch computes there what its kernels would.
 
     Raises:
         ModuleNotFoundError: it is nowhere.
@@ -90,7 +92,8 @@ def install(folder: str | Path | None = None) -> None:
     os.environ.pop('NVTE_RELEASE_BUILD', None)
     os.environ.setdefault('NVTE_TORCH_COMPILE', '0')
     os.environ.setdefault('NVTE_UNFUSED_FP8_UPDATE', '1')  # delayed scaling by TE's own Python
-    cpu.install()
+    if cpu:
+        emulated_cpu.install()
     _import_any_triton()
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))

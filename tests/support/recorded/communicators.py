@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _THREADS = 2  # DDP's reductions are started by autograd's thread, and by the main one
-# each rank sends as much as it has
+# each rank sends as much as it has: what one sends another expects it
 _UNEVEN = ('alltoall', 'alltoall_base', 'all_to_all_single')
 
 
@@ -22,6 +22,7 @@ class Operation:
         nbytes: of its tensors.
         stream: that was current.
         thread: that launched it, by its identity.
+        sent, received: of an all-to-all, bytes to each rank of the group, and from each.
     """
 
     communicator: tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -29,6 +30,8 @@ class Operation:
     nbytes: int
     stream: int
     thread: int
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
 
 
 def faults(operations: Sequence[Sequence[Operation]]) -> Iterator[str]:
@@ -51,9 +54,27 @@ def faults(operations: Sequence[Sequence[Operation]]) -> Iterator[str]:
         for rank, own in of_rank.items():
             if [*map(_comparable, own)] != expected:
                 yield f'{communicator}: rank {rank} launches other operations than rank {first}'
+        yield from _unexpected(communicator, [of_rank.get(rank, []) for rank in ranks])
+        for rank, own in of_rank.items():
             threads = len({each.thread for each in own})
             if threads > (1 if pair else _THREADS):
                 yield f'{communicator}: rank {rank} launches from {threads} threads'
+
+
+def _unexpected(communicator: tuple, by_member: list[list[Operation]]) -> Iterator[str]:
+    """Compare what ranks send in all-to-alls with what its receivers expect."""
+    ranks = communicator[1]
+    for number, operations in enumerate(zip(*by_member, strict=False)):
+        if {each.name for each in operations} & {*_UNEVEN} == set():
+            continue
+        for i, sender in enumerate(operations):
+            for j, receiver in enumerate(operations):
+                sent, expected = sender.sent[j : j + 1], receiver.received[i : i + 1]
+                if sent != expected:
+                    yield (
+                        f'{communicator}: operation {number}: rank {ranks[i]} sends {sent} bytes '
+                        f'to rank {ranks[j]}, which expects {expected}'
+                    )
 
 
 def _comparable(operation: Operation) -> tuple[str, int | None]:

@@ -257,4 +257,4 @@ def join(path: Path, te: Path | None = None) -> None:
     if te is not None:
         from megatron_zbpp.emulation import te as emulated
 
-        emulated.install(te)
+        emulated.install(te, cpu=False)

@@ -7,6 +7,7 @@ is current then. Each communicator writes down what it was given.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -47,16 +48,17 @@ class Work:
     def wait(self, timeout: Any = None) -> bool:
         if self._event is not None:
             device.library().recorded_wait(self._event, device.current_stream().stream_id)
-        done = self._work.wait()
-        self._tensors = None
-        return done
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._tensors = None  # gloo's is waited for once, and holds the memory
+        return True
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
         self._polls += 1
-        if self._polls <= _POLLS or not self._work.is_completed():
+        if self._polls <= _POLLS or not (self._work is None or self._work.is_completed()):
             return False
         if self._event is not None:
             device.library().recorded_host_wait(self._event, b'work.is_completed')
@@ -113,7 +115,8 @@ class Group(dist.ProcessGroup):
         ranks = tuple(dist.get_process_group_ranks(self))
         thread = threading.get_ident()
         key = self.group_name, ranks, members
-        operations.append(Operation(key, self._title_of(name, args), nbytes, launching, thread))
+        title, by_peer = self._title_of(name, args), _by_peer(name, args, len(ranks))
+        operations.append(Operation(key, title, nbytes, launching, thread, *by_peer))
         library.recorded_wait(library.recorded_event(launching), own)
         library.recorded_stream(own)
         try:
@@ -139,6 +142,23 @@ def _uses(name: str, args: tuple) -> tuple[list[torch.Tensor], list[torch.Tensor
     if name in _WRITTEN_FIRST:
         return rest, first
     return first + rest, []
+
+
+def _by_peer(name: str, args: tuple, size: int) -> tuple[tuple[int, ...], ...]:
+    """Return the bytes that an all-to-all sends to each rank, and those it receives from each."""
+    if name == 'alltoall':
+        received, sent = args[:2]
+        return tuple(t.nbytes for t in sent), tuple(t.nbytes for t in received)
+    if name not in ('alltoall_base', 'all_to_all_single'):
+        return ()
+    received, sent, rows_received, rows_sent = args[:4]
+    return _of_rows(sent, rows_sent, size), _of_rows(received, rows_received, size)
+
+
+def _of_rows(tensor: torch.Tensor, rows: list[int] | None, size: int) -> tuple[int, ...]:
+    if rows is None or len(rows) == 0:
+        return (tensor.nbytes // size,) * size
+    return tuple(int(n) * math.prod(tensor.shape[1:]) * tensor.element_size() for n in rows)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

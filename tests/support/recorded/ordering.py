@@ -12,6 +12,7 @@ allocator, which then keeps it until the host sees an event of theirs.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -134,8 +135,11 @@ class Order:
         waits: of the host.
         uses: all kernels, in order of launch.
         planned: peak bytes of the device, if memory comes back once it is freed.
+        in_passes: the same, of passes alone.
         held: peak bytes as the allocator has them while the host runs ahead as far as it can: what
             another stream has recorded comes back once the host has waited for that stream.
+        late: of those that were freed and have not come back, the most at once, by the kernels
+            of other streams that have used them last.
     """
 
     names: Callable[[int], str]
@@ -143,7 +147,9 @@ class Order:
     waits: list[Wait] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     planned: int = 0
+    in_passes: int = 0
     held: int = 0
+    late: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._clocks: dict[int, Clock] = {HOST: {}}
@@ -204,6 +210,7 @@ class Order:
         self._bytes += nbytes
         self._held_bytes += nbytes
         self.planned = max(self.planned, self._bytes)
+        self.in_passes = max(self.in_passes, self._bytes if self._within else 0)
         self.held = max(self.held, self._held_bytes)
 
     def _free(self, block: int, thread: int) -> None:
@@ -297,6 +304,11 @@ class Order:
             else:
                 kept.append((block, others))
         self._kept = kept
+        now = Counter[str]()
+        for block, others in kept:
+            uses = {block.last[stream][1].kernel for stream in others if stream in block.last}
+            now[' '.join(sorted(uses))] += block.nbytes
+        self.late = {name: max(now[name], self.late.get(name, 0)) for name in {*now, *self.late}}
 
     def _found(self, race: Race) -> None:
         self.races[race] = self.races.get(race, 0) + 1

@@ -24,7 +24,7 @@ class Recorded:
         kernels: by (kind of pass, stream, name), how many.
         waits: of the host, by (what, pass), how many.
         operations: of communicators, in order.
-        planned, held: see `ordering.Order`.
+        planned, in_passes, held, late: see `ordering.Order`.
     """
 
     trained: models.Trained | None
@@ -33,7 +33,9 @@ class Recorded:
     waits: Counter[tuple[str, str]]
     operations: list[Operation]
     planned: int
+    in_passes: int
     held: int
+    late: dict[str, int]
 
 
 def _on_side_stream(make: Any) -> Any:
@@ -79,7 +81,9 @@ def recording() -> Iterator[list[Recorded]]:
             Counter((wait.what, wait.within) for wait in order.waits),
             list(groups.operations),
             order.planned,
+            order.in_passes,
             order.held,
+            dict(order.late),
         )
     )
 
