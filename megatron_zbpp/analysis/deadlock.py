@@ -152,17 +152,17 @@ class _Replay:
         at = begun
         for at in range(begun, len(program)):
             instruction = program[at]
-            if isinstance(instruction, Pass):
+            if type(instruction) is Pass:
                 if (synchronises and spinning[rank]) or (missing and missing.get(instruction)):
                     break
-            elif isinstance(instruction, Send):
+            elif type(instruction) is Send:
                 peer = instruction.peer
                 waiting = self._open[peer][rank, instruction.saved]
                 if not waiting:
                     break
                 self._take(rank, instruction, waiting.popleft())
                 wakes.add(peer)
-            elif isinstance(instruction, Receive):
+            elif type(instruction) is Receive:
                 peer = instruction.peer
                 waiting = open_here[peer, instruction.saved]
                 if in_order and waiting:
@@ -170,7 +170,7 @@ class _Replay:
                 waiting.append(instruction)
                 spinning[rank] += 1
                 wakes.add(peer)
-            elif isinstance(instruction, Collective):
+            elif type(instruction) is Collective:
                 met = self._met[instruction]
                 met.add(rank)
                 if len(met) < len(instruction.ranks):
@@ -205,8 +205,8 @@ def _posted_late(program: _Program) -> Counter[Pass]:
     ran: set[Pass] = set()
     late: Counter[Pass] = Counter()
     for i in program:
-        if isinstance(i, Pass):
+        if type(i) is Pass:
             ran.add(i)
-        elif isinstance(i, Receive) and i.consumer in ran:
+        elif type(i) is Receive and i.consumer in ran:
             late[i.consumer] += 1
     return late

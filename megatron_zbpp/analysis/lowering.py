@@ -134,8 +134,9 @@ def _one_by_one(schedule: Schedule, receives: str) -> list[list[Instruction]]:
             continue
         rank = ranks[number]
         program, known = programs[rank], latest[rank]
-        postponed.put_sent_by(rank)
-        own = [passes[each] for each in group]
+        if postponed.sent_by[rank]:
+            postponed.put_sent_by(rank)
+        own = [passes[each] for each in group] if len(group) > 1 else [passes[number]]
         partner = partners[rank]
         for p in own if coming_back else ():
             if p.kind in coming_back:
@@ -143,15 +144,16 @@ def _one_by_one(schedule: Schedule, receives: str) -> list[list[Instruction]]:
                 program.append(Receive(left, p, partner, saved=True))
                 programs[partner].append(Send(left, p, rank, saved=True))
         program += [Join(tuple(own)), *own] if len(own) > 1 else own
-        posting.note(rank, number)
-        postponed.put_behind(number)
-        for giver in [giver for each in group for giver in givers[each]]:
-            peer = ranks[giver]
-            if giver > known.get(peer, -1):
-                known[peer] = giver
-        handed_on = [(each, *taken) for each in group for taken in takers[each]]
-        behind: dict[int, int | None] = {}  # by peer
-        for producer, taker, message in handed_on:
+        posting.following[rank] = number + 1
+        if number in postponed.senders:
+            postponed.put_behind(number)
+        for each in group:
+            for giver in givers[each]:
+                peer = ranks[giver]
+                if giver > known.get(peer, -1):
+                    known[peer] = giver
+        handed_on = [(each, taken) for each in group for taken in takers[each]]
+        for producer, (taker, message) in handed_on:
             p, peer, consumer = passes[producer], ranks[taker], passes[taker]
             if peer == rank:
                 program.append(Hand(p, consumer, message))
@@ -160,14 +162,14 @@ def _one_by_one(schedule: Schedule, receives: str) -> list[list[Instruction]]:
             while waiting and waiting[0] < ran:
                 waiting.popleft()
             waiting.append(taker)
-            if peer not in behind:
-                there = [taker for _, taker, _ in handed_on if ranks[taker] == peer]
-                behind[peer] = posting.behind(number, peer, there)
-            postponed.hold(
-                behind[peer],
-                Send(p, consumer, peer, len(waiting), message=message),
-                Receive(p, consumer, rank, message=message),
-            )
+            send = Send(p, consumer, peer, len(waiting), False, message)
+            receive = Receive(p, consumer, rank, False, message)
+            behind = posting.behind(number, peer, handed_on)
+            if behind is None:
+                program.append(send)
+                programs[peer].append(receive)
+            else:
+                postponed.hold(behind, send, receive)
         for leaving in [each for p in own for each in begun.get(p, ())] if begun else ():
             if leaving.kind not in flat.between_partners:
                 program.append(Begin(leaving))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 
 from megatron_zbpp.analysis.program import Instruction, Receive, Send
 from megatron_zbpp.ir import Schedule
@@ -44,6 +44,9 @@ class Posting:
         spans: start and end of each pass, simulated.
         joined: passes that run as one with the pass behind them.
 
+    Attributes:
+        following: by rank, its next pass; kept by the user.
+
     Raises:
         ValueError: `receives` is none of them.
     """
@@ -59,23 +62,23 @@ class Posting:
         self._early = receives == EARLY
         self._travel = _TRAVEL / schedule.placement.num_chunks if receives == LATE else 0.0
         self._spans, self._joined = spans, joined
-        ends = list(itertools.accumulate(map(len, schedule.passes)))
-        self._next, self._ends = [0, *ends[:-1]], ends  # by rank: its next pass; behind its last
+        self._ends = list(itertools.accumulate(map(len, schedule.passes)))  # by rank
+        self.following = [0, *self._ends[:-1]]
 
-    def note(self, rank: int, number: int) -> None:
-        """Note that `rank` has run its passes up to `number`."""
-        self._next[rank] = number + 1
-
-    def behind(self, giver: int, peer: int, takers: Iterable[int]) -> int | None:
+    def behind(
+        self, giver: int, peer: int, handed_on: Sequence[tuple[int, tuple[int, str]]]
+    ) -> int | None:
         """Return the pass of `peer` behind which to post what `giver` sends; None: at once.
 
         Args:
             giver: the pass that has just ended.
-            peer: the rank that receives.
-            takers: its passes that take what is sent.
+            peer: a rank that receives.
+            handed_on: what it, and those that ran as one with it, have made, with the pass that
+                takes it; of the latter, those of `peer` count.
         """
-        first = last = self._next[peer]
-        if self._early or first == self._ends[peer]:
+        first = last = self.following[peer]
+        behind_all = self._ends[peer]
+        if self._early or first == behind_all:
             return None
         joined, spans = self._joined, self._spans
         while last in joined:
@@ -83,10 +86,12 @@ class Posting:
         sent, end = spans[giver][1], spans[last][1]
         if end - sent > sent - spans[first][0]:
             return None
-        for taker in takers:
+        for _, (taker, _) in handed_on:
             while taker - 1 in joined:
                 taker -= 1
-            if taker <= last or spans[taker][0] - end < self._travel:
+            if first <= taker < behind_all and (
+                taker <= last or spans[taker][0] - end < self._travel
+            ):
                 return None
         return last
 
@@ -96,37 +101,39 @@ class Postponed:
 
     Args:
         programs: of all ranks, so far.
+
+    Attributes:
+        sent_by: by sender; each with the pass behind which it is posted.
+        senders: by that pass.
     """
 
     def __init__(self, programs: list[list[Instruction]]) -> None:
         self._programs = programs
-        # by sender, and there by the pass behind which they are posted
-        self._held: list[dict[int, list[tuple[Send, Receive]]]] = [{} for _ in programs]
-        self._senders: dict[int, set[int]] = defaultdict(set)  # by that pass
+        self.sent_by: list[list[tuple[int, Send, Receive]]] = [[] for _ in programs]
+        self.senders: dict[int, list[int]] = defaultdict(list)
 
-    def hold(self, behind: int | None, send: Send, receive: Receive) -> None:
-        """Keep a message until the pass `behind` has run, or its sender's next one is to run.
-
-        With None it is put into the programs at once.
-        """
-        if behind is None:
-            self._programs[receive.peer].append(send)
-            self._programs[send.peer].append(receive)
-            return
-        self._held[receive.peer].setdefault(behind, []).append((send, receive))
-        self._senders[behind].add(receive.peer)
+    def hold(self, behind: int, send: Send, receive: Receive) -> None:
+        """Keep a message until the pass `behind` has run, or its sender's next one is to run."""
+        rank = receive.peer
+        self.sent_by[rank].append((behind, send, receive))
+        self.senders[behind].append(rank)
 
     def put_sent_by(self, rank: int) -> None:
         """Put all that `rank` sends into the programs: its next pass is to run."""
-        for behind in list(self._held[rank]):
-            self._put(rank, behind)
+        for _, send, receive in self.sent_by[rank]:
+            self._put(rank, send, receive)
+        self.sent_by[rank] = []
 
     def put_behind(self, number: int) -> None:
         """Put what is posted behind that pass into the programs: it has run."""
-        for rank in sorted(self._senders.pop(number, ())):
-            self._put(rank, number)
+        for rank in sorted(self.senders.pop(number)):
+            held, self.sent_by[rank] = self.sent_by[rank], []
+            for each in held:
+                if each[0] == number:
+                    self._put(rank, *each[1:])
+                else:
+                    self.sent_by[rank].append(each)
 
-    def _put(self, rank: int, behind: int) -> None:
-        for send, receive in self._held[rank].pop(behind, ()):
-            self._programs[rank].append(send)
-            self._programs[send.peer].append(receive)
+    def _put(self, rank: int, send: Send, receive: Receive) -> None:
+        self._programs[rank].append(send)
+        self._programs[send.peer].append(receive)
