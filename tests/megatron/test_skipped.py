@@ -67,7 +67,7 @@ def test_resumed_where_a_batch_was_doubted(ranks, tmp_path):
     stock = run(ranks(2), *AGAIN, '--save', start, '--save-interval', 1)
     ours = [*AGAIN, '--pipeline-schedule', 'zb-v', '--save', middle, '--save-interval', 100]
     loading = ['--load', start, '--ckpt-step', 1]
-    first = run(ranks(2), *ours, *loading, event=events.Faulty(2))
+    first = run(ranks(2), *ours, *loading, event=events.Faulty(3))
     assert first.reported == ([16], [16]) and first.losses.keys() == {2}
     again = ['--load', middle, '--rerun-mode', 'disabled']  # else on another device only
     rest = run(ranks(2), *ours, *again)
