@@ -1,1 +1,1 @@
-"""What follows from a schedule: proofs, programs, times, memory. Neither torch nor Megatron."""
+"""Facts of a schedule: proofs, programs, times, memory. Neither torch nor Megatron."""

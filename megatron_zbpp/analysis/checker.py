@@ -118,7 +118,7 @@ def _by_rank(schedule: Schedule, wanted: Iterable[Task]) -> list[list[Task]]:
 
 
 class _Turn(NamedTuple):
-    """What passes of one kind, stage and slice do on a rank, and what must have been done there.
+    """Effects of the passes of one kind, stage and slice on a rank, and what must come before them.
 
     Attributes:
         does: each task with the microbatches that it comes for, in order, and those that are done.
@@ -206,7 +206,7 @@ def _microbatches(schedule: Schedule, rank: int, task: Task) -> Sequence[int]:
 
 
 def _done_without(schedule: Schedule, rank: int, p: Pass, need: Need) -> bool:
-    """Whether the microbatch of `p` does without what it needs, as it may."""
+    """Return whether the microbatch of `p` does without what it needs, as it may."""
     kinds = schedule.graph.kinds
     if not kinds[need.task.kind].optional or kinds[p.kind].optional:
         return False

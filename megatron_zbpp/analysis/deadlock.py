@@ -16,7 +16,7 @@ from megatron_zbpp.ir import Pass
 
 
 class Rule(enum.Flag):
-    """What waits for what.
+    """An edge rule: which passes wait for which.
 
     RENDEZVOUS: a send, and all behind it on its rank, waits until its receive has been posted.
         Messages from one rank to another have a connection (NCCL: a communicator) of their own, and

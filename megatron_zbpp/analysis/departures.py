@@ -1,4 +1,4 @@
-"""What leaves a rank's memory, and where in its order that begins: behind what it needs."""
+"""Activations that leave a rank's memory, and where in its order each begins to leave."""
 
 from __future__ import annotations
 

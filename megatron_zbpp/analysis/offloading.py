@@ -55,7 +55,7 @@ def offloaded(
     stages = list(_worth_it(schedule, ceil(share)))
 
     def goes(forward: Pass) -> bool:
-        """Whether it is of the share: of the last chunk that is, every so many-th microbatch."""
+        """Return whether it is of the share: of the last chunk, every so many-th microbatch."""
         part, at = share - placement.chunk_of(forward.stage), forward.microbatch
         return part >= 1 or floor((at + 1) * part) > floor(at * part)
 

@@ -1,4 +1,4 @@
-"""What a rank does in one iteration: its passes, and between them messages."""
+"""Programs: the passes of a rank in one iteration, and between them messages."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def with_recomputation(schedule: Schedule, stages: Iterable[int], costs: Costs) 
 
 
 def _waits(schedule: Schedule, stage: int) -> bool:
-    """Whether anything runs between an F and its B of this stage."""
+    """Return whether anything runs between an F and its B of this stage."""
     for order in schedule.passes:
         own = [(at, p) for at, p in enumerate(order) if p.stage == stage]
         for (at, p), (behind, q) in pairwise(own):

@@ -1,4 +1,4 @@
-"""What ranks may run of an iteration before they know whether the optimizer step before it stands.
+"""Passes that may run before it is known whether the optimizer step before them stands.
 
 Each rank steps on what it and the ranks before it know (`optim`), and goes ahead with forwards. One
 that must not go ahead stops all behind it, so a pass may run ahead only if nothing it needs comes

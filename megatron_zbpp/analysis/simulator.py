@@ -29,7 +29,7 @@ _Plain = tuple[int, float, tuple[tuple[int, float], ...], int, tuple[int, ...], 
 
 
 class _Flat(NamedTuple):
-    """What passes of one kind, stage and slice wait for and take; entries are for microbatch 0.
+    """Inputs and times of the passes of one kind, stage and slice; entries are for microbatch 0.
 
     Attributes:
         need: entry of `ends`; that of the input, which is there from the start, if there is none.
@@ -59,7 +59,7 @@ _Table = dict[str, list[_Flat]]
 
 
 class _Engine(NamedTuple):
-    """What one engine of a rank runs, one after the other.
+    """An engine of a rank: its passes run one after the other.
 
     Attributes:
         rank: whose it is.

@@ -1,4 +1,4 @@
-"""What `zbpp plan` may choose of: placements with costs, and named schedules beside them."""
+"""Candidates of `zbpp plan`: placements with costs, and named schedules beside them."""
 
 from __future__ import annotations
 

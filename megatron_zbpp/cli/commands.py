@@ -1,4 +1,4 @@
-"""What each subcommand of `zbpp` does: from parsed arguments to what it prints or writes."""
+"""Subcommands of `zbpp`: from parsed arguments to what is printed or written."""
 
 from __future__ import annotations
 

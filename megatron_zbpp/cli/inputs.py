@@ -1,4 +1,4 @@
-"""What the arguments of `zbpp` ask for: schedules, checked, with their costs."""
+"""Inputs of `zbpp`, from its arguments: schedules, checked, with their costs."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def _of_stages(args: Namespace) -> tuple[str, ...]:
 
 
 def _selective(args: Namespace, found: Plan) -> bool:
-    """Whether a plan is for a run with Megatron's selective recomputation."""
+    """Return whether a plan is for a run with Megatron's selective recomputation."""
     if SELECTIVE not in args.actions:
         return False
     return found.costs != with_selective(args, found.schedule.placement, selective=False)

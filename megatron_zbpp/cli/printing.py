@@ -1,4 +1,4 @@
-"""What the subcommands of `zbpp` print and write: facts, tables, pictures."""
+"""Output of the subcommands of `zbpp`: facts, tables, pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the searches of `zbpp` have in common: arguments, a bar, and an end by Ctrl-C."""
+"""Shared by the searches of `zbpp`: arguments, a progress bar, and an end by Ctrl-C."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ _TENSOR: dict[str, object] = {
 
 
 def installed() -> bool:
-    """Whether this process runs Megatron-Core on the CPU."""
+    """Return whether this process runs Megatron-Core on the CPU."""
     return isinstance(torch.Tensor.is_cuda, property)
 
 

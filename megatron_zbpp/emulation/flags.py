@@ -29,7 +29,7 @@ def cpu_flags(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def wants_transformer_engine(words: Sequence[str]) -> bool:
-    """Whether a script with the flags `words` asks for the layers of Transformer Engine."""
+    """Return whether a script with the flags `words` asks for the layers of Transformer Engine."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument('--transformer-impl')
     known, _ = parser.parse_known_args(list(words))

@@ -114,7 +114,7 @@ def _drain_threads() -> None:
 
 
 def _runs() -> bool:
-    """Whether a thread of gloo has work, or only waits for a core; False where nobody can tell."""
+    """Return whether a thread of gloo has work, or waits for a core; False if nobody can tell."""
     for task in Path('/proc/self/task').glob('*/stat'):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             if task.read_text().partition('(')[2].startswith('pt_gloo_runloop) R'):

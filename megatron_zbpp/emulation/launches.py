@@ -1,4 +1,4 @@
-"""What one rank launches on an emulated device, when it starts, and what is stuck."""
+"""Launches of one rank on an emulated device: when each starts, and which is stuck."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _SPEAK = 0.5  # seconds until a rank says where it stands
 
 
 class Stuck(RuntimeError):
-    """What a rank waits for will never be."""
+    """A rank waits for something that will never come."""
 
 
 class Device:
-    """What one rank launches, while this context is open; its groups are of no use afterwards.
+    """Records the launches of one rank while it is open; its groups are of no use afterwards.
 
     Args:
         synchronises: whether each pass waits for all that was launched before.

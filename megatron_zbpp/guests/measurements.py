@@ -23,7 +23,7 @@ USABLE = 0.9  # of memory that was never needed: fragments, and what other libra
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank knows of an iteration.
+    """One rank's measurements of an iteration.
 
     Attributes:
         costs: of all stages of its pipeline; times only.

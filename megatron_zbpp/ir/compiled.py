@@ -15,7 +15,7 @@ from megatron_zbpp.ir.graph import COMPUTE, DEVICE, PARTNER, Graph, Need, Task
 
 
 class Link(NamedTuple):
-    """What a pass waits for.
+    """A dependency of a pass.
 
     Attributes:
         row: of the task.
@@ -31,7 +31,7 @@ class Link(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a pass of one kind, stage and slice does.
+    """The effects of a pass of one kind, stage and slice.
 
     Attributes:
         rows: that somebody waits for, of the tasks that it does.

@@ -1,4 +1,4 @@
-"""What is wrong with a schedule, and where: one error type that shows the place in the grid."""
+"""The error of an invalid schedule, which shows the place in the grid."""
 
 from __future__ import annotations
 

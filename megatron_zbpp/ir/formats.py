@@ -82,7 +82,7 @@ _Action = tuple[int, str, int]  # stage, kind in the file's dialect, microbatch
 
 @dataclass(frozen=True)
 class PlanFile:
-    """What a file of a schedule or a plan holds, for the training that runs it.
+    """The content of a schedule's or a plan's file, for the training that runs it.
 
     Attributes:
         schedule: passes of each rank.

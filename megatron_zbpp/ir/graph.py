@@ -57,7 +57,7 @@ class Need(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """What a task does to memory.
+    """An effect of a task on memory.
 
     At its start if all its changes of a pool add up to more, at its end if to less. Of the device's
     memory that holds in the order of the rank: what is copied in begins when the passes before it
@@ -77,7 +77,7 @@ class Hold(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """What all tasks of a kind have in common.
+    """A kind of task: what all tasks of it have in common.
 
     Attributes:
         words: for people.

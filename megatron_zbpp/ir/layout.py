@@ -111,9 +111,9 @@ class ModelLayout:
         return self.placement.stages(rank)
 
     def is_first(self, stage: int) -> bool:
-        """Whether the stage begins with the embedding, for `pre_process`."""
+        """Return whether the stage begins with the embedding, for `pre_process`."""
         return stage == 0
 
     def is_last(self, stage: int) -> bool:
-        """Whether the stage ends with the loss, for `post_process`."""
+        """Return whether the stage ends with the loss, for `post_process`."""
         return stage == self.placement.num_stages - 1

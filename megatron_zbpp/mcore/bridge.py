@@ -1,4 +1,4 @@
-"""What a configuration of Megatron-Bridge needs for a schedule: see `megatron_zbpp.bridge`.
+"""Checks and prepares a configuration of Megatron-Bridge: see `megatron_zbpp.bridge`.
 
 Bridge has no command line. Its configuration is read as Megatron's arguments are, and what the
 command line would write into those is written into it.

@@ -1,4 +1,4 @@
-"""What Megatron-Core keeps to itself, or spells otherwise from release to release.
+"""Differences of Megatron-Core's releases, and names that it keeps to itself.
 
 Releases are told apart by features and not by version strings. A test holds that the installed one
 has what is used here; the registry of patches holds the rest, which is replaced.
@@ -76,7 +76,7 @@ def hooks_want_gradients(models: Iterable[torch.nn.Module]) -> bool:
 
 @functools.cache
 def tells_all_stages_of_sequences() -> bool:
-    """Whether batches of NVIDIA's loop tell each stage where packed sequences end: from 0.19 on."""
+    """Return whether NVIDIA's batches tell each stage where packed sequences end: from 0.19 on."""
     batches = getattr(utils, 'get_batch_on_this_tp_rank', None)
     return batches is not None and 'has_cu_seqlens' in inspect.signature(batches).parameters
 

@@ -164,7 +164,7 @@ def layers_alike(config: Any) -> bool:
 
 
 def _varies(value: Any) -> bool:
-    """Whether a pattern of Megatron's, a list or every how many layers, has several kinds."""
+    """Return whether a pattern of Megatron's, a list or a number of layers, has several kinds."""
     if isinstance(value, list | tuple):
         return len(set(value)) > 1
     return value is True or (isinstance(value, int) and value > 1)
@@ -208,7 +208,7 @@ def require_placed(model: torch.nn.Module, placement: Placement, config: Any = N
 
 
 def has_embedding(model: Any) -> bool:
-    """Whether this chunk holds the word embedding, or a copy that is to stay equal to it.
+    """Return whether this chunk holds the word embedding, or a copy that is to stay equal to it.
 
     The output layer is one where it is tied, the embedding of multi-token prediction always.
     """

@@ -1,4 +1,4 @@
-"""What a forward of Megatron's leaves behind outside of its result, kept and set back.
+"""State that a forward of Megatron's leaves outside of its result, kept and set back.
 
 Random states, the host's, the device's and those that Megatron tracks by name; and losses that it
 only logs.

@@ -68,7 +68,7 @@ class Lowered:
 
     @functools.cached_property
     def moves(self) -> bool:
-        """Whether activations leave the device."""
+        """Return whether activations leave the device."""
         return any(
             isinstance(i, Begin) or (isinstance(i, Send) and i.saved)
             for program in self.programs

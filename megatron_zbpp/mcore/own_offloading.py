@@ -34,7 +34,7 @@ def fits(schedule: Schedule) -> bool:
 
 
 def _as_taken(order: Sequence[tuple[Pass, int]], num_chunks: int) -> bool:
-    """Whether each backward is the next that Megatron expects by then, from the forwards alone.
+    """Return whether each backward is the next that Megatron expects, from the forwards alone.
 
     Args:
         order: passes of a rank, each with its chunk.

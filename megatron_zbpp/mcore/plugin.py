@@ -58,7 +58,7 @@ class Plugin:
 
     @property
     def post_validation(self) -> PostValidation | None:
-        """What became of early optimizer steps; None: they were not asked for."""
+        """Counts of early optimizer steps; None: they were not asked for."""
         return self.session.post_validation
 
     @property

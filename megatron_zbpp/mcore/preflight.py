@@ -1,4 +1,4 @@
-"""What of Megatron's settings a schedule does not run with: asked here, by whoever is about to run.
+"""Refusals of Megatron's settings, asked for here by whoever is about to run.
 
 The flags, `zbpp doctor`, Megatron Bridge and each first call of a size ask, of one table
 (`refusals`). `megatron_zbpp.enable` sees none of Megatron's settings: its first call asks.

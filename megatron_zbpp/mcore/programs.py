@@ -20,7 +20,7 @@ from megatron_zbpp.schedules import build, checked_chunks, find
 
 
 class Family(NamedTuple):
-    """What makes a schedule for any number of microbatches.
+    """A family and its options: makes a schedule for any number of microbatches.
 
     Attributes:
         name: of the family.

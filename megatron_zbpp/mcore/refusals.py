@@ -1,4 +1,4 @@
-"""What does not work with a schedule of ours, why, and what to do instead: before anything starts.
+"""The table of refusals: settings that a schedule does not work with, why, and the cure.
 
 Megatron's arguments and its `TransformerConfig` share these names, so one table serves the command
 line, `zbpp doctor` and the first call of a program that has no command line.
@@ -358,14 +358,14 @@ def _scripts_share_batches() -> bool:
 
 
 def _can_place_hybrid() -> bool:
-    """Whether this release asks where a chunk's layers of a hybrid model are."""
+    """Return whether this release asks where a chunk's layers of a hybrid model are."""
     from megatron_zbpp.mcore import compat  # imports Megatron, which has not been until here
 
     return compat.segments_module() is not None
 
 
 def _whole_iteration(settings: Any) -> bool:
-    """Whether one graph is to hold a whole iteration, which until 0.18 is a scope of local ones."""
+    """Return whether one graph is to hold a whole iteration: until 0.18 a scope of local ones."""
     scope = getattr(settings, 'cuda_graph_scope', None) or ()
     scopes = [scope] if isinstance(scope, str) else scope
     return any(getattr(each, 'name', each) == 'full_iteration' for each in scopes)

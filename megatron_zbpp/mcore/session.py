@@ -1,4 +1,4 @@
-"""What a run knows while the plugin is enabled; nothing that Megatron is patched with is here.
+"""State of a run while the plugin is enabled; nothing that Megatron is patched with is here.
 
 Takes from this room only what is a value: what was asked for, and its programs.
 """

@@ -1,4 +1,4 @@
-"""What `megatron_zbpp.enable` is asked for, as a value."""
+"""The settings of `megatron_zbpp.enable`, as a value."""
 
 from __future__ import annotations
 

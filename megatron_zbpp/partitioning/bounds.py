@@ -100,7 +100,7 @@ class Bounds:
 
     @cached_property
     def overall(self) -> float:
-        """What no schedule on any allowed partition is below."""
+        """The bound that no schedule on any allowed partition is below."""
         return min(
             max(
                 self._balanced(),

@@ -1,4 +1,4 @@
-"""What the devices of a pipeline can do, and the links between them, from a file or to one.
+"""Devices of a pipeline, and the links between them, from a file or to one.
 
 >>> devices = Devices.from_json('{"devices": [{"name": "a"}, {"name": "b", "factor": {"F": 2}}]}')
 >>> devices.devices[1].factors, devices.edge(0, 1, 8.0)

@@ -1,4 +1,4 @@
-"""What the layers of a model cost, one after the other, from a file or to one.
+"""Costs of the layers of a model, one after the other, from a file or to one.
 
 >>> layers = Layers.from_json('''{"format": "megatron_zbpp.layers/1", "layers": [
 ...     {"kind": "E", "F": 1, "W": 1}, {"kind": "t", "count": 2, "F": 2, "B": 2, "W": 2},
@@ -25,7 +25,7 @@ EMBEDDING, DECODER, MTP, LOSS = 'E', 't', 'm', 'L'
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer costs for one microbatch. Units are the caller's, the same for all layers.
+    """Costs of one layer for one microbatch. Units are the caller's, the same for all layers.
 
     Attributes:
         kind: a letter of the layout: E embedding, t decoder, m multi-token prediction, L output

@@ -102,7 +102,7 @@ def _pattern(problem: Problem, turn: float, delay: float, lead: float) -> Patter
 
 
 def _is_whole(schedule: Schedule) -> bool:
-    """Whether a backward in it is one pass."""
+    """Return whether a backward in it is one pass."""
     return any(p.kind == BW for order in schedule.passes for p in order[-1:])
 
 

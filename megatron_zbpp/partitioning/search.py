@@ -38,7 +38,7 @@ _SECONDS = 1e6  # what "until it is proven" means
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         best: the best partition with its schedule's orders.

@@ -1,4 +1,4 @@
-"""What may be chosen: the question that a partition answers, and each of its possible answers."""
+"""The space of a search: the question that a partition answers, and all possible answers."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Space:
                         yield partition
 
     def allowed(self, partition: Partition) -> bool:
-        """Whether Megatron can have it: m in a loop's last chunks, elsewhere with the loss."""
+        """Return whether Megatron can have it: m in the last chunks of a loop, or with the loss."""
         if min(partition.cuts) < 1:
             return False
         kinds = [''.join(x.kind for x in own) for own in self.layers.stages(partition.cuts)]

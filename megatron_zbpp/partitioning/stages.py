@@ -101,7 +101,7 @@ def memory_limits(
 
 
 def fits(costs: Costs, placement: Placement, limits: Sequence[float]) -> bool:
-    """Whether each rank can hold one microbatch of all its stages, and the raise of its B."""
+    """Return whether each rank can hold a microbatch of all its stages, and the raise of its B."""
     activation, retained = costs.amounts['activation'], costs.amounts['retained']
     for rank, limit in enumerate(limits):
         own = placement.stages(rank)

@@ -71,12 +71,12 @@ class Rated:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """What is better comes first: within limits by time, else by what is too much."""
+        """Sort key of plans: within limits by time, else by what is too much."""
         return self.excess, self.value
 
 
 class ActionSearch:
-    """What is known of the question, and how to learn more.
+    """The state of a search: the best plan so far, and bounds.
 
     Attributes:
         best: the best that keeps the limits; None: none is known.
@@ -192,7 +192,7 @@ class ActionSearch:
         )
 
     def _allowed(self, schedule: Schedule) -> bool:
-        """Whether what a named schedule does with activations is among the actions."""
+        """Return whether what a named schedule does with activations is among the actions."""
         return all(
             (EVICT if technique.arguments[-1] == 'partner' else technique.name) in self._actions
             for technique in schedule.graph.techniques

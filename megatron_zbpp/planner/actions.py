@@ -115,7 +115,7 @@ def _higher(limit: Limit, num_ranks: int) -> Iterator[list[float]]:
 
 
 def _any_fits(candidates: Sequence[Candidate], limits: list[float]) -> bool:
-    """Whether one microbatch without actions fits on any of the candidates."""
+    """Return whether one microbatch without actions fits on any of the candidates."""
     try:
         return bool(with_room(candidates, limits))
     except ValueError:

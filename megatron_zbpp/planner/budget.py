@@ -47,7 +47,7 @@ class Budget:
 
     @property
     def effort(self) -> float:
-        """What is left, in deterministic seconds of CP-SAT."""
+        """The effort that is left, in deterministic seconds of CP-SAT."""
         return max(self.left, 0.0) / _STEPS_PER_EFFORT
 
     @property

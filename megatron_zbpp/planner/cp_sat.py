@@ -34,7 +34,7 @@ _FINE = 10_000  # the longest pass takes so many units where times are not multi
 
 @dataclass(frozen=True)
 class Answer:
-    """What the solver found out.
+    """The solver's answer.
 
     Attributes:
         orders: the best it knows; None if it found nothing.
@@ -50,7 +50,7 @@ class Answer:
 
 
 def available() -> bool:
-    """Whether OR-tools is installed."""
+    """Return whether OR-tools is installed."""
     return find_spec('ortools') is not None
 
 

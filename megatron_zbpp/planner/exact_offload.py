@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Offloads:
-    """What the solver found out.
+    """The solver's answer.
 
     Attributes:
         bound: no schedule with offload within the limits takes less.
@@ -77,7 +77,7 @@ def solve_offload(
 
 
 class _Copies(NamedTuple):
-    """What becomes of one activation.
+    """The copies of one activation.
 
     Attributes:
         moves: whether it goes.

@@ -1,4 +1,4 @@
-"""What memory buys: the best plans under several limits, none worse than one under less memory."""
+"""Frontiers: the best plans under several limits, none worse than one under less memory."""
 
 from __future__ import annotations
 

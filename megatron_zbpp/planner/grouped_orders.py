@@ -22,7 +22,7 @@ _KEPT = 3
 
 @dataclass(frozen=True)
 class _Grouping:
-    """What one schedule of the family is made of.
+    """The parameters of one schedule of the family.
 
     Attributes:
         size: of the largest group.

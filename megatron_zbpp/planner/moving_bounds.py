@@ -37,7 +37,7 @@ _ROUNDING = 1 + 2e-9  # of what schedules hold, and of the limit
 
 
 class _Way(NamedTuple):
-    """What one microbatch of a stage needs, by one action.
+    """Needs of one microbatch of a stage, by one action.
 
     Attributes:
         passes: time of them, beside F, B and W.

@@ -192,7 +192,7 @@ def _run(
 
 
 def _safe(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> bool:
-    """Whether, after one more F of `queue`, the microbatches in flight can finish oldest first.
+    """Return whether microbatches in flight can finish oldest first after one more F of `queue`.
 
     The oldest that lacks an F here then needs memory for all of the rank's stages, while younger
     ones keep what they hold; older ones will have returned theirs.

@@ -30,7 +30,7 @@ _ROUNDING = 1 + 1e-9  # of thousands of them
 
 @dataclass(frozen=True)
 class Problem:
-    """What to plan on one placement.
+    """The question of a plan on one placement.
 
     Attributes:
         placement: its first p stages are on p different ranks, as in loop, V and wave.
@@ -155,7 +155,7 @@ class Problem:
 
     @cached_property
     def changes(self) -> tuple[int, ...]:
-        """What a pass of each queue adds to its rank's memory, in units of the planner's own."""
+        """Changes of a rank's memory by a pass of each queue, in units of the planner's own."""
         counts = self._flat.changes[DEVICE]
         return tuple(
             sum(
@@ -180,11 +180,11 @@ class Problem:
         return tuple(x if x == inf else round(x * _ROUNDING / self._quantum) for x in self.limits)
 
     def fits(self, orders: Orders) -> bool:
-        """Whether every rank stays within its limit."""
+        """Return whether every rank stays within its limit."""
         return all(map(self.fits_rank, range(len(orders)), orders))
 
     def fits_rank(self, rank: int, order: list[int]) -> bool:
-        """Whether this order of one rank stays within its limit."""
+        """Return whether this order of one rank stays within its limit."""
         held = accumulate(map(self.changes.__getitem__, order))
         return self.caps[rank] == inf or max(held) <= self.caps[rank]
 

@@ -25,7 +25,7 @@ _TEMPERATURES = (0.05, 0.1, 0.1, 0.2)  # in units of the shortest pass
 
 
 class Search:
-    """What is known of one problem, and how to learn more.
+    """The state of a search on one problem: the best order so far, and bounds.
 
     Attributes:
         problem: see there.

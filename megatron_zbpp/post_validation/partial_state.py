@@ -1,4 +1,4 @@
-"""What a rank knows of an optimizer step from the ranks before it, and whether it may step on it.
+"""Partial state of an optimizer step, from the ranks before, and whether a rank may step on it.
 
 (Zero Bubble Pipeline Parallelism, section 4: partially reduced states.) The sum here only decides
 who steps early; what the step is judged by in the end is reduced as Megatron reduces it.
@@ -35,7 +35,7 @@ class Prefix:
 
 
 def is_clean(norm: float, clip_grad: float) -> bool:
-    """Whether a step with gradients of this norm would be neither skipped nor clipped.
+    """Return whether a step with gradients of this norm would be neither skipped nor clipped.
 
     Args:
         norm: of all gradients.

@@ -1,4 +1,4 @@
-"""Whether optimizer steps are taken before all ranks have agreed to them."""
+"""The policy of early optimizer steps: when they are taken before all ranks have agreed."""
 
 from __future__ import annotations
 

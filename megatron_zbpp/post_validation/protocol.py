@@ -68,7 +68,7 @@ class Ahead(Protocol):
     """The first forwards of the next iteration."""
 
     def possible(self) -> bool:
-        """Whether this rank can run them: has their data, and nothing forbids it."""
+        """Return whether this rank can run them: has their data, and nothing forbids it."""
         ...
 
     def run(self, ranks: int) -> None:

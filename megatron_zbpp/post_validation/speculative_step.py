@@ -34,7 +34,7 @@ class Stepped(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """What a parameter and its state were.
+    """A parameter and its state before the step.
 
     Attributes:
         stepped: the parameter.

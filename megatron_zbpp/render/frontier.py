@@ -145,14 +145,14 @@ def _places(axes: Axes, place: Place, text: str) -> Iterator[_Try]:
 
 
 def _free(box: Bbox, frame: Bbox, taken: Sequence[Bbox]) -> bool:
-    """Whether a label may be there: inside of the frame, and over nothing else."""
+    """Return whether a label may be there: inside of the frame, and over nothing else."""
     inside = frame.containsx(box.x0) and frame.containsx(box.x1)
     inside = inside and frame.containsy(box.y0) and frame.containsy(box.y1)
     return inside and not any(map(box.overlaps, taken))
 
 
 def _clear(leader: Sequence[tuple[float, float]], taken: Sequence[Bbox]) -> bool:
-    """Whether the line to a label crosses nothing else."""
+    """Return whether the line to a label crosses nothing else."""
     return not any(other.contains(*place) for other in taken for place in leader)
 
 

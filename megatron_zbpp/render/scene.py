@@ -1,4 +1,4 @@
-"""What every picture of a timeline shows: bars in colours, held activations, ticks."""
+"""The scene that every picture of a timeline shows: bars in colours, held activations, ticks."""
 
 from __future__ import annotations
 

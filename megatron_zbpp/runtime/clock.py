@@ -24,7 +24,7 @@ class Clock(Protocol):
         ...
 
     def reached(self, mark: Any) -> bool:
-        """Whether the device has come to `mark`; never waits."""
+        """Return whether the device has come to `mark`; never waits."""
         ...
 
     def now(self) -> float:

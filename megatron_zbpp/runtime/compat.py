@@ -1,4 +1,4 @@
-"""What torch keeps to itself and we need; a test holds that the installed release has it."""
+"""Private names of torch that we need; a test holds that the installed release has them."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _Made = Outputs | torch.Tensor | None  # by message; of built-in passes, the one
 
 
 class _Handed(NamedTuple):
-    """What a pass of this rank made for another: it is there."""
+    """A result of a pass of this rank for another one of it: no message is needed."""
 
     tensors: Tensors
 
@@ -246,7 +246,7 @@ class Executor:
         return outputs
 
     def _joins(self, passes: Sequence[Pass]) -> bool:
-        """Whether they run as one, and not one after the other, as those of one microbatch must."""
+        """Return whether they run as one; those of one microbatch must run one after the other."""
         return self._together is not None and Together(tuple(passes)).is_cell
 
     def _as_one(self, *passes: Pass) -> dict[Pass, _Made]:

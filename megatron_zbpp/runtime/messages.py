@@ -1,4 +1,4 @@
-"""What neighbouring stages exchange, checked before it leaves: of one shape, or of any.
+"""Messages between neighbouring stages, checked before they leave: of one shape, or of any.
 
 Megatron's `variable_seq_lengths` lets each microbatch have a length of its own. Then the shape of
 what a forward sends is told ahead of it, on the host; a gradient has the shape of what was sent.
@@ -31,7 +31,7 @@ class Awaited(Protocol):
 
 
 class Messages(Protocol):
-    """What the executor sends and receives by."""
+    """The protocol by which the executor sends and receives."""
 
     def checked(self, output: object, instruction: Send | Hand) -> Tensors:
         """Return `output`, which goes to another stage, if it is a message.

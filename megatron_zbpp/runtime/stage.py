@@ -1,4 +1,4 @@
-"""What the executor needs of the stages of a model, and of what runs two of their passes as one."""
+"""The protocol of a stage: what the executor asks of it, and of two of its passes run as one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Stage(Protocol):
-    """What the executor needs of one stage of the model; it keeps no state between passes."""
+    """The protocol of one stage of the model; it keeps no state between passes."""
 
     def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         """Output of the stage; `received` is None on the first one.

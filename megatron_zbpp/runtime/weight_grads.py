@@ -177,7 +177,7 @@ class _Visits:
         )
 
     def fit(self, records: Sequence[Deferred]) -> bool:
-        """Whether they are of the same parameters, in the same order."""
+        """Return whether they are of the same parameters, in the same order."""
         return self._shape == _shape(records)
 
     def run(self, records: list[Deferred]) -> None:

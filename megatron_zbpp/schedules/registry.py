@@ -33,7 +33,7 @@ Generator = TypeVar('Generator', bound=Callable[..., Schedule])
 
 
 class Sizes(NamedTuple):
-    """What the bubble and the memory of a family depend on.
+    """The sizes that the bubble and the memory of a family depend on.
 
     Attributes:
         p: ranks.

@@ -113,7 +113,7 @@ def zb_2p(
 
 
 class _Choices(NamedTuple):
-    """What the paper leaves open and tries both ways.
+    """The choices that the paper leaves open and tries both ways.
 
     Attributes:
         delay_b: one more F in the warm-up though the first B then has to wait for it.
@@ -220,7 +220,7 @@ class _Scheduler:
         return chosen
 
     def _is_worth(self, rank: int) -> bool:
-        """Whether an F now lets `rank` start its next B when that can be there, or is needed."""
+        """Return whether an F now lets `rank` start its next B when that is there, or is needed."""
         now, below = self.draft.clock[rank], rank + 1
         next_b = self.draft.clock[below] + self.costs.edge(below, rank)
         next_b += self._time(F, below) + self._time(B, below)
@@ -279,14 +279,14 @@ class _Scheduler:
             self.draft.put(pending[0])
 
     def _may_idle(self, rank: int, time: float) -> bool:
-        """Whether `rank` may lose so much time and not be the rank that lost most."""
+        """Return whether `rank` may lose so much time and not be the rank that lost most."""
         return within(self.draft.idle[rank] + time, max(self.draft.idle))
 
     def _time(self, kind: str, rank: int) -> float:
         return self.draft.duration(kind, rank)
 
     def _has_room(self, rank: int, more: float = 0.0) -> bool:
-        """Whether `rank` may hold another activation, with `more` activations held than now.
+        """Return whether `rank` may hold another activation, with `more` activations held than now.
 
         What a B adds must find room beside it.
         """

@@ -51,7 +51,7 @@ _FOLDER = 'MEGATRON_ZBPP_EMULATED_TE'  # in the environment: tells child process
 
 
 def installed() -> bool:
-    """Whether Transformer Engine's kernels are emulated in this process."""
+    """Return whether Transformer Engine's kernels are emulated in this process."""
     return isinstance(sys.modules.get(NAME), Extension)
 
 

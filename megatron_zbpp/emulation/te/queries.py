@@ -1,4 +1,4 @@
-"""What Transformer Engine asks of a GPU and its libraries."""
+"""Answers to what Transformer Engine asks of a GPU and its libraries."""
 
 from __future__ import annotations
 

@@ -254,5 +254,5 @@ def _words(costs: Costs, full: float | None) -> str:
 
 
 def _mirrored(schedule: Schedule) -> bool:
-    """Whether its ranks are those of the paper in reverse: see `mcore.layout`."""
+    """Return whether its ranks are those of the paper in reverse: see `mcore.layout`."""
     return schedule.placement.ranks[0] != 0

@@ -1,4 +1,4 @@
-"""What another partition of the layers would gain: looked for beside the training, by `auto`.
+"""The search for a better partition of the layers, beside the training, by `auto`.
 
 Layers cannot move while a run lasts. What is found becomes a plan's file, for the next start.
 """
@@ -30,7 +30,7 @@ _WORTH = 0.01  # the least gain that a new start is worth
 
 @dataclass(frozen=True)
 class Looked:
-    """What a search for a partition starts from.
+    """The start of a search for a partition.
 
     Attributes:
         layers: whose costs are fitted to the times of stages that were measured.

@@ -14,7 +14,7 @@ from megatron_zbpp.runtime.clock import never_needed
 
 
 def on_cuda() -> bool:
-    """Whether this process computes on a GPU."""
+    """Return whether this process computes on a GPU."""
     return torch.cuda.is_initialized()
 
 

@@ -1,4 +1,4 @@
-"""What other forks call our flags: understood, with a word on what to use instead."""
+"""Flags of other forks: understood, with a word on which flag to use instead."""
 
 from __future__ import annotations
 

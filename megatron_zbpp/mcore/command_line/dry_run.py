@@ -1,4 +1,4 @@
-"""What a launch line would run: schedule, layers, bubble, memory; and what of it is refused."""
+"""Dry runs: schedule, layers, bubble, memory and refusals of a launch line."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Simulated:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a job would run.
+    """A dry run: what a job would run.
 
     Attributes:
         parallel: GPUs, and ranks by kind of parallelism.

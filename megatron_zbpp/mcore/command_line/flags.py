@@ -20,7 +20,7 @@ from megatron_zbpp.runtime.groups import MessageKernels
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineScheduleConfig:
-    """What the user asks for."""
+    """Our flags: each field is one, and its docstring the help."""
 
     pipeline_schedule: str | None = None
     """The pipeline schedule by its name, such as zb-v or zb-h1 (`zbpp list` prints all); or auto,

@@ -1,4 +1,4 @@
-"""Whether the host has the memory that an offload needs, as far as a launch line tells it."""
+"""Host memory that an offload needs, compared with what the host has."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ _SWITCHES = (
 
 @dataclass(frozen=True)
 class LaunchLine:
-    """What a launch line says.
+    """A launch line, parsed.
 
     Attributes:
         args: Megatron's arguments, not validated.

@@ -1,4 +1,4 @@
-"""What a dense transformer layer of a launch line holds between its F, B and W.
+"""Memory that a dense transformer layer of a launch line holds between its F, B and W.
 
 Counted are the tensors of Reducing Activation Recomputation in Large Transformer Models (arXiv
 2205.05198, section 4), and those that a linear layer's weight gradient takes: its input and the

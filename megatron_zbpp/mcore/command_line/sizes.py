@@ -1,4 +1,4 @@
-"""What Megatron's own arguments say of layers, chunks and microbatches, not validated yet."""
+"""Layers, chunks and microbatches by Megatron's own arguments, not validated yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all ranks of a pipeline must have set alike, or they would wait for each other for ever."""
+"""Settings that all ranks of a pipeline must have alike, or they would wait forever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Megatron calls a forward_backward function with."""
+"""Arguments of a forward_backward function, as Megatron calls it."""
 
 from __future__ import annotations
 

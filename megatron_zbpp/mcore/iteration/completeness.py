@@ -83,7 +83,7 @@ def _looking(models: Sequence[torch.nn.Module], store: WeightGradStore) -> Itera
 
 
 def _has_main_grad(parameter: torch.nn.Parameter) -> bool:
-    """Whether a layer has added to `main_grad`, for all that can be told: it may have no flag."""
+    """Return whether a layer has added to `main_grad`, if that can be told: it may have no flag."""
     return getattr(parameter, 'grad_added_to_main_grad', hasattr(parameter, 'main_grad'))
 
 

@@ -24,7 +24,7 @@ _PIPELINED = (
 
 
 class Begun(Replay, Protocol):
-    """What has been run of iterations before Megatron asked for them."""
+    """Iterations that were begun before Megatron asked for them."""
 
     def take(self, arguments: Arguments) -> Batch | None:
         """Return the batch that was begun for this call; None: there is none."""

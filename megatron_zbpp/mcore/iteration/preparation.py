@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Replay(Protocol):
-    """What forwards that ran ahead have read of the data, and did not use."""
+    """Batches that forwards which ran ahead have read, and did not use."""
 
     def replayed(self, iterator: Iterator | None) -> Iterator | None:
         """Return what is read instead of the data `iterator`."""

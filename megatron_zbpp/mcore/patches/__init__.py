@@ -1,1 +1,1 @@
-"""What is replaced in Megatron and Transformer Engine, a file for each thing."""
+"""Patches of Megatron and Transformer Engine, a file for each thing that is replaced."""

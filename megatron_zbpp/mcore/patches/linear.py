@@ -94,7 +94,7 @@ def deferring_linear(original: type, store: WeightGradStore) -> type:
 
 
 def _plain(settings: dict[str, Any]) -> bool:
-    """Whether weight gradients are computed at once and whole: else Megatron has plans of its own.
+    """Return whether weight gradients are computed at once and whole, with no plan of Megatron's.
 
     Args:
         settings: of the layer, by the names that this release gives them.
@@ -103,7 +103,7 @@ def _plain(settings: dict[str, Any]) -> bool:
 
 
 class _Context:
-    """What Megatron's backward reads of its context, for B and then for W.
+    """Stands for the context of Megatron's backward, for B and then for W.
 
     Attributes, beside Megatron's:
         parameters: the weight, and the bias if there is one.

@@ -1,4 +1,4 @@
-"""What waits for W in parts: a tensor that sequence parallelism gathers, kept as this rank's rows.
+"""Shards that wait for W: of a tensor that sequence parallelism gathers, this rank's rows.
 
 Between B and W each rank keeps its own rows, and W gathers them again. Who begins the gather before
 it needs the whole lets it overlap with the computation in between.

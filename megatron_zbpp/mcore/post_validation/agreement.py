@@ -17,7 +17,7 @@ RANDOM = 'random states'
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks know of an iteration that had begun before its call.
+    """The ranks' verdict on an iteration that had begun before its call.
 
     Attributes:
         changed: the first rank that has found a change; None: nobody has.

@@ -1,4 +1,4 @@
-"""What makes pipeline ranks wait for each other although optimizer steps do not."""
+"""Settings that make pipeline ranks wait for each other although optimizer steps do not."""
 
 from __future__ import annotations
 

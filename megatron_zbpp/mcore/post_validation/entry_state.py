@@ -1,4 +1,4 @@
-"""What an iteration begins with, so that it can begin again."""
+"""State that an iteration begins with, kept so that it can begin again."""
 
 from __future__ import annotations
 

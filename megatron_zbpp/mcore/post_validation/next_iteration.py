@@ -19,7 +19,7 @@ from megatron_zbpp.post_validation.replay import ReplayIterator
 
 
 class NextIteration:
-    """What this rank runs ahead: see `post_validation.protocol.Ahead`.
+    """The forwards that this rank runs ahead: see `post_validation.protocol.Ahead`.
 
     It takes the next call to be like the latest one, once two were alike. Where an evaluation comes
     between, or the batch grows, what was run ahead is dropped: all ranks see that, and do the same.
@@ -134,7 +134,7 @@ class NextIteration:
             )
 
     def possible(self) -> bool:
-        """Whether there is data for the forwards, and they are expected to be asked for."""
+        """Return whether there is data for the forwards, and they are expected to be asked for."""
         latest = self.latest
         if latest is None or not self._repeats:
             return False
@@ -217,7 +217,7 @@ class NextIteration:
 
 
 def _alike(one: Arguments, other: Arguments) -> bool:
-    """Whether two calls differ in nothing but the number of microbatches."""
+    """Return whether two calls differ in nothing but the number of microbatches."""
     return (
         one.forward_step_func == other.forward_step_func  # methods are made anew
         and _same(one.models, other.models)

@@ -1,4 +1,4 @@
-"""What forwards leave behind outside of their results: for those that may be dropped."""
+"""Side effects of forwards, put off for those that may be dropped."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class Steps:
         return self._possible
 
     def _agree(self, optimizer: MegatronOptimizer, call: Arguments) -> bool:
-        """Whether post-validation is possible on all ranks, which is said once if not."""
+        """Return whether post-validation is possible on all ranks, which is said once if not."""
         reasons: list[str | None] = [None] * dist.get_world_size()
         with self._session.watchdog.collective('whether optimizer steps can be validated later'):
             config = get_model_config(call.models[0])

@@ -1,4 +1,4 @@
-"""What a strategy chooses for a space: a straight partition, and beside it an estimate in words."""
+"""Strategies by name: each chooses a partition of a space, and estimates it in words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_PLANS = 100_000  # of DAPPLE, which are all looked at
 
 
 class Choice(NamedTuple):
-    """What a strategy chooses.
+    """The choice of a strategy.
 
     Attributes:
         partition: one device a stage, which Megatron can run.

@@ -19,7 +19,7 @@ from megatron_zbpp.schedules import build
 
 
 class Stage(NamedTuple):
-    """What a stage, or a link, takes for one microbatch; and to exchange gradients once a batch."""
+    """Times of a stage or a link: for one microbatch, and to exchange gradients once a batch."""
 
     forward: float
     backward: float
@@ -27,7 +27,7 @@ class Stage(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What is known of each layer.
+    """Costs of each layer, summed from the first on.
 
     Attributes:
         forward: time of F.

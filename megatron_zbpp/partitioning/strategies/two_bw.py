@@ -18,7 +18,7 @@ _VERSIONS = 2  # of the weights: what the name says
 
 @dataclass(frozen=True)
 class Choice:
-    """What to run.
+    """The configuration that is chosen.
 
     Attributes:
         width: replicas of the pipeline (data parallel).

@@ -1,4 +1,4 @@
-"""What autograd saved of one pass: packed by hooks, freed and brought back as one.
+"""The tensors that autograd saved of one pass: packed by hooks, freed and brought back as one.
 
 A storage moves if nobody but autograd holds it when it is to go. So what outlives the pass stays by
 itself, whoever holds it: weights and their FP8 copies, rotary tables, masks, the buffer into which
@@ -63,7 +63,7 @@ class Bytes:
 
 
 class Engine(Protocol):
-    """What moves storages away and back: `copies.Copies`, `partner.Partner`."""
+    """Moves storages away and back: `copies.Copies`, `partner.Partner`."""
 
     device: torch.device
 
@@ -224,7 +224,7 @@ class Bundle:
         return 'small tensors' if storage.nbytes() < self._small * tensor.element_size() else None
 
     def _may_go(self, piece: Piece) -> bool:
-        """Whether all its memory is freed if it goes; counts it where it stays."""
+        """Return whether all its memory is freed if it goes; counts it where it stays."""
         assert piece.storage is not None
         if piece.storage.nbytes() != piece.nbytes:  # a layer drops it, and makes it again
             self.bytes.stay('recomputed by layers', piece.storage.nbytes())

@@ -1,4 +1,4 @@
-"""What of a program moves what forwards have saved: the executor's hand on the activation store."""
+"""Moves of saved activations in a program: the executor's hand on the activation store."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Moves:
         return self._store.kept - sum(key in saved for key in self._store.away)
 
     def leaves(self, key: Key) -> bool:
-        """Whether what the forward saves is elsewhere until B."""
+        """Return whether what the forward saves is elsewhere until B."""
         return key in self._leaving
 
     def packing(self, key: Key, received: torch.Tensor | None) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""What forwards have saved, in the memory of another rank: BPipe's partner.
+"""Saved activations in the memory of another rank: BPipe's partner.
 
 The one side sends storages where it would copy them to the host, the other keeps the bytes and
 sends them back. How many bytes each storage has, which may differ from microbatch to microbatch,
@@ -60,7 +60,7 @@ class Partner:
 
 @dataclass(eq=False)
 class _Kept:
-    """What this rank keeps of a pass of its partner's.
+    """The tensors that this rank keeps for a pass of its partner's.
 
     Attributes:
         peer: whose they are.
@@ -74,7 +74,7 @@ class _Kept:
 
 
 class Keeping:
-    """What a rank keeps for its partner.
+    """The activations that a rank keeps for its partner.
 
     Args:
         device: in whose memory.

@@ -1,4 +1,4 @@
-"""What a main thread does and must not take for ever: collectives, passes, and pauses between."""
+"""Activities of the main thread that must not take forever: collectives, passes, and pauses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_zbpp.runtime.guard.position import Tracker
 
 
 class Activity(Protocol):
-    """What the main thread does and must not take for ever."""
+    """An activity of the main thread that must not take forever."""
 
     def ended(self) -> None:
         """Take note that the main thread has done its part."""
@@ -25,7 +25,7 @@ class Activity(Protocol):
         ...
 
     def lost(self) -> bool:
-        """Whether another rank has died before its end, as far as this one has heard by now."""
+        """Return whether another rank has died before its end, as far as this one has heard."""
         ...
 
     def standing(self) -> dict[str, str]:
@@ -101,7 +101,7 @@ class Passes:
 
 
 class Forwards:
-    """What `executor` runs ahead of the others: its own part ends it."""
+    """The forwards that `executor` runs ahead: its own part ends it."""
 
     def __init__(self, executor: Executor) -> None:
         self._tracker = Tracker(executor)
@@ -124,7 +124,7 @@ class Forwards:
 
 
 class Pause:
-    """What lies between two other activities, of which we know nothing but the calls.
+    """A pause between two other activities, of which we know nothing but the calls.
 
     Args:
         thread: the identity of the main thread.

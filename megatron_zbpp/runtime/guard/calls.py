@@ -31,7 +31,7 @@ def is_distributed(call: traceback.FrameSummary) -> bool:
 
 
 def is_library(call: traceback.FrameSummary) -> bool:
-    """Whether it is of Python or torch, which say little about what is being done."""
+    """Return whether it is of Python or torch, which say little about what is being done."""
     installed = any(name in call.filename for name in ('site-packages', 'dist-packages'))
     name = 'torch' if installed else 'Python'
     return call.filename.startswith(_FOLDERS[name])

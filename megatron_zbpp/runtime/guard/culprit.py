@@ -17,7 +17,7 @@ NOBODY = 'culprit: none found among those that are waited for'
 
 @dataclass(frozen=True)
 class Statement:
-    """What a rank says of itself.
+    """The statement of a rank about itself.
 
     Attributes:
         now: where it stands, for people.

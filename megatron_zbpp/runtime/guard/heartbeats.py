@@ -1,4 +1,4 @@
-"""What each rank says of itself, in stores that all ranks of a job have.
+"""Heartbeats: statements of each rank about itself, in stores that all ranks of a job have.
 
 A thread of each rank writes its latest statement now and then, and at once when somebody asks. So
 a rank that ends since others do not come can tell those that live from those that do not. The first

@@ -35,7 +35,7 @@ class Termination:
         os.register_at_fork(after_in_child=self._give_back)
 
     def wait(self, seconds: float) -> bool:
-        """Whether SIGTERM comes within `seconds`, for us and not for a handler set after ours."""
+        """Return whether SIGTERM comes within `seconds`, not for a handler set after ours."""
         ready, _, _ = select.select([self._reader], [], [], seconds)
         if not ready:
             return False

@@ -46,7 +46,7 @@ _STDERR = 2  # its descriptor, whatever sys.stderr has become
 
 
 class _Watch(NamedTuple):
-    """What watches, from the first activity on.
+    """The thread that watches, from the first activity on.
 
     Attributes:
         thread: looks at the main one.
@@ -265,7 +265,7 @@ class Watchdog:
 
 
 def _lost(activity: Activity) -> bool:
-    """Whether the main thread leaves because a rank died when it had no more passes itself."""
+    """Return whether the main thread leaves as a rank died when it had no more passes itself."""
     deadline = time.monotonic() + _PEER_LOSS_GRACE_S
     while activity.beat() is not None and time.monotonic() < deadline:
         if activity.lost():

@@ -1,1 +1,1 @@
-"""What an iteration took: measured, put on one clock, written down."""
+"""Observation of iterations: measured, put on one clock, written down."""

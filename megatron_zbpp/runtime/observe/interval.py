@@ -1,4 +1,4 @@
-"""What a pipeline did since the last line of the log: the mean of its iterations."""
+"""The mean of a pipeline's iterations since the last line of the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all ranks of a pipeline measured in one iteration, put together."""
+"""The measurements of all ranks of a pipeline in one iteration, put together."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Iteration:
-    """What one rank remembers of one iteration.
+    """The record of one iteration on one rank, and what it amounts to.
 
     Attributes:
         schedule: that ran.

@@ -1,4 +1,4 @@
-"""What is kept of an iteration while it runs."""
+"""Records of an iteration while it runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_zbpp.ir import Pass
 
 @dataclass
 class Record:
-    """What one rank did in one iteration.
+    """The passes of one rank in one iteration, with their times.
 
     Attributes:
         passes: in order.

@@ -1,1 +1,1 @@
-"""What several families are made with."""
+"""Constructions that several families share."""

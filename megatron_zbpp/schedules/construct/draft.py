@@ -17,7 +17,7 @@ _ROUNDING = 1e-9  # relative: three thirds of an activation are one
 
 
 def within(amount: float, limit: float) -> bool:
-    """Whether `amount` is at most `limit`, but for rounding."""
+    """Return whether `amount` is at most `limit`, but for rounding."""
     return amount <= limit * (1 + _ROUNDING)
 
 
@@ -31,7 +31,7 @@ def equal_costs(placement: Placement) -> Costs:
 
 
 class _Step(NamedTuple):
-    """What a pass of one kind and stage does, whatever its microbatch.
+    """The effects of a pass of one kind and stage, whatever its microbatch.
 
     Attributes:
         needs: rows of the graph that must have ended, of the same microbatch, and how long what
@@ -115,7 +115,7 @@ class Draft:
         return self._steps[kind][stage].duration
 
     def has_room(self, stage: int, amount: float, limit: float) -> bool:
-        """Whether the rank of `stage` may hold `amount` more and stay within `limit`."""
+        """Return whether the rank of `stage` may hold `amount` more and stay within `limit`."""
         held = self.held[self.placement.ranks[stage]]
         return within(held + amount, limit)
 

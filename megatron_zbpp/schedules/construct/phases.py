@@ -82,7 +82,7 @@ def _run(times: int, takes: Sequence[Take]) -> Iterator[Pass]:
 
 
 class _Line:
-    """What is still to come on a rank.
+    """The passes that are still to come on a rank.
 
     Attributes:
         coming: for F and for the backwards, by chunk (None: by groups) what is to come.

@@ -71,10 +71,15 @@ def errors(name: str, value: object) -> list[str]:
 @pytest.mark.parametrize('line', PRINTED)
 def test_json_is_as_the_schema_says(line, folder, capsys):
     """Each object, each of its names, and no other."""
-    capsys.readouterr()
-    main(words(line, '--json'))
-    made = json.loads(capsys.readouterr().out)
     name = line.split()[0]
+    if name == 'doctor':  # Megatron may have been imported here, which it asks for CUDA
+        command = [sys.executable, '-m', 'megatron_zbpp.cli', *words(line, '--json')]
+        text = subprocess.run(command, capture_output=True, text=True).stdout
+    else:
+        capsys.readouterr()
+        main(words(line, '--json'))
+        text = capsys.readouterr().out
+    made = json.loads(text)
     assert not errors(name, made)
     assert errors(name, {**made, 'unknown': 1})
     first = next(iter(made))

@@ -1,4 +1,4 @@
-"""What a module finds in place of its weights and biases: leaves that share their memory."""
+"""Aliases of weights and biases: leaves that share their memory, which modules find instead."""
 
 from __future__ import annotations
 

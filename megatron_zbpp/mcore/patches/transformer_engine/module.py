@@ -22,7 +22,7 @@ Entries = list[tuple[list, Callable]]  # tensors, and what computes gradients fr
 
 @dataclass
 class Chunk:
-    """What the modules of a chunk share.
+    """State that the modules of a chunk share.
 
     Attributes:
         store: takes what they put off.
