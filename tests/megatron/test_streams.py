@@ -161,7 +161,8 @@ def test_a_partners_memory_is_as_planned(recorded_ranks, data, broken):
     assert (more > bundle / 2) == (broken == 'no early free')
     late = sum(n for kernels, n in results[0].late.items() if kernels in ('send', 'recv'))
     messages = sum(n for kernels, n in plain[0].late.items() if kernels in ('send', 'recv'))
-    assert late - messages <= 2 * GOING * bundle, 'all that leaves in an iteration, twice at most'
+    most = (2 * GOING + 1) * bundle  # messages may differ by less than one
+    assert late - messages <= most, 'all that leaves in an iteration, twice at most'
 
 
 # what is broken: what is trained, and what is said of it
