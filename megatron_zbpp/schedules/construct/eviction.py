@@ -44,22 +44,20 @@ def evicted(
         held: per rank, how much it holds while each of its passes runs.
     """
     placement = schedule.placement
+    owns = [_Order(schedule, rank, stages, costs) for rank in range(len(limits))]
     gone: list[frozenset[Pass]] = []
     for rank, limit in enumerate(limits):
         partner = placement.partner(rank)
-        if partner == rank:
-            gone.append(frozenset())
-            continue
         room = limits[partner] - max(held[partner], default=0.0)
-        order = _Order(schedule, rank, stages, costs)
-        gone.append(_evicted(order, held[rank], limit, room))
+        alone = partner == rank
+        gone.append(frozenset[Pass]() if alone else _evicted(owns[rank], held[rank], limit, room))
     moved = sorted({forward.stage for own in gone for forward in own})
     if not moved:
         return schedule
     orders: list[tuple[Pass, ...]] = []
     together: set[tuple[int, int]] = set()
     for rank, own in enumerate(gone):
-        order = tuple(_Order(schedule, rank, stages, costs).with_copies(own))
+        order = tuple(owns[rank].with_copies(own))
         at = {p: place for place, p in enumerate(order)}
         orders.append(order)
         together |= {(rank, at[schedule.passes[r][k]]) for r, k in schedule.together if r == rank}
