@@ -139,9 +139,9 @@ stage_micro() {
         "$python" -m benchmarks.one_gpu.spinning
 }
 
-stage_stage() {
+stage_stage() { # predictions of more ranks take longer than a stage may
     run 'benchmark of one stage' "$name.table.txt" "$python" scripts/benchmark_gpt.py --single-gpu \
-        --json "$name.json" --png "$name.png" "$@"
+        --predict-ranks 8,16,32 --json "$name.json" --png "$name.png" "$@"
 }
 
 rm -f "$name".{streams,nccl,micro,table}.txt

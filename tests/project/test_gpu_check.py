@@ -64,7 +64,7 @@ def test_order(check):
     """Tests first, then what is proven on one GPU, then what is measured."""
     done, ran, report = check()
     assert done.returncode == 0, done.stderr
-    assert [re.sub(r' --(json|logs).*', '', call) for call in ran] == [
+    assert [re.sub(r' --(predict-ranks|json|logs).*', '', call) for call in ran] == [
         '-m pytest -v -rs -m gpu',
         '-m pytest -v -rs -m te and not gpu',
         '-m pytest -v -rs tests/unit/emulation/test_te_sources.py',
@@ -132,7 +132,9 @@ def test_a_rehearsal_is_no_result(check):
 
 REHEARSED = {
     'streams': (REHEARSAL, 'W returns a dummy, side stream: reduced 1.00, 1.00 expected'),
+    'nccl': (REHEARSAL, 'p2, megatron: done', 'p2, zb-v: done'),
     'micro': (REHEARSAL, 'nothing spins here'),
+    'stage': ('predicted', 'zb-v'),
 }
 
 
@@ -142,7 +144,7 @@ def test_rehearsal(tmp_path, stage):
     """Each stage with what stands in for the card: gloo among two ranks, the CPU."""
     env = {'REHEARSE': '1', 'NO_VENV': '1', 'PYTHON': sys.executable, 'WHEELS': '', 'TESTS': ''}
     env |= {'RESULTS': str(tmp_path / 'results'), 'VENV': str(tmp_path / 'venv'), 'LIMIT': ''}
-    words = ['--models', 'tiny', '--warm-up', '1', '--iterations', '2']
+    words = '--models tiny --warm-up 1 --iterations 2 --predict-ranks 2 --schedules zb-v'.split()
     env |= {'STAGES': stage, 'PIP_FIND_LINKS': ''}
     done = run(['bash', SCRIPT, *words], timeout=900, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
