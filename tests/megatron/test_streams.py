@@ -68,6 +68,13 @@ def sends_overwritten(self, tensor, send):
     tensor.zero_()
 
 
+def asks_in_backward(self, hidden_states, *args, **kwargs):
+    """As `MLP.forward`, with a gradient whose value the host asks for."""
+    if hidden_states.requires_grad:
+        hidden_states.register_hook(lambda gradient: gradient if gradient.sum() > 0 else None)
+    return self.unbroken(hidden_states, *args, **kwargs)
+
+
 def _broken(name):
     """(whose, attribute, what it is to be)."""
     from megatron_zbpp.mcore.patches.transformer_engine import module
@@ -84,6 +91,11 @@ def _broken(name):
         yield channels.Channels, 'send', sends_overwritten
     elif name == 'copies':
         yield Copies, 'wait', lambda self, mark: None
+    elif name == 'asks':
+        from megatron.core.transformer.mlp import MLP
+
+        yield MLP, 'unbroken', MLP.forward
+        yield MLP, 'forward', asks_in_backward
     elif name == 'no early free':
         yield Bundle, 'as_it_was', Bundle.leave
         yield Bundle, 'leave', left_allocated
@@ -118,6 +130,8 @@ def test_streams_are_ordered(recorded_ranks, data, training):
     job, schedule = TRAININGS[training]
     results = run(recorded_ranks, data, job, schedule)
     check_order(results)
+    if job.ep == 1:  # Megatron asks how many tokens each expert has
+        assert [waits_in_passes(rank) for rank in results] == [{}] * len(results)
     for rank in results:
         assert len({stream for _, stream, _ in rank.kernels}) > 1
     losses = [loss for rank in results for loss in rank.trained.losses if loss is not None]
@@ -134,6 +148,22 @@ def test_streams_are_ordered(recorded_ranks, data, training):
 def check_order(results):
     assert [rank.races for rank in results] == [{}] * len(results)
     assert [*faults([rank.operations for rank in results])] == []
+
+
+def waits_in_passes(rank):
+    """Waits of the host, by (what, pass), but for a constant that Megatron's loss is given once."""
+    waits = {key: count for key, count in rank.waits.items() if key[1]}
+    constants = [key for key in waits if key[0] == 'pageable copy to the device']
+    assert sum(waits.pop(key) for key in constants) <= 1
+    return waits
+
+
+def test_a_layer_that_waits_is_found(recorded_ranks, data):
+    results = run(recorded_ranks, data, Job(te=False), 'zb-h1', 'asks')
+    for number, rank in enumerate(results):
+        waits = waits_in_passes(rank)
+        assert waits and {what for what, _ in waits} == {'aten::_local_scalar_dense'}
+        assert all(within.startswith(f'{number}B') for _, within in waits)
 
 
 def left_allocated(self):
@@ -156,6 +186,7 @@ def test_a_partners_memory_is_as_planned(recorded_ranks, data, broken):
     results = run(recorded_ranks, data, PARTNERS, 'bpipe', broken, SHORT)
     plain = run(recorded_ranks, data, PARTNERS, '1f1b', words=SHORT)
     check_order(results)
+    assert [waits_in_passes(rank) for rank in results] == [{}] * len(results)
     bundle = max(results[0].trained.moved.values())
     more = results[0].in_passes - plain[0].in_passes
     assert (more > bundle / 2) == (broken == 'no early free')
