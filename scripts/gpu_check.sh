@@ -9,7 +9,7 @@
 #              tests    those marked gpu, then those marked te with the Transformer Engine installed
 #              streams  a reduction on DistributedDataParallel's stream waits for W
 #              nccl     2 and 4 ranks of NCCL on this one GPU: bits, hangs, memory
-#              micro    what spinning receives cost, how long a send waits
+#              micro    what spinning receives cost, how long a send waits; copies; early steps
 #              stage    the benchmark of one stage; takes the arguments
 #   LIMIT    seconds after which a stage is ended (default: 600)
 #   NO_VENV  1: no virtual environment, for a PYTHON that is in one with torch: what it lacks goes
@@ -135,8 +135,14 @@ stage_nccl() {
 }
 
 stage_micro() {
+    local parameters=1000 copied=1024
+    [ "$REHEARSE" != 1 ] || parameters=1 copied=1
     run 'spinning receives and waiting sends' "$name.micro.txt" \
         "$python" -m benchmarks.one_gpu.spinning
+    run 'copies both ways' "$name.micro.txt" \
+        "$python" -m benchmarks.one_gpu.copies --mib "$copied"
+    run 'a step that is validated later' "$name.micro.txt" \
+        "$python" scripts/benchmark_step.py --parameters "$parameters"
 }
 
 stage_stage() { # predictions of more ranks take longer than a stage may
