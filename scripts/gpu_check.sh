@@ -145,9 +145,9 @@ stage_micro() {
         "$python" scripts/benchmark_step.py --parameters "$parameters"
 }
 
-stage_stage() { # predictions of more ranks take longer than a stage may
+stage_stage() { # more models, and predictions of more ranks, take longer than a stage may
     run 'benchmark of one stage' "$name.table.txt" "$python" scripts/benchmark_gpt.py --single-gpu \
-        --predict-ranks 8,16,32 --json "$name.json" --png "$name.png" "$@"
+        --models 1.5b,6.2b --predict-ranks 8,16 --json "$name.json" --png "$name.png" "$@"
 }
 
 rm -f "$name".{streams,nccl,micro,table}.txt

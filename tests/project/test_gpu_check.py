@@ -64,7 +64,7 @@ def test_order(check):
     """Tests first, then what is proven on one GPU, then what is measured."""
     done, ran, report = check()
     assert done.returncode == 0, done.stderr
-    assert [re.sub(r' --(predict-ranks|json|logs).*', '', call) for call in ran] == [
+    assert [re.sub(r' --(models|json|logs).*', '', call) for call in ran] == [
         '-m pytest -v -rs -m gpu',
         '-m pytest -v -rs -m te and not gpu',
         '-m pytest -v -rs tests/unit/emulation/test_te_sources.py',
