@@ -6,8 +6,8 @@ wait. torch's own CUDA sanitizer finds uses of one tensor that no stream, event 
 order; the host is one of its streams, for page-locked memory.
 
 Whole trainings, their races and what waits in their passes are on the device that records streams
-(`recorded`). This one is for single functions, and the executor without Megatron; it needs no compiler: it knows which GPU a thread has
-entered, and what lies in page-locked memory.
+(`recorded`). This one is for single functions, and for the executor without Megatron. It needs no
+compiler, and knows which GPU a thread has entered and what lies in page-locked memory.
 
 Where it runs within the emulation of `emulation.cpu`, it answers first.
 """
