@@ -33,7 +33,7 @@ def _option(name: str) -> str:
 def add_profile(command: ArgumentParser) -> None:
     """Add what `zbpp profile` takes: the fields of `Shape`, or measured stages."""
     command.add_argument('--model', choices=MODELS, help='costs from its shape, by FLOPs')
-    params = docstring_parser.parse_from_object(Shape).params
+    params = docstring_parser.parse(Shape.__doc__ or '').params
     said = {param.arg_name: param.description or '' for param in params}
     for each in _SIZES:
         kind = {'int': values.count, 'float': values.amount, 'str': str}[str(each.type)]

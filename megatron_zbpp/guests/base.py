@@ -5,6 +5,7 @@ A guest overrides what it needs. A run asks its guests in one order, which all r
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
@@ -14,6 +15,11 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.runtime.filler import Filler
 from megatron_zbpp.runtime.observe.measure import Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
+
+
+def say(message: str) -> None:
+    """Print a message to the user; guests decide on which rank."""
+    print(f'megatron_zbpp: {message}', file=sys.stderr, flush=True)
 
 
 class Change(NamedTuple):

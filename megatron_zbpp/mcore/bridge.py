@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_zbpp.analysis.offloading import Amount
-from megatron_zbpp.emulation import cpu, te
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.mcore import preflight, refusals, superseded
 from megatron_zbpp.mcore.command_line import sizes
@@ -160,8 +159,7 @@ def _refused(
     if args.hybrid_layer_pattern and placement.num_chunks > 1:
         yield refusals.Refusal('hybrid_layer_pattern', args.hybrid_layer_pattern, *_HYBRID)
     ranks = args.pipeline_model_parallel_size
-    machine = {'on_cpu': cpu.installed(), 'with_te': te.installed()}
-    yield from preflight.refused(args, programs, ranks, **machine)
+    yield from preflight.refused(args, programs, ranks, **preflight.machine())
 
 
 def _place_layers(model: Any, args: Namespace, placement: Placement) -> None:

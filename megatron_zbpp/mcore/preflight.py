@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_zbpp.emulation import cpu, te
 from megatron_zbpp.mcore import own_offloading, refusals
 from megatron_zbpp.mcore.programs import Programs
 
@@ -43,3 +44,8 @@ def refused(
             offloads and programs.in_order(num_ranks, num_microbatches),
         )
     )
+
+
+def machine() -> dict[str, bool]:
+    """Return the arguments of `refused` for a job that starts in this process."""
+    return {'on_cpu': cpu.installed(), 'with_te': te.installed()}

@@ -7,7 +7,6 @@ ranks make it together.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
@@ -19,7 +18,7 @@ from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.guests.autotune.repartition import Repartition, look
-from megatron_zbpp.guests.base import Change, Guest, ModelLayers, Run
+from megatron_zbpp.guests.base import Change, Guest, ModelLayers, Run, say
 from megatron_zbpp.guests.measurements import WARM_UP, Measured, measured, merge_measurements
 from megatron_zbpp.ir import B, F, Schedule, W
 from megatron_zbpp.ir.costs import Costs
@@ -58,9 +57,7 @@ class AutoPlan(Guest):
     memory_limit: float | None = None
     seconds: float = 30.0
     objective: str = 'makespan'
-    say: Callable[[str], None] = lambda message: print(
-        f'megatron_zbpp: {message}', file=sys.stderr, flush=True
-    )
+    say: Callable[[str], None] = say
     planned: Schedule | None = None
     costs: Costs | None = None
     layers: ModelLayers = _UNKNOWN

@@ -7,7 +7,6 @@ same.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.offloading import FREE, copy_ratio, offloaded
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.guests.base import Change, Guest, Run
+from megatron_zbpp.guests.base import Change, Guest, Run, say
 from megatron_zbpp.guests.measurements import (
     WARM_UP,
     Measured,
@@ -45,9 +44,7 @@ class FreeAmount(Guest):
     """
 
     profile_iters: int = 5
-    say: Callable[[str], None] = lambda message: print(
-        f'megatron_zbpp: {message}', file=sys.stderr, flush=True
-    )
+    say: Callable[[str], None] = say
     settled: bool = False
     _seen: int = 0
     _found: list[Measured] = field(default_factory=list)

@@ -11,7 +11,6 @@ at its end, and times count from the first pass that is left.
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from megatron_zbpp.guests.base import say
 from megatron_zbpp.guests.side_work.limits import MemoryBudget, kept_random_states, on_cuda
 from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.runtime.clock import Clock
@@ -96,9 +96,7 @@ class SideWork:
         step_seconds: float,
         margin: float | None = None,
         memory: int | None = None,
-        say: Callable[[str], None] = lambda message: print(
-            f'megatron_zbpp: {message}', file=sys.stderr, flush=True
-        ),
+        say: Callable[[str], None] = say,
     ) -> None:
         self.steps, self.seconds, self.overruns = 0, 0.0, 0
         self.finished = step is None

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_zbpp.emulation import cpu, te
 from megatron_zbpp.mcore import enabled, preflight, refusals, superseded
 from megatron_zbpp.mcore.command_line import flags, plan_layout, sizes
 from megatron_zbpp.mcore.command_line.host_memory import require_host_memory
@@ -129,8 +128,7 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
     placement, splits = programs.placement(ranks), programs.splits(ranks)
     for each in superseded.drop(args, splits):
         say(each)
-    machine = {'on_cpu': cpu.installed(), 'with_te': te.installed()}
-    reasons = preflight.refused(args, programs, ranks, **machine)
+    reasons = preflight.refused(args, programs, ranks, **preflight.machine())
     if reasons:
         raise NotImplementedError('with --pipeline-schedule, ' + '. '.join(map(str, reasons)))
     plugin = enabled.switch(settings, vars(args))
