@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import megatron_zbpp
 
 if TYPE_CHECKING:
-    from megatron_zbpp.analysis.offloading import Amount
     from megatron_zbpp.ir import Schedule
     from megatron_zbpp.mcore.plugin import Plugin
+    from megatron_zbpp.techniques.amounts import Amount
 
 __all__ = ['enable']
 

@@ -20,8 +20,6 @@ from benchmarks.copies.engine import SleepingCopies
 from benchmarks.copies.stage import Sizes, SleepingStage
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.analysis.offloading import offloaded
-from megatron_zbpp.analysis.recomputing import recomputed
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.ir.costs import Costs
@@ -31,6 +29,8 @@ from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques.offload.place import offloaded
+from megatron_zbpp.techniques.recompute.place import recomputed
 
 CPU = torch.device('cpu')
 SIZES = Sizes(0.02, 2**20)

@@ -10,7 +10,7 @@ from statistics import fmean, median
 from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, Together, W
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.techniques import R
+from megatron_zbpp.ir.graph import R
 from megatron_zbpp.ir.timeline import Timeline
 
 

@@ -20,8 +20,7 @@ from megatron_zbpp.cli.inputs import (
 )
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import SELECTIVE, Costs
-from megatron_zbpp.ir.graph import HOST, PARTNER
-from megatron_zbpp.ir.techniques import TRANSFERS
+from megatron_zbpp.ir.graph import HOST, PARTNER, TRANSFERS
 from megatron_zbpp.schedules import FAMILIES
 
 _COPY = {'offload', 'evict'}  # of actions, those that copy

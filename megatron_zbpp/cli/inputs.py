@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.analysis.offloading import offloaded, with_copies
-from megatron_zbpp.analysis.recomputing import recomputed
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli.progress import progress
 from megatron_zbpp.ir import Placement, Schedule, formats, strict_json
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import HOST
-from megatron_zbpp.ir.techniques import TRANSFERS
+from megatron_zbpp.ir.graph import HOST, TRANSFERS
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.schedules import build, find, names
+from megatron_zbpp.techniques.offload.place import offloaded, with_copies
+from megatron_zbpp.techniques.recompute.place import recomputed
 
 # How many chunks a rank may have on each placement that `plan` knows.
 PLACEMENTS: dict[str, Callable[[int], bool]] = {

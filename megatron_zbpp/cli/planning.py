@@ -24,12 +24,12 @@ from megatron_zbpp.cli.printing import (
 from megatron_zbpp.cli.searching import add_search, searched
 from megatron_zbpp.ir.costs import SELECTIVE
 from megatron_zbpp.ir.timeline import MEANING
-from megatron_zbpp.planner.actions import ACTIONS
 from megatron_zbpp.planner.cache import default_folder, planned
 from megatron_zbpp.planner.frontier import FrontierInterrupted, frontier
 from megatron_zbpp.planner.plans import Candidate, Plan, PlanningInterrupted
 from megatron_zbpp.planner.problem import OBJECTIVES
 from megatron_zbpp.render.scene import number
+from megatron_zbpp.techniques import NAMES
 
 
 def plan_schedule(args: Namespace) -> int:
@@ -244,7 +244,7 @@ def add_planning(parser: ArgumentParser) -> None:
 
 def _actions(text: str) -> tuple[str, ...]:
     for name in text.split(','):
-        known = (*ACTIONS, SELECTIVE)
+        known = (*NAMES, SELECTIVE)
         values.require(name, name in known, f'choose of {", ".join(known)}')
     return tuple(sorted(set(text.split(','))))
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from megatron_zbpp.ir import B, F, Graph, Placement, Task, W, strict_json
 from megatron_zbpp.ir.compiled import compiled
-from megatron_zbpp.ir.graph import DEVICE
-from megatron_zbpp.ir.techniques import TRANSFERS, R
+from megatron_zbpp.ir.graph import DEVICE, TRANSFERS, R
 
 SELECTIVE = 'selective'  # of a file: what differs with Megatron's selective recomputation
 _COPIES = frozenset(kind for copies in TRANSFERS.values() for kind in copies)

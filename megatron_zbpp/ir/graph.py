@@ -20,8 +20,22 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 F, B, W, BW = 'F', 'B', 'W', 'BW'
+R = 'R'  # a forward again
 DEVICE, HOST, PARTNER = 'device', 'host', 'partner'
 COMPUTE, COPY = 'compute', 'copy'
+
+
+class Transfers(NamedTuple):
+    """Kinds of the passes that move what a forward holds elsewhere and back."""
+
+    out: str
+    back: str
+
+
+TRANSFERS: Mapping[str, Transfers] = {  # by pool
+    HOST: Transfers('O', 'L'),
+    PARTNER: Transfers('E', 'K'),
+}
 
 
 class Task(NamedTuple):
@@ -100,8 +114,8 @@ class Kind:
     optional: bool = False
 
 
-class Technique(NamedTuple):
-    """How a graph was made of another: the name of the function, and its arguments in order."""
+class Applied(NamedTuple):
+    """How a graph was made of another: the name of the technique, and its arguments in order."""
 
     name: str
     arguments: tuple[object, ...]
@@ -121,7 +135,7 @@ class Graph:
     """
 
     num_stages: int
-    techniques: tuple[Technique, ...]
+    techniques: tuple[Applied, ...]
     needs: Mapping[Task, tuple[Need, ...]] = field(compare=False, repr=False)
     holds: Mapping[Task, tuple[Hold, ...]] = field(compare=False, repr=False)
     kinds: Mapping[str, Kind] = field(compare=False, repr=False)

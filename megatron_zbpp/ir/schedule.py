@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from megatron_zbpp.ir import strict_json
-from megatron_zbpp.ir.graph import BW, B, F, Graph, Need, Task, Technique, chain
+from megatron_zbpp.ir.graph import BW, Applied, B, F, Graph, Need, Task, chain
 from megatron_zbpp.ir.placement import Placement
 from megatron_zbpp.ir.techniques import applied
 
@@ -279,7 +279,7 @@ class Schedule:
         strict_json.require(where, _PLACEMENT, _TWO_WAY)
         routes = {name: tuple(where[name]) for name in _TWO_WAY if name in where}
         placement = Placement(tuple(where['ranks']), where['name'], **routes)
-        techniques = [Technique(name, _tuples(a)) for name, a in data.get('techniques', ())]
+        techniques = [Applied(name, _tuples(a)) for name, a in data.get('techniques', ())]
         try:
             graph = applied(placement.num_stages, techniques)
         except (KeyError, TypeError, AttributeError) as error:

@@ -11,7 +11,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_zbpp.analysis.offloading import Amount
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.mcore import preflight, refusals, superseded
 from megatron_zbpp.mcore.command_line import sizes
@@ -20,6 +19,7 @@ from megatron_zbpp.mcore.layout import StageLayout
 from megatron_zbpp.mcore.post_validation.barriers import barriers
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.techniques.amounts import Amount
 
 # Megatron's arguments, and Bridge's fields where those have another name
 _FIELDS = {

@@ -11,7 +11,7 @@ from megatron_zbpp.analysis.run_ahead import passes_ahead
 from megatron_zbpp.guests.base import Guest
 from megatron_zbpp.ir import Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.techniques import R
+from megatron_zbpp.ir.graph import R
 from megatron_zbpp.mcore import guests, own_offloading
 from megatron_zbpp.mcore.lowered import Lowered, for_megatron
 from megatron_zbpp.mcore.settings import AUTO, Settings
@@ -119,7 +119,8 @@ class Programs:
         schedule = self.on_the_device(num_ranks, num_microbatches)
         if self._offload is None:
             return schedule
-        from megatron_zbpp.analysis.offloading import ALL, FREE, offloaded
+        from megatron_zbpp.techniques.amounts import ALL
+        from megatron_zbpp.techniques.offload.place import FREE, offloaded
 
         if self._offload == FREE and self._measured is None:
             return offloaded(schedule, ALL)
@@ -157,7 +158,7 @@ class Programs:
         """Return it with the recomputation that was asked for."""
         if self._recompute is None:
             return schedule
-        from megatron_zbpp.analysis.recomputing import recomputed
+        from megatron_zbpp.techniques.recompute.place import recomputed
 
         return recomputed(schedule, self._recompute)
 

@@ -15,8 +15,8 @@ from megatron_zbpp.runtime.groups import MessageKernels
 from megatron_zbpp.schedules import Family, checked_chunks, find, require_no_limit
 
 if TYPE_CHECKING:
-    from megatron_zbpp.analysis.offloading import Amount
     from megatron_zbpp.partitioning.freeze_plans import FreezePlan
+    from megatron_zbpp.techniques.amounts import Amount
 
 AUTO = 'auto'
 _CLEAN_STEPS = 10
@@ -125,9 +125,10 @@ class Settings:
             if amount is None:
                 continue
             if name != 'offload' or amount != AUTO:
-                from megatron_zbpp.analysis.offloading import chunks_of
+                from megatron_zbpp.techniques.amounts import chunks_of
 
-                chunks_of(amount, self.num_chunks or sys.maxsize, name)
+                words = (AUTO,) if name == 'offload' else ()
+                chunks_of(amount, self.num_chunks or sys.maxsize, name, words)
             if self.schedule == AUTO:
                 raise ValueError(
                     f'{name}: auto plans orders only: name a schedule, or give a plan that '

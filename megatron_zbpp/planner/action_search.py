@@ -7,6 +7,7 @@ longest before others; then actions of the best are changed, of a stage or of it
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,33 +15,27 @@ from math import inf
 from random import Random
 
 from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.analysis.evicting import with_eviction
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.analysis.offloading import with_offload
-from megatron_zbpp.analysis.recomputing import with_recomputation
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.errors import ScheduleError
-from megatron_zbpp.ir.graph import HOST
-from megatron_zbpp.ir.techniques import TRANSFERS
 from megatron_zbpp.planner.budget import Budget
 from megatron_zbpp.planner.cp_sat import available
-from megatron_zbpp.planner.exact_offload import solve_offload
 from megatron_zbpp.planner.limits import Candidate, Limit, activation_limits, said
 from megatron_zbpp.planner.lower_bounds import lower_bound
-from megatron_zbpp.planner.moving_bounds import EVICT, OFFLOAD, RECOMPUTE, moving_bound
+from megatron_zbpp.planner.moving_bounds import moving_bound
 from megatron_zbpp.planner.named_schedules import variants
 from megatron_zbpp.planner.plans import Plan
 from megatron_zbpp.planner.problem import EPSILON, Problem
 from megatron_zbpp.schedules import FAMILIES
+from megatron_zbpp.techniques import placed_in_turn
+from megatron_zbpp.techniques.base import Technique
 
-ACTIONS = (OFFLOAD, RECOMPUTE, EVICT)
 _KEEP = 'keep'
 
 _EXACT_PASSES = 4 * 8 * 3  # p, m, kinds: the exact solver ends in time up to here
 _POOL = 6  # what is changed at once
-_SLOTS = (1.0, 1.25, 1.5, 2.0)  # of copies, over the time that they take
 _STEPS = 12  # that a pass of a rated schedule costs, of a budget's
 _ROUNDING = 1 + 1e-9
 
@@ -88,12 +83,12 @@ class ActionSearch:
         num_microbatches: int,
         limit: Limit,
         objective: str,
-        actions: frozenset[str],
+        actions: Sequence[Technique],
     ) -> None:
         self.best: Rated | None = None
         self._actions = actions
         self._objective = objective
-        self._exact = actions == frozenset({OFFLOAD})  # the exact solver knows no other
+        self._exact = actions[0].exact if len(actions) == 1 else ''
         self._limits = [activation_limits(limit, at, costs) for at, costs in candidates]
         self._problems = [
             Problem(at, num_microbatches, costs, (inf,) * at.num_ranks, objective)
@@ -110,7 +105,7 @@ class ActionSearch:
         self._named: list[tuple[str, float]] = []
         self._seen: set[tuple[int, State, int]] = set()
         self._todo: list[tuple[Schedule, State, int]] = []
-        self._choices = (_KEEP, *(name for name in ACTIONS if name in actions))
+        self._choices = (_KEEP, *(technique.name for technique in actions))
 
     def start(self, schedule: Schedule, name: str | None = None) -> None:
         """Rate a schedule as it is; if it has no actions of its own, `climb` gives it some."""
@@ -121,17 +116,20 @@ class ActionSearch:
                     self._todo += [(schedule, state, at) for state in self._states(schedule)]
 
     def start_named(self) -> None:
-        """Rate all families; those that offload also with slots for slower copies.
-
-        These have fewer of them, and wait less for them, where the limit leaves room for that.
-        """
+        """Rate all families; those that move activations also as techniques make variants."""
         for problem in self._problems:
             for family in FAMILIES:
                 label = family.label(problem.placement.num_chunks)
-                for slower in _SLOTS if family.moves and OFFLOAD in self._actions else (1.0,):
-                    for schedule in variants(family, _with_slower_copies(problem, slower)):
+                for costs in self._variants(problem.costs) if family.moves else (problem.costs,):
+                    for schedule in variants(family, replace(problem, costs=costs)):
                         if self._allowed(schedule):
-                            self.start(schedule, label if slower == 1 else None)
+                            self.start(schedule, label if costs == problem.costs else None)
+
+    def _variants(self, costs: Costs) -> Iterator[Costs]:
+        """Yield costs to plan named schedules by: as they are, and others."""
+        yield costs
+        for technique in self._actions:
+            yield from technique.variants(costs)
 
     def climb(self, budget: Budget, rng: Random) -> None:
         """Try whole chunks, then change actions of the best, a stage or a chunk at a time."""
@@ -155,9 +153,9 @@ class ActionSearch:
             if known is None or not part.effort or self._bounds[at] >= known.value - EPSILON:
                 continue
             problem = replace(self._problems[at], limits=self._limits[at])
-            answer = solve_offload(
-                problem, self._bounds[at], known.value, part.effort, part.seconds
-            )
+            module, _, name = self._exact.partition(':')
+            solve = getattr(importlib.import_module(module), name)
+            answer = solve(problem, self._bounds[at], known.value, part.effort, part.seconds)
             part.spend_effort(answer.effort, answer.overran)
             self._bounds[at] = answer.bound
             if answer.schedule is not None:
@@ -165,7 +163,8 @@ class ActionSearch:
 
     def _solvable(self, problem: Problem) -> bool:
         positive = min(problem.durations) > 0
-        return self._exact and available() and positive and problem.num_passes <= _EXACT_PASSES
+        small = problem.num_passes <= _EXACT_PASSES
+        return bool(self._exact) and available() and positive and small
 
     def made(self, repeats: bool) -> Plan:
         """Return the plan of the best.
@@ -194,8 +193,8 @@ class ActionSearch:
     def _allowed(self, schedule: Schedule) -> bool:
         """Return whether what a named schedule does with activations is among the actions."""
         return all(
-            (EVICT if technique.arguments[-1] == 'partner' else technique.name) in self._actions
-            for technique in schedule.graph.techniques
+            any(technique.made(applied) for technique in self._actions)
+            for applied in schedule.graph.techniques
         )
 
     def _states(self, schedule: Schedule) -> Iterator[State]:
@@ -224,7 +223,7 @@ class ActionSearch:
         self._seen.add(key)
         problem = self._problems[at]
         try:
-            schedule = _acted(base, state, problem.costs, self._limits[at])
+            schedule = self._acted(base, state, at)
             timeline = simulate(schedule, problem.costs)
         except ScheduleError:  # its copies wait for each other
             return None
@@ -240,6 +239,15 @@ class ActionSearch:
             self._consider(rated)
         return rated
 
+    def _acted(self, base: Schedule, state: State, at: int) -> Schedule:
+        """Return `base` with the actions of its stages."""
+        schedule, costs = base, self._problems[at].costs
+        for technique in placed_in_turn(self._actions):
+            stages = [stage for stage, action in enumerate(state) if action == technique.name]
+            if stages:
+                schedule = technique.place(schedule, stages, costs, self._limits[at])
+        return schedule
+
     def _consider(self, rated: Rated) -> None:
         """Make it the best if it is, and may run."""
         if rated.name is not None:
@@ -250,25 +258,3 @@ class ActionSearch:
             except ScheduleError:
                 return
             self.best = rated
-
-
-def _with_slower_copies(problem: Problem, slower: float) -> Problem:
-    """Return it with copies to the host that take so many times as long."""
-    if slower == 1:
-        return problem
-    ways = {
-        kind: tuple(slower * time for time in problem.costs.times[kind]) for kind in TRANSFERS[HOST]
-    }
-    costs = problem.costs.with_times(**ways)
-    return replace(problem, costs=costs)
-
-
-def _acted(base: Schedule, state: State, costs: Costs, limits: Sequence[float]) -> Schedule:
-    """Return `base` with the actions of its stages."""
-    again, gone, evicting = (
-        [stage for stage, action in enumerate(state) if action == name]
-        for name in (RECOMPUTE, OFFLOAD, EVICT)
-    )
-    schedule = with_recomputation(base, again, costs) if again else base
-    schedule = with_offload(schedule, gone, costs) if gone else schedule
-    return with_eviction(schedule, evicting, costs, limits) if evicting else schedule

@@ -1,12 +1,12 @@
 """One search over orders and over what is done with activations, stage by stage.
 
-What a stage saves between F and B is kept, goes to the host (O and L) or to the partner (E and K),
-or is made again (R). What passes cost with another setting of the whole model, such as Megatron's
-selective recomputation, are further candidates on the same placements. Orders to begin with are the
-named schedules and what the planner finds under several limits above the one that is asked for;
-each is rated with its actions by the simulator, copy engines included, and its memory by its order
-alone. From the best of them on, actions of single stages are changed. (AdaPipe, ASPLOS 2024,
-chooses recomputation per stage so, for 1F1B; OptPipe, arXiv 2510.05186, asks for orders and
+What a stage saves between F and B is kept, or a technique takes it: it goes to the host or to the
+partner, or is made again. What passes cost with another setting of the whole model, such as
+Megatron's selective recomputation, are further candidates on the same placements. Orders to begin
+with are the named schedules and what the planner finds under several limits above the one that is
+asked for; each is rated with its actions by the simulator, copy engines included, and its memory by
+its order alone. From the best of them on, actions of single stages are changed. (AdaPipe, ASPLOS
+2024, chooses recomputation per stage so, for 1F1B; OptPipe, arXiv 2510.05186, asks for orders and
 offloads at once.) Named schedules that move activations take part as they are.
 """
 
@@ -17,13 +17,13 @@ from math import inf
 from random import Random
 
 from megatron_zbpp.ir import Schedule
-from megatron_zbpp.ir.graph import HOST, PARTNER
-from megatron_zbpp.ir.techniques import TRANSFERS, R
-from megatron_zbpp.planner.action_search import ACTIONS, EVICT, OFFLOAD, RECOMPUTE, ActionSearch
+from megatron_zbpp.planner.action_search import ActionSearch
 from megatron_zbpp.planner.budget import Budget
 from megatron_zbpp.planner.limits import Candidate, Limit, same_limits, with_room
 from megatron_zbpp.planner.plans import Plan, PlanningInterrupted, plan
 from megatron_zbpp.planner.problem import OBJECTIVES
+from megatron_zbpp.techniques import find_all
+from megatron_zbpp.techniques.base import Technique
 
 _ABOVE = (1.0, 1.5, 2.0, 3.0, inf)  # limits of the orders to begin with, over the one asked for
 _ORDERS = 0.5  # share of the time that these get
@@ -46,10 +46,10 @@ def plan_within(
     """Return the best schedule found, in which activations may be elsewhere between F and B.
 
     Args:
-        candidates: placements that may be used, each with the costs of its stages: with times of
-            O and L for offload, of R for recomputation, of E and K for eviction.
+        candidates: placements that may be used, each with the costs of its stages, and of what
+            `actions` take.
         num_microbatches: m.
-        actions: that are allowed, of `ACTIONS`; none: see `plan`.
+        actions: names of the techniques that are allowed; none: see `plan`.
         memory_limit: see `plan`.
         objective: see `plan`.
         seconds: see `plan`.
@@ -72,8 +72,8 @@ def plan_within(
             starts=starts,
             progress=progress,
         )
-    _require_known(candidates, actions, objective)
-    search = ActionSearch(candidates, num_microbatches, memory_limit, objective, frozenset(actions))
+    techniques = _known(candidates, actions, objective)
+    search = ActionSearch(candidates, num_microbatches, memory_limit, objective, techniques)
     repeats, interrupted = True, False
     try:
         for schedule in starts:
@@ -122,28 +122,21 @@ def _any_fits(candidates: Sequence[Candidate], limits: list[float]) -> bool:
         return False
 
 
-def _require_known(
+def _known(
     candidates: Sequence[Candidate], actions: Collection[str], objective: str
-) -> None:
+) -> tuple[Technique, ...]:
+    """Return the techniques that are allowed.
+
+    Raises:
+        ValueError: one is unknown, or costs do not say what it takes.
+    """
     if not candidates:
         raise ValueError('no placement to plan on: allow at least one')
     if objective not in OBJECTIVES:
         raise ValueError(f'objective {objective!r} is unknown: use {" or ".join(OBJECTIVES)}')
-    wanted = {OFFLOAD: TRANSFERS[HOST], RECOMPUTE: (R,), EVICT: TRANSFERS[PARTNER]}
-    for action in actions:
-        if action not in wanted:
-            raise ValueError(f'action {action!r} is unknown: use {", ".join(ACTIONS)}')
+    techniques = find_all(actions)
+    for technique in techniques:
         for _, costs in candidates:
-            missing = [kind for kind in wanted[action] if kind not in costs.times]
-            if missing:
-                raise ValueError(
-                    f'{action}, but costs have no times of {" and ".join(missing)}: give a file '
-                    f'with "times": {{"{missing[0]}": [...]}}'
-                )
-            if action == OFFLOAD and not all(all(costs.times[kind]) for kind in TRANSFERS[HOST]):
-                raise ValueError('offload, but costs say that a copy takes no time: give above 0')
-            if action == RECOMPUTE and 'input' not in costs.amounts:
-                raise ValueError(
-                    'recompute, but costs do not say what the input of a stage takes, which is '
-                    'kept: give a file with "amounts": {"input": [...]}'
-                )
+            if lack := technique.lacks(costs):
+                raise ValueError(f'{technique.name}, but {lack}')
+    return techniques

@@ -15,10 +15,10 @@ from math import ceil, floor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_zbpp.ir import B, F, Pass, Schedule, W
-from megatron_zbpp.ir.graph import HOST, chain
-from megatron_zbpp.ir.techniques import TRANSFERS, offload
+from megatron_zbpp.ir.graph import HOST, TRANSFERS, chain
 from megatron_zbpp.planner.cp_sat import Model, in_ticks, interruptible, solver_of, unit_of, whole
 from megatron_zbpp.planner.problem import EPSILON, Problem
+from megatron_zbpp.techniques.offload.graph import offload
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model

@@ -20,52 +20,35 @@ partners as if it were one rank, with the memory of both.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
-from typing import NamedTuple
 
-from megatron_zbpp.ir import F, Task
-from megatron_zbpp.ir.graph import HOST, PARTNER
-from megatron_zbpp.ir.techniques import TRANSFERS, R
 from megatron_zbpp.planner.problem import Problem
-
-OFFLOAD, EVICT, RECOMPUTE = 'offload', 'evict', 'recompute'
+from megatron_zbpp.techniques.base import Life, Technique, Way
 
 _GRID = 8  # weights are tried in so many steps first
 _FINEST = 1 / 512
 _ROUNDING = 1 + 2e-9  # of what schedules hold, and of the limit
 
 
-class _Way(NamedTuple):
-    """Needs of one microbatch of a stage, by one action.
-
-    Attributes:
-        passes: time of them, beside F, B and W.
-        copies: time of them.
-        held: memory x time.
-    """
-
-    passes: float
-    copies: float
-    held: float
-
-
-def moving_bound(problem: Problem, actions: Set[str]) -> float:
+def moving_bound(problem: Problem, actions: Sequence[Technique]) -> float:
     """Return a value that nothing within the limits can be below, whatever is done of `actions`.
 
     Args:
         problem: with limits; with times and amounts of what `actions` need.
-        actions: 'offload', 'recompute', 'evict'.
+        actions: that are allowed.
     """
+    if any(technique.way is None for technique in actions):
+        return 0.0
     placement = problem.placement
     ranks = range(placement.num_ranks)
     groups = {frozenset((rank,)) for rank in ranks}
-    if EVICT in actions:
+    if any(technique.pairs for technique in actions):
         groups |= {frozenset((rank, placement.partner(rank))) for rank in ranks}
     return max(_bound(problem, sorted(group), actions) for group in groups)
 
 
-def _bound(problem: Problem, ranks: Sequence[int], actions: Set[str]) -> float:
+def _bound(problem: Problem, ranks: Sequence[int], actions: Sequence[Technique]) -> float:
     """Of ranks that count as one: the mean of their times, the sum of their memory."""
     count, m = len(ranks), problem.num_microbatches
     room = sum(problem.limits[rank] for rank in ranks) * _ROUNDING
@@ -90,7 +73,7 @@ def _bound(problem: Problem, ranks: Sequence[int], actions: Set[str]) -> float:
     return first - max(problem.origins[rank] for rank in ranks) + _highest(least)
 
 
-def _ways(problem: Problem, stage: int, actions: Set[str], both: bool) -> Iterator[_Way]:
+def _ways(problem: Problem, stage: int, actions: Sequence[Technique], both: bool) -> Iterator[Way]:
     """Yield what can be done with the activation of a stage.
 
     Args:
@@ -102,26 +85,17 @@ def _ways(problem: Problem, stage: int, actions: Set[str], both: bool) -> Iterat
     costs, durations = problem.costs, problem.durations
     count, rank = problem.placement.num_stages, problem.placement.ranks[stage]
     speed = costs.speeds[rank] if costs.speeds else 1.0
-    held, forward, backward = (
-        costs.amounts['activation'][stage],
-        durations[stage],
-        durations[count + stage],
-    )
+    held = costs.amounts['activation'][stage]
     there = problem.arrivals[2 * count + stage] - problem.arrivals[stage]  # F begins, B ends
     after = costs.amounts['retained'][stage] * durations[2 * count + stage]
-    yield _Way(0.0, 0.0, held * there + after)
-    moving = {OFFLOAD: TRANSFERS[HOST]} | ({} if both else {EVICT: TRANSFERS[PARTNER]})
-    for action, kinds in moving.items():
-        if action in actions:
-            copies = sum(costs.time(Task(kind, stage)) for kind in kinds) / speed
-            yield _Way(0.0, copies, held * min(there, forward + copies + backward) + after)
-    if RECOMPUTE in actions:
-        again = costs.time(Task(R, stage)) / speed
-        before = 0.0
-        if not actions & moving.keys():  # the input is there all the time
-            kept = min(costs.amount('input', Task(F, stage)), held)
-            before = kept * max(0.0, there - again - backward)
-        yield _Way(again, 0.0, before + held * min(there, again + backward) + after)
+    others = [technique for technique in actions if not (both and technique.pairs)]
+    stays = not any(technique.moves for technique in others)
+    life = Life(held, durations[stage], durations[count + stage], there, speed, stays)
+    yield Way(0.0, 0.0, held * there + after)
+    for technique in others:
+        assert technique.way is not None  # else there is no bound
+        way = technique.way(costs, stage, life)
+        yield way._replace(held=way.held + after)
 
 
 def _highest(least: Callable[[float, float], float]) -> float:

@@ -17,7 +17,7 @@ import torch
 
 from megatron_zbpp.analysis.program import Begin, Hand, Join, Program, Receive, Send
 from megatron_zbpp.ir import B, F, Pass, Together, W
-from megatron_zbpp.ir.techniques import R
+from megatron_zbpp.ir.graph import R
 from megatron_zbpp.runtime.actions import (
     Action,
     Inputs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from megatron_zbpp.ir import B, Pass, W, chain
-from megatron_zbpp.ir.techniques import R
+from megatron_zbpp.ir.graph import R
 
 _PLAIN = chain(1)  # what each kind of pass does, whatever its stage
 RUN = (*_PLAIN.kinds, R)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_zbpp.analysis.program import Hand, Join, Program, Receive
 from megatron_zbpp.ir import B, F, Pass, Together, W
-from megatron_zbpp.ir.techniques import R
+from megatron_zbpp.ir.graph import R
 from megatron_zbpp.runtime.activations.moves import Moving, key_of
 from megatron_zbpp.runtime.kinds import last, whole
 from megatron_zbpp.runtime.weight_grads import Key

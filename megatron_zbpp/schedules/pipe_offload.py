@@ -6,33 +6,28 @@ from math import gcd
 
 from megatron_zbpp.ir import B, F, Placement, Schedule, Task, W
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import HOST
-from megatron_zbpp.ir.techniques import TRANSFERS
 from megatron_zbpp.schedules.construct.building_blocks import Slots, orders, repeat
-from megatron_zbpp.schedules.construct.comb import with_transfers
-from megatron_zbpp.schedules.registry import Formula, Sizes, family
+from megatron_zbpp.schedules.registry import Formula, family
 
-_SOURCE = 'PipeOffload, arXiv 2503.01328'
-
-
-def _bubble(at: Sizes) -> float:
-    return (at.p - 1) * at.S
-
-
-def _enough(at: Sizes) -> bool:
-    return at.m >= 2 * at.p and at.equal
+SOURCE = 'PipeOffload, arXiv 2503.01328'
+BUBBLE = Formula(
+    'at most (p-1)(F+B+W)',
+    lambda at: (at.p - 1) * at.S,
+    lambda at: at.m >= 2 * at.p and at.equal,
+    at_most=True,
+)
 
 
 @family(
     'po',
     summary='interleaved with microbatches at equal distances: what PipeOffload moves out of',
-    bubble=Formula('at most (p-1)(F+B+W)', _bubble, _enough, at_most=True),
+    bubble=BUBBLE,
     memory=Formula(
         'at most ((p+1)(v+1)/2 + v)/v',
         lambda at: ((at.p + 1) * (at.v + 1) / 2 + at.v) / at.v,
         at_most=True,
     ),
-    source=_SOURCE,
+    source=SOURCE,
     aliases=('PO-base', 'PipeOffload-base'),
 )
 def po(
@@ -53,83 +48,6 @@ def po(
       all of them four chunks. By itself `gis-h` holds less for less bubble.
     """
     return _base('po', num_ranks, num_microbatches, num_chunks, costs)
-
-
-@family(
-    'po-h',
-    summary='PO with half of the chunks of each rank on the host between F and B',
-    bubble=Formula('at most (p-1)(F+B+W)', _bubble, _enough, at_most=True),
-    memory=Formula(
-        'at most ((v+2)p/8 + 3)/v', lambda at: ((at.v + 2) * at.p / 8 + 3) / at.v, at_most=True
-    ),
-    source=_SOURCE,
-    aliases=('PipeOffload-half',),
-    moves=True,
-)
-def po_h(
-    num_ranks: int, num_microbatches: int, num_chunks: int = 2, costs: Costs | None = None
-) -> Schedule:
-    """PO-H: PO, and of each rank's chunks the first half goes to the host between F and B.
-
-    Wan et al., PipeOffload, arXiv 2503.01328: chunks live the longer the earlier they
-    are, so half of them hold three quarters of the memory.
-
-        >>> print(grid(po_h(2, 4), width=76))
-        rank 0   0F0  0O0  2F0  0L0  0F1  2B0  2W0  0O1  2F1  0B0  0W0  0L1  0F2…
-        rank 1   1F0  3F0  3B0  3W0  1F1  1B0  1W0  3F1  3B1  3W1  1F2  1B1  1W1…
-
-    - Bubble: as PO's, and more where the copies take longer than planned.
-    - Peak memory: about (v+2)/(8v) of p activations, and what is in transit.
-    - When: memory is short and a copy both ways takes up to twice the time that it computes.
-    """
-    return _offloaded('po-h', num_ranks, num_microbatches, num_chunks, (num_chunks + 1) // 2, costs)
-
-
-@family(
-    'po-f',
-    summary='PO with all that has the time on the host between F and B',
-    bubble=Formula('at most (p-1)(F+B+W)', _bubble, _enough, at_most=True),
-    memory=Formula('at most 4/v', lambda at: 4 / at.v, at_most=True),
-    source=_SOURCE,
-    aliases=('PipeOffload-full',),
-    moves=True,
-)
-def po_f(
-    num_ranks: int, num_microbatches: int, num_chunks: int = 2, costs: Costs | None = None
-) -> Schedule:
-    """PO-F: PO, and all that has the time goes to the host between F and B.
-
-    Wan et al., PipeOffload, arXiv 2503.01328.
-
-        >>> print(grid(po_f(2, 4), width=76))
-        rank 0   0F0  0O0  2F0  0L0  0F1  2B0  2W0  0O1  2F1  0B0  0W0  0L1  0F2…
-        rank 1   1F0  3F0  3B0  3W0  1F1  1B0  1W0  3F1  3B1  3W1  1F2  1B1  1W1…
-
-    - Bubble: as PO's, and more where the copies take longer than planned.
-    - Peak memory: about 4 activations of a chunk, however many ranks there are.
-    - When: long sequences or wide layers, where a copy both ways takes no longer than it computes.
-    """
-    return _offloaded('po-f', num_ranks, num_microbatches, num_chunks, num_chunks, costs)
-
-
-def _offloaded(
-    name: str, p: int, m: int, num_chunks: int, moved: int, costs: Costs | None
-) -> Schedule:
-    """PO with the first `moved` chunks of each rank on the host."""
-    base = _base(name, p, m, num_chunks, costs)
-    costs = costs or _equal(base.placement)
-    spans = planned(base, costs)
-    stages = [s for s in range(p * num_chunks) if base.placement.chunk_of(s) < moved]
-    return with_transfers(base, spans, stages, copy_time(costs), max(costs.times[B]))
-
-
-def copy_time(costs: Costs) -> float:
-    """Return the longest way of one activation to the host or back.
-
-    Where costs say nothing of it, both ways take as long as F, B and W.
-    """
-    told = [time for kind in TRANSFERS[HOST] for time in costs.times.get(kind, ())]
-    return max(told) if told else max(map(sum, _works(costs))) / 2
 
 
 def _works(costs: Costs) -> list[tuple[float, float, float]]:

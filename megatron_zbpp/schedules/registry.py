@@ -128,13 +128,13 @@ class Family:
         return self.name if num_chunks == self.default_chunks else f'{self.name} v={num_chunks}'
 
 
-# The library's own, by the modules that register them; their order is that of `zbpp list`. A module
-# is imported when one of its families is asked for.
+# The library's own, by the modules that register them, of this room or of another; their order is
+# that of `zbpp list`. A module is imported when one of its families is asked for.
 _MODULES = {
     'gpipe': ('gpipe',),
     'one_f_one_b': ('1f1b',),
     'one_f_one_b_pb': ('1f1b-pb',),
-    'b_pipe': ('bpipe',),
+    'techniques.evict.families': ('bpipe',),
     'interleaved': ('interleaved',),
     'breadth_first': ('breadth-first',),
     'zb_h': ('zb-h1', 'zb-h2'),
@@ -144,7 +144,8 @@ _MODULES = {
     'v_1f1b': ('1f1b-v',),
     'zb_interleaved': ('zb-interleaved',),
     'gis': ('gis', 'gis-h'),
-    'pipe_offload': ('po', 'po-h', 'po-f'),
+    'pipe_offload': ('po',),
+    'techniques.offload.families': ('po-h', 'po-f'),
     'hanayo': ('hanayo',),
     'dualpipe_v': ('dualpipe-v',),
     'zeropp': ('zeropp',),
@@ -235,7 +236,7 @@ def _enter(entry: Family) -> None:
 def own_families() -> tuple[Family, ...]:
     """Return the library's own, in the order of `zbpp list`."""
     for module in _MODULES:
-        importlib.import_module(f'{__package__}.{module}')
+        _import_module(module)
     return tuple(_FAMILIES[name] for names in _MODULES.values() for name in names)
 
 
@@ -276,9 +277,13 @@ def _import_own(name: str) -> None:
     """Import the module of the library's family `name`; of an alias, or an unknown name, all."""
     for module, names in _MODULES.items():
         if _key(name) in map(_key, names):
-            importlib.import_module(f'{__package__}.{module}')
+            _import_module(module)
             return
     own_families()
+
+
+def _import_module(module: str) -> None:
+    importlib.import_module(_OURS + module if '.' in module else f'{__package__}.{module}')
 
 
 def _import(module: str, name: str) -> None:

@@ -17,8 +17,6 @@ from stages import ROWS, WIDTH, LinearStage, reference
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import live
-from megatron_zbpp.analysis.offloading import offloaded, with_copies, with_offload
-from megatron_zbpp.analysis.recomputing import with_recomputation
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.runtime.activations import host
@@ -31,6 +29,8 @@ from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import FAMILIES, build
+from megatron_zbpp.techniques.offload.place import offloaded, with_copies, with_offload
+from megatron_zbpp.techniques.recompute.place import with_recomputation
 
 CPU = torch.device('cpu')
 BOTH_WAYS = 2  # streams of copies

@@ -13,7 +13,6 @@ from programs import pairs
 from stages import ROWS, WIDTH, LinearStage, reference
 
 from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.analysis.offloading import offloaded
 from megatron_zbpp.analysis.program import Send
 from megatron_zbpp.emulation import nccl
 from megatron_zbpp.ir import F, Pass
@@ -27,6 +26,7 @@ from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.observe.measure import Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques.offload.place import offloaded
 
 MICROBATCHES = 5
 

@@ -21,7 +21,7 @@ from megatron_zbpp.analysis.program import Hand
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Graph, Pass, Placement, Schedule, Task, chain
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import DEVICE, Hold, Kind, Need, Technique
+from megatron_zbpp.ir.graph import DEVICE, Applied, Hold, Kind, Need
 from megatron_zbpp.render.svg import svg
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import HostClock
@@ -47,7 +47,7 @@ def compared(graph: Graph) -> Graph:
         holds[Task('Y', stage)] = (Hold(DEVICE, 'sample', 1),)
         holds[Task('X', stage)] = (Hold(DEVICE, 'sample', -1),)
     kinds = {**graph.kinds, 'Y': Kind('sample'), 'X': Kind('comparison')}
-    techniques = (*graph.techniques, Technique('compared', ()))
+    techniques = (*graph.techniques, Applied('compared', ()))
     return replace(graph, techniques=techniques, needs=needs, holds=holds, kinds=kinds)
 
 
@@ -185,7 +185,7 @@ def test_a_message_that_nobody_understands_is_refused(ranks, name):
 def misunderstood(name):
     graph = chain(2)
     back = (*graph.needs[Task('B', 0)], Need(Task('F', 1), name))
-    techniques = (Technique('two inputs', (name,)),)
+    techniques = (Applied('two inputs', (name,)),)
     graph = replace(graph, techniques=techniques, needs={**graph.needs, Task('B', 0): back})
     passes = [map(Pass.parse, order.split()) for order in ('0F0 0B0 0W0', '1F0 1B0 1W0')]
     programs = lower(Schedule.of('two inputs', PLACEMENT, 1, passes, graph))

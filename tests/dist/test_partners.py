@@ -11,11 +11,9 @@ from programs import pairs
 from stages import ROWS, WIDTH, LinearStage, reference, uneven
 from test_nccl import MODES
 
-from megatron_zbpp.analysis.evicting import with_eviction
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.program import Receive, Send
-from megatron_zbpp.analysis.recomputing import recomputed
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.emulation import nccl
 from megatron_zbpp.ir.costs import Costs
@@ -25,7 +23,9 @@ from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build
-from megatron_zbpp.schedules.b_pipe import bound
+from megatron_zbpp.techniques.evict.families import bound
+from megatron_zbpp.techniques.evict.place import with_eviction
+from megatron_zbpp.techniques.recompute.place import recomputed
 
 CPU = torch.device('cpu')
 

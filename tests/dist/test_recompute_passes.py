@@ -10,8 +10,6 @@ from stages import ROWS, WIDTH, LinearStage, reference
 
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import live
-from megatron_zbpp.analysis.offloading import offloaded
-from megatron_zbpp.analysis.recomputing import recomputed
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
@@ -19,6 +17,8 @@ from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques.offload.place import offloaded
+from megatron_zbpp.techniques.recompute.place import recomputed
 
 CPU = torch.device('cpu')
 

@@ -9,10 +9,10 @@ from grids import grid
 from models import MICROBATCHES, Job, assert_same, check, train
 from supported import supports
 
-from megatron_zbpp.analysis.evicting import with_eviction
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques.evict.place import with_eviction
 
 pytestmark = pytest.mark.shared
 

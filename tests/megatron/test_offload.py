@@ -7,11 +7,11 @@ from grids import grid
 from models import KINDS, MICROBATCHES, Job, assert_same, check, train
 from supported import supports
 
-from megatron_zbpp.analysis.offloading import offloaded, with_copies, with_offload
-from megatron_zbpp.analysis.recomputing import with_recomputation
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import FAMILIES, build, find
+from megatron_zbpp.techniques.offload.place import offloaded, with_copies, with_offload
+from megatron_zbpp.techniques.recompute.place import with_recomputation
 
 pytestmark = pytest.mark.shared
 

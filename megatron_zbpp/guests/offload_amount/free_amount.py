@@ -14,7 +14,6 @@ from math import inf
 import torch.distributed as dist
 
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.analysis.offloading import FREE, copy_ratio, offloaded
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.guests.base import Change, Guest, Run, say
 from megatron_zbpp.guests.measurements import (
@@ -26,9 +25,9 @@ from megatron_zbpp.guests.measurements import (
 )
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import HOST
-from megatron_zbpp.ir.techniques import TRANSFERS
+from megatron_zbpp.ir.graph import HOST, TRANSFERS
 from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.techniques.offload.place import FREE, copy_ratio, offloaded
 
 
 @dataclass

@@ -11,8 +11,7 @@ import torch
 
 from megatron_zbpp.analysis.program import Begin, Program, Receive, Send
 from megatron_zbpp.ir import Pass
-from megatron_zbpp.ir.graph import HOST, PARTNER
-from megatron_zbpp.ir.techniques import TRANSFERS
+from megatron_zbpp.ir.graph import HOST, PARTNER, TRANSFERS
 
 if TYPE_CHECKING:
     from megatron_zbpp.runtime.activations.partner import Keeping

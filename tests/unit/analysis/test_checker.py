@@ -19,8 +19,8 @@ from megatron_zbpp.analysis.program import Receive, Send
 from megatron_zbpp.ir import BW, KINDS, B, F, Pass, Placement, Schedule, Together, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import chain
-from megatron_zbpp.ir.techniques import offload
 from megatron_zbpp.schedules import build, names
+from megatron_zbpp.techniques.offload.graph import offload
 
 
 def schedule_of(placement: Placement, num_microbatches: int, *orders: str) -> Schedule:

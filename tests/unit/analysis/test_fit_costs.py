@@ -14,9 +14,12 @@ from megatron_zbpp.analysis.fit_costs import fit, full_rank, latency, middle
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Placement, Schedule, Together, chain
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.techniques import recompute, sliced, split_vocabulary, updating
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques.recompute.graph import recompute
+from megatron_zbpp.techniques.slices.graph import sliced
+from megatron_zbpp.techniques.updates.graph import updating
+from megatron_zbpp.techniques.vocabulary.graph import split_vocabulary
 
 V = Costs.of((1.0, 1.1, 1.2, 1.4), (1.5, 1.6, 1.7, 2.0), (0.7, 0.8, 0.9, 1.0))
 

@@ -19,20 +19,20 @@ from stays import digits
 
 from megatron_zbpp.analysis.critical import critical_path
 from megatron_zbpp.analysis.departures import begun, stored
-from megatron_zbpp.analysis.evicting import with_eviction
 from megatron_zbpp.analysis.fit_costs import fit, full_rank, lags, latency, middle, with_bytes
 from megatron_zbpp.analysis.gaps import gaps
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import highest, live, peak
-from megatron_zbpp.analysis.offloading import offloaded
 from megatron_zbpp.analysis.posting import EARLY, LATE, LATEST
-from megatron_zbpp.analysis.recomputing import recomputed
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST, PARTNER
 from megatron_zbpp.schedules import FAMILIES, build
+from megatron_zbpp.techniques.evict.place import with_eviction
+from megatron_zbpp.techniques.offload.place import offloaded
+from megatron_zbpp.techniques.recompute.place import recomputed
 
 FILE = Path(__file__).with_name('numbers.json')
 _TIMES = ((2.0, 3.0, 2.0), (3.0, 4.0, 1.0), (2.5, 2.0, 2.5))

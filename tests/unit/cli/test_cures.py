@@ -73,7 +73,7 @@ def code(words: list[str]) -> int:
         ),
         (
             ['simulate', '--schedule', 'po-h', *SHAPE, '--offload', 'half'],
-            'po-h moves activations already: leave the offload out',
+            'offload: po-h has offload already, and it is placed once: leave it out',
             ['simulate', '--schedule', 'po-h', *SHAPE],
         ),
         (

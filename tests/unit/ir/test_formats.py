@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.ir import KINDS, Pass, Placement, Schedule, chain, formats
 from megatron_zbpp.ir.formats import DIALECTS, from_torch_csv, load, to_torch_csv
-from megatron_zbpp.ir.techniques import recompute
 from megatron_zbpp.schedules import build, names
+from megatron_zbpp.techniques.recompute.graph import recompute
 
 PLACEMENTS = [
     Placement.loop(1),

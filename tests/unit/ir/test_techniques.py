@@ -16,18 +16,16 @@ from megatron_zbpp.analysis.weight_versions import weight_versions
 from megatron_zbpp.ir import Pass, Placement, Schedule, Task, Together, chain
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import Hold, Kind, Need, Technique
-from megatron_zbpp.ir.techniques import (
-    applied,
-    offload,
-    recompute,
-    sliced,
-    split_vocabulary,
-    updating,
-)
+from megatron_zbpp.ir.graph import Applied, Hold, Kind, Need
+from megatron_zbpp.ir.techniques import applied
 from megatron_zbpp.render.html import html
 from megatron_zbpp.render.svg import svg
 from megatron_zbpp.schedules import build, names
+from megatron_zbpp.techniques.offload.graph import offload
+from megatron_zbpp.techniques.recompute.graph import recompute
+from megatron_zbpp.techniques.slices.graph import sliced
+from megatron_zbpp.techniques.updates.graph import updating
+from megatron_zbpp.techniques.vocabulary.graph import split_vocabulary
 
 
 def schedule_of(graph, placement, num_microbatches, *orders):
@@ -254,7 +252,7 @@ def test_a_new_kind_is_one_function():
         task, after = Task('X', 0), Task('F', 0)
         return replace(
             graph,
-            techniques=(*graph.techniques, Technique('checked', ())),
+            techniques=(*graph.techniques, Applied('checked', ())),
             needs={**graph.needs, task: (Need(after),)},
             holds={**graph.holds, task: (Hold('host', 'activation', 1),)},
             kinds={**graph.kinds, 'X': Kind('check of the activation', engine='copy')},

@@ -18,17 +18,23 @@ from unittest.mock import patch
 import pytest
 
 from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.analysis.offloading import chunks_of, offloaded, with_copies
-from megatron_zbpp.analysis.recomputing import recomputed
 from megatron_zbpp.ir import Pass, Placement, Schedule, chain, formats, strict_json
-from megatron_zbpp.ir import techniques as t
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.layout import layers_per_stage
+from megatron_zbpp.ir.techniques import applied
 from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.planner.limits import Bytes, Candidate
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.schedules import build, find, registry
 from megatron_zbpp.schedules.construct.phases import phases
+from megatron_zbpp.techniques.amounts import chunks_of
+from megatron_zbpp.techniques.offload.graph import offload
+from megatron_zbpp.techniques.offload.place import offloaded, with_copies
+from megatron_zbpp.techniques.recompute.graph import recompute
+from megatron_zbpp.techniques.recompute.place import recomputed
+from megatron_zbpp.techniques.slices.graph import sliced
+from megatron_zbpp.techniques.updates.graph import updating
+from megatron_zbpp.techniques.vocabulary.graph import split_vocabulary
 
 FILE = Path(__file__).with_name('words.json')
 LOOP = Placement.loop(2)
@@ -83,15 +89,15 @@ CASES: dict[str, Callable[[], object]] = {
     'costs: speeds': lambda: costs(speeds=(1.0,)).require(LOOP),
     'costs: edge': lambda: costs(edges=((0, 2, 1.0),)).require(LOOP),
     # graphs
-    'recompute: twice': lambda: t.recompute(t.recompute(chain(2), [0]), [0]),
-    'recompute: stage': lambda: t.recompute(chain(2), [2]),
-    'offload: to': lambda: t.offload(chain(2), [0], 'disk'),
-    'sliced: none': lambda: t.sliced(chain(2), 0),
-    'sliced: twice': lambda: t.sliced(t.sliced(chain(2), 2), 2),
-    'vocabulary: barriers': lambda: t.split_vocabulary(chain(2), 2, 3),
-    'updating: never': lambda: t.updating(chain(2), 0),
-    'technique: name': lambda: t.applied(2, [('fold', ())]),
-    'technique: arguments': lambda: t.applied(2, [('sliced', (1, 2, 3))]),
+    'recompute: twice': lambda: recompute(recompute(chain(2), [0]), [0]),
+    'recompute: stage': lambda: recompute(chain(2), [2]),
+    'offload: to': lambda: offload(chain(2), [0], 'disk'),
+    'sliced: none': lambda: sliced(chain(2), 0),
+    'sliced: twice': lambda: sliced(sliced(chain(2), 2), 2),
+    'vocabulary: barriers': lambda: split_vocabulary(chain(2), 2, 3),
+    'updating: never': lambda: updating(chain(2), 0),
+    'technique: name': lambda: applied(2, [('fold', ())]),
+    'technique: arguments': lambda: applied(2, [('sliced', (1, 2, 3))]),
     # placements, passes, layouts
     'placement: ranks': lambda: Placement((0, 2)),
     'placement: routes': lambda: Placement((0, 1), '', (0, 1, 0)),
@@ -138,8 +144,8 @@ CASES: dict[str, Callable[[], object]] = {
     'check: memory': lambda: of('0F0 0F1 0BW0 0BW1', '1F0 1BW0 1F1 1BW1', m=2, limit=1),
     'check: limit': lambda: of(*GOOD, limit=-1),
     'offloaded: twice': lambda: offloaded(offloaded(build('zb-v', 2, 4), 1), 1),
-    'offloaded: amount': lambda: chunks_of('some', 2),
-    'offloaded: chunks': lambda: chunks_of(3, 2),
+    'offloaded: amount': lambda: chunks_of('some', 2, 'offload', ('auto',)),
+    'offloaded: chunks': lambda: chunks_of(3, 2, 'offload'),
     'offloaded: ratio': lambda: with_copies(costs(), 0),
     'recomputed: twice': lambda: recomputed(recomputed(build('1f1b', 2, 4), 1), 1),
     # files that are read

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zbpp.analysis.offloading import offloaded
 from megatron_zbpp.mcore.command_line import host_memory
 from megatron_zbpp.runtime.activations import host
 from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques.offload.place import offloaded
 
 GIB = 2**30
 

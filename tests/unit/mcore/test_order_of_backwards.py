@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_zbpp.analysis.offloading import offloaded
-from megatron_zbpp.analysis.recomputing import recomputed
 from megatron_zbpp.ir import Pass, Placement, Schedule
 from megatron_zbpp.mcore.own_offloading import fits
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques.offload.place import offloaded
+from megatron_zbpp.techniques.recompute.place import recomputed
 
 FITTING = (
     *('gpipe', '1f1b', '1f1b-pb', 'zb-h1', 'zb-h2'),

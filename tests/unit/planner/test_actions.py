@@ -10,7 +10,6 @@ import pytest
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.analysis.offloading import offloaded, with_copies
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli import main
 from megatron_zbpp.ir import Placement, Schedule
@@ -23,6 +22,7 @@ from megatron_zbpp.planner.limits import Candidate
 from megatron_zbpp.planner.plans import Plan
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques.offload.place import offloaded, with_copies
 
 NAMED = ('po-h', 'po-f', 'v-half', 'v-min')
 TIMES = ((1, 1, 1), (1, 1.2, 0.8), (1, 1.4, 0.6), (1, 1.1, 1.3), (0.8, 1.5, 0.7))

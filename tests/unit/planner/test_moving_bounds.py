@@ -19,11 +19,13 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Graph, Pass, Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import DEVICE, HOST, PARTNER, chain
-from megatron_zbpp.ir.techniques import offload, recompute
 from megatron_zbpp.planner.exact_offload import solve_offload
 from megatron_zbpp.planner.lower_bounds import lower_bound
 from megatron_zbpp.planner.moving_bounds import moving_bound
 from megatron_zbpp.planner.problem import Problem
+from megatron_zbpp.techniques import find
+from megatron_zbpp.techniques.offload.graph import offload
+from megatron_zbpp.techniques.recompute.graph import recompute
 
 M = 2
 PAIR = Placement.loop(2)
@@ -111,7 +113,7 @@ def optimum(
 def both_bounds(costs, limits, actions, placement=PAIR, m=M, objective='makespan'):
     free = Problem(placement, m, costs, (inf,) * placement.num_ranks, objective)
     problem = replace(free, limits=limits)
-    return lower_bound(free), moving_bound(problem, actions)
+    return lower_bound(free), moving_bound(problem, [find(name) for name in actions])
 
 
 @pytest.mark.parametrize('actions', [{'recompute'}, {'evict'}, {'recompute', 'evict'}])
@@ -155,7 +157,7 @@ def test_below_what_is_proven_with_offload(placement, limit, copy):
     problem = Problem(placement, m, costs, (limit,) * placement.num_ranks)
     found = solve_offload(problem, 0.0, 100.0, effort=5.0, seconds=60.0)
     assert found.schedule is not None
-    assert moving_bound(problem, frozenset({'offload'})) <= found.bound + 1e-9
+    assert moving_bound(problem, [find('offload')]) <= found.bound + 1e-9
 
 
 def test_partners_have_their_memory_together():
@@ -164,10 +166,10 @@ def test_partners_have_their_memory_together():
     costs = costed(placement, copy=0.0)
     problem = Problem(placement, 16, costs, (1.0,) * 4)
     # the inner two begin at 1 and hold 7 and 5 of each microbatch, in 2 at once
-    assert moving_bound(problem, frozenset({'evict'})) == pytest.approx(1 + 16 * 12 / 2)
-    assert moving_bound(problem, frozenset({'offload'})) < 90
+    assert moving_bound(problem, [find('evict')]) == pytest.approx(1 + 16 * 12 / 2)
+    assert moving_bound(problem, [find('offload')]) < 90
 
 
 def test_no_limit_says_nothing():
     costs = costed()
-    assert moving_bound(Problem(PAIR, M, costs, (inf, inf)), frozenset({'offload'})) == 0.0
+    assert moving_bound(Problem(PAIR, M, costs, (inf, inf)), [find('offload')]) == 0.0

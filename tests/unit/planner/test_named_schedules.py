@@ -42,7 +42,7 @@ def test_a_family_on_two_routes_is_not_on_a_loop():
 def test_a_start_on_two_routes_is_left_out():
     found = plan([(LOOP, COSTS)], 4, seconds=0.1, starts=[both_ways(2, 4)])
     assert found.schedule.placement == LOOP
-    search = ActionSearch([(LOOP, COSTS)], 4, None, 'makespan', frozenset())
+    search = ActionSearch([(LOOP, COSTS)], 4, None, 'makespan', ())
     search.start(both_ways(2, 4))
     assert search.best is None
 

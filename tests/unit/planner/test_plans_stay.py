@@ -26,7 +26,7 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner import budget, cp_sat, exact_offload
-from megatron_zbpp.planner.action_search import ACTIONS, ActionSearch
+from megatron_zbpp.planner.action_search import ActionSearch
 from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.planner.annealing import anneal, critical, fold
 from megatron_zbpp.planner.cells import joined
@@ -41,7 +41,9 @@ from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem, replay, replay_whole
 from megatron_zbpp.planner.search import Search
 from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques import NAMES, find
 
+ACTIONS = NAMES
 FILE = Path(__file__).with_name('plans.json')
 # Halves and quarters: releases of Python add them in different ways to the same sum.
 TIMES = ((2.0, 3.0, 2.0), (3.0, 4.0, 1.0), (2.5, 2.0, 2.5), (1.5, 1.75, 1.0))
@@ -142,8 +144,9 @@ def answers(shape: str, amount: str) -> Iterator[object]:
     yield list(arrays(problem)), list(arrays(window))
     yield list(patterns(problem, rng)), list(patterns(window, rng))
     yield list(annealed(problem, rng)), list(annealed(window, rng))
-    bounds = [moving_bound(problem, {*ACTIONS[:n], *ACTIONS[n + 1 :]}) for n in range(4)]
-    yield lower_bound(problem), lower_bound(window), bounds, moving_bound(window, {*ACTIONS})
+    every = [find(name) for name in ACTIONS]
+    bounds = [moving_bound(problem, [*every[:n], *every[n + 1 :]]) for n in range(4)]
+    yield lower_bound(problem), lower_bound(window), bounds, moving_bound(window, every)
     known = named(problem)
     few, orders = problem.with_fewer_microbatches, dispatch(problem, Pattern.random(problem, rng))
     yield known, grouped(problem), extrapolate(few, orders, replace(few, num_microbatches=29))
@@ -154,7 +157,7 @@ def answers(shape: str, amount: str) -> Iterator[object]:
     schedule = problem.schedule(search.best.orders, 'found')
     yield [(value, name) for value, name, *_ in joined(problem, schedule)]
     candidates = [(problem.placement, problem.costs)]
-    actions = ActionSearch(candidates, 5, problem.limits, 'makespan', frozenset(ACTIONS))
+    actions = ActionSearch(candidates, 5, problem.limits, 'makespan', every)
     small = replace(problem, num_microbatches=5)
     actions.start(small.schedule(dispatch(small, Pattern.random(small, rng)), 'any'))
     actions.start_named()

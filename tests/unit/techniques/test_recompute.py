@@ -9,13 +9,13 @@ import pytest
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import live, peak
-from megatron_zbpp.analysis.offloading import offloaded
-from megatron_zbpp.analysis.recomputing import recomputed
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Placement, Schedule, Together
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build, names
-from megatron_zbpp.schedules.b_pipe import bound
+from megatron_zbpp.techniques.evict.families import bound
+from megatron_zbpp.techniques.offload.place import offloaded
+from megatron_zbpp.techniques.recompute.place import recomputed
 
 
 @pytest.mark.parametrize('amount', ['half', 'all', '1'])
@@ -139,7 +139,7 @@ def test_what_is_on_a_partner_meanwhile_is_the_input(p, m):
 
 def test_what_makes_no_sense():
     moved = offloaded(build('1f1b', 4, 8), 'all')
-    with pytest.raises(ValueError, match=r'has offload already: leave the recomputation out'):
+    with pytest.raises(ValueError, match=r'has offload already, and copies were given times'):
         recomputed(moved, 'all')
     with pytest.raises(ValueError, match=r"recompute of 'some': give 'half', 'all' or a number"):
         recomputed(build('1f1b', 4, 8), 'some')

@@ -15,11 +15,12 @@ from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
 
+from megatron_zbpp.analysis.lifetimes import lifetimes
 from megatron_zbpp.ir import F, Pass, Schedule
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import PARTNER
-from megatron_zbpp.ir.techniques import TRANSFERS, offload
+from megatron_zbpp.ir.graph import PARTNER, TRANSFERS
+from megatron_zbpp.techniques.offload.graph import offload
 
 _RESOLUTION = 1e-9  # of amounts, which are rounded
 _WIDTH = 16  # choices that the search for the fewest keeps
@@ -114,18 +115,11 @@ class _Order:
         begins = set(self.units)
         unit = list(accumulate((at in begins for at in range(len(order))), initial=-1))[1:]
         change = costs.changes(schedule.graph)
-        begun: dict[tuple[int, ...], tuple[Pass, int]] = {}
         self.lives: dict[Pass, _Life] = {}
-        for at, p in enumerate(order):
-            if p.stage not in stages or p.kind in copies:
-                continue
-            if p.kind == F:
-                begun[p[1:]] = p, unit[at]
-            elif p[1:] in begun:
-                forward, first = begun.pop(p[1:])
-                life = _Life(first, unit[at], change.get((F, p.stage, p.slice), 0.0))
-                if life.away and life.amount > 0:
-                    self.lives[forward] = life
+        for p, first, last in lifetimes(order, stages, copies):
+            life = _Life(unit[first], unit[last], change.get((F, p.stage, p.slice), 0.0))
+            if life.away and life.amount > 0:
+                self.lives[p] = life
 
     def most(self, held: Sequence[float]) -> list[float]:
         """Return the most that is held while each unit runs, and then until the next one begins.

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import pairwise
 from math import inf
 
-from megatron_zbpp.analysis.offloading import Amount, chunks_of
-from megatron_zbpp.ir import B, F, Pass, Schedule
+from megatron_zbpp.analysis.lifetimes import lifetimes
+from megatron_zbpp.ir import B, Pass, Schedule
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import PARTNER
-from megatron_zbpp.ir.techniques import R, recompute
+from megatron_zbpp.ir.graph import R
+from megatron_zbpp.techniques.amounts import Amount, chunks_of
+from megatron_zbpp.techniques.composition import require_goes_with
+from megatron_zbpp.techniques.recompute.graph import recompute
 
 _SLACK = 1e-9
 
@@ -34,16 +35,9 @@ def recomputed(schedule: Schedule, amount: Amount, costs: Costs | None = None) -
         costs: of its stages, by which idle times are known; default: F = B = W.
 
     Raises:
-        ValueError: it recomputes or has activations on the host already, or an amount that makes no
-            sense.
+        ValueError: it has what this does not go with, or an amount that makes no sense.
     """
-    others = [each for each in schedule.graph.techniques if each.arguments[-1] != PARTNER]
-    if others:
-        names = ', '.join(technique.name for technique in others)
-        raise ValueError(
-            f'{schedule.name} has {names} already: leave the recomputation out, or take a schedule '
-            'without it, such as po or 1f1b, and ask for both'
-        )
+    require_goes_with(schedule, recompute.__name__)
     placement = schedule.placement
     chunks = chunks_of(amount, placement.num_chunks, 'recompute')
     stages = [s for s in range(placement.num_stages) if placement.chunk_of(s) < chunks]
@@ -67,12 +61,11 @@ def with_recomputation(schedule: Schedule, stages: Iterable[int], costs: Costs) 
 
 def _waits(schedule: Schedule, stage: int) -> bool:
     """Return whether anything runs between an F and its B of this stage."""
-    for order in schedule.passes:
-        own = [(at, p) for at, p in enumerate(order) if p.stage == stage]
-        for (at, p), (behind, q) in pairwise(own):
-            if p.kind == F and (behind > at + 1 or q.microbatch != p.microbatch):
-                return True
-    return False
+    return any(
+        life.last > life.first + 1
+        for order in schedule.passes
+        for life in lifetimes(order, (stage,))
+    )
 
 
 def _moved(schedule: Schedule, orders: tuple[tuple[Pass, ...], ...]) -> Iterator[tuple[int, int]]:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor
 
-from megatron_zbpp.ir import F, Pass, Schedule
-from megatron_zbpp.ir.graph import HOST
-from megatron_zbpp.ir.techniques import TRANSFERS, offload
+from megatron_zbpp.analysis.lifetimes import lifetimes
+from megatron_zbpp.ir import Pass, Schedule
+from megatron_zbpp.ir.graph import HOST, TRANSFERS
+from megatron_zbpp.techniques.offload.graph import offload
 
 Span = tuple[float, float]
 _SLACK = 1e-9  # of times that were added up
@@ -92,15 +93,10 @@ def _lives(
     order: Sequence[Pass], spans: Sequence[Span], stages: Collection[int]
 ) -> dict[Pass, Span]:
     """Return the end of each F of `stages`, and the start of the pass that takes what it holds."""
-    ends: dict[Pass, float] = {}
-    lives: dict[Pass, Span] = {}
-    for p, (start, end) in zip(order, spans, strict=True):
-        forward = p._replace(kind=F)
-        if p.kind == F and p.stage in stages:
-            ends[p] = end
-        elif forward in ends:
-            lives[forward] = ends.pop(forward), start
-    return lives
+    return {
+        life.forward: (spans[life.first][1], spans[life.last][0])
+        for life in lifetimes(order, stages)
+    }
 
 
 _When = tuple[float, int]  # and where of several at one time

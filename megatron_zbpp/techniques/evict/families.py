@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
 
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.schedules.construct.eviction import evicted
 from megatron_zbpp.schedules.one_f_one_b import one_f_one_b
 from megatron_zbpp.schedules.registry import Formula, Sizes, family
+from megatron_zbpp.techniques.evict.place import with_eviction
 
 
 def bound(num_ranks: int) -> int:
@@ -48,8 +47,6 @@ def b_pipe(num_ranks: int, num_microbatches: int) -> Schedule:
     - When: links within a pair are fast and memory is what limits; it promises no speed.
     """
     plain = one_f_one_b(num_ranks, num_microbatches)
-    costs, limits = Costs.uniform(plain.placement), [float(bound(num_ranks))] * num_ranks
-    change = costs.changes(plain.graph)
-    held = [[*accumulate(change[p.kind, p.stage, 0] for p in order)] for order in plain.passes]
-    found = evicted(plain, range(num_ranks), costs, limits, held)
+    limits = [float(bound(num_ranks))] * num_ranks
+    found = with_eviction(plain, range(num_ranks), Costs.uniform(plain.placement), limits)
     return replace(found, name='bpipe', phases=())

@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 from megatron_zbpp.analysis.checker import ScheduleError, check
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import live, peak
-from megatron_zbpp.analysis.offloading import copy_ratio, offloaded, with_copies
 from megatron_zbpp.analysis.program import Begin
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Placement, Schedule, Together
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.techniques import offload, recompute
 from megatron_zbpp.schedules import build
-from megatron_zbpp.schedules.construct.comb import Comb, transfers, with_transfers
-from megatron_zbpp.schedules.pipe_offload import po, po_f, po_h
+from megatron_zbpp.schedules.pipe_offload import po
+from megatron_zbpp.techniques.offload.comb import Comb, transfers, with_transfers
+from megatron_zbpp.techniques.offload.families import po_f, po_h
+from megatron_zbpp.techniques.offload.graph import offload
+from megatron_zbpp.techniques.offload.place import copy_ratio, offloaded, with_copies
+from megatron_zbpp.techniques.recompute.graph import recompute
 
 
 def copying(num_stages: int, k: float) -> Costs:
@@ -200,7 +202,7 @@ def test_amounts_that_make_no_sense(amount, says):
 
 
 def test_offload_is_asked_for_once():
-    with pytest.raises(ValueError, match='moves activations already'):
+    with pytest.raises(ValueError, match=r'offload: .* has offload already, and it is'):
         offloaded(offloaded(build('zb-v', 2, 4), 'all'), 'all')
     with pytest.raises(ValueError, match='give more than 0'):
         offloaded(build('zb-v', 2, 4), 'all', ratio=0)

@@ -1,4 +1,4 @@
-"""Eviction of any schedule, by what its ranks hold: see `schedules.construct.eviction`."""
+"""Eviction of any schedule, by what its ranks hold: see `choice`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from megatron_zbpp.analysis.memory import highest
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.schedules.construct.eviction import evicted
+from megatron_zbpp.techniques.evict.choice import evicted
 
 
 def with_eviction(

@@ -6,15 +6,15 @@ import pytest
 from oracle import programs_always_end
 
 from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.analysis.evicting import with_eviction
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.analysis.offloading import with_copies, with_offload
-from megatron_zbpp.analysis.recomputing import with_recomputation
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Placement, Schedule, Together
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build, names
-from megatron_zbpp.schedules.b_pipe import bound
+from megatron_zbpp.techniques.evict.families import bound
+from megatron_zbpp.techniques.evict.place import with_eviction
+from megatron_zbpp.techniques.offload.place import with_copies, with_offload
+from megatron_zbpp.techniques.recompute.place import with_recomputation
 
 
 def evicted(schedule: Schedule, limits, costs: Costs | None = None, stages=None) -> Schedule:

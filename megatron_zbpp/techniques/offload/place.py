@@ -9,15 +9,14 @@ from math import ceil, floor
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import B, F, Pass, Schedule, Task, W
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import HOST
-from megatron_zbpp.ir.techniques import TRANSFERS, R
-from megatron_zbpp.schedules.construct.comb import with_transfers
+from megatron_zbpp.ir.graph import HOST, TRANSFERS, R
 from megatron_zbpp.schedules.pipe_offload import planned, po
+from megatron_zbpp.techniques.amounts import Amount, chunks_of
+from megatron_zbpp.techniques.composition import require_goes_with
+from megatron_zbpp.techniques.offload.comb import with_transfers
+from megatron_zbpp.techniques.offload.graph import offload
 
-HALF, ALL = 'half', 'all'
 FREE = 'auto'  # as much as hides behind the passes
-Amount = str | int
-_WHAT = 'offload'
 
 
 def offloaded(
@@ -42,16 +41,15 @@ def offloaded(
         pairs: whether of ranks 2i and 2i + 1 one sends out while the other reads in.
 
     Raises:
-        ValueError: it has copies already, or an amount that makes no sense.
+        ValueError: it has what this does not go with, or an amount that makes no sense.
     """
-    if any(technique.name == 'offload' for technique in schedule.graph.techniques):
-        raise ValueError(f'{schedule.name} moves activations already: leave the offload out')
+    require_goes_with(schedule, offload.__name__)
     placement = schedule.placement
     costs = with_copies(costs or Costs.uniform(placement), ratio)
     if amount == FREE:
         share = free_share(costs, placement.num_chunks)
     else:
-        share = float(chunks_of(amount, placement.num_chunks))
+        share = float(chunks_of(amount, placement.num_chunks, offload.__name__, (FREE,)))
     stages = list(_worth_it(schedule, ceil(share)))
 
     def goes(forward: Pass) -> bool:
@@ -114,33 +112,6 @@ def copy_ratio(costs: Costs) -> float:
     ways = zip(*(costs.times[kind] for kind in TRANSFERS[HOST]), strict=True)
     found = (sum(way) / sum(work) for way, work in zip(ways, works, strict=True) if sum(work))
     return max(found, default=0.0)
-
-
-def chunks_of(amount: Amount, num_chunks: int, what: str = _WHAT) -> int:
-    """Return how many chunks of a rank that is.
-
-    Args:
-        amount: 'half', 'all', or a number, also as text.
-        num_chunks: of a rank.
-        what: is done with them, for errors.
-
-    Raises:
-        ValueError: none, or more than there are.
-    """
-    if amount == HALF:
-        return (num_chunks + 1) // 2
-    if amount == ALL:
-        return num_chunks
-    if isinstance(amount, str) and amount.isdecimal():
-        amount = int(amount)
-    if isinstance(amount, bool) or not isinstance(amount, int) or amount < 1:
-        words = ', '.join(repr(word) for word in (HALF, ALL, *([FREE] if what == _WHAT else [])))
-        raise ValueError(f'{what} of {amount!r}: give {words} or a number of chunks')
-    if amount > num_chunks:
-        raise ValueError(
-            f'{what} of {amount} chunks: a rank has {num_chunks}: give a number up to {num_chunks}'
-        )
-    return amount
 
 
 def with_copies(costs: Costs, ratio: float, between: Iterable[str] = ()) -> Costs:

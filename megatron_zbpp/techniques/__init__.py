@@ -1,0 +1,59 @@
+"""Techniques: whatever is done to a pipeline beyond F, B and W. Each is a folder.
+
+`graph` says WHAT: a function from graph to graph. `place` says WHEN: it puts the passes into given
+orders. `technique` is the value by which the planner, flags and commands know of it; `families` are
+schedules that are another one with the technique. Which go together says `base`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_zbpp.techniques.base import Technique
+
+NAMES = ('offload', 'recompute', 'evict')
+"""Techniques that are placed into orders."""
+
+_OWN: dict[str, Technique] = {}  # registered by others
+
+
+def find(name: str) -> Technique:
+    """Return the technique of that name, imported when it is asked for.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name in _OWN:
+        return _OWN[name]
+    if name not in NAMES:
+        raise ValueError(f'action {name!r} is unknown: use {", ".join((*NAMES, *_OWN))}')
+    return importlib.import_module(f'{__name__}.{name}.technique').TECHNIQUE
+
+
+def find_all(names: Iterable[str]) -> tuple[Technique, ...]:
+    """Return the techniques of these names, in the order of `zbpp --help`."""
+    order = (*NAMES, *_OWN)
+    return tuple(sorted(map(find, names), key=lambda technique: order.index(technique.name)))
+
+
+def placed_in_turn(techniques: Iterable[Technique]) -> list[Technique]:
+    """Return them in the order in which they are placed.
+
+    Copies are given times when all that computes is in its place.
+    """
+    return sorted(techniques, key=lambda technique: technique.moves)
+
+
+def register(technique: Technique) -> Technique:
+    """Enter a technique of one's own, so that it is found by its name; return it.
+
+    Raises:
+        ValueError: the name is one of the library's.
+    """
+    if technique.name in NAMES:
+        raise ValueError(f'technique {technique.name!r} is one of the library: choose another name')
+    _OWN[technique.name] = technique
+    return technique

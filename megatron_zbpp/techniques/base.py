@@ -1,0 +1,81 @@
+"""The value of a technique, and the table of those that do not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import Applied
+from megatron_zbpp.techniques.amounts import Amount
+
+
+class Life(NamedTuple):
+    """The activation of a microbatch of a stage, whatever is done with it.
+
+    Attributes:
+        held: how much it is.
+        forward: time of F, on its rank.
+        backward: time of B.
+        there: least time from the start of F to the end of B.
+        speed: of its rank.
+        stays: nothing moves what F saves, where it runs again.
+    """
+
+    held: float
+    forward: float
+    backward: float
+    there: float
+    speed: float
+    stays: bool
+
+
+class Way(NamedTuple):
+    """Needs of one microbatch of a stage, by one technique.
+
+    Attributes:
+        passes: time of them, beside F, B and W.
+        copies: time of them.
+        held: memory x time, between F and B.
+    """
+
+    passes: float
+    copies: float
+    held: float
+
+
+@dataclass(frozen=True, eq=False)
+class Technique:
+    """All that others know of a technique.
+
+    Attributes:
+        name: by which a user asks for it.
+        words: for people.
+        place: `place(schedule, stages, costs, limits)` puts its passes for these stages into
+            orders: where a rank holds more than its limit, or wherever there is time.
+        made: of what a graph says was applied, whether that is this technique.
+        request: `request(schedule, amount, costs)` places as much as a user asks for; None: a user
+            cannot ask for it by an amount, a planner may.
+        free: the word by which a user asks for what costs no time; empty: there is none.
+        lacks: why the costs do not say what it takes; None: they do.
+        way: of costs, a stage and its activation, the least that it needs; None: it has no bound.
+        moves: whether it moves what a forward saves.
+        pairs: whether what leaves one rank's memory is held by its partner's.
+        variants: further costs by which named schedules that have it are planned.
+        exact: `module:function` that solves small instances of it alone; see `planner.actions`.
+    """
+
+    name: str
+    words: str
+    place: Callable[[Schedule, Collection[int], Costs, Sequence[float]], Schedule]
+    made: Callable[[Applied], bool]
+    request: Callable[[Schedule, Amount, Costs | None], Schedule] | None = None
+    free: str = ''
+    lacks: Callable[[Costs], str | None] = lambda costs: None
+    way: Callable[[Costs, int, Life], Way] | None = None
+    moves: bool = False
+    pairs: bool = False
+    variants: Callable[[Costs], Iterable[Costs]] = lambda costs: ()
+    exact: str = ''

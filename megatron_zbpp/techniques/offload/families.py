@@ -1,0 +1,87 @@
+"""PO-H and PO-F: PO with some or all of its activations on the host between F and B."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_zbpp.ir import B, F, Schedule, W
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import HOST, TRANSFERS
+from megatron_zbpp.schedules.pipe_offload import BUBBLE, SOURCE, po
+from megatron_zbpp.schedules.registry import Formula, family
+from megatron_zbpp.techniques.offload.place import with_offload
+
+
+@family(
+    'po-h',
+    summary='PO with half of the chunks of each rank on the host between F and B',
+    bubble=BUBBLE,
+    memory=Formula(
+        'at most ((v+2)p/8 + 3)/v', lambda at: ((at.v + 2) * at.p / 8 + 3) / at.v, at_most=True
+    ),
+    source=SOURCE,
+    aliases=('PipeOffload-half',),
+    moves=True,
+)
+def po_h(
+    num_ranks: int, num_microbatches: int, num_chunks: int = 2, costs: Costs | None = None
+) -> Schedule:
+    """PO-H: PO, and of each rank's chunks the first half goes to the host between F and B.
+
+    Wan et al., PipeOffload, arXiv 2503.01328: chunks live the longer the earlier they
+    are, so half of them hold three quarters of the memory.
+
+        >>> print(grid(po_h(2, 4), width=76))
+        rank 0   0F0  0O0  2F0  0L0  0F1  2B0  2W0  0O1  2F1  0B0  0W0  0L1  0F2…
+        rank 1   1F0  3F0  3B0  3W0  1F1  1B0  1W0  3F1  3B1  3W1  1F2  1B1  1W1…
+
+    - Bubble: as PO's, and more where the copies take longer than planned.
+    - Peak memory: about (v+2)/(8v) of p activations, and what is in transit.
+    - When: memory is short and a copy both ways takes up to twice the time that it computes.
+    """
+    return _offloaded('po-h', num_ranks, num_microbatches, num_chunks, (num_chunks + 1) // 2, costs)
+
+
+@family(
+    'po-f',
+    summary='PO with all that has the time on the host between F and B',
+    bubble=BUBBLE,
+    memory=Formula('at most 4/v', lambda at: 4 / at.v, at_most=True),
+    source=SOURCE,
+    aliases=('PipeOffload-full',),
+    moves=True,
+)
+def po_f(
+    num_ranks: int, num_microbatches: int, num_chunks: int = 2, costs: Costs | None = None
+) -> Schedule:
+    """PO-F: PO, and all that has the time goes to the host between F and B.
+
+    Wan et al., PipeOffload, arXiv 2503.01328.
+
+        >>> print(grid(po_f(2, 4), width=76))
+        rank 0   0F0  0O0  2F0  0L0  0F1  2B0  2W0  0O1  2F1  0B0  0W0  0L1  0F2…
+        rank 1   1F0  3F0  3B0  3W0  1F1  1B0  1W0  3F1  3B1  3W1  1F2  1B1  1W1…
+
+    - Bubble: as PO's, and more where the copies take longer than planned.
+    - Peak memory: about 4 activations of a chunk, however many ranks there are.
+    - When: long sequences or wide layers, where a copy both ways takes no longer than it computes.
+    """
+    return _offloaded('po-f', num_ranks, num_microbatches, num_chunks, num_chunks, costs)
+
+
+def _offloaded(
+    name: str, p: int, m: int, num_chunks: int, moved: int, costs: Costs | None
+) -> Schedule:
+    """PO with the first `moved` chunks of each rank on the host, in slots as long as any copy.
+
+    Where costs say nothing of copies, both ways of one take as long as F, B and W.
+    """
+    base = po(p, m, num_chunks, costs)
+    ones = (1.0,) * base.placement.num_stages
+    costs = costs or Costs.of(ones, ones, ones)
+    told = [time for kind in TRANSFERS[HOST] for time in costs.times.get(kind, ())]
+    works = zip(costs.times[F], costs.times[B], costs.times[W], strict=True)
+    slot = max(told) if told else max(map(sum, works)) / 2
+    costs = costs.with_times(**dict.fromkeys(TRANSFERS[HOST], (slot,) * len(ones)))
+    stages = [s for s in range(p * num_chunks) if base.placement.chunk_of(s) < moved]
+    return replace(with_offload(base, stages, costs), name=name)

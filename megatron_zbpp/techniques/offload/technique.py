@@ -1,0 +1,48 @@
+"""Offload to the host, as others know it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import HOST, TRANSFERS
+from megatron_zbpp.techniques.base import Life, Technique, Way
+from megatron_zbpp.techniques.offload.copies import lack_of_copies, way_by_copies
+from megatron_zbpp.techniques.offload.graph import offload
+from megatron_zbpp.techniques.offload.place import FREE, offloaded, with_offload
+
+_SLOTS = (1.25, 1.5, 2.0)  # of copies, over the time that they take
+
+
+def _lacks(costs: Costs) -> str | None:
+    if lack := lack_of_copies(costs, HOST):
+        return lack
+    if not all(all(costs.times[kind]) for kind in TRANSFERS[HOST]):
+        return 'costs say that a copy takes no time: give above 0'
+    return None
+
+
+def _with_slower_copies(costs: Costs) -> Iterator[Costs]:
+    """Yield costs whose copies take longer: schedules have fewer then, and wait less for them."""
+    for slower in _SLOTS:
+        ways = {kind: tuple(slower * t for t in costs.times[kind]) for kind in TRANSFERS[HOST]}
+        yield costs.with_times(**ways)
+
+
+def _way(costs: Costs, stage: int, life: Life) -> Way:
+    return way_by_copies(costs, stage, life, HOST)
+
+
+TECHNIQUE = Technique(
+    'offload',
+    'activations on the host between F and B',
+    place=lambda schedule, stages, costs, _: with_offload(schedule, stages, costs),
+    made=lambda applied: applied.name == offload.__name__ and applied.arguments[-1] == HOST,
+    request=offloaded,
+    free=FREE,
+    lacks=_lacks,
+    way=_way,
+    moves=True,
+    variants=_with_slower_copies,
+    exact='megatron_zbpp.planner.exact_offload:solve_offload',
+)

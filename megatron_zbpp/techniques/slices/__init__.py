@@ -1,0 +1,1 @@
+"""Slices of a sequence (Seq1F1B, arXiv 2406.03488)."""

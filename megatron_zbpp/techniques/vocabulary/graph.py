@@ -1,0 +1,37 @@
+"""WHAT shards of the output layer on all ranks make of a graph."""
+
+from __future__ import annotations
+
+from megatron_zbpp.ir.graph import DEVICE, B, F, Graph, Hold, Kind, Need, Task
+from megatron_zbpp.ir.techniques import made_of
+
+
+def split_vocabulary(graph: Graph, ranks: int, barriers: int = 1) -> Graph:
+    """Each rank has a shard of the output layer: S makes its logits, T its weight gradient.
+
+    (Vocabulary Parallelism, arXiv 2411.05288.) The last stage's B waits for S on all ranks, where
+    there is one barrier (algorithm 2), or for T on all ranks, where there are two (algorithm 1).
+
+    Args:
+        graph: any.
+        ranks: of the pipeline; the shard of rank r counts as stage S + r.
+        barriers: 1 or 2.
+    """
+    if barriers not in (1, 2):
+        raise ValueError(f'{barriers} barriers: give 1 (algorithm 2) or 2 (algorithm 1)')
+    needs, holds = dict(graph.needs), dict(graph.holds)
+    last = [t for t in graph.needs if t.kind == F and t.stage == graph.num_stages - 1]
+    for task in last:
+        shards = range(graph.num_stages, graph.num_stages + ranks)
+        logits = [Task('S', shard, task.slice) for shard in shards]
+        gradients = [Task('T', shard, task.slice) for shard in shards]
+        for own, gradient in zip(logits, gradients, strict=True):
+            needs[own] = (Need(task, 'hidden'),)
+            needs[gradient] = tuple(Need(each, 'statistics') for each in logits)
+            holds[own] = (Hold(DEVICE, 'logits', 1),)
+            holds[gradient] = (Hold(DEVICE, 'logits', -1),)
+        awaited = logits if barriers == 1 else gradients
+        backward = task._replace(kind=B)
+        needs[backward] = (*needs[backward], *(Need(each, 'vocabulary') for each in awaited))
+    kinds = {'S': Kind('logits of a shard'), 'T': Kind('weight gradient of a shard')}
+    return made_of(graph, 'split_vocabulary', (ranks, barriers), needs, holds, kinds)
