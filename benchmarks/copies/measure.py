@@ -110,7 +110,7 @@ def _rank(rank: int, case: Case, port: int, results: Any) -> None:
     dist.init_process_group('gloo', store=store, rank=rank, world_size=case.num_ranks)
     schedule = case.schedule()
     programs = lower(schedule)
-    chain = [(a, b) for a, b in itertools.pairwise(schedule.placement.ranks) if a != b]
+    chain = [(a, b) for a, b in itertools.pairwise(schedule.placement.only_route) if a != b]
     channels = Channels(dist.group.WORLD, {*chain, *((b, a) for a, b in chain)}, CPU)
     way = case.ratio * 3 * case.sizes.seconds / 2
     activations = ActivationStore(CPU, copies=SleepingCopies(case.sizes.nbytes / way))

@@ -18,7 +18,7 @@ from megatron_zbpp.ir import F, Pass, Placement, Schedule
 
 def rank_order(placement: Placement) -> tuple[int, ...]:
     """Return ranks in the order in which an iteration begins: by the first stage of each."""
-    return tuple(dict.fromkeys(placement.ranks))
+    return tuple(dict.fromkeys(placement.only_route))
 
 
 def passes_ahead(schedule: Schedule) -> tuple[int, ...]:

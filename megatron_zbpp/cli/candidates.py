@@ -46,7 +46,7 @@ def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
         for name in args.placement:
             if PLACEMENTS[name](chunks):
                 placement = (Placement.loop if name == 'loop' else Placement.wave)(args.pp, chunks)
-                placements.setdefault(placement.ranks, placement)
+                placements.setdefault(placement, placement)
     if not placements:
         raise ValueError(
             f'--placement {",".join(args.placement)} cannot have {allowed} chunks per rank: '

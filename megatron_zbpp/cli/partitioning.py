@@ -266,7 +266,7 @@ def _print(found: PartitionPlan, devices: Devices) -> None:
     if not found.repeats:
         print('the clock or Ctrl-C ended the search: another run may find another plan')
     _print_ranks(found, timeline, devices)
-    if found.schedule.placement.ranks[-1] == 0 and len(found.device_order) > 1:
+    if found.schedule.placement.only_route[-1] == 0 and len(found.device_order) > 1:
         print('Megatron wants the loss on its last rank: it runs this with the ranks reversed')
 
 

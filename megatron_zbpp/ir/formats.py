@@ -311,6 +311,6 @@ def _placement(passes: list[list[Pass]]) -> Placement:
     shape = len(passes), len(ranks) // len(passes)
     for known in (Placement.loop(*shape), Placement.wave(*shape)):
         for placement in (known, known.reversed()):
-            if placement.ranks == ranks:
+            if placement.only_route == ranks:
                 return placement
     return Placement(ranks)

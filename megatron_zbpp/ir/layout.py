@@ -46,12 +46,14 @@ def layers_per_stage(
     base, extra = divmod(rest + sum(taken[stage] for stage in free), max(len(free), 1))
     counts = [fixed.get(stage, base - taken[stage]) for stage in range(stages)]
     loads = [0] * placement.num_ranks  # of what does not divide
+    holders = list(zip(*placement.routes, strict=True))
     spared = {0: not embedding, stages - 1: not loss}
     for _ in range(extra if free else 0):
-        stage = min(free, key=lambda s: (spared.get(s, False), loads[placement.ranks[s]]))
+        stage = min(free, key=lambda s: (spared.get(s, False), sum(loads[r] for r in holders[s])))
         free.remove(stage)
         counts[stage] += 1
-        loads[placement.ranks[stage]] += 1
+        for rank in holders[stage]:
+            loads[rank] += 1
     fewest = min(count + own for count, own in zip(counts, taken, strict=True))
     if fewest < 1 or min(counts) < 0 or sum(counts) != num_layers:
         given = f', of which {dict(fixed)} (layers by stage) are given' if fixed else ''

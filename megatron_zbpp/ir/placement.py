@@ -11,21 +11,22 @@ class Placement:
     """Which rank holds which stage.
 
     >>> v = Placement.v(2)
-    >>> v.ranks, v.stages(0)
+    >>> v.only_route, v.stages(0)
     ((0, 1, 1, 0), (0, 3))
     >>> two = Placement.two_way(2)
     >>> two.rank_of(0, microbatch=0), two.rank_of(0, microbatch=1), two.stages(0)
     (0, 1, (0, 1))
 
     Attributes:
-        ranks: rank of each stage, in model order. Rank r's chunks are its stages in that order.
+        first_route: rank of each stage, in model order. Rank r's chunks are its stages in that
+            order. Readers ask `only_route`, `routes` or `rank_of`.
         name: `loop`, `v`, `wave`, ...: for people; placements with equal ranks are equal.
         opposite: rank of each stage on a second route, for schedules whose microbatches run
             against each other, each on a copy of the model; empty: there is one route.
         route: which route a microbatch takes, 0 or 1: microbatch i takes entry i mod their number.
     """
 
-    ranks: tuple[int, ...]
+    first_route: tuple[int, ...]
     name: str = field(default='custom', compare=False)
     opposite: tuple[int, ...] = ()
     route: tuple[int, ...] = (0,)
@@ -37,9 +38,10 @@ class Placement:
                 raise ValueError(
                     f'placement {ranks} is not valid: give each rank 0..p-1 at least one stage'
                 )
-            if len(ranks) != len(self.ranks) or len(held) != self.num_ranks:
+            if len(ranks) != self.num_stages or len(held) != self.num_ranks:
                 raise ValueError(
-                    f'routes {self.ranks} and {ranks} differ in stages or ranks: give both alike'
+                    f'routes {self.first_route} and {ranks} differ in stages or ranks: give both '
+                    'alike'
                 )
         if not self.route or not set(self.route) <= set(range(len(self.routes))):
             raise ValueError(
@@ -50,7 +52,7 @@ class Placement:
     @property
     def routes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of the stages on each route."""
-        return (self.ranks, self.opposite) if self.opposite else (self.ranks,)
+        return (self.first_route, self.opposite) if self.opposite else (self.first_route,)
 
     @property
     def is_one_way(self) -> bool:
@@ -58,12 +60,26 @@ class Placement:
         return not self.opposite
 
     @property
+    def only_route(self) -> tuple[int, ...]:
+        """The rank of each stage, where that is the same for all microbatches.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if not self.is_one_way:
+            raise ValueError(
+                f'placement {self.name!r} has two routes, and what is asked for is for one: take a '
+                'schedule with one route, such as dualpipe-v'
+            )
+        return self.first_route
+
+    @property
     def num_stages(self) -> int:
-        return len(self.ranks)
+        return len(self.first_route)
 
     @cached_property
     def num_ranks(self) -> int:
-        return max(self.ranks) + 1
+        return max(self.first_route) + 1
 
     @cached_property
     def _stages(self) -> tuple[tuple[int, ...], ...]:
@@ -88,7 +104,7 @@ class Placement:
         """Return the route that `microbatch` takes."""
         return self.route[microbatch % len(self.route)]
 
-    def rank_of(self, stage: int, microbatch: int = 0) -> int:
+    def rank_of(self, stage: int, microbatch: int) -> int:
         """Return the rank that runs `stage` of `microbatch`.
 
         Behind the last stage comes what each rank has one of: see `ir.graph.Task`.
@@ -105,7 +121,8 @@ class Placement:
 
         That is its index among the stages of its rank.
         """
-        return tuple(self._stages[rank].index(stage) for stage, rank in enumerate(self.ranks))
+        ranks = enumerate(self.first_route)
+        return tuple(self._stages[rank].index(stage) for stage, rank in ranks)
 
     def chunk_of(self, stage: int) -> int:
         """Return the chunk of `stage`; the first for what each rank has one of."""
@@ -125,7 +142,7 @@ class Placement:
         """Return the same placement with rank r renamed to p-1-r (a V becomes a Λ and back)."""
         last = self.num_ranks - 1
         ranks, opposite = (
-            tuple(last - rank for rank in route) for route in (self.ranks, self.opposite)
+            tuple(last - rank for rank in route) for route in (self.first_route, self.opposite)
         )
         return Placement(ranks, self.name, opposite, self.route)
 

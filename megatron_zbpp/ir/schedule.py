@@ -230,7 +230,7 @@ class Schedule:
 
     def to_json(self) -> str:
         """Return one JSON object; `from_json` reads it back to an equal value."""
-        placement = {'name': self.placement.name, 'ranks': self.placement.ranks}
+        placement = {'name': self.placement.name, 'ranks': self.placement.first_route}
         if not self.placement.is_one_way:
             placement |= {'opposite': self.placement.opposite, 'route': self.placement.route}
         return json.dumps(

@@ -77,7 +77,7 @@ class StageLayout(PipelineParallelLayerLayout):
         self.input_data = layout
         self.stages = [
             self.layout[rank][chunk]
-            for rank, chunk in zip(placement.ranks, placement.chunks, strict=True)
+            for rank, chunk in zip(placement.only_route, placement.chunks, strict=True)
         ]
         self.flatten_layout = [layer for stage in self.stages for layer in stage]
         if not placement.is_loop and any(LayerType.mtp in stage for stage in self.stages[:-1]):
@@ -147,7 +147,7 @@ def text_of(model: torch.nn.Module, placement: Placement) -> str | None:
     chunks = placement.num_chunks
     counts = [
         get_num_layers_to_build(config, chunk if chunks > 1 else None, rank)
-        for rank, chunk in zip(placement.ranks, placement.chunks, strict=True)
+        for rank, chunk in zip(placement.only_route, placement.chunks, strict=True)
     ]
     return layout_string(counts, getattr(config, 'mtp_num_layers', None) or 0)
 

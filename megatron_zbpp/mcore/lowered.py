@@ -26,10 +26,10 @@ def for_megatron(schedule: Schedule) -> Schedule:
     require_one_route(schedule)
     last = schedule.num_ranks - 1
     for candidate in (schedule, schedule.reversed()):
-        if candidate.placement.ranks[-1] == last:
+        if candidate.placement.only_route[-1] == last:
             return candidate
     raise ValueError(
-        f'{schedule.name} places the last stage on rank {schedule.placement.ranks[-1]}: '
+        f'{schedule.name} places the last stage on rank {schedule.placement.only_route[-1]}: '
         f'Megatron needs it on the first or last rank (0 or {last})'
     )
 

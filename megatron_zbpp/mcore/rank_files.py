@@ -172,7 +172,7 @@ def _by_megatron(args: Any, placement: Placement) -> list[int]:
             args, 'account_for_loss_in_pipeline_split', False
         ),
     )
-    where = zip(placement.ranks, placement.chunks, strict=True)
+    where = zip(placement.only_route, placement.chunks, strict=True)
     return [get_num_layers_to_build(config, c if several else None, r) for r, c in where]
 
 

@@ -128,8 +128,8 @@ class Session:
         """
         key = (pp_group, placement, shapes)
         if key not in self._channels:
-            ranks = placement.ranks
-            steps = [(a, b) for a, b in itertools.pairwise(ranks) if a != b]
+            neighbours = itertools.chain(*map(itertools.pairwise, placement.routes))
+            steps = [(a, b) for a, b in neighbours if a != b]
             pairs = {*steps, *((b, a) for a, b in steps)}
             self._channels[key] = Channels(
                 pp_group,

@@ -60,10 +60,11 @@ class Bounds:
         """Return what no schedule on this partition is below: of its heads and its work."""
         space, m, placement = self.space, self.space.num_microbatches, partition.placement
         heads, backs = self._ways(partition)
+        ranks = placement.only_route
         work = [0.0] * placement.num_ranks
         found, at = 0.0, 0
         for stage, cut in enumerate(partition.cuts):
-            rank, before, at = placement.ranks[stage], at, at + cut
+            rank, before, at = ranks[stage], at, at + cut
             f, b, w = self._own(partition, stage, before, at)
             work[rank] += f + b + w
             if placement.num_chunks == 1 and space.objective == 'makespan':
@@ -76,7 +77,8 @@ class Bounds:
 
     def _own(self, partition: Partition, stage: int, start: int, end: int) -> Factors:
         """Return times of F, B and W of a stage of these layers."""
-        device = self.space.devices.devices[partition.order[partition.placement.ranks[stage]]]
+        rank = partition.placement.only_route[stage]
+        device = self.space.devices.devices[partition.order[rank]]
         return self._times(device.factors, start, end)
 
     def _times(self, factors: Factors, start: int, end: int) -> Factors:
@@ -86,7 +88,7 @@ class Bounds:
 
     def _ways(self, partition: Partition) -> tuple[list[float], list[float]]:
         """Return, by stage, the time before its first F, and after its last B."""
-        ranks, order, devices = partition.placement.ranks, partition.order, self.space.devices
+        ranks, order, devices = partition.placement.only_route, partition.order, self.space.devices
         heads, backs = [0.0], [0.0]
         at = 0
         for stage, cut in enumerate(partition.cuts[:-1]):

@@ -88,7 +88,7 @@ def moved_layers(space: Space, partition: Partition, idle: list[float]) -> Itera
 
     From the busiest rank to the idlest first.
     """
-    ranks, cuts = partition.placement.ranks, partition.cuts
+    ranks, cuts = partition.placement.only_route, partition.cuts
     by_work = sorted(range(len(cuts)), key=lambda stage: idle[ranks[stage]])
     for giver in by_work[:_FEW]:
         for taker in by_work[::-1][:_FEW]:

@@ -156,8 +156,8 @@ def partition(
 
 def _loss_last(placement: Placement) -> Placement:
     """Return it with the loss on the last rank, where Megatron's is, if that is so in reverse."""
-    last, other = placement.num_ranks - 1, placement.reversed()
-    return other if placement.ranks[-1] != last == other.ranks[-1] else placement
+    on_first = placement.num_ranks > 1 and placement.only_route[-1] == 0
+    return placement.reversed() if on_first else placement
 
 
 def partition_by(strategy: str, space: Space) -> tuple[PartitionPlan, str]:

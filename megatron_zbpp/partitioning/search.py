@@ -201,7 +201,8 @@ class Finder:
     def _balanced(self, placement: Placement, order: tuple[int, ...]) -> Partition:
         """Return stages of about equal time on the devices that they are on."""
         times = [layer.time for layer in self.space.layers]
-        speeds = [3 / sum(self.space.devices.devices[order[r]].factors) for r in placement.ranks]
+        devices = [self.space.devices.devices[order[rank]] for rank in placement.only_route]
+        speeds = [3 / sum(device.factors) for device in devices]
         splits = sorted(self.space.layers.splits())
         total, share, done, at = sum(times), sum(speeds), 0.0, 0
         ends: list[int] = []

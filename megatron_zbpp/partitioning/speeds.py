@@ -66,7 +66,7 @@ def measured_devices(
     ranks = range(placement.num_ranks)
     factors = (1.0,) * len(ranks)
     if layers_alike and len(stages) == placement.num_stages:
-        factors = rank_factors(stages, placement.ranks, costs)
+        factors = rank_factors(stages, placement.only_route, costs)
     links = tuple(tuple(costs.edge(a, b) for b in ranks) for a in ranks)
     return Devices(tuple(Device(str(rank), (x, x, x)) for rank, x in enumerate(factors)), links)
 

@@ -38,7 +38,7 @@ def stage_costs(layers: Layers, devices: Devices, partition: Partition) -> Costs
         partition: of as many stages as its placement has.
     """
     held = layers.stages(partition.cuts)
-    ranks, order = partition.placement.ranks, partition.order
+    ranks, order = partition.placement.only_route, partition.order
     times: list[tuple[float, ...]] = []
     for own, rank in zip(held, ranks, strict=True):
         sums = [sum(getattr(x, name) for x in own) for name in ('forward', 'backward', 'weight')]
@@ -59,7 +59,7 @@ def _edges(
     layers: Layers, devices: Devices, partition: Partition
 ) -> tuple[tuple[int, int, float], ...]:
     """Latencies between ranks that hold neighbouring stages, both ways."""
-    ranks, order = partition.placement.ranks, partition.order
+    ranks, order = partition.placement.only_route, partition.order
     found: dict[tuple[int, int], float] = {}
     at = 0
     for stage, count in enumerate(partition.cuts[:-1]):
@@ -76,7 +76,8 @@ def _edges(
 def parameters_held(layers: Layers, partition: Partition) -> tuple[float, ...]:
     """Return what parameters take on each rank."""
     static = [0.0] * partition.placement.num_ranks
-    for own, rank in zip(layers.stages(partition.cuts), partition.placement.ranks, strict=True):
+    ranks = partition.placement.only_route
+    for own, rank in zip(layers.stages(partition.cuts), ranks, strict=True):
         static[rank] += sum(layer.parameters for layer in own)
     return tuple(static)
 

@@ -129,7 +129,7 @@ class _Model(Model):
         for (stage, i), copies in self._copies.items():
             if solver.value(copies.moves):
                 gone.add(stage)
-                own = entries[problem.placement.ranks[stage]]
+                own = entries[problem.placement.only_route[stage]]
                 out, back = TRANSFERS[HOST]
                 own.append((solver.value(copies.free), 0, Pass(out, stage, i)))
                 own.append((solver.value(copies.taken), 1, Pass(back, stage, i)))

@@ -83,7 +83,7 @@ def _ways(problem: Problem, stage: int, actions: Sequence[Technique], both: bool
         both: whether its rank counts as one with its partner.
     """
     costs, durations = problem.costs, problem.durations
-    count, rank = problem.placement.num_stages, problem.placement.ranks[stage]
+    count, rank = problem.placement.num_stages, problem.placement.only_route[stage]
     speed = costs.speeds[rank] if costs.speeds else 1.0
     held = costs.amounts['activation'][stage]
     there = problem.arrivals[2 * count + stage] - problem.arrivals[stage]  # F begins, B ends

@@ -80,7 +80,8 @@ class Problem:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Rank of each queue."""
-        return tuple(self.placement.ranks[task.stage] for task in self._tasks)
+        ranks = self.placement.only_route
+        return tuple(ranks[task.stage] for task in self._tasks)
 
     @cached_property
     def queues(self) -> tuple[tuple[int, ...], ...]:

@@ -42,7 +42,7 @@ def request(
     """Return what the worker reads.
 
     Args:
-        placement: to plan on; its stage 0 is on rank 0.
+        placement: to plan on, of one route; its stage 0 is on rank 0.
         costs: of its stages.
         num_microbatches: m.
         memory_limit: most that a rank may hold, in the unit of `costs.amounts`.
@@ -50,7 +50,7 @@ def request(
         objective: 'makespan' or 'window'.
     """
     inputs: dict[str, Any] = {
-        'ranks': placement.ranks,
+        'ranks': placement.only_route,
         'costs': asdict(costs),
         'num_microbatches': num_microbatches,
         'memory_limit': memory_limit,

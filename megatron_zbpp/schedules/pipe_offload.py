@@ -116,7 +116,7 @@ def slots_of(placement: Placement, num_microbatches: int, group: int) -> Slots:
     starts = [3 * (group * c + c * common // v) for c in range(v)]
     slack = min((starts[c] - starts[c - 1] - d for c in range(1, v)), default=d - 1)
     block: dict[tuple[str, int], int] = {}
-    for stage, rank in enumerate(placement.ranks):
+    for stage, rank in enumerate(placement.only_route):
         chunk, late = stage // d, max(0, min(rank, slack))
         backward = starts[-1] + 3 * d - 2 * (rank + 1) + starts[v - 1 - chunk] + late
         block |= {

@@ -46,7 +46,7 @@ def executed(schedule, fails=False):
     }
     activations.keep(p for stage in stages.values() for p in stage.parameters())
     message = Message((ROWS, WIDTH), torch.float32, CPU)
-    ranks = schedule.placement.ranks
+    ranks = schedule.placement.only_route
     pairs = {
         (a, b) for a in set(ranks) for b in set(ranks) if abs(a - b) in (1, len(set(ranks)) - 1)
     }

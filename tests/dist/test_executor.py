@@ -147,7 +147,7 @@ def test_forward_only(ranks, name):
     schedule = build(name, 2, 4).forward_only()
     results = ranks(2).run(execute, schedule, False)
     losses, _ = reference(schedule.num_stages, 4, train=False)
-    last = schedule.placement.ranks[-1]
+    last = schedule.placement.only_route[-1]
     made, _, live = results[last]
     assert made[schedule.num_stages - 1][0] == losses
     assert not any(live), 'evaluation keeps no activations'

@@ -17,7 +17,7 @@ from scripts import house
 def test_figures_stay_under_their_ceilings(figure):
     if figure.count is house.imported_lines and importlib.util.find_spec('megatron') is None:
         pytest.skip('megatron-core is not installed')
-    assert 0 < figure.count() <= figure.ceiling
+    assert 0 <= figure.count() <= figure.ceiling
 
 
 def test_the_page_has_the_ceilings():
@@ -34,7 +34,7 @@ def test_what_is_counted(monkeypatch, tmp_path):
     monkeypatch.setattr(house, 'PACKAGE', tmp_path)
     (tmp_path / 'techniques').mkdir()
     (tmp_path / 'ir').mkdir()
-    reader = '"""What it is."""\nname = placement.ranks\n'
+    reader = '"""What it is."""\nname = placement.first_route\n'
     (tmp_path / 'one.py').write_text('offloaded = 1\n' + reader)
     (tmp_path / 'two.py').write_text('# offload\ntext = "recompute"\n')
     (tmp_path / 'techniques' / 'offload.py').write_text('def offload():\n    "Whether so."\n')

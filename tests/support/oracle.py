@@ -24,7 +24,7 @@ def _complete(schedule: Schedule) -> bool:
     """Each stage's rank does for each microbatch F, and B with W or BW; or everywhere F only."""
     stages, microbatches = range(schedule.num_stages), range(schedule.num_microbatches)
     for rank, p in schedule:
-        if p.stage not in stages or schedule.placement.ranks[p.stage] != rank:
+        if p.stage not in stages or schedule.placement.only_route[p.stage] != rank:
             return False
         if p.microbatch not in microbatches or p.kind not in (F, B, W, BW):
             return False
@@ -144,7 +144,7 @@ def spans(
         costs: of a microbatch of size 1.
         sizes: of the microbatches; default: 1.
     """
-    ranks, everything = schedule.placement.ranks, {p for _, p in schedule}
+    ranks, everything = schedule.placement.only_route, {p for _, p in schedule}
 
     def time(p: Pass, costs: Costs) -> float:
         return duration(p, costs) * (sizes[p.microbatch] if sizes else 1)
@@ -180,7 +180,7 @@ def random_schedule(random: Random, placement: Placement, num_microbatches: int)
             todo.update(Pass(kind, stage, i) for kind in kinds)
     orders: list[list[Pass]] = [[] for _ in range(placement.num_ranks)]
     for p in _any_order(random, todo):
-        orders[placement.ranks[p.stage]].append(p)
+        orders[placement.only_route[p.stage]].append(p)
     return Schedule.of('random', placement, num_microbatches, orders)
 
 

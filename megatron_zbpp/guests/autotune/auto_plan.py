@@ -252,4 +252,4 @@ def _words(costs: Costs, full: float | None) -> str:
 
 def _mirrored(schedule: Schedule) -> bool:
     """Return whether its ranks are those of the paper in reverse: see `mcore.layout`."""
-    return schedule.placement.ranks[0] != 0
+    return schedule.placement.only_route[0] != 0

@@ -71,7 +71,7 @@ def look(
     """
     placement, stages = schedule.placement, layout.split('|')
     devices = measured_devices(stages, placement, costs, layers_alike)
-    factors = [devices.devices[rank].factors[0] for rank in placement.ranks]
+    factors = [devices.devices[rank].factors[0] for rank in placement.only_route]
     layers, error = fit_layers([(layout, costs)], factors=factors)
     where = Partition(placement, tuple(map(len, stages)), tuple(range(placement.num_ranks)))
     fitted = stage_costs(layers, devices, where)

@@ -107,7 +107,7 @@ def fixed_layers(args: argparse.Namespace, placement: Placement) -> dict[int, in
                 f'{flag(name)} {layers} does not divide among {placement.num_chunks} chunks: give '
                 'a multiple, or --pipeline-model-parallel-layout'
             )
-        same = placement.stages(placement.ranks[end]) if placement.is_loop else (end,)
+        same = placement.stages(placement.only_route[end]) if placement.is_loop else (end,)
         fixed |= dict.fromkeys(same, each)
     return fixed
 

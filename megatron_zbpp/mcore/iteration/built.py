@@ -92,14 +92,14 @@ def _require_model_order(stack: str, found: list[list[int | None]], placement: P
     Raises:
         ValueError: they do not.
     """
-    once = list(map(_once, found))
+    once, ranks = list(map(_once, found)), placement.only_route
     for built in (once, list(map(_in_place, found))):
         flat = [number for numbers in built for number in numbers]
         if flat == list(range(1, len(flat) + 1)):
             return
     raise ValueError(
         f'the layers of {stack} were not built where the schedule has its stages, or not all of '
-        f'them: by stage {once}, in ranks {placement.ranks}; let the model take its layers from '
+        f'them: by stage {once}, in ranks {ranks}; let the model take its layers from '
         'pipeline_model_parallel_layout, or take a schedule whose stages go around the ranks once, '
         'such as zb-h1, for layers that are pruned or have other numbers than 1 to n'
     )

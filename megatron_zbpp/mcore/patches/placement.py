@@ -79,7 +79,7 @@ def _is_pp_first_stage(original: Callable, placement: Placements) -> Callable:
     def is_pp_first_stage(pp_group: dist.ProcessGroup) -> bool:
         if pp_group.size() == 1:
             return original(pp_group)
-        return pp_group.rank() == placement(pp_group.size()).ranks[0]
+        return pp_group.rank() == placement(pp_group.size()).only_route[0]
 
     return is_pp_first_stage
 
@@ -91,7 +91,7 @@ def _is_pipeline_first_stage(original: Callable, placement: Placements) -> Calla
         if size == 1:
             return original(ignore_virtual, vp_stage)
         rank = parallel_state.get_pipeline_model_parallel_rank()
-        first = rank == placement(size).ranks[0] or (bool(_building) and rank == 0)
+        first = rank == placement(size).only_route[0] or (bool(_building) and rank == 0)
         return first and (ignore_virtual or not vp_stage)
 
     return is_pipeline_first_stage
@@ -107,7 +107,7 @@ def _with_embedding_ranks(agree: Agree, original: Callable, placement: Placement
         given = bound.arguments.get('get_embedding_ranks') or parallel_state.default_embedding_ranks
 
         def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-            if len(pp_ranks) == 1 or placement(len(pp_ranks)).ranks[0] == 0:
+            if len(pp_ranks) == 1 or placement(len(pp_ranks)).only_route[0] == 0:
                 return given(pp_ranks)
             return [pp_ranks[-1]]
 
@@ -197,7 +197,7 @@ def _with_whole_batch(original: Callable, placement: Placements) -> Callable:
     def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
         size = parallel_state.get_pipeline_model_parallel_world_size()
         if size > 1:
-            ranks = placement(size).ranks
+            ranks = placement(size).only_route
             both = parallel_state.get_pipeline_model_parallel_rank() == ranks[0] == ranks[-1]
             whole = both or masks.given_to_all(placement)
             kwargs['mtp_on_this_rank'] = kwargs.get('mtp_on_this_rank', False) or whole

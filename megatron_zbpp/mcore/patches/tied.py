@@ -65,7 +65,7 @@ def _tying(original: Callable, placement: Placements) -> Callable:
         if self.pre_process:
             latest[:] = [weakref.ref(self)]
         elif self.post_process and has_embedding(self):
-            ranks = placement(self.config.pipeline_model_parallel_size).ranks
+            ranks = placement(self.config.pipeline_model_parallel_size).only_route
             if ranks[0] == ranks[-1]:
                 embedding = latest[0]().shared_embedding_or_output_weight()
                 with torch.no_grad():

@@ -46,7 +46,7 @@ def barriers(args: Any, placement: Placement) -> Iterator[str]:
             f'rerun_mode={args.rerun_mode}: ranks agree in each iteration on whether it is to be '
             'run again; --rerun-mode disabled'
         )
-    ends = placement.ranks[0], placement.ranks[-1]
+    ends = placement.only_route[0], placement.only_route[-1]
     if not getattr(args, 'untie_embeddings_and_output_weights', True) and ends[0] != ends[1]:
         yield (
             'untie_embeddings_and_output_weights=False: first and last rank sum the gradients of '

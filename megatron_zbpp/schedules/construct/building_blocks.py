@@ -31,12 +31,11 @@ def repeat(block: Mapping[tuple[str, int], int], interval: int, num_microbatches
 
 def with_weights(slots: Slots, placement: Placement) -> Slots:
     """`slots` with the W of each B in the first slot after it that its rank has free."""
-    full = dict(slots)
+    full, ranks = dict(slots), placement.only_route
     rows = _rows(slots, placement)
     for p, slot in sorted(slots.items(), key=lambda item: item[1]):
         if p.kind == B:
-            row = rows[placement.ranks[p.stage]]
-            full[p._replace(kind=W)] = row.take_after(slot)
+            full[p._replace(kind=W)] = rows[ranks[p.stage]].take_after(slot)
     return full
 
 
@@ -59,22 +58,22 @@ def tighten(
         start: passes before this slot stay where they are, ...
         stop: ... and those from this slot on, if given.
     """
-    moved = dict(slots)
+    moved, ranks = dict(slots), placement.only_route
     rows = _rows(slots, placement)
     needs = _needs(placement.num_stages, frozenset(p.kind for p in slots))
     for p, slot in sorted(slots.items(), key=lambda item: (item[1], item[0].stage)):
         if start <= slot and (stop is None or slot < stop):
             earliest = max((moved[q] + _WIDTHS[q.kind] for q in _before(p, needs)), default=0)
-            row = rows[placement.ranks[p.stage]]
-            moved[p] = row.move_up(p.kind, slot, earliest, limit)
+            moved[p] = rows[ranks[p.stage]].move_up(p.kind, slot, earliest, limit)
     return moved
 
 
 def orders(slots: Slots, placement: Placement) -> list[list[Pass]]:
     """Per rank, its passes in order of their slots."""
+    ranks = placement.only_route
     result: list[list[Pass]] = [[] for _ in range(placement.num_ranks)]
     for p, _ in sorted(slots.items(), key=lambda item: item[1]):
-        result[placement.ranks[p.stage]].append(p)
+        result[ranks[p.stage]].append(p)
     return result
 
 
@@ -169,7 +168,8 @@ def _changes(kinds: frozenset[str]) -> dict[str, int]:
 
 def _rows(slots: Slots, placement: Placement) -> list[_Row]:
     changes = _changes(frozenset(p.kind for p in slots))
+    ranks = placement.only_route
     of_rank: list[Slots] = [{} for _ in range(placement.num_ranks)]
     for p, slot in slots.items():
-        of_rank[placement.ranks[p.stage]][p] = slot
+        of_rank[ranks[p.stage]][p] = slot
     return [_Row(held, changes) for held in of_rank]

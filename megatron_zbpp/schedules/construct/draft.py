@@ -49,7 +49,7 @@ class _Step(NamedTuple):
 
 def _steps(placement: Placement, costs: Costs) -> dict[str, list[_Step]]:
     """By kind and stage."""
-    graph, ranks = chain(placement.num_stages), placement.ranks
+    graph, ranks = chain(placement.num_stages), placement.only_route
     changes = costs.changes(graph)
     return {
         kind: [
@@ -87,6 +87,7 @@ class Draft:
     ) -> None:
         num_ranks = placement.num_ranks
         self.placement = placement
+        self._ranks = placement.only_route
         self.num_microbatches = num_microbatches
         self.costs = costs or equal_costs(placement)
         self._steps = _steps(placement, self.costs)
@@ -116,13 +117,13 @@ class Draft:
 
     def has_room(self, stage: int, amount: float, limit: float) -> bool:
         """Return whether the rank of `stage` may hold `amount` more and stay within `limit`."""
-        held = self.held[self.placement.ranks[stage]]
+        held = self.held[self._ranks[stage]]
         return within(held + amount, limit)
 
     def put(self, p: Pass, not_before: float = 0.0) -> float:
         """Append `p` to its rank's order, as early as it may start; return its end."""
         kind, stage, microbatch, _ = p
-        rank = self.placement.ranks[stage]
+        rank = self._ranks[stage]
         start = max(self.clock[rank], self.arrival(p), not_before)
         step = self._steps[kind][stage]
         if self.orders[rank]:

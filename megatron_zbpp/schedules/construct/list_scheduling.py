@@ -64,7 +64,7 @@ def _needs(draft: Draft, lanes: Sequence[Sequence[Lane]]) -> list[float]:
         sum(activation[other] for other in placement.stages(rank) if other >= stage)
         if len(lanes[rank]) > 1
         else activation[stage]
-        for stage, rank in enumerate(placement.ranks)
+        for stage, rank in enumerate(placement.only_route)
     ]
 
 
@@ -83,7 +83,7 @@ def _next(
 
 def _receivers(placement: Placement) -> dict[tuple[str, int], set[int]]:
     """By kind and stage of a pass, other ranks that may have waited for it."""
-    graph, ranks = chain(placement.num_stages), placement.ranks
+    graph, ranks = chain(placement.num_stages), placement.only_route
     found: dict[tuple[str, int], set[int]] = {}
     for kind, stage in product(graph.kinds, range(placement.num_stages)):
         fed = (taker for task in graph.tasks(kind, stage) for taker, _ in graph.feeds[task])

@@ -40,7 +40,7 @@ def test_programs_stay_free_of_deadlock_and_in_order(schedule, early):
 @given(schedules())
 def test_what_is_ahead_needs_nothing_from_behind(schedule):
     order = rank_order(schedule.placement)
-    counts, rank_of = passes_ahead(schedule), schedule.placement.ranks
+    counts, rank_of = passes_ahead(schedule), schedule.placement.only_route
     ahead = passes_run_ahead(schedule, counts, len(order))
     assert counts[order[-1]] == 0
     for p in ahead:

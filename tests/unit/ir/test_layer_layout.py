@@ -22,6 +22,8 @@ from megatron_zbpp.ir.layout import ModelLayout, layers_per_stage, layout_string
         (9, Placement.v(2), (False, True), [2, 3, 2, 2]),
         (9, Placement.v(2), (True, True), [2, 3, 3, 1]),
         (8, Placement.v(3), (False, False), [1, 2, 2, 1, 1, 1]),  # one more a rank at most
+        # ranks 0 and 1 hold stages 0 and 1, each on one of two routes
+        (8, Placement((0, 1, 2, 3), '', (1, 0, 3, 2), (0, 1)), (True, True), [2, 2, 3, 1]),
     ],
 )
 def test_layers_are_spread_evenly(num_layers, placement, ends, counts):

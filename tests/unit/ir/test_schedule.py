@@ -30,16 +30,23 @@ def test_pass_of_another_form(text):
 
 
 def test_placements():
-    assert Placement.loop(3, 2).ranks == (0, 1, 2, 0, 1, 2)
-    assert Placement.v(3).ranks == (0, 1, 2, 2, 1, 0)
-    assert Placement.wave(2, 4).ranks == (0, 1, 1, 0, 0, 1, 1, 0)
+    assert Placement.loop(3, 2).only_route == (0, 1, 2, 0, 1, 2)
+    assert Placement.v(3).only_route == (0, 1, 2, 2, 1, 0)
+    assert Placement.wave(2, 4).only_route == (0, 1, 1, 0, 0, 1, 1, 0)
     named = Placement.loop(3, 2), Placement.v(3), Placement.wave(3, 2), Placement.wave(2, 4)
     assert [placement.name for placement in named] == ['loop', 'v', 'v', 'wave']
     vee = Placement.v(3)
     assert [vee.stages(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
     assert vee.chunks == (0, 0, 0, 1, 1, 1) and vee.num_chunks == 2
-    assert vee.reversed().ranks == (2, 1, 0, 0, 1, 2) and vee.reversed().reversed() == vee
+    assert vee.reversed().only_route == (2, 1, 0, 0, 1, 2) and vee.reversed().reversed() == vee
     assert vee.reversed().name == vee.name
+
+
+def test_two_routes_have_no_only_one():
+    two = Placement.two_way(2)
+    assert two.routes == ((0, 1), (1, 0)) and not two.is_one_way
+    with pytest.raises(ValueError, match=r"'two-way' has two routes.*: take a schedule with one"):
+        two.only_route  # noqa: B018
 
 
 @pytest.mark.parametrize('ranks', [(), (1,), (0, 2), (-1, 0)])
@@ -105,5 +112,5 @@ def test_reversed_and_forward_only():
 def test_placements_are_equal_by_their_ranks():
     """A plan's placement has no name, and a model that was laid out for a V fits it."""
     v = Placement.v(4)
-    assert Placement(v.ranks) == v and hash(Placement(v.ranks)) == hash(v)
-    assert Placement(v.ranks) != v.reversed()
+    assert Placement(v.only_route) == v and hash(Placement(v.only_route)) == hash(v)
+    assert Placement(v.only_route) != v.reversed()

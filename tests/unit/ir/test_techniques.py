@@ -297,7 +297,9 @@ def test_techniques_compose(techniques):
         for task in order
         if (m + 1) % graph.kinds[task.kind].every == 0
     ]
-    orders = [[p for p in passes if placement.rank_of(p.stage) == rank] for rank in range(2)]
+    orders = [
+        [p for p in passes if placement.rank_of(p.stage, p.microbatch) == rank] for rank in range(2)
+    ]
     schedule = Schedule.of('composed', placement, 2, orders, graph)
     check(schedule)
     costs = unit_costs(placement, amounts={'input': (0.5, 0.5), 'logits': (0, 0, 1.0, 1.0)})

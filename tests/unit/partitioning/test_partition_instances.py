@@ -123,7 +123,7 @@ def test_a_slow_device_on_a_v_is_megatrons_rank(slow, keep_order):
     )
     check(found.schedule)
     placement = found.schedule.placement
-    assert placement.ranks == (2, 1, 0, 0, 1, 2)
+    assert placement.only_route == (2, 1, 0, 0, 1, 2)
     held = [sum(found.cuts[s] for s in placement.stages(rank)) for rank in range(3)]
     assert held[found.device_order.index(slow)] == min(held) < 5
     assert found.value == simulate(found.schedule, found.costs).makespan

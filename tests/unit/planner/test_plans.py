@@ -71,7 +71,7 @@ def best_named(candidates: list[Candidate], m: int, asked: dict) -> float:
             limit = asked['memory_limit']
             limits = limit if isinstance(limit, list) else [limit or inf] * placement.num_ranks
             peaks = peak(split(schedule), costs)
-            if schedule.placement.ranks == placement.ranks and all(
+            if schedule.placement.only_route == placement.only_route and all(
                 held <= allowed + 1e-9 for held, allowed in zip(peaks, limits, strict=True)
             ):
                 timeline = simulate(schedule, costs)

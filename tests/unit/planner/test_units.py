@@ -54,7 +54,7 @@ def in_their_time(costs: Costs, placement: Placement) -> Costs:
     """The same, with what passes take on their ranks instead of speeds."""
 
     def taken(times: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(t / SPEEDS[placement.ranks[s]] for s, t in enumerate(times))
+        return tuple(t / SPEEDS[placement.only_route[s]] for s, t in enumerate(times))
 
     return replace(
         costs,

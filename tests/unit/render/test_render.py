@@ -384,7 +384,7 @@ def test_perfetto_passes_arrows_and_counters(name: str) -> None:
         assert made['ts'] <= start['ts'] <= made['ts'] + made['dur'] <= end['ts'] == took['ts']
         arrows.add((maker, taker))
     everything = {p for _, p in schedule}
-    ranks = schedule.placement.ranks
+    ranks = schedule.placement.only_route
     assert arrows == {
         (str(q), str(p))
         for rank, p in schedule
