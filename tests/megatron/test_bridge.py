@@ -86,14 +86,7 @@ def enabling(folder, changes, schedule='zb-v'):
     from megatron_zbpp.mcore import enabled
 
     made, _ = recipe.config(folder)
-    for name, value in changes.items():
-        *path, last = name.split('.')
-        if last == 'comm_overlap':
-            value = recipe.overlaps(**value)
-        owner = made
-        for each in path:
-            owner = getattr(owner, each)
-        setattr(owner, last, value)
+    recipe.change(made, changes)
     try:
         ours.enable(made, schedule)
         model = made.model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -321,3 +323,86 @@ class Faulty:
                 yield codes
             except SystemExit as left:
                 codes.append(left.code)
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """A rank gets SIGTERM in the middle of an iteration, in a forward; gives those forwards' calls.
+
+    Attributes:
+        iteration: that one, counted from where the run begins.
+        rank: that one.
+        ahead: in a forward of the next iteration, which runs within the optimizer's step.
+    """
+
+    iteration: int
+    rank: int
+    ahead: bool
+
+    @contextmanager
+    def __call__(self, training: Any) -> Iterator[list[str]]:
+        import torch.distributed as dist
+        from megatron.core.models.gpt import GPTModel
+
+        iterations, stepping, found = [], [], []
+        train_step, setup = training.train_step, training.setup_model_and_optimizer
+        forward, before = GPTModel.forward, signal.getsignal(signal.SIGTERM)
+
+        def counting_step(*args, **kwargs):
+            iterations.append(None)
+            return train_step(*args, **kwargs)
+
+        def setup_model_and_optimizer(*args, **kwargs):
+            model, optimizer, scheduler = setup(*args, **kwargs)
+            step = optimizer.step
+
+            def noting_step(*args, **kwargs):
+                stepping.append(None)
+                try:
+                    return step(*args, **kwargs)
+                finally:
+                    stepping.clear()
+
+            optimizer.step = noting_step
+            return model, optimizer, scheduler
+
+        def signalled_forward(*args, **kwargs):
+            here = dist.get_rank() == self.rank and len(iterations) == self.iteration
+            if here and bool(stepping) == self.ahead and not found:
+                found.append('in the step' if stepping else 'before it')
+                os.kill(os.getpid(), signal.SIGTERM)
+            return forward(*args, **kwargs)
+
+        with (
+            mock.patch.object(training, 'train_step', counting_step),
+            mock.patch.object(training, 'setup_model_and_optimizer', setup_model_and_optimizer),
+            mock.patch.object(GPTModel, 'forward', signalled_forward),
+        ):
+            try:
+                yield found
+            finally:
+                signal.signal(signal.SIGTERM, before)
+
+
+@dataclass(frozen=True)
+class Late:
+    """The program has begun an hour earlier, as it turns out in an iteration.
+
+    Attributes:
+        iteration: that one, counted from where the run begins.
+    """
+
+    iteration: int
+
+    @contextmanager
+    def __call__(self, training: Any) -> Iterator[None]:
+        iterations, train_step = [], training.train_step
+
+        def counting_step(*args, **kwargs):
+            iterations.append(None)
+            if len(iterations) == self.iteration:
+                training._TRAIN_START_TIME -= 3600
+            return train_step(*args, **kwargs)
+
+        with mock.patch.object(training, 'train_step', counting_step):
+            yield None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
+import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,8 +177,35 @@ def overlaps(tp_comm_overlap: bool = False, **asked: bool) -> Any:
     return CommOverlapConfig(tp_comm_overlap=tp_comm_overlap, data_parallel_size=1, **asked)
 
 
-def train(folder: Path, schedule: str, post_validation: bool | int, kind: str) -> Trained:
-    """Runs on each rank: `pretrain` of Bridge, by `schedule`; 'megatron' is Megatron's own."""
+def change(made: Any, changes: Mapping[str, Any]) -> None:
+    """Set fields of a configuration.
+
+    Args:
+        made: the configuration.
+        changes: values by the field's name, as `model.num_layers`.
+    """
+    for name, value in changes.items():
+        path, _, last = name.rpartition('.')
+        owner = functools.reduce(getattr, path.split('.'), made) if path else made
+        setattr(owner, last, overlaps(**value) if last == 'comm_overlap' else value)
+
+
+def train(
+    folder: Path,
+    schedule: str,
+    post_validation: bool | int,
+    kind: str,
+    changes: Mapping[str, Any] = types.MappingProxyType({}),
+) -> Trained:
+    """Runs on each rank: `pretrain` of Bridge, by `schedule`; 'megatron' is Megatron's own.
+
+    Args:
+        folder: of the weights.
+        schedule: see above.
+        post_validation: as for `enable`.
+        kind: of recipe.
+        changes: to its configuration.
+    """
     from megatron.bridge.training import pretrain as entry
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.gpt_step import forward_step
@@ -198,6 +228,7 @@ def train(folder: Path, schedule: str, post_validation: bool | int, kind: str) -
             found['weights'] = hashes(converter, context.model)
 
     made, converter = config(folder, kind)
+    change(made, changes)
     try:
         if schedule != 'megatron':
             ours.enable(made, schedule, post_validation=post_validation)
@@ -223,7 +254,10 @@ def _sums(weight: torch.Tensor) -> str:
 def forget() -> None:
     """Everything that Bridge keeps in modules, and the plugin."""
     from megatron.bridge.training.initialize import destroy_global_state
+    from megatron.bridge.training.utils import checkpoint_utils
 
+    checkpoint_utils.read_train_state.cache_clear()  # what it gives out is then trained on
+    checkpoint_utils.read_run_config.cache_clear()
     with contextlib.suppress(Exception):
         destroy_global_state()
     forget_groups()
