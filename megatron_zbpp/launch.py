@@ -46,8 +46,9 @@ def main(argv: list[str] | None = None) -> None:
         '--cpu',
         action='store_true',
         help='run on CPU and gloo, with the flags that this needs; with --transformer-impl '
-        "transformer_engine: on Transformer Engine's own modules, their kernels emulated. Data is "
-        'loaded without workers unless --num-workers says otherwise',
+        "transformer_engine: on Transformer Engine's own modules, their kernels emulated (from a "
+        'checkout of megatron_zbpp only). Data is loaded without workers unless --num-workers says '
+        'otherwise',
     )
     parser.add_argument(
         '--pair-partners',

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_zbpp.emulation import te
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import own_offloading
 
@@ -144,7 +145,6 @@ _GRAPHS = (
     'give --cuda-graph-impl none, or local with a schedule without W passes, such as 1f1b',
 )
 _GPU_ONLY = 'its kernels need a GPU'
-_NO_TE = 'it needs Transformer Engine, which is not installed'
 _ON_CPU = {
     'fp4': (_GPU_ONLY, 'drop --fp4-format'),
     'use_flash_attn': (_GPU_ONLY, 'drop --use-flash-attn'),
@@ -152,11 +152,8 @@ _ON_CPU = {
     'masked_softmax_fusion': (_GPU_ONLY, 'give --no-masked-softmax-fusion'),
     'apply_rope_fusion': (_GPU_ONLY, 'give --no-rope-fusion'),
 }
-# what runs on a CPU on Transformer Engine's own modules, their kernels emulated
-_EMULATED = {
-    'fp8': (_NO_TE, 'drop --fp8-format'),
-    'moe_grouped_gemm': (_NO_TE, 'drop --moe-grouped-gemm'),
-}
+# what runs on a CPU on Transformer Engine's own modules, their kernels emulated; and the cure
+_EMULATED = {'fp8': 'drop --fp8-format', 'moe_grouped_gemm': 'drop --moe-grouped-gemm'}
 _RECIPES = ('tensorwise', 'delayed', 'custom')
 # of a HybridModel or MambaModel, whose layers are laid out by the order of the ranks
 _HYBRID = (
@@ -247,7 +244,8 @@ def refused(
     table = _WITH_A_SCHEDULE | (_ON_CPU if on_cpu else {})
     table |= {} if joins else _WITHOUT_CELLS
     table |= {} if in_order else _IN_ORDER
-    table |= _EMULATED if on_cpu and not with_te else {}
+    if on_cpu and not with_te:
+        table |= {name: (_without_te(), cure) for name, cure in _EMULATED.items()}
     for setting, (reason, cure) in table.items():
         value = getattr(settings, setting, None)
         if value:
@@ -371,10 +369,15 @@ def _whole_iteration(settings: Any) -> bool:
     return any(getattr(each, 'name', each) == 'full_iteration' for each in scopes)
 
 
+def _without_te() -> str:
+    """Return why what needs Transformer Engine does not run on this machine's CPU."""
+    return te.missing() or te.NOT_INSTALLED
+
+
 def _by_value_on_cpu(settings: Any, with_te: bool) -> Iterator[Refusal]:
     layers = getattr(settings, 'transformer_impl', 'local')
     if layers not in ('local', *(['transformer_engine'] if with_te else [])):
-        reason = _NO_TE if layers == 'transformer_engine' else _GPU_ONLY
+        reason = _without_te() if layers == 'transformer_engine' else _GPU_ONLY
         yield Refusal('transformer_impl', layers, reason, 'give --transformer-impl local')
     recipe = getattr(settings, 'fp8_recipe', None)
     if with_te and getattr(settings, 'fp8', None) and recipe not in (None, *_RECIPES):

@@ -12,9 +12,9 @@ from cuda_double import GPU, Cuda
 from programs import pairs
 from stages import ROWS, WIDTH, LinearStage, reference
 
+from devtools import nccl
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import Send
-from megatron_zbpp.emulation import nccl
 from megatron_zbpp.ir import F, Pass
 from megatron_zbpp.runtime import channels
 from megatron_zbpp.runtime.activations.copies import Copies

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zbpp.emulation import nccl
+from devtools import nccl
 from megatron_zbpp.runtime import groups
 from megatron_zbpp.runtime.channels import Channels
 

@@ -11,11 +11,11 @@ from grids import grid
 from programs import pairs, posted_earlier
 from stages import ROWS, WIDTH, LinearStage, reference, uneven
 
+from devtools import nccl
 from megatron_zbpp.analysis.deadlock import DeadlockError, Rule, prove
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.posting import EARLY, LATE, LATEST
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
-from megatron_zbpp.emulation import nccl
 from megatron_zbpp.ir import W
 from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message

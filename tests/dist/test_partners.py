@@ -11,11 +11,11 @@ from programs import pairs
 from stages import ROWS, WIDTH, LinearStage, reference, uneven
 from test_nccl import MODES
 
+from devtools import nccl
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.program import Receive, Send
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
-from megatron_zbpp.emulation import nccl
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message

@@ -39,7 +39,7 @@ def emulated(device):
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    from megatron_zbpp.emulation import nccl
+    from devtools import nccl
     from megatron_zbpp.mcore.iteration import preparation
 
     made = []
@@ -62,7 +62,7 @@ def train(argv, metrics, clean_steps, mode):
     """Runs on each rank."""
     import injected
 
-    from megatron_zbpp.emulation import nccl
+    from devtools import nccl
 
     with nccl.Device(**mode) as device, emulated(device):
         return injected.train(argv, metrics, [], clean_steps, '')
@@ -88,7 +88,7 @@ def plan(argv, metrics, mode):
     import injected
     from test_auto import told
 
-    from megatron_zbpp.emulation import nccl
+    from devtools import nccl
 
     with nccl.Device(**mode) as device, emulated(device), told(None, switching=True) as said:
         injected.train(argv, metrics, [], 0, '')

@@ -16,6 +16,7 @@ from outcome import of_all, outcome, refusal
 from paths import ROOT
 from supported import absent, refuses
 
+from megatron_zbpp.emulation import te
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import refusals
 
@@ -162,10 +163,13 @@ def test_a_gpu_can_more():
     assert needs_gpu | {'transformer_impl', 'attention_backend'} <= there - here
 
 
-def test_emulated_transformer_engine_can_more():
+def test_emulated_transformer_engine_can_more(monkeypatch, tmp_path):
     layers = SimpleNamespace(transformer_impl='transformer_engine', moe_grouped_gemm=True)
     assert len(list(refusals.refused(layers, on_cpu=True))) == 2
     assert not list(refusals.refused(layers, on_cpu=True, with_te=True))
+    monkeypatch.setattr(te, '_CHECKOUT', tmp_path)  # a wheel has no kernels to emulate them with
+    found = [each.reason for each in refusals.refused(layers, on_cpu=True)]
+    assert len(found) == 2 and all('run from a checkout' in text for text in found)
     for recipe in ('tensorwise', 'blockwise', 'mxfp8'):
         fp8 = SimpleNamespace(fp8='hybrid', fp8_recipe=recipe)
         assert [r.setting for r in refusals.refused(fp8, on_cpu=True)] == ['fp8']

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -62,22 +61,19 @@ def test_without_transformer_engine():
     )
 
 
-def test_children_have_it():
-    """A process that a run starts emulates Transformer Engine as the run does."""
+def test_children_have_it(tmp_path):
+    """A process that a run starts, in any folder, emulates Transformer Engine as the run does."""
     import megatron_zbpp
 
     children = Path(megatron_zbpp.__file__).parent / 'emulation' / 'subprocess_hook'
     code = (
         'import megatron.core, json, transformer_engine.pytorch as te\n'
-        'from megatron_zbpp.emulation.te import installed\n'
+        'from devtools.te import installed\n'
         'print(json.dumps([installed(), te.__file__]))'
     )
     folder = transformer_engine(NEWEST)
-    environment = {
-        'PYTHONPATH': os.pathsep.join([str(children), os.getcwd()]),
-        'MEGATRON_ZBPP_EMULATED_TE': str(folder),
-    }
-    done = commands.run([sys.executable, '-c', code], env=environment, timeout=200)
+    environment = {'PYTHONPATH': str(children), 'MEGATRON_ZBPP_EMULATED_TE': str(folder)}
+    done = commands.run([sys.executable, '-c', code], cwd=tmp_path, env=environment, timeout=200)
     assert done.returncode == 0, done.stderr
     emulated, file = json.loads(done.stdout.splitlines()[-1])
     assert emulated and Path(file).is_relative_to(folder)

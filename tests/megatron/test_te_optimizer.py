@@ -36,7 +36,7 @@ HAPPENING = [Event(5, 1, 'large'), Event(6, 0, 'inf'), Event(8, 1, 'nan')]
 
 def counted(*args):
     """As `train`, and how often TE's kernels of optimizers were called."""
-    from megatron_zbpp.emulation.te import calls
+    from devtools.te import calls
 
     before = calls.copy()
     early = train(*args)

@@ -97,10 +97,32 @@ def test_the_page_of_the_package(built) -> None:
 def test_the_wheel_holds_every_file(built) -> None:
     (wheel,) = built.glob('*.whl')
     with zipfile.ZipFile(wheel) as archive:
-        held = {name for name in archive.namelist() if name.startswith('megatron_zbpp/')}
+        names = archive.namelist()
+    held = {name for name in names if name.startswith('megatron_zbpp/')}
+    assert {name.partition('/')[0] for name in names} == {
+        'megatron_zbpp',
+        f'megatron_zbpp-{megatron_zbpp.__version__}.dist-info',
+    }, 'nothing beside it, such as the development tools'
     files = (path for path in (ROOT / 'megatron_zbpp').rglob('*') if path.is_file())
     ours = {str(path.relative_to(ROOT)) for path in files if '__pycache__' not in path.parts}
     assert held == ours
+
+
+def test_without_development_tools(built, tmp_path) -> None:
+    """A wheel has no emulated kernels of Transformer Engine: `--cpu` says where they are."""
+    (wheel,) = built.glob('*.whl')
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if 'nccl' in name or '/te/' in name]
+        archive.extractall(tmp_path / 'site')
+    (tmp_path / 'pretrain.py').write_text('')
+    asked = ['pretrain.py', '--transformer-impl', 'transformer_engine']
+    command = [sys.executable, '-m', 'megatron_zbpp.launch', '--cpu', *asked]
+    done = run(command, cwd=tmp_path, env={'PYTHONPATH': str(tmp_path / 'site')})
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        'python -m megatron_zbpp.launch: error: transformer_engine: on a CPU it needs Transformer '
+        "Engine's emulated kernels, which are in no wheel: run from a checkout of megatron_zbpp"
+    )
 
 
 def test_the_sources_come_with_tests_examples_and_docs(built) -> None:
@@ -109,5 +131,5 @@ def test_the_sources_come_with_tests_examples_and_docs(built) -> None:
         held = {name.partition('/')[2] for name in sources.getnames()}
     here = Path(__file__).relative_to(ROOT)
     wanted = {str(here), 'examples/gpt/README.md', 'scripts/test.sh', 'pyproject.toml', 'LICENSE'}
-    assert wanted <= held
+    assert wanted | {'devtools/nccl.py', 'devtools/te/gemm.py'} <= held
     assert any(name.startswith('docs/') for name in held)

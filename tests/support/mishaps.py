@@ -22,8 +22,8 @@ import torch.distributed as dist
 from programs import pairs
 from stages import ROWS, WIDTH, LinearStage
 
+from devtools import nccl
 from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.emulation import nccl
 from megatron_zbpp.ir import B, F, Pass
 from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message

@@ -52,10 +52,11 @@ def transformer_engine(version: str) -> Path:
 
 def install(folder: Path) -> None:
     """Makes Transformer Engine's own modules run in this process, with emulated kernels."""
+    from devtools.te import fill_uninitialized_memory
     from megatron_zbpp.emulation import te
 
     te.install(folder)
-    te.fill_uninitialized_memory()
+    fill_uninitialized_memory()
 
 
 def skip_oldest(request: pytest.FixtureRequest, why: str) -> None:

@@ -160,7 +160,7 @@ def dry_run_of(line: LaunchLine) -> DryRun:
             programs,
             placement.num_ranks,
             on_cpu=line.on_cpu,
-            with_te=te.find() is not None,
+            with_te=not te.missing(),
         ),
         tuple(notes),
     )

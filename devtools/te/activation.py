@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron_zbpp.emulation.te.extension import registered
-from megatron_zbpp.emulation.te.quantization import quantized
+from devtools.te.extension import registered
+from devtools.te.quantization import quantized
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_zbpp.emulation.te.extension import kernel
+from devtools.te.extension import kernel
 
 
 @kernel

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_zbpp.emulation.te.extension import kernel, torch_dtype
-from megatron_zbpp.emulation.te.quantization import quantized, values
+from devtools.te.extension import kernel, torch_dtype
+from devtools.te.quantization import quantized, values
 
 
 @kernel

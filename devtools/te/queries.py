@@ -6,7 +6,7 @@ import inspect
 import sys
 from typing import Any
 
-from megatron_zbpp.emulation.te.extension import kernel, named
+from devtools.te.extension import kernel, named
 
 
 @kernel

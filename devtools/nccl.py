@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from megatron_zbpp.emulation.launches import Device, Stuck, Work
+from devtools.launches import Device, Stuck, Work
 
 __all__ = ['NAME', 'Device', 'Group', 'Stuck']
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron_zbpp.emulation.te.extension import kernel, torch_dtype
-from megatron_zbpp.emulation.te.quantization import encode, scale_of
+from devtools.te.extension import kernel, torch_dtype
+from devtools.te.quantization import encode, scale_of
 
 Lists = Sequence[Sequence[torch.Tensor]]
 

@@ -1,8 +1,7 @@
 """Transformer Engine's own Python modules on a CPU: kernels in torch for its extension in C++.
 
-    from megatron_zbpp.emulation import cpu, te
+    from megatron_zbpp.emulation import te
 
-    cpu.install()
     te.install()  # or with the folder in which the wheel `transformer_engine` was unpacked
     import transformer_engine.pytorch
 
@@ -26,8 +25,7 @@ from unittest import mock
 
 import torch
 
-from megatron_zbpp.emulation import cpu as emulated_cpu
-from megatron_zbpp.emulation.te import (  # noqa: F401  # their kernels register
+from devtools.te import (  # noqa: F401  # their kernels register
     activation,
     gemm,
     multi_tensor,
@@ -37,17 +35,10 @@ from megatron_zbpp.emulation.te import (  # noqa: F401  # their kernels register
     queries,
     softmax,
 )
-from megatron_zbpp.emulation.te.extension import NAME, Extension, calls
+from devtools.te.extension import NAME, Extension, calls
+from megatron_zbpp.emulation import cpu as emulated_cpu
 
-__all__ = [
-    'calls',
-    'fill_uninitialized_memory',
-    'find',
-    'install',
-    'install_as_parent',
-    'installed',
-]
-_FOLDER = 'MEGATRON_ZBPP_EMULATED_TE'  # in the environment: tells child processes
+__all__ = ['calls', 'fill_uninitialized_memory', 'install', 'installed']
 
 
 def installed() -> bool:
@@ -55,23 +46,17 @@ def installed() -> bool:
     return isinstance(sys.modules.get(NAME), Extension)
 
 
-def find() -> Path | None:
-    """Return the folder of sys.path with the package `transformer_engine`; None: there is none."""
-    spec = importlib.util.find_spec('transformer_engine')
-    folders = None if spec is None else spec.submodule_search_locations
-    return Path(folders[0]).parent if folders else None
-
-
-def install(folder: str | Path | None = None, cpu: bool = True) -> None:
+def install(folder: Path, cpu: bool = True) -> None:
     """Make `import transformer_engine.pytorch` work in this process; again does nothing more.
 
+    `megatron_zbpp.emulation.te.install` finds the folder, calls this, and tells child processes.
+
     Args:
-        folder: that holds the package `transformer_engine`; default: where `find` finds it.
+        folder: that holds the package `transformer_engine`.
         cpu: whether to emulate CUDA on the CPU as well. False: tensors are where they say, as on a
             GPU without Transformer Engine's library; torch computes there what its kernels would.
 
     Raises:
-        ModuleNotFoundError: it is nowhere.
         RuntimeError: it was imported first, and has looked for a GPU's libraries already.
     """
     if installed():
@@ -80,13 +65,6 @@ def install(folder: str | Path | None = None, cpu: bool = True) -> None:
         raise RuntimeError(
             'megatron_zbpp.emulation.te.install() comes too late: call it before '
             'transformer_engine is imported'
-        )
-    folder = find() if folder is None else Path(folder)
-    if folder is None or not (folder / 'transformer_engine').is_dir():
-        raise ModuleNotFoundError(
-            f'no transformer_engine in {folder or "sys.path"}: pip install --no-deps '
-            'transformer-engine, or put its unpacked wheel on PYTHONPATH',
-            name='transformer_engine',
         )
     os.environ['NVTE_PROJECT_BUILDING'] = '1'  # no look for a GPU's libraries
     os.environ.pop('NVTE_RELEASE_BUILD', None)
@@ -97,15 +75,8 @@ def install(folder: str | Path | None = None, cpu: bool = True) -> None:
     _import_any_triton()
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    os.environ[_FOLDER] = str(folder)
     sys.modules[NAME] = Extension()
     _load_common(folder / 'transformer_engine' / 'common')
-
-
-def install_as_parent() -> None:
-    """As `install`, where the process that started this one did."""
-    if _FOLDER in os.environ:
-        install(os.environ[_FOLDER])
 
 
 def fill_uninitialized_memory() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_zbpp.emulation.te.extension import kernel, registered
+from devtools.te.extension import kernel, registered
 
 
 @kernel

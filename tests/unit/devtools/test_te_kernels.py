@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import grad
 
+from devtools.te import extension, quantization
+from devtools.te.activation import ACTIVATIONS
+from devtools.te.extension import KERNELS, Extension, calls
 from megatron_zbpp.emulation import apex
-from megatron_zbpp.emulation.te import extension, quantization
-from megatron_zbpp.emulation.te.activation import ACTIVATIONS
-from megatron_zbpp.emulation.te.extension import KERNELS, Extension, calls
 
 TEX = Extension()
 NO_FLAG = torch.zeros(1, dtype=torch.int32)

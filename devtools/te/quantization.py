@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_zbpp.emulation.te.extension import kernel, torch_dtype
+from devtools.te.extension import kernel, torch_dtype
 
 
 def quantized(value: torch.Tensor, quantizer: Any) -> Any:
