@@ -46,7 +46,7 @@ def layers_per_stage(
     base, extra = divmod(rest + sum(taken[stage] for stage in free), max(len(free), 1))
     counts = [fixed.get(stage, base - taken[stage]) for stage in range(stages)]
     loads = [0] * placement.num_ranks  # of what does not divide
-    holders = list(zip(*placement.routes, strict=True))
+    holders = [tuple(route[s] for route in placement.routes) for s in range(stages)]
     spared = {0: not embedding, stages - 1: not loss}
     for _ in range(extra if free else 0):
         stage = min(free, key=lambda s: (spared.get(s, False), sum(loads[r] for r in holders[s])))
