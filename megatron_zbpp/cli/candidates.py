@@ -22,8 +22,9 @@ from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import SELECTIVE, Costs
 from megatron_zbpp.ir.graph import HOST, PARTNER, TRANSFERS
 from megatron_zbpp.schedules import FAMILIES
+from megatron_zbpp.techniques import NAMES, find
 
-_COPY = {'offload', 'evict'}  # of actions, those that copy
+_COPY = [name for name in NAMES if find(name).moves]
 
 
 def named_cases(args: Namespace) -> Iterator[tuple[str, Case]]:
@@ -53,10 +54,10 @@ def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
             'v takes 2, wave takes 2 or more, loop any'
         )
     found = list(placements.values())
-    if args.copy_ratio is not None and not _COPY & {*args.actions} and not args.frontier:
+    if args.copy_ratio is not None and not {*_COPY} & {*args.actions} and not args.frontier:
         raise ValueError(
             f'--copy-ratio {args.copy_ratio:g}, but nothing is copied: give --actions '
-            f'{" or ".join(sorted(_COPY, reverse=True))}'
+            f'{" or ".join(_COPY)}'
         )
     if not args.actions:
         return [(placement, costs_of(args, placement)) for placement in found]

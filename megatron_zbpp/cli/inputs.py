@@ -18,8 +18,9 @@ from megatron_zbpp.ir.graph import HOST, TRANSFERS
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.schedules import build, find, names
-from megatron_zbpp.techniques.offload.place import offloaded, with_copies
-from megatron_zbpp.techniques.recompute.place import recomputed
+from megatron_zbpp.techniques import ASKED, placed_in_turn
+from megatron_zbpp.techniques import find as find_technique
+from megatron_zbpp.techniques.offload.copies import with_copies
 
 # How many chunks a rank may have on each placement that `plan` knows.
 PLACEMENTS: dict[str, Callable[[int], bool]] = {
@@ -73,15 +74,16 @@ def load_case(args: Namespace, name: str | None = None) -> Case:
     """Return the schedule that is asked for (or that of family `name`), checked, with costs."""
     asked, name = name is None, name or args.schedule
     case = _generated(args, name) if name else _from_file(args)
-    if getattr(args, 'recompute', None) is not None:
-        case = Case(recomputed(case.schedule, args.recompute, case.costs), case.costs)
-    if getattr(args, 'offload', None) is not None:
-        costs = copied(args, case.costs)
-        case = Case(offloaded(case.schedule, args.offload, costs), costs)
-    elif compiled(case.schedule.graph).on_copy_engines:
-        between = compiled(case.schedule.graph).between_partners
-        case = Case(case.schedule, copied(args, case.costs, between))
-    elif asked and getattr(args, 'copy_ratio', None) is not None:
+    copies = bool(compiled(case.schedule.graph).on_copy_engines)
+    for technique in placed_in_turn(map(find_technique, ASKED)):
+        amount = getattr(args, technique.name, None)
+        if amount is not None and technique.request is not None:
+            costs = copied(args, case.costs) if technique.moves else case.costs
+            case = Case(technique.request(case.schedule, amount, costs), costs)
+    flat = compiled(case.schedule.graph)
+    if copies:
+        case = Case(case.schedule, copied(args, case.costs, flat.between_partners))
+    elif not flat.on_copy_engines and asked and getattr(args, 'copy_ratio', None) is not None:
         raise ValueError(
             f'--copy-ratio {args.copy_ratio:g}, but {case.schedule.name} copies nothing: give '
             '--offload, or a schedule that moves activations, such as po-f or bpipe'

@@ -27,6 +27,7 @@ from megatron_zbpp.cli import (
 )
 from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.strict_json import printable
+from megatron_zbpp.techniques import ASKED, find
 from megatron_zbpp.version import __version__
 
 # Commands whose numbers, if they take any, are no times.
@@ -164,17 +165,9 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:
     """Add what becomes of activations between F and B."""
-    parser.add_argument(
-        '--offload',
-        metavar='CHUNKS',
-        help='half, all or how many chunks of each rank: on the host between F and B; auto: what '
-        '--copy-ratio lets hide behind the passes',
-    )
-    parser.add_argument(
-        '--recompute',
-        metavar='CHUNKS',
-        help='half, all or how many chunks of each rank: F keeps its input, runs again before B',
-    )
+    for name in ASKED:
+        text = f'half, all or how many chunks of each rank: {find(name).help}'
+        parser.add_argument(f'--{name}', metavar='CHUNKS', help=text)
     arguments.add_copy_ratio(parser)
 
 

@@ -29,7 +29,7 @@ from megatron_zbpp.planner.frontier import FrontierInterrupted, frontier
 from megatron_zbpp.planner.plans import Candidate, Plan, PlanningInterrupted
 from megatron_zbpp.planner.problem import OBJECTIVES
 from megatron_zbpp.render.scene import number
-from megatron_zbpp.techniques import NAMES
+from megatron_zbpp.techniques import NAMES, find
 
 
 def plan_schedule(args: Namespace) -> int:
@@ -221,9 +221,9 @@ def add_planning(parser: ArgumentParser) -> None:
         type=_actions,
         default=(),
         metavar='NAME,...',
-        help='what may be done with activations between F and B: offload (to the host), recompute, '
-        "evict (to a partner), selective (Megatron's recomputation, of the whole model); default: "
-        'they are kept',
+        help='what may be done with activations between F and B: '
+        + ', '.join(f'{name} ({find(name).words})' for name in NAMES)
+        + f", {SELECTIVE} (Megatron's recomputation, of the whole model); default: they are kept",
     )
     arguments.add_copy_ratio(parser)
     arguments.add_renamed(

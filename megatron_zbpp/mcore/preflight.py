@@ -39,7 +39,7 @@ def refused(
             with_te,
             programs.placement(num_ranks),
             programs.splits(num_ranks),
-            programs.recomputes(num_ranks),
+            programs.techniques(num_ranks),
             programs.joins,
             offloads and programs.in_order(num_ranks, num_microbatches),
         )

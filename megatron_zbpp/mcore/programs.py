@@ -11,12 +11,15 @@ from megatron_zbpp.analysis.run_ahead import passes_ahead
 from megatron_zbpp.guests.base import Guest
 from megatron_zbpp.ir import Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import R
 from megatron_zbpp.mcore import guests, own_offloading
 from megatron_zbpp.mcore.lowered import Lowered, for_megatron
 from megatron_zbpp.mcore.settings import AUTO, Settings
 from megatron_zbpp.runtime.guard import agreement
 from megatron_zbpp.schedules import build, checked_chunks, find
+from megatron_zbpp.techniques import find as find_technique
+from megatron_zbpp.techniques import placed_in_turn
+from megatron_zbpp.techniques.amounts import ALL
+from megatron_zbpp.techniques.composition import techniques_of
 
 
 class Family(NamedTuple):
@@ -31,6 +34,13 @@ class Family(NamedTuple):
     name: str
     num_chunks: int | None = None
     memory_limit: float | None = None
+
+
+class _Parts(NamedTuple):
+    """Kinds of passes, and names of techniques, of a schedule."""
+
+    kinds: frozenset[str]
+    techniques: frozenset[str]
 
 
 class Programs:
@@ -55,22 +65,21 @@ class Programs:
             self.source = Family(start_family(settings.num_chunks), settings.num_chunks)
         else:
             self.source = Family(settings.schedule, settings.num_chunks, settings.memory_limit)
-        self._offload, self._freeze = settings.offload, settings.freeze
-        self._recompute, self._receives = settings.recompute, settings.message_receives
+        self._amounts, self._freeze = settings.amounts, settings.freeze
+        self._receives = settings.message_receives
         self._early = settings.post_validation is not None
         self._measured: Costs | None = None
         self._lowered: dict[tuple[int, int, bool, bool], Lowered] = {}
         self._placements: dict[int, Placement] = {}
         self._planned: dict[tuple[int, int], Schedule] = {}
-        self._kinds_of: dict[int, frozenset[str]] = {}
+        self._parts_of: dict[int, _Parts] = {}
         self._in_order_of: dict[tuple[int, int], bool] = {}
         self._fingerprints: dict[tuple[int, int], dict[str, str]] = {}
 
     @functools.cached_property
     def key(self) -> str:
         """The source in words: equal on two ranks exactly if the source is."""
-        more = f', offload {self._offload}' if self._offload else ''
-        more += f', recompute {self._recompute}' if self._recompute else ''
+        more = ''.join(f', {name} {amount}' for name, amount in self._amounts.items())
         more += f', receives {self._receives}' if self._receives != LATE else ''
         if self._freeze is not None:
             more += f', freezing {agreement.digest(self._freeze.to_json())}'
@@ -116,22 +125,31 @@ class Programs:
         """
         if (num_ranks, num_microbatches) in self._planned:
             return self._planned[num_ranks, num_microbatches]
-        schedule = self.on_the_device(num_ranks, num_microbatches)
-        if self._offload is None:
-            return schedule
-        from megatron_zbpp.techniques.amounts import ALL
-        from megatron_zbpp.techniques.offload.place import FREE, offloaded
+        return self._with_techniques(self._plain(num_ranks, num_microbatches))
 
-        if self._offload == FREE and self._measured is None:
-            return offloaded(schedule, ALL)
-        return offloaded(schedule, self._offload, self._measured)
-
-    def on_the_device(self, num_ranks: int, num_microbatches: int) -> Schedule:
+    def without_copies(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """Return the same without the copies that were asked for.
 
         Raises:
             ValueError: as `schedule`.
         """
+        return self._with_techniques(self._plain(num_ranks, num_microbatches), copies=False)
+
+    def _with_techniques(self, schedule: Schedule, copies: bool = True) -> Schedule:
+        """Return it with the techniques that were asked for; some without those that copy."""
+        for technique in placed_in_turn(map(find_technique, self._amounts)):
+            if technique.moves and not copies:
+                continue
+            assert technique.request is not None  # else nobody can ask for it
+            amount, costs = self._amounts[technique.name], None
+            if technique.free:
+                costs = self._measured
+                amount = ALL if amount == technique.free and costs is None else amount
+            schedule = technique.request(schedule, amount, costs)
+        return schedule
+
+    def _plain(self, num_ranks: int, num_microbatches: int) -> Schedule:
+        """Return the schedule as its source has it."""
         if isinstance(self.source, Schedule):
             for what, has, needed in (
                 ('pipeline ranks', self.source.num_ranks, num_ranks),
@@ -142,7 +160,7 @@ class Programs:
                         f'schedule {self.source.name} is for {has} {what}, not {needed}: change '
                         'the parallel or batch sizes, or use a family by its name'
                     )
-            return self._recomputing(for_megatron(self.source))
+            return for_megatron(self.source)
         _, num_chunks, memory_limit = self.source
         schedule = build(
             self._family(self.together),
@@ -152,15 +170,7 @@ class Programs:
             memory_limit=memory_limit,
             together=self.together,
         )
-        return self._recomputing(for_megatron(schedule))
-
-    def _recomputing(self, schedule: Schedule) -> Schedule:
-        """Return it with the recomputation that was asked for."""
-        if self._recompute is None:
-            return schedule
-        from megatron_zbpp.techniques.recompute.place import recomputed
-
-        return recomputed(schedule, self._recompute)
+        return for_megatron(schedule)
 
     def placement(self, num_ranks: int) -> Placement:
         """Return where the stages are, whatever the number of microbatches."""
@@ -170,11 +180,11 @@ class Programs:
 
     def splits(self, num_ranks: int) -> bool:
         """Return whether weight gradients wait for W passes."""
-        return W in self._kinds(num_ranks)
+        return W in self._parts(num_ranks).kinds
 
-    def recomputes(self, num_ranks: int) -> bool:
-        """Return whether forwards run again, in passes of their own."""
-        return R in self._kinds(num_ranks)
+    def techniques(self, num_ranks: int) -> frozenset[str]:
+        """Return the names of the techniques that the schedule has."""
+        return self._parts(num_ranks).techniques
 
     def in_order(self, num_ranks: int, num_microbatches: int | None = None) -> bool:
         """Return whether Megatron's own offloading of activations fits what runs, and all of it.
@@ -189,12 +199,13 @@ class Programs:
             self._in_order_of[sizes] = own_offloading.fits(self._example(*sizes))
         return self._in_order_of[sizes]
 
-    def _kinds(self, num_ranks: int) -> frozenset[str]:
-        """Return which kinds of passes an iteration has; asked in each."""
-        if num_ranks not in self._kinds_of:
+    def _parts(self, num_ranks: int) -> _Parts:
+        """Return what an iteration consists of; asked in each."""
+        if num_ranks not in self._parts_of:
             example = self._example(num_ranks, 2 * num_ranks)
-            self._kinds_of[num_ranks] = frozenset(p.kind for _, p in example)
-        return self._kinds_of[num_ranks]
+            kinds = frozenset(p.kind for _, p in example)
+            self._parts_of[num_ranks] = _Parts(kinds, techniques_of(example))
+        return self._parts_of[num_ranks]
 
     def join(self, asked: object) -> None:
         """Make schedules from now on have pairs that run as one, if `asked` and there are any."""
@@ -242,21 +253,21 @@ class Programs:
             self._lowered[key] = Lowered(schedule, programs, passes_ahead(schedule))
         return self._lowered[key]
 
-    def offload_within(self, costs: Costs) -> None:
-        """Leave on the device from now on what would cost time there.
+    def copy_what_is_free(self, costs: Costs) -> None:
+        """Leave on the device from now on what would cost time to copy.
 
         Args:
             costs: measured, with times of O and L.
         """
         self._measured = costs
-        self._kinds_of.clear()
+        self._parts_of.clear()
         self._lowered.clear()
 
     def replace(self, planned: Schedule) -> None:
         """Run `planned` from now on where it has the right size."""
         size = planned.num_ranks, planned.num_microbatches
         self._planned[size] = planned
-        self._kinds_of.clear()
+        self._parts_of.clear()
         for key in [key for key in self._lowered if key[:2] == size]:
             del self._lowered[key]
 

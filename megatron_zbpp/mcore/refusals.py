@@ -7,13 +7,15 @@ line, `zbpp doctor` and the first call of a program that has no command line.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_zbpp.emulation import te
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import own_offloading
+from megatron_zbpp.techniques.composition import CLASHES
+from megatron_zbpp.techniques.composition import OVERLAP as COMBINED
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ def refused(
     with_te: bool = False,
     placement: Placement | None = None,
     splits: bool = True,
-    recomputes: bool = False,
+    techniques: Collection[str] = (),
     joins: bool = False,
     in_order: bool = False,
 ) -> Iterator[Refusal]:
@@ -237,7 +239,7 @@ def refused(
         with_te: on a CPU, Transformer Engine is there, its kernels emulated.
         placement: also what cannot be laid out for it.
         splits: whether the schedule has W passes.
-        recomputes: whether it runs forwards again, in passes of their own.
+        techniques: names of those that it has.
         joins: whether it can run a forward and a backward as one.
         in_order: whether it runs back as Megatron's own offloading takes for granted.
     """
@@ -263,8 +265,10 @@ def refused(
     graphs = getattr(settings, 'cuda_graph_impl', 'none')
     if graphs not in (None, 'none') and (splits or graphs != 'local' or _whole_iteration(settings)):
         yield Refusal('cuda_graph_impl', graphs, *_GRAPHS)
-    if recomputes:
+    if 'recompute' in techniques:
         yield from _with_recomputation(settings, graphs)
+    if getattr(settings, OVERLAP, False):
+        yield from _with_cells(techniques)
     pattern = hybrid(settings)
     loop = placement is None or placement.is_loop
     if pattern is not None and not loop and not _can_place_hybrid():
@@ -315,6 +319,14 @@ def _with_recomputation(settings: Any, graphs: Any) -> Iterator[Refusal]:
     if graphs not in (None, 'none'):
         reason = 'a captured forward cannot run again with other random states'
         yield Refusal('cuda_graph_impl', graphs, reason, 'give --cuda-graph-impl none')
+
+
+def _with_cells(techniques: Collection[str]) -> Iterator[Refusal]:
+    """Yield what does not go with forwards and backwards that run as one."""
+    for name in techniques:
+        if clash := CLASHES.get((COMBINED, name)):
+            cure = f'drop --{OVERLAP.replace("_", "-")}, or take a schedule without {name}'
+            yield Refusal(OVERLAP, True, clash.reason, cure)
 
 
 def needs_masks(settings: Any) -> bool:

@@ -194,7 +194,7 @@ class Session:
             if change.schedule is not None:
                 self.programs.replace(change.schedule)
             elif change.costs is not None:
-                self.programs.offload_within(change.costs)
+                self.programs.copy_what_is_free(change.costs)
             for other in self.guests:
                 other.changed(change)
 
@@ -222,4 +222,4 @@ class Session:
 
     def without_copies(self, schedule: Schedule) -> Schedule:
         """Return what `schedule`, which runs, is without the copies that were asked for."""
-        return self.programs.on_the_device(schedule.num_ranks, schedule.num_microbatches)
+        return self.programs.without_copies(schedule.num_ranks, schedule.num_microbatches)

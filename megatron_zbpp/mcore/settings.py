@@ -13,6 +13,8 @@ from megatron_zbpp.ir import Schedule
 from megatron_zbpp.mcore.lowered import require_one_route
 from megatron_zbpp.runtime.groups import MessageKernels
 from megatron_zbpp.schedules import Family, checked_chunks, find, require_no_limit
+from megatron_zbpp.techniques import ASKED
+from megatron_zbpp.techniques import find as find_technique
 
 if TYPE_CHECKING:
     from megatron_zbpp.partitioning.freeze_plans import FreezePlan
@@ -118,17 +120,16 @@ class Settings:
                 raise ValueError(f'{name}: the schedule that is given has its own: leave it out')
         return None
 
-    def _require_amounts(self) -> None:
-        """Raise ValueError unless what is asked for of activations makes sense."""
-        for name in ('offload', 'recompute'):
-            amount = getattr(self, name)
-            if amount is None:
-                continue
-            if name != 'offload' or amount != AUTO:
-                from megatron_zbpp.techniques.amounts import chunks_of
+    @property
+    def amounts(self) -> dict[str, Amount]:
+        """How much is asked for of each technique, by its name."""
+        asked = {name: getattr(self, name) for name in ASKED}
+        return {name: amount for name, amount in asked.items() if amount is not None}
 
-                words = (AUTO,) if name == 'offload' else ()
-                chunks_of(amount, self.num_chunks or sys.maxsize, name, words)
+    def _require_amounts(self) -> None:
+        """Raise ValueError unless what is asked for of techniques makes sense."""
+        for name, amount in self.amounts.items():
+            find_technique(name).require(amount, self.num_chunks or sys.maxsize)
             if self.schedule == AUTO:
                 raise ValueError(
                     f'{name}: auto plans orders only: name a schedule, or give a plan that '

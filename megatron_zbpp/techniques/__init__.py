@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 NAMES = ('offload', 'recompute', 'evict')
 """Techniques that are placed into orders."""
 
+ASKED = ('offload', 'recompute')
+"""Those of which a user asks for an amount, by an option of their name."""
+
 _OWN: dict[str, Technique] = {}  # registered by others
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import Applied
-from megatron_zbpp.techniques.amounts import Amount
+from megatron_zbpp.techniques.amounts import Amount, chunks_of
 
 
 class Life(NamedTuple):
@@ -52,12 +52,13 @@ class Technique:
 
     Attributes:
         name: by which a user asks for it.
-        words: for people.
+        words: what becomes of activations, for people.
         place: `place(schedule, stages, costs, limits)` puts its passes for these stages into
             orders: where a rank holds more than its limit, or wherever there is time.
         made: of what a graph says was applied, whether that is this technique.
         request: `request(schedule, amount, costs)` places as much as a user asks for; None: a user
             cannot ask for it by an amount, a planner may.
+        help: of its option, behind what an amount may be.
         free: the word by which a user asks for what costs no time; empty: there is none.
         lacks: why the costs do not say what it takes; None: they do.
         way: of costs, a stage and its activation, the least that it needs; None: it has no bound.
@@ -72,6 +73,7 @@ class Technique:
     place: Callable[[Schedule, Collection[int], Costs, Sequence[float]], Schedule]
     made: Callable[[Applied], bool]
     request: Callable[[Schedule, Amount, Costs | None], Schedule] | None = None
+    help: str = ''
     free: str = ''
     lacks: Callable[[Costs], str | None] = lambda costs: None
     way: Callable[[Costs, int, Life], Way] | None = None
@@ -79,3 +81,8 @@ class Technique:
     pairs: bool = False
     variants: Callable[[Costs], Iterable[Costs]] = lambda costs: ()
     exact: str = ''
+
+    def require(self, amount: Amount, num_chunks: int) -> None:
+        """Raise ValueError unless a user may ask for that amount, of so many chunks of a rank."""
+        if not self.free or amount != self.free:
+            chunks_of(amount, num_chunks, self.name, (self.free,) if self.free else ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from megatron_zbpp.ir import Schedule
@@ -22,16 +22,23 @@ class Clash(NamedTuple):
 
 
 OVERLAP = 'overlap'
-TRAINED = ('recompute', 'offload', 'evict', OVERLAP)
-"""Techniques that train, each by itself; the last is pairs of F and BW that run as one."""
+"""Pairs of F and BW that a model runs as one: not a technique of the graph."""
 
-PLANNED = ('sliced', 'split_vocabulary', 'updating')
-"""Techniques that are planned, simulated and drawn; programs with them are refused."""
+TRAINED = ('recompute', 'offload', 'evict', OVERLAP)
+"""Techniques that train, each by itself. Others are planned, simulated and drawn."""
 
 _ONCE = Clash('it is placed once', 'leave it out')
 _LATE = Clash(
     'copies were given times without passes that run again',
     'take a schedule without it, such as po or 1f1b, and ask for both',
+)
+_NO_PLAN = Clash(
+    'Megatron makes no plan of the layers of a forward that runs again',
+    'leave one of them out',
+)
+_FREED = Clash(
+    'Megatron frees what layers of such a pair pass to each other before it could be elsewhere',
+    'leave one of them out',
 )
 _MOVED = Clash(
     'what goes to partners does not go to the host as well',
@@ -39,10 +46,14 @@ _MOVED = Clash(
 )
 CLASHES: Mapping[tuple[str, str], Clash] = {
     **{(name, name): _ONCE for name in ('recompute', 'offload', 'evict')},
+    (OVERLAP, 'recompute'): _NO_PLAN,
+    (OVERLAP, 'offload'): _FREED,
+    (OVERLAP, 'evict'): _FREED,
     ('offload', 'recompute'): _LATE,
     ('evict', 'offload'): _MOVED,
 }
-"""By the technique that a schedule has and the one that is to be added."""
+"""By the technique that a schedule has and the one that is to be added. A schedule may have pairs
+whatever is added: a model that runs them one after the other trains."""
 
 
 def name_of(applied: Applied) -> str:
@@ -50,18 +61,27 @@ def name_of(applied: Applied) -> str:
     return 'evict' if applied.arguments[-1:] == (PARTNER,) else applied.name
 
 
-def techniques_of(schedule: Schedule) -> Iterator[str]:
-    """Yield the names of the techniques that a schedule has."""
-    yield from dict.fromkeys(map(name_of, schedule.graph.techniques))
-    if schedule.together:
-        yield OVERLAP
+def techniques_of(schedule: Schedule) -> frozenset[str]:
+    """Return the names of the techniques that a schedule has."""
+    return frozenset(map(name_of, schedule.graph.techniques))
 
 
 def require_goes_with(schedule: Schedule, name: str) -> None:
     """Raise ValueError if a technique cannot be added to what a schedule has; it says the cure."""
-    for has in techniques_of(schedule):
+    for has in sorted(techniques_of(schedule)):
         clash = CLASHES.get((has, name))
         if clash is not None:
             raise ValueError(
                 f'{name}: {schedule.name} has {has} already, and {clash.reason}: {clash.cure}'
             )
+
+
+def table() -> str:
+    """Return the docs' table of all pairs: a schedule has the row's, the column's is added."""
+    columns = [name for name in TRAINED if name != OVERLAP]
+    lines = [f'| has, added | {" | ".join(columns)} |', '|---' * (1 + len(columns)) + '|']
+    for has in TRAINED:
+        cells = (CLASHES.get((has, name)) for name in columns)
+        words = ('to the bit' if clash is None else f'refused: {clash.reason}' for clash in cells)
+        lines.append(f'| {has} | {" | ".join(words)} |')
+    return '\n'.join(lines)

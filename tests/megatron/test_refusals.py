@@ -186,7 +186,7 @@ def test_emulated_transformer_engine_can_more(monkeypatch, tmp_path):
 def test_what_cannot_run_again():
     """In recompute passes only."""
     asked = SimpleNamespace(fp8='hybrid', fp8_recipe='delayed', cuda_graph_impl='local')
-    found = [str(each) for each in refusals.refused(asked, splits=False, recomputes=True)]
+    found = [str(each) for each in refusals.refused(asked, splits=False, techniques={'recompute'})]
     assert [text.partition(':')[0] for text in found] == [
         'fp8_recipe=delayed',
         'cuda_graph_impl=local',
@@ -194,7 +194,7 @@ def test_what_cannot_run_again():
     assert f'{_TWICE}; give --fp8-recipe tensorwise' in found[0] and _CAPTURED in found[1]
     assert not list(refusals.refused(asked, splits=False))
     asked.fp8_recipe, asked.cuda_graph_impl = 'tensorwise', 'none'
-    assert not list(refusals.refused(asked, recomputes=True))
+    assert not list(refusals.refused(asked, techniques={'recompute'}))
 
 
 @refuses(
@@ -449,9 +449,9 @@ def test_masks_of_middle_stages():
 TOGETHER = {
     'delayed scaling and recompute passes': (
         {'fp8': 'hybrid', 'fp8_recipe': 'delayed'},
-        {'recomputes': True},
+        {'techniques': {'recompute'}},
     ),
-    'graphs and recompute passes': ({'cuda_graph_impl': 'local'}, {'recomputes': True}),
+    'graphs and recompute passes': ({'cuda_graph_impl': 'local'}, {'techniques': {'recompute'}}),
     'multi-token prediction': (
         {'mtp_num_layers': 1, 'untie_embeddings_and_output_weights': False},
         {},

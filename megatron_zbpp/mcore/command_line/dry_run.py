@@ -21,6 +21,7 @@ from megatron_zbpp.mcore.command_line.layer_memory import LayerMemory, layer_mem
 from megatron_zbpp.mcore.post_validation.barriers import barriers
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.post_validation.speculative_step import BUFFER_BYTES, KEPT_BYTES
+from megatron_zbpp.techniques import find as find_technique
 
 _LITTLE = 0.9  # of what is held without: more than that is little gain
 _NO_TRAINING = 'megatron.training is not here: only sizes, parallelism and our flags were read'
@@ -132,8 +133,9 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     programs.join(getattr(args, refusals.OVERLAP, False))
     counts = _microbatches(line, parallel['data'])
     notes += superseded.drop(line.args)
-    if config.pipeline_offload is not None and counts:
-        notes.append(_of_offload(programs, placement.num_ranks, counts[-1]))
+    for name in settings.amounts if counts else ():
+        if find_technique(name).moves:
+            notes.append(_of_copies(name, programs, placement.num_ranks, counts[-1]))
     if config.enable_optimizer_post_validation:
         sizes.disable_rerun_checks(line.args, line.words)
         notes += [f'all ranks wait: {each}' for each in barriers(line.args, placement)]
@@ -223,15 +225,15 @@ def _layers(args: Namespace, placement: Placement) -> list[int]:
     return layers_per_stage(args.num_layers, placement, embedding, loss, fixed)
 
 
-def _of_offload(programs: Programs, num_ranks: int, num_microbatches: int) -> str:
-    """Return what the offload frees, on the host takes, and where it is of little use."""
+def _of_copies(name: str, programs: Programs, num_ranks: int, num_microbatches: int) -> str:
+    """Return what a technique frees, on the host takes, and where it is of little use."""
     lowered = programs.lowered(num_ranks, num_microbatches, forward_only=False)
-    schedule, plain = lowered.schedule, programs.on_the_device(num_ranks, num_microbatches)
+    schedule, plain = lowered.schedule, programs.without_copies(num_ranks, num_microbatches)
     costs = Costs.uniform(schedule.placement)
     held, without = (max(peak(each, Costs.uniform(each.placement))) for each in (schedule, plain))
     hosted = max(max(on_host, default=0.0) for on_host in live(schedule, costs, HOST))
     found = (
-        f'offload: {held:g} activations at most on a rank, {without:g} without it, and {hosted:g} '
+        f'{name}: {held:g} activations at most on a rank, {without:g} without it, and {hosted:g} '
         'on the host'
     )
     if held <= _LITTLE * without:

@@ -16,6 +16,7 @@ from megatron_zbpp.mcore.command_line.aliases import add_aliases, announce, tran
 from megatron_zbpp.mcore.command_line.messages import flag
 from megatron_zbpp.mcore.settings import Settings, folder, freezing
 from megatron_zbpp.runtime.groups import MessageKernels
+from megatron_zbpp.techniques import ASKED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +139,7 @@ def read(args: argparse.Namespace) -> PipelineScheduleConfig | None:
     announce(args, translated)
     config = PipelineScheduleConfig(**values | translated)
     if config.pipeline_schedule is None and config.pipeline_schedule_file is None:
-        for name in ('pipeline_freeze', 'pipeline_offload', 'pipeline_recompute'):
+        for name in ('pipeline_freeze', *(f'pipeline_{name}' for name in ASKED)):
             if getattr(config, name) is not None:
                 raise ValueError(f'{flag(name)} is about a --pipeline-schedule: give that, too')
         return None

@@ -124,16 +124,12 @@ def _undelayed(stages: list[CombinedStage]) -> Iterator[None]:
             config.delay_wgrad_compute = True
 
 
-def require(
-    models: list[torch.nn.Module], forward_step_func: Callable, moves: bool, recomputes: bool
-) -> None:
+def require(models: list[torch.nn.Module], forward_step_func: Callable) -> None:
     """Raise for what Megatron's combined step could not run.
 
     Args:
         models: the chunks of this rank, unwrapped.
         forward_step_func: of the program.
-        moves: whether activations leave the device.
-        recomputes: whether forwards run again.
 
     Raises:
         NotImplementedError: names what, and the cure.
@@ -151,14 +147,4 @@ def require(
             f'{OVERLAP}: the forward_step function takes no {_ASKS_FOR_A_PLAN}, with which '
             f'Megatron asks it for model.{_MAKES_A_PLAN}(...); add it, as pretrain_gpt.py has it, '
             f'or {cure}'
-        )
-    if recomputes:
-        raise NotImplementedError(
-            f'{OVERLAP}: Megatron makes no plan of a forward that runs again; drop '
-            f'--pipeline-recompute, or {cure}'
-        )
-    if moves:
-        raise NotImplementedError(
-            f'{OVERLAP}: Megatron frees what its layers pass to each other before it could go to '
-            f'the host; drop --pipeline-offload, or {cure}'
         )

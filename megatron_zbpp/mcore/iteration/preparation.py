@@ -68,10 +68,7 @@ def prepare(
     lowered = _agreed(session, arguments, config, message, groups.pp)
     as_one = session.programs.together and not arguments.forward_only
     if as_one:
-        recomputes = session.programs.recomputes(groups.pp.size())
-        combined.require(
-            unwrap_model(models), arguments.forward_step_func, lowered.moves, recomputes
-        )
+        combined.require(unwrap_model(models), arguments.forward_step_func)
     if not arguments.forward_only and not session.announced:
         _announce(session, lowered, config, models[0])
     make = combined.CombinedStage if as_one else ModelStage

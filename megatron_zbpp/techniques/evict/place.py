@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from megatron_zbpp.analysis.memory import highest
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.techniques.composition import require_goes_with
 from megatron_zbpp.techniques.evict.choice import evicted
 
 
@@ -20,5 +21,9 @@ def with_eviction(
         stages: whose activations may go.
         costs: of all stages.
         limits: most that each rank may hold, in the unit of `costs.amounts`.
+
+    Raises:
+        ValueError: it has what this does not go with.
     """
+    require_goes_with(schedule, 'evict')
     return evicted(schedule, stages, costs, limits, highest(schedule, costs))

@@ -20,7 +20,7 @@ def _way(costs: Costs, stage: int, life: Life) -> Way:
 
 TECHNIQUE = Technique(
     'evict',
-    'activations on a partner between F and B',
+    'to a partner and back',
     place=with_eviction,
     made=lambda applied: applied.name == offload.__name__ and applied.arguments[-1] == PARTNER,
     lacks=_lacks,

@@ -44,6 +44,8 @@ def offload(graph: Graph, stages: Iterable[int], to: str = HOST) -> Graph:
     needs, holds = dict(graph.needs), dict(graph.holds)
     for task in [t for t in graph.needs if t.kind == F and t.stage in stages]:
         away, here = task._replace(kind=out), task._replace(kind=back)
+        if any(task._replace(kind=ways.out) in graph.needs for ways in TRANSFERS.values()):
+            raise ValueError(f'stage {task.stage} is moved already: name it once')
         # B, or R where that comes first
         users = [user for user, _ in graph.feeds[task] if user.stage == task.stage]
         users = [user for user in users if user.kind != F]

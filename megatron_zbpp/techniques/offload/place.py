@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from math import ceil, floor
 
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import B, F, Pass, Schedule, Task, W
+from megatron_zbpp.ir import B, Pass, Schedule, Task
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST, TRANSFERS, R
 from megatron_zbpp.schedules.pipe_offload import planned, po
 from megatron_zbpp.techniques.amounts import Amount, chunks_of
 from megatron_zbpp.techniques.composition import require_goes_with
 from megatron_zbpp.techniques.offload.comb import with_transfers
+from megatron_zbpp.techniques.offload.copies import copy_ratio, with_copies
 from megatron_zbpp.techniques.offload.graph import offload
 
 FREE = 'auto'  # as much as hides behind the passes
@@ -100,35 +101,3 @@ def free_share(costs: Costs, num_chunks: int) -> float:
         num_chunks: of a rank.
     """
     return num_chunks / max(1.0, copy_ratio(costs))
-
-
-def copy_ratio(costs: Costs) -> float:
-    """Return k: time of both ways of an activation over that of its F, B and W; of the worst stage.
-
-    Args:
-        costs: with times of O and L.
-    """
-    works = zip(costs.times[F], costs.times[B], costs.times[W], strict=True)
-    ways = zip(*(costs.times[kind] for kind in TRANSFERS[HOST]), strict=True)
-    found = (sum(way) / sum(work) for way, work in zip(ways, works, strict=True) if sum(work))
-    return max(found, default=0.0)
-
-
-def with_copies(costs: Costs, ratio: float, between: Iterable[str] = ()) -> Costs:
-    """Return `costs` with times of copies, where they have none: half of `ratio` (F + B + W) each.
-
-    Args:
-        costs: of the stages.
-        ratio: time of a copy out and back, over that of F, B and W of what is copied.
-        between: kinds of copies between ranks that take as long.
-
-    Raises:
-        ValueError: a ratio that is no number above 0.
-    """
-    if not ratio > 0:
-        raise ValueError(f'a copy both ways in {ratio} of the time of F, B and W: give more than 0')
-    if TRANSFERS[HOST].out in costs.times:
-        return costs
-    works = zip(costs.times[F], costs.times[B], costs.times[W], strict=True)
-    ways = tuple(ratio * sum(work) / 2 for work in works)
-    return costs.with_times(**dict.fromkeys((*TRANSFERS[HOST], *between), ways))

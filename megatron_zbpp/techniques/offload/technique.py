@@ -35,10 +35,11 @@ def _way(costs: Costs, stage: int, life: Life) -> Way:
 
 TECHNIQUE = Technique(
     'offload',
-    'activations on the host between F and B',
+    'to the host and back',
     place=lambda schedule, stages, costs, _: with_offload(schedule, stages, costs),
     made=lambda applied: applied.name == offload.__name__ and applied.arguments[-1] == HOST,
     request=offloaded,
+    help='on the host between F and B; auto: what --copy-ratio lets hide behind the passes',
     free=FREE,
     lacks=_lacks,
     way=_way,

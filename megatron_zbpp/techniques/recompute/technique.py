@@ -33,10 +33,11 @@ def _way(costs: Costs, stage: int, life: Life) -> Way:
 
 TECHNIQUE = Technique(
     'recompute',
-    'forwards that run again before their backward',
+    'made again before B',
     place=lambda schedule, stages, costs, _: with_recomputation(schedule, stages, costs),
     made=lambda applied: applied.name == recompute.__name__,
     request=recomputed,
+    help='F keeps its input, runs again before B',
     lacks=_lacks,
     way=_way,
 )

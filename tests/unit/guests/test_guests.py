@@ -66,7 +66,7 @@ def test_a_change_of_schedule_is_made_and_told_to_all():
 def test_a_change_of_costs_plans_copies_anew(monkeypatch):
     session = run_of(Switching(Change(COSTS)))
     planned = []
-    monkeypatch.setattr(session.programs, 'offload_within', planned.append)
+    monkeypatch.setattr(session.programs, 'copy_what_is_free', planned.append)
     session.on_iteration_end(SimpleNamespace())
     assert planned == [COSTS]
 

@@ -1,0 +1,111 @@
+"""Every two techniques: either they run to the bit, or one table refuses the pair, everywhere."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from stages import reference
+from test_partners import Iterations
+
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.cli import main
+from megatron_zbpp.ir import Schedule, Task
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.mcore import refusals
+from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques import ASKED, NAMES, find
+from megatron_zbpp.techniques.composition import (
+    CLASHES,
+    OVERLAP,
+    TRAINED,
+    table,
+    techniques_of,
+)
+from megatron_zbpp.techniques.offload.copies import with_copies
+from megatron_zbpp.techniques.offload.place import offloaded
+from megatron_zbpp.techniques.recompute.place import recomputed
+
+P, M = 4, 8
+PAIRS = [*itertools.product(TRAINED, NAMES)]
+DOCS = Path(__file__).parents[2] / 'docs' / 'limits.md'
+
+
+def added(schedule: Schedule, name: str) -> Schedule:
+    """Place a technique on half of the stages, so that two of them meet and miss each other."""
+    costs = with_copies(Costs.uniform(schedule.placement), 0.5, ('E', 'K'))
+    if name == 'recompute':
+        return recomputed(schedule, 'half')
+    if name == 'offload':
+        return offloaded(schedule, 'half', costs)
+    stays = [s for s in range(schedule.num_stages) if Task('O', s) not in schedule.graph.needs]
+    limits = [0.7 * held for held in peak(schedule, costs)]
+    return find(name).place(schedule, stays, costs, limits)
+
+
+def having(name: str) -> Schedule:
+    """A schedule that has one technique."""
+    if name == OVERLAP:
+        return build('dualpipe-v', P, 2 * P, together=True)
+    return added(build('interleaved', P, M), name)
+
+
+def train(schedule: Schedule):
+    return Iterations(schedule, dist.group.WORLD).train()
+
+
+@pytest.mark.parametrize(
+    'pair', [pair for pair in PAIRS if pair not in CLASHES or pair[0] == OVERLAP], ids='+'.join
+)
+def test_to_the_bit(ranks, pair):
+    """Passes of pairs run one after the other here, as where no flag makes a model join them."""
+    first, second = pair
+    schedule = added(having(first), second)
+    assert techniques_of(schedule) == {first, second} - {OVERLAP}
+    check(schedule)
+    losses, gradients = reference(schedule.num_stages, schedule.num_microbatches)
+    for made, _, _ in ranks(P).run(train, schedule):
+        for stage, (own, grads) in made.items():
+            assert stage < schedule.num_stages - 1 or own == losses
+            assert all(map(torch.equal, grads, gradients[stage]))
+
+
+@pytest.mark.parametrize('pair', [pair for pair in CLASHES if pair[0] != OVERLAP], ids='+'.join)
+def test_refused_where_it_is_placed(pair):
+    clash = CLASHES[pair]
+    said = f'{pair[1]}: .* has {pair[0]} already, and {clash.reason}: {clash.cure}'
+    with pytest.raises(ValueError, match=said):
+        added(having(pair[0]), pair[1])
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_refused_beside_pairs_that_run_as_one(name):
+    """Megatron's arguments are asked, by all who ask: there pairs run as one."""
+    clash = CLASHES[OVERLAP, name]
+    asked = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
+    found = [*refusals.refused(asked, techniques={name}, joins=True)]
+    assert [each.reason for each in found] == [clash.reason]
+    assert not [*refusals.refused(asked, joins=True)]
+
+
+@pytest.mark.parametrize(
+    ('schedule', 'pair'), [('po-h', ('offload', 'recompute')), ('bpipe', ('evict', 'offload'))]
+)
+def test_the_command_says_the_same(capsys, schedule, pair):
+    sizes = ['--schedule', schedule, '--pp', '4', '--microbatches', '8']
+    assert main(['simulate', *sizes, f'--{pair[1]}', 'half']) == 2
+    assert CLASHES[pair].reason in re.sub(r'\s+', ' ', capsys.readouterr().err)
+
+
+def test_the_docs_have_the_table():
+    assert table() in DOCS.read_text()
+
+
+def test_a_user_may_ask_for_what_has_an_amount():
+    assert [name for name in NAMES if find(name).request] == [*ASKED]
