@@ -339,8 +339,9 @@ def _per_stage(value: Any) -> str | None:
 
 
 def _by_name(value: Any) -> str | None:
-    """Check numbers under names."""
-    fits = strict_json.is_object(value) and all(_NUMBERS(entry) is None for entry in value.values())
+    """Check numbers under names, some under each."""
+    lists = value.values() if strict_json.is_object(value) else (None,)
+    fits = all(_per_stage(entry) is None for entry in lists)
     return None if fits else 'an object of lists of numbers, such as {"R": [1, 1]}'
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import asdict
 
 import pytest
 
@@ -63,7 +64,7 @@ def test_refuses_what_is_no_cost(fields, message):
         Costs.of(**{**dict.fromkeys(('forward', 'backward', 'weight'), (1.0, 1.0)), **fields})
 
 
-@pytest.mark.parametrize('wrong', [[1.0], {'R': 1.0}, {'R': ['x']}, {'R': [1.0, None]}])
+@pytest.mark.parametrize('wrong', [[1.0], {'R': 1.0}, {'R': ['x']}, {'R': [1.0, None]}, {'R': []}])
 @pytest.mark.parametrize('field', ['times', 'amounts'])
 def test_refuses_other_than_lists_of_numbers_by_name(field, wrong):
     file = {'F': [1.0], 'B': [1.0], 'W': [1.0], field: wrong}
@@ -101,3 +102,10 @@ def test_selective_recomputation_says_what_differs():
     assert (costs.times['F'], costs.times['B'], costs.times['W']) == ((1,), (2,), (3,))
     assert costs.amounts['activation'] == (0.5,) and costs.times.keys() == {*'FBW'}
     assert Costs.from_json(text).times['B'] == (1,)
+
+
+def test_no_activations_are_not_taken_for_ones():
+    fields = json.loads(json.dumps(asdict(Costs.of((1.0,), (1.0,), (1.0,)))))
+    fields['amounts']['activation'] = []
+    with pytest.raises(ValueError, match=r'amounts.*is not an object of lists of numbers'):
+        Costs.from_fields(fields)
