@@ -7,6 +7,7 @@ streams as NCCL's do. Autograd's engine, its threads and its choice of streams a
 from __future__ import annotations
 
 import math
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest import mock
@@ -223,13 +224,32 @@ def test_bits_on_recorded_streams(recorded_ranks, data):
 
 @dataclass(frozen=True)
 class Recording:
-    """Records NVIDIA's training loop, with something broken: see `nvidia.train`."""
+    """Records NVIDIA's training loop, with something broken: see `nvidia.train`.
 
-    broken: str
+    A wait of the host is within 'iteration' or a pass in it, and there within what Megatron checks.
+    """
+
+    broken: str = 'nothing'
 
     @contextmanager
     def __call__(self, training):
-        with broken_by(self.broken), recording() as recorded:
+        from megatron.core.rerun_state_machine import RerunStateMachine as Checks
+
+        check, get = Checks.validate_result, training.get_forward_backward_func
+
+        def named_check(self, *args, message, **options):
+            with device.within(f'{device.current_pass()}: {message}'):
+                return check(self, *args, message=message, **options)
+
+        def named(*args, **options):
+            return device.within('iteration')(get(*args, **options))
+
+        with (
+            broken_by(self.broken),
+            mock.patch.object(Checks, 'validate_result', named_check),
+            mock.patch.object(training, 'get_forward_backward_func', named),
+            recording() as recorded,
+        ):
             yield recorded
 
 
@@ -248,3 +268,36 @@ def test_nvidias_loop_on_recorded_streams(recorded_ranks, broken):
         assert races == []
     else:
         assert any('W' in race and 'on stream 0' in race for race in races)
+
+
+def checks(waits):
+    """Waits of the host for what Megatron checks, by what is checked."""
+    found = Counter()
+    for (_, within), times in waits.items():
+        found[within.partition(': ')[2]] += times
+    return found - Counter({'': found['']})
+
+
+@nvidia.needs_training
+def test_nvidias_loop_waits_in_passes_for_its_own_checks(recorded_ranks):
+    """The complete list: the loss is looked at in F, gradients of a bucket in its last W.
+
+    Stock waits for the same as often. Between its passes ours waits twice in all, when its channels
+    are made.
+    """
+    waits = {}
+    for name, flags in {'stock': LOOP[:-2], 'ours': LOOP}.items():
+        results = nvidia.run(recorded_ranks(2), *flags, event=Recording()).reported
+        waits[name] = [rank.waits for (rank,) in results]
+    for number, (stock, ours) in enumerate(zip(waits['stock'], waits['ours'], strict=True)):
+        assert checks(ours) == checks(stock) != {}
+        for what, within in ours:
+            if ': ' in within:
+                assert what == 'aten::_local_scalar_dense'
+                assert within.startswith(f'{number}W3: found' if 'grad' in within else '1F')
+        others = {key: n for key, n in ours.items() if key[1] and ': ' not in key[1]}
+        assert others.pop(('aten::_local_scalar_dense', 'iteration')) == 2
+        constants = [key for key in others if key[0] == 'pageable copy to the device']
+        assert sum(others.pop(key) for key in constants) <= 1, 'see waits_in_passes'
+        assert others == {}
+    assert any('loss' in name for name in checks(waits['ours'][1]))

@@ -7,7 +7,13 @@ order; the host is one of its streams, for page-locked memory.
 
 Whole trainings, their races and what waits in their passes are on the device that records streams
 (`recorded`). This one is for single functions, and for the executor without Megatron. It needs no
-compiler, and knows which GPU a thread has entered and what lies in page-locked memory.
+compiler. No test on that device shows by now what these show on the double:
+
+- of the executor: figures wait for one event, once; a transfer to a partner that nobody waits for
+  is found; messages by way of the host copy between passes only;
+- the GPU that each thread of the watchdog has entered: that device is one;
+- page-locked memory: a driver that refuses it, when it is unlocked, how often it is allocated;
+- early steps, their reduction and agreement, side tasks: what runs ahead is not waited for.
 
 Where it runs within the emulation of `emulation.cpu`, it answers first.
 """

@@ -55,7 +55,7 @@ def get_batch(data_iterator, vp_stage):
     if tp_rank == 0:
         sample = next(data_iterator)
         keys = (*KEYS, *packed.KEYS)
-        batch = {key: sample[key].cuda() if key in sample else None for key in keys}
+        batch = {k: sample[k].cuda(non_blocking=True) if k in sample else None for k in keys}
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=args.sft,

@@ -22,6 +22,7 @@ from recorded.ordering import Order
 
 _CUDA_TYPE = 1  # of c10::DeviceType
 _library: Any = None
+_within = ['']  # the pass that runs
 
 
 def installed() -> bool:
@@ -208,12 +209,19 @@ def _name(number: int) -> str:
 
 @contextlib.contextmanager
 def within(name: object) -> Iterator[None]:
-    """A pass runs meanwhile."""
-    library().recorded_note(str(name).encode())
+    """A pass runs meanwhile, or something in it."""
+    before, _within[:] = _within[0], [str(name)]
+    library().recorded_note(_within[0].encode())
     try:
         yield
     finally:
-        library().recorded_note(b'')
+        _within[:] = [before]
+        library().recorded_note(before.encode())
+
+
+def current_pass() -> str:
+    """Return what runs, as `within` was told; empty: nothing."""
+    return _within[0]
 
 
 @contextlib.contextmanager
