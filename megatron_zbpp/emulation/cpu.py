@@ -130,6 +130,11 @@ class Event:
         return True
 
 
+def _as_written(model: Any = None, **options: object) -> Any:
+    """Return what torch.compile would compile; or, without it, a decorator that does so."""
+    return _as_written if model is None else model
+
+
 def _tensor_type(self, *args, _original=torch.Tensor.type, **kwargs):
     name = _original(self, *args, **kwargs)
     if not isinstance(name, str):  # type(dtype) converts
@@ -239,7 +244,9 @@ def install(alias_sends: bool = True) -> None:
     # torch.compile (megatron.core.jit) would look for libcuda through triton: what it has made by
     # now, and will make, runs as it is written
     os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')
-    torch.compiler.set_stance('force_eager')
+    if 'torch._dynamo' in sys.modules:  # whose import takes as long as a third of torch's
+        torch.compiler.set_stance('force_eager')
+    torch.compile = _as_written
     # wanted with tensor parallelism
     os.environ.setdefault('CUDA_DEVICE_MAX_CONNECTIONS', '1')
     gloo.install(alias_sends)

@@ -85,7 +85,7 @@ def test_gathers_tensors_of_any_size(ranks, async_op):
     assert ranks(3).run(gathered, async_op) == [[0, 0, 0, 2, 2]] * 3
 
 
-def leave(folder: Path, pairs: int = 6) -> None:
+def leave(folder: Path, pairs: int = 4) -> None:
     """Prints how pairs of ranks end when a collective is over for them, while a thread of it is
     busy for longer: it lets go of many tensors."""
     from megatron_zbpp.emulation import cpu
@@ -111,4 +111,4 @@ def test_ends_after_its_threads(tmp_path):
     code = f'import pathlib, test_cpu; test_cpu.leave(pathlib.{tmp_path!r})'
     done = run([sys.executable, '-c', code], env={'PYTHONPATH': os.pathsep.join(sys.path)})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ['[0, 0]'] * 6, done.stderr
+    assert done.stdout.splitlines() == ['[0, 0]'] * 4, done.stderr

@@ -8,7 +8,7 @@ from grids import grid
 from supported import TOLERANCE, supports
 
 MICROBATCHES = (1, 2, 3, 4, 7, 8, 16)
-ITERATIONS = 10
+ITERATIONS = 4
 CLIPPING, NO_CLIPPING = 0.5, 1e9  # the norm is computed all the same
 
 

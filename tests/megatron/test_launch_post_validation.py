@@ -40,7 +40,7 @@ CASES = {
 def test_identical_to_synchronous(ranks, case):
     size, schedule, flags, event = CASES[case]
     clipping = [] if '--clip-grad' in flags else ['--clip-grad', 100]
-    argv = [*PIPELINE, '--train-iters', 7, '--pipeline-schedule', schedule, *clipping, *flags]
+    argv = [*PIPELINE, '--train-iters', 6, '--pipeline-schedule', schedule, *clipping, *flags]
     argv += ['--log-num-zeros-in-grad']
     synchronous = run(ranks(size), *argv, event=event)
     assert case == 'moe' or any(synchronous.zeros.values())
@@ -50,7 +50,7 @@ def test_identical_to_synchronous(ranks, case):
 @pytest.mark.parametrize('rank', [0, 3])
 def test_overflow_before_the_reduction(ranks, rank):
     """It reaches the shards of one replica by the reduction, and the other ranks by the flag."""
-    argv = [*PIPELINE, '--train-iters', 7, '--pipeline-schedule', 'zb-v', '--clip-grad', 100]
+    argv = [*PIPELINE, '--train-iters', 6, '--pipeline-schedule', 'zb-v', '--clip-grad', 100]
     argv += ['--fp16', '--initial-loss-scale', 1024, '--hysteresis', 1, *DISTRIBUTED, *OVERLAP]
     event = events.ReducedOverflow(5, rank)
     synchronous = run(ranks(4), *argv, event=event)

@@ -113,6 +113,7 @@ def compare(case, dtype_name, apex=False):
     return same, computed
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('case', CASES)
 def test_gradients_to_the_bit(ranks, case, dtype):

@@ -19,7 +19,7 @@ pytestmark = [
         'before from 0.1, which is in no index',
     ),
 ]
-MUON = [*PIPELINE, *LLAMA, '--optimizer', 'muon', '--train-iters', 6]
+MUON = [*PIPELINE, *LLAMA, '--optimizer', 'muon', '--train-iters', 4]
 SHARED_OUT = 'Muon, whose ranks step some layers each'
 GATHERING = ['--bf16', *DISTRIBUTED, *OVERLAP, '--overlap-param-gather']
 # processes, flags

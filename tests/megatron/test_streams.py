@@ -122,6 +122,7 @@ def run(recorded_ranks, data, job, schedule, broken='nothing', words=()):
     return recorded_ranks(job.size).run(train_broken, broken, job, argv, timeout=250)
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize('training', TRAININGS)
 def test_streams_are_ordered(recorded_ranks, data, training):
     """Every use of memory is behind those that it depends on, on every rank.
@@ -178,6 +179,7 @@ GOING = 4  # of the 8 microbatches of an iteration leave the first rank
 SHORT = ('--global-batch-size', '8', '--train-iters', '2')
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize('broken', ['nothing', 'no early free'])
 def test_a_partners_memory_is_as_planned(recorded_ranks, data, broken):
     """The first rank of `bpipe` holds no more than by 1F1B, if what has left is freed.
@@ -206,6 +208,7 @@ SEEDED = {
 }
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize('broken', SEEDED)
 def test_seeded_races_of_streams_are_found(recorded_ranks, data, broken):
     job, schedule, said = SEEDED[broken]

@@ -23,6 +23,7 @@ def test_evaluation(ranks, data, tmp_path):
         assert trained.losses == reference.losses, schedule
 
 
+@pytest.mark.shared
 @supports('GPT, {option}', 'zb-h1 zb-v')
 @pytest.mark.parametrize(
     'option',
@@ -30,7 +31,7 @@ def test_evaluation(ranks, data, tmp_path):
 )
 def test_more_parallelism(ranks, data, tmp_path, option):
     """Two pipelines side by side, and two ranks to a stage."""
-    common = [*COMMON, '--data-path', data, '--global-batch-size', 8, '--train-iters', 5, option]
+    common = [*COMMON, '--data-path', data, '--global-batch-size', 8, '--train-iters', 4, option]
     reference = run(ranks(4), tmp_path, *common, '--pipeline-schedule', 'megatron')
     for schedule in ('zb-h1', 'zb-v'):
         trained = run(ranks(4), tmp_path, *common, '--pipeline-schedule', schedule)

@@ -77,7 +77,8 @@ class Share(NamedTuple):
         for item in items:
             if item.get_closest_marker('shared'):
                 given = getattr(item, 'callspec', None)
-                te = given.params.get('te_ranks') if given else None
+                params = given.params if given else {}
+                te = params.get('te_ranks', params.get('recorded_ranks'))
                 cases[item.nodeid.partition('[')[0], te].append(item)
         return {
             item

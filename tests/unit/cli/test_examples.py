@@ -29,6 +29,7 @@ SMALL = {
     '--seconds': '1',
     '--frontier': '3,4,5',
     '--most': '.5',
+    '--latencies': '0,1',
 }
 SEARCHES = ('plan', 'partition')
 FILES = (
