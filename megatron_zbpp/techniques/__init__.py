@@ -11,6 +11,8 @@ import importlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from megatron_zbpp.ir.techniques import register as register_graph
+
 if TYPE_CHECKING:
     from megatron_zbpp.techniques.base import Technique
 
@@ -58,5 +60,6 @@ def register(technique: Technique) -> Technique:
     """
     if technique.name in NAMES:
         raise ValueError(f'technique {technique.name!r} is one of the library: choose another name')
+    register_graph(technique.graph)
     _OWN[technique.name] = technique
     return technique

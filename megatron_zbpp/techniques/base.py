@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import Applied
+from megatron_zbpp.ir.graph import PARTNER, Applied, Graph
 from megatron_zbpp.techniques.amounts import Amount, chunks_of
 
 
@@ -53,34 +53,47 @@ class Technique:
     Attributes:
         name: by which a user asks for it.
         words: what becomes of activations, for people.
+        graph: WHAT it does: a function from graph to graph, whose name files have.
         place: `place(schedule, stages, costs, limits)` puts its passes for these stages into
             orders: where a rank holds more than its limit, or wherever there is time.
-        made: of what a graph says was applied, whether that is this technique.
+        to: the pool to which it moves activations; None: it moves none.
         request: `request(schedule, amount, costs)` places as much as a user asks for; None: a user
             cannot ask for it by an amount, a planner may.
         help: of its option, behind what an amount may be.
         free: the word by which a user asks for what costs no time; empty: there is none.
         lacks: why the costs do not say what it takes; None: they do.
         way: of costs, a stage and its activation, the least that it needs; None: it has no bound.
-        moves: whether it moves what a forward saves.
-        pairs: whether what leaves one rank's memory is held by its partner's.
         variants: further costs by which named schedules that have it are planned.
         exact: `module:function` that solves small instances of it alone; see `planner.actions`.
     """
 
     name: str
     words: str
+    graph: Callable[..., Graph]
     place: Callable[[Schedule, Collection[int], Costs, Sequence[float]], Schedule]
-    made: Callable[[Applied], bool]
+    to: str | None = None
     request: Callable[[Schedule, Amount, Costs | None], Schedule] | None = None
     help: str = ''
     free: str = ''
     lacks: Callable[[Costs], str | None] = lambda costs: None
     way: Callable[[Costs, int, Life], Way] | None = None
-    moves: bool = False
-    pairs: bool = False
     variants: Callable[[Costs], Iterable[Costs]] = lambda costs: ()
     exact: str = ''
+
+    @property
+    def moves(self) -> bool:
+        """Whether it moves what a forward saves."""
+        return self.to is not None
+
+    @property
+    def pairs(self) -> bool:
+        """Whether what leaves one rank's memory is held by its partner's."""
+        return self.to == PARTNER
+
+    def made(self, applied: Applied) -> bool:
+        """Return whether what a graph says was applied is this technique."""
+        same = applied.name == self.graph.__name__
+        return same and (self.to is None or applied.arguments[-1] == self.to)
 
     def require(self, amount: Amount, num_chunks: int) -> None:
         """Raise ValueError unless a user may ask for that amount, of so many chunks of a rank."""

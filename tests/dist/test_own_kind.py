@@ -1,11 +1,13 @@
-"""A kind of pass that only this file knows: two inputs, a message of two tensors, costs, memory.
+"""A technique that only this file knows: two inputs, a message of two tensors, costs, memory.
 
-It is checked, simulated, drawn, lowered, proven free of deadlock, and runs on two gloo ranks.
+It is checked, simulated, planned around, drawn, lowered, proven free of deadlock, and runs on two
+gloo ranks.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import pytest
@@ -22,12 +24,16 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Graph, Pass, Placement, Schedule, Task, chain
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import DEVICE, Applied, Hold, Kind, Need
+from megatron_zbpp.ir.techniques import known_stages, made_of
+from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.render.svg import svg
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.messages import messages
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
+from megatron_zbpp.techniques import register
+from megatron_zbpp.techniques.base import Technique
 
 PLACEMENT = Placement.loop(2)
 ORDERS = (
@@ -36,24 +42,42 @@ ORDERS = (
 )
 
 
-def compared(graph: Graph) -> Graph:
-    """Y draws a sample of what its stage made, X takes those of all stages, and B waits for it."""
-    stages = range(graph.num_stages)
+def compared(graph: Graph, stages: Iterable[int]) -> Graph:
+    """Y packs what its stage saved into a sample, X takes those of all and unpacks; B waits for X.
+
+    Between them less is held.
+    """
+    stages = known_stages(graph, stages)
     needs, holds = dict(graph.needs), dict(graph.holds)
     for stage in stages:
         needs[Task('Y', stage)] = (Need(Task('F', stage)),)
         needs[Task('X', stage)] = tuple(Need(Task('Y', other), 'sample') for other in stages)
         needs[Task('B', stage)] = (*needs[Task('B', stage)], Need(Task('X', stage)))
-        holds[Task('Y', stage)] = (Hold(DEVICE, 'sample', 1),)
-        holds[Task('X', stage)] = (Hold(DEVICE, 'sample', -1),)
-    kinds = {**graph.kinds, 'Y': Kind('sample'), 'X': Kind('comparison')}
-    techniques = (*graph.techniques, Applied('compared', ()))
-    return replace(graph, techniques=techniques, needs=needs, holds=holds, kinds=kinds)
+        holds[Task('Y', stage)] = Hold(DEVICE, 'sample', 1), Hold(DEVICE, 'activation', -1)
+        holds[Task('X', stage)] = Hold(DEVICE, 'sample', -1), Hold(DEVICE, 'activation', 1)
+    kinds = {'Y': Kind('sample'), 'X': Kind('comparison')}
+    return made_of(graph, 'compared', (stages,), needs, holds, kinds)
+
+
+def placed(schedule: Schedule, stages: Collection[int], *_: object) -> Schedule:
+    """Y right behind F, X right before B."""
+    orders: list[list[Pass]] = [[] for _ in schedule.passes]
+    for rank, p in schedule:
+        does = schedule.graph.kinds[p.kind].parts or (p.kind,)
+        own = p.stage in stages
+        orders[rank] += [p._replace(kind='X')] if own and 'B' in does else []
+        orders[rank].append(p)
+        orders[rank] += [p._replace(kind='Y')] if own and p.kind == 'F' else []
+    graph = compared(schedule.graph, stages)
+    return replace(schedule, graph=graph, passes=tuple(map(tuple, orders)), phases=())
+
+
+TECHNIQUE = register(Technique('compared', 'packed', compared, placed))
 
 
 def schedule() -> Schedule:
     passes = [map(Pass.parse, order.split()) for order in ORDERS]
-    return Schedule.of('compared', PLACEMENT, 2, passes, compared(chain(2)))
+    return Schedule.of('compared', PLACEMENT, 2, passes, compared(chain(2), range(2)))
 
 
 def costs() -> Costs:
@@ -66,9 +90,21 @@ def test_it_is_checked_simulated_and_drawn():
     timeline = simulate(schedule(), costs())
     spans = dict(zip(schedule().passes[0], timeline.spans[0], strict=True))
     assert spans[Pass('X', 0, 0)] == (2.5, 3.5)  # behind Y of both stages
-    assert live(schedule(), costs())[0] == (1, 1.5, 2.5, 3, 2.5, 1.5, 1, 0)
-    assert peak(schedule(), costs()) == (3, 2.25)
+    assert live(schedule(), costs())[0] == (1, 0.5, 1.5, 1, 1.5, 0.5, 1, 0)
+    assert peak(schedule(), costs()) == (1.5, 2)
     assert 'X: comparison' in svg({'x': timeline}, {'x': costs()})
+
+
+def test_it_is_planned_around():
+    """Where memory is short, a planner that may use it does; a plan is read back by its name."""
+    assert schedule() == Schedule.from_json(schedule().to_json())
+    question = {'memory_limit': 1.5, 'seconds': 0.5}
+    case = PLACEMENT, costs()
+    made = plan_within([case], 4, actions=('compared',), **question)
+    assert [applied.name for applied in made.schedule.graph.techniques] == ['compared']
+    check(made.schedule)
+    assert max(peak(made.schedule, costs())) <= 1.5
+    assert made.value < plan_within([case], 4, **question).value
 
 
 def test_messages_carry_their_names():

@@ -21,10 +21,9 @@ def _way(costs: Costs, stage: int, life: Life) -> Way:
 TECHNIQUE = Technique(
     'evict',
     'to a partner and back',
+    graph=offload,
     place=with_eviction,
-    made=lambda applied: applied.name == offload.__name__ and applied.arguments[-1] == PARTNER,
     lacks=_lacks,
     way=_way,
-    moves=True,
-    pairs=True,
+    to=PARTNER,
 )

@@ -36,14 +36,14 @@ def _way(costs: Costs, stage: int, life: Life) -> Way:
 TECHNIQUE = Technique(
     'offload',
     'to the host and back',
+    graph=offload,
     place=lambda schedule, stages, costs, _: with_offload(schedule, stages, costs),
-    made=lambda applied: applied.name == offload.__name__ and applied.arguments[-1] == HOST,
     request=offloaded,
     help='on the host between F and B; auto: what --copy-ratio lets hide behind the passes',
     free=FREE,
     lacks=_lacks,
     way=_way,
-    moves=True,
+    to=HOST,
     variants=_with_slower_copies,
     exact='megatron_zbpp.planner.exact_offload:solve_offload',
 )

@@ -34,8 +34,8 @@ def _way(costs: Costs, stage: int, life: Life) -> Way:
 TECHNIQUE = Technique(
     'recompute',
     'made again before B',
+    graph=recompute,
     place=lambda schedule, stages, costs, _: with_recomputation(schedule, stages, costs),
-    made=lambda applied: applied.name == recompute.__name__,
     request=recomputed,
     help='F keeps its input, runs again before B',
     lacks=_lacks,
