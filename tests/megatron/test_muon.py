@@ -125,6 +125,6 @@ def test_nobody_waits(ranks, case):
 
 def nobody_waits(ranks, size, flags):
     """In the last iteration, no call that all pipeline ranks must come to; else there are some."""
-    flags = [*MUON, *flags, *NO_CLIPPING, '--pipeline-schedule', 'zb-v', '--log-interval', 4]
+    flags = [*MUON, *flags, *NO_CLIPPING, '--pipeline-schedule', 'zb-v', '--log-interval', 3]
     assert all(run(ranks(size), *flags, event=events.waits).reported)
     assert not any(run(ranks(size), *flags, *EARLY, event=events.waits).reported)
