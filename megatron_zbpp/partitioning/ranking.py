@@ -93,12 +93,7 @@ def _tries(
             yield problem.orders(schedule), schedule
     if draft and not names and not space.fused:
         for turn, delay, lead in _DRAFTS:
-            yield dispatch(problem, _pattern(problem, turn, delay, lead)), None
-
-
-def _pattern(problem: Problem, turn: float, delay: float, lead: float) -> Pattern:
-    straight = (1.0,) * problem.placement.num_chunks
-    return Pattern(straight, straight, turn, delay, 1.0, lead, 0.0, (0.0,) * problem.num_queues)
+            yield dispatch(problem, Pattern.straight(problem, turn, delay, lead)), None
 
 
 def _is_whole(schedule: Schedule) -> bool:

@@ -161,9 +161,10 @@ def _trace(problem: Problem, orders: Orders, ends: Ends, rank: int) -> Iterator[
             if ends[before][count - 1] > start - EPSILON:
                 queue, microbatch, position = before, count - 1, position - 1
                 continue
-        queue = problem.needs[queue]
-        if queue < 0 or start <= EPSILON:
+        inputs = problem.inputs[queue]
+        if not inputs or start <= EPSILON:
             return
+        queue, _ = max(inputs, key=lambda each: ends[each[0]][microbatch] + each[1])
         rank = problem.ranks[queue]
         if queue not in positions:
             positions[queue] = [i for i, other in enumerate(orders[rank]) if other == queue]

@@ -21,6 +21,7 @@ from itertools import combinations
 from math import ceil, floor, gcd, inf
 from typing import TYPE_CHECKING, Any
 
+from megatron_zbpp.ir import B, F, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner.lower_bounds import lower_bound
 from megatron_zbpp.planner.problem import EPSILON, Orders, Problem, replay_whole
@@ -52,6 +53,11 @@ class Answer:
 def available() -> bool:
     """Return whether OR-tools is installed."""
     return find_spec('ortools') is not None
+
+
+def can_solve(problem: Problem) -> bool:
+    """Return whether the solver is there and knows what passes hold: limits are of F, B and W."""
+    return available() and (problem.is_plain or min(problem.caps) == inf)
 
 
 def solve(
@@ -149,19 +155,22 @@ def _ticks(problem: Problem, unit: float) -> int:
 
 def in_ticks(problem: Problem, unit: float, ticks: int) -> Problem:
     """Return the problem in ticks: whole units, none longer than they were, and one for no time."""
-    count = problem.placement.num_stages
-    times = tuple(ticks * whole(time, unit) or 1.0 for time in problem.durations)
+    times: dict[str, list[float]] = {}
+    slices = 1 + max(task.slice for task in problem.tasks)  # costs are of all
+    sites = 1 + max(task.stage for task in problem.tasks)
+    for (kind, stage, _), time in zip(problem.tasks, problem.durations, strict=True):
+        own = times.setdefault(kind, [0.0] * sites)
+        own[stage] = slices * (ticks * whole(time, unit) or 1.0)
     edges = {
-        (problem.ranks[need], problem.ranks[queue]): ticks * whole(edge, unit)
-        for queue, (need, edge) in enumerate(zip(problem.needs, problem.edges, strict=True))
+        (problem.ranks[need], rank): ticks * whole(edge, unit)
+        for rank, inputs in zip(problem.ranks, problem.inputs, strict=True)
+        for need, edge in inputs
         if edge
     }
-    costs = Costs.of(
-        times[:count],
-        times[count : 2 * count],
-        times[2 * count :],
-        activation=problem.costs.amounts['activation'],
-        retained=problem.costs.amounts['retained'],
+    stages = problem.placement.num_stages
+    costs = Costs(
+        {k: tuple(own[:stages] if k in (F, B, W) else own) for k, own in times.items()},
+        amounts=problem.costs.amounts,
         edges=tuple((*pair, latency) for pair, latency in edges.items()),
     )
     return replace(problem, costs=costs)
@@ -229,13 +238,12 @@ class Model:
 
     def _order_queues(self) -> None:
         """Keep microbatches of a queue in order, and passes of a microbatch."""
-        for queue, need in enumerate(self.problem.needs):
-            edge = int(self.problem.edges[queue])
+        for queue, inputs in enumerate(self.problem.inputs):
             for microbatch, start in enumerate(self.starts[queue]):
                 if microbatch:
                     self.model.add(start >= self._end(queue, microbatch - 1))
-                if need >= 0:
-                    self.model.add(start >= self._end(need, microbatch) + edge)
+                for need, edge in inputs:
+                    self.model.add(start >= self._end(need, microbatch) + int(edge))
 
     def _share_rank(self, rank: int) -> None:
         self.model.add_no_overlap(self._computing(rank))
@@ -256,12 +264,12 @@ class Model:
         cap, changes = self.problem.caps[rank], self.problem.changes
         if cap == inf:
             return
-        count, stages = self.problem.placement.num_stages, self.problem.placement.stages(rank)
+        forwards, backwards, weights = self.problem.by_stage
         unit = gcd(*(changes[queue] for queue in self.problem.queues[rank])) or 1
         intervals: list[cp_model.IntervalVar] = []
         amounts: list[int] = []
-        for stage in stages:
-            forward, backward, weight = stage, count + stage, 2 * count + stage
+        for stage in self.problem.placement.stages(rank):
+            forward, backward, weight = forwards[stage], backwards[stage], weights[stage]
             added = changes[backward]
             for amount, since, until in (
                 (-added, forward, backward),
@@ -285,16 +293,19 @@ class Model:
 
     def _pair_weights(self, rank: int) -> None:
         """Ws that are alike run in the order of their Bs."""
-        count, changes = self.problem.placement.num_stages, self.problem.changes
+        if not self.problem.is_plain:
+            return  # they may be needed
+        _, backwards, weights = self.problem.by_stage
+        changes, every = self.problem.changes, range(self.problem.num_microbatches)
         for one, other in combinations(self.problem.placement.stages(rank), 2):
-            kinds = [(self.lengths[2 * count + s], changes[2 * count + s]) for s in (one, other)]
-            if kinds[0] != kinds[1]:
+            alike = {(self.lengths[w], changes[w]) for w in (weights[one], weights[other])}
+            if len(alike) > 1:
                 continue
-            for i in range(len(self.starts[one])):
-                for j in range(len(self.starts[other])):
+            for i in every:
+                for j in every:
                     first = self.model.new_bool_var('')
-                    for b in (count, 2 * count):
-                        before, after = (b + one, i), (b + other, j)
+                    for queues in (backwards, weights):
+                        before, after = (queues[one], i), (queues[other], j)
                         self._precede(before, after, first)
                         self._precede(after, before, first.negated())
 
@@ -306,8 +317,8 @@ class Model:
     def _minimise(self, least: int, most: int) -> None:
         """Minimise whole units: the ticks of passes that take no time are less than one."""
         value = self.model.new_int_var(least, most, '')
-        count, rest = self.problem.placement.num_stages, self.ticks - 1
-        for queue in range(2 * count, 3 * count):
+        rest = self.ticks - 1
+        for queue in self.problem.sinks:
             origin = int(self.problem.origins[self.problem.ranks[queue]]) // self.ticks
             start = origin * self.ticks
             self.model.add(value * self.ticks + rest >= self._end(queue, -1) - start)

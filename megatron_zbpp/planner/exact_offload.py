@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import ceil, floor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_zbpp.ir import B, F, Pass, Schedule, W
+from megatron_zbpp.ir import F, Pass, Schedule
 from megatron_zbpp.ir.graph import HOST, TRANSFERS, chain
 from megatron_zbpp.planner.cp_sat import Model, in_ticks, interruptible, solver_of, unit_of, whole
 from megatron_zbpp.planner.problem import EPSILON, Problem
@@ -123,7 +123,8 @@ class _Model(Model):
         for rank, queues in enumerate(problem.queues):
             for queue in queues:
                 for i, start in enumerate(self.starts[queue]):
-                    p = Pass((F, B, W)[queue // stages], queue % stages, i)
+                    kind, stage, _ = problem.tasks[queue]
+                    p = Pass(kind, stage, i)
                     entries[rank].append((solver.value(start), 2, p))
         gone: set[int] = set()
         for (stage, i), copies in self._copies.items():
@@ -147,8 +148,8 @@ class _Model(Model):
     def _moving(self, stage: int, i: int) -> _Copies:
         """Return the copies of one activation, between its F and its B."""
         model, (out, back) = self.model, self._ways[stage]
-        forward = self._end(stage, i)
-        backward = self.starts[self.problem.placement.num_stages + stage][i]
+        forwards, backwards, _ = self.problem.by_stage
+        forward, backward = self._end(forwards[stage], i), self.starts[backwards[stage]][i]
         moves = model.new_bool_var('')
         free, taken, begin = (model.new_int_var(0, self.horizon, '') for _ in range(3))
         model.add(free >= forward)
@@ -187,8 +188,9 @@ class _Model(Model):
 
     def _held(self, since: int, until: int, microbatch: int) -> list[cp_model.IntervalVar]:
         """From the start of one pass to the end of another, but for when it is away."""
-        if since >= self.problem.placement.num_stages:
+        kind, stage, _ = self.problem.tasks[since]
+        if kind != F:
             return super()._held(since, until, microbatch)
-        copies = self._copies[since, microbatch]
+        copies = self._copies[stage, microbatch]
         start, end = self.starts[since][microbatch], self._end(until, microbatch)
         return [self._span(start, copies.free), self._span(copies.taken, end)]

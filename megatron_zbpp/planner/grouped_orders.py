@@ -54,7 +54,7 @@ class _Grouping:
 def grouped(problem: Problem) -> list[Orders]:
     """Return the best few of the family within the limits; none but on a loop of several chunks."""
     placement = problem.placement
-    if placement.num_chunks < 2 or not placement.is_loop:
+    if placement.num_chunks < 2 or not placement.is_loop or not problem.is_plain:
         return []
     ranked = sorted(_values(problem.with_fewer_microbatches), key=lambda entry: entry[0])
     return [grouping.orders(problem) for _, grouping in ranked[:_KEPT]]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from math import ceil, inf
 
-from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir import Graph, Placement
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner.problem import Problem
 
 Candidate = tuple[Placement, Costs]
+Graphs = Callable[[int], Graph]  # of a number of stages
 Limit = float | Sequence[float] | None  # one for all ranks, one a rank, or none
 
 _ROUNDING = 1 - 1e-9
@@ -19,8 +22,15 @@ class Bytes(float):
     """An amount that is told in bytes: a limit of all that a rank holds."""
 
 
-def with_room(candidates: Sequence[Candidate], limit: Limit) -> list[Candidate]:
+def with_room(
+    candidates: Sequence[Candidate], limit: Limit, graph: Graphs | None = None
+) -> list[Candidate]:
     """Return the candidates on which one microbatch fits: a rank holds its activations together.
+
+    Args:
+        candidates: placements with costs.
+        limit: of memory.
+        graph: of a number of stages; None: of a plain pipeline.
 
     Raises:
         ValueError: there are none.
@@ -28,7 +38,7 @@ def with_room(candidates: Sequence[Candidate], limit: Limit) -> list[Candidate]:
     found: list[Candidate] = []
     refusals: list[tuple[float, str]] = []
     for placement, costs in candidates:
-        refusal = _refusal(placement, costs, limit)
+        refusal = _refusal(placement, costs, limit, _least(placement, costs, graph))
         if refusal is None:
             found.append((placement, costs))
         else:
@@ -48,10 +58,11 @@ def activation_limits(limit: Limit, placement: Placement, costs: Costs) -> tuple
     return tuple(most - taken for most, taken in zip(limits, costs.static(placement), strict=True))
 
 
-def _refusal(placement: Placement, costs: Costs, limit: Limit) -> tuple[float, str] | None:
+def _refusal(
+    placement: Placement, costs: Costs, limit: Limit, least: list[float]
+) -> tuple[float, str] | None:
     """Return the smallest limit on a placement, and what does not fit; None: a microbatch does."""
     limits, static = same_limits(limit, placement.num_ranks), costs.static(placement)
-    least = _least(placement, costs)
     for rank, (most, taken, own) in enumerate(zip(limits, static, least, strict=True)):
         if most - taken >= own * _ROUNDING:
             continue
@@ -70,8 +81,14 @@ def said(amount: float, limit: Limit) -> str:
     return f'{ceil(amount / _GIB * 100) / 100:g} GiB' if isinstance(first, Bytes) else f'{amount:g}'
 
 
-def _least(placement: Placement, costs: Costs) -> list[float]:
+def _least(placement: Placement, costs: Costs, graph: Graphs | None) -> list[float]:
     """Per rank, the smallest limit under which there surely is a schedule (see `pattern`)."""
+    if graph is not None:
+        ranks, made = range(placement.num_ranks), graph(placement.num_stages)
+        problem = Problem(placement, 1, costs, (inf,) * len(ranks), graph=made)
+        changes = costs.changes(made)
+        held = ([changes.get(problem.tasks[q], 0.0) for q in own] for own in problem.turns)
+        return [max(accumulate(own)) for own in held]
     activation, retained = costs.amounts['activation'], costs.amounts['retained']
     rises = [max(0.0, w - a) for a, w in zip(activation, retained, strict=True)]
     held = map(placement.stages, range(placement.num_ranks))

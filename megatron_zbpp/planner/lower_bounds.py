@@ -16,10 +16,13 @@ the time that others need at least:
 Together they are exact for many instances, ZB-V and V-Half at F = B = W among them. They are blind
 to how passes of different ranks must fit together, so under tight limits with unequal times the
 optimum lies above; on small instances `exact` closes that gap.
+
+Of graphs with other passes than F, B and W they say the first, and that a rank does all its work.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import inf
 
 from megatron_zbpp.planner.problem import Problem
@@ -29,6 +32,9 @@ def lower_bound(problem: Problem) -> float:
     """Return a value that no orders within the limits can be below."""
     ranks = range(problem.placement.num_ranks)
     queues = max(_queue_bound(problem, queue) for queue in range(problem.num_queues))
+    if not problem.is_plain:
+        ends = map(sum, zip(problem.firsts, problem.work, strict=True))
+        return max(queues, *(a - b for a, b in zip(ends, problem.origins, strict=True)))
     works = max(_work_bound(problem, rank) for rank in ranks)
     return max(queues, works, *(_memory_bound(problem, rank) for rank in ranks))
 
@@ -41,37 +47,38 @@ def _queue_bound(problem: Problem, queue: int) -> float:
 
 def _work_bound(problem: Problem, rank: int) -> float:
     """Return the rank's work and what it must idle before its first B and after its last F."""
-    count, m = problem.placement.num_stages, problem.num_microbatches
-    stages = problem.placement.stages(rank)
+    m, times = problem.num_microbatches, problem.durations
     first, work, cap = problem.firsts[rank], problem.work[rank], problem.caps[rank]
-    held = [problem.changes[stage] for stage in stages]
-    forwards = [problem.durations[stage] for stage in stages]
-    backwards = [problem.durations[count + s] + problem.durations[2 * count + s] for s in stages]
-    weights = [problem.durations[2 * count + stage] for stage in stages]
-    kept = [-problem.changes[2 * count + stage] for stage in stages]
+    f, b, w = _of_rank(problem, rank)
+    held = [problem.changes[queue] for queue in f]
+    forwards = [times[queue] for queue in f]
+    backwards = [times[backward] + times[weight] for backward, weight in zip(b, w, strict=True)]
+    weights = [times[queue] for queue in w]
+    kept = [-problem.changes[queue] for queue in w]
 
-    first_backward = problem.arrivals[count + stages[-1]]
+    first_backward = problem.arrivals[b[-1]]
     idle = max(first, first_backward - _most(forwards, held, m, cap))
     own_end = work + idle - problem.origins[rank]
     before_last_forward = idle if m * sum(held) > cap else first
     left = _most(backwards + weights, held + kept, m, cap)
     left = min(left, m * sum(backwards))
-    return max(own_end, before_last_forward + work - left + _rest(problem, stages[-1]))
+    return max(own_end, before_last_forward + work - left + _rest(problem, f[-1]))
 
 
-def _rest(problem: Problem, stage: int) -> float:
-    """From the end of a microbatch's F on `stage` to its latest end, origins taken off."""
-    count = problem.placement.num_stages
-    done = problem.arrivals[stage] + problem.durations[stage]
-    return (
-        max(
-            problem.arrivals[weight]
-            + problem.durations[weight]
-            - problem.origins[problem.ranks[weight]]
-            for weight in range(2 * count, 3 * count)
-        )
-        - done
+def _of_rank(problem: Problem, rank: int) -> Iterator[list[int]]:
+    """Yield the queues of F, of B and of W on a rank, by stage."""
+    stages = problem.placement.stages(rank)
+    return ([queues[stage] for stage in stages] for queues in problem.by_stage)
+
+
+def _rest(problem: Problem, forward: int) -> float:
+    """From the end of a microbatch's F to its latest end, origins taken off."""
+    done = problem.arrivals[forward] + problem.durations[forward]
+    ends = (
+        problem.arrivals[sink] + problem.durations[sink] - problem.origins[problem.ranks[sink]]
+        for sink in problem.sinks
     )
+    return max(ends) - done
 
 
 def _most(times: list[float], amounts: list[int], m: int, cap: float) -> float:
@@ -96,14 +103,11 @@ def _memory_bound(problem: Problem, rank: int) -> float:
     cap = problem.caps[rank]
     if cap in (0, inf):
         return 0.0
-    count = problem.placement.num_stages
     total = 0.0
-    for stage in problem.placement.stages(rank):
-        start = problem.arrivals[stage]
-        back = problem.arrivals[2 * count + stage]  # W may start where B ends
-        kept = -problem.changes[2 * count + stage]
-        total += (
-            problem.changes[stage] * (back - start) + kept * problem.durations[2 * count + stage]
-        )
+    forwards, _, weights = _of_rank(problem, rank)
+    for forward, weight in zip(forwards, weights, strict=True):
+        there = problem.arrivals[weight] - problem.arrivals[forward]  # W may start where B ends
+        kept = -problem.changes[weight]
+        total += problem.changes[forward] * there + kept * problem.durations[weight]
     held_for = total * problem.num_microbatches / cap
     return held_for + problem.firsts[rank] - problem.origins[rank]

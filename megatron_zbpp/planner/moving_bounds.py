@@ -83,14 +83,15 @@ def _ways(problem: Problem, stage: int, actions: Sequence[Technique], both: bool
         both: whether its rank counts as one with its partner.
     """
     costs, durations = problem.costs, problem.durations
-    count, rank = problem.placement.num_stages, problem.placement.only_route[stage]
+    rank = problem.placement.only_route[stage]
+    forward, backward, weight = (queues[stage] for queues in problem.by_stage)
     speed = costs.speeds[rank] if costs.speeds else 1.0
     held = costs.amounts['activation'][stage]
-    there = problem.arrivals[2 * count + stage] - problem.arrivals[stage]  # F begins, B ends
-    after = costs.amounts['retained'][stage] * durations[2 * count + stage]
+    there = problem.arrivals[weight] - problem.arrivals[forward]  # F begins, B ends
+    after = costs.amounts['retained'][stage] * durations[weight]
     others = [technique for technique in actions if not (both and technique.pairs)]
     stays = not any(technique.moves for technique in others)
-    life = Life(held, durations[stage], durations[count + stage], there, speed, stays)
+    life = Life(held, durations[forward], durations[backward], there, speed, stays)
     yield Way(0.0, 0.0, held * there + after)
     for technique in others:
         assert technique.way is not None  # else there is no bound

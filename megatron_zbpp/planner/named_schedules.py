@@ -23,7 +23,7 @@ class Named:
 def named(problem: Problem) -> list[Named]:
     """Every named schedule that is on the problem's placement and within its limits, best first."""
     found: list[Named] = []
-    for family in FAMILIES:
+    for family in FAMILIES if problem.is_plain else ():
         if family.moves:
             continue  # what a copy takes is no part of the problem
         for schedule in variants(family, problem):

@@ -11,7 +11,8 @@ A forward takes memory that only its microbatch's last pass returns, so tight li
 the other, oldest first (the banker's algorithm; local to each rank, as passes hold no memory of
 another). Where a B raises what is held, it waits for Ws to make room, and forwards leave that room
 beside all that has no B yet. Hence every limit that holds one microbatch of all of a rank's stages,
-and the raise of its B, is enough.
+and the raise of its B, is enough. In other graphs the same is asked before all that takes memory,
+pass by pass of each microbatch in flight.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from itertools import accumulate
 from math import inf
 from random import Random
 from typing import Any
 
-from megatron_zbpp.planner.problem import Ends, Orders, Problem
+from megatron_zbpp.ir import B, F, W
+from megatron_zbpp.planner.problem import SEVERAL, Ends, Orders, Problem, latest
 
 _SLOPES = (1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
 _TURNS = (0.0, 0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)
@@ -73,6 +76,12 @@ class Pattern:
             nudges=(0.0,) * problem.num_queues,
         )
 
+    @classmethod
+    def straight(cls, problem: Problem, turn: float, delay: float, lead: float) -> Pattern:
+        """One in which passes follow each other at once."""
+        each = (1.0,) * problem.placement.num_chunks
+        return cls(each, each, turn, delay, 1.0, lead, 0.0, (0.0,) * problem.num_queues)
+
     def mutated(self, rng: Random) -> Pattern:
         """Return a pattern that differs a little in one to three places."""
         pattern = self
@@ -84,18 +93,26 @@ class Pattern:
     def due(self, problem: Problem) -> tuple[list[float], float]:
         """When each queue's microbatch 0 is due, and the interval, in the problem's time."""
         unit = max(problem.work) / problem.num_microbatches
-        count, chunks = problem.placement.num_stages, problem.placement.chunks
-        lengths = problem.durations
+        lengths, tasks, chunk_of = problem.durations, problem.tasks, problem.placement.chunk_of
         due = [0.0] * problem.num_queues
-        for stage in range(1, count):
-            step = lengths[stage - 1] + problem.edges[stage]
-            due[stage] = due[stage - 1] + self.down[chunks[stage]] * step
-        time = due[count - 1] + self.turn * unit
-        for stage in reversed(range(count)):
-            due[count + stage] = time
-            due[2 * count + stage] = time + self.delay * unit
-            step = lengths[count + stage] + problem.edges[count + stage]
-            time += self.up[chunks[stage]] * step
+        for queue in problem.in_turn:
+            kind, stage, _ = tasks[queue]
+            time = 0.0
+            for need, edge in problem.inputs[queue]:
+                between = tasks[need].kind + kind
+                if between == F + F:
+                    step = self.down[chunk_of(stage)] * (lengths[need] + edge)
+                elif between == B + B:
+                    up = self.up[chunk_of(tasks[need].stage)]
+                    step = up * (lengths[need] + problem.edges[need])
+                elif between == F + B:
+                    step = self.turn * unit
+                elif between == B + W:
+                    step = self.delay * unit
+                else:
+                    step = lengths[need] + edge
+                time = max(time, due[need] + step)
+            due[queue] = time
         nudged = [time + nudge * unit for time, nudge in zip(due, self.nudges, strict=True)]
         return nudged, self.interval * unit
 
@@ -126,9 +143,9 @@ def dispatch(problem: Problem, pattern: Pattern) -> Orders:
     due, interval = pattern.due(problem)
     lead = pattern.lead * unit
     durations, needs, edges = problem.durations, problem.needs, problem.edges
-    count, m = problem.placement.num_stages, problem.num_microbatches
-    # what a B may raise to: one that does not raise may run at any time
-    raising = [cap if rise else inf for cap, rise in zip(problem.caps, problem.raises, strict=True)]
+    inputs, m = problem.inputs, problem.num_microbatches
+    leads = [lead if task.kind == F else inf for task in problem.tasks]
+    guards = _guards(problem)
     ends: Ends = [[] for _ in due]
     held = [0] * problem.placement.num_ranks
 
@@ -141,14 +158,16 @@ def dispatch(problem: Problem, pattern: Pattern) -> Orders:
             if microbatch >= m or (need >= 0 and len(ends[need]) <= microbatch):
                 continue
             start = ends[need][microbatch] + edges[queue] if need >= 0 else 0.0
+            if need == SEVERAL:
+                start = latest(inputs[queue], microbatch, ends)
+                if start == inf:
+                    continue
             time = due[queue] + microbatch * interval
-            if queue < count:
-                start = max(start, time - lead)
+            start = max(start, time - leads[queue])
             if time >= (first if start <= now else awaited):
                 continue
-            if queue < count and not _safe(problem, rank, queue, held[rank], ends):
-                continue
-            if count <= queue < 2 * count and held[rank] + problem.changes[queue] > raising[rank]:
+            guard = guards[queue]
+            if guard is not None and not guard(problem, rank, queue, held[rank], ends):
                 continue
             if start <= now:
                 best, first = queue, time
@@ -185,10 +204,47 @@ def _run(
         orders[rank].append(queue)
         held[rank] += problem.changes[queue]
         heappush(events, (end, rank))
-        fed = problem.feeds[queue]
-        if fed >= 0:
-            heappush(events, (end + problem.edges[fed], problem.ranks[fed]))
+        for other, edge in problem.wakes[queue]:
+            heappush(events, (end + edge, other))
+    if any(len(own) < problem.num_microbatches for own in ends):
+        raise ValueError(f'limits {problem.limits} end in a deadlock: raise them')
     return orders
+
+
+_Guard = Callable[[Problem, int, int, int, Ends], bool]
+
+
+def _guards(problem: Problem) -> list[_Guard | None]:
+    """Return what each queue must be allowed by; None: it may run at any time."""
+
+    def guard(queue: int, kind: str) -> _Guard | None:
+        if problem.caps[problem.ranks[queue]] == inf:
+            return None
+        if problem.is_plain and kind == F:
+            return _safe
+        takes = problem.changes[queue] > 0
+        return (_fits if problem.is_plain else _can_finish) if takes else None
+
+    return [guard(queue, task.kind) for queue, task in enumerate(problem.tasks)]
+
+
+def _fits(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> bool:
+    """Return whether the rank has room for what a pass of `queue` takes."""
+    return held + problem.changes[queue] <= problem.caps[rank]
+
+
+def _can_finish(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> bool:
+    """Return whether microbatches in flight can finish oldest first after one more of `queue`."""
+    own, changes = problem.turns[rank], problem.changes
+    free = problem.caps[rank] - held - changes[queue]
+    begun = max(len(ends[q]) + (q == queue) for q in own)
+    for microbatch in range(min(len(ends[q]) for q in own), begun):
+        done = [len(ends[q]) + (q == queue) > microbatch for q in own]
+        todo = [changes[q] for q, is_done in zip(own, done, strict=True) if not is_done]
+        if max(accumulate(todo, initial=0)) > free:
+            return False
+        free -= sum(todo)
+    return True
 
 
 def _safe(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> bool:
@@ -198,23 +254,23 @@ def _safe(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> boo
     ones keep what they hold; older ones will have returned theirs.
     """
     cap, changes = problem.caps[rank], problem.changes
-    stages, rise = problem.placement.stages(rank), problem.raises[rank]
+    own, rise = problem.forwards[rank], problem.raises[rank]
     if held + changes[queue] > cap:
         return False
-    if rise and cap < inf and _without_backward(problem, rank, ends) + changes[queue] + rise > cap:
+    if rise and _without_backward(problem, rank, ends) + changes[queue] + rise > cap:
         return False
-    if queue == stages[-1] or cap == inf:
+    last, _ = own[-1]
+    if queue == last:
         return True
-    oldest, needed = len(ends[stages[-1]]), rise
-    for stage in stages:
-        needed += changes[stage] * max(len(ends[stage]) + (stage == queue) - oldest, 1)
+    oldest, needed = len(ends[last]), rise
+    for forward, _ in own:
+        needed += changes[forward] * max(len(ends[forward]) + (forward == queue) - oldest, 1)
     return needed <= cap
 
 
 def _without_backward(problem: Problem, rank: int, ends: Ends) -> int:
     """Return what the rank holds of forwards whose B has not run: what no W makes room for."""
-    count = problem.placement.num_stages
     return sum(
-        problem.changes[stage] * (len(ends[stage]) - len(ends[count + stage]))
-        for stage in problem.placement.stages(rank)
+        problem.changes[forward] * (len(ends[forward]) - len(ends[backward]))
+        for forward, backward in problem.forwards[rank]
     )

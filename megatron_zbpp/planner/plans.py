@@ -21,8 +21,9 @@ from megatron_zbpp.planner import cp_sat
 from megatron_zbpp.planner.budget import Budget
 from megatron_zbpp.planner.cells import Joined, joined
 from megatron_zbpp.planner.grouped_orders import grouped
-from megatron_zbpp.planner.limits import Candidate, Limit, activation_limits, with_room
+from megatron_zbpp.planner.limits import Candidate, Graphs, Limit, activation_limits, with_room
 from megatron_zbpp.planner.named_schedules import Named, named
+from megatron_zbpp.planner.pattern import Pattern, dispatch
 from megatron_zbpp.planner.problem import EPSILON, OBJECTIVES, Problem
 from megatron_zbpp.planner.search import Search
 
@@ -87,6 +88,7 @@ def plan(
     seconds: float = 20.0,
     seed: int = 0,
     starts: Iterable[Schedule] = (),
+    graph: Graphs | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Plan:
     """Return the best schedule found on any of the candidates.
@@ -100,12 +102,16 @@ def plan(
             the longest span of one rank, where they do not.
         seconds: at most; turned into a number of steps, so that plans can be made again.
         seed: another one searches elsewhere.
-        starts: schedules of m microbatches to be at least as good as, where they keep the limit.
+        starts: schedules of m microbatches to be at least as good as, where they keep the limit;
+            those of another graph are left out.
+        graph: of one microbatch, by the number of stages, such as
+            `lambda stages: sliced(chain(stages), 2)`; default: F, B and W of each stage.
         progress: called now and then with the share of the budget that is spent.
 
     Raises:
         PlanningInterrupted: by Ctrl-C; it has the best plan by then.
-        ValueError: no candidates, an unknown objective, or a limit that no schedule can keep.
+        ValueError: no candidates, an unknown objective, a limit that no schedule can keep, or a
+            graph with passes that the search cannot place.
     """
     if not candidates:
         raise ValueError('no placement to plan on: allow at least one')
@@ -114,13 +120,16 @@ def plan(
     budget = Budget(seconds, progress)
     searches: list[Search] = []
     names: list[Named] = []
-    for placement, costs in with_room(candidates, memory_limit):
+    for placement, costs in with_room(candidates, memory_limit, graph):
         limits = activation_limits(memory_limit, placement, costs)
-        problem = Problem(placement, num_microbatches, costs, limits, objective)
+        made = graph and graph(placement.num_stages)
+        problem = Problem(placement, num_microbatches, costs, limits, objective, made)
         known = named(problem)
         names += known
-        given = [problem.orders(s) for s in starts if s.placement == placement]
+        given = [problem.orders(s) for s in starts if problem.has(s)]
         starts_here = [*(entry.orders for entry in known), *grouped(problem), *given]
+        if not problem.is_plain:
+            starts_here.append(dispatch(problem, Pattern.straight(problem, 0.0, 0.0, inf)))
         searches.append(Search(problem, starts_here, seed))
     interrupted = False
     try:
@@ -164,7 +173,7 @@ def _search(searches: list[Search], budget: Budget) -> None:
 
 def _improve(search: Search, budget: Budget, best: float) -> None:
     """Search; where the problem is small, first briefly and then exactly for less than `best`."""
-    if search.problem.num_passes <= _EXACT_PASSES and cp_sat.available():
+    if search.problem.num_passes <= _EXACT_PASSES and cp_sat.can_solve(search.problem):
         search.improve(budget.split_off(_BRIEF))
         if not search.done:
             _solve(search, budget.split_off(_EXACT), best)

@@ -2,8 +2,8 @@
 
 Passes of one kind on one stage run in microbatch order, so they form a *queue*, and the order of a
 rank is a list of queue numbers: the n-th appearance of a number is microbatch n. A queue is a row
-of the compiled graph of a plain pipeline: all F by stage, then all B, then all W; fused passes are
-split, which never costs time or memory. Every array here is indexed by queue.
+of the compiled graph, a task; fused passes are split, which never costs time or memory. Every array
+here is indexed by queue.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from math import inf
 
-from megatron_zbpp.ir import Pass, Placement, Schedule, Task, chain
+from megatron_zbpp.ir import B, F, Graph, Pass, Placement, Schedule, Task, W, chain
 from megatron_zbpp.ir.compiled import Compiled, compiled
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import DEVICE
+from megatron_zbpp.ir.graph import COMPUTE, DEVICE
 
 Orders = list[list[int]]  # per rank, its queue numbers in the order of their passes
 Ends = list[list[float]]  # per queue, when its microbatches end
+Inputs = tuple[tuple[int, float], ...]  # queues, and the time on the wire from there
+SEVERAL = -2  # instead of a queue
 OBJECTIVES = ('makespan', 'window')
 EPSILON = 1e-9  # times closer than this are equal
 
@@ -38,6 +41,7 @@ class Problem:
         costs: of the placement's stages.
         limits: most that each rank may hold, in the unit of `costs.amounts`; inf for no limit.
         objective: 'makespan' or 'window'.
+        graph: of one microbatch; None: a plain pipeline's.
     """
 
     placement: Placement
@@ -45,12 +49,21 @@ class Problem:
     costs: Costs
     limits: tuple[float, ...]
     objective: str = 'makespan'
+    graph: Graph | None = None
 
     def __post_init__(self) -> None:
         if not self.placement.is_one_way:
             raise ValueError(
                 f'placement {self.placement.name!r} has two routes: plan on one of one route'
             )
+        graph = self._flat.graph
+        for name in {task.kind for task in self.tasks}:
+            kind = graph.kinds[name]
+            if kind.engine != COMPUTE or kind.optional or kind.every > 1 or self._flat.looks_back:
+                raise ValueError(
+                    f'the search places what computes once in each microbatch, and {name} '
+                    f'({kind.words}) does not: plan without it, and put it into the plan'
+                )
 
     @cached_property
     def with_fewer_microbatches(self) -> Problem:
@@ -63,11 +76,35 @@ class Problem:
     @cached_property
     def _flat(self) -> Compiled:
         """A queue is a row of this: a task of the graph."""
-        return compiled(chain(self.placement.num_stages))
+        return compiled(self.graph or chain(self.placement.num_stages))
 
     @cached_property
-    def _tasks(self) -> tuple[Task, ...]:
+    def tasks(self) -> tuple[Task, ...]:
+        """The task of each queue."""
         return tuple(self._flat.rows)
+
+    @property
+    def is_plain(self) -> bool:
+        """True where its passes are F, B and W of each stage."""
+        return not self._flat.graph.techniques
+
+    @cached_property
+    def by_stage(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """The queues of F, of B and of W, each by stage.
+
+        Raises:
+            ValueError: there are others.
+        """
+        if not self.is_plain:
+            raise ValueError(
+                'what is asked for is known of F, B and W of whole stages only, and the graph has '
+                f'{", ".join(each.name for each in self._flat.graph.techniques)}: plan without'
+            )
+        forward, backward, weight = (
+            tuple(queue for queue, task in enumerate(self.tasks) if task.kind == kind)
+            for kind in (F, B, W)
+        )
+        return forward, backward, weight
 
     @cached_property
     def num_queues(self) -> int:
@@ -80,8 +117,7 @@ class Problem:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Rank of each queue."""
-        ranks = self.placement.only_route
-        return tuple(ranks[task.stage] for task in self._tasks)
+        return tuple(self.placement.rank_of(task.stage, 0) for task in self.tasks)
 
     @cached_property
     def queues(self) -> tuple[tuple[int, ...], ...]:
@@ -94,31 +130,66 @@ class Problem:
         graph = self._flat.graph
         return tuple(
             self.costs.duration(graph, task.kind, task.stage, rank)
-            for task, rank in zip(self._tasks, self.ranks, strict=True)
+            for task, rank in zip(self.tasks, self.ranks, strict=True)
+        )
+
+    @cached_property
+    def inputs(self) -> tuple[Inputs, ...]:
+        """Queues whose same microbatch must end before, but those that others of them imply."""
+        return tuple(
+            tuple(
+                (link.row, self.costs.edge(self.ranks[link.row], rank) if link.message else 0.0)
+                for link in self._flat.step(*task).links
+            )
+            for task, rank in zip(self.tasks, self.ranks, strict=True)
         )
 
     @cached_property
     def needs(self) -> tuple[int, ...]:
-        """Queue whose same microbatch must end before; -1 for F of stage 0. B's F is implied."""
-        links = (self._flat.step(task.kind, task.stage).links for task in self._tasks)
-        return tuple(own[0].row if own else -1 for own in links)
-
-    @cached_property
-    def edges(self) -> tuple[float, ...]:
-        """Time on the wire from the end in `needs` to the earliest start."""
+        """The only input; -1: there is none; SEVERAL: see `inputs`."""
         return tuple(
-            self.costs.edge(self.ranks[need], self.ranks[queue]) if need >= 0 else 0.0
-            for queue, need in enumerate(self.needs)
+            SEVERAL if len(inputs) > 1 else inputs[0][0] if inputs else -1 for inputs in self.inputs
         )
 
     @cached_property
-    def feeds(self) -> tuple[int, ...]:
-        """Queue on another rank that needs this one; -1 if there is none."""
-        feeds = [-1] * self.num_queues
-        for queue, need in enumerate(self.needs):
-            if need >= 0 and self.ranks[need] != self.ranks[queue]:
-                feeds[need] = queue
-        return tuple(feeds)
+    def edges(self) -> tuple[float, ...]:
+        """Time on the wire from the input to the earliest start; of several, the longest."""
+        return tuple(max((edge for _, edge in inputs), default=0.0) for inputs in self.inputs)
+
+    @cached_property
+    def wakes(self) -> tuple[Inputs, ...]:
+        """Other ranks that may wait for this queue, and the time on the wire to there."""
+        wakes: list[list[tuple[int, float]]] = [[] for _ in self.tasks]
+        for rank, inputs in zip(self.ranks, self.inputs, strict=True):
+            for need, edge in inputs:
+                if self.ranks[need] != rank:
+                    wakes[need].append((rank, edge))
+        return tuple(map(tuple, wakes))
+
+    @cached_property
+    def sinks(self) -> tuple[int, ...]:
+        """Queues that are no input."""
+        needed = {need for inputs in self.inputs for need, _ in inputs}
+        return tuple(queue for queue in range(self.num_queues) if queue not in needed)
+
+    @cached_property
+    def in_turn(self) -> tuple[int, ...]:
+        """All queues behind their inputs; what gives memory back as soon as that may be."""
+        missing = [len(inputs) for inputs in self.inputs]
+        takers: list[list[int]] = [[] for _ in missing]
+        for queue, inputs in enumerate(self.inputs):
+            for need, _ in inputs:
+                takers[need].append(queue)
+        ready = [(self.changes[q], q) for q, count in enumerate(missing) if not count]
+        heapify(ready)
+        found: list[int] = []
+        while ready:
+            found.append(heappop(ready)[1])
+            for queue in takers[found[-1]]:
+                missing[queue] -= 1
+                if not missing[queue]:
+                    heappush(ready, (self.changes[queue], queue))
+        return tuple(found)
 
     @cached_property
     def work(self) -> tuple[float, ...]:
@@ -130,14 +201,11 @@ class Problem:
 
     @cached_property
     def arrivals(self) -> tuple[float, ...]:
-        """Earliest start of each queue's microbatch 0: the chain of F, then of B, then W."""
+        """Earliest start of each queue's microbatch 0."""
         starts = [0.0] * self.num_queues
-        todo = [queue for queue, need in enumerate(self.needs) if need < 0]
-        for queue in todo:
-            for other, need in enumerate(self.needs):
-                if need == queue:
-                    starts[other] = starts[queue] + self.durations[queue] + self.edges[other]
-                    todo.append(other)
+        for queue in self.in_turn:
+            for need, edge in self.inputs[queue]:
+                starts[queue] = max(starts[queue], starts[need] + self.durations[need] + edge)
         return tuple(starts)
 
     @cached_property
@@ -147,8 +215,25 @@ class Problem:
 
     @cached_property
     def origins(self) -> tuple[float, ...]:
-        """Where the objective's clock starts on each rank."""
-        return self.firsts if self.objective == 'window' else (0.0,) * len(self.queues)
+        """Where the objective's clock starts on each rank.
+
+        Raises:
+            ValueError: by 'window' that depends on the orders, which may begin with other passes.
+        """
+        if self.objective != 'window':
+            return (0.0,) * len(self.queues)
+        before: list[set[int]] = [set() for _ in self.tasks]
+        for queue in self.in_turn:
+            for need, _ in self.inputs[queue]:
+                before[queue] |= {need, *before[need]}
+        for rank, own in enumerate(self.queues):
+            first = min(own, key=lambda queue: (len(before[queue]), queue))
+            if any(first not in before[queue] for queue in own if queue != first):
+                raise ValueError(
+                    f'windows of this graph depend on what rank {rank} begins with: plan by '
+                    "objective='makespan'"
+                )
+        return self.firsts
 
     @cached_property
     def _quantum(self) -> float:
@@ -157,23 +242,35 @@ class Problem:
     @cached_property
     def changes(self) -> tuple[int, ...]:
         """Changes of a rank's memory by a pass of each queue, in units of the planner's own."""
-        counts = self._flat.changes[DEVICE]
+        counts, slices = self._flat.changes[DEVICE], self._flat.graph.num_slices
         return tuple(
             sum(
-                count * round(self.costs.amount(name, task) / self._quantum)
-                for name, count in counts[task.kind, task.stage, 0].items()
+                count * round(self.costs.amount(name, task) / slices / self._quantum)
+                for name, count in counts.get(task, {}).items()
             )
-            for task in self._tasks
+            for task in self.tasks
         )
 
     @cached_property
     def raises(self) -> tuple[int, ...]:
         """Per rank, the most that a B adds to what it holds, in the unit of `changes`."""
-        count = self.placement.num_stages
         return tuple(
-            max(0, *(self.changes[count + stage] for stage in self.placement.stages(rank)))
-            for rank in range(self.placement.num_ranks)
+            max(0, *(self.changes[q] for q in queues if self.tasks[q].kind == B))
+            for queues in self.queues
         )
+
+    @cached_property
+    def forwards(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per rank, the queues of F and of B of each stage."""
+        forward, backward, _ = self.by_stage
+        held = map(self.placement.stages, range(self.placement.num_ranks))
+        return tuple(tuple((forward[stage], backward[stage]) for stage in own) for own in held)
+
+    @cached_property
+    def turns(self) -> tuple[tuple[int, ...], ...]:
+        """Per rank, its queues as they are in `in_turn`."""
+        ranks = range(self.placement.num_ranks)
+        return tuple(tuple(q for q in self.in_turn if self.ranks[q] == rank) for rank in ranks)
 
     @cached_property
     def caps(self) -> tuple[float, ...]:
@@ -189,26 +286,29 @@ class Problem:
         held = accumulate(map(self.changes.__getitem__, order))
         return self.caps[rank] == inf or max(held) <= self.caps[rank]
 
+    def has(self, schedule: Schedule) -> bool:
+        """Return whether the schedule is of this placement and graph."""
+        return schedule.placement == self.placement and schedule.graph == self._flat.graph
+
     def orders(self, schedule: Schedule) -> Orders:
         """Return the orders of a schedule on this placement."""
         graph, rows = self._flat.graph, self._flat.rows
         return [
-            [rows[task] for p in order for task in graph.tasks(p.kind, p.stage)]
+            [rows[task] for p in order for task in graph.tasks(p.kind, p.stage, p.slice)]
             for order in schedule.passes
         ]
 
     def schedule(self, orders: Orders, name: str) -> Schedule:
         """Return the schedule of these orders."""
-        return Schedule.of(
-            name, self.placement, self.num_microbatches, (self._passes(order) for order in orders)
-        )
+        passes, graph = map(self._passes, orders), self._flat.graph
+        return Schedule.of(name, self.placement, self.num_microbatches, passes, graph)
 
     def _passes(self, order: list[int]) -> list[Pass]:
         seen = [0] * self.num_queues
         passes: list[Pass] = []
         for queue in order:
-            kind, stage, _ = self._tasks[queue]
-            passes.append(Pass(kind, stage, seen[queue]))
+            kind, stage, part = self.tasks[queue]
+            passes.append(Pass(kind, stage, seen[queue], part))
             seen[queue] += 1
         return passes
 
@@ -258,11 +358,18 @@ def replay(
                         waiting.append(r)
                         break
                     arrival = needed[len(own)] + edges[queue]
-                    if arrival > clock:
-                        slack -= arrival - clock
-                        if slack < -EPSILON:
-                            return None
-                        clock = arrival
+                elif need == SEVERAL:
+                    arrival = latest(problem.inputs[queue], len(own), ends)
+                    if arrival == inf:
+                        waiting.append(r)
+                        break
+                else:
+                    arrival = 0.0
+                if arrival > clock:
+                    slack -= arrival - clock
+                    if slack < -EPSILON:
+                        return None
+                    clock = arrival
                 clock += durations[queue]
                 own.append(clock)
             else:
@@ -273,6 +380,17 @@ def replay(
             return None
         running = waiting
     return max(clock - origin for clock, origin in zip(clocks, problem.origins, strict=True)), ends
+
+
+def latest(inputs: Inputs, microbatch: int, ends: Ends) -> float:
+    """Return when the last of several inputs is there; inf: one has not ended."""
+    arrival = 0.0
+    for need, edge in inputs:
+        own = ends[need]
+        if len(own) <= microbatch:
+            return inf
+        arrival = max(arrival, own[microbatch] + edge)
+    return arrival
 
 
 def replay_whole(problem: Problem, orders: Orders) -> tuple[float, Ends]:

@@ -1,0 +1,199 @@
+"""The search places the passes of any graph, not of F, B and W alone: a queue is a row of it."""
+
+from __future__ import annotations
+
+from math import inf
+from unittest.mock import patch
+
+import pytest
+
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Graph, Hold, Kind, Need, Pass, Placement, Schedule, Task, chain
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import DEVICE
+from megatron_zbpp.ir.techniques import made_of
+from megatron_zbpp.planner import budget, cp_sat
+from megatron_zbpp.planner.cp_sat import solve
+from megatron_zbpp.planner.limits import same_limits
+from megatron_zbpp.planner.lower_bounds import lower_bound
+from megatron_zbpp.planner.moving_bounds import moving_bound
+from megatron_zbpp.planner.pattern import Pattern, dispatch
+from megatron_zbpp.planner.plans import plan
+from megatron_zbpp.planner.problem import Problem, replay_whole
+from megatron_zbpp.techniques.offload.graph import offload
+from megatron_zbpp.techniques.recompute.graph import recompute
+from megatron_zbpp.techniques.slices.graph import sliced
+from megatron_zbpp.techniques.updates.graph import updating
+from megatron_zbpp.techniques.vocabulary.graph import split_vocabulary
+
+M = 6
+
+
+def scored(num_stages: int) -> Graph:
+    """X scores what a stage has made by what the last one has; B needs the score.
+
+    It has two inputs, of which one is a message, and memory and time of its own.
+    """
+    graph = chain(num_stages)
+    needs, holds = dict(graph.needs), dict(graph.holds)
+    for stage in range(num_stages - 1):
+        own, backward = Task('X', stage), Task('B', stage)
+        needs[own] = (Need(Task('F', stage)), Need(Task('F', num_stages - 1), 'target'))
+        needs[backward] = (*needs[backward], Need(own))
+        holds[own] = (Hold(DEVICE, 'score', 1),)
+        holds[backward] = (*holds[backward], Hold(DEVICE, 'score', -1))
+    return made_of(graph, 'scored', (), needs, holds, {'X': Kind('score')})
+
+
+GRAPHS = {
+    'slices': lambda stages: sliced(chain(stages), 2),
+    'a pass of two inputs': scored,
+    'shards of the vocabulary': lambda stages: split_vocabulary(chain(stages), 3),
+    'forwards again': lambda stages: recompute(chain(stages), range(stages)),
+    'an update a microbatch': lambda stages: updating(chain(stages)),
+}
+PLACEMENTS = {'loop': Placement.loop(3), 'V': Placement.v(3)}
+
+
+def costs_of(placement: Placement) -> Costs:
+    """Stages that differ, and links; shards stand behind the stages."""
+    stages = range(placement.num_stages)
+    uneven = [1 + stage % 3 / 4 for stage in stages]
+    behind = [0.0] * len(stages) + [0.5] * placement.num_ranks
+    return Costs.of(
+        uneven,
+        [1.25 * each for each in uneven],
+        [0.75 * each for each in uneven],
+        comm=0.25,
+        activation=[each / 2 for each in uneven],
+        retained=[0.75 * each for each in uneven],  # W holds more than F: a B raises what is held
+        times={'X': (0.5,) * len(stages), 'S': behind, 'T': behind, 'U': (0.25,) * len(stages)},
+        amounts={'score': (0.5,) * len(stages), 'logits': behind, 'input': (0.125,) * len(stages)},
+    )
+
+
+def list_schedule(problem: Problem) -> Schedule:
+    """What may start first does, of these what is furthest in its microbatch."""
+    depth = {queue: at for at, queue in enumerate(problem.in_turn)}
+    ends: list[list[float]] = [[] for _ in problem.tasks]
+    clocks = [0.0] * problem.placement.num_ranks
+    orders: list[list[Pass]] = [[] for _ in clocks]
+
+    def start(queue: int) -> float:
+        n, found = len(ends[queue]), clocks[problem.ranks[queue]]
+        for need, edge in problem.inputs[queue]:
+            found = max(found, ends[need][n] + edge) if len(ends[need]) > n else inf
+        return found
+
+    for _ in range(problem.num_passes):
+        todo = [q for q, own in enumerate(ends) if len(own) < problem.num_microbatches]
+        queue = min(todo, key=lambda q: (start(q), -depth[q]))
+        kind, stage, part = problem.tasks[queue]
+        rank = problem.ranks[queue]
+        orders[rank].append(Pass(kind, stage, len(ends[queue]), part))
+        clocks[rank] = start(queue) + problem.durations[queue]
+        ends[queue].append(clocks[rank])
+    m = problem.num_microbatches
+    return Schedule.of('list', problem.placement, m, orders, problem.graph)
+
+
+def least(problem: Problem) -> float:
+    """The most that a rank holds where one microbatch is in flight."""
+    alone = Schedule.of(
+        'alone',
+        problem.placement,
+        1,
+        ([Pass(kind, stage, 0, part) for kind, stage, part in map(problem.tasks.__getitem__, own)]
+         for own in problem.turns),
+        problem.graph,
+    )  # fmt: skip
+    check(alone)
+    return max(peak(alone, problem.costs))
+
+
+@pytest.mark.parametrize('where', PLACEMENTS)
+@pytest.mark.parametrize('what', GRAPHS)
+def test_passes_of_other_kinds_are_planned(what, where):
+    """Checked, no worse than list scheduling, and within a limit as tight as any."""
+    placement, graph = PLACEMENTS[where], GRAPHS[what]
+    costs = costs_of(placement)
+    problem = Problem(placement, M, costs, (inf,) * 3, graph=graph(placement.num_stages))
+    greedy = list_schedule(problem)
+    check(greedy)
+    with patch.object(budget, '_STEPS_PER_SECOND', 200):
+        found = plan([(placement, costs)], M, graph=graph, seconds=60.0)
+        tight = least(problem)
+        limited = plan([(placement, costs)], M, graph=graph, memory_limit=tight, seconds=10.0)
+    assert found.value <= simulate(greedy, costs).makespan + 1e-9
+    assert max(peak(limited.schedule, costs)) <= tight + 1e-9
+    for each in (found, limited):
+        check(each.schedule)
+        assert each.schedule.graph == problem.graph
+        assert each.value == pytest.approx(simulate(each.schedule, costs).makespan)
+        assert each.lower_bound <= each.value
+        assert each.best_named is None, 'none has such passes'
+    with pytest.raises(ValueError, match=r'of rank . is below .*, one microbatch: give at least'):
+        plan([(placement, costs)], M, graph=graph, memory_limit=0.9 * tight, seconds=1.0)
+
+
+def test_the_exact_solver_knows_other_passes():
+    """Of few passes it proves what the search has found, or finds better."""
+    pytest.importorskip('ortools')
+    placement = Placement.loop(2)
+    problem = Problem(placement, 2, Costs.uniform(placement), (inf, inf), graph=scored(2))
+    problem = Problem(
+        placement, 2, problem.costs.with_times(X=(2.0, 0.0)), (inf, inf), graph=problem.graph
+    )
+    orders = dispatch(problem, Pattern.straight(problem, 4.0, 4.0, inf))
+    value, _ = replay_whole(problem, orders)
+    answer = solve(problem, orders, lower_bound(problem), value, 5.0, 60.0)
+    assert answer.orders is not None
+    best, _ = replay_whole(problem, answer.orders)
+    assert answer.bound == best <= value
+    check(problem.schedule(answer.orders, 'exact'))
+    assert not cp_sat.can_solve(Problem(placement, 2, problem.costs, (4.0, 4.0), graph=scored(2)))
+
+
+@pytest.mark.parametrize(
+    ('graph', 'message'),
+    [
+        (lambda stages: offload(chain(stages), (0,)), r'and [OL] \(.*\) does not: plan without it'),
+        (lambda stages: updating(chain(stages), 2), r'and U \(update of the weights\) does not'),
+    ],
+)
+def test_what_the_search_cannot_place_is_refused(graph, message):
+    placement = Placement.loop(2)
+    with pytest.raises(ValueError, match=message):
+        plan([(placement, Costs.uniform(placement))], M, graph=graph, seconds=0.1)
+
+
+def test_what_is_known_of_three_kinds_says_so():
+    placement = Placement.loop(2)
+    costs = Costs.uniform(placement)
+    problem = Problem(placement, M, costs, same_limits(3, 2), graph=scored(2))
+    with pytest.raises(
+        ValueError, match='F, B and W of whole stages only, and the graph has score'
+    ):
+        problem.by_stage  # noqa: B018
+    with pytest.raises(ValueError, match='and the graph has scored: plan without'):
+        moving_bound(problem, ())
+
+
+def test_windows_need_a_known_beginning():
+    """They do where all that a rank does comes behind one pass."""
+    placement = Placement.loop(2)
+    costs = [(placement, Costs.uniform(placement))]
+
+    def ahead(stages: int) -> Graph:
+        """Y of the last stage needs nothing."""
+        graph = chain(stages)
+        needs = {**graph.needs, Task('Y', stages - 1): ()}
+        holds = {**graph.holds, Task('Y', stages - 1): ()}
+        return made_of(graph, 'ahead', (), needs, holds, {'Y': Kind('of its own')})
+
+    with pytest.raises(ValueError, match="what rank 1 begins with: plan by objective='makespan'"):
+        plan(costs, M, graph=ahead, objective='window', seconds=0.1)
+    found = plan(costs, M, graph=GRAPHS['slices'], objective='window', seconds=0.1)
+    assert found.value == pytest.approx(max(simulate(found.schedule, costs[0][1]).windows))
