@@ -56,7 +56,7 @@ class Placement:
 
     @property
     def is_one_way(self) -> bool:
-        """Whether all microbatches take the same route, so that each stage is on one rank."""
+        """True where all microbatches take one route, so that each stage is on one rank."""
         return not self.opposite
 
     @property
@@ -135,7 +135,7 @@ class Placement:
 
     @property
     def is_loop(self) -> bool:
-        """Whether stages go around the ranks, as Megatron's own do."""
+        """True where stages go around the ranks, as Megatron's own do."""
         return self.routes == Placement.loop(self.num_ranks, self.num_chunks).routes
 
     def reversed(self) -> Placement:

@@ -37,12 +37,12 @@ class PlannerProcess:
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """True until it has ended."""
         return self._process.poll() is None
 
     @property
     def late(self) -> bool:
-        """Whether it should have ended."""
+        """True once it should have ended."""
         return time.monotonic() >= self._deadline
 
     def wait(self) -> None:

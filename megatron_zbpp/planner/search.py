@@ -58,7 +58,7 @@ class Search:
 
     @property
     def done(self) -> bool:
-        """Whether the best is known to be the optimum."""
+        """True once the best is known to be the optimum."""
         return self.best.value <= self.bound + EPSILON
 
     def add(self, orders: Orders) -> None:
