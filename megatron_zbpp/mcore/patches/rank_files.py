@@ -32,6 +32,7 @@ from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.runtime.guard import agreement
 
 _MODULE = 'megatron.training.checkpointing'
+_BRIDGE = 'megatron.bridge.training.checkpointing'
 _OPTIMIZER = 'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer'
 _BY_RANK = 'optimizer.distributed.dp_group_idx_'  # how keys of what is kept by rank begin
 _RANKS = 'pipeline_model_parallel_size'  # what Megatron compares, too
@@ -67,6 +68,21 @@ def patches(session: Session) -> Iterator[Patch]:
     calls = (f'{_MODULE}:load_checkpoint',)
     yield Patch(_MODULE, '_load_base_checkpoint', wrapped(_comparing), calls, late=True)
     yield Patch(_OPTIMIZER, 'sharded_state_dict', wrapped(_with_placement))
+    saves, loads = f'{_BRIDGE}:save_checkpoint', f'{_BRIDGE}:_load_checkpoint_from_path'
+    writes, compares = (_for_bridge(session, name) for name in ('with_layout', 'comparing'))
+    yield Patch(_BRIDGE, 'generate_state_dict', writes, (saves,), late=True)
+    yield Patch(_BRIDGE, '_load_base_checkpoint', compares, (loads,), late=True)
+
+
+def _for_bridge(session: Session, name: str) -> Callable[[Any], Any]:
+    """Return the wrapper of that name in `bridge_files`, which is imported when Bridge is."""
+
+    def wrapped(original: Any) -> Any:
+        from megatron_zbpp.mcore.patches import bridge_files
+
+        return getattr(bridge_files, name)(session, original)
+
+    return wrapped
 
 
 def _with_layout(session: Session, original: Callable) -> Callable:
@@ -83,7 +99,7 @@ def _with_layout(session: Session, original: Callable) -> Callable:
         if files is None:
             return state
         state[KEY] = files.state()
-        placement = _placement(session)
+        placement = placement_of(session)
         if args.ckpt_format == 'torch' and placement is not None and not placement.is_loop:
             state['args'] = copy.copy(args)
             where = f'as {files.schedule} of megatron_zbpp places them, which alone can load it'
@@ -101,7 +117,7 @@ def _looking_inside(session: Session, original: Callable) -> Callable:
         found = original(checkpoint_name, args)
         here = _here(session, args)
         if found == 'torch' and here is not None:
-            _require_same(session, here, checkpoint_name, found, _read_any(checkpoint_name))
+            require_same(session, here, checkpoint_name, found, _read_any(checkpoint_name))
         return found
 
     return _get_checkpoint_format
@@ -121,7 +137,7 @@ def _comparing(session: Session, original: Callable) -> Callable:
             return state, name, release, kind
         kept = _kept_by_rank(state, args, kind.name) if named.get('rank0') and not release else None
         if kept is not None:
-            _require_same(session, here, str(name or load_dir), kept, state)
+            require_same(session, here, str(name or load_dir), kept, state)
         if isinstance(getattr(state.get('args'), _RANKS, None), str):
             setattr(state['args'], _RANKS, len(here.layers))
         return state, name, release, kind
@@ -143,15 +159,31 @@ def _kept_by_rank(state: Mapping[str, Any], args: Any, kind: str) -> str | None:
     saved = state.get('args')
     if kind != 'GLOBAL' or not loads or getattr(saved, 'no_save_optim', False):
         return None
+    fully_parallel = getattr(saved, 'ckpt_fully_parallel_save', False)
+    return None if optimizer_is_by_layer(state, fully_parallel) else 'torch_dist'
+
+
+def optimizer_is_by_layer(state: Mapping[str, Any], fully_parallel: bool) -> bool:
+    """Return whether the distributed optimizer's state in a checkpoint goes to any placement.
+
+    Args:
+        state: what is common to all ranks.
+        fully_parallel: how releases before 0.13 saved it, which do not say it there.
+    """
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=dict(state))
-    if metadata is None:  # of releases before 0.13
-        return None if getattr(saved, 'ckpt_fully_parallel_save', False) else 'torch_dist'
+    if metadata is None:
+        return fully_parallel
     by_layer = DistributedOptimizer.checkpoint_fully_reshardable_formats
-    return None if metadata['distrib_optim_sharding_type'] in by_layer else 'torch_dist'
+    return metadata['distrib_optim_sharding_type'] in by_layer
 
 
-def _require_same(
-    session: Session, here: RankFiles, name: str, kept: str, state: Mapping[str, Any] | str
+def require_same(
+    session: Session,
+    here: RankFiles,
+    name: str,
+    kept: str,
+    state: Mapping[str, Any] | str,
+    cures: Mapping[str, str] = _CURES,
 ) -> None:
     """Return if each rank has the layers that are kept for it: a collective of all ranks.
 
@@ -161,6 +193,7 @@ def _require_same(
         name: of the checkpoint.
         kept: what it is, or has, a key of `_WHAT`.
         state: what the checkpoint holds, or why it cannot be read.
+        cures: by the same keys.
 
     Raises:
         ValueError: some has others, or it is not known; on all ranks.
@@ -170,7 +203,9 @@ def _require_same(
     else:
         saved = RankFiles.saved(state)
         reason = (
-            '' if saved is not None and saved.same_layers(here) else _refusal(saved, here, kept)
+            ''
+            if saved is not None and saved.same_layers(here)
+            else _refusal(saved, here, kept, cures[kept])
         )
     reasons = [''] * dist.get_world_size()
     with session.watchdog.collective('whose layers a checkpoint has'):
@@ -180,14 +215,14 @@ def _require_same(
         raise ValueError(f'{name} cannot be loaded: {found}')
 
 
-def _refusal(saved: RankFiles | None, here: RankFiles, kept: str) -> str:
+def _refusal(saved: RankFiles | None, here: RankFiles, kept: str, cure: str) -> str:
     """Return why what is kept by rank cannot be loaded, and what to do."""
     why = (
         'it does not say by which schedule it was saved'
         if saved is None
         else saved.difference(here)
     )
-    return f'{_WHAT[kept]} is kept by rank and chunk, and {why}: {_CURES[kept]}'
+    return f'{_WHAT[kept]} is kept by rank and chunk, and {why}: {cure}'
 
 
 def _read_any(folder: str) -> Mapping[str, Any] | str:
@@ -213,7 +248,7 @@ def _with_placement(session: Session, original: Callable) -> Callable:
     @functools.wraps(original)
     def sharded_state_dict(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
         state = original(self, *args, **kwargs)
-        placement = _placement(session)
+        placement = placement_of(session)
         if placement is None or placement.is_loop:
             return state
         placed = f'{_BY_RANK}placed_{agreement.digest(str(placement.routes))}_'
@@ -225,7 +260,7 @@ def _with_placement(session: Session, original: Callable) -> Callable:
     return sharded_state_dict
 
 
-def _placement(session: Session) -> Placement | None:
+def placement_of(session: Session) -> Placement | None:
     """Return where the stages are; None: there is no pipeline, or not yet."""
     if not parallel_state.model_parallel_is_initialized():
         return None
@@ -235,7 +270,7 @@ def _placement(session: Session) -> Placement | None:
 
 def _here(session: Session, args: Any) -> RankFiles | None:
     """Return the layers that this run has on its ranks; None: there is no pipeline, or not yet."""
-    placement = _placement(session)
+    placement = placement_of(session)
     if placement is None:
         return None
     return RankFiles.by_plugin(session.programs.source.name, placement, args)

@@ -1,0 +1,124 @@
+"""Checkpoints of Megatron-Bridge whose content is kept by rank and chunk.
+
+As `rank_files` does in NVIDIA's loop: one saved by us says which layers each rank holds; of one
+saved by Megatron's own schedules, the configuration beside it does. Weights and adapters are kept
+by the layers' numbers, the distributed optimizer's state by rank, unless it is fully reshardable.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron.core.utils import get_model_config
+
+from megatron_zbpp.mcore.patches import rank_files
+from megatron_zbpp.mcore.rank_files import KEY, RankFiles
+from megatron_zbpp.mcore.session import Session
+
+_TRAIN = 'go on with the schedule that saved it'
+_CURES = {
+    'torch_dist': (
+        f'{_TRAIN}, or set checkpoint.load_optim to False, or let that schedule save it with '
+        'checkpoint.dist_ckpt_optim_fully_reshardable'
+    ),
+    'local': f'{_TRAIN}, or load a checkpoint that is not local',
+}
+# Megatron's arguments that place layers, by their names in Bridge
+_FIELDS = {
+    'num_layers': 'num_layers',
+    'pipeline_model_parallel_size': 'pipeline_model_parallel_size',
+    'virtual_pipeline_model_parallel_size': 'virtual_pipeline_model_parallel_size',
+    'pipeline_model_parallel_layout': 'pipeline_model_parallel_layout',
+    'decoder_first_pipeline_num_layers': 'num_layers_in_first_pipeline_stage',
+    'decoder_last_pipeline_num_layers': 'num_layers_in_last_pipeline_stage',
+    'account_for_embedding_in_pipeline_split': 'account_for_embedding_in_pipeline_split',
+    'account_for_loss_in_pipeline_split': 'account_for_loss_in_pipeline_split',
+    'mtp_num_layers': 'mtp_num_layers',
+    'hybrid_layer_pattern': 'hybrid_layer_pattern',
+}
+
+
+def with_layout(session: Session, original: Callable) -> Callable:
+    """Write down which layers each rank has."""
+
+    @functools.wraps(original)
+    def generate_state_dict(ckpt_cfg: Any, model: Any, *more: Any, **named: Any) -> dict[str, Any]:
+        state = original(ckpt_cfg, model, *more, **named)
+        files = _here(session, get_model_config(model[0]))
+        return state if files is None else state | {KEY: files.state()}
+
+    return generate_state_dict
+
+
+def comparing(session: Session, original: Callable) -> Callable:
+    """Compare what is kept by rank when a checkpoint is first looked at."""
+
+    @functools.wraps(original)
+    def _load_base_checkpoint(load_dir: Any, ckpt_cfg: Any, *more: Any, **named: Any) -> tuple:
+        state, name, release, kind = original(load_dir, ckpt_cfg, *more, **named)
+        if not state or not named.get('rank0') or release:
+            return state, name, release, kind
+        config = named['cfg']
+        here = _here(session, getattr(config.model, 'transformer', config.model))
+        if here is not None:
+            kept, saved = _kept_by_rank(state, config, name, kind.name)
+            if kept is not None:
+                rank_files.require_same(session, here, str(name), kept, saved, _CURES)
+        return state, name, release, kind
+
+    return _load_base_checkpoint
+
+
+def _kept_by_rank(
+    state: Mapping[str, Any], config: Any, name: Any, kind: str
+) -> tuple[str | None, Mapping[str, Any]]:
+    """Return what of a checkpoint will be loaded that is kept by rank, and what tells its layers.
+
+    Args:
+        state: what is common to all ranks.
+        config: of this run.
+        name: of the checkpoint.
+        kind: Bridge's name of what it is.
+    """
+    if kind == 'LOCAL':
+        return 'local', state
+    asked = config.checkpoint
+    loads = config.optimizer.use_distributed_optimizer and asked.load_optim and not asked.finetune
+    if kind != 'GLOBAL' or not loads:
+        return None, state
+    saved = _saved_config(name)
+    how = saved.get('checkpoint', {})
+    if how.get('save_optim') is False:
+        return None, state
+    by_layer = rank_files.optimizer_is_by_layer(state, bool(how.get('fully_parallel_save')))
+    if 'model' in saved and 'args' not in state:
+        state = {**state, 'args': _arguments(saved['model'])}
+    return None if by_layer else 'torch_dist', state
+
+
+def _saved_config(name: Any) -> Mapping[str, Any]:
+    """Return the configuration beside a checkpoint: a collective of all ranks. Empty: none is."""
+    utils = importlib.import_module('megatron.bridge.training.utils.checkpoint_utils')
+    file = utils.get_checkpoint_run_config_filename(name)
+    return utils.read_run_config(file) if utils.file_exists(file) else {}
+
+
+def _arguments(model: Mapping[str, Any]) -> Namespace:
+    """Return what of a model's configuration places its layers, as Megatron's arguments."""
+    values = {name: model.get(field) for name, field in _FIELDS.items()}
+    layout = values['pipeline_model_parallel_layout']
+    values['pipeline_model_parallel_layout'] = getattr(layout, 'input_data', layout)
+    return Namespace(**values)
+
+
+def _here(session: Session, model: Any) -> RankFiles | None:
+    """Return the layers that this run has on its ranks; None: there is no pipeline, or not yet."""
+    placement = rank_files.placement_of(session)
+    if placement is None:
+        return None
+    values = {field: getattr(model, field, None) for field in _FIELDS.values()}
+    return RankFiles.by_plugin(session.programs.source.name, placement, _arguments(values))
