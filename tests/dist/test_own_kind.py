@@ -16,12 +16,14 @@ import torch.distributed as dist
 from programs import pairs
 from stages import ROWS, WIDTH, LinearStage, reference
 
+from megatron_zbpp import techniques
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.analysis.program import Hand
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Graph, Pass, Placement, Schedule, Task, chain
+from megatron_zbpp.ir import techniques as graphs
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import DEVICE, Applied, Hold, Kind, Need
 from megatron_zbpp.ir.techniques import known_stages, made_of
@@ -32,7 +34,6 @@ from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.messages import messages
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
-from megatron_zbpp.techniques import register
 from megatron_zbpp.techniques.base import Technique
 
 PLACEMENT = Placement.loop(2)
@@ -72,7 +73,12 @@ def placed(schedule: Schedule, stages: Collection[int], *_: object) -> Schedule:
     return replace(schedule, graph=graph, passes=tuple(map(tuple, orders)), phases=())
 
 
-TECHNIQUE = register(Technique('compared', 'packed', compared, placed))
+@pytest.fixture
+def registered(monkeypatch):
+    """Found by its name, in this test."""
+    monkeypatch.setattr(graphs, '_REGISTERED', {})
+    monkeypatch.setattr(techniques, '_OWN', {})
+    techniques.register(Technique('compared', 'packed', compared, placed))
 
 
 def schedule() -> Schedule:
@@ -95,6 +101,7 @@ def test_it_is_checked_simulated_and_drawn():
     assert 'X: comparison' in svg({'x': timeline}, {'x': costs()})
 
 
+@pytest.mark.usefixtures('registered')
 def test_it_is_planned_around():
     """Where memory is short, a planner that may use it does; a plan is read back by its name."""
     assert schedule() == Schedule.from_json(schedule().to_json())
