@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_zbpp.mcore.iteration import forward_backward, skipping
 from megatron_zbpp.mcore.patches import (
+    bridge_checkpoints,
     linear,
     log_line,
     masks,
@@ -155,6 +156,7 @@ class Plugin:
             log_line.patches(session),
             memory_report.patches(session),
             rank_files.patches(session),
+            bridge_checkpoints.patches(session),
             split_step.patches(),
             stepping.patches(self._steps, session.post_validation),
         )

@@ -32,7 +32,6 @@ from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.runtime.guard import agreement
 
 _MODULE = 'megatron.training.checkpointing'
-_BRIDGE = 'megatron.bridge.training.checkpointing'
 _OPTIMIZER = 'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer'
 _BY_RANK = 'optimizer.distributed.dp_group_idx_'  # how keys of what is kept by rank begin
 _RANKS = 'pipeline_model_parallel_size'  # what Megatron compares, too
@@ -68,21 +67,6 @@ def patches(session: Session) -> Iterator[Patch]:
     calls = (f'{_MODULE}:load_checkpoint',)
     yield Patch(_MODULE, '_load_base_checkpoint', wrapped(_comparing), calls, late=True)
     yield Patch(_OPTIMIZER, 'sharded_state_dict', wrapped(_with_placement))
-    saves, loads = f'{_BRIDGE}:save_checkpoint', f'{_BRIDGE}:_load_checkpoint_from_path'
-    writes, compares = (_for_bridge(session, name) for name in ('with_layout', 'comparing'))
-    yield Patch(_BRIDGE, 'generate_state_dict', writes, (saves,), late=True)
-    yield Patch(_BRIDGE, '_load_base_checkpoint', compares, (loads,), late=True)
-
-
-def _for_bridge(session: Session, name: str) -> Callable[[Any], Any]:
-    """Return the wrapper of that name in `bridge_files`, which is imported when Bridge is."""
-
-    def wrapped(original: Any) -> Any:
-        from megatron_zbpp.mcore.patches import bridge_files
-
-        return getattr(bridge_files, name)(session, original)
-
-    return wrapped
 
 
 def _with_layout(session: Session, original: Callable) -> Callable:
