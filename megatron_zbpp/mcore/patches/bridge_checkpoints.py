@@ -1,4 +1,4 @@
-"""Patches of Megatron-Bridge's checkpoints; `bridge_files`, what they do, is imported with Bridge."""
+"""Patches of Megatron-Bridge's checkpoints; `bridge_files`, which they call, comes with Bridge."""
 
 from __future__ import annotations
 
