@@ -9,7 +9,7 @@ from models import KINDS, Job, check
 from nvidia import known_config
 from supported import absent, supports
 
-pytestmark = [*(marks if CUDA else [pytest.mark.te]), pytest.mark.shared]
+pytestmark = marks if CUDA else [pytest.mark.te]
 SCHEDULES = ('zb-h1', 'zb-v', 'zb-2p+post-validation')
 SHAPES = {
     'pp 4': {'pp': 4},
@@ -20,6 +20,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.shared
 @supports('GPT of {kind}, {recompute}')
 @grid(
     kind=tuple(KINDS),
@@ -34,6 +35,7 @@ def test_kinds(te_ranks, data, kind, schedule, fused, bf16, recompute):
     check(te_ranks, data, schedule, Job(kind, bf16=bf16, fused=fused, recompute=recompute))
 
 
+@pytest.mark.shared
 @supports('GPT of {kind}, {shape}')
 @grid(
     when=lambda shape, kind, **_: shape != 'ep 2' or 'experts' in kind,

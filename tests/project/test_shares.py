@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from grids import Share
@@ -30,6 +31,32 @@ def test_shares_make_the_whole():
     several = {name for name in of_each if sum(each.startswith(f'{name}[') for each in whole) > 1}
     assert len(first) < 0.6 * len(whole) < len(second) < 0.9 * len(whole)
     assert not twice & several
+
+
+class Item(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize('fixture', ['te_ranks', 'recorded_ranks'])
+def test_releases_count_by_themselves(fixture):
+    """One leg has the cases of one release, the other those of another: no case is in neither."""
+    items = [
+        Item(
+            nodeid=f'test_it[{te}-{case}]',
+            callspec=SimpleNamespace(params={fixture: te, 'case': case}),
+            get_closest_marker=lambda name: name == 'shared',
+        )
+        for te in ('2.8.0', '2.20.2')
+        for case in range(4)
+    ]
+    oldest = {item.callspec.params['case'] for item in taken('2-3/3', items[:4], items)}
+    newest = {item.callspec.params['case'] for item in taken('1/3', items[4:], items)}
+    assert sorted([*oldest, *newest]) == [0, 1, 2, 3]
+
+
+def taken(share, of_release, items):
+    left_out = {item.nodeid for item in Share.parse(share).left_out(items)}
+    return [item for item in of_release if item.nodeid not in left_out]
 
 
 @pytest.mark.parametrize(
