@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -93,7 +94,8 @@ def run(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(('words', 'options'), cases())
 def test_runs(words, options, folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     """Or is refused in one line; it runs with the options of the example that the line names."""
-    monkeypatch.chdir(folder)
+    # a plan.json of its own: examples write one, too, and in any order
+    monkeypatch.chdir(shutil.copytree(folder, tmp_path / 'examples'))
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     status, said = main(words), capsys.readouterr()
     while status:
