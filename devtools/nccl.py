@@ -24,13 +24,13 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from devtools.launches import Device, Stuck, Work
+from devtools.python_group import PythonGroup, over_gloo
 
 __all__ = ['NAME', 'Device', 'Group', 'Stuck']
 
@@ -77,16 +77,16 @@ class Communicator:
             self.device.end(work)
 
 
-class Group(dist.ProcessGroup):
+class Group(PythonGroup):
     """A process group on `Device.current`."""
 
+    NAME = NAME
     supports_coalescing = True
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]  # missing in the stubs
+        super().__init__(rank, size, timeout)
         assert Device.current is not None, 'such groups are made within `with Device()`'
         self.device = Device.current
-        self.options = SimpleNamespace(_timeout=timeout)
         if rank == 0:
             store.set('name', uuid.uuid4().hex)
         self._name = store.get('name').decode()
@@ -95,19 +95,6 @@ class Group(dist.ProcessGroup):
         self._communicators: dict[tuple[int, ...], Communicator] = {}
         self._counts: dict[tuple[int, int] | str, int] = defaultdict(int)
         self._together: list[tuple[str, Callable[[], None]]] | None = None  # messages of one call
-
-    def getBackendName(self) -> str:
-        return NAME
-
-    def _get_backend(self, device: torch.device) -> Group:
-        return self
-
-    def _set_group_name(self, name: str) -> None:
-        self._title = name  # torch keeps it in backends that are written in C++
-
-    @property
-    def group_name(self) -> str:
-        return self._title
 
     def shutdown(self) -> None:
         self._gloo = None
@@ -185,20 +172,11 @@ class Group(dist.ProcessGroup):
         def run() -> None:
             communicator.meet(turn)
             if self._gloo is None:
-                self._gloo = self._over_gloo()
+                limit = timedelta(seconds=self.device.patience)
+                self._gloo = over_gloo(self._store, self.rank(), self.size(), limit)
             getattr(self._gloo, name)(*args, **options).wait()
 
         return communicator.issue(words, run)
-
-    def _over_gloo(self) -> dist.ProcessGroup:
-        """Return the same ranks, for what collectives compute."""
-        rank, size = self.rank(), self.size()
-        limit = timedelta(seconds=self.device.patience)
-        gloo = dist.ProcessGroupGloo(self._store, rank, size, limit)
-        group = dist.ProcessGroup(self._store, rank, size)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        group._register_backend(torch.device('cpu'), dist.ProcessGroup.BackendType.GLOO, gloo)
-        return group
 
 
 def _pair(a: int, b: int) -> tuple[int, int]:

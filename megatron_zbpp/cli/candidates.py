@@ -24,7 +24,7 @@ from megatron_zbpp.ir.graph import HOST, PARTNER, TRANSFERS
 from megatron_zbpp.schedules import FAMILIES
 from megatron_zbpp.techniques import NAMES, find
 
-_COPY = [name for name in NAMES if find(name).moves]
+_COPY = tuple(name for name in NAMES if find(name).moves)
 
 
 def named_cases(args: Namespace) -> Iterator[tuple[str, Case]]:
@@ -54,7 +54,8 @@ def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
             'v takes 2, wave takes 2 or more, loop any'
         )
     found = list(placements.values())
-    if args.copy_ratio is not None and not {*_COPY} & {*args.actions} and not args.frontier:
+    copies = not {*args.actions}.isdisjoint(_COPY)
+    if args.copy_ratio is not None and not copies and not args.frontier:
         raise ValueError(
             f'--copy-ratio {args.copy_ratio:g}, but nothing is copied: give --actions '
             f'{" or ".join(_COPY)}'

@@ -15,7 +15,7 @@ from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.mcore import preflight, refusals, superseded
 from megatron_zbpp.mcore.command_line import sizes
 from megatron_zbpp.mcore.command_line.messages import say
-from megatron_zbpp.mcore.layout import StageLayout
+from megatron_zbpp.mcore.layout import BRIDGE_FIELDS, StageLayout
 from megatron_zbpp.mcore.post_validation.barriers import barriers
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
@@ -23,12 +23,8 @@ from megatron_zbpp.techniques.amounts import Amount
 
 # Megatron's arguments, and Bridge's fields where those have another name
 _FIELDS = {
-    'pipeline_model_parallel_layout': 'pipeline_model_parallel_layout',
+    **BRIDGE_FIELDS,
     'num_virtual_stages_per_pipeline_rank': 'virtual_pipeline_model_parallel_size',
-    'decoder_first_pipeline_num_layers': 'num_layers_in_first_pipeline_stage',
-    'decoder_last_pipeline_num_layers': 'num_layers_in_last_pipeline_stage',
-    'account_for_embedding_in_pipeline_split': 'account_for_embedding_in_pipeline_split',
-    'account_for_loss_in_pipeline_split': 'account_for_loss_in_pipeline_split',
 }
 _OF_TRAINING = ('micro_batch_size', 'global_batch_size', 'rampup_batch_size')
 _OPTIONS = ('exit_duration_in_mins', 'exit_signal_handler')

@@ -33,6 +33,14 @@ _PATTERNS = (
     'no_rope_freq',
     'heterogeneous_block_specs',
 )
+# Megatron's arguments that place layers, by their names in Megatron-Bridge
+BRIDGE_FIELDS = {
+    'pipeline_model_parallel_layout': 'pipeline_model_parallel_layout',
+    'decoder_first_pipeline_num_layers': 'num_layers_in_first_pipeline_stage',
+    'decoder_last_pipeline_num_layers': 'num_layers_in_last_pipeline_stage',
+    'account_for_embedding_in_pipeline_split': 'account_for_embedding_in_pipeline_split',
+    'account_for_loss_in_pipeline_split': 'account_for_loss_in_pipeline_split',
+}
 LETTERS = {
     LayerType.embedding: 'E',
     LayerType.decoder: 't',

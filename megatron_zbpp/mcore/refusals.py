@@ -325,8 +325,7 @@ def _with_cells(techniques: Collection[str]) -> Iterator[Refusal]:
     """Yield what does not go with forwards and backwards that run as one."""
     for name in techniques:
         if clash := CLASHES.get((COMBINED, name)):
-            cure = f'drop --{OVERLAP.replace("_", "-")}, or take a schedule without {name}'
-            yield Refusal(OVERLAP, True, clash.reason, cure)
+            yield Refusal(OVERLAP, True, *clash)
 
 
 def needs_masks(settings: Any) -> bool:

@@ -31,6 +31,7 @@ from megatron_zbpp.planner.problem import EPSILON, Problem
 from megatron_zbpp.schedules import FAMILIES
 from megatron_zbpp.techniques import placed_in_turn
 from megatron_zbpp.techniques.base import Technique
+from megatron_zbpp.techniques.composition import techniques_of
 
 _KEEP = 'keep'
 
@@ -192,10 +193,7 @@ class ActionSearch:
 
     def _allowed(self, schedule: Schedule) -> bool:
         """Return whether what a named schedule does with activations is among the actions."""
-        return all(
-            any(technique.made(applied) for technique in self._actions)
-            for applied in schedule.graph.techniques
-        )
+        return techniques_of(schedule) <= {*self._choices}
 
     def _states(self, schedule: Schedule) -> Iterator[State]:
         """Yield actions to begin with: of the first chunks, which live long."""

@@ -56,10 +56,15 @@ def register(technique: Technique) -> Technique:
     """Enter a technique of one's own, so that it is found by its name; return it.
 
     Raises:
-        ValueError: the name is one of the library's.
+        ValueError: the name is one of the library's, or not that of its graph.
     """
     if technique.name in NAMES:
         raise ValueError(f'technique {technique.name!r} is one of the library: choose another name')
+    if technique.name != technique.graph.__name__:
+        raise ValueError(
+            f'technique {technique.name!r} has the graph {technique.graph.__name__!r}, by which '
+            'files know it: give both one name'
+        )
     register_graph(technique.graph)
     _OWN[technique.name] = technique
     return technique

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import PARTNER, Applied, Graph
+from megatron_zbpp.ir.graph import PARTNER, Graph
 from megatron_zbpp.techniques.amounts import Amount, chunks_of
 
 
@@ -46,6 +46,17 @@ class Way(NamedTuple):
     held: float
 
 
+def lack_of_times(costs: Costs, kinds: Iterable[str]) -> str | None:
+    """Return why costs do not say how long passes of these kinds take; None: they do."""
+    missing = [kind for kind in kinds if kind not in costs.times]
+    if not missing:
+        return None
+    return (
+        f'costs have no times of {" and ".join(missing)}: give a file with "times": '
+        f'{{"{missing[0]}": [...]}}'
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Technique:
     """All that others know of a technique.
@@ -53,7 +64,8 @@ class Technique:
     Attributes:
         name: by which a user asks for it.
         words: what becomes of activations, for people.
-        graph: WHAT it does: a function from graph to graph, whose name files have.
+        graph: WHAT it does: a function from graph to graph, whose name files have. A technique of
+            one's own has that name, too.
         place: `place(schedule, stages, costs, limits)` puts its passes for these stages into
             orders: where a rank holds more than its limit, or wherever there is time.
         to: the pool to which it moves activations; None: it moves none.
@@ -82,18 +94,13 @@ class Technique:
 
     @property
     def moves(self) -> bool:
-        """Whether it moves what a forward saves."""
+        """True where it moves what a forward saves."""
         return self.to is not None
 
     @property
     def pairs(self) -> bool:
-        """Whether what leaves one rank's memory is held by its partner's."""
+        """True where what leaves one rank's memory is held by its partner's."""
         return self.to == PARTNER
-
-    def made(self, applied: Applied) -> bool:
-        """Return whether what a graph says was applied is this technique."""
-        same = applied.name == self.graph.__name__
-        return same and (self.to is None or applied.arguments[-1] == self.to)
 
     def require(self, amount: Amount, num_chunks: int) -> None:
         """Raise ValueError unless a user may ask for that amount, of so many chunks of a rank."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.graph import PARTNER, Applied
+from megatron_zbpp.techniques import NAMES
 
 
 class Clash(NamedTuple):
@@ -24,7 +25,7 @@ class Clash(NamedTuple):
 OVERLAP = 'overlap'
 """Pairs of F and BW that a model runs as one: not a technique of the graph."""
 
-TRAINED = ('recompute', 'offload', 'evict', OVERLAP)
+TRAINED = (*NAMES, OVERLAP)
 """Techniques that train, each by itself. Others are planned, simulated and drawn."""
 
 _ONCE = Clash('it is placed once', 'leave it out')
@@ -32,23 +33,20 @@ _LATE = Clash(
     'copies were given times without passes that run again',
     'take a schedule without it, such as po or 1f1b, and ask for both',
 )
-_NO_PLAN = Clash(
-    'Megatron makes no plan of the layers of a forward that runs again',
-    'leave one of them out',
-)
-_FREED = Clash(
-    'Megatron frees what layers of such a pair pass to each other before it could be elsewhere',
-    'leave one of them out',
-)
+_NO_PLAN = 'Megatron makes no plan of the layers of a forward that runs again'
+_FREED = 'Megatron frees what layers of such a pair pass to each other before it could be elsewhere'
 _MOVED = Clash(
     'what goes to partners does not go to the host as well',
     'take a schedule that moves nothing, such as 1f1b',
 )
 CLASHES: Mapping[tuple[str, str], Clash] = {
-    **{(name, name): _ONCE for name in ('recompute', 'offload', 'evict')},
-    (OVERLAP, 'recompute'): _NO_PLAN,
-    (OVERLAP, 'offload'): _FREED,
-    (OVERLAP, 'evict'): _FREED,
+    **{(name, name): _ONCE for name in NAMES},
+    **{
+        (OVERLAP, name): Clash(
+            reason, f'drop --overlap-moe-expert-parallel-comm, or take a schedule without {name}'
+        )
+        for name, reason in {'recompute': _NO_PLAN, 'offload': _FREED, 'evict': _FREED}.items()
+    },
     ('offload', 'recompute'): _LATE,
     ('evict', 'offload'): _MOVED,
 }
@@ -78,10 +76,9 @@ def require_goes_with(schedule: Schedule, name: str) -> None:
 
 def table() -> str:
     """Return the docs' table of all pairs: a schedule has the row's, the column's is added."""
-    columns = [name for name in TRAINED if name != OVERLAP]
-    lines = [f'| has, added | {" | ".join(columns)} |', '|---' * (1 + len(columns)) + '|']
+    lines = [f'| has, added | {" | ".join(NAMES)} |', '|---' * (1 + len(NAMES)) + '|']
     for has in TRAINED:
-        cells = (CLASHES.get((has, name)) for name in columns)
+        cells = (CLASHES.get((has, name)) for name in NAMES)
         words = ('to the bit' if clash is None else f'refused: {clash.reason}' for clash in cells)
         lines.append(f'| {has} | {" | ".join(words)} |')
     return '\n'.join(lines)

@@ -15,31 +15,27 @@ from typing import Any
 
 from megatron.core.utils import get_model_config
 
+from megatron_zbpp.mcore.layout import BRIDGE_FIELDS
 from megatron_zbpp.mcore.patches import rank_files
 from megatron_zbpp.mcore.rank_files import KEY, RankFiles
 from megatron_zbpp.mcore.session import Session
 
-_TRAIN = 'go on with the schedule that saved it'
 _CURES = {
+    **rank_files.CURES,
     'torch_dist': (
-        f'{_TRAIN}, or set checkpoint.load_optim to False, or let that schedule save it with '
-        'checkpoint.dist_ckpt_optim_fully_reshardable'
+        f'{rank_files.GO_ON}, or set checkpoint.load_optim to False, or let that schedule save it '
+        'with checkpoint.dist_ckpt_optim_fully_reshardable'
     ),
-    'local': f'{_TRAIN}, or load a checkpoint that is not local',
 }
-# Megatron's arguments that place layers, by their names in Bridge
-_FIELDS = {
-    'num_layers': 'num_layers',
-    'pipeline_model_parallel_size': 'pipeline_model_parallel_size',
-    'virtual_pipeline_model_parallel_size': 'virtual_pipeline_model_parallel_size',
-    'pipeline_model_parallel_layout': 'pipeline_model_parallel_layout',
-    'decoder_first_pipeline_num_layers': 'num_layers_in_first_pipeline_stage',
-    'decoder_last_pipeline_num_layers': 'num_layers_in_last_pipeline_stage',
-    'account_for_embedding_in_pipeline_split': 'account_for_embedding_in_pipeline_split',
-    'account_for_loss_in_pipeline_split': 'account_for_loss_in_pipeline_split',
-    'mtp_num_layers': 'mtp_num_layers',
-    'hybrid_layer_pattern': 'hybrid_layer_pattern',
-}
+_SAME = (
+    'num_layers',
+    'pipeline_model_parallel_size',
+    'virtual_pipeline_model_parallel_size',
+    'mtp_num_layers',
+    'hybrid_layer_pattern',
+)
+# Megatron's arguments that tell which layers a rank has, by their names in Bridge
+_FIELDS = {**BRIDGE_FIELDS, **dict(zip(_SAME, _SAME, strict=True))}
 
 
 def with_layout(session: Session, original: Callable) -> Callable:

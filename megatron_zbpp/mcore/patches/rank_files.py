@@ -35,17 +35,17 @@ _MODULE = 'megatron.training.checkpointing'
 _OPTIMIZER = 'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer'
 _BY_RANK = 'optimizer.distributed.dp_group_idx_'  # how keys of what is kept by rank begin
 _RANKS = 'pipeline_model_parallel_size'  # what Megatron compares, too
-_TRAIN = 'go on with the schedule that saved it'
-_CURES = {
+GO_ON = 'go on with the schedule that saved it'
+CURES = {
     'torch': (
-        f'{_TRAIN}, or convert it: give that schedule --ckpt-convert-format torch_dist '
+        f'{GO_ON}, or convert it: give that schedule --ckpt-convert-format torch_dist '
         '--ckpt-convert-save FOLDER, and load FOLDER'
     ),
     'torch_dist': (
-        f'{_TRAIN}, or give --no-load-optim, or let that schedule save it with '
+        f'{GO_ON}, or give --no-load-optim, or let that schedule save it with '
         '--dist-ckpt-optim-fully-reshardable'
     ),
-    'local': f'{_TRAIN}, or load a checkpoint that is not local',
+    'local': f'{GO_ON}, or load a checkpoint that is not local',
 }
 _WHAT = {
     'torch': 'a checkpoint of the format torch',
@@ -167,7 +167,7 @@ def require_same(
     name: str,
     kept: str,
     state: Mapping[str, Any] | str,
-    cures: Mapping[str, str] = _CURES,
+    cures: Mapping[str, str] = CURES,
 ) -> None:
     """Return if each rank has the layers that are kept for it: a collective of all ranks.
 

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import PARTNER
-from megatron_zbpp.techniques.base import Life, Technique, Way
+from functools import partial
+
+from megatron_zbpp.ir.graph import PARTNER, TRANSFERS
+from megatron_zbpp.techniques.base import Technique, lack_of_times
 from megatron_zbpp.techniques.evict.place import with_eviction
-from megatron_zbpp.techniques.offload.copies import lack_of_copies, way_by_copies
+from megatron_zbpp.techniques.offload.copies import way_by_copies
 from megatron_zbpp.techniques.offload.graph import offload
-
-
-def _lacks(costs: Costs) -> str | None:
-    return lack_of_copies(costs, PARTNER)
-
-
-def _way(costs: Costs, stage: int, life: Life) -> Way:
-    return way_by_copies(costs, stage, life, PARTNER)
-
 
 TECHNIQUE = Technique(
     'evict',
     'to a partner and back',
     graph=offload,
     place=with_eviction,
-    lacks=_lacks,
-    way=_way,
+    lacks=partial(lack_of_times, kinds=TRANSFERS[PARTNER]),
+    way=partial(way_by_copies, pool=PARTNER),
     to=PARTNER,
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST, TRANSFERS
-from megatron_zbpp.techniques.base import Life, Technique, Way
-from megatron_zbpp.techniques.offload.copies import lack_of_copies, way_by_copies
+from megatron_zbpp.techniques.base import Technique, lack_of_times
+from megatron_zbpp.techniques.offload.copies import way_by_copies
 from megatron_zbpp.techniques.offload.graph import offload
 from megatron_zbpp.techniques.offload.place import FREE, offloaded, with_offload
 
@@ -15,7 +16,7 @@ _SLOTS = (1.25, 1.5, 2.0)  # of copies, over the time that they take
 
 
 def _lacks(costs: Costs) -> str | None:
-    if lack := lack_of_copies(costs, HOST):
+    if lack := lack_of_times(costs, TRANSFERS[HOST]):
         return lack
     if not all(all(costs.times[kind]) for kind in TRANSFERS[HOST]):
         return 'costs say that a copy takes no time: give above 0'
@@ -29,10 +30,6 @@ def _with_slower_copies(costs: Costs) -> Iterator[Costs]:
         yield costs.with_times(**ways)
 
 
-def _way(costs: Costs, stage: int, life: Life) -> Way:
-    return way_by_copies(costs, stage, life, HOST)
-
-
 TECHNIQUE = Technique(
     'offload',
     'to the host and back',
@@ -42,7 +39,7 @@ TECHNIQUE = Technique(
     help='on the host between F and B; auto: what --copy-ratio lets hide behind the passes',
     free=FREE,
     lacks=_lacks,
-    way=_way,
+    way=partial(way_by_copies, pool=HOST),
     to=HOST,
     variants=_with_slower_copies,
     exact='megatron_zbpp.planner.exact_offload:solve_offload',

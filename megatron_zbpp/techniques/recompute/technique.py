@@ -5,14 +5,14 @@ from __future__ import annotations
 from megatron_zbpp.ir import F, Task
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import R
-from megatron_zbpp.techniques.base import Life, Technique, Way
+from megatron_zbpp.techniques.base import Life, Technique, Way, lack_of_times
 from megatron_zbpp.techniques.recompute.graph import recompute
 from megatron_zbpp.techniques.recompute.place import recomputed, with_recomputation
 
 
 def _lacks(costs: Costs) -> str | None:
-    if R not in costs.times:
-        return f'costs have no times of {R}: give a file with "times": {{"{R}": [...]}}'
+    if lack := lack_of_times(costs, (R,)):
+        return lack
     if 'input' not in costs.amounts:
         return (
             'costs do not say what the input of a stage takes, which is kept: give a file with '

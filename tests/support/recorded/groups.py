@@ -11,7 +11,6 @@ import math
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 from torch.utils._pytree import tree_leaves, tree_map
 
+from devtools.python_group import PythonGroup, over_gloo
 from recorded import device
 from recorded.communicators import Operation
 
@@ -65,30 +65,15 @@ class Work:
         return True
 
 
-class Group(dist.ProcessGroup):
+class Group(PythonGroup):
     """A process group whose tensors are on the device, or on the host."""
 
+    NAME = NAME
+
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]  # missing in the stubs
-        self.options = SimpleNamespace(_timeout=timeout)
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._gloo = dist.ProcessGroup(store, rank, size)
-        self._gloo._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._gloo._register_backend(torch.device('cpu'), dist.ProcessGroup.BackendType.GLOO, gloo)
+        super().__init__(rank, size, timeout)
+        self._gloo = over_gloo(store, rank, size, timeout)
         self._streams: dict[tuple[int, ...], int] = {}
-
-    def getBackendName(self) -> str:
-        return NAME
-
-    def _get_backend(self, device: torch.device) -> Group:
-        return self
-
-    def _set_group_name(self, name: str) -> None:
-        self._title = name  # torch keeps it in backends that are written in C++
-
-    @property
-    def group_name(self) -> str:
-        return self._title
 
     def shutdown(self) -> None:
         del self._gloo
