@@ -63,7 +63,7 @@ def stock(ranks, tmp_path_factory):
         pytest.param(
             how,
             marks=[
-                supports(f"NVIDIA's loop: exit by a {how.partition(' ')[0]}, resumed", schedule),
+                supports(f"NVIDIA's loop: exit by {how.partition(' ')[0]}, resumed", schedule),
                 *([pytest.mark.full] if how in FULL else []),
             ],
         )

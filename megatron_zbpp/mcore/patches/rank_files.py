@@ -121,7 +121,8 @@ def _comparing(session: Session, original: Callable) -> Callable:
             return state, name, release, kind
         kept = _kept_by_rank(state, args, kind.name) if named.get('rank0') and not release else None
         if kept is not None:
-            require_same(session, here, str(name or load_dir), kept, state)
+            where = args.non_persistent_local_ckpt_dir if kept == 'local' else name or load_dir
+            require_same(session, here, str(where), kept, state)
         if isinstance(getattr(state.get('args'), _RANKS, None), str):
             setattr(state['args'], _RANKS, len(here.layers))
         return state, name, release, kind

@@ -2,8 +2,8 @@
 
 Megatron keeps the two equal, and sums their gradients, between first and last rank; Megatron-Bridge
 sends one to the other when it has loaded weights, and takes one of two with the same name to be the
-other. Megatron's checkpoints that replicas save together take a rank to hold a tensor once. None of
-them sees such a pair.
+other. Megatron's checkpoints that replicas save together take a rank to hold a tensor once, and
+local checkpoints give both one tensor. None of them sees such a pair.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
@@ -34,6 +34,7 @@ _LANGUAGE = 'megatron.core.models.common.language_module.language_module:Languag
 _FINALIZE = 'megatron.core.distributed.finalize_model_grads'
 _PARALLEL = 'megatron.core.dist_checkpointing.strategies.fully_parallel'
 _SAVING = f'{_PARALLEL}:FullyParallelSaveStrategyWrapper.apply_saving_parallelization'
+_LOCAL = 'megatron.core.dist_checkpointing.tensor_aware_state_dict:MCoreTensorAwareStateDict'
 _CONVERSION = 'megatron.bridge.models.conversion.model_bridge:MegatronModelBridge'
 
 
@@ -47,6 +48,7 @@ def patches(placement: Placements) -> Iterator[Patch]:
     yield Patch(_LANGUAGE, 'setup_embeddings_and_output_layer', setup)
     yield Patch(_FINALIZE, SUM, _summing_tied_copies, (f'{_FINALIZE}:finalize_model_grads',))
     yield Patch(_PARALLEL, SHARE, _saving_once, (_SAVING,))
+    yield Patch(_LOCAL, 'to_state_dict', _loading_apart, late=True)
     yield Patch(_CONVERSION, COPY, _copying_tied, late=True)
     yield Patch(_CONVERSION, TASKS, _of_the_first, late=True)
 
@@ -110,6 +112,30 @@ def _saving_once(original: Callable) -> Callable:
                 found.add(shard)
 
     return distribute
+
+
+def _loading_apart(original: Callable) -> Callable:
+    """Let tied weights that one rank holds have optimizer states of their own.
+
+    A local checkpoint gives what has one name one tensor, which both would then update.
+    """
+
+    @functools.wraps(original)
+    def to_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loaded = original(self, *args, **kwargs)
+        found: set[int] = set()
+
+        def own(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or id(value) not in found:
+                found.add(id(value))
+                return value
+            return value.clone()
+
+        # with mismatched keys behind it, if they are asked for
+        dict_list_map_inplace(own, loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
+
+    return to_state_dict
 
 
 def _copying_tied(original: Callable) -> Callable:
