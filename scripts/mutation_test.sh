@@ -22,7 +22,9 @@ only_mutate = [
     "megatron_zbpp/ir/*",
     "megatron_zbpp/schedules/*",
     "megatron_zbpp/analysis/*",
+    "megatron_zbpp/techniques/*",
     "megatron_zbpp/planner/*",
+    "megatron_zbpp/partitioning/*",
     "megatron_zbpp/render/*",
 ]
 also_copy = ["examples", "scripts", "benchmarks", "docs", "patches", "README.md"]
@@ -30,7 +32,9 @@ pytest_add_cli_args_test_selection = [
     "tests/unit/ir",
     "tests/unit/schedules",
     "tests/unit/analysis",
+    "tests/unit/techniques",
     "tests/unit/planner",
+    "tests/unit/partitioning",
     "tests/unit/render",
     "tests/unit/cli",
     "tests/unit/runtime/test_clock_sync.py",
@@ -38,6 +42,7 @@ pytest_add_cli_args_test_selection = [
 pytest_add_cli_args = [
     "-p", "no:cacheprovider",
     "-p", "no:timeout",
+    "--ignore", "tests/unit/partitioning/test_partition_large.py",
     "--deselect", "tests/unit/schedules/test_family_registry.py::test_it_is_found_by_its_address",
     "--deselect", "tests/unit/ir/test_words_stay.py::test_words_stay[technique: arguments]",
     "--deselect", "tests/unit/analysis/test_simulator.py::test_786432_passes_in_seconds[128]",
