@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from recorded.communicators import Operation, faults
-from recorded.ordering import HOST, Kind, Order
+from recorded.ordering import HOST, REGISTERED, Kind, Order
 
 WRITES, READS = 1, 0
-NAMES = ['first', 'second', 'third', 'synchronize', '0W1', '']
-FIRST, SECOND, THIRD, SYNCHRONIZE, PASS, NONE = range(len(NAMES))
+NAMES = ['first', 'second', 'third', 'synchronize', '0W1', '', 'event.query']
+FIRST, SECOND, THIRD, SYNCHRONIZE, PASS, NONE, QUERY = range(len(NAMES))
 BLOCK, EVENT = 7, 11
 LAUNCHER = 0  # a thread
 
@@ -55,6 +55,31 @@ def test_two_streams_that_nothing_orders(first, second, found):
 )
 def test_what_orders(between, ordered):
     assert (not races(kernel(FIRST, 1, WRITES), between, kernel(SECOND, 2, READS))) == ordered
+
+
+@pytest.mark.parametrize(
+    ('between', 'found'),
+    [
+        ([], 1),
+        ([Kind.RECORD, 1, EVENT], 1),
+        ([Kind.RECORD, 1, EVENT, Kind.WAIT, 2, EVENT], 1),  # that is a stream
+        ([Kind.RECORD, 1, EVENT, Kind.HOST_EVENT, EVENT, QUERY, LAUNCHER], 0),
+    ],
+)
+def test_the_host_uses_what_it_has_waited_for(between, found):
+    said = races(kernel(FIRST, 1, WRITES), between, kernel(SECOND, HOST, READS))
+    where = 'second on the host in no pass'
+    assert said == [f'{where} does not wait for first on stream 1 in no pass'][:found]
+
+
+def test_what_the_host_has_done_is_before_what_it_launches():
+    assert races(kernel(FIRST, HOST, WRITES), kernel(SECOND, 1, WRITES)) == []
+
+
+@pytest.mark.parametrize(('asked', 'waits'), [(SYNCHRONIZE, ['synchronize']), (QUERY, [])])
+def test_a_query_is_no_wait(asked, waits):
+    found = order([Kind.RECORD, 1, EVENT, Kind.HOST_EVENT, EVENT, asked, LAUNCHER])
+    assert [wait.what for wait in found.waits] == waits
 
 
 def test_an_event_carries_what_was_before_it_only():
@@ -123,8 +148,25 @@ def test_peak_bytes(looked, held):
     assert (found.planned, found.held) == (16, held)
 
 
-def test_page_locked_memory_is_not_of_the_device():
-    assert order([Kind.ALLOCATE, 9, 100, HOST]).planned == 8
+@pytest.mark.parametrize('owner', [HOST, REGISTERED])
+def test_page_locked_memory_is_not_of_the_device(owner):
+    allocated = [Kind.ALLOCATE, 9, 100, owner, Kind.ALLOCATE, 10, 200, owner]
+    found = order(allocated, [Kind.FREE, 9, LAUNCHER])
+    assert (found.planned, found.page_locked, found.locked) == (8, [100, 200], {10: 200})
+
+
+@pytest.mark.parametrize(
+    ('owner', 'waited', 'found'),
+    [
+        (REGISTERED, [], 1),
+        (REGISTERED, [Kind.HOST_STREAM, 1, SYNCHRONIZE, LAUNCHER], 0),
+        (HOST, [], 0),  # torch's waits for its copies
+    ],
+)
+def test_memory_of_the_host_that_is_freed(owner, waited, found):
+    allocated, freed = [Kind.ALLOCATE, 9, 8, owner], [Kind.FREE, 9, LAUNCHER]
+    said = races(allocated, kernel(FIRST, 1, WRITES, block=9), waited, freed)
+    assert len(said) == found and all('free for unlock on the host' in each for each in said)
 
 
 def operations(*names, thread=1, pair=(), nbytes=8, by_peer=()):

@@ -24,6 +24,7 @@ namespace {
 using namespace c10;
 using Stack = torch::jit::Stack;
 constexpr auto CUDA = DeviceType::CUDA;
+constexpr int64_t HOST = -1, REGISTERED = -2; // as streams: what the host uses, and what it locked
 constexpr int64_t POLLS = 2; // of an event that has not happened, before it has
 
 // ---- The log: int64 words, one record after the other. The first word of each is its kind.
@@ -44,7 +45,9 @@ std::vector<int64_t> words;
 std::vector<std::string> names;
 std::unordered_map<std::string, int64_t> numbers;
 std::map<int64_t, std::pair<int64_t, int64_t>> locked; // memory of the host: address; bytes, block
+std::map<int64_t, int64_t> reached; // by stream: the latest event that the host knows has happened
 std::atomic<int64_t> streams{1}, events{1}, blocks{1}, threads{0}, allocated{0}, peak{0};
+std::atomic<int64_t> refused{0}, error{0}; // what page-locking ends with; told to the next kernel
 bool recording = false;
 thread_local int64_t current = 0;
 
@@ -76,19 +79,32 @@ struct Block {
   char* memory;
   bool pinned;
 };
-void lock(void* address, int64_t bytes) {
-  std::lock_guard<std::mutex> guard(mutex);
-  locked[(int64_t)address] = {bytes, blocks++};
+void lock(void* address, int64_t bytes, int64_t id, int64_t owner) {
+  {
+    std::lock_guard<std::mutex> guard(mutex);
+    locked[(int64_t)address] = {bytes, id};
+  }
+  note({ALLOCATE, id, bytes, owner});
 }
-void unlock(void* address) {
-  std::lock_guard<std::mutex> guard(mutex);
-  locked.erase((int64_t)address);
+bool unlock(void* address) {
+  int64_t id;
+  {
+    std::lock_guard<std::mutex> guard(mutex);
+    auto found = locked.find((int64_t)address);
+    if (found == locked.end()) return false;
+    id = found->second.second;
+    locked.erase(found);
+  }
+  note({FREE, id, thread()});
+  return true;
 }
 void release(void* context) {
   auto* block = (Block*)context;
   if (block->pinned) unlock(block->memory);
-  else allocated -= block->bytes;
-  note({FREE, block->id, thread()});
+  else {
+    allocated -= block->bytes;
+    note({FREE, block->id, thread()});
+  }
   std::free(block->memory);
   delete block;
 }
@@ -100,12 +116,12 @@ struct Memory final : Allocator {
     if (!bytes) return {nullptr, device};
     auto* block = new Block{blocks++, (int64_t)bytes, (char*)std::malloc(bytes + 64), pinned};
     std::memset(block->memory, 0xff, bytes); // NaN: what reads memory that nobody wrote is found
-    if (pinned) lock(block->memory, bytes);
+    if (pinned) lock(block->memory, bytes, block->id, HOST);
     else {
       allocated += block->bytes;
       if (allocated > peak) peak = allocated.load();
+      note({ALLOCATE, block->id, block->bytes, current});
     }
-    note({ALLOCATE, block->id, block->bytes, pinned ? -1 : current});
     return {block->memory, block, &release, device};
   }
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
@@ -132,10 +148,25 @@ bool is_pinned(const void* address) { return locked_at(address).first != 0; }
 // ---- Streams and events
 Stream stream_of(int64_t id) { return Stream(Stream::UNSAFE, Device(CUDA, 0), id); }
 struct Event {
-  int64_t id = 0, polls = 0;
-  bool happened = true;
+  int64_t id, stream, polls;
   std::chrono::steady_clock::time_point time;
 };
+void reach(int64_t stream, int64_t event) { // and what is before it
+  std::lock_guard<std::mutex> guard(mutex);
+  reached[stream] = std::max(reached[stream], event);
+}
+bool happened(const Event& event) {
+  std::lock_guard<std::mutex> guard(mutex);
+  return event.id <= reached[event.stream];
+}
+void wait_for_stream(int64_t stream, const std::string& name) {
+  reach(stream, events - 1);
+  note_named(HOST_STREAM, {stream}, name);
+}
+void wait_for_device() {
+  for (int64_t stream = 0; stream < streams; stream++) reach(stream, events - 1);
+  note_named(HOST_DEVICE, {}, "synchronize");
+}
 struct Guard final : impl::DeviceGuardImplInterface {
   DeviceType type() const override { return CUDA; }
   Device exchangeDevice(Device) const override { return Device(CUDA, 0); }
@@ -155,7 +186,7 @@ struct Guard final : impl::DeviceGuardImplInterface {
   void record(void** event, const Stream& stream, DeviceIndex, EventFlag) const override {
     if (!*event) *event = new Event();
     auto* own = (Event*)*event;
-    *own = Event{events++, 0, false, std::chrono::steady_clock::now()};
+    *own = Event{events++, stream.id(), 0, std::chrono::steady_clock::now()};
     note({RECORD, stream.id(), own->id});
   }
   void block(void* event, const Stream& stream) const override {
@@ -163,23 +194,24 @@ struct Guard final : impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override { // the device is slow
     auto* own = (Event*)event;
-    if (!own || own->happened) return true;
+    if (!own || happened(*own)) return true;
     if (own->polls++ < POLLS) return false;
-    own->happened = true;
+    reach(own->stream, own->id);
     note_named(HOST_EVENT, {own->id}, "event.query");
     return true;
   }
   void destroyEvent(void* event, DeviceIndex) const noexcept override { delete (Event*)event; }
   bool queryStream(const Stream&) const override { return false; }
   void synchronizeStream(const Stream& stream) const override {
-    note_named(HOST_STREAM, {stream.id()}, "stream.synchronize");
+    wait_for_stream(stream.id(), "stream.synchronize");
   }
   void synchronizeEvent(void* event) const override {
-    if (!event) return;
-    ((Event*)event)->happened = true;
-    note_named(HOST_EVENT, {((Event*)event)->id}, "event.synchronize");
+    auto* own = (Event*)event;
+    if (!own) return;
+    reach(own->stream, own->id);
+    note_named(HOST_EVENT, {own->id}, "event.synchronize");
   }
-  void synchronizeDevice(DeviceIndex) const override { note_named(HOST_DEVICE, {}, "synchronize"); }
+  void synchronizeDevice(DeviceIndex) const override { wait_for_device(); }
   double elapsedTime(void* first, void* second, DeviceIndex) const override {
     auto spent = ((Event*)second)->time - ((Event*)first)->time;
     return std::chrono::duration<double, std::milli>(spent).count();
@@ -207,7 +239,7 @@ struct Hooks final : at::CUDAHooksInterface {
   Allocator* getPinnedMemoryAllocator() const override { return &page_locked; }
   Allocator* getCUDADeviceAllocator() const override { return &memory; }
   bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
-  void deviceSynchronize(DeviceIndex) const override { note_named(HOST_DEVICE, {}, "synchronize"); }
+  void deviceSynchronize(DeviceIndex) const override { wait_for_device(); }
 };
 
 // ---- Kernels
@@ -256,10 +288,13 @@ void add(std::vector<Access>& accesses, const at::Tensor& tensor, bool writes) {
   auto begin = (int64_t)tensor.storage().data() - place.second + tensor.storage_offset() * size;
   accesses.push_back({writes, place.first, begin, begin + (last + 1) * size});
 }
-void launch(const std::string& name, const std::vector<Access>& accesses) {
+void launch(const std::string& name, const std::vector<Access>& accesses, int64_t stream) {
+  // PyTorch asks for the latest error behind each kernel, whose ever it was
+  auto earlier = stream == HOST ? 0 : error.exchange(0);
+  TORCH_CHECK(!earlier, "CUDA error ", earlier, ", of an earlier call");
   std::lock_guard<std::mutex> guard(mutex);
   if (!recording || accesses.empty()) return;
-  words.insert(words.end(), {KERNEL, current, thread(), number(name), (int64_t)accesses.size()});
+  words.insert(words.end(), {KERNEL, stream, thread(), number(name), (int64_t)accesses.size()});
   for (auto& a : accesses) words.insert(words.end(), {a.writes, a.block, a.begin, a.end});
 }
 
@@ -267,10 +302,12 @@ void launch(const std::string& name, const std::vector<Access>& accesses) {
 struct Call {
   std::vector<Access> accesses;
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs; // ours, the CPU's
-  bool masks = false;
+  bool masks = false, host = false; // whether a tensor with dimensions is on the host
 
   at::Tensor translate(const at::Tensor& tensor, bool writes) {
-    if (!tensor.defined() || !tensor.is_cuda()) return tensor;
+    if (!tensor.defined()) return tensor;
+    host |= tensor.device().is_cpu() && tensor.dim();
+    if (!tensor.is_cuda()) return tensor;
     add(accesses, tensor, writes);
     masks |= !writes && (tensor.scalar_type() == kBool || tensor.scalar_type() == kByte);
     auto made = on_host(tensor);
@@ -351,6 +388,8 @@ void kernel(const OperatorHandle& op, Stack* stack) {
     auto* alias = schema.arguments()[i].alias_info();
     (*stack)[first + i] = call.translate((*stack)[first + i], alias && alias->isWrite());
   }
+  bool indexes = name == "aten::index.Tensor" || name == "aten::_index_put_impl_"; // takes both
+  TORCH_CHECK(!call.host || call.pairs.empty() || indexes, name, " of tensors on the device and on the host");
   // one value is put at a mask without counting it
   if (name == "aten::_index_put_impl_" && (*stack)[first + 2].toTensor().numel() == 1) call.masks = false;
   bool softmax = name == "aten::_softmax" || name == "aten::_log_softmax";
@@ -364,8 +403,8 @@ void kernel(const OperatorHandle& op, Stack* stack) {
   call.resize();
   bool views = false; // touch no memory
   for (auto& each : schema.returns()) views |= each.alias_info() && !each.alias_info()->isWrite();
-  if (!views) launch(name, call.accesses);
-  if (waits(op, name, call)) note_named(HOST_STREAM, {current}, name);
+  if (!views) launch(name, call.accesses, current);
+  if (waits(op, name, call)) wait_for_stream(current, name);
 }
 void copy(const OperatorHandle& op, Stack* stack) {
   at::AutoDispatchBelowADInplaceOrView guard;
@@ -380,8 +419,8 @@ void copy(const OperatorHandle& op, Stack* stack) {
   auto& other = to.is_cuda() ? from : to;
   bool pageable = crosses && !is_pinned(other.const_data_ptr());
   std::string name = !crosses ? "aten::copy_" : to.is_cuda() ? "copy to the device" : "copy to the host";
-  launch(name, call.accesses);
-  if (crosses && (blocks || pageable)) note_named(HOST_STREAM, {current}, (pageable ? "pageable " : "page-locked ") + name);
+  launch(name, call.accesses, current);
+  if (crosses && (blocks || pageable)) wait_for_stream(current, (pageable ? "pageable " : "page-locked ") + name);
   torch::jit::push(*stack, to);
 }
 at::Tensor empty(IntArrayRef size, std::optional<ScalarType> dtype, std::optional<Layout>, std::optional<Device>, std::optional<bool>, std::optional<MemoryFormat> format) {
@@ -468,26 +507,37 @@ int64_t recorded_new_stream() { return streams++; }
 int64_t recorded_event(int64_t stream) { auto id = events++; note({RECORD, stream, id}); return id; }
 void recorded_wait(int64_t event, int64_t stream) { note({WAIT, stream, event}); }
 void recorded_host_wait(int64_t event, const char* name) { note_named(HOST_EVENT, {event}, name); }
-void recorded_synchronize() { note_named(HOST_DEVICE, {}, "synchronize"); }
-void recorded_lock(int64_t address, int64_t bytes) { lock((void*)address, bytes); }
-void recorded_unlock(int64_t address) { unlock((void*)address); }
+void recorded_synchronize() { wait_for_device(); }
+// cudaHostRegister: returns its error, and keeps it.
+int64_t recorded_lock(int64_t address, int64_t bytes) {
+  if (refused) return error = refused.load();
+  lock((void*)address, bytes, blocks++, REGISTERED);
+  return 0;
+}
+void recorded_refuse(int64_t with) { refused = with; }
+// cudaHostUnregister
+int64_t recorded_unlock(int64_t address) { return unlock((void*)address) ? 0 : 713; }
 int64_t recorded_bytes(bool most) { return most ? peak : allocated; }
 void recorded_reset_peak() { peak = allocated.load(); }
 }
 
 namespace {
-// The CPU's tensor of the same memory; a kernel of a name, on the current stream; storage's size.
+// The CPU's tensor of the same memory; a kernel of a name, on the current stream; what the host does
+// by itself; storage's size.
 at::Tensor host(const at::Tensor& tensor) { return tensor.is_cuda() ? on_host(tensor) : tensor; }
-void launched(std::string name, at::TensorList read, at::TensorList written) {
+void use(const std::string& name, at::TensorList read, at::TensorList written, int64_t stream) {
   std::vector<Access> accesses;
   for (auto& each : read) add(accesses, each, false);
   for (auto& each : written) add(accesses, each, true);
-  launch(name, accesses);
+  launch(name, accesses, stream);
 }
+void launched(std::string name, at::TensorList read, at::TensorList written) { use(name, read, written, current); }
+void used_by_host(std::string name, at::TensorList read, at::TensorList written) { use(name, read, written, HOST); }
 void resized(const at::Tensor& tensor, int64_t bytes) { resize_storage(tensor.storage(), bytes); }
 } // namespace
 TORCH_LIBRARY(recorded, m) {
   m.def("host(Tensor tensor) -> Tensor", torch::CppFunction::makeFromUnboxedFunction(host));
   m.def("launch(str name, Tensor[] read, Tensor[] written) -> ()", torch::CppFunction::makeFromUnboxedFunction(launched));
+  m.def("host_use(str name, Tensor[] read, Tensor[] written) -> ()", torch::CppFunction::makeFromUnboxedFunction(used_by_host));
   m.def("resize(Tensor tensor, int bytes) -> ()", torch::CppFunction::makeFromUnboxedFunction(resized));
 }

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import threading
 import time
 import types
 from array import array
@@ -16,6 +17,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.cuda import _sanitizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_zbpp.emulation import cpu, gloo, packages
 from recorded.ordering import Order
@@ -23,6 +27,10 @@ from recorded.ordering import Order
 _CUDA_TYPE = 1  # of c10::DeviceType
 _library: Any = None
 _within = ['']  # the pass that runs
+_thread = threading.local()  # its GPU, once it has chosen one
+# threads that have asked for an event or a number of bytes, each with the GPU that was its own: on
+# this device all are one
+asked: set[tuple[int, int]] = set()
 
 
 def installed() -> bool:
@@ -61,14 +69,37 @@ class Event(torch.Event):
         return super().__new__(cls, device='cuda', enable_timing=enable_timing)
 
     def record(self, stream: Any = None) -> None:
+        _ask()
         self._time = time.perf_counter()
         super().record(current_stream() if stream is None else stream)
 
     def wait(self, stream: Any = None) -> None:
         super().wait(current_stream() if stream is None else stream)
 
+    def query(self) -> bool:
+        _ask()
+        return super().query()
+
+    def synchronize(self) -> None:
+        _ask()
+        super().synchronize()
+
     def elapsed_time(self, end: Event) -> float:
+        if not (self.query() and end.query()):
+            raise RuntimeError('Both events must be completed before calculating elapsed time.')
         return (end._time - self._time) * 1e3
+
+
+def _set_gpu(gpu: Any) -> None:
+    _thread.gpu = gpu if isinstance(gpu, int) else torch.device(gpu).index or 0
+
+
+def _current_gpu() -> int:
+    return getattr(_thread, 'gpu', 0)
+
+
+def _ask() -> None:
+    asked.add((threading.get_ident(), _current_gpu()))
 
 
 def stream_of(number: int) -> Stream:
@@ -100,23 +131,14 @@ def _no_graph(*args: object, **kwargs: object) -> None:
     raise RuntimeError('the recorded device captures no CUDA graphs')
 
 
-def _error(error: int) -> None:
-    assert error == 0, error
-
-
-def _lock(address: int, nbytes: int, flags: int) -> int:
-    library().recorded_lock(address, nbytes)
-    return 0
-
-
-def _unlock(address: int) -> int:
-    library().recorded_unlock(address)
-    return 0
+def _bytes(most: bool) -> int:
+    _ask()
+    return library().recorded_bytes(most)
 
 
 _RUNTIME = types.SimpleNamespace(
-    cudaHostRegister=_lock,
-    cudaHostUnregister=_unlock,
+    cudaHostRegister=lambda address, nbytes, flags: library().recorded_lock(address, nbytes),
+    cudaHostUnregister=lambda address: library().recorded_unlock(address),
     cudaGetErrorString=str,
     cudaError=types.SimpleNamespace(success=0),
 )
@@ -126,6 +148,8 @@ _MEMORY = 1 << 34
 _CUDA: dict[str, object] = {
     'is_initialized': lambda: True,
     '_is_in_bad_fork': lambda: False,
+    'set_device': _set_gpu,
+    'current_device': _current_gpu,
     'synchronize': lambda *args: library().recorded_synchronize(),
     'Stream': Stream,
     'Event': Event,
@@ -137,13 +161,13 @@ _CUDA: dict[str, object] = {
     'graph': _no_graph,
     'cudart': lambda: _RUNTIME,
     'empty_cache': lambda: library().recorded_synchronize(),
-    'memory_allocated': lambda *args: library().recorded_bytes(False),
-    'memory_reserved': lambda *args: library().recorded_bytes(True),
-    'max_memory_allocated': lambda *args: library().recorded_bytes(True),
-    'max_memory_reserved': lambda *args: library().recorded_bytes(True),
+    'memory_allocated': lambda *args: _bytes(False),
+    'memory_reserved': lambda *args: _bytes(True),
+    'max_memory_allocated': lambda *args: _bytes(True),
+    'max_memory_reserved': lambda *args: _bytes(True),
     'reset_peak_memory_stats': lambda *args: library().recorded_reset_peak(),
-    'mem_get_info': lambda *args: (_MEMORY - library().recorded_bytes(False), _MEMORY),
-    'memory_stats': lambda *args: {'allocated_bytes.all.peak': library().recorded_bytes(True)},
+    'mem_get_info': lambda *args: (_MEMORY - _bytes(False), _MEMORY),
+    'memory_stats': lambda *args: {'allocated_bytes.all.peak': _bytes(True)},
     'get_device_name': lambda *args: 'recorded',
     'get_device_capability': lambda *args: (9, 0),
 }
@@ -162,9 +186,9 @@ def install(path: Path | str) -> None:
     os.environ.setdefault('CUDA_DEVICE_MAX_CONNECTIONS', '1')
     torch.ops.load_library(str(path))
     _library = ctypes.CDLL(str(path))
-    for name in ('stream', 'new_stream', 'event', 'log', 'bytes'):
+    for name in ('stream', 'new_stream', 'event', 'log', 'bytes', 'lock', 'unlock'):
         getattr(_library, f'recorded_{name}').restype = ctypes.c_int64
-    for name in ('stream', 'event', 'lock', 'unlock', 'name'):
+    for name in ('stream', 'event', 'unlock', 'refuse', 'name'):
         getattr(_library, f'recorded_{name}').argtypes = [ctypes.c_int64]
     _library.recorded_lock.argtypes = [ctypes.c_int64] * 2
     _library.recorded_wait.argtypes = [ctypes.c_int64] * 2
@@ -202,6 +226,45 @@ def launch(name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> 
     torch.ops.recorded.launch(name, read, written)
 
 
+def host_use(name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+    """Let the host use memory by itself, on the device or page-locked."""
+    torch.ops.recorded.host_use(name, read, written)
+
+
+@contextlib.contextmanager
+def refusing(error: int) -> Iterator[None]:
+    """Let page-locking end with this error, which whoever starts a kernel next is told."""
+    library().recorded_refuse(error)
+    try:
+        yield
+    finally:
+        library().recorded_refuse(0)
+
+
+class HostUses(TorchDispatchMode):
+    """Writes down what the host computes with page-locked memory, which copies use beside it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and importing the compiler takes seconds
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        fills = _sanitizer.FACTORY_FUNCTION_REGEX.match(func._schema.name)
+        if tensors and not fills and not any(t.is_cuda for t in tensors):
+            read: list[torch.Tensor] = []
+            written: list[torch.Tensor] = []
+            for argument, value in _sanitizer.zip_arguments(func._schema, args, kwargs):
+                uses = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+                if argument.alias_info is None:
+                    read += uses
+                elif argument.alias_info.is_write:
+                    written += uses
+            host_use(str(func), read, written)
+        return func(*args, **kwargs)
+
+
 @cache
 def _name(number: int) -> str:
     return library().recorded_name(number).decode()
@@ -226,7 +289,10 @@ def current_pass() -> str:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Order]:
-    """Write down what is asked of the device; the order is there behind the context."""
+    """Write down what is asked of the device; the order is there behind the context.
+
+    What the host does by itself is asked of it within `HostUses` only.
+    """
     order = Order(_name)
     library().recorded_clear()
     library().recorded_record(True)
@@ -235,6 +301,11 @@ def recording() -> Iterator[Order]:
     finally:
         library().recorded_record(False)
     order.read(_words())
+
+
+def look(order: Order) -> Order:
+    """Return the order as it is, within its `recording`."""
+    return order.read(_words())
 
 
 def _words() -> array:

@@ -1,8 +1,9 @@
 """Process groups that use the recorded device's streams as NCCL's do; gloo carries the data.
 
-A communicator has a stream of its own. What it is given comes behind the stream that is current,
-`record_stream` tells the allocator of its tensors, and who waits for the result is the stream that
-is current then. Each communicator writes down what it was given.
+A communicator has a stream of its own; messages that are called together have that of all ranks.
+What it is given comes behind the stream that is current, `record_stream` tells the allocator of its
+tensors, and who waits for the result is the stream that is current then. Each communicator writes
+down what it was given.
 """
 
 from __future__ import annotations
@@ -42,23 +43,28 @@ operations: list[Operation] = []  # of this process, in order
 class Work:
     """An operation: who waits for it is the current stream."""
 
-    def __init__(self, works: Any, event: int | None, tensors: Any) -> None:
-        self._work, self._event, self._tensors, self._polls = works, event, tensors, 0
+    def __init__(self, works: list[Any], event: int | None, tensors: Any) -> None:
+        self._works, self._event, self._tensors, self._polls = works, event, tensors, 0
 
     def wait(self, timeout: Any = None) -> bool:
         if self._event is not None:
             device.library().recorded_wait(self._event, device.current_stream().stream_id)
-        if self._work is not None:
-            self._work.wait()
-        self._work = self._tensors = None  # gloo's is waited for once, and holds the memory
+        for work in self._works:
+            work.wait()
+        self._works, self._tensors = [], None  # gloo's is waited for once, and holds the memory
         return True
+
+    def take(self) -> list[Any]:
+        """Return gloo's, for who waits for several."""
+        works, self._works = self._works, []
+        return works
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
         self._polls += 1
-        if self._polls <= _POLLS or not (self._work is None or self._work.is_completed()):
+        if self._polls <= _POLLS or not all(work.is_completed() for work in self._works):
             return False
         if self._event is not None:
             device.library().recorded_host_wait(self._event, b'work.is_completed')
@@ -69,11 +75,13 @@ class Group(PythonGroup):
     """A process group whose tensors are on the device, or on the host."""
 
     NAME = NAME
+    supports_coalescing = True
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size, timeout)
         self._gloo = over_gloo(store, rank, size, timeout)
         self._streams: dict[tuple[int, ...], int] = {}
+        self._together: list[Work] | None = None  # messages of one call
 
     def shutdown(self) -> None:
         del self._gloo
@@ -85,10 +93,22 @@ class Group(PythonGroup):
         if not any(each.is_cuda for each in tensors):
             return run(*args, **options)
         members = ()
-        if name in ('send', 'recv'):
+        if name in ('send', 'recv') and self._together is None:
             members = (min(self.rank(), args[1]), max(self.rank(), args[1]))
         event = self._launch(name, args, members)
-        return Work(run(*tree_map(_on_host, args), **options), event, tensors)
+        work = Work([run(*tree_map(_on_host, args), **options)], event, tensors)
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    def _start_coalescing(self, on: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, on: torch.device) -> Work:
+        """Return the work of what was called since: who waits for it waits for all."""
+        together, self._together = self._together or [], None
+        event = device.library().recorded_event(self._streams[()])
+        return Work([each for work in together for each in work.take()], event, together)
 
     def _launch(self, name: str, args: tuple, members: tuple[int, ...]) -> int:
         library = device.library()

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-HOST = -1
+HOST, REGISTERED = -1, -2  # as streams: who uses memory, or has allocated it
+_QUERIES = ('event.query', 'work.is_completed')  # tell the host what is done; it does not wait
 
 
 class Kind(enum.IntEnum):
@@ -66,7 +67,8 @@ class Use:
     thread: int
 
     def __str__(self) -> str:
-        return f'{self.kernel} on stream {self.stream} in {self.within or "no pass"}'
+        place = 'the host' if self.stream == HOST else f'stream {self.stream}'
+        return f'{self.kernel} on {place} in {self.within or "no pass"}'
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,8 @@ class Order:
         races: uses that nothing orders, each pair of kernels, streams and passes once.
         waits: of the host.
         uses: all kernels, in order of launch.
+        page_locked: bytes of each allocation of page-locked memory of the host.
+        locked: bytes of those that have not been freed, by number of the block.
         planned: peak bytes of the device, if memory comes back once it is freed.
         in_passes: the same, of passes alone.
         held: peak bytes as the allocator has them while the host runs ahead as far as it can: what
@@ -146,6 +150,8 @@ class Order:
     races: dict[Race, int] = field(default_factory=dict)
     waits: list[Wait] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
+    page_locked: list[int] = field(default_factory=list)
+    locked: dict[int, int] = field(default_factory=dict)
     planned: int = 0
     in_passes: int = 0
     held: int = 0
@@ -177,6 +183,7 @@ class Order:
         self.uses.append(use)
         self._give_anew(stream, clock, use)
         clock[stream] = count = clock.get(stream, 0) + 1
+        self._host_waits += stream == HOST  # what it launches comes behind what it does
         for at in range(0, len(accesses), 4):
             writes, block, begin, end = accesses[at : at + 4]
             found = self._blocks.setdefault(block, _Block())
@@ -204,7 +211,9 @@ class Order:
 
     def _allocate(self, block: int, nbytes: int, stream: int) -> None:
         self._blocks[block] = _Block(nbytes, stream)
-        if stream == HOST:
+        if stream in (HOST, REGISTERED):
+            self.page_locked.append(nbytes)
+            self.locked[block] = nbytes
             return
         self._poll()
         self._bytes += nbytes
@@ -215,12 +224,22 @@ class Order:
 
     def _free(self, block: int, thread: int) -> None:
         found = self._blocks.pop(block, None)
-        if found is None or found.owner == HOST:  # page-locked memory waits for its copies
+        self.locked.pop(block, None)
+        if found is None or found.owner == HOST:  # torch's page-locked memory waits for its copies
+            return
+        if found.owner == REGISTERED:
+            self._unlock(found, thread)
             return
         self._bytes -= found.nbytes
         self._freed.setdefault(found.owner, []).append(found)
         others = {s: self._clock(s).get(s, 0) for s in found.recorded if s != found.owner}
         self._kept.append((found, others))
+
+    def _unlock(self, block: _Block, thread: int) -> None:
+        """Nobody waits for copies of memory that the host has locked by address."""
+        for stream, (count, last) in block.last.items():
+            if self._clocks[HOST].get(stream, 0) < count:
+                self._found(Race(last, Use('unlock', HOST, self._within, thread), freed=True))
 
     def _record_stream(self, block: int, stream: int) -> None:
         if block in self._blocks:
@@ -256,8 +275,8 @@ class Order:
     def _host_waited(self, clock: Clock, name: int | None) -> None:
         self._host_waits += 1
         _join(self._clocks[HOST], clock)
-        if name is not None:
-            self.waits.append(Wait(self.names(name), self._within))
+        if name is not None and (what := self.names(name)) not in _QUERIES:
+            self.waits.append(Wait(what, self._within))
 
     # Memory
 

@@ -1,0 +1,328 @@
+"""torch's own autograd engine on the recorded device: streams are ordered, and seeded races found.
+
+In a process of its own: who has the device keeps it.
+"""
+
+from __future__ import annotations
+
+import pytest
+from recorded import device
+
+
+def recorded(work, *args):
+    """In the process: what `work` leaves in the log."""
+    with device.recording() as order:
+        work(*args)
+    return [str(race) for race in order.races], [wait.what for wait in order.waits], order
+
+
+def seen(work, *args):
+    """As `recorded`, of what can be sent."""
+    races, waits, order = recorded(work, *args)
+    return races, waits, order.planned, order.held
+
+
+def other_stream():
+    import torch
+
+    return torch.cuda.Stream()
+
+
+def reads_on_another(how):
+    import torch
+
+    made = torch.ones(4, device='cuda')
+    stream, main = other_stream(), torch.cuda.current_stream()
+    if how == 'an event':
+        stream.wait_event(main.record_event())
+    elif how == 'the host':
+        torch.cuda.synchronize()
+    elif how:
+        stream.wait_stream(main)
+    with torch.cuda.stream(stream):
+        read = made * 2
+    torch.cuda.current_stream().wait_stream(stream)
+    return read + made
+
+
+def copies_out(late):
+    """To page-locked memory, behind what computes it, or moved before."""
+    import torch
+
+    made, host = torch.zeros(4, device='cuda'), torch.zeros(4).pin_memory()
+    stream, computed = other_stream(), torch.cuda.Event()
+    if not late:
+        computed.record()
+    made.add_(1)
+    if late:
+        computed.record()
+    with torch.cuda.stream(stream):
+        stream.wait_event(computed)
+        host.copy_(made, non_blocking=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    return host
+
+
+def host_reads(waits):
+    """Page-locked memory that a copy writes."""
+    import torch
+
+    with device.HostUses():
+        pinned = torch.empty(4, pin_memory=True)
+        pinned.copy_(torch.ones(4, device='cuda'), non_blocking=True)
+        if waits:
+            torch.cuda.current_stream().record_event().synchronize()
+        return pinned.sum()
+
+
+def unlocks(waits):
+    """Memory of the host that is locked by its address, and that a copy writes."""
+    import torch
+
+    memory, runtime = torch.empty(4), torch.cuda.cudart()
+    assert runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0) == 0
+    memory.copy_(torch.ones(4, device='cuda'), non_blocking=True)
+    if waits:
+        torch.cuda.current_stream().synchronize()
+    assert runtime.cudaHostUnregister(memory.data_ptr()) == 0
+
+
+def frees(tells):
+    """Memory that another stream reads, which the allocator is told or not."""
+    import torch
+
+    made, stream = torch.ones(4, device='cuda'), other_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        kept = made * 2
+    if tells:
+        made.record_stream(stream)
+    del made
+    again = torch.ones(4, device='cuda')
+    return kept, again
+
+
+def weight_gradient(defined):
+    """W adds to `main_grad`; the hook of a node that a side stream has made reduces that."""
+    import torch
+
+    from megatron_zbpp.runtime.weight_grads import WeightGradStore
+
+    weight = torch.nn.Parameter(torch.ones(4, 4, device='cuda'))
+    main_grad, x = torch.zeros(4, 4, device='cuda'), torch.ones(4, 4, device='cuda')
+    stream = other_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    torch.cuda.current_stream().wait_stream(stream)
+
+    def reduce(*_):
+        weight.grad = None
+        device.launch('reduce', [], [main_grad])
+
+    def compute():
+        main_grad.addmm_(x, x)
+        return [torch.empty(4, 4, device='cuda') if defined else None]
+
+    node.register_hook(reduce)
+    store = WeightGradStore()
+    store.open((0, 0))
+    with store.scope((0, 0)):
+        store.defer([weight], compute)
+    with device.within('0W0'):
+        store.run((0, 0))
+
+
+# what is broken: (what runs, what is said)
+SEEDED = {
+    'a wait is removed': (reads_on_another, 'does not wait for aten::fill_.Scalar on stream 0'),
+    'a copy is moved': (copies_out, 'copy to the host on stream'),
+    'the host reads early': (
+        host_reads,
+        'aten.sum.default on the host in no pass does not wait for copy to the host on stream 0',
+    ),
+    'memory is unlocked early': (unlocks, 'memory is free for unlock on the host'),
+    'memory is freed early': (frees, 'memory is free for aten::fill_.Scalar on stream 0'),
+    'autograd is given None': (
+        weight_gradient,
+        'does not wait for aten::addmm_ on stream 0 in 0W0',
+    ),
+}
+
+
+@pytest.mark.parametrize('broken', SEEDED)
+def test_a_seeded_race_is_found(cuda, broken):
+    """And nothing is said of the same with what is missing there."""
+    work, said = SEEDED[broken]
+    races, *_ = cuda(seen, work, False)
+    assert len(races) == 1 and said in races[0], races
+    races, *_ = cuda(seen, work, True)
+    assert races == []
+
+
+@pytest.mark.parametrize('how', ['an event', 'the host'])
+def test_other_ways_to_wait(cuda, how):
+    races, *_ = cuda(seen, reads_on_another, how)
+    assert races == []
+
+
+def waits(what):
+    import torch
+
+    made, pinned = torch.ones(4, device='cuda'), torch.zeros(4).pin_memory()
+    stream = torch.cuda.current_stream()
+    {
+        'item': lambda: made.sum().item(),
+        'bool': lambda: bool(made.sum() > 0),
+        'tolist': lambda: made.tolist(),
+        'nonzero': lambda: torch.nonzero(made),
+        'equal': lambda: torch.equal(made, made),
+        'mask': lambda: made[made > 0],
+        'values by mask': lambda: made.__setitem__(made > 0, torch.ones(4, device='cuda')),
+        'pageable': lambda: made.to('cpu'),
+        'a copy to plain memory': lambda: torch.ones(4).copy_(made, non_blocking=True),
+        'a copy from plain memory': lambda: made.copy_(torch.ones(4), non_blocking=True),
+        'pinned, blocking': lambda: pinned.copy_(made),
+        'to the device, blocking': lambda: made.copy_(pinned),
+        'event': lambda: stream.record_event().synchronize(),
+        'stream': lambda: stream.synchronize(),
+        'device': lambda: torch.cuda.synchronize(),
+        'cache': lambda: torch.cuda.empty_cache(),
+        'in a backward': lambda: backward(made, looks),
+        # what follows does not wait
+        'a value by mask': lambda: made.__setitem__(made > 0, 0.0),
+        'where': lambda: torch.where(made > 0, made, 0.0),
+        'indices': lambda: made[torch.zeros(2, dtype=torch.int64, device='cuda')],
+        'arithmetic': lambda: (made @ made).add_(1).softmax(0),
+        'types': lambda: made.to(torch.bfloat16).float(),
+        'the host alone': lambda: torch.ones(3).sum().item(),
+        'pinned': lambda: pinned.copy_(made, non_blocking=True),
+        'to pinned memory': lambda: made.to('cpu', non_blocking=True),
+        'to the device': lambda: made.copy_(pinned, non_blocking=True),
+        'a query': lambda: [stream.record_event().query() for _ in range(9)],
+        'backward': lambda: backward(made, lambda gradient: 2 * gradient),
+    }[what]()
+
+
+def looks(gradient):
+    return 2 * gradient if gradient.sum() > 0 else gradient
+
+
+def backward(made, hook):
+    """The backward of a product, with a hook on what it gets."""
+    made.requires_grad_()
+    doubled = 2 * made
+    doubled.register_hook(hook)
+    doubled.sum().backward()
+
+
+@pytest.mark.parametrize(
+    'what',
+    ['item', 'bool', 'tolist', 'nonzero', 'equal', 'mask', 'values by mask', 'pageable',
+     'a copy to plain memory', 'a copy from plain memory', 'pinned, blocking',
+     'to the device, blocking', 'event', 'stream', 'device', 'cache', 'in a backward'],
+)  # fmt: skip
+def test_what_makes_the_host_wait(cuda, what):
+    _, found, *_ = cuda(seen, waits, what)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    'what',
+    ['a value by mask', 'where', 'indices', 'arithmetic', 'types', 'the host alone', 'pinned',
+     'to pinned memory', 'to the device', 'a query', 'backward'],
+)  # fmt: skip
+def test_what_does_not(cuda, what):
+    races, found, *_ = cuda(seen, waits, what)
+    assert found == races == []
+
+
+def asks_events():
+    """When an event has happened: not at once, and once the host has waited for a later one."""
+    import torch
+
+    def marked():
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    first, second, third = marked(), marked(), marked()
+    assert not first.query() and not second.query()
+    with pytest.raises(RuntimeError, match='Both events must be completed'):
+        first.elapsed_time(third)
+    second.synchronize()
+    assert first.query() and second.query() and not third.query()
+    assert first.elapsed_time(second) >= 0
+
+
+def test_events(cuda):
+    cuda(asks_events)
+
+
+def errors():
+    """CUDA tells the error of a refusal to who starts a kernel next."""
+    import torch
+
+    memory, runtime = torch.empty(4), torch.cuda.cudart()
+    with device.refusing(2):
+        assert runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0) == 2
+    with pytest.raises(RuntimeError, match='CUDA error 2, of an earlier call'):
+        torch.ones(4, device='cuda')
+    made = torch.ones(4, device='cuda')
+    assert not memory.is_pinned()
+    assert runtime.cudaHostUnregister(memory.data_ptr()) != 0, 'it is not locked'
+    with pytest.raises(RuntimeError, match='of tensors on the device and on the host'):
+        made + torch.ones(4)
+
+
+def test_errors(cuda):
+    cuda(errors)
+
+
+def allocates_anew(looks):
+    import torch
+
+    big, stream = torch.empty(1000, dtype=torch.uint8, device='cuda'), other_stream()
+    with torch.cuda.stream(stream):
+        big.zero_()
+    big.record_stream(stream)
+    del big
+    if looks:
+        stream.synchronize()
+    torch.empty(1000, dtype=torch.uint8, device='cuda')
+
+
+@pytest.mark.parametrize('looks', [False, True])
+def test_recorded_memory_comes_back_when_the_host_knows(cuda, looks):
+    races, _, planned, held = cuda(seen, allocates_anew, looks)
+    assert races == [] and planned == 1000
+    assert held == (1000 if looks else 2000)
+
+
+def computes():
+    """What the device computes, and what the CPU does."""
+    import torch
+
+    found = []
+    for on in ('cuda', 'cpu'):
+        torch.manual_seed(1)
+        x = torch.randn(8, 6).to(on).requires_grad_()
+        y = torch.nn.functional.layer_norm(x, (6,)).t() @ x.softmax(-1)[:, :4]
+        index = torch.tensor([2, 0], device=on)
+        z = torch.cat([y[index], y.index_select(0, index)]).to(torch.bfloat16).float()
+        z.sort().values.square().sum().backward()
+        with torch.no_grad():
+            torch._foreach_add_([x], [x.grad])
+            x.clamp_(min=0).masked_fill_(x > 1, -1.0)
+        found.append([t.detach().cpu() for t in (x, x.grad, z, *torch.topk(x, 2))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    with pytest.raises(RuntimeError, match='captures no CUDA graphs'):
+        torch.cuda.CUDAGraph()
+    fresh = torch.empty(3, device='cuda')
+    assert fresh.is_cuda and fresh.device.type == 'cuda' and fresh.isnan().all()
+    return str(torch.empty(2, device='cuda').type())
+
+
+def test_bits_are_the_cpus(cuda):
+    """And memory that nobody wrote is NaN."""
+    assert cuda(computes) == 'torch.cuda.FloatTensor'
