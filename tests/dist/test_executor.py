@@ -153,6 +153,18 @@ def test_forward_only(ranks, name):
     assert not any(live), 'evaluation keeps no activations'
 
 
+def letting_go(schedule):
+    """How many passes a rank ran, and how often it asked what has left."""
+    with mock.patch.object(Channels, 'let_go', autospec=True) as asked:
+        _, passes, _ = execute(schedule)
+        return len(passes), asked.call_count
+
+
+def test_each_pass_lets_go(ranks):
+    for passes, asked in ranks(2).run(letting_go, build('zb-h1', 2, 5)):
+        assert asked == passes == 3 * 5
+
+
 def fail_in_forward(schedule):
     """An error in a pass reaches the caller, and leaves nothing in the store."""
     store = WeightGradStore()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from devtools import nccl
+from megatron_zbpp.analysis.program import Send
+from megatron_zbpp.ir import F, Pass
 from megatron_zbpp.runtime import groups
-from megatron_zbpp.runtime.channels import Channels
+from megatron_zbpp.runtime.channels import Channels, Message
 
 CPU, CUDA = torch.device('cpu'), torch.device('cuda', 0)
 
@@ -121,3 +123,40 @@ def test_a_rank_that_does_not_come_is_named(ranks):
     results = ranks(3).run(first_messages, 2)
     assert results[1][0][-1] == 'first message from pipeline rank 1 to 2'
     assert 'make a communicator for a send to rank 2' in results[1][1]
+
+
+def sent(backend):
+    """How many sends a rank holds: right after one, once it has left, and when asked to let go."""
+    device = nccl.Device() if backend == nccl.NAME else nullcontext()
+    with device:
+        group = dist.new_group(backend=backend)
+        channels = Channels(group, [(0, 1)], CPU)
+        held = []
+
+        def look():
+            held.append(sum(map(len, channels._unfinished.values())))
+
+        if channels.rank == 0:
+            channels.send(torch.ones(3), Send(Pass(F, 0, 0), Pass(F, 1, 0), 1, 2))
+            channels.let_go()
+            look()
+        dist.barrier()  # now the peer takes it
+        if channels.rank == 1:
+            channels.post(Message((3,), torch.float32, CPU), 0).wait()
+        dist.barrier()
+        if channels.rank == 0 and backend == nccl.NAME:
+            ((work, *_),) = channels._unfinished[1]
+            work.wait()
+        look()
+        channels.let_go()
+        look()
+        channels.finish()
+        look()
+        dist.barrier()
+    return held
+
+
+def test_what_has_left_is_let_go(ranks):
+    """At the next pass, whether it sends or not; on gloo, which cannot tell, at the end."""
+    assert ranks(2).run(sent, nccl.NAME)[0] == [1, 1, 0, 0]
+    assert ranks(2).run(sent, 'gloo')[0] == [1, 1, 1, 0]

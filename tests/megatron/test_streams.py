@@ -58,7 +58,7 @@ def undefined(parameter):
 
 def received_by_the_host(incoming):
     """As `Incoming.wait`, whose stream waits, and not the host."""
-    incoming.work._work.wait()
+    incoming.work.wait_for_data()
     return incoming.tensor
 
 

@@ -49,10 +49,14 @@ class Work:
     def wait(self, timeout: Any = None) -> bool:
         if self._event is not None:
             device.library().recorded_wait(self._event, device.current_stream().stream_id)
+        self.wait_for_data()
+        return True
+
+    def wait_for_data(self) -> None:
+        """Let gloo end, and nothing come behind that."""
         for work in self._works:
             work.wait()
         self._works, self._tensors = [], None  # gloo's is waited for once, and holds the memory
-        return True
 
     def take(self) -> list[Any]:
         """Return gloo's, for who waits for several."""
