@@ -49,6 +49,7 @@ std::map<int64_t, int64_t> reached; // by stream: the latest event that the host
 std::atomic<int64_t> streams{1}, events{1}, blocks{1}, threads{0}, allocated{0}, peak{0};
 std::atomic<int64_t> refused{0}, error{0}; // what page-locking ends with; told to the next kernel
 bool recording = false;
+std::atomic<bool> stalled{false};
 thread_local int64_t current = 0;
 
 int64_t thread() {
@@ -195,7 +196,7 @@ struct Guard final : impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override { // the device is slow
     auto* own = (Event*)event;
     if (!own || happened(*own)) return true;
-    if (own->polls++ < POLLS) return false;
+    if (stalled || own->polls++ < POLLS) return false;
     reach(own->stream, own->id);
     note_named(HOST_EVENT, {own->id}, "event.query");
     return true;
@@ -514,6 +515,7 @@ int64_t recorded_lock(int64_t address, int64_t bytes) {
   lock((void*)address, bytes, blocks++, REGISTERED);
   return 0;
 }
+void recorded_stall(bool on) { stalled = on; }
 void recorded_refuse(int64_t with) { refused = with; }
 // cudaHostUnregister
 int64_t recorded_unlock(int64_t address) { return unlock((void*)address) ? 0 : 713; }

@@ -232,6 +232,16 @@ def host_use(name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -
 
 
 @contextlib.contextmanager
+def stalled() -> Iterator[None]:
+    """Let no event happen that the host does not wait for."""
+    library().recorded_stall(True)
+    try:
+        yield
+    finally:
+        library().recorded_stall(False)
+
+
+@contextlib.contextmanager
 def refusing(error: int) -> Iterator[None]:
     """Let page-locking end with this error, which whoever starts a kernel next is told."""
     library().recorded_refuse(error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from grids import grid
@@ -177,3 +179,17 @@ def test_memory_is_bounded_by_the_buffers(count, kept_bytes):
     temporary = 4 * own[0].nbytes  # of Adam itself, for one parameter
     assert speculative.peak_bytes <= allocated.peak <= speculative.peak_bytes + temporary
     assert speculative.peak_bytes > (buffer_bytes + kept_bytes) / 2
+
+
+@pytest.mark.parametrize(('kept_bytes', 'steps'), [(2400, 4), (ALL, 1)])
+def test_what_is_kept_is_stepped_once(kept_bytes, steps):
+    """The optimizer steps all at once; of what is not kept, a part at a time and then again."""
+    own = parameters(3)
+    optimizer = torch.optim.Adam(own, lr=0.1)
+    optimizer.step()
+    pairs = [Stepped(p, torch.empty(64, dtype=torch.bfloat16)) for p in own]
+    with mock.patch.object(optimizer, 'step', wraps=optimizer.step) as step:
+        speculative = SpeculativeStep(optimizer, pairs, buffer_bytes=0, kept_bytes=kept_bytes)
+        speculative.undo()
+        speculative.complete(optimizer.step)
+    assert step.call_count == steps

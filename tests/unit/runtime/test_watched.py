@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from unittest import mock
+
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron_zbpp.runtime.guard.watchdog import Watchdog
 
@@ -66,3 +71,15 @@ def test_a_pause_comes_after_all_that_is_over(watchdog):
     with watchdog.collective('gradients'):
         assert watchdog._current().beat() == 'gradients'
     assert watchdog._current() not in (passes, first), 'its time begins anew'
+
+
+def test_where_cuda_is_not_used(tmp_path):
+    """It makes no context by asking."""
+    dist.init_process_group('gloo', f'file://{tmp_path}/met', rank=0, world_size=1)
+    with mock.patch.object(torch.cuda, 'set_device', side_effect=AssertionError):
+        watchdog = Watchdog(timeout=0.2)
+        with watchdog.collective('some barrier'):
+            assert watchdog._device is None
+            time.sleep(0.1)
+        watchdog.stop()
+    dist.destroy_process_group()

@@ -1,0 +1,329 @@
+"""What the runtime asks of CUDA, and when: on recorded streams nothing waits that need not."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from recorded import device
+
+from megatron_zbpp.guests.side_work import side_work
+from megatron_zbpp.guests.side_work.side_work import SideWork
+from megatron_zbpp.ir import B, F, Pass
+from megatron_zbpp.post_validation import speculative_step, watch
+from megatron_zbpp.runtime.clock import clock_for
+from megatron_zbpp.runtime.compat import unseen_by_autograd
+from megatron_zbpp.runtime.guard.position import Tracker
+from megatron_zbpp.runtime.guard.watchdog import EXIT_CODE, Watchdog
+from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.runtime.observe.record import Record
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
+from megatron_zbpp.schedules import build
+
+DEVICE = torch.device('cuda', 0)
+GPU = 1  # that the main thread chooses, of which this device is each
+WIDTH = 4
+
+
+@contextmanager
+def recording():
+    """What is asked of the device, and what the host does with page-locked memory."""
+    with device.recording() as order, device.HostUses():
+        yield order
+
+
+def waits(order):
+    """What the host has waited for up to now, and in which pass."""
+    return [f'{wait.what} in {wait.within or None}' for wait in device.look(order).waits]
+
+
+def marks(counting):
+    with recording() as order:
+        clock = clock_for(DEVICE, counting)
+        taken = [clock.mark() for _ in range(4)]
+        assert not any(map(clock.reached, taken))
+        assert not waits(order)
+        seconds = list(map(clock.seconds, taken))
+        assert waits(order) == ['event.synchronize in None']
+        assert seconds == sorted(seconds) and seconds[-1] == pytest.approx(clock.now(), abs=0.5)
+        assert all(map(clock.reached, taken))
+
+
+@pytest.mark.parametrize('counting', [False, True])
+def test_marks_wait_for_nothing(cuda, counting):
+    """Until their seconds are asked for: then the host waits once, for all of them."""
+    cuda(marks, counting)
+
+
+def side_task():
+    first, second = Pass(F, 0, 0), Pass(B, 0, 0)
+    times = side_work._Times(
+        0, {first: 0.0, second: 9.0}, {first: 0.0, second: 9.0}, 9.0, *[0.0] * 3
+    )
+    with recording() as order:
+        clock, record = clock_for(DEVICE), Record()
+        side = SideWork(lambda: torch.ones(WIDTH, device=DEVICE).sum() is None, 1.0)
+        side._expected = times
+        side.begin(clock, record)
+        for p in (first, second):
+            side.before(p)
+            with device.within(p):
+                record.marks.append((clock.mark(), clock.mark()))
+                record.passes.append(p)
+        spans = Iteration(build('gpipe', 1, 1), None, record, clock).spans()
+    assert side.steps == 1 and side.finished and not side.overruns
+    assert set(waits(order)) == {'stream.synchronize in None', 'event.synchronize in None'}
+    assert not order.races
+    (_, end), (start, _) = spans
+    assert end <= start
+
+
+def test_a_side_task_looks_at_the_clock_amid_an_iteration(cuda):
+    """The host waits before a step and behind it, outside of passes; later marks have seconds."""
+    cuda(side_task)
+
+
+def weight_gradients():
+    with recording() as order:
+        store = WeightGradStore()
+        weight = torch.nn.Parameter(torch.zeros(WIDTH, device=DEVICE))
+        for microbatch in range(2):
+            store.open((0, microbatch))
+            with store.scope((0, microbatch)):
+                store.defer([weight], lambda: [torch.ones_like(weight)])
+        for microbatch in range(2):
+            store.run((0, microbatch))
+    assert not order.waits and not order.races
+    assert weight.grad.is_cuda and weight.grad.tolist() == [2.0] * WIDTH
+
+
+def test_weight_gradients(cuda):
+    """W on the device: accumulated without a look at them."""
+    cuda(weight_gradients)
+
+
+def stepped(on, in_place):
+    """Parameters that were stepped twice, what the model reads, the optimizer, and the pairs."""
+    own = [torch.nn.Parameter(torch.full((WIDTH,), 1.0 + k, device=on)) for k in range(3)]
+    read = [None if in_place else torch.zeros_like(p, dtype=torch.bfloat16) for p in own]
+    optimizer = torch.optim.Adam(own, lr=0.1)
+    for _ in range(2):
+        for p in own:
+            p.grad = torch.full((WIDTH,), 0.5, device=on)
+        optimizer.step()
+    pairs = list(
+        map(speculative_step.Stepped, own, [None if r is None else r.detach() for r in read])
+    )
+    return own, read, optimizer, pairs
+
+
+def trial_step(in_place, kept_bytes):
+    found = []
+    for on in ('cpu', DEVICE):
+        with recording() as order:
+            own, read, optimizer, pairs = stepped(on, in_place)
+            trying = speculative_step.SpeculativeStep(
+                optimizer, pairs, buffer_bytes=2048, kept_bytes=kept_bytes
+            )
+            assert bool(trying.kept_bytes) == bool(kept_bytes)
+            seen = [p if r is None else r for p, r in zip(own, read, strict=True)]
+            tried = [tensor.detach().clone() for tensor in seen]
+            trying.undo()
+            trying.give_back()
+        found.append([[t.tolist() for t in tensors] for tensors in (tried, own)])
+        assert not order.waits and not order.races
+        assert bool(order.page_locked) == (in_place and on == DEVICE)
+    assert found[0] == found[1], 'the same on both'
+    assert found[0][0] != found[0][1], 'the speculative step took a step'
+
+
+@pytest.mark.parametrize('kept_bytes', [0, 4096], ids=['nothing kept', 'some kept'])
+@pytest.mark.parametrize('in_place', [True, False], ids=['fp32', 'bf16'])
+def test_trial_step(cuda, in_place, kept_bytes):
+    cuda(trial_step, in_place, kept_bytes)
+
+
+def trial_in_plain_memory():
+    plain = mock.patch.object(speculative_step, '_aside', lambda p: p.detach().to('cpu', copy=True))
+    with recording() as order, plain:
+        *_, optimizer, pairs = stepped(DEVICE, in_place=True)
+        speculative_step.SpeculativeStep(optimizer, pairs, kept_bytes=0).undo()
+    return waits(order)
+
+
+def test_plain_memory_in_a_trial_would_be_seen(cuda):
+    directions = ['pageable copy to the host in None', 'pageable copy to the device in None']
+    assert cuda(trial_in_plain_memory) == [each for each in directions for _ in range(3)]
+
+
+class Stalled:
+    """Stands for an executor whose device never comes to the end of its first pass."""
+
+    def __init__(self, clock):
+        self.program, self.clock = (Pass(B, 0, 0),), clock
+        self.record = Record([Pass(B, 0, 0)], [(clock.mark(), clock.mark())])
+        self.current, self.awaiting = Pass(B, 0, 0), False
+        self.channels = mock.Mock(leaving=None, ranks=[0])
+        self.moves = mock.Mock(waits=None)
+
+
+class Passes:
+    """What the watchdog's threads ask of an iteration that does not end."""
+
+    def __init__(self, executor):
+        self.tracker, self.over = Tracker(executor), False
+
+    def ended(self):
+        pass
+
+    def beat(self):
+        return None if self.over else self.tracker.position()
+
+    def lost(self):
+        return False
+
+    def standing(self):
+        return self.tracker.standing()
+
+    def waits(self):
+        return self.tracker.waits()
+
+
+def watched(sound):
+    """The GPUs of the watchdog's threads, waits, with which code it ends, and what it says."""
+    ended, codes = threading.Event(), []
+    watchdog = Watchdog(timeout=0.2)
+
+    def leave(code):
+        watchdog._stopping = True
+        codes.append(code)
+        ended.set()
+
+    enter = Watchdog._enter_device if sound else lambda self: None
+    own = threading.get_ident()
+    torch.cuda.set_device(GPU)
+    device.asked.clear()
+    try:
+        with (
+            recording() as order,
+            device.stalled(),
+            errors_to_file() as said,
+            mock.patch.object(Watchdog, '_enter_device', enter),
+            mock.patch.object(os, '_exit', leave),
+            mock.patch.object(multiprocessing, 'active_children', list),
+        ):
+            passes = Passes(Stalled(clock_for(DEVICE)))
+            with watchdog._watching(passes):
+                assert ended.wait(60), 'the watchdog did not see the stall'
+            passes.over = True
+            watchdog.stop()
+            said.seek(0)
+            words = said.read().decode()
+    finally:
+        torch.cuda.set_device(0)
+    others = {(thread, gpu) for thread, gpu in device.asked if thread != own}
+    return (
+        len({thread for thread, _ in others}),
+        {gpu for _, gpu in others},
+        order.waits,
+        codes,
+        words,
+    )
+
+
+@contextmanager
+def errors_to_file():
+    """What is written to this process's second file meanwhile."""
+    before = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield file
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+
+
+@pytest.mark.parametrize('sound', [True, False])
+def test_each_thread_of_the_watchdog_enters_the_device(cuda, sound):
+    """A thread starts on GPU 0, where the first question would make a context."""
+    threads, gpus, waited, codes, words = cuda(watched, sound)
+    assert threads == 2, 'one looks, the other writes last words'
+    assert gpus == ({GPU} if sound else {0})
+    assert not waited
+    assert codes == [EXIT_CODE] and 'B stage 0 microbatch 0' in words
+
+
+def reads_reduction(read):
+    from megatron_zbpp.mcore.post_validation.reduction import Reduction
+
+    with recording() as order:
+        begun = torch.full((1,), 4.0, device=DEVICE)
+        reduction = Reduction.begin(4.0, dist.ReduceOp.SUM, None, DEVICE)
+        before = waits(order)
+        assert before == ['pageable copy to the device in None'], 'of its number, to begin with'
+        page_locked = list(order.page_locked)
+        ahead = begun + 1  # on the stream of the passes
+        found = getattr(reduction, read)
+        assert float(found() if callable(found) else found) in (2.0, 4.0)
+        assert waits(order) == [*before, 'event.synchronize in None'] and not order.races
+        assert len(order.page_locked) == len(page_locked) == 1, 'which may wait for the device'
+        device.host_use('host', [], [ahead])
+    assert order.races, 'what runs ahead need not have ended'
+
+
+@pytest.mark.parametrize('read', ['result', 'root_on_host'])
+def test_a_reduction_is_read_before_forwards_that_run_ahead_have_ended(cuda, read):
+    """The host waits for the reduction, and not for what was started behind it."""
+    cuda(reads_reduction, read)
+
+
+def agree():
+    from megatron_zbpp.mcore.post_validation.agreement import Agreement, Verdict
+
+    with recording() as order:
+        module = torch.nn.Linear(WIDTH, WIDTH, device=DEVICE)
+        watching = watch.Watch(watch.Watched([module]), True, unseen_by_autograd)
+        entry = SimpleNamespace(prefilled=False)
+        agreement = Agreement.begin(entry, watching, [], DEVICE)
+        watching.hide()
+        assert not waits(order)
+        ahead = module.weight + 1
+        assert agreement.verdict() == Verdict(None, False)
+        assert waits(order) == ['event.synchronize in None'] and not order.races
+        device.host_use('host', [], [ahead.detach()])
+    assert order.races, 'passes need not have ended'
+
+
+def test_ranks_agree_on_weights_without_waiting_for_passes(cuda):
+    """Neither where the question is asked, behind forwards that ran ahead, nor at its answer."""
+    cuda(agree)
+
+
+def sets_buffers_back():
+    from megatron_zbpp.mcore.post_validation import side_effects
+
+    states = {'random_states': tuple, 'same_states': lambda *_: True}
+    unlooked = mock.patch.multiple(side_effects, set_random_states=lambda *_: None, **states)
+    with recording() as order, unlooked:
+        model = torch.nn.Module()
+        model.register_buffer('count', torch.zeros(WIDTH, device=DEVICE))
+        effects = side_effects.SideEffects([model])
+        with effects.capture():
+            model.count.add_(1)
+        assert not waits(order) and not order.races
+        assert model.count.tolist() == [0.0] * WIDTH
+        effects.commit()
+        assert model.count.tolist() == [1.0] * WIDTH
+
+
+def test_buffers_that_forwards_ahead_write_are_set_back_without_a_look(cuda):
+    cuda(sets_buffers_back)
