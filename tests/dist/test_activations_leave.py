@@ -34,7 +34,6 @@ from megatron_zbpp.techniques.offload.place import offloaded, with_offload
 from megatron_zbpp.techniques.recompute.place import with_recomputation
 
 CPU = torch.device('cpu')
-BOTH_WAYS = 2  # streams of copies
 
 
 def executed(schedule, fails=False):
@@ -257,119 +256,6 @@ def test_the_link_is_timed():
     assert engine.out([storage])[0] is slab
 
 
-def leaving(device, said):
-    """A store, and the loss of a forward that is to leave by it."""
-    store = ActivationStore(device, said, small=1)
-    received = torch.ones(2**18, device=device).requires_grad_()
-    with store.packing((0, 0), received):
-        loss = received.exp().sum()
-    return store, received, loss
-
-
-def test_a_refusal_names_the_cure_and_is_forgotten():
-    """CUDA tells an error to who starts a kernel next, which is none of ours."""
-    from cuda_double import GPU, Cuda
-
-    said = []
-    with Cuda() as cuda:
-        store, received, loss = leaving(torch.device('cuda', GPU), said.append)
-        cuda.refuses = 2
-        store.begin_out((0, 0))
-        store.leave((0, 0))
-        assert not store.away
-        with store.using((0, 0)):
-            loss.backward()
-    assert torch.equal(received.grad, torch.ones(2**18).exp())
-    (message,) = said
-    assert '2.0 MiB of host memory cannot be page-locked (CUDA error 2)' in message
-    assert message.endswith('or offload fewer chunks')
-
-
-def test_memory_is_unlocked_before_it_is_freed():
-    from cuda_double import GPU, Cuda
-
-    with Cuda() as cuda:
-        store, received, loss = leaving(torch.device('cuda', GPU), None)
-        store.begin_out((0, 0))
-        store.leave((0, 0))
-        assert store.away and not cuda.waits
-        (nbytes,) = cuda.locked.values()
-        assert nbytes >= received.nbytes
-        store.begin_back((0, 0))
-        with store.using((0, 0)):
-            loss.backward()
-        assert cuda.locked, 'it is for what leaves next'
-        del store, loss
-        assert not cuda.locked and cuda.waits == ['event.synchronize in None'] * BOTH_WAYS
-
-
-def test_memory_that_is_too_small_is_unlocked_between_iterations():
-    """Not before: copies may be under way, and a driver may wait for the whole device."""
-    from cuda_double import GPU, Cuda
-
-    with Cuda() as cuda:
-        engine = Copies(torch.device('cuda', GPU))
-        for size in (100, 150):
-            engine.free(engine.out([engine.allocate(100 * size)])[0])
-        assert len(cuda.locked) == 2 and not cuda.waits
-        engine.finish()
-        (nbytes,) = cuda.locked.values()
-        assert nbytes >= 15000 and len(cuda.waits) == BOTH_WAYS
-
-
-def begun_both_ways(cuda):
-    """A copy out, and one back of what left before, which the stream of the passes waits for."""
-    from cuda_double import GPU
-
-    engine = Copies(torch.device('cuda', GPU))
-    first, second, back = (engine.allocate(2048) for _ in '123')
-    left, written = engine.out([first])
-    engine.wait(written)
-    leaving, _ = engine.out([second])
-    engine.wait(engine.back(left, [back]))
-    return engine, left, leaving
-
-
-def test_copies_in_both_directions_at_once():
-    """What comes back is there whether or not what leaves has left."""
-    from cuda_double import DEFAULT, Cuda
-
-    with Cuda() as cuda:
-        _, _, leaving = begun_both_ways(cuda)
-        assert not cuda.races and not cuda.waits
-        cuda.use(DEFAULT, 'a pass', [], [leaving])
-        assert any('a pass' in race and 'copy to the host' in race for race in cuda.races)
-
-
-@pytest.mark.parametrize('sound', [True, False])
-def test_memory_of_the_host_is_used_again_behind_what_has_read_it(sound):
-    from cuda_double import GPU, Cuda
-
-    with Cuda() as cuda:
-        engine = Copies(torch.device('cuda', GPU))
-        storage = engine.allocate(2048)
-        left, written = engine.out([storage])
-        engine.wait(written)
-        engine.back(left, [storage])  # nobody waits for it, as where an iteration is dropped
-        if not sound:
-            engine._read.clear()
-        again, _ = engine.out([engine.allocate(2048)])
-        assert again is left
-        assert bool(cuda.races) != sound
-
-
-def test_nothing_to_copy_locks_nothing():
-    """Nor is anything said: a driver refuses to lock no bytes."""
-    from cuda_double import GPU, Cuda
-
-    with Cuda() as cuda:
-        engine = Copies(torch.device('cuda', GPU))
-        slab, mark = engine.out([])
-        engine.wait(mark)
-        engine.free(slab)
-        assert not [call for call in cuda.calls if 'page-locked' in call.what]
-
-
 def test_what_leaves_is_told_once():
     said = []
     store = ActivationStore(CPU, said.append)
@@ -384,26 +270,3 @@ def test_what_leaves_is_told_once():
         'device holds more than planned'
     ]
     assert str(store.bytes[0]) == '3.00 MiB of a microbatch leave; stay: parameters 0.50'
-
-
-def test_copies_beside_the_passes_are_in_order():
-    """On a double of CUDA: each use of memory comes behind the copy or the pass before it."""
-    from cuda_double import GPU, Cuda
-
-    with Cuda() as cuda:
-        device = torch.device('cuda', GPU)
-        bundle = Bundle(Copies(device), frozenset(), small=1)
-        received = torch.ones(64, device=device).requires_grad_()
-        bundle.take(received)
-        with torch.autograd.graph.saved_tensors_hooks(bundle.pack, bundle.unpack):
-            loss = (received.exp() * received).sum()
-        bundle.begin_out()
-        bundle.leave()
-        assert bundle.away
-        bundle.begin_back()
-        loss.backward()
-        bundle.drop()
-        assert not cuda.races and not cuda.waits
-        (locked,) = cuda.locked.values()
-        assert locked >= bundle.bytes.moved > 0
-    assert torch.equal(received.grad, 2 * torch.ones(64).exp())

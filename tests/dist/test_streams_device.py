@@ -299,6 +299,22 @@ def test_recorded_memory_comes_back_when_the_host_knows(cuda, looks):
     assert held == (1000 if looks else 2000)
 
 
+def places():
+    """Where tensors are that are made of one on the device, and those that are not."""
+    import torch
+
+    x = torch.ones(2, 2, device='cuda')
+    assert x.is_cuda and not x.is_cpu and x.device == torch.device('cuda', 0)
+    assert all(t.is_cuda for t in (x + 1, x[0], x.t(), torch.zeros_like(x), x.new_empty(3)))
+    assert torch.nn.Parameter(x).is_cuda
+    assert not any(t.is_cuda for t in (torch.ones(1), x.to('cpu'), x.new_empty(3, device='cpu')))
+    assert torch.empty(1, pin_memory=True).is_pinned() and not torch.empty(1).is_pinned()
+
+
+def test_places(cuda):
+    cuda(places)
+
+
 def computes():
     """What the device computes, and what the CPU does."""
     import torch
