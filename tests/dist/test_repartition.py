@@ -11,14 +11,13 @@ from held_layers import layers_of_ranks
 from megatron_zbpp import load
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.guests.autotune import repartition
+from megatron_zbpp.guests.autotune import background, repartition
 from megatron_zbpp.guests.autotune.auto_plan import AutoPlan
 from megatron_zbpp.guests.autotune.repartition import Repartition, look
 from megatron_zbpp.guests.base import ModelLayers
 from megatron_zbpp.guests.measurements import Measured
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.formats import load_plan
-from megatron_zbpp.partitioning import worker
 from megatron_zbpp.schedules import build
 
 SCHEDULE = build('zb-h1', 4, 8)
@@ -82,7 +81,7 @@ def settled(monkeypatch, costs, schedule=SCHEDULE, layout=EVEN, **changes):
         setattr(auto, name, value)
     auto._settle(schedule)
     if auto._partition is not None:
-        auto._partition.wait()
+        auto._partition.search._process.wait()
         assert auto.after(type('Iteration', (), {'schedule': schedule}), None) is None
         assert auto._partition is None, 'asked once'
     return said
@@ -122,19 +121,24 @@ def test_nothing_is_looked_for_without_a_layout(monkeypatch):
 @pytest.mark.parametrize(
     ('program', 'seconds', 'words'),
     [
-        ('import sys; sys.exit(3)', 30, 'no other partition of the layers was found, see above'),
-        ('import time; time.sleep(60)', 0.02, 'took too long and was ended'),
+        ('import sys; sys.exit(3)', 30, 'no other partition'),
+        (
+            'import time; time.sleep(60)',
+            0.02,
+            'search for a partition did not answer within 0 s and was ended',
+        ),
     ],
     ids=['fails', 'hangs'],
 )
 def test_a_search_that_fails(monkeypatch, program, seconds, words):
-    monkeypatch.setattr(worker, 'COMMAND', (sys.executable, '-c', program))
+    monkeypatch.setattr(background, 'COMMAND', (sys.executable, '-c', program))
     said = []
     looked = look(EVEN, SCHEDULE, HEAVY, 'makespan')
-    search = Repartition(looked, 8, None, seconds, 'makespan', said.append)
+    search = Repartition.start(looked, 8, None, seconds, 'makespan', said.append)
     while not search.finished():
         pass
-    assert len(said) == 1 and words in said[0]
+    assert words in said[0]
+    assert said[-1] == 'auto: no other partition of the layers was found, see above'
 
 
 def test_a_plan_that_cannot_be_written(monkeypatch, tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from statistics import median
 
@@ -17,17 +18,15 @@ import torch.distributed as dist
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.guests.autotune.background import BackgroundSearch, schedule_text
 from megatron_zbpp.guests.autotune.repartition import Repartition, look
 from megatron_zbpp.guests.base import Change, Guest, ModelLayers, Run, say
 from megatron_zbpp.guests.measurements import WARM_UP, Measured, measured, merge_measurements
 from megatron_zbpp.ir import B, F, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.speeds import slow_ranks
-from megatron_zbpp.planner import worker
-from megatron_zbpp.planner.process import PlannerProcess
 from megatron_zbpp.runtime.observe.measure import Iteration
 
-_LATE = 10  # times the seconds to plan in, after which the planner is taken for stuck
 _UNKNOWN = ModelLayers(None, alike=True)
 _WAITING, _KEEP = '', 'keep'  # what the planning rank may say instead of a schedule
 
@@ -65,7 +64,7 @@ class AutoPlan(Guest):
     _seen: int = 0
     _spans: list[float] = field(default_factory=list)
     _found: list[Measured] = field(default_factory=list)
-    _planner: PlannerProcess | None = None
+    _planner: BackgroundSearch | None = None
     _original: Schedule | None = None
     _measured_before: list[float] = field(default_factory=list)
     _predicted: float = 0.0
@@ -138,14 +137,9 @@ class AutoPlan(Guest):
                 'for the same stages: all of them wait for it'
             )
         placement = placement.reversed() if _mirrored(schedule) else placement
-        num_microbatches = schedule.num_microbatches
-        request = worker.request(
-            placement, self.costs, num_microbatches, limit, self.seconds, self.objective
-        )
-        try:
-            self._planner = PlannerProcess(request, _LATE * self.seconds)
-        except OSError as error:
-            self.say(f'auto: the planner cannot be started ({error})')
+        inputs = placement, self.costs, schedule.num_microbatches, limit
+        search = partial(schedule_text, *inputs, self.seconds, self.objective)
+        self._planner = BackgroundSearch.start('the planner', search, self.seconds, self.say)
 
     def _ask(self, schedule: Schedule) -> Schedule | None:
         """Return what the first rank's planner says: nothing yet, keep, or a schedule."""
@@ -165,11 +159,8 @@ class AutoPlan(Guest):
         """Return what the planner says; whatever becomes of it, training goes on."""
         planner, costs = self._planner, self.costs
         assert costs is not None  # `_start` has them
-        if planner is not None and planner.runs:
-            if not planner.late:
-                return _WAITING
-            planner.end()
-            self.say(f'auto: the planner did not answer within {_LATE * self.seconds:.0f} s')
+        if planner is not None and not planner.ended():
+            return _WAITING
         text = None if planner is None else planner.answer()
         try:
             planned = Schedule.from_json(text or '')
@@ -225,17 +216,14 @@ class AutoPlan(Guest):
         # a proposal may take all the room that there is; what runs keeps to what 1F1B holds
         asked = inf if self.memory_limit is None else self.memory_limit
         _, room, _ = merge_measurements(self._found, schedule, asked)
-        try:
-            self._partition = Repartition(
-                looked,
-                schedule.num_microbatches,
-                room if room < inf else None,
-                self.seconds,
-                self.objective,
-                self.say,
-            )
-        except OSError as error:
-            self.say(f'auto: the search for a partition cannot be started ({error})')
+        self._partition = Repartition.start(
+            looked,
+            schedule.num_microbatches,
+            room if room < inf else None,
+            self.seconds,
+            self.objective,
+            self.say,
+        )
 
 
 def _words(costs: Costs, full: float | None) -> str:

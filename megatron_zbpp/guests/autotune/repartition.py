@@ -8,23 +8,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
 from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.guests.autotune.background import BackgroundSearch, partition_text
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
-from megatron_zbpp.partitioning import worker
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.fitting import fit_layers
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.partitioning.speeds import measured_devices
 from megatron_zbpp.partitioning.stages import Partition, stage_costs
 from megatron_zbpp.planner.cache import default_folder
-from megatron_zbpp.planner.process import PlannerProcess
 
-_LATE = 10  # times the seconds to search in, after which the search is taken for stuck
 _WORTH = 0.01  # the least gain that a new start is worth
 
 
@@ -82,69 +81,71 @@ def _value(timeline: Timeline, objective: str) -> float:
     return max(timeline.windows) if objective == 'window' else timeline.makespan
 
 
+@dataclass(frozen=True)
 class Repartition:
-    """A search in a process of its own, on the rank that plans.
+    """A search for a better partition, on the rank that plans.
 
-    Args:
+    Attributes:
+        search: beside the training.
         looked: what it starts from.
-        num_microbatches: m.
-        limit: most activations that a rank may hold, as they were measured; None: any.
-        seconds: to search in, at most.
         objective: 'makespan' or 'window'.
         say: tells the user.
-
-    Raises:
-        OSError: it cannot be started.
     """
 
-    def __init__(
-        self,
+    search: BackgroundSearch
+    looked: Looked
+    objective: str
+    say: Callable[[str], None]
+
+    @classmethod
+    def start(
+        cls,
         looked: Looked,
         num_microbatches: int,
         limit: float | None,
         seconds: float,
         objective: str,
         say: Callable[[str], None],
-    ) -> None:
-        self._looked, self._objective, self._say = looked, objective, say
-        asked = worker.request(
-            looked.layers, looked.devices, num_microbatches, limit, seconds, objective
-        )
-        self._process = PlannerProcess(asked, _LATE * seconds, worker.COMMAND)
+    ) -> Repartition | None:
+        """Start a search; None: it cannot be started, and the user is told.
+
+        Args:
+            looked: what it starts from.
+            num_microbatches: m.
+            limit: most activations that a rank may hold, as they were measured; None: any.
+            seconds: to search in, at most.
+            objective: 'makespan' or 'window'.
+            say: tells the user.
+        """
+        inputs = looked.layers, looked.devices, num_microbatches, limit
+        call = partial(partition_text, *inputs, seconds, objective)
+        search = BackgroundSearch.start('the search for a partition', call, seconds, say)
+        return None if search is None else cls(search, looked, objective, say)
 
     def finished(self) -> bool:
         """Return whether there is nothing more to wait for; tell the user what was found, once."""
-        process = self._process
-        if process.runs and not process.late:
+        if not self.search.ended():
             return False
-        if process.runs:
-            process.end()
-            self._say('auto: the search for another partition took too long and was ended')
-            return True
-        text = process.answer()
-        if not text:
-            self._say('auto: no other partition of the layers was found, see above')
-            return True
-        self._report(text)
+        text = self.search.answer()
+        if text:
+            self._report(text)
+        else:
+            self.say('auto: no other partition of the layers was found, see above')
         return True
 
     def end(self) -> None:
         """Give it up."""
-        self._process.end()
-
-    def wait(self) -> None:
-        """Return when the search has ended."""
-        self._process.wait()
+        self.search.end()
 
     def _report(self, text: str) -> None:
         """Say what the partition gains, and write it where that is worth a new start."""
-        plan, looked = json.loads(text), self._looked
-        expected = plan[self._objective]
+        plan, looked = json.loads(text), self.looked
+        expected = plan[self.objective]
         gain = 1 - expected / looked.now if looked.now else 0.0
         fit = f'layers fitted to stages within {looked.error:.1%}'
         fit += f'; {looked.unequal} for its layers' if looked.unequal else ''
         if gain < _WORTH:
-            self._say(f'auto: no other partition of the layers gains {_WORTH:.0%} ({fit})')
+            self.say(f'auto: no other partition of the layers gains {_WORTH:.0%} ({fit})')
             return
         times = f'{expected * 1e3:.1f} ms instead of {looked.now * 1e3:.1f} ms predicted'
         holds = f'it holds {max(plan["peak_activations"]):.3g} activations'
@@ -153,9 +154,9 @@ class Repartition:
         try:
             path = _written(text)
         except OSError as error:
-            self._say(f'{what}; its plan could not be written ({error})')
+            self.say(f'{what}; its plan could not be written ({error})')
             return
-        self._say(
+        self.say(
             f'{what}; layers do not move while a run lasts: start again from a checkpoint with '
             f'--pipeline-schedule-file {path}'
         )

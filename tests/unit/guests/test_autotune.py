@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,14 +13,13 @@ import pytest
 from megatron_zbpp.analysis.fit_costs import fit
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.guests.autotune import background
 from megatron_zbpp.guests.autotune.auto_plan import AutoPlan
+from megatron_zbpp.guests.autotune.background import BackgroundSearch, schedule_text
 from megatron_zbpp.guests.measurements import Measured, merge_measurements
-from megatron_zbpp.ir import BW, B, F, Placement, W
+from megatron_zbpp.ir import BW, B, F, Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore.programs import start_family
-from megatron_zbpp.planner import worker
-from megatron_zbpp.planner.plans import plan
-from megatron_zbpp.planner.process import PlannerProcess
 from megatron_zbpp.runtime.executor import Record
 from megatron_zbpp.runtime.observe.measure import Iteration
 from megatron_zbpp.schedules import build
@@ -122,9 +122,8 @@ def test_cells_are_planned_by_what_they_take(share, cells):
     costs, limit, _ = merge_measurements(
         [Measured(fit(timeline), 1.0, {}, None, 0)] * 2, schedule, None
     )
-    text = worker.request(schedule.placement, costs, 8, limit, 0.2, 'makespan')
-    candidate, inputs = worker.read(text)
-    found = plan([candidate], **inputs).schedule
+    text = schedule_text(schedule.placement, costs, 8, limit, 0.2, 'makespan')
+    found = Schedule.from_json(text)
     assert bool(found.together) == cells
     assert simulate(found, costs).makespan <= timeline.makespan
 
@@ -134,12 +133,14 @@ def test_another_batch_size_begins_anew(monkeypatch, settled):
     """What is planned meanwhile would be for the old one."""
     auto = AutoPlan()
     assert auto.after(SimpleNamespace(schedule=build('zb-v', 2, 4)), None) is None
-    monkeypatch.setattr(worker, 'COMMAND', (sys.executable, '-c', 'import time; time.sleep(60)'))
-    auto._planner = planner = PlannerProcess('', seconds=60)
+    monkeypatch.setattr(
+        background, 'COMMAND', (sys.executable, '-c', 'import time; time.sleep(60)')
+    )
+    auto._planner = planner = BackgroundSearch('', partial(str), 60, print)
     auto.planned, auto._settled = build('zb-v', 2, 4), settled
     assert not auto.counting
     assert auto.after(SimpleNamespace(schedule=build('zb-v', 2, 6)), None) is None
-    assert not planner.runs and auto.counting and auto.planned is None
+    assert planner.ended() and auto.counting and auto.planned is None
 
 
 def test_a_slow_replica_is_named(monkeypatch):
@@ -147,7 +148,7 @@ def test_a_slow_replica_is_named(monkeypatch):
     from megatron_zbpp.guests.autotune import auto_plan
 
     monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda *_: 0)
-    monkeypatch.setattr(auto_plan, 'PlannerProcess', lambda *_: None)
+    monkeypatch.setattr(BackgroundSearch, 'start', lambda *_: None)
     slow = COSTS.with_times(F=(0.5, 0.8, 0.8, 0.5), W=(0.5, 0.8, 0.8, 0.5))
     found = [
         Measured(slow if ranks == (1, 4) else COSTS, 1.0, {}, None, rank, ranks)
@@ -173,7 +174,7 @@ def asked(monkeypatch, tmp_path, program, seconds=30.0):
 
     file = tmp_path / 'planner.py'
     file.write_text(program)
-    monkeypatch.setattr(worker, 'COMMAND', (sys.executable, str(file)))
+    monkeypatch.setattr(background, 'COMMAND', (sys.executable, str(file)))
     monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda *_: 0)
     said = []
     found = [Measured(COSTS, 9.0, {}, None, 0)]

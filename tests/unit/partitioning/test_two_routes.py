@@ -12,14 +12,12 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.layers import Layer, Layers
 from megatron_zbpp.partitioning.speeds import measured_devices
 from megatron_zbpp.partitioning.stages import Partition, parameters_held
-from megatron_zbpp.planner import worker
 from megatron_zbpp.schedules.construct.building_blocks import orders
 from megatron_zbpp.schedules.construct.draft import Draft
 
 TWO, COSTS = Placement.two_way(2), Costs.of((1.0, 1.0), (1.0, 1.0), (1.0, 2.0))
 LAYERS = Layers((Layer('t', parameters=1.0),) * 2)
 ASKED = {
-    'a plan from the worker': lambda: worker.request(TWO, COSTS, 4, 9.0, 1.0, 'makespan'),
     'passes ahead of an optimizer step': lambda: passes_ahead(two_ways(2, 4)),
     'speeds of ranks': lambda: measured_devices(['t', 't'], TWO, COSTS),
     'a better partition': lambda: look('t|t', two_ways(2, 4), COSTS, 'makespan'),

@@ -1,0 +1,165 @@
+"""Searches in a process of its own, beside the training: a pickled call in, a text out.
+
+    python -m megatron_zbpp.guests.autotune.background answer < call
+
+`multiprocessing` is not used: it would import the training's script again.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.partitioning.devices import Devices
+from megatron_zbpp.partitioning.layers import MTP, Layers
+from megatron_zbpp.partitioning.plans import partition
+from megatron_zbpp.planner.cache import default_folder, planned
+
+COMMAND = (sys.executable, '-m', 'megatron_zbpp.guests.autotune.background')
+_LATE = 10  # times the seconds to search in, after which the search is taken for stuck
+
+
+def schedule_text(
+    placement: Placement,
+    costs: Costs,
+    num_microbatches: int,
+    memory_limit: float,
+    seconds: float,
+    objective: str,
+) -> str:
+    """Return a planned schedule, as JSON.
+
+    Args:
+        placement: to plan on, of one route; its stage 0 is on rank 0.
+        costs: of its stages.
+        num_microbatches: m.
+        memory_limit: most that a rank may hold, in the unit of `costs.amounts`.
+        seconds: at most.
+        objective: 'makespan' or 'window'.
+    """
+    found, _ = planned(
+        default_folder(),
+        [(placement, costs)],
+        num_microbatches,
+        memory_limit=memory_limit,
+        seconds=seconds,
+        objective=objective,
+        seed=0,
+    )
+    return found.schedule.to_json()
+
+
+def partition_text(
+    layers: Layers,
+    devices: Devices,
+    num_microbatches: int,
+    memory_limit: float | None,
+    seconds: float,
+    objective: str,
+) -> str:
+    """Return a plan's file with the best partition; device r stays rank r.
+
+    Multi-token prediction is kept to loops: Megatron finds its copy of the embedding there only.
+
+    Args:
+        layers: of the model.
+        devices: in the order of the ranks.
+        num_microbatches: m.
+        memory_limit: most that a rank may hold, in the unit of the layers' `activation`; None: any.
+        seconds: at most.
+        objective: 'makespan' or 'window'.
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    ahead = any(layer.kind == MTP for layer in layers)
+    found = partition(
+        layers,
+        devices,
+        num_microbatches,
+        placements=[Placement.loop(len(devices))] if ahead else None,
+        memory_limit=memory_limit,
+        objective=objective,
+        keep_order=True,
+        seconds=seconds,
+    )
+    return json.dumps(found.facts(), indent=1)
+
+
+class BackgroundSearch:
+    """A search that runs from now on; neither its answer nor its end is waited for.
+
+    Args:
+        name: of what searches, for messages.
+        search: `schedule_text` or `partition_text` with its arguments.
+        seconds: to search in; ten times as long is late.
+        say: tells the user.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(
+        self, name: str, search: partial[str], seconds: float, say: Callable[[str], None]
+    ) -> None:
+        self._name, self._say, self._limit = name, say, _LATE * seconds
+        self._deadline = time.monotonic() + self._limit
+        self._answer = tempfile.NamedTemporaryFile('r', suffix='.json')  # noqa: SIM115
+        self._process = subprocess.Popen(
+            (*COMMAND, self._answer.name),
+            stdin=subprocess.PIPE,
+            stdout=2,  # what it prints is no answer
+        )
+        assert self._process.stdin is not None
+        with self._process.stdin as stdin:
+            stdin.write(pickle.dumps(search))
+
+    @classmethod
+    def start(
+        cls, name: str, search: partial[str], seconds: float, say: Callable[[str], None]
+    ) -> BackgroundSearch | None:
+        """Start a search; None: it cannot be, and the user is told."""
+        try:
+            return cls(name, search, seconds, say)
+        except OSError as error:
+            say(f'auto: {name} cannot be started ({error})')
+            return None
+
+    def ended(self) -> bool:
+        """Return whether its process has ended; kill one that is late, and tell the user."""
+        if self._process.poll() is not None:
+            return True
+        if time.monotonic() < self._deadline:
+            return False
+        self.end()
+        self._say(f'auto: {self._name} did not answer within {self._limit:.0f} s and was ended')
+        return True
+
+    def answer(self) -> str | None:
+        """Return what it wrote, once it has ended; None: it failed, or was killed."""
+        with self._answer as file:
+            return None if self._process.returncode else file.read()
+
+    def end(self) -> None:
+        """Kill it; there is no answer."""
+        self._process.kill()
+        self._process.wait()
+
+
+def main() -> None:
+    """Read a search, run it, and write its answer to the file that the only argument names."""
+    search = pickle.load(sys.stdin.buffer)
+    Path(sys.argv[1]).write_text(search(), encoding='utf-8')
+
+
+if __name__ == '__main__':
+    main()
