@@ -18,9 +18,8 @@ from megatron_zbpp.partitioning.comparison import (
     compared,
     winners,
 )
-from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.render.scene import number
-from megatron_zbpp.schedules import find, names
+from megatron_zbpp.schedules import names
 
 
 def add_comparison(command: ArgumentParser) -> None:
@@ -52,7 +51,7 @@ def compare_partitions(args: Namespace) -> None:
     _refuse_what_is_not_read(args)
     layers, devices = load_layers(args.layers), load_devices(args.devices, args.pp)
     wanted, latencies = list(args.schedules or names()), args.latencies or [0.0]
-    skipped = _skipped(wanted, layers, len(devices), args.microbatches)
+    _, skipped = comparable(wanted, layers, len(devices), args.microbatches)
     rows: list[Row] = []
     with progress('comparing', 'it', len(latencies)) as done:
         for at, latency in enumerate(latencies, 1):
@@ -84,22 +83,6 @@ def compare_partitions(args: Namespace) -> None:
         print(f'wrote {args.csv}')
 
 
-def _skipped(wanted: list[str], layers: Layers, num_ranks: int, m: int) -> dict[str, str]:
-    """Return which of the schedules cannot be compared on partitions, each with the reason.
-
-    Raises:
-        ValueError: no schedule has one of the names.
-    """
-    found: dict[str, str] = {}
-    for name in wanted:
-        find(name)
-        try:
-            comparable(name, layers, num_ranks, m)
-        except ValueError as error:
-            found[name] = str(error).partition('\n')[0]
-    return found
-
-
 def _reasons(skipped: dict[str, str]) -> list[str]:
     return [f'without {name}: {why}' for name, why in skipped.items()]
 
@@ -124,7 +107,7 @@ def _refuse_what_is_not_read(args: Namespace) -> None:
     for name, cure in cures.items():
         if getattr(args, name) not in (None, NO_TIMES):
             flag = '--' + name.replace('_', '-')
-            raise ValueError(f'{flag} does not go with --layers-file-file: {cure}; leave it out')
+            raise ValueError(f'{flag} does not go with --layers-file: {cure}; leave it out')
 
 
 def _print(rows: list[Row], latencies: list[float]) -> None:

@@ -67,16 +67,10 @@ def compared(
     Raises:
         ValueError: no schedule has one of the names.
     """
-    names = list(names)
-    for name in names:
-        find(name)
+    schedules, _ = comparable(names, layers, len(devices), num_microbatches)
     for latency in latencies:
         slow = with_latency(devices, latency)
-        for name in names:
-            try:
-                schedule = comparable(name, layers, len(devices), num_microbatches)
-            except ValueError:
-                continue
+        for name, schedule in schedules.items():
             space = Space.of(layers, slow, num_microbatches, [schedule.placement], keep_order=True)
             even = space.even(schedule.placement)
             for kind in partitions:
@@ -109,7 +103,26 @@ def best_for(space: Space, even: Partition, name: str, rounds: int) -> Partition
     return even if best is None else best.partition
 
 
-def comparable(name: str, layers: Layers, num_ranks: int, m: int) -> Schedule:
+def comparable(
+    names: Iterable[str], layers: Layers, num_ranks: int, m: int
+) -> tuple[dict[str, Schedule], dict[str, str]]:
+    """Return schedules with their usual chunks, and why the others cannot be compared.
+
+    Raises:
+        ValueError: no schedule has one of the names.
+    """
+    found: dict[str, Schedule] = {}
+    skipped: dict[str, str] = {}
+    for name in names:
+        find(name)
+        try:
+            found[name] = _comparable(name, layers, num_ranks, m)
+        except ValueError as error:
+            skipped[name] = str(error).partition('\n')[0]
+    return found, skipped
+
+
+def _comparable(name: str, layers: Layers, num_ranks: int, m: int) -> Schedule:
     """Return a schedule with its usual chunks, if it can be compared on partitions.
 
     Raises:

@@ -10,9 +10,10 @@ from math import inf
 from megatron_zbpp.ir import BW, Placement, Schedule
 from megatron_zbpp.partitioning.space import Space, fused_costs
 from megatron_zbpp.partitioning.stages import Partition
+from megatron_zbpp.planner.named_schedules import on_placement
 from megatron_zbpp.planner.pattern import Pattern, dispatch
 from megatron_zbpp.planner.problem import Orders, Problem, replay
-from megatron_zbpp.schedules import build, find
+from megatron_zbpp.schedules import find
 
 _WHOLE = {  # by chunks a rank, whether in a loop: named schedules whose backward is whole
     (1, True): ('1f1b', '1f1b-pb'),
@@ -24,6 +25,7 @@ _SPLIT = {
     (2, True): ('zb-interleaved', 'gis', 'interleaved'),
     (2, False): ('zb-v', 'v-half', '1f1b-v'),
 }
+_unweighted = lru_cache(64)(on_placement)  # one order whatever the costs
 _DRAFTS = ((0.0, 1.0, inf), (0.5, 0.3, inf), (0.0, 2.0, 0.6))  # turn, delay, lead
 
 
@@ -103,32 +105,9 @@ def _is_whole(schedule: Schedule) -> bool:
 
 def named_schedule(name: str, problem: Problem) -> Schedule | None:
     """Return a named schedule on the problem's placement; None: it is on another, or not for it."""
-    placement, m, options = problem.placement, problem.num_microbatches, find(name).options
-    if 'costs' not in options:
-        schedule = _built(name, placement.num_ranks, m, placement.num_chunks)
-    else:
-        limit = min(problem.limits)
-        adapts = 'memory_limit' in options and limit < inf
-        try:
-            schedule = build(
-                name,
-                placement.num_ranks,
-                m,
-                num_chunks=placement.num_chunks,
-                costs=problem.costs,
-                memory_limit=limit if adapts else None,
-            )
-        except ValueError:
-            return None
-    for found in (schedule, schedule and schedule.reversed()):
-        if found is not None and found.placement == placement:
-            return found
-    return None
-
-
-@lru_cache(64)
-def _built(name: str, num_ranks: int, m: int, num_chunks: int) -> Schedule | None:
-    try:
-        return build(name, num_ranks, m, num_chunks=num_chunks)
-    except ValueError:  # not for so many ranks, or chunks
-        return None
+    family, sizes = find(name), (problem.placement, problem.num_microbatches)
+    if 'costs' not in family.options:
+        return _unweighted(family, *sizes)
+    limit = min(problem.limits)
+    adapts = 'memory_limit' in family.options and limit < inf
+    return on_placement(family, *sizes, problem.costs, limit if adapts else None)

@@ -16,8 +16,9 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import BW, B, F, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.errors import ScheduleError
+from megatron_zbpp.planner.named_schedules import on_placement
 from megatron_zbpp.planner.problem import Problem
-from megatron_zbpp.schedules import FAMILIES, build
+from megatron_zbpp.schedules import FAMILIES
 
 
 class Joined(NamedTuple):
@@ -67,13 +68,8 @@ def _side_by_side(schedule: Schedule, first: str, second: str) -> Schedule:
 
 def _named(problem: Problem) -> Iterator[tuple[str, Schedule]]:
     """Yield families that have cells, where they are on the problem's placement."""
-    placement, chunks = problem.placement, problem.placement.num_chunks
+    placement = problem.placement
     for family in FAMILIES:
-        if 'together' not in family.options or chunks not in family.chunks:
-            continue
-        if placement.num_ranks < family.min_ranks:
-            continue
-        m = problem.num_microbatches
-        schedule = build(family.name, placement.num_ranks, m, num_chunks=chunks, together=True)
-        if schedule.placement == placement:
-            yield family.label(chunks), schedule
+        found = on_placement(family, placement, problem.num_microbatches, together=True)
+        if found is not None:
+            yield family.label(placement.num_chunks), found

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner.problem import Orders, Problem, replay
 from megatron_zbpp.schedules import FAMILIES, Family, build
 
@@ -37,29 +38,48 @@ def named(problem: Problem) -> list[Named]:
 
 def variants(family: Family, problem: Problem) -> Iterator[Schedule]:
     """Yield what the family can do on the problem's placement: as it is, and under the limit."""
-    probe = _built(family, problem, 1)
-    if probe is None or probe.placement != problem.placement:
-        return
     limit = min(problem.limits)
     adapts = 'memory_limit' in family.options and limit < inf
-    for memory_limit in (None, limit) if adapts else (None,):
-        schedule = _built(family, problem, problem.num_microbatches, memory_limit)
-        if schedule is not None:
-            yield schedule
+    costs = problem.costs if 'costs' in family.options else None
+    for within in (None, limit) if adapts else (None,):
+        found = on_placement(family, problem.placement, problem.num_microbatches, costs, within)
+        if found is not None:
+            yield found
 
 
-def _built(
-    family: Family, problem: Problem, num_microbatches: int, memory_limit: float | None = None
+def on_placement(
+    family: Family,
+    placement: Placement,
+    num_microbatches: int,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    together: bool = False,
 ) -> Schedule | None:
-    """None if the family cannot take this number of ranks, chunks or this limit."""
-    try:
-        return build(
-            family.name,
-            problem.placement.num_ranks,
-            num_microbatches,
-            num_chunks=problem.placement.num_chunks,
-            costs=problem.costs if 'costs' in family.options else None,
-            memory_limit=memory_limit,
-        )
-    except ValueError:
-        return None
+    """Return a family's schedule on a placement; None: it has none there, or within that limit.
+
+    It is mirrored where the placement is: rank r is then rank p-1-r of the family's.
+
+    Args:
+        family: that is asked.
+        placement: of the stages.
+        num_microbatches: m.
+        costs: see `build`.
+        memory_limit: see `build`.
+        together: see `build`.
+    """
+    for m in (1, num_microbatches):  # the first tells the placement, at little expense
+        try:
+            found = build(
+                family.name,
+                placement.num_ranks,
+                m,
+                num_chunks=placement.num_chunks,
+                costs=costs,
+                memory_limit=memory_limit,
+                together=together,
+            )
+        except ValueError:
+            return None
+        if placement not in (found.placement, found.placement.reversed()):
+            return None
+    return found if found.placement == placement else found.reversed()
