@@ -199,13 +199,61 @@ def _linear(inputs: float, outputs: float) -> _Part:
     return _Part(count, count, 0.0, inputs, inputs + outputs)
 
 
+@dataclass(frozen=True)
+class Block:
+    """A norm, two linear layers that tensor parallelism divides, and dropout.
+
+    Counted are the tensors of Reducing Activation Recomputation in Large Transformer Models (arXiv
+    2205.05198, section 4) with fused attention, which keeps no scores; and those that a linear
+    layer's weight gradient takes: its input and the gradient of its output.
+
+    Attributes:
+        hidden: inputs of the first layer and outputs of the second.
+        outputs: of the first layer, which is divided by columns.
+        inputs: of the second layer, which is divided by rows.
+    """
+
+    hidden: float
+    outputs: float
+    inputs: float
+
+    @classmethod
+    def attention(cls, hidden: float, queries: float, keys_and_values: float) -> Block:
+        """Return that of attention, of sizes over all heads."""
+        return cls(hidden, queries + keys_and_values, queries)
+
+    @classmethod
+    def mlp(cls, hidden: float, inner: float, gated: bool) -> Block:
+        """Return that of an MLP; gated: of SwiGLU, whose first layer has two halves."""
+        return cls(hidden, inner * (2 if gated else 1), inner)
+
+    @property
+    def rows(self) -> float:
+        """Values a token that sequence parallelism alone divides, held from F and from B."""
+        return 2 * self.hidden
+
+    @property
+    def inner(self) -> float:
+        """Values a token that tensor parallelism divides, held from F and from B."""
+        return self.outputs + self.inputs
+
+    @property
+    def mask(self) -> float:
+        """Bytes a token of dropout's mask, divided as `rows`."""
+        return self.hidden
+
+    def part(self, core: float = 0.0) -> _Part:
+        """Return it as part of a layer, all of it divided; `core`: see there."""
+        weights, values = self.hidden * self.inner, self.rows + self.inner
+        return _Part(weights, weights, core, values + self.mask / _BF16, values)
+
+
 def _attention(shape: Shape) -> _Part:
-    """Norm, queries, keys and values, attention under a causal mask, output."""
-    h, own = shape.hidden, shape.heads * shape.width
+    """Return grouped-query attention under a causal mask."""
+    own = shape.heads * shape.width
     both = 2 * (shape.groups or shape.heads) * shape.width
     core = 4 * shape.micro_batch * shape.seq**2 * own / 2
-    inside = _Part(core=core, activation=h + own + both + h / 2)
-    return inside + _linear(h, own + both) + _linear(own, h)
+    return Block.attention(shape.hidden, own, both).part(core)
 
 
 def _latent(shape: Shape) -> _Part:
@@ -225,11 +273,8 @@ def _latent(shape: Shape) -> _Part:
 
 
 def _mlp(shape: Shape, ffn: int) -> _Part:
-    """Norm, and two linear layers around GELU, or three around SwiGLU."""
-    h, inner = shape.hidden, ffn or 4 * shape.hidden
-    gates = 1 if shape.model == 'gpt' else 2
-    inside = _Part(activation=h + gates * inner + h / 2)
-    return inside + _linear(h, gates * inner) + _linear(inner, h)
+    """Return an MLP with GELU, or SwiGLU."""
+    return Block.mlp(shape.hidden, ffn or 4 * shape.hidden, shape.model != 'gpt').part()
 
 
 def _experts(shape: Shape) -> _Part:

@@ -1,14 +1,11 @@
-"""Memory that a dense transformer layer of a launch line holds between its F, B and W.
-
-Counted are the tensors of Reducing Activation Recomputation in Large Transformer Models (arXiv
-2205.05198, section 4), and those that a linear layer's weight gradient takes: its input and the
-gradient of its output. Of what sequence parallelism gathers, each rank keeps its rows.
-"""
+"""Memory that a dense transformer layer of a launch line holds between its F, B and W."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import dataclass
+
+from megatron_zbpp.partitioning.shapes import Block
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,9 @@ class LayerMemory:
 
 
 def layer_memory(args: Namespace) -> LayerMemory | None:
-    """Of a layer with fused attention, which keeps no scores.
+    """Return the memory of a layer with fused attention.
+
+    Of what sequence parallelism gathers, each rank keeps its rows.
 
     Args:
         args: Megatron's, not validated.
@@ -52,17 +51,17 @@ def layer_memory(args: Namespace) -> LayerMemory | None:
     t = args.tensor_model_parallel_size
     query = heads * (args.kv_channels or h // heads)
     groups = args.num_query_groups if args.group_query_attention else heads
-    qkv = query + 2 * query * groups // heads
     ffn = args.ffn_hidden_size or (4 * h * 2 // 3 // 64 * 64 if args.swiglu else 4 * h)
-    into_ffn = ffn * (2 if args.swiglu else 1)
+    blocks = (
+        Block.attention(h, query, 2 * query * groups // heads),
+        Block.mlp(h, ffn, args.swiglu),
+    )
     sharded = t if args.sequence_parallel else 1
     element = 2 if args.bf16 or args.fp16 else 4
-    # inputs of both norms and of both column-parallel layers; a byte for each element of dropout
-    ends = 4 * h * element + (2 * h if args.hidden_dropout else 0)
-    inner = (qkv + query + into_ffn + ffn) * element
-    activation = ends / sharded + inner / t
+    retained = sum(element * (block.rows / sharded + block.inner / t) for block in blocks)
+    masks = sum(block.mask for block in blocks) if args.hidden_dropout else 0
+    activation = retained + masks / sharded
     if args.recompute_granularity == 'full':
         activation = h * element / sharded
-    retained = 4 * h * element / sharded + inner / t
     tokens = s // args.context_parallel_size * b
     return LayerMemory(activation * tokens, retained * tokens, tokens * h)
