@@ -254,7 +254,7 @@ def _safe(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> boo
     ones keep what they hold; older ones will have returned theirs.
     """
     cap, changes = problem.caps[rank], problem.changes
-    own, rise = problem.forwards[rank], problem.raises[rank]
+    own, rise = problem.stage_queues[rank], problem.raises[rank]
     if held + changes[queue] > cap:
         return False
     if rise and _without_backward(problem, rank, ends) + changes[queue] + rise > cap:
@@ -272,5 +272,5 @@ def _without_backward(problem: Problem, rank: int, ends: Ends) -> int:
     """Return what the rank holds of forwards whose B has not run: what no W makes room for."""
     return sum(
         problem.changes[forward] * (len(ends[forward]) - len(ends[backward]))
-        for forward, backward in problem.forwards[rank]
+        for forward, backward in problem.stage_queues[rank]
     )

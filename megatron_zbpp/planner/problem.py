@@ -260,7 +260,7 @@ class Problem:
         )
 
     @cached_property
-    def forwards(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+    def stage_queues(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Per rank, the queues of F and of B of each stage."""
         forward, backward, _ = self.by_stage
         held = map(self.placement.stages, range(self.placement.num_ranks))
