@@ -21,7 +21,7 @@ from megatron_zbpp.mcore.patches import (
 )
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
 from megatron_zbpp.mcore.post_validation import split_step, stepping
-from megatron_zbpp.mcore.post_validation.next_iteration import NextIteration
+from megatron_zbpp.mcore.post_validation.next_iteration import ForwardsAhead
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.post_validation.protocol import PostValidation
@@ -48,7 +48,7 @@ class Plugin:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.session = Session(settings)
-        self._next = NextIteration(self.session)
+        self._next = ForwardsAhead(self.session)
         self._steps = stepping.Steps(self.session, self._next)
         self._registry = Registry()
 

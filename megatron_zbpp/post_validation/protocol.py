@@ -64,7 +64,7 @@ class OptimizerStep(Protocol):
         ...
 
 
-class Ahead(Protocol):
+class NextIteration(Protocol):
     """The first forwards of the next iteration."""
 
     def possible(self) -> bool:
@@ -112,12 +112,17 @@ class PostValidation:
         self.redone = 0
         self.agreed = False
 
-    def step(self, optimizer_step: OptimizerStep, reduction: PartialReduction, ahead: Ahead) -> Any:
+    def step(
+        self,
+        optimizer_step: OptimizerStep,
+        reduction: PartialReduction,
+        next_iteration: NextIteration,
+    ) -> Any:
         """Take one step; return what the optimizer's own returns."""
         self._tell()
         self.agreed = self.policy.engaged
         if self.policy.engaged:
-            outcome = self._step(optimizer_step, reduction, ahead)
+            outcome = self._step(optimizer_step, reduction, next_iteration)
         else:
             with self._collective(STEP):
                 outcome = optimizer_step.synchronous()
@@ -167,19 +172,22 @@ class PostValidation:
             )
 
     def _step(
-        self, optimizer_step: OptimizerStep, reduction: PartialReduction, ahead: Ahead
+        self,
+        optimizer_step: OptimizerStep,
+        reduction: PartialReduction,
+        next_iteration: NextIteration,
     ) -> Outcome:
         with self._collective(f'{STEP}: the state of the ranks before'):
-            own = optimizer_step.begin(ahead.possible())
+            own = optimizer_step.begin(next_iteration.possible())
             prefix = reduction.extend(own, optimizer_step.clip_grad)
         goes_ahead = prefix.ahead > reduction.place
         tried = goes_ahead and not reduction.last  # which soon knows everything
         if tried:
             optimizer_step.try_step()
-        ahead.run(prefix.ahead)
+        next_iteration.run(prefix.ahead)
         with self._collective(f'{STEP}: the state of all ranks'):
             outcome = optimizer_step.finish()
-        ahead.settle(outcome.clean)
+        next_iteration.settle(outcome.clean)
         self.early += tried
         self.taken_back += tried and not outcome.clean
         return outcome

@@ -187,14 +187,14 @@ def differing():
     from contextlib import redirect_stderr
 
     from megatron_zbpp.mcore.iteration.arguments import Arguments
-    from megatron_zbpp.mcore.post_validation.next_iteration import NextIteration
+    from megatron_zbpp.mcore.post_validation.next_iteration import ForwardsAhead
 
     class Script:
         def forward_step(self):
             pass
 
     script, model, said = Script(), object(), []
-    following = NextIteration(SimpleNamespace(post_validation=True))
+    following = ForwardsAhead(SimpleNamespace(post_validation=True))
     sizes = {'num_microbatches': 2, 'seq_length': 1, 'micro_batch_size': 1}
     for function in (script.forward_step, script.forward_step, differing, several):
         with redirect_stderr(io.StringIO()) as written:

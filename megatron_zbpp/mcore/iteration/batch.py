@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -17,6 +17,7 @@ from megatron_zbpp.mcore.iteration.stages import Call
 from megatron_zbpp.mcore.lowered import Lowered
 from megatron_zbpp.mcore.patches.dummy_gradients import dropped_gradient
 from megatron_zbpp.mcore.session import Session
+from megatron_zbpp.post_validation import protocol
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.observe.measure import Iteration
 
@@ -25,7 +26,6 @@ from megatron_zbpp.runtime.observe.measure import Iteration
 class Batch:
     """One global batch of one module, ready to run on this rank."""
 
-    arguments: Arguments
     groups: ProcessGroupCollection
     config: Any
     call: Call
@@ -38,13 +38,14 @@ class Batch:
 
     def run(self, session: Session) -> None:
         """Run the passes that are left of it."""
-        looked_at = self.arguments.models if self.executor.splits else ()
-        for guest in () if self.arguments.forward_only else session.guests:
+        arguments = self.call.arguments
+        looked_at = arguments.models if self.executor.splits else ()
+        for guest in () if arguments.forward_only else session.guests:
             guest.before(compat.training_step())
             if guest.skips_gradients:
                 looked_at = ()  # some get none
-        if session.store.left_out is not None and not self.arguments.forward_only:
-            wanted = compat.hooks_want_gradients(self.arguments.models)
+        if session.store.left_out is not None and not arguments.forward_only:
+            wanted = compat.hooks_want_gradients(arguments.models)
             session.store.dropped = dropped_gradient if wanted else None
         with (
             session.watchdog.passes(self.executor),
@@ -55,24 +56,24 @@ class Batch:
 
     def finish(self, session: Session) -> list[Any]:
         """Do what comes after the passes; return the loss function's results on the last rank."""
-        config, forward_only = self.config, self.arguments.forward_only
+        config, arguments = self.config, self.call.arguments
         own_offloading.end(config, session.announced)
-        if config.finalize_model_grads_func is not None and not forward_only:
+        if config.finalize_model_grads_func is not None and not arguments.forward_only:
             with session.watchdog.collective(
                 'reduction of gradients among replicas and tied layers'
             ):
                 config.finalize_model_grads_func(
-                    self.arguments.models,
+                    arguments.models,
                     self.call.num_tokens if config.calculate_per_token_loss else None,
                     pg_collection=self.groups,
-                    force_all_reduce=self.arguments.force_all_reduce,
+                    force_all_reduce=arguments.force_all_reduce,
                 )
         if getattr(config, 'cuda_graph_impl', None) == 'local':
             schedules.create_cudagraphs()  # in the order of the first iteration; later it does none
         iteration = Iteration(
             self.lowered.schedule, self.groups.pp, self.executor.record, self.executor.clock
         )
-        if forward_only:
+        if arguments.forward_only:
             session.latest = iteration
         else:
             early = session.post_validation
@@ -87,8 +88,9 @@ class Batch:
         Megatron's interleaved schedule does so where --overlap-param-gather keeps parameters; its
         1F1B does not: there one part of the parameters sends for the next.
         """
-        functions, models = self.config.param_sync_func, self.arguments.models
-        if functions is None or self.arguments.forward_only or len(models) == 1:
+        functions, arguments = self.config.param_sync_func, self.call.arguments
+        models = arguments.models
+        if functions is None or arguments.forward_only or len(models) == 1:
             return
         begun = {p.stage for p in self.executor.record.passes}
         stages = self.lowered.placement.stages(self.groups.pp.rank())
@@ -96,6 +98,25 @@ class Batch:
             if stage not in begun:
                 start = functions[chunk] if isinstance(functions, list | tuple) else functions
                 start(model.parameters())
+
+
+class NextIteration(protocol.NextIteration, Protocol):
+    """The iteration that Megatron asks for next, whose forwards may have begun, and its data."""
+
+    def replayed(self, iterator: Iterator | None) -> Iterator | None:
+        """Return what is read instead of the data `iterator`: first what was read and not used."""
+        ...
+
+    def take(self, arguments: Arguments) -> Batch | None:
+        """Return the batch that was begun for this call; None: there is none."""
+        ...
+
+    def stands(self) -> bool:
+        """Return whether passes that have ended count; else all is set back for them to run again.
+
+        All ranks get the same.
+        """
+        ...
 
 
 @contextlib.contextmanager

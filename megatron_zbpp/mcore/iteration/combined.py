@@ -51,7 +51,7 @@ def as_one(forward: Forward, backward: Backward) -> tuple[torch.Tensor, torch.Te
     """Run both at once; return the output of one, and the input's gradient of the other."""
     ahead, back = cast(CombinedStage, forward.stage), cast(CombinedStage, backward.stage)
     with back.delaying.queueing():
-        made = ahead.call.told(forward.microbatch, _step, forward, backward)
+        made = ahead.call.run_step(forward.microbatch, _step, forward, backward)
     output, num_tokens, gradient = made
     ahead.count(num_tokens)
     return output, gradient
@@ -84,11 +84,11 @@ def _step(forward: Forward | None, backward: Backward | None) -> Any:
     call, config = stages[0].call, stages[0].config
     with _undelayed(stages):
         return compat.combined_step(config)(
-            forward_step_func=call.forward_step_func,
-            num_microbatches=call.num_microbatches,
+            forward_step_func=call.arguments.forward_step_func,
+            num_microbatches=call.arguments.num_microbatches,
             forward_data_store=call.results,
             config=config,
-            collect_non_loss_data=call.collect_non_loss_data,
+            collect_non_loss_data=call.arguments.collect_non_loss_data,
             **given,
         )
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_zbpp.mcore.iteration.arguments import Arguments
-from megatron_zbpp.mcore.iteration.batch import Batch
-from megatron_zbpp.mcore.iteration.preparation import Replay, prepare
+from megatron_zbpp.mcore.iteration.batch import NextIteration
+from megatron_zbpp.mcore.iteration.preparation import prepare
 from megatron_zbpp.mcore.patches import transformer_engine
 from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.session import Session
@@ -23,31 +23,16 @@ _PIPELINED = (
 )
 
 
-class Begun(Replay, Protocol):
-    """Iterations that were begun before Megatron asked for them."""
-
-    def take(self, arguments: Arguments) -> Batch | None:
-        """Return the batch that was begun for this call; None: there is none."""
-        ...
-
-    def stands(self) -> bool:
-        """Return whether passes that have ended count; else all is set back for them to run again.
-
-        All ranks get the same.
-        """
-        ...
-
-
-def patches(session: Session, begun: Begun) -> Iterator[Patch]:
+def patches(session: Session, next_iteration: NextIteration) -> Iterator[Patch]:
     """Yield Megatron's two pipelined functions.
 
     Args:
         session: whose schedule runs.
-        begun: asked before each iteration.
+        next_iteration: asked before each iteration.
     """
 
     def ours(original: Callable) -> Callable:
-        function = functools.partial(forward_backward, session, begun, original)
+        function = functools.partial(forward_backward, session, next_iteration, original)
         return functools.update_wrapper(function, original)
 
     for name in _PIPELINED:
@@ -55,7 +40,7 @@ def patches(session: Session, begun: Begun) -> Iterator[Patch]:
 
 
 def forward_backward(
-    session: Session, begun: Begun, original: Callable, **arguments: Any
+    session: Session, next_iteration: NextIteration, original: Callable, **arguments: Any
 ) -> list[Any]:
     """Run one global batch by the session's schedule; arguments and result are Megatron's.
 
@@ -66,11 +51,11 @@ def forward_backward(
         _refuse_delayed(arguments.get('model'))
         return original(**arguments)
     call = Arguments(**arguments)
-    batch = begun.take(call) or prepare(session, begun, call)[0]
+    batch = next_iteration.take(call) or prepare(session, next_iteration, call)[0]
     with batch.timed():
         batch.run(session)
-        if not begun.stands():
-            batch = prepare(session, begun, call)[0]
+        if not next_iteration.stands():
+            batch = prepare(session, next_iteration, call)[0]
             batch.run(session)
     return batch.finish(session)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from megatron.core.pipeline_parallel import schedules
@@ -17,7 +17,7 @@ from megatron_zbpp.mcore.iteration import combined
 from megatron_zbpp.mcore.iteration.alike import agreement
 from megatron_zbpp.mcore.iteration.announcement import announce
 from megatron_zbpp.mcore.iteration.arguments import Arguments
-from megatron_zbpp.mcore.iteration.batch import Batch
+from megatron_zbpp.mcore.iteration.batch import Batch, NextIteration
 from megatron_zbpp.mcore.iteration.built import require_all_layers
 from megatron_zbpp.mcore.iteration.ranges import profiled
 from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
@@ -31,22 +31,14 @@ if TYPE_CHECKING:
     from megatron_zbpp.runtime.activations.store import ActivationStore
 
 
-class Replay(Protocol):
-    """Batches that forwards which ran ahead have read, and did not use."""
-
-    def replayed(self, iterator: Iterator | None) -> Iterator | None:
-        """Return what is read instead of the data `iterator`."""
-        ...
-
-
 def prepare(
-    session: Session, replay: Replay, arguments: Arguments, ranks_ahead: int = 0
+    session: Session, next_iteration: NextIteration, arguments: Arguments, ranks_ahead: int = 0
 ) -> tuple[Batch, int]:
     """Return a batch, and how many of its instructions come ahead.
 
     Args:
         session: whose schedule it is.
-        replay: gives what its stages read.
+        next_iteration: gives what its stages read.
         arguments: of the call.
         ranks_ahead: how many ranks of the chain go ahead.
     """
@@ -54,16 +46,7 @@ def prepare(
     models, rank = arguments.models, groups.pp.rank()
     config = get_model_config(models[0])
     _allow(session, arguments, config, groups.pp.size())
-    call = Call(
-        session.store,
-        arguments.forward_step_func,
-        arguments.num_microbatches,
-        groups.cp.size(),
-        _device(),
-        arguments.forward_only,
-        arguments.collect_non_loss_data,
-        arguments.first_val_step,
-    )
+    call = Call(arguments, session.store, groups.cp.size(), _device())
     message = _message(arguments, config, groups, call.device)
     lowered = _agreed(session, arguments, config, message, groups.pp)
     as_one = session.programs.together and not arguments.forward_only
@@ -72,7 +55,7 @@ def prepare(
     if not arguments.forward_only and not session.announced:
         _announce(session, lowered, config, models[0])
     make = combined.CombinedStage if as_one else ModelStage
-    stages = _stages(make, call, arguments, replay, lowered.placement, rank)
+    stages = _stages(make, call, next_iteration, lowered.placement, rank)
     if models[0] not in session.compared:
         session.compared.add(models[0])
         collective = session.watchdog.collective
@@ -86,12 +69,12 @@ def prepare(
         session.store,
         clock_for(call.device, counting=session.counting),
         profiled,
-        _activations(session, lowered, models, call, groups.pp),
+        _activations(session, lowered, call, groups.pp),
         None if arguments.forward_only else session.filler,
         combined.as_one if as_one else None,
         tables,
     )
-    return Batch(arguments, groups, config, call, lowered, executor), count
+    return Batch(groups, config, call, lowered, executor), count
 
 
 def _allow(session: Session, arguments: Arguments, config: Any, num_ranks: int) -> None:
@@ -139,16 +122,15 @@ def _announce(
 def _activations(
     session: Session,
     lowered: Lowered,
-    models: list[torch.nn.Module],
     call: Call,
     pp_group: torch.distributed.ProcessGroup,
 ) -> ActivationStore | None:
     """Return what moves activations, where the schedule does and there is a backward."""
-    if call.forward_only or not lowered.moves:
+    if call.arguments.forward_only or not lowered.moves:
         return None
     store = session.activations(call.device, pp_group, lowered.partners)
     store.tell(everything=torch.distributed.get_rank() == 0)
-    store.keep(parameter for model in models for parameter in model.parameters())
+    store.keep(parameter for model in call.arguments.models for parameter in model.parameters())
     return store
 
 
@@ -204,8 +186,7 @@ def refuse_unsupported(
 def _stages(
     make: type[ModelStage],
     call: Call,
-    arguments: Arguments,
-    replay: Replay,
+    next_iteration: NextIteration,
     placement: Placement,
     rank: int,
 ) -> dict[int, ModelStage]:
@@ -215,7 +196,7 @@ def _stages(
         ValueError: the model was not built for this placement.
     """
     held = placement.stages(rank)
-    models = arguments.models
+    models = call.arguments.models
     for model in models:
         layout.require_placed(cast(torch.nn.Module, unwrap_model(model)), placement)
     if len(models) != len(held):
@@ -227,7 +208,7 @@ def _stages(
         stage: make(
             call,
             models[chunk],
-            replay.replayed(arguments.iterators[chunk]),
+            next_iteration.replayed(call.arguments.iterators[chunk]),
             chunk if len(held) > 1 else None,
             stage == placement.num_stages - 1,
         )

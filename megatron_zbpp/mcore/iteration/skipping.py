@@ -8,41 +8,33 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-from megatron_zbpp.mcore.iteration.preparation import Replay
+from megatron_zbpp.mcore.iteration.batch import NextIteration
 from megatron_zbpp.mcore.patches.registry import Patch
 
 _TRAINING = 'megatron.training.training'
 
 
-class Ahead(Replay, Protocol):
-    """Forwards that have run ahead of an iteration, and what they read."""
-
-    def settle(self, clean: bool) -> None:
-        """Keep them for the iteration to come, or drop them."""
-        ...
-
-
-def patches(ahead: Ahead) -> Iterator[Patch]:
+def patches(next_iteration: NextIteration) -> Iterator[Patch]:
     """Yield the function that reads the batches of an iteration that is left out.
 
     Args:
-        ahead: holds forwards of that iteration which have run already.
+        next_iteration: holds forwards of that iteration which have run already.
     """
-    ours, users = functools.partial(_of_all_chunks, ahead), (f'{_TRAINING}:train',)
+    ours, users = functools.partial(_of_all_chunks, next_iteration), (f'{_TRAINING}:train',)
     yield Patch(_TRAINING, 'dummy_train_step', ours, users, late=True)
 
 
-def _of_all_chunks(ahead: Ahead, original: Callable) -> Callable:
+def _of_all_chunks(next_iteration: NextIteration, original: Callable) -> Callable:
     @functools.wraps(original)
     def dummy_train_step(data_iterator: Any) -> None:
-        ahead.settle(clean=False)
+        next_iteration.settle(clean=False)
         given = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        iterators = list(filter(None, map(ahead.replayed, given)))
+        iterators = list(filter(None, map(next_iteration.replayed, given)))
         while get_rerun_state_machine().should_run_forward_backward(data_iterator):
             for _ in range(get_num_microbatches()):
                 for iterator in iterators:

@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from megatron_zbpp.mcore import compat, left_behind
+from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.patches import transformer_engine
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
@@ -22,31 +23,26 @@ class Call:
     """One call of a forward_backward function: its arguments, and what its forwards return.
 
     Attributes:
+        arguments: as Megatron passes them.
         store: of the weight gradients.
-        forward_step_func: the user's.
-        num_microbatches: m.
         cp_size: of the context-parallel group.
-        forward_only, collect_non_loss_data, first_val_step: as Megatron passes them.
+        device: of this rank.
         results: what the loss function returned, in microbatch order; filled on the loss rank.
         num_tokens: sum over microbatches of what the loss function counted.
     """
 
+    arguments: Arguments
     store: WeightGradStore
-    forward_step_func: Callable
-    num_microbatches: int
     cp_size: int
     device: torch.device
-    forward_only: bool
-    collect_non_loss_data: bool
-    first_val_step: bool | None
     results: list[Any] = field(default_factory=list)
     num_tokens: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_tokens = torch.zeros([], dtype=torch.int, device=self.device)
 
-    def told(self, microbatch: int, step: Callable, *arguments: Any) -> Any:
-        """Return what a step of Megatron's gives that has a forward of `microbatch` in it.
+    def run_step(self, microbatch: int, step: Callable, *arguments: Any) -> Any:
+        """Run a step of Megatron's that has a forward of `microbatch` in it; return its result.
 
         Raises:
             StopIteration: the data has ended; the message says where.
@@ -56,13 +52,14 @@ class Call:
         except StopIteration as error:
             raise StopIteration(
                 f'the data iterator has ended at microbatch {microbatch} of '
-                f'{self.num_microbatches}: it must go on for as long as iterations do'
+                f'{self.arguments.num_microbatches}: it must go on for as long as iterations do'
             ) from error
 
     def is_first(self, microbatch: int) -> bool:
         """Return what Megatron's steps are told of the first microbatch."""
+        given = self.arguments
         first = microbatch == 0
-        return schedules.check_first_val_step(self.first_val_step, self.forward_only, first)
+        return schedules.check_first_val_step(given.first_val_step, given.forward_only, first)
 
 
 class _Read:
@@ -157,7 +154,9 @@ class ModelStage:
         results: list[Any],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output, and on the last stage how many tokens count."""
-        made = self.call.told(microbatch, self._by_megatron, microbatch, received, data, results)
+        made = self.call.run_step(
+            microbatch, self._by_megatron, microbatch, received, data, results
+        )
         # lists of tensors, of which Megatron's annotations speak, are for several modules at once
         return cast(tuple[torch.Tensor, torch.Tensor], made)
 
@@ -168,17 +167,17 @@ class ModelStage:
         data: Iterator | None,
         results: list[Any],
     ) -> Any:
-        call = self.call
+        call, given = self.call, self.call.arguments
         return schedules.forward_step(
-            call.forward_step_func,
+            given.forward_step_func,
             data,
             self.model,
-            call.num_microbatches,
+            given.num_microbatches,
             received,
             results,
             self.config,
             cp_group_size=call.cp_size,
-            collect_non_loss_data=call.collect_non_loss_data,
+            collect_non_loss_data=given.collect_non_loss_data,
             is_first_microbatch=call.is_first(microbatch),
             current_microbatch=microbatch,
             vp_stage=self.vp_stage,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
 
 from megatron_zbpp.mcore.iteration.arguments import Arguments
-from megatron_zbpp.mcore.iteration.batch import Batch
+from megatron_zbpp.mcore.iteration.batch import Batch, NextIteration
 from megatron_zbpp.mcore.iteration.preparation import prepare
 from megatron_zbpp.mcore.post_validation.agreement import Agreement
 from megatron_zbpp.mcore.post_validation.barriers import say
@@ -18,8 +17,8 @@ from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.replay import ReplayIterator
 
 
-class NextIteration:
-    """The forwards that this rank runs ahead: see `post_validation.protocol.Ahead`.
+class ForwardsAhead(NextIteration):
+    """Forwards of the next iteration that this rank runs ahead.
 
     It takes the next call to be like the latest one, once two were alike. Where an evaluation comes
     between, or the batch grows, what was run ahead is dropped: all ranks see that, and do the same.
@@ -90,8 +89,8 @@ class NextIteration:
             return None
         batch, effects = begun
         effects.commit()
-        # how gradients are reduced is asked for by each call
-        return dataclasses.replace(batch, arguments=arguments)
+        batch.call.arguments = arguments  # each call asks how gradients are reduced
+        return batch
 
     def _keep_data(self, arguments: Arguments, begun: bool, early: bool) -> None:
         """Let what is read from now on be read again, as long as that may have to be.

@@ -18,7 +18,7 @@ from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.post_validation import split_step, waiting
 from megatron_zbpp.mcore.post_validation.barriers import say
 from megatron_zbpp.mcore.post_validation.kept_state import most_kept
-from megatron_zbpp.mcore.post_validation.next_iteration import NextIteration
+from megatron_zbpp.mcore.post_validation.next_iteration import ForwardsAhead
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.partial_state import PartialReduction
 from megatron_zbpp.post_validation.protocol import STEP, PostValidation
@@ -96,12 +96,12 @@ class Steps:
 
     Args:
         session: of the iterations.
-        following: what is run of the next iteration.
+        next_iteration: what is run of the next iteration.
     """
 
-    def __init__(self, session: Session, following: NextIteration) -> None:
+    def __init__(self, session: Session, next_iteration: ForwardsAhead) -> None:
         self._session = session
-        self._following = following
+        self._next = next_iteration
         self._possible = False
         self._optimizer: weakref.ref[MegatronOptimizer] | None = None
         self._alone: Any = None  # a group of this rank only
@@ -112,16 +112,16 @@ class Steps:
 
         @functools.wraps(original)
         def step(optimizer: MegatronOptimizer) -> Any:
-            session, following = self._session, self._following
+            session, next_iteration = self._session, self._next
             if session.latest is None:
                 return original(optimizer)  # no pipeline, or not ours
-            post_validation, call = session.post_validation, following.latest
+            post_validation, call = session.post_validation, next_iteration.latest
             if post_validation is None or call is None or not self._possible_for(optimizer, call):
                 with session.watchdog.collective(STEP):
                     return original(optimizer)
             split = split_step.SplitStep(optimizer, original, self._alone, self._most_kept)
             reduction = self._reduction(session.latest.pp_group, call)
-            return post_validation.step(split, reduction, following)
+            return post_validation.step(split, reduction, next_iteration)
 
         return step
 
@@ -150,7 +150,7 @@ class Steps:
         return not refused
 
     def _most_kept(self, device: torch.device) -> int:
-        share = self._following.share_of_activations()
+        share = self._next.share_of_activations()
         return most_kept(device, share, self._session.settings.kept_gib)
 
     def _reduction(self, pp_group: dist.ProcessGroup, call: Arguments) -> PartialReduction:
