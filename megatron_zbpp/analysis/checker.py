@@ -107,7 +107,7 @@ def _check_shape(schedule: Schedule) -> None:
 
 
 def _by_rank(schedule: Schedule, wanted: Iterable[Task]) -> list[list[Task]]:
-    """Those of the `wanted` tasks that each rank does, of some microbatches at least."""
+    """Return those of the `wanted` tasks that each rank does, of some microbatches at least."""
     placement = schedule.placement
     found: list[list[Task]] = [[] for _ in schedule.passes]
     for task in wanted:
@@ -130,7 +130,7 @@ class _Turn(NamedTuple):
 
 
 def _check_rank(schedule: Schedule, rank: int, wanted: Sequence[Task]) -> None:
-    """Each of the rank's tasks once per microbatch, in order, after what it needs."""
+    """Require each of the rank's tasks once per microbatch, in order, after its dependencies."""
     comes = {task: found for task in wanted if (found := _microbatches(schedule, rank, task))}
     done: dict[Task, set[int]] = {task: set() for task in comes}
     turns = dict(_turns(schedule, comes, done))
@@ -175,7 +175,7 @@ def _required(
 def _turns(
     schedule: Schedule, comes: Mapping[Task, Sequence[int]], done: Mapping[Task, set[int]]
 ) -> Iterator[tuple[tuple[str, int, int], _Turn]]:
-    """By kind, stage and slice, of all that a rank can do."""
+    """Return by kind, stage and slice all that a rank can do."""
     graph = schedule.graph
     optional = {task for task in comes if graph.kinds[task.kind].optional}
     places = {(task.stage, task.slice) for task in comes}
@@ -302,7 +302,7 @@ def _proven_programs(schedule: Schedule, receives: str) -> tuple[Program, ...]:
 
 
 def _check_memory(schedule: Schedule, limit: float, costs: Costs) -> None:
-    """No rank ever holds more than `limit`, at the end of an F, of a B, or within a BW."""
+    """Require that no rank holds more than `limit` at the end of an F, of a B, or within a BW."""
     if not limit >= 0:
         raise ValueError(f'memory limit {limit} is not an amount: give a number from 0 up')
     static = costs.static(schedule.placement)

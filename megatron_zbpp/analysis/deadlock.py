@@ -123,7 +123,7 @@ class _Replay:
                     ready.append(woken)
 
     def stuck(self) -> dict[int, str]:
-        """Where each rank stands that has not reached its end."""
+        """Return where each rank stands that has not reached its end."""
         return {
             rank: self._words(rank, program[at])
             for rank, (program, at) in enumerate(zip(self._programs, self._cursor, strict=True))
@@ -131,7 +131,7 @@ class _Replay:
         }
 
     def passes(self, rank: int) -> int:
-        """How many passes it has run."""
+        """Return how many passes it has run."""
         return sum(type(i) is Pass for i in self._programs[rank][: self._cursor[rank]])
 
     def _words(self, rank: int, instruction: Instruction | Collective) -> str:
@@ -196,12 +196,12 @@ class _Replay:
 
 
 def _awaited(program: _Program) -> Counter[Pass]:
-    """How many messages come for each pass."""
+    """Count the messages that come for each pass."""
     return Counter(i.consumer for i in program if isinstance(i, Receive))
 
 
 def _posted_late(program: _Program) -> Counter[Pass]:
-    """How many messages have a receive that is posted behind the pass that takes them."""
+    """Count the messages whose receive is posted behind the pass that takes them."""
     ran: set[Pass] = set()
     late: Counter[Pass] = Counter()
     for i in program:

@@ -162,7 +162,7 @@ def full_rank(placement: Placement, held: Mapping[int, tuple[float, float]]) -> 
 
 
 def with_bytes(costs: Costs, full: float, held: Mapping[int, tuple[float, float]]) -> Costs:
-    """`costs` with what stages hold as measured, in activations of which one has `full` bytes."""
+    """Return `costs` with what stages hold as measured, in activations of `full` bytes."""
     pairs = [held[stage] for stage in range(costs.num_stages)]
     return costs.with_amounts(
         activation=tuple(left / full for left, _ in pairs),

@@ -27,7 +27,7 @@ class Gap(NamedTuple):
 
     @property
     def where(self) -> str:
-        """In which part of the batch: 'start', 'inside' or 'end'."""
+        """The part of the batch: 'start', 'inside' or 'end'."""
         return 'start' if self.before is None else 'end' if self.after is None else 'inside'
 
 

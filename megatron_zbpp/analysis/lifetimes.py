@@ -1,4 +1,4 @@
-"""How long what forwards save is waited for: the one place that says which pass takes it."""
+"""Lifetimes of activations: the one place that says which pass takes what a forward saves."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def lower(schedule: Schedule, receives: str = LATE) -> tuple[Program, ...]:
 
 
 class _Flow:
-    """Who takes what from whom. Passes are numbers: rank by rank, in order.
+    """The dependencies among passes, which are numbers: rank by rank, in order.
 
     Attributes:
         passes: all of them.
@@ -83,7 +83,7 @@ class _Flow:
 
 
 def _messages(flat: Compiled) -> dict[str, list[list[tuple[int, int, str]]]]:
-    """By kind, and there by stage and slice: row, `back` and name of messages that a pass takes."""
+    """Return by kind, stage and slice: row, `back` and name of messages that a pass takes."""
     return {
         kind: [
             [(link.row, link.back, link.message) for link in step.links if link.message]
@@ -96,7 +96,7 @@ def _messages(flat: Compiled) -> dict[str, list[list[tuple[int, int, str]]]]:
 
 
 def takers(schedule: Schedule) -> dict[Pass, list[Pass]]:
-    """For each pass whose result others take, those passes: on other ranks by messages."""
+    """Return, for each pass whose result other ranks take by messages, those passes."""
     flow = _Flow(schedule)
     return {
         p: [flow.passes[taker] for taker, _ in found]
@@ -106,7 +106,7 @@ def takers(schedule: Schedule) -> dict[Pass, list[Pass]]:
 
 
 def _one_by_one(schedule: Schedule, receives: str) -> list[list[Instruction]]:
-    """All instructions in one order: by the ends of passes, if equal work takes equal time.
+    """Yield all instructions in one order: by the ends of passes, if equal work takes equal time.
 
     A message has come when its taker runs, and a rank knows that a pass of its peer has run when it
     takes what that peer made later: so each send knows how many of its channel may not have come.

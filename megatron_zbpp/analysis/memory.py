@@ -34,7 +34,7 @@ def live(schedule: Schedule, costs: Costs, pool: str = DEVICE) -> tuple[tuple[fl
 
 
 def highest(schedule: Schedule, costs: Costs) -> tuple[tuple[float, ...], ...]:
-    """Most activations held from the start of each pass to its end, but for what was before it.
+    """Return the most activations held from each pass's start to its end, without those before.
 
     As `live`, but for a pass of several tasks, such as BW, where others do them one by one: it does
     so, too, and between B and W holds `retained`. Else autograd frees what it has used. The most
@@ -54,7 +54,7 @@ def highest(schedule: Schedule, costs: Costs) -> tuple[tuple[float, ...], ...]:
     change = costs.changes(schedule.graph)
 
     def within(kind: str, stage: int, cut: int) -> float:
-        """How much more than at its end is held during a pass."""
+        """Return how much more than at its end is held during a pass."""
         sums = list(accumulate(change[part, stage, cut] for part in kinds[kind].parts))
         return max(sums) - sums[-1]
 
@@ -75,5 +75,5 @@ def _held(changes: list[float]) -> tuple[float, ...]:
 
 
 def peak(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """Most activations that each rank ever holds, in the unit of `costs.amounts`."""
+    """Return the most activations that each rank ever holds, in the unit of `costs.amounts`."""
     return tuple(max(held, default=0.0) for held in highest(schedule, costs))

@@ -1,4 +1,4 @@
-"""When receives are posted: as late as it costs nothing, so that few spin beside passes.
+"""Posting of receives: as late as it costs nothing, so that few spin beside passes.
 
 On NCCL a receive is a kernel that spins until its message comes, and a send is one that spins until
 its receive is posted: both take multiprocessors from passes. So the best place of a receive is the

@@ -22,7 +22,7 @@ def rank_order(placement: Placement) -> tuple[int, ...]:
 
 
 def passes_ahead(schedule: Schedule) -> tuple[int, ...]:
-    """How many of its first passes each rank may run ahead; none on the last rank of the chain.
+    """Return how many of its first passes each rank may run ahead; the chain's last rank: none.
 
     These are forwards whose inputs come from ranks before it in the chain, where they are ahead,
     too, and whose outputs go to ranks behind it. (Zero Bubble, section 4: the validation comes

@@ -1,4 +1,4 @@
-"""When each pass runs if every rank keeps to its order and starts as early as it may.
+"""Simulation: each pass runs as early as it may, and every rank keeps to its order.
 
 Each task of the graph is a row of one flat list of ends, m entries a row. A pass starts when its
 rank's engine is free and all entries that it is linked to are there. Passes on a copy engine run
@@ -248,7 +248,7 @@ class _Run:
         return need, start
 
     def _group(self, rank: int, first: int) -> list[tuple[int, _Flat]]:
-        """Microbatch and table entry of the passes that run together from place `first` on."""
+        """Yield microbatch and table entry of passes that run together from place `first` on."""
         group: list[tuple[int, _Flat]] = []
         for at in itertools.count(first):
             kind, stage, microbatch, part = self.schedule.passes[rank][at]
@@ -285,7 +285,7 @@ class _Run:
 
 
 def _engines(schedule: Schedule, flat: Compiled) -> Iterator[tuple[int, Sequence[int]]]:
-    """Each engine of each rank, with the places of its passes in that rank's order.
+    """Return each engine of each rank, with the places of its passes in that rank's order.
 
     Of passes that run together the first stands for all.
     """
@@ -310,7 +310,7 @@ def _absent(schedule: Schedule, flat: Compiled) -> Iterator[tuple[int, int]]:
 
 
 def _waits(schedule: Schedule, flat: Compiled) -> dict[_Place, tuple[_Place, ...]]:
-    """For passes around those that copy, the places of its rank that they wait for."""
+    """Return, for passes around those that copy, the places of its rank that they wait for."""
     waits: dict[_Place, tuple[_Place, ...]] = {}
     if not flat.on_copy_engines:
         return waits

@@ -1,4 +1,4 @@
-"""Who waits for whom where no rank can go on: the error for people.
+"""The error where no rank can go on, for people: each rank, and the one that it waits for.
 
 That programs end under the rules of a backend is another question: see `analysis.deadlock`.
 """
@@ -31,7 +31,7 @@ def stuck(schedule: Schedule, cursors: list[int]) -> ScheduleError:
 
 
 def _wait(schedule: Schedule, done: Set[Pass], rank: int, at: int) -> tuple[int, str]:
-    """Which rank must act before `rank` can run what is at `at`, and a sentence that says so."""
+    """Return the rank that must act before `rank` can go on from `at`, and a sentence about it."""
     graph = schedule.graph
     entry = _entry(schedule, rank, at)
     passes = entry.passes if isinstance(entry, Together) else (entry,)

@@ -28,7 +28,7 @@ _COPY = tuple(name for name in NAMES if find(name).moves)
 
 
 def named_cases(args: Namespace) -> Iterator[tuple[str, Case]]:
-    """Every named schedule that can be had with chunks that `plan` may use, with its label."""
+    """Yield each named schedule that can be had with chunks that `plan` may use, and its label."""
     for family, chunks in itertools.product(FAMILIES, _allowed_chunks(args)):
         if chunks < family.default_chunks == 2 and 'num_chunks' in family.options:
             continue  # of one chunk a rank there are others, as good

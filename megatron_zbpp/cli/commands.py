@@ -37,7 +37,7 @@ from megatron_zbpp.schedules import FAMILIES
 
 
 def list_families(args: Namespace) -> None:
-    """Every family that the registry knows."""
+    """Print every family that the registry knows."""
     keys = ('name', 'aliases', 'summary', 'bubble', 'memory', 'source')
     if args.json:
         entries = [{key: getattr(family, key) for key in keys} for family in FAMILIES]
@@ -82,7 +82,7 @@ def show(args: Namespace) -> None:
 
 
 def simulate_case(args: Namespace) -> None:
-    """Makespan, window, bubbles, peak memory, critical path of one schedule."""
+    """Print makespan, window, bubbles, peak memory and critical path of one schedule."""
     case = inputs.load_case(args)
     timeline = case.timeline
     path = critical_path(timeline, case.costs)
@@ -173,7 +173,7 @@ def doctor(args: Namespace) -> int:
 
 
 def refuse(error: ScheduleError, as_json: bool) -> int:
-    """One line on stderr; the drawing, which takes several, on stdout."""
+    """Print one line on stderr; the drawing, which takes several, on stdout."""
     what, _, drawing = str(error).partition('\n')
     if as_json:
         print_json({'valid': False, 'error': what, 'grid': drawing.splitlines()})

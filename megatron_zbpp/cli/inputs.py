@@ -185,12 +185,12 @@ def heading(args: Namespace) -> str:
 
 
 def stages_of(times: Times | StageCosts) -> int | None:
-    """Of how many stages they are; None if of one full rank."""
+    """Return of how many stages they are; None: of one full rank."""
     return times.num_stages if isinstance(times, StageCosts) else None
 
 
 def chunks_of(times: Times | StageCosts, p: int, asked: int | None, default: int) -> int:
-    """v: what is asked for, or follows from the times of all stages, or else the default."""
+    """Return v: what is asked for, or follows from the times of all stages, or the default."""
     stages = stages_of(times)
     if stages is None:
         return asked or default

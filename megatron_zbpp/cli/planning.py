@@ -134,7 +134,7 @@ def _plan_frontier(args: Namespace) -> int:
 
 
 def _draw_frontier(args: Namespace, points: list[tuple[float, Plan]]) -> None:
-    """Bubble against memory: of the plans, and of every named schedule that can be had."""
+    """Draw bubble against memory: of the plans, and of every named schedule that can be had."""
     from megatron_zbpp.render.frontier import frontier_png
 
     named, plans = {}, {}
@@ -152,7 +152,7 @@ def _bubble(args: Namespace, case: Case) -> float:
 
 
 def _plan_inputs(args: Namespace) -> tuple[Path | None, list[Candidate], int]:
-    """Folder of the cache, placements with costs, m."""
+    """Return the folder of the cache, placements with costs, and m."""
     folder = None if args.no_cache else Path(args.cache) if args.cache else default_folder()
     return folder, candidates(args), args.microbatches
 

@@ -1,4 +1,4 @@
-"""How far a long command is, on a terminal."""
+"""Progress of a long command, on a terminal."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def wgrad_gemm_accum_fp32(
 def wgrad_gemm_accum_fp16(
     input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
 ) -> None:
-    """As in fp32, into a gradient of 16 bits, rounded once."""
+    """Accumulate as in fp32 into a gradient of 16 bits, rounded once."""
     with torch.no_grad():
         main_grad.copy_(main_grad.float() + grad_output.t().float() @ input.float())
 

@@ -72,7 +72,7 @@ class _Range(contextlib.ContextDecorator):
 def _backward(
     tensors, gradients=None, retain_graph=None, create_graph=False, inputs=None, **renamed
 ):
-    """torch.autograd.backward by the engine behind it, which no mode intercepts."""
+    """Run torch.autograd.backward by the engine behind it, which no mode intercepts."""
     gradients = renamed.get('grad_tensors', renamed.get('gradient', gradients))
     tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
     gradients = torch.autograd._tensor_or_tensors_to_tuple(gradients, len(tensors))
@@ -88,7 +88,7 @@ def _backward(
 
 
 class Stream:
-    """Work on the CPU is done when the call returns, so there is nothing to order."""
+    """A stream of the CPU, whose work is done when the call returns: there is nothing to order."""
 
     cuda_stream = 0
 
@@ -204,7 +204,7 @@ def installed() -> bool:
 
 @contextlib.contextmanager
 def untranslated() -> Iterator[None]:
-    """Each call of torch costs what torch takes, without what it takes us to look at its devices.
+    """Leave the mode that translates devices: each call of torch costs what torch takes.
 
     For timing. What runs inside finds `torch.cuda.current_device()` to be the CPU, and fails where
     it names CUDA itself.
@@ -218,7 +218,7 @@ def untranslated() -> Iterator[None]:
 
 
 def device() -> torch.device:
-    """Where to train: this process's GPU, or the CPU, made ready, where there is none."""
+    """Return where to train: this process's GPU or, where there is none, the CPU, made ready."""
     if not installed() and torch.cuda.is_available():
         return torch.device('cuda', int(os.environ.get('LOCAL_RANK', 0)))
     install()

@@ -91,7 +91,7 @@ class _Works(tuple[Any, ...]):
 
 
 def _over_gloo(original: Callable) -> Callable:
-    """'nccl' is what --distributed-backend defaults to, and what BridgeCommunicator names."""
+    """Give gloo for 'nccl', --distributed-backend's default and BridgeCommunicator's name."""
 
     @functools.wraps(original)
     def call(*args, **kwargs):

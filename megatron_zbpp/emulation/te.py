@@ -64,7 +64,7 @@ def install(folder: str | Path | None = None, cpu: bool = True) -> None:
 
 
 def install_as_parent() -> None:
-    """As `install`, where the process that started this one did."""
+    """Install where the process that started this one did."""
     if _FOLDER in os.environ:
         install(os.environ[_FOLDER])
 

@@ -71,7 +71,7 @@ class Compiled:
 
     @cached_property
     def looks_back(self) -> int:
-        """How many microbatches back a pass looks at most."""
+        """The most microbatches back that a pass looks."""
         needs = (need for needs in self.graph.needs.values() for need in needs)
         return max((need.back for need in needs), default=0)
 
@@ -97,14 +97,14 @@ class Compiled:
         return frozenset(kind for kind, _, _ in self.changes.get(PARTNER, {}))
 
     def _takes(self, kind: str) -> int:
-        """How many amounts of the device's memory one pass of `kind` takes, wherever it is."""
+        """Return how many amounts of the device's memory one pass of `kind` takes anywhere."""
         changes = self.changes.get(DEVICE, {}).items()
         sums = (sum(counts.values()) for (name, _, _), counts in changes if name == kind)
         return next((count for count in sums if count), 0)
 
     @cached_property
     def changes(self) -> Mapping[str, Mapping[tuple[str, int, int], Mapping[str, int]]]:
-        """How many of which amount a pass adds, all in all.
+        """The amounts that a pass adds, all in all, each with its count.
 
         By pool, then by kind, stage and slice.
         """
@@ -150,7 +150,7 @@ def _without_implied(graph: Graph, rows: Mapping[Task, int]) -> dict[Task, tuple
     before: dict[Task, int] = {}  # all that come before, one bit a row
 
     def ancestors(task: Task) -> int:
-        """Depth first without recursion: chains are long."""
+        """Return the ancestors, depth first without recursion: chains are long."""
         stack = [task]
         while stack:
             top = stack[-1]

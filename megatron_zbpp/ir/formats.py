@@ -293,7 +293,7 @@ def _dialect(kinds: set[str]) -> str:
 
 
 def _placement(passes: list[list[Pass]]) -> Placement:
-    """Which row holds which stage, by its common name if it has one."""
+    """Return which row holds which stage, by its common name if it has one."""
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(passes):
         if not row:

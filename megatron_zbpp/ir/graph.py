@@ -115,7 +115,7 @@ class Kind:
 
 
 class Applied(NamedTuple):
-    """How a graph was made of another: the name of the technique, and its arguments in order."""
+    """A technique that made a graph of another: its name, and its arguments in order."""
 
     name: str
     arguments: tuple[object, ...]
@@ -150,7 +150,7 @@ class Graph:
 
     @cached_property
     def doers(self) -> Mapping[str, tuple[str, ...]]:
-        """For each kind of task, the kinds of passes that do it: its own first."""
+        """The kinds of passes that do each kind of task: its own first."""
         return {
             kind: (kind, *(name for name, other in self.kinds.items() if kind in other.parts))
             for kind, own in self.kinds.items()
@@ -159,7 +159,7 @@ class Graph:
 
     @cached_property
     def num_slices(self) -> int:
-        """Into how many parts each sequence is cut."""
+        """The number of parts into which each sequence is cut."""
         return 1 + max(task.slice for task in self.needs)
 
     @cached_property
@@ -169,7 +169,7 @@ class Graph:
 
     @cached_property
     def feeds(self) -> Mapping[Task, tuple[tuple[Task, Need], ...]]:
-        """For each task, those that need it, each with that need."""
+        """The tasks that need each task, each with that need."""
         feeds: dict[Task, list[tuple[Task, Need]]] = {task: [] for task in self.needs}
         for task, needs in self.needs.items():
             for need in needs:

@@ -46,7 +46,7 @@ def grid(
 
 
 def _names(names: list[str], mark: int | None) -> list[str]:
-    """`names`, long enough to hold the marked place."""
+    """Return `names`, long enough to hold the marked place."""
     return names + [_EMPTY] * (mark + 1 - len(names)) if mark is not None else names
 
 

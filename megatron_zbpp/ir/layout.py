@@ -84,7 +84,7 @@ def layout_string(layers: Sequence[int], mtp_num_layers: int = 0) -> str:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Which rank builds which part of a model.
+    """Parts of a model by the rank that builds them.
 
     Attributes:
         placement: which rank holds which stage, in Megatron's ranks.
@@ -103,7 +103,7 @@ class ModelLayout:
 
     @property
     def text(self) -> str | None:
-        """For `TransformerConfig.pipeline_model_parallel_layout`; None where there is one stage."""
+        """The `TransformerConfig.pipeline_model_parallel_layout`; None where there is one stage."""
         if self.placement.num_stages == 1:
             return None
         return layout_string(self.layers, self.mtp_num_layers)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank holds which stage.
+    """Stages by the rank that holds them.
 
     >>> v = Placement.v(2)
     >>> v.only_route, v.stages(0)

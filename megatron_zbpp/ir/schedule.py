@@ -70,7 +70,7 @@ class Together(NamedTuple):
 
     @property
     def is_cell(self) -> bool:
-        """Whether they are a forward and a backward of two microbatches: DualPipe's overlap."""
+        """True if they are a forward and a backward of two microbatches: DualPipe's overlap."""
         kinds = sorted(p.kind for p in self.passes)
         return kinds in ([B, F], [BW, F]) and len({p.microbatch for p in self.passes}) > 1
 
@@ -164,7 +164,7 @@ class Schedule:
         return self.placement.rank_of(p.stage, p.microbatch)
 
     def __iter__(self) -> Iterator[tuple[int, Pass]]:
-        """(rank, pass) of every pass, rank by rank."""
+        """Yield (rank, pass) of every pass, rank by rank."""
         return ((rank, p) for rank, order in enumerate(self.passes) for p in order)
 
     def order(self, rank: int) -> Iterator[Pass | Together]:

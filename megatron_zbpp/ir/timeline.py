@@ -1,4 +1,4 @@
-"""When each pass ran: simulated or measured, the same type."""
+"""A timeline, the start and end of each pass: simulated or measured, the same type."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Timeline:
         return max(spans[-1][1] for spans in ran) - min(spans[0][0] for spans in ran)
 
     def window(self, rank: int) -> float:
-        """First start to last end of `rank`."""
+        """Return the time from the first start to the last end of `rank`."""
         spans = self.spans[rank]
         return spans[-1][1] - spans[0][0] if spans else 0.0
 

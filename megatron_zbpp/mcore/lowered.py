@@ -68,7 +68,7 @@ class Lowered:
 
     @functools.cached_property
     def moves(self) -> bool:
-        """Return whether activations leave the device."""
+        """True if activations leave the device."""
         return any(
             isinstance(i, Begin) or (isinstance(i, Send) and i.saved)
             for program in self.programs
@@ -77,7 +77,7 @@ class Lowered:
 
     @functools.cached_property
     def partners(self) -> frozenset[tuple[int, int]]:
-        """Who sends to whom what forwards have saved."""
+        """Pairs of ranks, of which one sends the other what forwards have saved."""
         return frozenset(
             (rank, i.peer)
             for rank, program in enumerate(self.programs)

@@ -139,7 +139,7 @@ class Plugin:
 
     @property
     def enabled(self) -> bool:
-        """Whether it is in place."""
+        """True while it is in place."""
         return self._registry.installed
 
     def patches(self) -> Iterator[Patch]:

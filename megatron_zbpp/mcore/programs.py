@@ -213,7 +213,7 @@ class Programs:
 
     @property
     def joins(self) -> bool:
-        """Whether there are pairs of F and BW that can run as one."""
+        """True if there are pairs of F and BW that can run as one."""
         if isinstance(self.source, Schedule):
             return bool(self.source.together)
         return 'together' in find(self._family(True)).options

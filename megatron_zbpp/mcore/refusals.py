@@ -210,7 +210,7 @@ _BY_VALUE = (
 
 
 def settings() -> tuple[str, ...]:
-    """All that may be refused."""
+    """Return all that may be refused."""
     tables = _WITH_A_SCHEDULE, _IN_ORDER, _WITHOUT_CELLS, _WITH_W, _ON_CPU, _EMULATED
     named = (name for table in tables for name in table)
     return (*named, *_HYBRID, _SFT, _MASKS, *_MODEL_OPT, *_BY_VALUE)
@@ -231,7 +231,7 @@ def refused(
     joins: bool = False,
     in_order: bool = False,
 ) -> Iterator[Refusal]:
-    """Everything in Megatron's arguments or config that is refused.
+    """Return everything in Megatron's arguments or config that is refused.
 
     Args:
         settings: an object with the settings as attributes; those it lacks are not set.

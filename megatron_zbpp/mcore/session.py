@@ -200,7 +200,7 @@ class Session:
 
     @property
     def counting(self) -> bool:
-        """Whether bytes are worth counting, for what is still to be planned."""
+        """True while bytes are worth counting, for what is still to be planned."""
         return any(guest.counting for guest in self.guests)
 
     @property

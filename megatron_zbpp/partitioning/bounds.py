@@ -112,13 +112,13 @@ class Bounds:
         )
 
     def _heaviest(self) -> float:
-        """One layer is on one rank."""
+        """Return the bound that one layer is on one rank."""
         m = self.space.num_microbatches
         each = range(len(self.space.layers))
         return max(m * sum(self._times(self._fastest, at, at + 1)) for at in each)
 
     def _balanced(self) -> float:
-        """All the work, divided as if layers could be."""
+        """Return all the work, divided as if layers could be."""
         speeds = [1 / min(device.factors) for device in self.space.devices.devices]
         m, total = self.space.num_microbatches, sum(sums[-1] for sums in self._sums)
         return m * total / sum(speeds)
@@ -178,7 +178,7 @@ class Bounds:
     def _table(
         self, counts: Counter[Factors], most: float
     ) -> tuple[list[int], list[Factors]] | None:
-        """As `_reached`: for each number of used devices of each kind, the furthest end."""
+        """Return as `_reached`: for each number of used devices of each kind, the furthest end."""
         kinds = list(counts)
         start = (0,) * len(kinds)
         rows: list[dict[tuple[int, ...], tuple[int, int]]] = [{start: (0, -1)}]

@@ -60,7 +60,7 @@ def climb(
 
 
 def _neighbours(space: Space, ranked: Ranked) -> Iterator[Partition]:
-    """Partitions one move away, of the kind that the rule picks; those of both at the end."""
+    """Yield partitions one move away, of the kind that the rule picks; in the end of both kinds."""
     idle, ends, inside = _bubbles(ranked)
     partition = ranked.partition
     if max(idle) - min(idle) > space.layers.lightest or ends <= inside or space.keep_order:
@@ -84,7 +84,7 @@ def _bubbles(ranked: Ranked) -> tuple[list[float], float, float]:
 
 
 def moved_layers(space: Space, partition: Partition, idle: list[float]) -> Iterator[Partition]:
-    """Partitions where one layer has left a stage for another, those between passing one on.
+    """Yield partitions where one layer has left a stage for another, those between passing one on.
 
     From the busiest rank to the idlest first.
     """
@@ -103,7 +103,7 @@ def moved_layers(space: Space, partition: Partition, idle: list[float]) -> Itera
 
 
 def swapped(space: Space, partition: Partition) -> Iterator[Partition]:
-    """Partitions where two devices that differ change places, or a run of them is reversed."""
+    """Yield partitions where two unlike devices change places, or a run of them is reversed."""
     order, output = partition.order, max(layer.output for layer in space.layers)
     own = space.devices.signature(order, output), tuple(space.limits[d] for d in order)
     linked = bool(space.devices.latency or space.devices.bandwidth)

@@ -28,7 +28,7 @@ _BACK = 0.1  # weight in the draw of the hindmost layer of the first stage; the 
 
 @dataclass(frozen=True)
 class FreezePlan:
-    """Which share of its weight gradients each pass leaves out, and when that begins.
+    """Shares of weight gradients that each pass leaves out, and when that begins.
 
     Attributes:
         schedule: that it is for.

@@ -22,7 +22,7 @@ _FIRST = 1e6  # how much more the end of the batch counts than all freezing
 
 @dataclass(frozen=True)
 class Freezing:
-    """How much of each pass's weight gradients to leave out.
+    """The part of each pass's weight gradients to leave out.
 
     Attributes:
         makespan: of a batch, then.

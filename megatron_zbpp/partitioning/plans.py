@@ -66,7 +66,7 @@ class PartitionPlan:
 
     @property
     def gap(self) -> float:
-        """How far the value may be above the optimum, as a share of the bound."""
+        """The most that the value may be above the optimum, as a share of the bound."""
         return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
 
     def facts(self) -> dict[str, Any]:

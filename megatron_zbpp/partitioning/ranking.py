@@ -1,4 +1,4 @@
-"""How good a partition is: by simulating named schedules on it, and a quick draft of a plan."""
+"""The value of a partition: by simulating named schedules on it, and a quick draft of a plan."""
 
 from __future__ import annotations
 

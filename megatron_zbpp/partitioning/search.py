@@ -308,7 +308,7 @@ class Finder:
 
 
 def _by_value(ranked: Ranked) -> tuple[float, int]:
-    """Of equal ones, that of fewer messages is better."""
+    """Return a sort key: the value, and of equal ones the number of messages."""
     return round(ranked.value, 9), ranked.problem.placement.num_stages
 
 

@@ -137,12 +137,12 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch."""
+        """Tokens of a microbatch."""
         return self.micro_batch * self.seq
 
     @property
     def width(self) -> int:
-        """Of a head."""
+        """Size of a head."""
         return self.head_dim or self.hidden // self.heads
 
 
@@ -257,7 +257,7 @@ def _attention(shape: Shape) -> _Part:
 
 
 def _latent(shape: Shape) -> _Part:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+    """Return multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
     h, query = shape.hidden, shape.heads * (shape.width + shape.rope_dim)
     values = shape.heads * (shape.v_dim or shape.width)
     queries = (
@@ -292,7 +292,7 @@ def _experts(shape: Shape) -> _Part:
 
 
 def _mamba(shape: Shape) -> _Part:
-    """Mamba-2: linear layers around a scan of a state (arXiv 2405.21060)."""
+    """Return Mamba-2: linear layers around a scan of a state (arXiv 2405.21060)."""
     h, inner = shape.hidden, 2 * shape.hidden
     mixed = 2 * inner + 2 * shape.state + inner // 64
     scan = 6 * shape.tokens * inner * shape.state
@@ -301,7 +301,7 @@ def _mamba(shape: Shape) -> _Part:
 
 
 def _head(shape: Shape) -> _Part:
-    """Output layer: logits are held in fp32."""
+    """Return the output layer: logits are held in fp32."""
     part = _linear(shape.hidden, shape.vocab)
     logits = shape.vocab * _FP32 / _BF16
     return part + _Part(activation=logits)
@@ -327,7 +327,7 @@ def _layer(shape: Shape, kind: str, part: _Part) -> Layer:
 
 
 def _embedding(shape: Shape) -> Layer:
-    """Rows are copied, and gradients added to them: no time beside the others'."""
+    """Return the embedding: rows are copied and gradients added, in no time beside the others'."""
     return _layer(replace(shape, bandwidth=0.0), 'E', _Part(held=shape.hidden * shape.vocab))
 
 

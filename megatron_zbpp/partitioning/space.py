@@ -98,13 +98,13 @@ class Space:
 
     @property
     def orders_are_listed(self) -> bool:
-        """Whether `orders` are all that differ."""
+        """True if `orders` are all that differ."""
         count = len(self.devices)
         return self.keep_order or count <= 7 or self.alike
 
     @cached_property
     def alike(self) -> bool:
-        """Whether all devices, limits and links are."""
+        """True if all devices, limits and links are alike."""
         devices, ranks = self.devices, range(len(self.devices))
         output = max(layer.output for layer in self.layers)
         return (
@@ -115,7 +115,7 @@ class Space:
 
     @property
     def size(self) -> float:
-        """How many partitions there are; inf where their orders are not listed."""
+        """The number of partitions; inf where their orders are not listed."""
         if not self.orders_are_listed:
             return inf
         splits = len(self.layers.splits())

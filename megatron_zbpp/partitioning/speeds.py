@@ -1,4 +1,4 @@
-"""How much slower some ranks are: by what layers of one kind take, or the same stages elsewhere.
+"""Slower ranks: by the times of layers of one kind, or of the same stages elsewhere.
 
 Within a pipeline only stages count whose layers are all of one kind, so that neither embedding nor
 output layer is taken for a slow machine. The usual one of those ranks has 1, and so has who has no

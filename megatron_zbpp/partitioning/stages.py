@@ -14,7 +14,7 @@ from megatron_zbpp.partitioning.layers import Layers
 
 @dataclass(frozen=True)
 class Partition:
-    """Where everything is.
+    """Stages, their layers, and their devices.
 
     Attributes:
         placement: which rank holds which stage.
@@ -58,7 +58,7 @@ def stage_costs(layers: Layers, devices: Devices, partition: Partition) -> Costs
 def _edges(
     layers: Layers, devices: Devices, partition: Partition
 ) -> tuple[tuple[int, int, float], ...]:
-    """Latencies between ranks that hold neighbouring stages, both ways."""
+    """Return the latencies between ranks that hold neighbouring stages, both ways."""
     ranks, order = partition.placement.only_route, partition.order
     found: dict[tuple[int, int], float] = {}
     at = 0

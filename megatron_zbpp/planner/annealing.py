@@ -137,7 +137,7 @@ def _move(part: list[int], at: int, rng: Random) -> tuple[int, list[int]] | None
 
 
 def critical(problem: Problem, orders: Orders, ends: Ends) -> list[tuple[int, int]]:
-    """(rank, position) of the passes that set the value, last to first: each waits for the next."""
+    """Return (rank, position) of the passes that set the value, last to first, by who waits."""
     m = problem.num_microbatches
     finishes = [
         max(ends[queue][m - 1] for queue in queues) - origin
@@ -148,7 +148,7 @@ def critical(problem: Problem, orders: Orders, ends: Ends) -> list[tuple[int, in
 
 
 def _trace(problem: Problem, orders: Orders, ends: Ends, rank: int) -> Iterator[tuple[int, int]]:
-    """From the last pass of `rank` back to one that starts at 0."""
+    """Return the passes from the last of `rank` back to one that starts at 0."""
     positions: dict[int, list[int]] = {}
     position = len(orders[rank]) - 1
     queue, microbatch = orders[rank][position], problem.num_microbatches - 1

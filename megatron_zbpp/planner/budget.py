@@ -1,4 +1,4 @@
-"""How much the planner may still try: counted in steps, so that a plan can be made again.
+"""The planner's budget: counted in steps, so that a plan can be made again.
 
 A clock would let a busy machine plan otherwise than an idle one. So `seconds` are turned into a
 fixed number of steps, what half of them suffice for on a slow core; only a machine that needs more

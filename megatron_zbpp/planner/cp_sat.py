@@ -284,7 +284,7 @@ class Model:
         self.model.add_cumulative(intervals, amounts, int(cap // unit))
 
     def _held(self, since: int, until: int, microbatch: int) -> list[cp_model.IntervalVar]:
-        """From the start of one pass to the end of another."""
+        """Return the interval from the start of one pass to the end of another."""
         return [self._span(self.starts[since][microbatch], self._end(until, microbatch))]
 
     def _span(self, start: Any, end: Any) -> cp_model.IntervalVar:
@@ -292,7 +292,7 @@ class Model:
         return self.model.new_interval_var(start, length, end, '')
 
     def _pair_weights(self, rank: int) -> None:
-        """Ws that are alike run in the order of their Bs."""
+        """Require that Ws that are alike run in the order of their Bs."""
         if not self.problem.is_plain:
             return  # they may be needed
         _, backwards, weights = self.problem.by_stage

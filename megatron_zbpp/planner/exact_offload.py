@@ -93,7 +93,7 @@ class _Copies(NamedTuple):
 
 
 class _Model(Model):
-    """With copies."""
+    """The solver's model, with copies."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class _Model(Model):
         return [copies for (stage, _), copies in self._copies.items() if stage in stages]
 
     def _held(self, since: int, until: int, microbatch: int) -> list[cp_model.IntervalVar]:
-        """From the start of one pass to the end of another, but for when it is away."""
+        """Return the intervals from one pass's start to another's end, without those away."""
         kind, stage, _ = self.problem.tasks[since]
         if kind != F:
             return super()._held(since, until, microbatch)

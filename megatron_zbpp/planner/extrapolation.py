@@ -37,7 +37,7 @@ def extrapolate(few: Problem, orders: Orders, many: Problem) -> Solution | None:
 
 
 def _cuts(problem: Problem, orders: Orders, ends: Ends, beat: int) -> list[tuple[int, ...]]:
-    """Per rank, where a repeatable part starts: all ranks at about one time, for many times."""
+    """Yield, per rank, where a repeatable part starts: all at about one time, for many times."""
     balanced = [
         _balanced(order, len(queues), beat)
         for order, queues in zip(orders, problem.queues, strict=True)
@@ -57,7 +57,7 @@ def _cuts(problem: Problem, orders: Orders, ends: Ends, beat: int) -> list[tuple
 
 
 def _balanced(order: list[int], num_queues: int, beat: int) -> list[int]:
-    """Where the next `num_queues * beat` passes are `beat` of each queue."""
+    """Return where the next `num_queues * beat` passes are `beat` of each queue."""
     length = num_queues * beat
     counts = dict.fromkeys(order, 0)
     exact = 0

@@ -61,7 +61,7 @@ def grouped(problem: Problem) -> list[Orders]:
 
 
 def _values(problem: Problem) -> Iterator[tuple[float, _Grouping]]:
-    """Those that fit, each with its value."""
+    """Yield those that fit, each with its value."""
     p = problem.placement.num_ranks
     for choice in product(range((p + 1) // 2, p + 1), _AHEAD, _DEFER):
         grouping = _Grouping(*choice)

@@ -1,4 +1,4 @@
-"""How many activations each rank may hold: what a limit leaves beside parameters."""
+"""Limits of activations for each rank: what a limit of memory leaves beside parameters."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def said(amount: float, limit: Limit) -> str:
 
 
 def _least(placement: Placement, costs: Costs, graph: Graphs | None) -> list[float]:
-    """Per rank, the smallest limit under which there surely is a schedule (see `pattern`)."""
+    """Return, per rank, the smallest limit under which there surely is a schedule (`pattern`)."""
     if graph is not None:
         ranks, made = range(placement.num_ranks), graph(placement.num_stages)
         problem = Problem(placement, 1, costs, (inf,) * len(ranks), graph=made)
@@ -96,7 +96,7 @@ def _least(placement: Placement, costs: Costs, graph: Graphs | None) -> list[flo
 
 
 def same_limits(limit: float | Sequence[float] | None, num_ranks: int) -> tuple[float, ...]:
-    """One limit a rank.
+    """Return one limit a rank.
 
     Raises:
         ValueError: not one number, nor one a rank, or a limit that is no amount.

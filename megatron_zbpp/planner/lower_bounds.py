@@ -40,7 +40,7 @@ def lower_bound(problem: Problem) -> float:
 
 
 def _queue_bound(problem: Problem, queue: int) -> float:
-    """All passes of a queue, from when the first can start."""
+    """Return the time of all passes of a queue, from when the first can start."""
     work = problem.num_microbatches * problem.durations[queue]
     return problem.arrivals[queue] + work - problem.origins[problem.ranks[queue]]
 
@@ -72,7 +72,7 @@ def _of_rank(problem: Problem, rank: int) -> Iterator[list[int]]:
 
 
 def _rest(problem: Problem, forward: int) -> float:
-    """From the end of a microbatch's F to its latest end, origins taken off."""
+    """Return the time from the end of a microbatch's F to its latest end, origins taken off."""
     done = problem.arrivals[forward] + problem.durations[forward]
     ends = (
         problem.arrivals[sink] + problem.durations[sink] - problem.origins[problem.ranks[sink]]
@@ -82,7 +82,7 @@ def _rest(problem: Problem, forward: int) -> float:
 
 
 def _most(times: list[float], amounts: list[int], m: int, cap: float) -> float:
-    """Most time of passes of which `cap` holds enough: at most m of each, a fractional fill."""
+    """Return the longest time of passes that `cap` holds: up to m of each, a fractional fill."""
     if len(set(amounts)) == 1 and amounts[0] and cap < inf:
         cap -= cap % amounts[0]
     total = 0.0

@@ -49,7 +49,7 @@ def moving_bound(problem: Problem, actions: Sequence[Technique]) -> float:
 
 
 def _bound(problem: Problem, ranks: Sequence[int], actions: Sequence[Technique]) -> float:
-    """Of ranks that count as one: the mean of their times, the sum of their memory."""
+    """Return the bound of ranks that count as one: mean of their times, sum of their memory."""
     count, m = len(ranks), problem.num_microbatches
     room = sum(problem.limits[rank] for rank in ranks) * _ROUNDING
     if not 0 < room < inf:

@@ -22,7 +22,7 @@ class Named:
 
 
 def named(problem: Problem) -> list[Named]:
-    """Every named schedule that is on the problem's placement and within its limits, best first."""
+    """Return the named schedules on the problem's placement and within its limits, best first."""
     found: list[Named] = []
     for family in FAMILIES if problem.is_plain else ():
         if family.moves:

@@ -39,7 +39,7 @@ _PATIENCE = (0.0, 0.0, 0.2, 0.3, 0.5, 0.6, 0.8, 1.0)
 
 @dataclass(frozen=True)
 class Pattern:
-    """When passes are due. Times are in units of the busiest rank's work for one microbatch.
+    """Due times of passes, in units of the busiest rank's work for one microbatch.
 
     Attributes:
         down: per chunk, stage to stage time of F, as a multiple of F and its edge.
@@ -63,7 +63,7 @@ class Pattern:
 
     @classmethod
     def random(cls, problem: Problem, rng: Random) -> Pattern:
-        """Any pattern."""
+        """Return a random pattern."""
         chunks = range(problem.placement.num_chunks)
         return cls(
             down=tuple(rng.choice(_SLOPES) for _ in chunks),
@@ -78,7 +78,7 @@ class Pattern:
 
     @classmethod
     def straight(cls, problem: Problem, turn: float, delay: float, lead: float) -> Pattern:
-        """One in which passes follow each other at once."""
+        """Return the pattern in which passes follow each other at once."""
         each = (1.0,) * problem.placement.num_chunks
         return cls(each, each, turn, delay, 1.0, lead, 0.0, (0.0,) * problem.num_queues)
 
@@ -91,7 +91,7 @@ class Pattern:
         return pattern
 
     def due(self, problem: Problem) -> tuple[list[float], float]:
-        """When each queue's microbatch 0 is due, and the interval, in the problem's time."""
+        """Return when each queue's microbatch 0 is due, and the interval, in the problem's time."""
         unit = max(problem.work) / problem.num_microbatches
         lengths, tasks, chunk_of = problem.durations, problem.tasks, problem.placement.chunk_of
         due = [0.0] * problem.num_queues
@@ -118,7 +118,7 @@ class Pattern:
 
 
 def _mutated(value: Any, field: str, rng: Random) -> float | tuple[float, ...]:
-    """Another value for this field of a pattern."""
+    """Return another value for this field of a pattern."""
     if field == 'patience':
         return rng.choice(_PATIENCE)
     if field == 'interval':

@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far the value may be above the optimum, as a share of the bound."""
+        """The most that the value may be above the optimum, as a share of the bound."""
         return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
 
     @property
@@ -160,7 +160,7 @@ def plan(
 
 
 def _search(searches: list[Search], budget: Budget) -> None:
-    """In a first round all placements alike, then half of what is left to the next best."""
+    """Search all placements alike in a first round, then half of what is left to the next best."""
     for share in _ROUNDS if len(searches) > 1 else (1.0,):
         part = budget.split_off(share)
         ranked = sorted(searches, key=lambda search: (search.best.value, search.bound))

@@ -67,7 +67,7 @@ class Problem:
 
     @cached_property
     def with_fewer_microbatches(self) -> Problem:
-        """The same with fewer microbatches, to try things on; itself where that saves little."""
+        """The problem of fewer microbatches, to try things on; itself where that saves little."""
         m = self.num_microbatches
         few = max(12, self.placement.num_ranks * 5 // 2)
         few += (m - few) % 2  # so that what repeats may span two microbatches
@@ -75,7 +75,7 @@ class Problem:
 
     @cached_property
     def _flat(self) -> Compiled:
-        """A queue is a row of this: a task of the graph."""
+        """The compiled graph; each row, a task, is a queue."""
         return compiled(self.graph or chain(self.placement.num_stages))
 
     @cached_property
@@ -210,12 +210,12 @@ class Problem:
 
     @cached_property
     def firsts(self) -> tuple[float, ...]:
-        """When each rank starts its first pass, which no order can change on these placements."""
+        """The start of each rank's first pass, which no order can change on these placements."""
         return tuple(min(self.arrivals[queue] for queue in queues) for queues in self.queues)
 
     @cached_property
     def origins(self) -> tuple[float, ...]:
-        """Where the objective's clock starts on each rank.
+        """The start of the objective's clock on each rank.
 
         Raises:
             ValueError: by 'window' that depends on the orders, which may begin with other passes.
@@ -321,7 +321,7 @@ def replay(
     at: int = 0,
     cap: float = inf,
 ) -> tuple[float, Ends] | None:
-    """Value and ends of orders in which each pass runs as early as it may.
+    """Return value and ends of orders in which each pass runs as early as it may.
 
     Args:
         problem: what the orders are for.
@@ -413,7 +413,7 @@ def _before(problem: Problem, orders: Orders, known: Ends, rank: int, at: int) -
 
 
 def _resume(problem: Problem, ends: Ends, cap: float) -> tuple[list[int], list[float], list[float]]:
-    """Per rank: position, clock, and how long it may still idle before its value is above `cap`."""
+    """Return, per rank: position, clock, and how long it may idle before exceeding `cap`."""
     positions: list[int] = []
     clocks: list[float] = []
     spare: list[float] = []

@@ -29,7 +29,7 @@ class Prefix:
     ahead: int = 0
 
     def then(self, squared_norm: float, clip_grad: float) -> Prefix:
-        """With one rank more, which goes ahead exactly if the state allows it."""
+        """Return it with one rank more, which goes ahead exactly if the state allows it."""
         total = self.squared_norm + squared_norm
         return Prefix(total, self.ahead + is_clean(math.sqrt(total), clip_grad))
 

@@ -27,7 +27,7 @@ STEP = 'optimizer step'  # as it is called where ranks meet
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a true step.
+    """The outcome of a true step.
 
     Attributes:
         result: what the optimizer's step returns.

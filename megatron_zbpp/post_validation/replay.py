@@ -33,7 +33,7 @@ class ReplayIterator:
 
     @property
     def idle(self) -> bool:
-        """Whether it has nothing that the source would not give."""
+        """True if it has nothing that the source would not give."""
         return not self._drawn and not self._kept
 
     def reserve(self, count: int) -> bool:
@@ -51,10 +51,10 @@ class ReplayIterator:
         self._kept = [] if keep else None
 
     def forget(self) -> None:
-        """There will be no `rewind`."""
+        """Keep nothing for a `rewind`: there will be none."""
         self._kept = None
 
     def rewind(self) -> None:
-        """Everything since `mark` will be given again."""
+        """Give everything since `mark` again."""
         self._drawn.extendleft(reversed(self._kept or []))
         self.mark(keep=False)

@@ -204,7 +204,7 @@ def _aside(parameter: torch.Tensor) -> torch.Tensor:
 def _parts(
     optimizer: torch.optim.Optimizer, stepped: Iterable[Stepped], buffer_bytes: int
 ) -> Iterator[list[Stepped]]:
-    """Consecutive parameters whose state fits the buffer; at least one."""
+    """Yield consecutive parameters whose state fits the buffer; at least one."""
     part: list[Stepped] = []
     filled = 0
     for one in stepped:

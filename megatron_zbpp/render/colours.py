@@ -21,7 +21,7 @@ _PALEST = 0.6  # share of white in the last chunk of many
 
 
 def colour(kind: str, chunk: int = 0, num_chunks: int = 1) -> str:
-    """`#rrggbb` of a pass: the kind's hue, paler for later chunks of a rank."""
+    """Return `#rrggbb` of a pass: the kind's hue, paler for later chunks of a rank."""
     white = _PALEST * chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
     hue = HUES.get(kind) or _another(kind)
     channels = (int(hue[i : i + 2], 16) for i in (1, 3, 5))
@@ -45,7 +45,7 @@ def kinds(schedules: Iterable[Schedule]) -> dict[str, Kind]:
 
 
 def legend(schedules: Iterable[Schedule]) -> list[tuple[str, str]]:
-    """(text, colour) of each kind of pass in `schedules`, and of its first and last chunk."""
+    """Return (text, colour) of each kind of pass in `schedules`, and of its end chunks."""
     schedules = tuple(schedules)
     entries: list[tuple[str, str]] = []
     for name, kind in kinds(schedules).items():
@@ -57,12 +57,12 @@ def legend(schedules: Iterable[Schedule]) -> list[tuple[str, str]]:
 
 
 def stripes(kind: str, top: float, height: float) -> list[float]:
-    """Where the stripes of a bar are that begins at `top`, from its foot upwards."""
+    """Return where the stripes of a bar are that begins at `top`, from its foot upwards."""
     return [top + height * (1 - 0.1 * (k + 1)) for k in range(STRIPES.get(kind, 0))]
 
 
 def ink(background: str) -> str:
-    """Black or white, whichever reads better on `background` (WCAG's relative luminance)."""
+    """Return black or white, whichever reads better on `background` (WCAG's luminance)."""
     red, green, blue = (_linear(int(background[i : i + 2], 16) / 255) for i in (1, 3, 5))
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     return '#000000' if luminance > 0.18 else '#ffffff'

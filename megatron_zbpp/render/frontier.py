@@ -108,7 +108,7 @@ def _label(figure: Figure, axes: Axes, labels: Mapping[Place, str], line: Sequen
 
 
 class _Try(NamedTuple):
-    """Where a label may be.
+    """A place where a label may be.
 
     Attributes:
         offset: from its mark, in points, and which side of it is there.
@@ -122,7 +122,7 @@ class _Try(NamedTuple):
 
 
 def _places(axes: Axes, place: Place, text: str) -> Iterator[_Try]:
-    """Where a label may be, the nearest first."""
+    """Yield where a label may be, the nearest first."""
     from matplotlib.transforms import Bbox
 
     probe = axes.text(0, 0, text, fontsize=_SIZE)

@@ -67,7 +67,7 @@ def html(
 
 
 def waits(timeline: Timeline) -> list[list[tuple[int, int]]]:
-    """For each pass before which its rank idled, (rank, index) of the pass that it waited for.
+    """Return, for each pass before which its rank idled, (rank, index) of the pass it waited for.
 
     That is what it needs from another rank and came last; (-1, -1) for all other passes.
     """

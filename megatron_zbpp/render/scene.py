@@ -78,7 +78,7 @@ def first_rows(timeline: Timeline) -> list[int]:
 
 
 def held(timeline: Timeline, costs: Costs) -> list[list[tuple[float, float]]]:
-    """Per rank the steps of its memory curve: (time, activations held from then on).
+    """Return, per rank, the steps of its memory curve: (time, activations held from then on).
 
     An F takes its memory when it starts, and so does what comes back; the others change what is
     held when they end, a pass of several tasks also after the first of them.
@@ -132,7 +132,7 @@ def figures(timeline: Timeline) -> str:
 
 
 def ticks(span: float, most: int) -> list[float]:
-    """At most about `most` round numbers from 0 to `span`."""
+    """Return at most about `most` round numbers from 0 to `span`."""
     if span <= 0:
         return [0.0]
     rough = span / max(most, 1)
@@ -142,6 +142,6 @@ def ticks(span: float, most: int) -> list[float]:
 
 
 def number(value: float, digits: int = 5) -> str:
-    """`value` for people: at most `digits` significant digits, no trailing zeros, no exponent."""
+    """Return `value` for people: up to `digits` significant digits, no exponent, no end zeros."""
     text = f'{value:.{digits}g}'
     return f'{float(text):.0f}' if 'e+' in text else text

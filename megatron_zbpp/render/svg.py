@@ -36,7 +36,7 @@ def svg(
     width: int = 1400,
     heading: str = '',
 ) -> str:
-    """One picture of all `timelines`, below each other on one time axis; grey ends where each ends.
+    """Draw all `timelines` below each other on one time axis; grey ends where each ends.
 
     Args:
         timelines: by the name that heads each.

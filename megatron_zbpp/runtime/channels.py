@@ -51,7 +51,7 @@ class Message:
 
     @functools.cached_property
     def on_cpu(self) -> bool:
-        """Return whether that is the host's memory."""
+        """True if that is the host's memory."""
         return self.device.type == 'cpu'
 
 

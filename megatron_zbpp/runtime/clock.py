@@ -1,4 +1,4 @@
-"""When passes start and end, on the CPU's clock or the GPU's, and what memory was taken then."""
+"""Start and end of passes on the CPU's clock or the GPU's, and the memory taken then."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Clock(Protocol):
         ...
 
     def seconds(self, mark: Any) -> float:
-        """`mark` in seconds of the host's monotonic clock; may synchronise."""
+        """Return `mark` in seconds of the host's monotonic clock; may synchronise."""
         ...
 
     def between(self, start: Any, end: Any) -> float:
@@ -41,7 +41,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For devices whose work is done when the call returns: the CPU."""
+    """A clock for devices whose work is done when the call returns: the CPU."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -108,7 +108,7 @@ class CudaClock:
 
 
 class CountingClock(CudaClock):
-    """Its marks also tell what PyTorch has allocated; some 10 microseconds of the host each."""
+    """A clock whose marks tell what PyTorch has allocated, too; some 10 us of the host each."""
 
     def mark(self) -> tuple[torch.cuda.Event, int]:
         return _recorded(), torch.cuda.memory_allocated()

@@ -26,7 +26,7 @@ def unseen_by_autograd(tensors: tuple[torch.Tensor, ...]) -> AbstractContextMana
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors have `storage`, beside this one Python object of it."""
+    """Return how many tensors have `storage`, beside this one Python object of it."""
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 

@@ -133,7 +133,7 @@ class Executor:
         self._inputs: dict[Key, torch.Tensor | None] = {}  # of forwards that run again
 
     def run(self) -> Record:
-        """Every instruction that is left, in order; returns when this rank has done its part.
+        """Run every instruction that is left, in order; return when this rank has done its part.
 
         Raises:
             ValueError: a stage made something else than the message that its neighbour awaits.
@@ -380,7 +380,7 @@ class Executor:
         return self._saved.pop(key)
 
     def _scope(self, key: Key) -> WeightGradStore:
-        """Around what computes for `key`: whether its weight gradients are left to a W."""
+        """Enter what computes for `key`: whether its weight gradients are left to a W."""
         return self._store.scope(key if key in self._split else None)
 
     def _weights(self, p: Pass, _: None) -> None:

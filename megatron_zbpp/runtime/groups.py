@@ -14,7 +14,7 @@ from megatron_zbpp.runtime import compat
 
 @dataclass(frozen=True)
 class MessageKernels:
-    """How NCCL carries messages between stages.
+    """The kernels by which NCCL carries messages between stages.
 
     Attributes:
         ctas: most thread blocks of a send or a receive. A receive is a kernel that spins until its

@@ -13,14 +13,14 @@ class Stage(Protocol):
     """The protocol of one stage of the model; it keeps no state between passes."""
 
     def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Output of the stage; `received` is None on the first one.
+        """Return the output of the stage; `received` is None on the first one.
 
         The last returns its loss: where no backward follows, that may be anything.
         """
         ...
 
     def forward_unsaved(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Output of the stage, of which nothing is kept: `recompute` makes it again."""
+        """Return the output of the stage, of which nothing is kept: `recompute` makes it again."""
         ...
 
     def recompute(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
@@ -30,14 +30,14 @@ class Stage(Protocol):
     def backward(
         self, received: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Gradient with respect to `received`; `gradient` is None on the last stage."""
+        """Return the gradient with respect to `received`; `gradient` is None on the last stage."""
         ...
 
     def release(self, output: torch.Tensor) -> None:
         """Release the data of `output`, which has been passed on; its graph is still needed."""
 
     def grad_sync(self, last: bool) -> AbstractContextManager[None]:
-        """Around what accumulates gradients; `last`: these parameters get no more after it."""
+        """Enter what accumulates gradients; `last`: these parameters get no more after it."""
         ...
 
 

@@ -92,16 +92,16 @@ class WeightGradStore:
 
     @property
     def deferring(self) -> bool:
-        """Whether the pass that runs now leaves its weight gradients to a W pass."""
+        """True if the pass that runs now leaves its weight gradients to a W pass."""
         return self._key is not None
 
     @property
     def pending(self) -> int:
-        """How many (stage, microbatch) wait between their B and their W."""
+        """The number of (stage, microbatch) between their B and their W."""
         return len(self._pending)
 
     def scope(self, key: Key | None) -> WeightGradStore:
-        """Everything run inside belongs to `key`; `None`: compute weight gradients at once."""
+        """Let everything run inside belong to `key`; `None`: compute weight gradients at once."""
         self._key = key
         return self
 
@@ -112,7 +112,7 @@ class WeightGradStore:
         self._key = None
 
     def open(self, key: Key, waits: bool = True) -> None:
-        """B of `key` begins: from here to `run(key)` it counts as pending."""
+        """Begin the B of `key`: from here to `run(key)` it counts as pending."""
         self._pending[key] = []
         self.waits = waits
 
@@ -130,7 +130,7 @@ class WeightGradStore:
         self._pending[key].append(Deferred(parameters, compute, held, start, fused))
 
     def held(self, key: Key) -> int:
-        """Bytes that wait for the W of `key`; what several layers hold counts once."""
+        """Return the bytes that wait for the W of `key`; what several layers hold counts once."""
         return sum(dict(pair for d in self._pending[key] for pair in d.storages).values())
 
     def run(self, key: Key) -> None:
@@ -154,7 +154,7 @@ class WeightGradStore:
         visits.run(records)
 
     def clear(self) -> None:
-        """Forgets everything: after an error, so that no activation outlives its iteration."""
+        """Forget everything: after an error, so that no activation outlives its iteration."""
         self._key = None
         self._pending.clear()
         self._visits.clear()

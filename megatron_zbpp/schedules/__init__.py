@@ -39,7 +39,7 @@ def __getattr__(name: str) -> object:
 
 
 def names(plain: bool = False) -> tuple[str, ...]:
-    """Canonical names of all of the library's families.
+    """Return the canonical names of all of the library's families.
 
     Args:
         plain: of those only whose passes are F, B and W.

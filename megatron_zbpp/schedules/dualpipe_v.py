@@ -72,7 +72,7 @@ def _pairs(found: Iterable[Phase]) -> list[tuple[Pass, Pass]]:
 
 
 def _in_steps(p: int, m: int, rank: int) -> list[Phase]:
-    """One rank's order for m >= 2p, in the eight steps of DualPipe."""
+    """Return one rank's order for m >= 2p, in the eight steps of DualPipe."""
     below = p - 1 - rank  # ranks further down the V
     last = ['1', '0'] * (rank + 1)  # the first half of these is fused, the second split
     fused = ' '.join(f'BW{chunk}' for chunk in last[: rank + 1])

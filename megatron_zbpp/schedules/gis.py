@@ -9,17 +9,17 @@ from megatron_zbpp.schedules.registry import Formula, Sizes, family
 
 
 def _half(num_ranks: int) -> int:
-    """G of GIS-H."""
+    """Return G of GIS-H."""
     return (num_ranks + 1) // 2
 
 
 def _peak(at: Sizes, size: int) -> float:
-    """((v-1)g + p)/v, where g is the largest of even groups of at least `size`."""
+    """Return ((v-1)g + p)/v, where g is the largest of even groups of at least `size`."""
     return ((at.v - 1) * even_groups(at.m, size)[0] + at.p) / at.v
 
 
 def _halved_bubble(at: Sizes) -> float:
-    """Of GIS-H, where its groups are of g."""
+    """Return the bubble of GIS-H, where its groups are of g."""
     short = (at.p - _half(at.p)) * (at.v - 1) * (at.F + at.B - at.W)
     return ((at.p - 1) * (at.F + at.B) + short) / at.v
 
@@ -88,7 +88,7 @@ def gis_h(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedul
 def _grouped(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int, size: int
 ) -> Schedule:
-    """Interleaved in groups of `size`, W right after B."""
+    """Return it interleaved in groups of `size`, W right after B."""
     placement = Placement.loop(num_ranks, num_chunks)
     groups = even_groups(num_microbatches, size)
     orders = (

@@ -9,7 +9,7 @@ from megatron_zbpp.schedules.registry import Formula, Sizes, family
 
 
 def _peak(at: Sizes) -> float:
-    """(v-1)g + 2p-1 activations of a chunk on rank 0, in groups of up to g; p with one chunk."""
+    """Return (v-1)g + 2p-1 activations of a chunk on rank 0, in groups of up to g; v = 1: p."""
     largest = even_groups(at.m, at.p)[0]
     stride = 2 if at.v > 1 else 1
     return min(at.m, ((at.v - 1) * largest + stride * (at.p - 1) + 1) / at.v)

@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
 
     @property
     def equal(self) -> bool:
-        """Whether F, B and W take the same time."""
+        """True if F, B and W take the same time."""
         return self.F == self.B == self.W
 
 
@@ -241,7 +241,7 @@ def own_families() -> tuple[Family, ...]:
 
 
 def families() -> Iterator[Family]:
-    """All that are registered: the library's own, then others in the order of registration."""
+    """Return all that are registered: the library's own, then others in order of registration."""
     own = own_families()
     return iter((*own, *(other for other in tuple(_FAMILIES.values()) if other not in own)))
 

@@ -68,7 +68,7 @@ def _block(p: int) -> dict[tuple[str, int], int]:
 
 
 def _places(*forwards: int) -> tuple[int, int]:
-    """Slots, modulo the interval, where the two backwards start that fit around these forwards."""
+    """Return slots, modulo the interval, where both backwards fit around these forwards."""
     taken = {slot % _INTERVAL for slot in forwards}
     free = [at for at in range(_INTERVAL) if at not in taken and (at + 1) % _INTERVAL not in taken]
     return next((a, b) for a in free for b in free if (b - a) % _INTERVAL in (2, 3))

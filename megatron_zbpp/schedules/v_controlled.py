@@ -19,12 +19,12 @@ _INTERVAL = 6  # slots from one microbatch to the next: F, B and W of two chunks
 
 
 def _half_bubble(at: Sizes) -> float:
-    """Of V-Half where F=B=W."""
+    """Return the bubble of V-Half where F=B=W."""
     return max(0, 3 * at.p - (4 if at.p % 2 else 7)) / 2 * at.F
 
 
 def _min_bubble(at: Sizes) -> float:
-    """Of V-Min where F=B=W, at most."""
+    """Return the most bubble of V-Min where F=B=W."""
     return (4 * at.p - (5 if at.p % 3 else 7)) / 2 * at.F
 
 
@@ -145,7 +145,7 @@ def _controlled(
 def _draft(
     placement: Placement, slots: Slots, num_microbatches: int, peak: int, steady: bool
 ) -> Draft:
-    """Warm-up (and, if so said, steady state) tightened with Ws in place, cool-down without."""
+    """Return warm-up (and maybe steady state) tightened with Ws in place, cool-down without."""
     limit = 2 * peak  # in activations of one stage, two a rank
     stop = None if steady else slots[Pass(B, 0, 0)]
     slots = tighten(slots, placement, limit, stop=stop)

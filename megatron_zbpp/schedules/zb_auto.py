@@ -166,7 +166,7 @@ class _Scheduler:
         self.forwards = [0] * self.p  # per rank, F passes put
 
     def run(self) -> None:
-        """Warm-up, a round for each further B, and the Ws that are left."""
+        """Run the warm-up, a round for each further B, and the Ws that are left."""
         self._warm_up()
         for microbatch in range(1, self.m):  # line 6
             chosen = self._who_forwards()
@@ -179,7 +179,7 @@ class _Scheduler:
             self._flush(rank)
 
     def _warm_up(self) -> None:
-        """F of microbatch 0, as many more as come before the first B, and B of microbatch 0."""
+        """Run F of microbatch 0, as many more as come before the first B, and B of microbatch 0."""
         for rank in range(self.p):  # line 2
             self._forward(rank)
         counts = self._warm_up_counts()
@@ -209,7 +209,7 @@ class _Scheduler:
         return counts
 
     def _who_forwards(self) -> list[bool]:
-        """Which ranks run an F in this round: those with one left, and only if all below do."""
+        """Return which ranks run an F in this round: those with one left, if all below do."""
         chosen = [count < self.m for count in self.forwards]  # line 7
         for rank in reversed(range(self.p - 1)):
             below = self.forwards[rank + 1]

@@ -72,7 +72,7 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _handcrafted(name: str, num_ranks: int, num_microbatches: int, laps: int) -> Schedule:
-    """Warm-up and deferral of ZB-H1 (`laps` 1) or of ZB-H2 (`laps` 2) on every rank."""
+    """Return warm-up and deferral of ZB-H1 (`laps` 1) or of ZB-H2 (`laps` 2) on every rank."""
     m = num_microbatches
     orders = (
         split_one_forward_one_backward(

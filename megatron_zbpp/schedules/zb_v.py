@@ -50,7 +50,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _closed_form(p: int, m: int, rank: int) -> list[Phase]:
-    """One rank's order for m >= 2p-1, and the same for fewer without what is missing."""
+    """Return one rank's order for m >= 2p-1, and the same for fewer without what is missing."""
     table = [
         (2 * (p - rank) - 1, 'F0', 'warm-up: chunk 0'),
         (rank, 'F1 F0', 'warm-up: both chunks'),

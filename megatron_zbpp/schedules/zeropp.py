@@ -9,7 +9,7 @@ from megatron_zbpp.schedules.registry import Formula, Sizes, family
 
 
 def _unit(num_ranks: int, num_chunks: int) -> int:
-    """Fewest microbatches of a unit: p, and as many as have the 2(p-1) Ws that rank 0 keeps."""
+    """Return the fewest microbatches of a unit: p, or as many as have the 2(p-1) Ws of rank 0."""
     return max(num_ranks, -(-2 * (num_ranks - 1) // num_chunks))
 
 
@@ -64,7 +64,7 @@ def zeropp(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedu
 
 
 def _in_units(stages: tuple[int, ...], units: list[int], keep: int) -> list[Phase]:
-    """One rank's order: `keep` of a unit's Ws come after the forwards of the next."""
+    """Return one rank's order: `keep` of a unit's Ws come after the forwards of the next."""
     table: list[Row] = []
     for number, size in enumerate(units):
         passes = len(stages) * size

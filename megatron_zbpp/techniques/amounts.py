@@ -1,4 +1,4 @@
-"""How much of each rank a technique takes: one grammar for flags, `enable` and `zbpp`."""
+"""Amounts of a technique on each rank: one grammar for flags, `enable` and `zbpp`."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def lack_of_times(costs: Costs, kinds: Iterable[str]) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class Technique:
-    """All that others know of a technique.
+    """A technique: all that others know of it.
 
     Attributes:
         name: by which a user asks for it.

@@ -73,7 +73,7 @@ class AutoPlan(Guest):
 
     @property
     def counting(self) -> bool:
-        """Whether bytes are worth counting: nothing has been planned so far."""
+        """True while bytes are worth counting: until something is planned."""
         return not self._settled and self.planned is None
 
     def starts(self, describe: Callable[[], ModelLayers]) -> None:

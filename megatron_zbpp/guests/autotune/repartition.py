@@ -45,7 +45,7 @@ class Looked:
 
     @property
     def unequal(self) -> str:
-        """Which ranks take longer or less long than others for the same layers; '' if none does."""
+        """Ranks slower or faster than others at the same layers, for messages; '' if none is."""
         return ', '.join(
             f'rank {rank} takes {device.factors[0]:.3g} times as long'
             for rank, device in enumerate(self.devices.devices)

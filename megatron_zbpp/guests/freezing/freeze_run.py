@@ -41,7 +41,7 @@ class FreezeRun(Guest):
 
     @property
     def skips_gradients(self) -> bool:
-        """Whether gradients are left out in this step."""
+        """True if gradients are left out in this step."""
         return self.plan.share(self.step) > 0
 
     def refuses(self, schedule: Schedule) -> str | None:

@@ -51,7 +51,7 @@ class FreeAmount(Guest):
 
     @property
     def counting(self) -> bool:
-        """Bytes are counted until copies have been planned."""
+        """True while bytes are counted: until copies have been planned."""
         return not self.settled
 
     def after(self, iteration: Iteration, run: Run) -> Change | None:

@@ -56,7 +56,7 @@ class MemoryBudget:
 
     @property
     def exceeded(self) -> bool:
-        """Whether steps have taken more than they may."""
+        """True once steps have taken more than they may."""
         return self.most is not None and max(self.held, self.peak) > self.most
 
     @contextmanager

@@ -36,7 +36,7 @@ _SHARE, _LEAST = 0.2, 1e-3  # margin: of a step, and seconds
 
 @dataclass(frozen=True)
 class _Times:
-    """When a rank runs its passes, in seconds.
+    """Times at which a rank runs its passes, in seconds.
 
     Attributes:
         ahead: passes that had run before the iteration began; the first is the one after them.
@@ -123,7 +123,7 @@ class SideWork:
 
     @property
     def active(self) -> bool:
-        """Whether steps run in this iteration."""
+        """True while steps run in this iteration."""
         expected = self._expected
         as_measured = expected is not None and expected.ahead == self._ahead
         return not self.finished and as_measured and self._row < _IN_A_ROW

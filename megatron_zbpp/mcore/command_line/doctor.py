@@ -55,7 +55,7 @@ class Report:
         return not refused and not any(patch.problem for patch in self.patches)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         dry_run = None if self.dry_run is None else self.dry_run.to_dict()
         found = [asdict(patch) for patch in self.patches]
         return {
@@ -92,7 +92,7 @@ def examine(words: Sequence[str] = (), gpus: int | None = None) -> Report:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that takes part."""
+    """Return the versions of everything that takes part."""
     found = {'megatron_zbpp': __version__, 'python': platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -139,14 +139,14 @@ def _prefer_beside(words: Sequence[str]) -> None:
 
 
 def _make_importable() -> None:
-    """megatron.core without a GPU takes what it takes to run there."""
+    """Make megatron.core importable without a GPU."""
     from megatron_zbpp.emulation import cpu
 
     cpu.install()
 
 
 def patches() -> Iterator[Patch]:
-    """Everything that the plugin replaces, tried out and taken back."""
+    """Return everything that the plugin replaces, tried out and taken back."""
     try:
         from megatron_zbpp.mcore.patches.registry import Registry
         from megatron_zbpp.mcore.plugin import Plugin

@@ -80,12 +80,12 @@ class DryRun:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         refused = [{**asdict(r), 'value': str(r.value)} for r in self.refused]
         return {**asdict(self), 'refused': refused}
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return it for people."""
         sizes = ', '.join(f'{name} {size}' for name, size in self.parallel.items())
         own = "Megatron's own"
         found = [f'refused: {refusal}' for refusal in self.refused]

@@ -180,7 +180,7 @@ def _own_parser() -> argparse.ArgumentParser:
 
 
 def _processes(launcher: list[str]) -> int | None:
-    """As many as torchrun would start, or the environment says; None: neither says."""
+    """Return as many as torchrun would start, or the environment says; None: neither says."""
     parser = _Parser(allow_abbrev=False, add_help=False)
     parser.add_argument('--nproc-per-node', '--nproc_per_node', default='1')
     parser.add_argument('--nnodes', default='1')

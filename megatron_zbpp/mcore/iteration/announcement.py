@@ -51,7 +51,7 @@ def lines(schedule: Schedule, config: Any) -> list[str]:
 
 
 def _layers(schedule: Schedule, config: Any) -> str:
-    """Such as `2+2, 2+2`; as Megatron divides them where no layout says otherwise."""
+    """Return such as `2+2, 2+2`; as Megatron divides them where no layout says otherwise."""
     placement = schedule.placement
     by_stage = _by_stage(config)
     if by_stage is None:

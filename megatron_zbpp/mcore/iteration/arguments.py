@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Of one call of a forward_backward function, as Megatron names them."""
+    """Arguments of one call of a forward_backward function, as Megatron names them."""
 
     forward_step_func: Callable
     data_iterator: Iterator | list[Iterator | None] | None

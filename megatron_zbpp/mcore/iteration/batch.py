@@ -33,7 +33,7 @@ class Batch:
     executor: Executor
 
     def timed(self) -> contextlib.AbstractContextManager[None]:
-        """Megatron's own timer around the passes."""
+        """Enter Megatron's own timer around the passes."""
         return _timed(self.config)
 
     def run(self, session: Session) -> None:

@@ -106,7 +106,7 @@ _ARGUMENTS = (  # that a pass alone leaves out
 
 @contextlib.contextmanager
 def _undelayed(stages: list[CombinedStage]) -> Iterator[None]:
-    """Megatron's plans find that no layer delays weight gradients: those of TE are in our store."""
+    """Let Megatron's plans find no layer that delays weight gradients: TE's are in our store."""
     every: Iterator[Any] = (
         getattr(module, 'config', None)
         for stage in stages

@@ -31,7 +31,7 @@ _complete: WeakSet[torch.nn.Module] = WeakSet()  # chunks that have been looked 
 def every_weight_gradient(
     models: Sequence[torch.nn.Module], store: WeightGradStore
 ) -> AbstractContextManager[None]:
-    """Around an iteration of training, which is looked at if it is the first of these chunks.
+    """Enter an iteration of training, which is looked at if it is the first of these chunks.
 
     A weight that autograd did not visit took no part in it: an expert without tokens, a layer that
     is not used. One that it visited got a gradient: as such, or added to `main_grad`. Where W

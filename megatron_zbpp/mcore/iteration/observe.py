@@ -58,7 +58,7 @@ class Observer:
             self._backwards = 0
 
     def forward(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's `forward_step`, timed."""
+        """Run Megatron's `forward_step`, timed."""
         microbatch = kwargs['current_microbatch']
         if microbatch == 0:
             self._note()
@@ -68,7 +68,7 @@ class Observer:
         return self._timed(Pass(F, self._stage, microbatch), step, *args, **kwargs)
 
     def backward(self, step: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's `backward_step`, timed."""
+        """Run Megatron's `backward_step`, timed."""
         microbatch = self._backwards
         self._backwards += 1
         self._live -= 1

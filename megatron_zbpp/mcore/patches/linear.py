@@ -128,7 +128,7 @@ class _Context:
 
 
 def _without_autocast(backward: Callable, context: _Context) -> Callable:
-    """Megatron's backward, out of the wrapper that switches autocast where it is off and stays off.
+    """Return Megatron's backward out of the wrapper that switches autocast, which stays off.
 
     The switch takes a fifth of the host's time for a layer, and we call the backward twice.
     """
@@ -145,7 +145,7 @@ def _input_gradient(
     weight: torch.Tensor,
     grad_output: torch.Tensor,
 ) -> torch.Tensor:
-    """Gradient of the layer's input, reduced over `tp_group` as the layer asks."""
+    """Return the gradient of the layer's input, reduced over `tp_group` as the layer asks."""
     # as the parameter does: torch multiplies by another kernel where no gradient is wanted and the
     # other operand is not contiguous
     context.saved_tensors = input, weight.requires_grad_()
@@ -237,7 +237,7 @@ class _Unasked:
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> None:
-        """Is asked by torch, which does not know what it is.
+        """Answer torch, which asks because it does not know what it is.
 
         Raises:
             NotImplementedError: for anything but the gradient of the input.

@@ -49,7 +49,7 @@ def _with_figures(session: Session, original: Callable) -> Callable:
 
 
 def _write(module: ModuleType, figures: Figures, iteration: int) -> None:
-    """To TensorBoard and Weights & Biases, where the rank has them, in Megatron's interval."""
+    """Write to TensorBoard and Weights & Biases, where the rank has them, as Megatron does."""
     writer, wandb = module.get_tensorboard_writer(), module.get_wandb_writer()
     if not writer or iteration % module.get_args().tensorboard_log_interval:
         return

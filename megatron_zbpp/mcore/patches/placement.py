@@ -1,4 +1,4 @@
-"""Where Megatron looks for the first stage, the layers and the embedding.
+"""Patches of where Megatron looks for the first stage, the layers and the embedding.
 
 Megatron takes stage 0 to be on pipeline rank 0. In a Λ it is on the last rank: some of Megatron's
 functions answer otherwise while the plugin is enabled, and everything that asks them (building of
@@ -98,7 +98,7 @@ def _is_pipeline_first_stage(original: Callable, placement: Placements) -> Calla
 
 
 def _with_embedding_ranks(agree: Agree, original: Callable, placement: Placements) -> Callable:
-    """One rank that holds embedding and loss needs no group: what is tied is kept equal here."""
+    """Make no group where one rank holds embedding and loss: what is tied is kept equal here."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -169,7 +169,7 @@ def _segments(original: Callable, placement: Placements) -> Callable:
 
 
 def _refusing(original: Callable, placement: Placements) -> Callable:
-    """Before any layer is built, a model that would have its layers elsewhere than its stages.
+    """Refuse, before any layer is built, a model with layers elsewhere than its stages.
 
     It also takes back what the schedule does by itself.
     """
@@ -186,7 +186,7 @@ def _refusing(original: Callable, placement: Placements) -> Callable:
 
 
 def _with_whole_batch(original: Callable, placement: Placements) -> Callable:
-    """All parts of a batch for every tensor-parallel rank of a pipeline rank with both ends.
+    """Give all parts of a batch to every tensor-parallel rank of a rank with both ends.
 
     Else the first stage gets no labels, the last no tokens, and a stage between them no masks where
     it needs those. Stages of multi-token prediction need all, too, so that Megatron's function can

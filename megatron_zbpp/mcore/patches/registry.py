@@ -37,7 +37,7 @@ class Patch:
 
     @property
     def target(self) -> str:
-        """Its full name."""
+        """The full name, of module and attribute."""
         return f'{self.owner}.{self.name}'.replace(':', '.')
 
     @property
@@ -47,7 +47,7 @@ class Patch:
 
     @property
     def waits(self) -> bool:
-        """Whether nobody has imported its module yet."""
+        """True until somebody imports its module."""
         return self.late and self.module not in sys.modules
 
     def find_owner(self) -> Any:
@@ -86,7 +86,7 @@ class Registry:
 
     @property
     def installed(self) -> bool:
-        """Whether anything is replaced."""
+        """True while anything is replaced."""
         return bool(self._places or self._functions)
 
     def places(self) -> list[Place]:
@@ -140,7 +140,7 @@ class Registry:
 
 
 def _everywhere(pairs: Iterable[tuple[Any, Any]]) -> Iterator[Place]:
-    """Every module that has the first of a pair, by whatever name; with the second."""
+    """Yield every module that has the first of a pair, by whatever name; with the second."""
     wanted = {id(one): (one, other) for one, other in pairs}
     if not wanted:
         return

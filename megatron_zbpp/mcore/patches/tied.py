@@ -54,7 +54,7 @@ def patches(placement: Placements) -> Iterator[Patch]:
 
 
 def _tying(original: Callable, placement: Placements) -> Callable:
-    """Also copies the embedding to what is tied to it.
+    """Copy the embedding to what is tied to it, too.
 
     That is the output layer, or the embedding of multi-token prediction.
     """
@@ -77,7 +77,7 @@ def _tying(original: Callable, placement: Placements) -> Callable:
 
 
 def _summing_tied_copies(original: Callable) -> Callable:
-    """Megatron's reduction of tied embeddings, and a plain sum where one rank holds both copies."""
+    """Sum where one rank holds both tied embeddings, behind Megatron's reduction of them."""
 
     @functools.wraps(original)
     def reduce(model: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
@@ -139,7 +139,7 @@ def _loading_apart(original: Callable) -> Callable:
 
 
 def _copying_tied(original: Callable) -> Callable:
-    """Bridge's broadcast of tied embeddings; where one rank holds both copies, a copy.
+    """Copy where one rank holds both tied embeddings, in place of Bridge's broadcast.
 
     Bridge then takes the last chunk to hold the embedding, and would fill it with memory that
     nobody has written.
@@ -160,7 +160,7 @@ def _copying_tied(original: Callable) -> Callable:
 
 
 def _of_the_first(original: Callable) -> Callable:
-    """Bridge's list of what is converted; of two embeddings on one rank the first stage's.
+    """Return Bridge's list of what is converted; of two embeddings on one rank the first's.
 
     It has one entry for a name, and that of the last chunk stays: of the copy that multi-token
     prediction has, which alone would be filled, and which Bridge leaves out when it saves.

@@ -32,7 +32,7 @@ def say(why: str) -> None:
 
 
 def barriers(args: Any, placement: Placement) -> Iterator[str]:
-    """Each in words, with what to do about it.
+    """Return the barriers between steps, each in words, with the cure.
 
     Args:
         args: Megatron's arguments.

@@ -1,4 +1,4 @@
-"""How much old state an early step may keep on the device: of what it keeps, it steps once."""
+"""Old state that an early step may keep on the device: of what it keeps, it steps once."""
 
 from __future__ import annotations
 

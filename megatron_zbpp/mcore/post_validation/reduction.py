@@ -49,7 +49,7 @@ class Reduction:
         return read_behind(self.work, self.value, self.copy).item()
 
     def root(self) -> float | torch.Tensor:
-        """As `get_grad_norm_fp32` gives it."""
+        """Return the norm as `get_grad_norm_fp32` gives it."""
         if not compat.has_tensor_norms():
             return self.result**0.5
         self.work.wait()

@@ -21,7 +21,7 @@ from megatron_zbpp.runtime.compat import unseen_by_autograd
 
 @dataclass
 class SideEffects:
-    """Those of forwards that run before their iteration begins: seen when it begins, or never.
+    """Side effects of forwards that run ahead: seen when their iteration begins, or never.
 
     Args:
         models: the chunks of this rank.

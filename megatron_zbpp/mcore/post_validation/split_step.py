@@ -118,7 +118,7 @@ class SplitStep:
         return self._of_stage(possible and not overflowed)
 
     def _prepare(self, leaf: MegatronOptimizer) -> bool | None:
-        """Megatron's preparation of gradients; whether they overflow here, None: nobody looks."""
+        """Prepare gradients by Megatron's step; return if they overflow, None: nobody looks."""
         scaler = getattr(leaf, 'grad_scaler', None)
         with ExitStack() as stack:
             stack.enter_context(
@@ -259,7 +259,7 @@ class SplitStep:
             self._gather_parameters()
 
     def _gather_parameters(self) -> None:
-        """Where parameters are sharded: all parts of them, now or when a forward needs them."""
+        """Gather all parts of sharded parameters, now or when a forward needs them."""
         for optimizer in self._gathering:
             compat.gather_layers(optimizer)
         for chunk in self._chunks:
@@ -300,7 +300,7 @@ def _answering(norms: list[float | torch.Tensor], original: Callable) -> Callabl
 
 @contextmanager
 def _asked(name: str, replacement: Callable) -> Iterator[None]:
-    """Whoever asks for the function of that name gets `replacement`."""
+    """Give `replacement` to whoever asks for the function of that name."""
     with ExitStack() as stack:
         for owner in _ASKING:
             if name in vars(owner):
@@ -310,7 +310,7 @@ def _asked(name: str, replacement: Callable) -> Iterator[None]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, replacement: Callable | None) -> Iterator[None]:
-    """`owner` has `replacement` by that name while this lasts."""
+    """Let `owner` have `replacement` by that name while this lasts."""
     own = vars(owner).get(name, _ABSENT)
     setattr(owner, name, replacement)
     try:

@@ -1,4 +1,4 @@
-"""Where Megatron steps its optimizer, and where it waits for all ranks around that."""
+"""Patches of Megatron's optimizer step, and of the waits for all ranks around it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def patches(steps: Steps, post_validation: PostValidation | None) -> Iterator[Pa
 
 
 def _as_float32(value: float | None) -> float | None:
-    """As it comes out of Megatron's reduction."""
+    """Return the value as it comes out of Megatron's reduction."""
     return None if value is None else torch.tensor(value, dtype=torch.float32).item()
 
 
@@ -108,7 +108,7 @@ class Steps:
         self._reductions: dict[dist.ProcessGroup, PartialReduction] = {}
 
     def stepping(self, original: Callable) -> Callable:
-        """`original`, the `step` of a class of optimizers, behind our decision."""
+        """Return `original`, the `step` of a class of optimizers, behind our decision."""
 
         @functools.wraps(original)
         def step(optimizer: MegatronOptimizer) -> Any:

@@ -42,7 +42,7 @@ _UNSCALED = (torch.float32, torch.bfloat16)
 
 
 def refusal(optimizer: MegatronOptimizer) -> str | None:
-    """Why steps of this optimizer must wait for all ranks; None: they need not."""
+    """Return why steps of this optimizer must wait for all ranks; None: they need not."""
     for each in members(optimizer):
         if compat.gathers_into_gradients(each):
             return _INTO_GRADIENTS
@@ -72,7 +72,7 @@ def _unknown(optimizer: MegatronOptimizer, known: tuple[type, ...]) -> str:
 
 
 def refusal_of_loop() -> str | None:
-    """Why steps in this training loop must wait for all ranks; None: they need not."""
+    """Return why steps in this training loop must wait for all ranks; None: they need not."""
     args = compat.training_arguments()
     read = next((name for name in _READ_BY_LOOP if getattr(args, name, None)), None)
     if read is not None:
@@ -87,7 +87,7 @@ def refusal_of_loop() -> str | None:
 
 
 def refusal_of_model(config: Any) -> str | None:
-    """Why forwards of a model with this config cannot be dropped; None: they can."""
+    """Return why forwards of a model with this config cannot be dropped; None: they can."""
     if getattr(config, 'fp8', None) and getattr(config, 'fp8_recipe', None) == 'delayed':
         return 'fp8_recipe=delayed: forwards that are dropped would leave their scales'
     return None

@@ -34,7 +34,7 @@ class Watching:
 
     @property
     def _hashes(self) -> bool:
-        """Whether values are compared behind this step: alike on all ranks."""
+        """True if values are compared behind this step: alike on all ranks."""
         every = self._session.settings.check_interval
         return self._steps < _FIRST or bool(every and self._steps % every == 0)
 

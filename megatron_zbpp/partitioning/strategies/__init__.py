@@ -1,4 +1,4 @@
-"""How others partition, each by its name: what their recurrences choose, and what that takes.
+"""Partitions of others' planners, each by its name: the choice of its recurrence, and its time.
 
 pipedream    stages with replicas that even out stages and links (asynchronous)
 dapple       the same for synchronous schedules, ranked by a closed form

@@ -63,7 +63,7 @@ def _both(stage: Stage) -> float:
 
 
 def _ending(stages: Sequence[Stage], pivot: int, at: int) -> float:
-    """From the pivot's last backward to the end of the stage's exchange of gradients."""
+    """Return the time from the pivot's last backward to the end of the stage's exchange."""
     if at <= pivot:
         return stages[at].exchange + sum(s.backward for s in stages[at : pivot + 1])
     return stages[at].exchange - sum(s.backward for s in stages[pivot + 1 : at])
@@ -139,7 +139,7 @@ def _stages(model: Model, plan: Sequence[Replicated], bandwidth: float) -> Itera
 
 
 def _plans(num_layers: int, num_devices: int) -> Iterator[tuple[Replicated, ...]]:
-    """Every way to cut layers and devices into as many runs."""
+    """Yield every way to cut layers and devices into as many runs."""
     for count in range(1, min(num_layers, num_devices) + 1):
         for cuts in combinations(range(1, num_layers), count - 1):
             for shares in combinations(range(1, num_devices), count - 1):

@@ -36,7 +36,7 @@ class Piece:
 
 
 class Handle(NamedTuple):
-    """Which part of a piece a saved tensor is."""
+    """A saved tensor as part of a piece."""
 
     piece: Piece
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""How much memory the host has left for this process: the machine's, and that of its groups."""
+"""Host memory that is left for this process: the machine's, and that of its control groups."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Moving:
 
 
 class Moves:
-    """Of one iteration on one rank.
+    """The transfers of one iteration on one rank.
 
     Args:
         moving: of the program of the rank.
@@ -93,7 +93,7 @@ class Moves:
         return key in self._leaving
 
     def packing(self, key: Key, received: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Around the forward of a pass; its input leaves, too."""
+        """Enter the forward of a pass; its input leaves, too."""
         if key not in self._leaving:
             return nullcontext()
         sent = self._sent.get(key)
@@ -108,7 +108,7 @@ class Moves:
 
     @contextmanager
     def using(self, key: Key) -> Iterator[None]:
-        """Around the backward of a pass."""
+        """Enter the backward of a pass."""
         if key not in self._leaving:
             yield
             return

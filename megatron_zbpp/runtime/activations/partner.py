@@ -22,7 +22,7 @@ Key = tuple[int, int]  # (stage, microbatch)
 
 
 class Partner:
-    """Where the bundles of this rank go; begins copies as `copies.Copies` does.
+    """The partner that the bundles of this rank go to; begins copies as `copies.Copies` does.
 
     Args:
         device: whose memory is freed.

@@ -28,7 +28,7 @@ class PinningError(RuntimeError):
 
 
 class Slabs:
-    """Those of one copy engine."""
+    """Slabs of one copy engine."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []  # the smallest first

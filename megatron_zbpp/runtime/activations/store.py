@@ -57,7 +57,7 @@ class ActivationStore:
 
     @property
     def away(self) -> frozenset[Key]:
-        """Which (stage, microbatch) are not on the device."""
+        """The (stage, microbatch) that are not on the device."""
         return frozenset(key for key, bundle in self._bundles.items() if bundle.away)
 
     def copy_times(self) -> dict[int, float]:
@@ -67,7 +67,7 @@ class ActivationStore:
 
     @property
     def kept(self) -> int:
-        """How many (stage, microbatch) of its partner's this rank keeps."""
+        """The number of (stage, microbatch) that this rank keeps for its partner."""
         return 0 if self.keeping is None else len(self.keeping)
 
     def join(self, channels: Channels) -> None:
@@ -108,7 +108,7 @@ class ActivationStore:
     def packing(
         self, key: Key, received: torch.Tensor | None = None, partner: int | None = None
     ) -> Iterator[None]:
-        """Around the forward of a pass that leaves.
+        """Enter the forward of a pass that leaves.
 
         Args:
             key: of the pass.
@@ -151,7 +151,7 @@ class ActivationStore:
 
     @contextmanager
     def using(self, key: Key) -> Iterator[None]:
-        """Around the backward of a pass, which needs it; forgets it then."""
+        """Enter the backward of a pass, which needs it; forget it then."""
         bundle = self._bundles.get(key)
         if bundle is None:
             yield

@@ -21,7 +21,7 @@ class Activity(Protocol):
         """Take note that the main thread has done its part."""
 
     def beat(self) -> Hashable:
-        """Something that changes with each step; None when all is over. Never waits."""
+        """Return something that changes with each step; None when all is over. Never wait."""
         ...
 
     def lost(self) -> bool:
@@ -134,7 +134,7 @@ class Pause:
         self._thread = thread
 
     def ended(self) -> None:
-        """Another activity begins, which is looked at instead."""
+        """Let another activity begin, which is looked at instead."""
 
     def beat(self) -> Hashable:
         return self
@@ -156,5 +156,5 @@ class Pause:
 
 
 def _others() -> tuple[int, ...]:
-    """All ranks of the job but this one."""
+    """Return all ranks of the job but this one."""
     return tuple(rank for rank in range(dist.get_world_size()) if rank != dist.get_rank())

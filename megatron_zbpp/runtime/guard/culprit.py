@@ -1,4 +1,4 @@
-"""Who is to blame where ranks wait for each other: from what each of them says of itself.
+"""The rank at fault where ranks wait for each other, found by each one's statement on itself.
 
 >>> said = {0: Statement('0B0', (1,)), 1: Statement('1B0', (2,)), 2: Statement('2F4')}
 >>> print(accuse(0, said, answering={0, 1}))

@@ -113,7 +113,7 @@ class Heartbeats:
 
 
 class _Question(NamedTuple):
-    """Who is to blame; see `Heartbeats.accuse`. A store that is gone puts an empty line."""
+    """A question for the culprit; see `Heartbeats.accuse`. A lost store puts an empty line."""
 
     own: Statement
     stalled: float

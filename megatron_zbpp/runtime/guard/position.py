@@ -1,4 +1,4 @@
-"""Where a rank stands in its program, as another thread sees it: for reports of stalls."""
+"""A rank's position in its program, as another thread sees it: for reports of stalls."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Tracker:
 
     @property
     def complete(self) -> bool:
-        """Whether the device has ended every pass."""
+        """True once the device has ended every pass."""
         total = sum(isinstance(i, Pass) for i in self._executor.program)
         return self.position().done == total
 

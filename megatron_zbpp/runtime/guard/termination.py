@@ -66,7 +66,7 @@ class Termination:
 
 
 def _caught(number: int, frame: FrameType | None) -> None:
-    """Nothing: the thread that reads the descriptor acts."""
+    """Do nothing: the thread that reads the descriptor acts."""
 
 
 def _on_main_thread() -> bool:

@@ -124,7 +124,7 @@ class Watchdog:
 
     @contextmanager
     def _watching(self, activity: Activity) -> Iterator[None]:
-        """After an exception the process has `timeout` seconds to end, or to begin something new.
+        """Give the process `timeout` seconds after an exception to end, or to begin something new.
 
         No pipeline goes on after one, and leaving it may hang too. What was watched before, and is
         not over on all ranks, is watched again behind it.
@@ -232,7 +232,7 @@ class Watchdog:
             sys.stdout.flush()
 
     def _report(self, why: str, error: BaseException | None = None, stack: bool = False) -> None:
-        """Once for each activity: the main thread may hear of a loss while its time runs out.
+        """Report once an activity: the main thread may hear of a loss while its time runs out.
 
         Args:
             why: the reason, in a line.
@@ -288,6 +288,6 @@ def _host_group(pp_group: dist.ProcessGroup, timeout: float) -> dist.ProcessGrou
 
 
 def _write(lines: list[str]) -> None:
-    """One write, so that the blocks of several ranks do not mix."""
+    """Write the text at once, so that the blocks of several ranks do not mix."""
     sys.stderr.flush()
     os.write(_STDERR, ('\n  '.join(lines) + '\n').encode())

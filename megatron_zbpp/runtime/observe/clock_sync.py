@@ -42,13 +42,13 @@ class RoundTrip:
 
 
 def lead(trips: Sequence[RoundTrip]) -> float:
-    """How much the clock that asks is ahead; off by half the shortest trip at most."""
+    """Return how much the asking clock is ahead; off by half the shortest trip at most."""
     best = min(trips, key=lambda trip: trip.length)
     return (best.asked + best.answered) / 2 - best.told
 
 
 def lead_of_neighbour(clock: Clock, group: dist.ProcessGroup) -> float:
-    """How much this rank's clock is ahead of the previous rank's: a collective; 0 on the first.
+    """Return how much this rank's clock is ahead of the previous rank's: a collective; rank 0: 0.
 
     Even ranks answer while odd ones ask, then the other way: no rank waits for more than two.
     """
@@ -86,7 +86,7 @@ def _empty(group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def on_one_clock(timeline: Timeline, leads: Sequence[float]) -> Timeline:
-    """`timeline` by the clock of rank 0.
+    """Return `timeline` by the clock of rank 0.
 
     Args:
         timeline: each rank's spans by its own clock.
@@ -96,7 +96,7 @@ def on_one_clock(timeline: Timeline, leads: Sequence[float]) -> Timeline:
 
 
 def causal(timeline: Timeline) -> Timeline:
-    """`timeline` with ranks moved later, so little that no pass starts before what it needs ends.
+    """Return `timeline` with ranks moved later, so little that no pass starts before its inputs.
 
     The moves are longest paths: a rank moves with those that it waits for.
     """

@@ -32,7 +32,7 @@ class Measurement:
     peak_activations: tuple[float, ...]
 
     def to_json(self) -> str:
-        """One JSON object; `from_json` reads it back to an equal value."""
+        """Return one JSON object; `from_json` reads it back to an equal value."""
         return json.dumps(
             {
                 'schedule': json.loads(self.timeline.schedule.to_json()),
@@ -162,12 +162,12 @@ class Iteration:
         return tuple(spans)
 
     def peak(self) -> float:
-        """Most that this rank held, in activations of one microbatch on a full rank."""
+        """Return the most that this rank held, in activations of one microbatch on a full rank."""
         chunks = len(self.schedule.placement.stages(dist.get_rank(self.pp_group)))
         return max(self.record.live, default=0) / chunks
 
     def held(self) -> dict[int, tuple[float, float]]:
-        """By stage of this rank: bytes held from F to B, and from B to W, which may be more.
+        """Return by stage of this rank: bytes held from F to B, and (maybe more) from B to W.
 
         Medians of what each F adds and each W gives back; nothing where the clock does not count. A
         stage whose Ws are all fused with Bs counts as one that gives nothing back before.

@@ -23,5 +23,5 @@ def profiled(p: Pass) -> AbstractContextManager:
 
 
 def name(p: Pass) -> str:
-    """Of the range."""
+    """Return the name of the range."""
     return f'PP:{p}'

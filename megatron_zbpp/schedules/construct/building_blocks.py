@@ -21,7 +21,7 @@ _WIDTHS = {kind: len(_PLAIN.tasks(kind, 0)) for kind in _PLAIN.kinds}  # in slot
 
 
 def repeat(block: Mapping[tuple[str, int], int], interval: int, num_microbatches: int) -> Slots:
-    """`block`, the slot of each (kind, stage) of microbatch 0, again every `interval` slots."""
+    """Return `block`, the slots of (kind, stage) of microbatch 0, again each `interval` slots."""
     return {
         Pass(kind, stage, i): slot + interval * i
         for i in range(num_microbatches)
@@ -30,7 +30,7 @@ def repeat(block: Mapping[tuple[str, int], int], interval: int, num_microbatches
 
 
 def with_weights(slots: Slots, placement: Placement) -> Slots:
-    """`slots` with the W of each B in the first slot after it that its rank has free."""
+    """Return `slots` with the W of each B in the first slot after it that its rank has free."""
     full, ranks = dict(slots), placement.only_route
     rows = _rows(slots, placement)
     for p, slot in sorted(slots.items(), key=lambda item: item[1]):
@@ -40,14 +40,14 @@ def with_weights(slots: Slots, placement: Placement) -> Slots:
 
 
 def without_weights(slots: Slots) -> Slots:
-    """`slots` without its W passes."""
+    """Return `slots` without its W passes."""
     return {p: slot for p, slot in slots.items() if p.kind != W}
 
 
 def tighten(
     slots: Slots, placement: Placement, limit: int, start: int = 0, stop: int | None = None
 ) -> Slots:
-    """`slots` with passes moved up to the earliest free slot that they can have, in order of time.
+    """Return `slots` with passes moved up to the earliest slot they can have, in order of time.
 
     What takes an activation moves only as far as its rank then holds at most `limit`.
 
@@ -69,7 +69,7 @@ def tighten(
 
 
 def orders(slots: Slots, placement: Placement) -> list[list[Pass]]:
-    """Per rank, its passes in order of their slots."""
+    """Return, per rank, its passes in order of their slots."""
     ranks = placement.only_route
     result: list[list[Pass]] = [[] for _ in range(placement.num_ranks)]
     for p, _ in sorted(slots.items(), key=lambda item: item[1]):

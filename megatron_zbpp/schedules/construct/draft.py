@@ -48,7 +48,7 @@ class _Step(NamedTuple):
 
 
 def _steps(placement: Placement, costs: Costs) -> dict[str, list[_Step]]:
-    """By kind and stage."""
+    """Return the effects of passes by kind and stage."""
     graph, ranks = chain(placement.num_stages), placement.only_route
     changes = costs.changes(graph)
     return {
@@ -102,7 +102,7 @@ class Draft:
         self._ended = [[math.inf] * num_microbatches for _ in range(num_rows)]
 
     def arrival(self, p: Pass) -> float:
-        """When what `p` needs is on its rank; infinite while that is not put."""
+        """Return when the inputs of `p` are on its rank; infinite while one of them is not put."""
         kind, stage, microbatch, _ = p
         arrival = 0.0
         for row, delay in self._steps[kind][stage].needs:

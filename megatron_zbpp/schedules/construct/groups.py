@@ -20,7 +20,7 @@ def even_groups(num_microbatches: int, size: int) -> list[int]:
 def chunk_by_chunk(
     kind: str, stages: Sequence[int], groups: Iterable[int], first: int = 0
 ) -> list[Pass]:
-    """For each group of microbatches, all of one stage, then all of the next.
+    """Return, group by group of microbatches, all of one stage, then all of the next.
 
     Args:
         kind: of the passes.

@@ -58,7 +58,7 @@ def list_schedule(
 
 
 def _needs(draft: Draft, lanes: Sequence[Sequence[Lane]]) -> list[float]:
-    """Per stage, the room that its forward must find: its own, and with several lanes more."""
+    """Return, per stage, the room that its forward must find: its own; of several lanes, more."""
     placement, activation = draft.placement, draft.costs.amounts['activation']
     return [
         sum(activation[other] for other in placement.stages(rank) if other >= stage)
@@ -82,7 +82,7 @@ def _next(
 
 
 def _receivers(placement: Placement) -> dict[tuple[str, int], set[int]]:
-    """By kind and stage of a pass, other ranks that may have waited for it."""
+    """Return by kind and stage of a pass other ranks that may have waited for it."""
     graph, ranks = chain(placement.num_stages), placement.only_route
     found: dict[tuple[str, int], set[int]] = {}
     for kind, stage in product(graph.kinds, range(placement.num_stages)):

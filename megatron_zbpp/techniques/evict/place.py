@@ -70,7 +70,7 @@ def with_eviction(
 
 
 class _Life(NamedTuple):
-    """When an activation is there: between two places of `_Order.units`.
+    """The life of an activation: between two places of `_Order.units`.
 
     Attributes:
         first: of its F.

@@ -1,4 +1,4 @@
-"""When activations go to the host and come back: a comb of slots on each rank's copy engine.
+"""Times of copies to the host and back: a comb of slots on each rank's copy engine.
 
 (Wan et al., PipeOffload, arXiv 2503.01328: one copy stream, alternate directions; of two ranks on
 one switch, one sends out while the other reads in.)

@@ -72,7 +72,7 @@ def po_f(
 def _offloaded(
     name: str, p: int, m: int, num_chunks: int, moved: int, costs: Costs | None
 ) -> Schedule:
-    """PO with the first `moved` chunks of each rank on the host, in slots as long as any copy.
+    """Return PO with each rank's first `moved` chunks on the host, in slots as long as any copy.
 
     Where costs say nothing of copies, both ways of one take as long as F, B and W.
     """

@@ -115,7 +115,7 @@ class _Filling:
             self._step(rank)
 
     def _moment(self, rank: int) -> float:
-        """When the rank decides next: where it is free, or what it needs is there."""
+        """Return when the rank decides next: when it is free, or its input is there."""
         free = self._clocks[rank]
         if self._own_again(rank) or (free < self._ready(rank) and self._filler(rank)):
             return free
@@ -170,7 +170,7 @@ class _Filling:
         return self._inputs[again]
 
     def _ready(self, rank: int) -> float:
-        """When what the next pass of the rank needs is there; infinite: it is not known yet."""
+        """Return when the inputs of the rank's next pass are there; infinite: not known yet."""
         ends = self._ends
         return max((ends.get(q, inf) + edge for q, edge in self._needs(rank)), default=0.0)
 

@@ -22,7 +22,7 @@ def _lacks(costs: Costs) -> str | None:
 
 
 def _way(costs: Costs, stage: int, life: Life) -> Way:
-    """Held are the input, until it runs again, and from then on all of it."""
+    """Return its needs: the input is held until it runs again, and from then on all of it."""
     again = costs.time(Task(R, stage)) / life.speed
     before = 0.0
     if life.stays:  # the input is there all the time

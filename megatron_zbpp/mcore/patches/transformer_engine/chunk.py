@@ -83,7 +83,7 @@ class Delaying:
             delayed(module).join(self._chunk)
 
     def queueing(self) -> AbstractContextManager[None]:
-        """Around a backward of the chunk: what its modules put off in it goes to the store."""
+        """Enter a backward of the chunk: what its modules put off in it goes to the store."""
         return self._queueing() if self.modules and self._chunk.store.deferring else _NOTHING
 
     @contextlib.contextmanager
@@ -103,7 +103,7 @@ class Delaying:
 
 
 def left_over(model: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """Parameters of `model` whose weight gradients a backward has put off, and no W has run."""
+    """Return parameters of `model` whose weight gradients are put off, and no W has run."""
     return {
         parameter
         for module in delaying_modules(model)

@@ -72,7 +72,7 @@ class DelayedModule:
         module.wgrad_store.delay_wgrad_compute = self.delays
 
     def join(self, chunk: Chunk) -> None:
-        """Belongs to `chunk` from now on."""
+        """Belong to `chunk` from now on."""
         self._chunk = chunk
         self.waiting = 0
         read = self._read()

@@ -22,7 +22,7 @@ def patches(splits: Callable[[int], bool]) -> Iterator[Patch]:
 
 
 def _delaying(splits: Callable[[int], bool], original: Callable) -> Callable:
-    """`TransformerConfig.__post_init__`, and Transformer Engine's modules leave gradients to W."""
+    """Run `TransformerConfig.__post_init__`; let Transformer Engine leave gradients to W."""
 
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
