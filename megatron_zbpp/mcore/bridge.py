@@ -7,6 +7,7 @@ command line would write into those is written into it.
 from __future__ import annotations
 
 import os
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.mcore import preflight, refusals, superseded
 from megatron_zbpp.mcore.command_line import sizes
 from megatron_zbpp.mcore.command_line.messages import say
+from megatron_zbpp.mcore.command_line.naming import flags_by_argument, renaming
 from megatron_zbpp.mcore.layout import BRIDGE_FIELDS, StageLayout
 from megatron_zbpp.mcore.post_validation.barriers import barriers
 from megatron_zbpp.mcore.programs import Programs
@@ -25,6 +27,15 @@ from megatron_zbpp.techniques.amounts import Amount
 _FIELDS = {
     **BRIDGE_FIELDS,
     'num_virtual_stages_per_pipeline_rank': 'virtual_pipeline_model_parallel_size',
+}
+# what messages call by a flag, where Bridge has it under another name than the flag's
+_CALLED = {
+    'num_layers': 'model.num_layers',
+    **{name: f'model.{field}' for name, field in _FIELDS.items()},
+    'rope_fusion': 'apply_rope_fusion',
+    'fp8_format': 'fp8',
+    'fp4_format': 'fp4',
+    'untie_embeddings_and_output_weights': 'share_embeddings_and_output_weights=False',
 }
 _OF_TRAINING = ('micro_batch_size', 'global_batch_size', 'rampup_batch_size')
 _OPTIONS = ('exit_duration_in_mins', 'exit_signal_handler')
@@ -40,6 +51,23 @@ _HYBRID = (
 )
 
 
+def _by_fields(message: str) -> str:
+    """Return a message with Bridge's fields, and arguments of `enable`, in place of flags.
+
+    >>> _by_fields('give --no-rope-fusion, or drop --pipeline-offload')
+    'give apply_rope_fusion=False, or drop offload'
+    """
+    for argument, own in flags_by_argument().items():
+        message = re.sub(rf'{own}(?![\w-])', argument, message)
+    return re.sub(r'--(no-)?([a-z][a-z0-9-]+)', _field, message)
+
+
+def _field(found: re.Match[str]) -> str:
+    name = found[2].replace('-', '_')
+    return _CALLED.get(name, name) + ('=False' if found[1] else '')
+
+
+@renaming(_by_fields)
 def prepare(
     config: Any,
     schedule: str | Schedule,
@@ -70,7 +98,7 @@ def prepare(
         say('one pipeline rank has no pipeline: the schedule changes nothing')
         return num_chunks, alike
     if not isinstance(schedule, Schedule):
-        num_chunks = num_chunks or sizes.num_chunks(args)
+        num_chunks = num_chunks or sizes.chunks_for(args, schedule)
     settings = Settings(
         schedule,
         num_chunks,

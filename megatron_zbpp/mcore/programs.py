@@ -158,7 +158,8 @@ class Programs:
                 if has != needed:
                     raise ValueError(
                         f'schedule {self.source.name} is for {has} {what}, not {needed}: change '
-                        'the parallel or batch sizes, or use a family by its name'
+                        'the parallel or batch sizes, or take a schedule by its name (see zbpp '
+                        'list)'
                     )
             return for_megatron(self.source)
         _, num_chunks, memory_limit = self.source

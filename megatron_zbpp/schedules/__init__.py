@@ -115,17 +115,28 @@ def _require_as_asked(found: Family, schedule: object, num_ranks: int, m: int) -
         )
 
 
-def checked_chunks(found: Family, num_chunks: int | None) -> int:
-    """Return the number of chunks to use."""
+def checked_chunks(found: Family, num_chunks: int | None, cure: str | None = None) -> int:
+    """Return the number of chunks to use.
+
+    Args:
+        found: the family.
+        num_chunks: that is asked for; None: the family's default.
+        cure: what to do about another number, where it is known how that was given.
+
+    Raises:
+        ValueError: the family cannot have so many.
+    """
     if num_chunks is None:
         return found.default_chunks
     if num_chunks not in found.chunks:
         first, step = found.chunks.start, found.chunks.step
         can = f'exactly {first}' if len(found.chunks) == 1 else f'{first}, {first + step}, ...'
+        cure = cure or (
+            'leave the number (num_chunks, --vpp, or --num-virtual-stages-per-pipeline-rank) out '
+            f'for {found.default_chunks}'
+        )
         raise ValueError(
-            f'{found.name} cannot have {num_chunks} chunks per rank: '
-            f'it takes {can}; leave the number (num_chunks, --vpp, or '
-            f'--num-virtual-stages-per-pipeline-rank) out for {found.default_chunks}'
+            f'{found.name} cannot have {num_chunks} chunks per rank: it takes {can}; {cure}'
         )
     return num_chunks
 

@@ -129,6 +129,8 @@ def test_aliases(ranks, flags, source, instead):
     found = parsed(ranks, *flags)
     assert found.result.source == source
     assert found.said == f'megatron_zbpp: deprecated flags: use {instead}\n'
+    again = parsed(ranks, *instead.split())
+    assert again.result == found.result and not again.said
 
 
 @pytest.mark.parametrize(
@@ -248,7 +250,7 @@ def test_file(ranks, tmp_path):
         (
             '--pipeline-schedule zb-h1 --pipeline-schedule-memory-limit 2',
             {},
-            ('zb-h1', 'memory_limit', '2.0', 'zb-1p'),
+            ('zb-h1', 'no --pipeline-schedule-memory-limit (given 2.0)', 'zb-1p'),
         ),
         (
             '--pipeline-schedule zb-1p --pipeline-schedule-memory-limit 0.5',
@@ -258,7 +260,7 @@ def test_file(ranks, tmp_path):
         (
             '--pipeline-schedule zb-v --pipeline-watchdog-timeout -1',
             {},
-            ('watchdog_timeout is -1.0', 'from 0 up'),
+            ('--pipeline-watchdog-timeout is -1.0', 'from 0 up'),
         ),
         ('--pipeline-schedule zb-v', {'num_layers': 3}, ('3 layers', '4 stages', '--num-layers')),
         ('--pipeline-schedule zb-h1', {'num_layers': 1}, ('1 layers', '2 stages', '--num-layers')),

@@ -20,11 +20,13 @@ from megatron_zbpp.mcore import enabled, preflight, refusals, superseded
 from megatron_zbpp.mcore.command_line import flags, plan_layout, sizes
 from megatron_zbpp.mcore.command_line.host_memory import require_host_memory
 from megatron_zbpp.mcore.command_line.messages import refuse, say
+from megatron_zbpp.mcore.command_line.naming import by_flags, renaming
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.programs import Programs
 
 _OURS = '_with_our_flags'  # on a function: it adds our flags already
+_PACKAGES = {'yaml': 'pyyaml', 'PIL': 'pillow'}  # of modules with other names
 
 
 def install() -> None:
@@ -58,7 +60,9 @@ def _require_packages(module: str) -> None:
     except ModuleNotFoundError as error:
         package = (error.name or 'megatron').partition('.')[0]
         if package != 'megatron':
-            raise RuntimeError(f'{error}, which {module} imports: pip install {package}') from error
+            raise RuntimeError(
+                f'{error}, which {module} imports: pip install {_PACKAGES.get(package, package)}'
+            ) from error
 
 
 def _with_our_flags(original: Callable) -> Callable:
@@ -104,6 +108,7 @@ def _preparing(parse: Callable) -> Callable:
     return parse_known_args
 
 
+@renaming(by_flags)
 def prepare(args: argparse.Namespace) -> Plugin | None:
     """Do what the flags ask for; None where they ask for nothing.
 

@@ -18,6 +18,7 @@ from megatron_zbpp.mcore import layout, preflight, refusals, superseded
 from megatron_zbpp.mcore.command_line import flags, plan_layout, sizes
 from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
 from megatron_zbpp.mcore.command_line.layer_memory import LayerMemory, layer_memory
+from megatron_zbpp.mcore.command_line.naming import by_flags, renaming
 from megatron_zbpp.mcore.post_validation.barriers import barriers
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.post_validation.speculative_step import BUFFER_BYTES, KEPT_BYTES
@@ -110,6 +111,7 @@ class DryRun:
         return found + [f'note: {note}' for note in self.notes]
 
 
+@renaming(by_flags)
 def dry_run_of(line: LaunchLine) -> DryRun:
     """Return what the launch line would run.
 
@@ -196,7 +198,7 @@ def _microbatches(line: LaunchLine, replicas: int) -> list[int]:
     """
     micro, whole = line.args.micro_batch_size, line.args.global_batch_size
     if not micro:
-        raise ValueError('--micro-batch-size is missing')
+        raise ValueError('--micro-batch-size is missing: give how many samples a microbatch has')
     step = micro * replicas
     if (whole or step) % step:
         raise ValueError(

@@ -57,11 +57,11 @@ def _num_chunks(args: argparse.Namespace, source: str | Schedule) -> int | None:
     """Return chunks a rank that the arguments ask for; None: the schedule has its own.
 
     Raises:
-        ValueError: the schedule of a file has another number.
+        ValueError: the schedule has another number.
     """
-    asked = sizes.num_chunks(args)
     if not isinstance(source, Schedule):
-        return asked
+        return sizes.chunks_for(args, source)
+    asked = sizes.num_chunks(args)
     if asked not in (None, source.placement.num_chunks):
         raise ValueError(
             f'the arguments ask for {asked} chunks on each rank, but the schedule {source.name} of '

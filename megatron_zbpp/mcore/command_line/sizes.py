@@ -11,6 +11,8 @@ from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.layout import layers_per_stage, layout_string
 from megatron_zbpp.mcore import layout, refusals
 from megatron_zbpp.mcore.command_line.messages import flag
+from megatron_zbpp.mcore.settings import AUTO
+from megatron_zbpp.schedules import checked_chunks, find
 
 
 def require_plain(args: argparse.Namespace) -> None:
@@ -26,7 +28,7 @@ def require_plain(args: argparse.Namespace) -> None:
         if getattr(args, name, None):
             raise ValueError(f'{flag(name)} does not work with --pipeline-schedule: {cure}')
     if args.num_layers is None and hybrid_layers(args) in (None, [None]):
-        raise ValueError('--num-layers is missing')
+        raise ValueError('--num-layers is missing: give how many layers the model has')
 
 
 def num_chunks(args: argparse.Namespace) -> int | None:
@@ -45,7 +47,10 @@ def num_chunks(args: argparse.Namespace) -> int | None:
             known = isinstance(text, list)  # of a program; as a flag it is text
             stages = len(text) if known else layout.StageLayout.get_num_stages_from_str(text)
         except AssertionError as error:
-            raise ValueError(f'--pipeline-model-parallel-layout {text}: {error}') from None
+            raise ValueError(
+                f'--pipeline-model-parallel-layout {text}: {error}: give E, t, m and L, with | '
+                'between stages'
+            ) from None
         if stages % ranks:
             raise ValueError(
                 f'--pipeline-model-parallel-layout {text} has {stages} stages, which do not divide '
@@ -62,6 +67,31 @@ def num_chunks(args: argparse.Namespace) -> int | None:
             f'among {ranks} pipeline ranks: leave it out, or change --num-layers'
         )
     return counted // (ranks * each)
+
+
+def chunks_for(args: argparse.Namespace, schedule: str) -> int | None:
+    """Return as `num_chunks`, for a schedule by its name.
+
+    Raises:
+        ValueError: it cannot have so many; the cure names the flag that asks for them.
+    """
+    asked = num_chunks(args)
+    if asked is not None and schedule != AUTO:
+        found = find(schedule)
+        checked_chunks(found, asked, _fewer_chunks(args, found.default_chunks))
+    return asked
+
+
+def _fewer_chunks(args: argparse.Namespace, wanted: int) -> str:
+    """Return how to ask for the `wanted` number of chunks a rank."""
+    stages, hybrid = wanted * args.pipeline_model_parallel_size, refusals.hybrid(args)
+    if hybrid is not None:
+        return f'give {flag(hybrid)} {stages} segments'
+    if args.pipeline_model_parallel_layout is not None:
+        return f'leave --pipeline-model-parallel-layout out, or give it {stages} stages'
+    if args.num_layers_per_virtual_pipeline_stage is not None:
+        return 'leave --num-layers-per-virtual-pipeline-stage out'
+    return f'leave --num-virtual-stages-per-pipeline-rank out, or give it {wanted}'
 
 
 def hybrid_layers(args: argparse.Namespace) -> list[int] | None:

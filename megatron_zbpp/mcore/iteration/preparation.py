@@ -172,14 +172,12 @@ def refuse_unsupported(
         NotImplementedError: names the setting.
     """
     for refusal in found:
-        raise NotImplementedError(
-            f"does not work with --pipeline-schedule: {refusal}, or use Megatron's own schedule"
-        )
+        raise NotImplementedError(f"with this schedule, {refusal}, or use Megatron's own schedule")
     superseded.require_none(config)
     if adjust_tensor_shapes_fn is not None:
         raise NotImplementedError(
-            'adjust_tensor_shapes_fn does not work with --pipeline-schedule: its shapes are for '
-            "ranks, not for stages; use Megatron's own schedule"
+            'adjust_tensor_shapes_fn does not work with this schedule: its shapes are for ranks, '
+            "not for stages; use Megatron's own schedule"
         )
 
 
