@@ -85,11 +85,13 @@ def _parser() -> argparse.ArgumentParser:
         from megatron.training import arguments as megatrons
 
         arguments.install()
-        return megatrons.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    parser = launch_line._own_parser()
-    parser.add_argument('--yaml-cfg')
-    parser.add_argument('--use-checkpoint-args', action='store_true')
-    parser.parse_known_args = arguments._preparing(parser.parse_known_args)
+        parser = megatrons.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    else:
+        parser = launch_line._own_parser()
+        parser.parse_known_args = arguments._preparing(parser.parse_known_args)
+    for name in ('--yaml-cfg', '--use-checkpoint-args', '--hybrid-layer-pattern'):
+        if name not in parser._option_string_actions:  # of other releases
+            parser.add_argument(name, nargs='?', const=True)
     return parser
 
 
