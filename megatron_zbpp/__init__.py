@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_zbpp.mcore import enabled
@@ -38,8 +36,8 @@ if TYPE_CHECKING:
     from megatron_zbpp.ir.errors import ScheduleError
     from megatron_zbpp.ir.formats import load
     from megatron_zbpp.ir.layout import ModelLayout
+    from megatron_zbpp.mcore.enabling import enable
     from megatron_zbpp.mcore.iteration.observe import Observer
-    from megatron_zbpp.mcore.plugin import Plugin
     from megatron_zbpp.partitioning.devices import Device, Devices
     from megatron_zbpp.partitioning.layers import Layer, Layers
     from megatron_zbpp.partitioning.plans import PartitionPlan, partition
@@ -87,6 +85,7 @@ _MODULES = {
     'ir.errors': ('ScheduleError',),
     'ir.formats': ('load',),
     'ir.layout': ('ModelLayout',),
+    'mcore.enabling': ('enable',),
     'partitioning.devices': ('Device', 'Devices'),
     'partitioning.layers': ('Layer', 'Layers'),
     'partitioning.plans': ('PartitionPlan', 'partition'),
@@ -108,104 +107,6 @@ def __getattr__(name: str) -> object:
 def __dir__() -> list[str]:
     """Return all names, imported or not."""
     return sorted({*globals(), *__all__})
-
-
-def enable(
-    schedule: str | Schedule = 'zb-h1',
-    num_chunks: int | None = None,
-    *,
-    memory_limit: float | None = None,
-    watchdog_timeout: float | None = None,
-    watchdog_pause_timeout: float | None = None,
-    post_validation: bool | int = False,
-    profile_iters: int = 5,
-    trace_dir: str | Path | None = None,
-    offload: str | int | None = None,
-    freeze: str | Path | None = None,
-    recompute: str | int | None = None,
-    kept_gib: float | None = None,
-    check_interval: int = 10,
-    message_ctas: int = 2,
-    message_priority: str = 'high',
-    message_receives: str = 'late',
-    flags: Mapping[str, object] | None = None,
-) -> Plugin:
-    """Make Megatron-Core's pipelined forward_backward functions run `schedule`.
-
-    Calling it again with equal arguments changes nothing; with others it switches. The default is
-    the best schedule for which a model of one chunk a rank need not change; with two chunks a rank
-    'zb-v' is better.
-
-    Args:
-        schedule: a name or alias of a schedule (`zbpp list` prints them), or a schedule itself; or
-            'auto': measures a few iterations and switches to a schedule that is planned for them.
-        num_chunks: stages a rank, for schedules that leave the choice.
-        memory_limit: in activations of one microbatch on a full rank, for schedules that take one.
-        watchdog_timeout: seconds after which a rank whose pipeline no longer moves reports where it
-            stands and exits; None or 0: never. Choose several times what an iteration takes.
-        watchdog_pause_timeout: the same between iterations, in checkpoints, say; None: ten times
-            as long, and 600 at least.
-        post_validation: whether optimizer steps are taken before all ranks have agreed to them, and
-            validated later, once 10 in a row were neither clipped nor skipped; or how many of them.
-        profile_iters: iterations that 'auto' measures before it plans, of schedule or offload.
-        trace_dir: where to draw an iteration of the first pipeline as a page, and for Perfetto.
-        offload: of which chunks of each rank activations are on the host between forward and
-            backward: 'half' (those that wait longest), 'all', or how many; or 'auto': all of them
-            while `profile_iters` iterations are measured, then what costs no time. Losses stay the
-            same.
-        freeze: the file of `zbpp freeze -o`: weight gradients that it names are left out, step by
-            step. This trains another model than without; see the page on unbalanced pipelines.
-        recompute: of which chunks of each rank forwards keep their input only, and run again before
-            their backward, in passes that the schedule places; as `offload`, for which then
-            chunks are left that do not run again.
-        kept_gib: most GiB of old parameters and optimizer state that a step which is validated
-            later keeps on the GPU; what is not kept is stepped twice. None: what there is memory
-            for.
-        message_ctas: most thread blocks of NCCL's kernels for a message between stages. Fewer leave
-            more of the GPU to passes that run meanwhile, more make large messages faster.
-        message_priority: of these kernels: 'high', so that a message does not wait for kernels of
-            the next pass that are queued with it; or 'group', that of the pipeline's group.
-        message_receives: when receives are posted: 'early', before the pass during which the
-            message comes; 'late', as late as it costs nothing, so that few of NCCL's kernels spin
-            beside passes; or 'latest', so that hardly any does, where messages are short.
-        check_interval: behind how many early steps values of weights are compared with those that
-            the next iteration has begun with, beyond the first ten; 0: never. Writes that torch
-            counts are seen each time.
-        flags: of the program, by name: all ranks must have them alike, but for paths and their own
-            numbers, or they stop before they train.
-
-    Returns:
-        The plugin: its `num_chunks` says how many chunks of the model each rank builds; `disable()`
-        undoes everything, as does leaving its `with` block.
-
-    Raises:
-        ValueError: no such schedule, the message names the known ones; or another argument that
-            makes no sense.
-        OSError: the file of `freeze` cannot be read.
-    """
-    from megatron_zbpp.mcore.settings import Settings, folder, freezing
-
-    if flags is not None and not isinstance(flags, Mapping):
-        raise ValueError(f'flags is {flags!r}: give names with values, such as vars(args)')
-    settings = Settings(
-        schedule,
-        num_chunks,
-        memory_limit,
-        watchdog_timeout,
-        watchdog_pause_timeout,
-        post_validation,
-        profile_iters,
-        folder(trace_dir),
-        offload,
-        freezing(freeze),
-        recompute,
-        kept_gib,
-        check_interval,
-        message_ctas,
-        message_priority,
-        message_receives,
-    )
-    return enabled.switch(settings, flags)
 
 
 def layout_for(

@@ -12,12 +12,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import megatron_zbpp
-
 if TYPE_CHECKING:
     from megatron_zbpp.ir import Schedule
     from megatron_zbpp.mcore.plugin import Plugin
-    from megatron_zbpp.techniques.amounts import Amount
 
 __all__ = ['enable']
 
@@ -26,11 +23,6 @@ def enable(
     config: Any,
     schedule: str | Schedule = 'zb-h1',
     num_chunks: int | None = None,
-    *,
-    memory_limit: float | None = None,
-    post_validation: bool | int = False,
-    offload: Amount | None = None,
-    recompute: Amount | None = None,
     **options: Any,
 ) -> Plugin:
     """Enable `schedule` for Megatron-Bridge, and write what it needs into `config`.
@@ -42,13 +34,9 @@ def enable(
         config: a `ConfigContainer`. A layout of its own must have as many stages as the schedule,
             in model order; `virtual_pipeline_model_parallel_size` is the number of chunks of a
             schedule that leaves the choice.
-        schedule: as for `megatron_zbpp.enable`, as are the others.
-        num_chunks: chunks a rank.
-        memory_limit: in activations.
-        post_validation: whether optimizer steps are validated later.
-        offload: activations that go to the host.
-        recompute: forwards that run again.
-        **options: the rest.
+        schedule: as for `megatron_zbpp.enable`.
+        num_chunks: likewise.
+        **options: likewise, but for `flags`: those are what `config` has.
 
     Returns:
         The plugin, as `megatron_zbpp.enable` does.
@@ -57,18 +45,8 @@ def enable(
         ValueError: a setting that cannot work, with the cure.
         NotImplementedError: a setting that is refused, with the cure.
     """
+    from megatron_zbpp.mcore import enabled
     from megatron_zbpp.mcore.bridge import prepare
+    from megatron_zbpp.mcore.settings import Settings
 
-    chunks, flags = prepare(
-        config, schedule, num_chunks, memory_limit, post_validation, offload, recompute
-    )
-    return megatron_zbpp.enable(
-        schedule,
-        chunks,
-        memory_limit=memory_limit,
-        post_validation=post_validation,
-        offload=offload,
-        recompute=recompute,
-        flags=flags,
-        **options,
-    )
+    return enabled.switch(prepare(config, Settings(schedule, num_chunks, **options)))

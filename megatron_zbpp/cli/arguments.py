@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_zbpp.cli import values
 from megatron_zbpp.cli.inputs import StageCosts, Times
+from megatron_zbpp.mcore.settings import meaning
 
 NO_TIMES = Times(1.0, 1.0, 1.0)  # --times where it is not given
 
@@ -47,12 +48,11 @@ def add_shape(
     parser.add_argument(
         '--microbatches', type=values.count, metavar='M', required=required, help='microbatches'
     )
+    text = meaning('num_chunks')
     if chunks is None:
-        parser.add_argument('--vpp', type=values.count, metavar='V', help='chunks per rank')
+        parser.add_argument('--vpp', type=values.count, metavar='V', help=text)
     else:
-        parser.add_argument(
-            '--vpp', type=chunks, metavar='V,...', help='chunks per rank; default 1,2,4'
-        )
+        parser.add_argument('--vpp', type=chunks, metavar='V,...', help=f'{text}; default 1,2,4')
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
@@ -83,8 +83,8 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         '--memory-limit',
         type=values.memory,
         metavar='A',
-        help='most that a rank may hold: activations of a microbatch on a full rank; or bytes, '
-        'such as 60GiB, where FILE has activation and parameters in bytes',
+        help=f'{meaning("memory_limit")}; or in bytes, such as 60GiB, where FILE has activation '
+        'and parameters in bytes',
     )
 
 

@@ -27,6 +27,7 @@ from megatron_zbpp.cli import (
 )
 from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.strict_json import printable
+from megatron_zbpp.mcore.settings import meaning
 from megatron_zbpp.techniques import ASKED, find
 from megatron_zbpp.version import __version__
 
@@ -166,8 +167,9 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 def _add_actions(parser: argparse.ArgumentParser) -> None:
     """Add what becomes of activations between F and B."""
     for name in ASKED:
-        text = f'half, all or how many chunks of each rank: {find(name).help}'
-        parser.add_argument(f'--{name}', metavar='CHUNKS', help=text)
+        free = find(name).free
+        more = free and f'; {free}: as many as --copy-ratio lets hide behind the passes'
+        parser.add_argument(f'--{name}', metavar='CHUNKS', help=meaning(name) + more)
     arguments.add_copy_ratio(parser)
 
 
@@ -177,7 +179,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
         '--memory-limit',
         type=values.amount,
         metavar='A',
-        help='most activations of a microbatch on a full rank that a rank may hold',
+        help=meaning('memory_limit'),
     )
 
 

@@ -10,18 +10,18 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.mcore import preflight, refusals, superseded
 from megatron_zbpp.mcore.command_line import sizes
 from megatron_zbpp.mcore.command_line.messages import say
-from megatron_zbpp.mcore.command_line.naming import flags_by_argument, renaming
+from megatron_zbpp.mcore.command_line.naming import FLAG_OF, renaming
 from megatron_zbpp.mcore.layout import BRIDGE_FIELDS, StageLayout
 from megatron_zbpp.mcore.post_validation.barriers import barriers
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
-from megatron_zbpp.techniques.amounts import Amount
 
 # Megatron's arguments, and Bridge's fields where those have another name
 _FIELDS = {
@@ -57,7 +57,7 @@ def _by_fields(message: str) -> str:
     >>> _by_fields('give --no-rope-fusion, or drop --pipeline-offload')
     'give apply_rope_fusion=False, or drop offload'
     """
-    for argument, own in flags_by_argument().items():
+    for argument, own in FLAG_OF.items():
         message = re.sub(rf'{own}(?![\w-])', argument, message)
     return re.sub(r'--(no-)?([a-z][a-z0-9-]+)', _field, message)
 
@@ -68,45 +68,31 @@ def _field(found: re.Match[str]) -> str:
 
 
 @renaming(_by_fields)
-def prepare(
-    config: Any,
-    schedule: str | Schedule,
-    num_chunks: int | None = None,
-    memory_limit: float | None = None,
-    post_validation: bool | int = False,
-    offload: Amount | None = None,
-    recompute: Amount | None = None,
-) -> tuple[int | None, dict[str, Any]]:
-    """Check `config` for the schedule, and write the layout of the layers into it.
+def prepare(config: Any, settings: Settings) -> Settings:
+    """Check `config` for a schedule, and write the layout of the layers into it.
 
     Args:
         config: a `ConfigContainer`.
-        schedule: as for `megatron_zbpp.enable`, as are the others.
-        num_chunks, memory_limit, post_validation, offload, recompute: those.
+        settings: what is asked for.
 
     Returns:
-        Chunks that are asked for, and settings that all ranks must have alike.
+        The settings, with chunks that `config` asks for, and its values, which all ranks must have
+        alike.
 
     Raises:
         ValueError: a setting that cannot work, with the cure.
         NotImplementedError: a setting that is refused, with the cure.
     """
     args = _arguments(config)
-    alike = dict(vars(args))
+    settings = replace(settings, flags=dict(vars(args)))
     ranks = args.pipeline_model_parallel_size
     if ranks == 1:
         say('one pipeline rank has no pipeline: the schedule changes nothing')
-        return num_chunks, alike
-    if not isinstance(schedule, Schedule):
-        num_chunks = num_chunks or sizes.chunks_for(args, schedule)
-    settings = Settings(
-        schedule,
-        num_chunks,
-        memory_limit,
-        post_validation=post_validation,
-        offload=offload,
-        recompute=recompute,
-    )
+        return settings
+    if not isinstance(settings.schedule, Schedule):
+        settings = replace(
+            settings, num_chunks=settings.num_chunks or sizes.chunks_for(args, settings.schedule)
+        )
     programs = Programs(settings)
     placement = programs.placement(ranks)
     reasons = dict.fromkeys(map(str, _refused(config, args, placement, programs)))
@@ -120,10 +106,10 @@ def prepare(
     for each in dict.fromkeys(words):
         say(each)
     _place_layers(_transformer(config), args, placement)
-    if post_validation:
+    if settings.post_validation is not None:
         for each in barriers(args, placement):
             say(f'all ranks wait: {each}')
-    return num_chunks, alike
+    return settings
 
 
 def _transformer(config: Any) -> Any:

@@ -5,7 +5,6 @@ Megatron is imported when the first one is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,12 +14,11 @@ if TYPE_CHECKING:
 plugin: Plugin | None = None
 
 
-def switch(settings: Settings, flags: Mapping[str, object] | None = None) -> Plugin:
+def switch(settings: Settings) -> Plugin:
     """Enable a plugin with these settings, unless it is enabled; undo one with others.
 
     Args:
-        settings: what is asked for.
-        flags: of the program, which all ranks must have alike; None: those of before.
+        settings: what is asked for; without flags of the program, those of before stay.
 
     Raises:
         ValueError: settings that make no sense; what is enabled stays.
@@ -35,6 +33,6 @@ def switch(settings: Settings, flags: Mapping[str, object] | None = None) -> Plu
             plugin.disable()
         other.install()
         plugin = other
-    if flags is not None:
-        plugin.session.flags = agreement.comparable_flags(flags)
+    if settings.flags is not None:
+        plugin.session.flags = agreement.comparable_flags(settings.flags)
     return plugin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron_zbpp.guests.base import Guest
 from megatron_zbpp.mcore.messages import say
@@ -11,14 +12,14 @@ from megatron_zbpp.mcore.settings import AUTO, Settings
 
 def asked_for(settings: Settings) -> Iterator[Guest]:
     """Yield the guests of a run, in the order in which they hear of an iteration."""
-    if settings.freeze is not None:
+    if settings.freeze_plan is not None:
         from megatron_zbpp.guests.freezing import freeze_run
 
-        yield freeze_run.FreezeRun(settings.freeze, say)
+        yield freeze_run.FreezeRun(settings.freeze_plan, say)
     if settings.trace_dir is not None:
         from megatron_zbpp.guests.tracing import tracer
 
-        yield tracer.Tracer(settings.trace_dir)
+        yield tracer.Tracer(Path(settings.trace_dir))
     if settings.offload == AUTO:
         from megatron_zbpp.guests.offload_amount import free_amount
 

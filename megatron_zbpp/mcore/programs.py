@@ -65,7 +65,7 @@ class Programs:
             self.source = Family(start_family(settings.num_chunks), settings.num_chunks)
         else:
             self.source = Family(settings.schedule, settings.num_chunks, settings.memory_limit)
-        self._amounts, self._freeze = settings.amounts, settings.freeze
+        self._amounts, self._freeze = settings.amounts, settings.freeze_plan
         self._receives = settings.message_receives
         self._early = settings.post_validation is not None
         self._measured: Costs | None = None

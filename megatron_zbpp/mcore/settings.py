@@ -1,17 +1,17 @@
-"""The settings of `megatron_zbpp.enable`, as a value."""
+"""The options of `megatron_zbpp.enable` and of our flags, as a value whose fields describe them."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from math import isfinite
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_zbpp.analysis.posting import LATE, require_known
+from megatron_zbpp.analysis.posting import LATE, RECEIVES, require_known
 from megatron_zbpp.ir import Schedule
-from megatron_zbpp.mcore.lowered import require_one_route
-from megatron_zbpp.runtime.groups import MessageKernels
+from megatron_zbpp.mcore.options import Option, option, options_of
+from megatron_zbpp.runtime.message_kernels import MessageKernels
 from megatron_zbpp.schedules import Family, checked_chunks, find, require_no_limit
 from megatron_zbpp.techniques import ASKED
 from megatron_zbpp.techniques import find as find_technique
@@ -27,55 +27,132 @@ _PRIORITIES = 'high', 'group'
 
 @dataclass(frozen=True)
 class Settings:
-    """Equal where they ask for the same: aliases become names, and what is left out its default.
-
-    Attributes:
-        schedule: the name of a family, 'auto', or a schedule.
-        num_chunks: stages a rank, for families that leave the choice.
-        memory_limit: in activations of one microbatch on a full rank, for families that take one.
-        watchdog_timeout: seconds without a step forward after which the process is ended; 0: never.
-        watchdog_pause_timeout: the same between iterations; None: ten times that, at least 600.
-        post_validation: after how many clean steps in a row optimizer steps no longer wait for all
-            ranks; None: they always wait. True stands for 10, False for None.
-        profile_iters: iterations that 'auto' measures.
-        trace_dir: where to draw an iteration; None: nowhere.
-        offload: 'half', 'all' or how many chunks of each rank go to the host between F and B, or
-            'auto' for what costs no time, as measured; None: what the schedule says.
-        freeze: which weight gradients are left out, and when; None: none.
-        recompute: of which chunks forwards keep their input only, and run again in passes of their
-            own; as `offload`.
-        check_interval: with post-validation, behind how many early steps values of parameters are
-            compared, beyond the first ten; 0: never.
-        kept_gib: most GiB of old optimizer state that an early step keeps on the device; None: as
-            much as there is memory for.
-        message_ctas: most thread blocks of NCCL's kernels for a message between stages.
-        message_priority: of these kernels: 'high', or 'group' for that of the pipeline's group.
-        message_receives: when receives are posted: 'early', 'late' (as late as it costs nothing) or
-            'latest'.
+    """Equal where they ask for the same: aliases become names, files what is in them.
 
     Raises:
         ValueError: no such schedule, or a value that makes no sense; the message names it.
+        OSError: a file cannot be read.
     """
 
-    schedule: str | Schedule = 'zb-h1'
-    num_chunks: int | None = None
-    memory_limit: float | None = None
-    watchdog_timeout: float | None = None
-    watchdog_pause_timeout: float | None = None
-    post_validation: bool | int | None = None
-    profile_iters: int = 5
-    trace_dir: Path | None = None
-    offload: Amount | None = None
-    freeze: FreezePlan | None = None
-    recompute: Amount | None = None
-    kept_gib: float | None = None
-    check_interval: int = 10
-    message_ctas: int = MessageKernels.ctas
-    message_priority: str = 'high'
-    message_receives: str = LATE
+    schedule: str | Schedule = option(
+        'zb-h1',
+        parts=(
+            Option(
+                '--pipeline-schedule NAME',
+                'Name of the pipeline schedule, such as zb-v or zb-h1 (`zbpp list` prints all). '
+                'auto measures some iterations, plans a schedule for their times beside the '
+                'training, and switches to it.',
+                page='[the gallery](schedules.md)',
+            ),
+            Option(
+                '--pipeline-schedule-file FILE',
+                'File of a schedule instead: JSON of `zbpp plan` or of your own, or CSV of torch.',
+                page='[your own schedule](your-own-schedule.md)',
+            ),
+        ),
+    )
+    """Or a `Schedule` itself."""
+    num_chunks: int | None = option(None, least=1)
+    """Chunks of the model on each rank, for schedules that leave the choice. None: the default of
+    the schedule."""
+    _: KW_ONLY
+    memory_limit: float | None = option(None, '--pipeline-schedule-memory-limit A', least=0.0)
+    """Most memory of a rank, in activations of one microbatch on a full rank. 1F1B needs as many as
+    there are pipeline ranks. For auto and schedules that take one, such as zb-1p."""
+    profile_iters: int = option(5, '--pipeline-schedule-profile-iters N', least=1)
+    """Iterations that auto measures, of the schedule or of the offload, before it plans."""
+    offload: Amount | None = option(
+        None, '--pipeline-offload half|all|N|auto', page='[less memory](does-not-fit.md)'
+    )
+    """Chunks of each rank whose activations are on the host between forward and backward: half
+    (those that wait longest), all, or how many. auto: all of them while some iterations are
+    measured, then as many as cost no time. Losses stay the same to the bit."""
+    freeze: str | Path | FreezePlan | None = option(
+        None, '--pipeline-freeze FILE', page='[another training](unbalanced.md#freezing)'
+    )
+    """File that `zbpp freeze -o` wrote: weight gradients that it names are left out, to shorten the
+    batch (TimelyFreeze). This trains another model: losses are not those of Megatron."""
+    recompute: Amount | None = option(
+        None, '--pipeline-recompute half|all|N', page='[R passes](does-not-fit.md#recompute-passes)'
+    )
+    """Chunks of each rank whose forwards keep only their input, and run again before their
+    backward: half (those that wait longest), all, or how many. They run again in bubbles first.
+    Chunks that run again are not offloaded. Losses stay the same to the bit."""
+    message_ctas: int = option(
+        MessageKernels.ctas,
+        '--pipeline-message-ctas N',
+        least=1,
+        page='[tips for GPUs](gpu-tips.md#messages-between-stages)',
+    )
+    """Most thread blocks of NCCL's kernels for a message between stages. Fewer leave more of the
+    GPU to passes that run meanwhile, more make large messages faster."""
+    message_priority: str = option('high', f'--pipeline-message-priority {"|".join(_PRIORITIES)}')
+    """Priority of these kernels: high, so that a message does not wait for queued kernels of the
+    next pass; or group, that of the pipeline's group, which is normal without
+    `--high-priority-stream-groups pp`."""
+    message_receives: str = option(LATE, f'--pipeline-message-receives {"|".join(RECEIVES)}')
+    """When receives of messages between stages are posted: early, before the pass during which the
+    message comes; late, as late as it costs nothing, so that few of NCCL's kernels spin beside
+    passes; or latest, so that hardly any does, where messages are short."""
+    trace_dir: str | Path | None = option(
+        None, '--pipeline-trace-dir FOLDER', page='[unbalanced pipelines](unbalanced.md)'
+    )
+    """Folder for pictures of an early iteration, and of one after auto has switched, with the
+    clocks of all hosts aligned. A page for a browser shows planned beside measured passes, a trace
+    for Perfetto all ranks of the first pipeline; times of stages are for `zbpp profile`."""
+    watchdog_timeout: float | None = option(
+        0, '--pipeline-watchdog-timeout SECONDS', flag_default=300.0, least=0.0
+    )
+    """Seconds without progress inside a schedule after which a rank reports what it waits for and
+    ends the job. Give several times what an iteration takes. 0: never."""
+    watchdog_pause_timeout: float | None = option(
+        None, '--pipeline-watchdog-pause-timeout SECONDS', least=0.0
+    )
+    """Seconds without progress between two schedules (checkpoints, evaluation, data) after which it
+    does so, too. It needs a watchdog timeout above 0; by default it is ten times as long, at least
+    600. 0: no limit."""
+    post_validation: bool | int | None = option(
+        False,
+        least=0,
+        or_else=', True or False',
+        parts=(
+            Option(
+                '--enable-optimizer-post-validation',
+                'Optimizer steps do not wait for all ranks: each rank steps on what it knows, '
+                'begins the next iteration, and takes the step back if gradients have to be '
+                'clipped or overflow. Losses and parameters stay the same to the bit. `zbpp '
+                'doctor` names what else would make ranks wait.',
+                page='[post-validation](post-validation.md)',
+            ),
+            Option(
+                '--optimizer-post-validation-clean-steps N',
+                'Steps in a row, neither clipped nor skipped, before this begins. 0: none.',
+                _CLEAN_STEPS,
+                least=0,
+            ),
+        ),
+    )
+    """A number: after so many steps in a row that were neither clipped nor skipped. True: 10."""
+    kept_gib: float | None = option(None, '--optimizer-post-validation-kept-gib GIB', least=0.0)
+    """Most GiB of old parameters and optimizer state that a step keeps on the GPU until it is
+    validated. What is not kept is stepped twice. By default as much as there is memory for."""
+    check_interval: int = option(
+        10,
+        '--optimizer-post-validation-check-interval N',
+        least=0,
+        page='[your own loop](your-own-loop.md)',
+    )
+    """Interval, in early steps, at which weights are compared with those that the next iteration
+    began with: this finds what a program writes through `.data`. The first ten steps are always
+    compared. 0: only those."""
+    flags: Mapping[str, object] | None = option(None, compare=False)
+    """Flags of the program, by name. All ranks must have the same, except for paths and their own
+    numbers, or they stop before they train."""
 
     def __post_init__(self) -> None:
-        self._require_numbers()
+        for name, each in OPTIONS.items():
+            if not isinstance(self.post_validation, bool) or name != 'post_validation':
+                each.require(getattr(self, name), name)
         self._require_amounts()
         if self.message_priority not in _PRIORITIES:
             raise ValueError(
@@ -83,6 +160,10 @@ class Settings:
                 + ' or '.join(map(repr, _PRIORITIES))
             )
         require_known(self.message_receives, 'message_receives')
+        if self.flags is not None and not isinstance(self.flags, Mapping):
+            raise ValueError(f'flags is {self.flags!r}: give names with values, such as vars(args)')
+        object.__setattr__(self, 'trace_dir', _folder(self.trace_dir))
+        object.__setattr__(self, 'freeze', _freezing(self.freeze))
         if self.freeze is not None and self.schedule == AUTO:
             raise ValueError('freeze: it is planned for one schedule: name that instead of auto')
         found = self._family()
@@ -100,6 +181,12 @@ class Settings:
         """How NCCL carries messages between stages."""
         return MessageKernels(self.message_ctas, self.message_priority == 'high')
 
+    @property
+    def freeze_plan(self) -> FreezePlan | None:
+        """Which weight gradients are left out, and when; None: none."""
+        assert not isinstance(self.freeze, str | Path)  # it was read
+        return self.freeze
+
     def _family(self) -> Family | None:
         """Return the family that is asked for; None: a schedule itself, or one that is planned."""
         if isinstance(self.schedule, str):
@@ -114,6 +201,8 @@ class Settings:
                 f'schedule {self.schedule!r} is neither the name of one (zbpp list prints them), '
                 f'nor {AUTO!r}, nor a Schedule'
             )
+        from megatron_zbpp.mcore.lowered import require_one_route  # which needs torch
+
         require_one_route(self.schedule)
         for name in ('num_chunks', 'memory_limit'):
             if getattr(self, name) is not None:
@@ -136,35 +225,18 @@ class Settings:
                     'zbpp plan --actions has made'
                 )
 
-    def _require_numbers(self) -> None:
-        """Raise ValueError unless each number is one, and has a sense."""
-        for name, least, whole in (
-            ('num_chunks', 1, True),
-            ('memory_limit', 0, False),
-            ('watchdog_timeout', 0, False),
-            ('watchdog_pause_timeout', 0, False),
-            ('post_validation', 0, True),
-            ('profile_iters', 1, True),
-            ('kept_gib', 0, False),
-            ('check_interval', 0, True),
-            ('message_ctas', 1, True),
-        ):
-            value = getattr(self, name)
-            if value is None or (name == 'post_validation' and isinstance(value, bool)):
-                continue
-            number = isinstance(value, int if whole else int | float)
-            if not number or isinstance(value, bool) or not isfinite(value) or value < least:
-                kind = 'a whole number' if whole else 'a number'
-                or_else = ', True or False' if name == 'post_validation' else ''
-                raise ValueError(f'{name} is {value!r}: give {kind} from {least} up{or_else}')
+
+OPTIONS = options_of(Settings)
 
 
-def folder(trace_dir: object) -> Path | None:
-    """Return where to draw, as a path; None: nowhere.
+def meaning(name: str) -> str:
+    """Return the first sentence of an option, as help of `zbpp` for what means the same there."""
+    sentence = OPTIONS[name].text.partition('. ')[0]
+    return sentence[0].lower() + sentence[1:]
 
-    Raises:
-        ValueError: it is no path, or that of something else than a folder.
-    """
+
+def _folder(trace_dir: object) -> Path | None:
+    """Return where to draw, as a path; None: nowhere."""
     if trace_dir is None:
         return None
     if not isinstance(trace_dir, str | Path) or not str(trace_dir):
@@ -175,19 +247,16 @@ def folder(trace_dir: object) -> Path | None:
     return path
 
 
-def freezing(file: object) -> FreezePlan | None:
-    """Return the plan of freezing in a file; None: there is no freezing.
-
-    Raises:
-        ValueError: it is no path, or the file has no such plan.
-        OSError: it cannot be read.
-    """
+def _freezing(file: object) -> FreezePlan | None:
+    """Return the plan of freezing in a file, or that is given; None: there is no freezing."""
     if file is None:
         return None
-    if not isinstance(file, str | Path):
-        raise ValueError(f'freeze is {file!r}: give the path of what zbpp freeze -o wrote, or None')
     from megatron_zbpp.partitioning.freeze_plans import FreezePlan
 
+    if isinstance(file, FreezePlan):
+        return file
+    if not isinstance(file, str | Path):
+        raise ValueError(f'freeze is {file!r}: give the path of what zbpp freeze -o wrote, or None')
     try:
         return FreezePlan.from_json(Path(file).read_text(encoding='utf-8'))
     except ValueError as error:

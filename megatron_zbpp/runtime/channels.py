@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_zbpp.analysis.program import Send
-from megatron_zbpp.runtime.groups import MessageKernels, backend_for, directions, host_group
+from megatron_zbpp.runtime.groups import backend_for, directions, host_group
+from megatron_zbpp.runtime.message_kernels import MessageKernels
 
 # Of all messages, and of their shapes: those of one direction are told apart by their order. What
 # goes by a second set of channels in the same groups has tags of its own.

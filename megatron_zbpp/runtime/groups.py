@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_zbpp.runtime import compat
-
-
-@dataclass(frozen=True)
-class MessageKernels:
-    """The kernels by which NCCL carries messages between stages.
-
-    Attributes:
-        ctas: most thread blocks of a send or a receive. A receive is a kernel that spins until its
-            message comes: each block takes a processor of the GPU from passes that run meanwhile.
-            Fewer make large messages slower.
-        high_priority: whether they start before kernels of passes that are queued at the same time;
-            else as those of the pipeline's group (`--high-priority-stream-groups pp`).
-    """
-
-    ctas: int = 2
-    high_priority: bool = True
-
+from megatron_zbpp.runtime.message_kernels import MessageKernels
 
 _DEFAULT = MessageKernels()
 

@@ -71,7 +71,6 @@ class Technique:
         to: the pool to which it moves activations; None: it moves none.
         request: `request(schedule, amount, costs)` places as much as a user asks for; None: a user
             cannot ask for it by an amount, a planner may.
-        help: of its option, behind what an amount may be.
         free: the word by which a user asks for what costs no time; empty: there is none.
         lacks: why the costs do not say what it takes; None: they do.
         way: of costs, a stage and its activation, the least that it needs; None: it has no bound.
@@ -85,7 +84,6 @@ class Technique:
     place: Callable[[Schedule, Collection[int], Costs, Sequence[float]], Schedule]
     to: str | None = None
     request: Callable[[Schedule, Amount, Costs | None], Schedule] | None = None
-    help: str = ''
     free: str = ''
     lacks: Callable[[Costs], str | None] = lambda costs: None
     way: Callable[[Costs, int, Life], Way] | None = None

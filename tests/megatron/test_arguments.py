@@ -193,7 +193,7 @@ def test_post_validation_after_no_steps(ranks):
     flags = ['--pipeline-schedule', 'zb-v', '--enable-optimizer-post-validation']
     flags += ['--optimizer-post-validation-clean-steps']
     said = refused(ranks, *flags, -1)
-    assert '--optimizer-post-validation-clean-steps -1: give 0, for the first step on' in said
+    assert '--optimizer-post-validation-clean-steps is -1: give a whole number from 0 up' in said
     assert parsed(ranks, *flags, 0).code is None
 
 
@@ -201,7 +201,7 @@ def test_values_compared_behind_no_steps(ranks):
     flags = ['--pipeline-schedule', 'zb-v', '--enable-optimizer-post-validation']
     flags += ['--optimizer-post-validation-check-interval']
     said = refused(ranks, *flags, -1)
-    assert '--optimizer-post-validation-check-interval -1: give 0, for the first ten' in said
+    assert '--optimizer-post-validation-check-interval is -1: give a whole number from 0 up' in said
     assert parsed(ranks, *flags, 0).code is None
 
 

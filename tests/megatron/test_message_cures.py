@@ -144,10 +144,9 @@ def programs(microbatches: int = 4, ranks: int = 2, **given: object) -> Callable
 
     def run() -> None:
         from megatron_zbpp.mcore.programs import Programs
-        from megatron_zbpp.mcore.settings import Settings, freezing
+        from megatron_zbpp.mcore.settings import Settings
 
         made = {name: value() if callable(value) else value for name, value in given.items()}
-        made |= {'freeze': freezing(made.get('freeze'))}
         Programs(Settings(**made)).lowered(ranks, microbatches, forward_only=False)
 
     return run
@@ -160,11 +159,12 @@ def recipe(schedule: str = 'zb-v', change: Callable = lambda config: None, **mod
         from bridge import config
 
         from megatron_zbpp.mcore import bridge
+        from megatron_zbpp.mcore.settings import Settings
 
         own = config(**model)
         change(own)
         with mock.patch.dict(os.environ, {'WORLD_SIZE': '2'}):
-            bridge.prepare(own, schedule)
+            bridge.prepare(own, Settings(schedule))
 
     return run
 
@@ -342,7 +342,7 @@ FLAGS = {
     ),
     'clean steps': row(
         flags(f'{EARLY} --optimizer-post-validation-clean-steps -1'),
-        '--optimizer-post-validation-clean-steps -1: give 0, for the first step on, or more',
+        '--optimizer-post-validation-clean-steps is -1: give a whole number from 0 up',
         flags(f'{EARLY} --optimizer-post-validation-clean-steps 0'),
     ),
     'priority': row(

@@ -103,7 +103,7 @@ def settings_of(changes):
 
     from megatron_zbpp.mcore.settings import Settings
 
-    names = [field.name for field in fields(Settings)]
+    names = [field.name for field in fields(Settings) if field.compare]
     return names, [name for name in names if name in changes]
 
 

@@ -40,6 +40,13 @@ def test_the_package_alone_imports_next_to_nothing():
     assert rooms(loaded('import megatron_zbpp')) == {'mcore', 'version'}
 
 
+def test_options_need_neither_torch_nor_megatron():
+    """So that `zbpp --help`, `help(enable)` and the docs show them wherever they are read."""
+    none = "sys.modules |= dict.fromkeys(('torch', 'megatron', 'numpy'))"
+    flags = 'from megatron_zbpp.mcore.command_line import flags'
+    assert 'mcore.settings' in loaded(f'{none}; {flags}; from megatron_zbpp import cli, enable')
+
+
 def test_names_are_imported_when_they_are_read():
     assert 'planner.plans' in loaded('from megatron_zbpp import plan')
     assert 'simulate' in dir(megatron_zbpp)
@@ -78,7 +85,8 @@ def test_a_session_needs_little_of_the_house():
     assert not rooms(modules) & SEARCHES and not families(modules)
     assert {name for name in modules if name.startswith('mcore.')} == {
         *(f'mcore.{name}' for name in ('enabled', 'guests', 'lowered', 'messages')),
-        *(f'mcore.{name}' for name in ('own_offloading', 'programs', 'session', 'settings')),
+        *(f'mcore.{name}' for name in ('options', 'own_offloading', 'programs', 'session')),
+        'mcore.settings',
     }
 
 

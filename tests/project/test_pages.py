@@ -21,7 +21,7 @@ from megatron_zbpp.mcore.command_line import aliases
 from megatron_zbpp.mcore.command_line.flags import add_arguments
 from megatron_zbpp.schedules import FAMILIES, build
 from megatron_zbpp.schedules.registry import find
-from scripts import docs_gallery, readme_picture
+from scripts import docs_gallery, flags_page, readme_picture
 
 LINK = re.compile(r'\]\(([^)#\s]+)')
 
@@ -55,6 +55,16 @@ def test_flags_of_ours_exist():
         named = set(re.findall(r'--pipeline-[a-z][a-z-]*[a-z]', page.read_text()))
         unknown = {flag for flag in named - ours if not flag.startswith('--pipeline-model-')}
         assert not unknown, page
+
+
+def test_the_table_of_flags_is_what_the_options_give():
+    page = (ROOT / 'docs' / 'flags.md').read_text()
+    assert page == flags_page.page(), 'run python scripts/flags_page.py'
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    (ours, _) = parser._action_groups[2:]
+    rows = re.findall(r'^\| `(--[a-z0-9-]+)', page, re.M)
+    assert rows == [action.option_strings[0] for action in ours._group_actions]
 
 
 def strings(tree: ast.AST):

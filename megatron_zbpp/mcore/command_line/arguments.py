@@ -13,6 +13,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,14 +120,14 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         ValueError: a value that cannot work, with the cure.
         NotImplementedError: a combination that is refused, with the cure.
     """
-    config = flags.read(args)
-    if config is None:
+    given = flags.read(args)
+    if given is None:
         return None
     if args.pipeline_model_parallel_size == 1:
         say('one pipeline rank has no pipeline: --pipeline-schedule changes nothing')
         return None
     sizes.require_plain(args)
-    settings, layout = plan_layout.settings_of(args, config)
+    settings, layout = plan_layout.settings_of(args, given)
     if layout is not None:
         say(f'layers as the plan has them: {layout}')
     ranks, programs = args.pipeline_model_parallel_size, Programs(settings)
@@ -136,8 +137,8 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
     reasons = preflight.refused(args, programs, ranks, **preflight.machine())
     if reasons:
         raise NotImplementedError('with --pipeline-schedule, ' + '. '.join(map(str, reasons)))
-    plugin = enabled.switch(settings, vars(args))
-    if config.enable_optimizer_post_validation and sizes.disable_rerun_checks(args, sys.argv):
+    plugin = enabled.switch(replace(settings, flags=vars(args)))
+    if settings.post_validation is not None and sizes.disable_rerun_checks(args, sys.argv):
         say('--rerun-mode disabled, or all ranks would wait for each other in each iteration')
     plugin.session.programs.join(getattr(args, refusals.OVERLAP, False))
     for num_microbatches in sorted(sizes.microbatches(args, int(os.environ.get('WORLD_SIZE', 1)))):

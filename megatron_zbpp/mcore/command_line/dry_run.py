@@ -123,12 +123,12 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     if line.unknown:
         words = ' '.join(line.unknown)
         notes.append(f'no flags of Megatron, unless the script adds them: {words}')
-    config = flags.read(line.args)
+    given = flags.read(line.args)
     parallel = _parallel(line)
-    if config is None or parallel['pipeline'] == 1:
-        return DryRun(parallel, notes=(*notes, *([] if config is None else [_NO_PIPELINE])))
+    if given is None or parallel['pipeline'] == 1:
+        return DryRun(parallel, notes=(*notes, *([] if given is None else [_NO_PIPELINE])))
     sizes.require_plain(line.args)
-    settings, _ = plan_layout.settings_of(line.args, config)
+    settings, _ = plan_layout.settings_of(line.args, given)
     programs = Programs(settings)
     placement = programs.placement(parallel['pipeline'])
     args = line.args
@@ -138,7 +138,7 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     for name in settings.amounts if counts else ():
         if find_technique(name).moves:
             notes.append(_of_copies(name, programs, placement.num_ranks, counts[-1]))
-    if config.enable_optimizer_post_validation:
+    if settings.post_validation is not None:
         sizes.disable_rerun_checks(line.args, line.words)
         notes += [f'all ranks wait: {each}' for each in barriers(line.args, placement)]
         notes.append(

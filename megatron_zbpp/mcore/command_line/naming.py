@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 
-from megatron_zbpp.mcore.command_line.flags import PipelineScheduleConfig
-from megatron_zbpp.mcore.command_line.messages import flag
-from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.mcore.settings import OPTIONS
+
+# our flags by the arguments of `enable` that they set
+FLAG_OF = {name: each.flags[0].name for name, each in OPTIONS.items() if each.flags}
 
 
 @contextmanager
@@ -29,24 +29,13 @@ def renaming(rename: Callable[[str], str]) -> Iterator[None]:
         raise kind(renamed) from error
 
 
-def flags_by_argument() -> dict[str, str]:
-    """Return our flags by the arguments of `enable` that they set."""
-    ours = [field.name for field in fields(PipelineScheduleConfig)]
-    return {
-        argument.name: flag(name)
-        for argument in fields(Settings)
-        for name in ours
-        if name.endswith(f'_{argument.name}')
-    }
-
-
 def by_flags(message: str) -> str:
     """Return a message with flags in place of arguments.
 
     >>> by_flags('watchdog_timeout is -1: give a number from 0 up')
     '--pipeline-watchdog-timeout is -1: give a number from 0 up'
     """
-    for argument, own in flags_by_argument().items():
+    for argument, own in FLAG_OF.items():
         place = rf'\b{argument}\b' if '_' in argument else rf'^{argument}(?= is|: | of )'
         message = re.sub(place, own, message)
     return message

@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.formats import load_plan
 from megatron_zbpp.mcore import layout, refusals
 from megatron_zbpp.mcore.command_line import flags, sizes
 from megatron_zbpp.mcore.command_line.messages import flag
 from megatron_zbpp.mcore.settings import Settings
 
 
-def settings_of(
-    args: argparse.Namespace, config: flags.PipelineScheduleConfig
-) -> tuple[Settings, str | None]:
+def settings_of(args: argparse.Namespace, given: Mapping[str, Any]) -> tuple[Settings, str | None]:
     """Return what the flags ask for; the layout of their plan is written into Megatron's arguments.
 
     Args:
         args: Megatron's arguments.
-        config: our flags.
+        given: the values of our flags.
 
     Returns:
         The settings, and the plan's layout: None where there is no file, or no layout in it.
 
     Raises:
-        ValueError: the layout is of another model, the arguments have another one, or Megatron's
-            selective recomputation is off, which the plan counts on.
+        ValueError: both a name and a file, the layout is of another model, the arguments have
+            another one, or Megatron's selective recomputation is off, which the plan counts on.
         OSError: a file cannot be read.
     """
-    source, file = flags.source_of(config), config.pipeline_schedule_file
-    if isinstance(source, str):
-        return flags.settings_of(config, source, _num_chunks(args, source)), None
-    assert file is not None  # that is where a plan is
+    name, file = given['pipeline_schedule'], given['pipeline_schedule_file']
+    if file is None:
+        return flags.settings_of(given, name, _num_chunks(args, name)), None
+    if name is not None:
+        raise ValueError(
+            f'--pipeline-schedule {name} and --pipeline-schedule-file {file}: give one of them'
+        )
+    source = load_plan(Path(file))
     if source.selective and getattr(args, 'recompute_granularity', None) != 'selective':
         raise ValueError(
             f"{file} was planned with Megatron's selective recomputation, without which it holds "
@@ -41,10 +46,10 @@ def settings_of(
     if source.layout is not None:
         _take_layout(args, source.layout, file)
     schedule = source.schedule
-    return flags.settings_of(config, schedule, _num_chunks(args, schedule)), source.layout
+    return flags.settings_of(given, schedule, _num_chunks(args, schedule)), source.layout
 
 
-def _take_layout(args: argparse.Namespace, text: str, file: Path) -> None:
+def _take_layout(args: argparse.Namespace, text: str, file: str) -> None:
     """Write the layout of a plan into Megatron's arguments."""
     hybrid = refusals.hybrid(args)
     if hybrid is not None and isinstance(getattr(args, hybrid), str):
@@ -71,7 +76,7 @@ def _num_chunks(args: argparse.Namespace, source: str | Schedule) -> int | None:
     return None
 
 
-def _take_layers(args: argparse.Namespace, text: str, file: Path) -> None:
+def _take_layers(args: argparse.Namespace, text: str, file: str) -> None:
     """Write the layout of a model of decoder layers, if it is one of this model's."""
     for name, letter in (('num_layers', 't'), ('mtp_num_layers', 'm')):
         wanted, has = getattr(args, name, None) or 0, text.count(letter)
@@ -94,7 +99,7 @@ def _take_layers(args: argparse.Namespace, text: str, file: Path) -> None:
     args.pipeline_model_parallel_layout = text
 
 
-def _take_pattern(args: argparse.Namespace, name: str, text: str, file: Path) -> None:
+def _take_pattern(args: argparse.Namespace, name: str, text: str, file: str) -> None:
     """Divide a hybrid model's pattern as the layout says, embedding and loss left out."""
     main, slash, rest = getattr(args, name).partition('/')
     segments = text.removeprefix('E').removesuffix('L')

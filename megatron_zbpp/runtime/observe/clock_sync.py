@@ -14,7 +14,6 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from megatron_zbpp.analysis.fit_costs import lags
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.runtime.clock import Clock
 from megatron_zbpp.runtime.groups import host_device
@@ -100,6 +99,8 @@ def causal(timeline: Timeline) -> Timeline:
 
     The moves are longest paths: a rank moves with those that it waits for.
     """
+    from megatron_zbpp.analysis.fit_costs import lags  # no training without a guest asks
+
     between = lags(timeline)
     later = [0.0] * timeline.schedule.num_ranks
     for _ in later:  # as many rounds settle all, unless the clocks drifted during the iteration

@@ -36,7 +36,6 @@ TECHNIQUE = Technique(
     graph=offload,
     place=lambda schedule, stages, costs, _: with_offload(schedule, stages, costs),
     request=offloaded,
-    help='on the host between F and B; auto: what --copy-ratio lets hide behind the passes',
     free=FREE,
     lacks=_lacks,
     way=partial(way_by_copies, pool=HOST),

@@ -37,7 +37,6 @@ TECHNIQUE = Technique(
     graph=recompute,
     place=lambda schedule, stages, costs, _: with_recomputation(schedule, stages, costs),
     request=recomputed,
-    help='F keeps its input, runs again before B',
     lacks=_lacks,
     way=_way,
 )

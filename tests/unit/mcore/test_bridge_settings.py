@@ -7,7 +7,12 @@ from bridge import config
 
 pytest.importorskip('megatron.core')
 
-from megatron_zbpp.mcore.bridge import prepare
+from megatron_zbpp.mcore import bridge
+from megatron_zbpp.mcore.settings import Settings
+
+
+def prepare(config, schedule, **options):
+    return bridge.prepare(config, Settings(schedule, **options))
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +40,13 @@ def test_amounts_that_no_rank_has(what):
 def test_they_are_part_of_what_is_said():
     with pytest.raises(NotImplementedError, match=r'offload half, .*overlap_moe_expert'):
         prepare(config(overlap_moe_expert_parallel_comm=True), '1f1b', offload='half')
+
+
+def test_what_the_configuration_asks_for_is_in_the_settings():
+    """Chunks a rank, and its values as flags, which do not make settings different."""
+    asked = Settings('interleaved')
+    made = bridge.prepare(config(virtual_pipeline_model_parallel_size=2), asked)
+    assert made.num_chunks == 2 and made.flags['num_layers'] == 4
+    assert made == Settings('interleaved', 2) and asked.num_chunks is None
+    one = bridge.prepare(config(pipeline_model_parallel_size=1), asked)
+    assert one == asked and one.flags['pipeline_model_parallel_size'] == 1

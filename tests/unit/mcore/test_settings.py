@@ -11,7 +11,7 @@ from supported import refuses
 import megatron_zbpp
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.mcore.plugin import Plugin
-from megatron_zbpp.mcore.settings import Settings, folder
+from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.partitioning.freeze_plans import FreezePlan
 from megatron_zbpp.schedules import build
 
@@ -111,7 +111,8 @@ def test_flags_that_are_none():
 
 
 def test_sense():
-    assert folder('pictures') == Path('pictures') and folder(None) is None
+    assert Settings(trace_dir='pictures').trace_dir == Path('pictures')
+    assert Settings().trace_dir is None
     assert Settings('ZB_V', 2) == Settings('zb-v', 2)
     assert Settings(post_validation=True) == Settings(post_validation=10)
     assert Settings('auto', memory_limit=4).memory_limit == 4

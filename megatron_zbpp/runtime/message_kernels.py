@@ -1,0 +1,20 @@
+"""NCCL's kernels for messages between stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MessageKernels:
+    """The kernels by which NCCL carries messages between stages.
+
+    Attributes:
+        ctas: most thread blocks of a send or a receive, which spins until its message comes: each
+            takes a processor of the GPU from passes that run meanwhile.
+        high_priority: whether they start before kernels of passes that are queued at the same time;
+            else as those of the pipeline's group.
+    """
+
+    ctas: int = 2
+    high_priority: bool = True
