@@ -5,7 +5,6 @@ A guest overrides what it needs. A run asks its guests in one order, which all r
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
@@ -15,11 +14,6 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.runtime.filler import Filler
 from megatron_zbpp.runtime.observe.measure import Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
-
-
-def say(message: str) -> None:
-    """Print a message to the user; guests decide on which rank."""
-    print(f'megatron_zbpp: {message}', file=sys.stderr, flush=True)
 
 
 class Change(NamedTuple):

@@ -16,12 +16,12 @@ from typing import Any
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.mcore import preflight, refusals, superseded
 from megatron_zbpp.mcore.command_line import sizes
-from megatron_zbpp.mcore.command_line.messages import say
 from megatron_zbpp.mcore.command_line.naming import FLAG_OF, renaming
 from megatron_zbpp.mcore.layout import BRIDGE_FIELDS, StageLayout
 from megatron_zbpp.mcore.post_validation.barriers import barriers
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.runtime.log import job_log
 
 # Megatron's arguments, and Bridge's fields where those have another name
 _FIELDS = {
@@ -87,12 +87,10 @@ def prepare(config: Any, settings: Settings) -> Settings:
     settings = replace(settings, flags=dict(vars(args)))
     ranks = args.pipeline_model_parallel_size
     if ranks == 1:
-        say('one pipeline rank has no pipeline: the schedule changes nothing')
+        job_log.warning('one pipeline rank has no pipeline: the schedule changes nothing')
         return settings
-    if not isinstance(settings.schedule, Schedule):
-        settings = replace(
-            settings, num_chunks=settings.num_chunks or sizes.chunks_for(args, settings.schedule)
-        )
+    if not isinstance(settings.schedule, Schedule) and settings.num_chunks is None:
+        settings = replace(settings, num_chunks=sizes.chunks_for(args, settings.schedule))
     programs = Programs(settings)
     placement = programs.placement(ranks)
     reasons = dict.fromkeys(map(str, _refused(config, args, placement, programs)))
@@ -104,11 +102,11 @@ def prepare(config: Any, settings: Settings) -> Settings:
     taken = (_transformer(config), config.comm_overlap)
     words = (each for held in taken for each in superseded.drop(held, programs.splits(ranks)))
     for each in dict.fromkeys(words):
-        say(each)
+        job_log.info(each)
     _place_layers(_transformer(config), args, placement)
     if settings.post_validation is not None:
         for each in barriers(args, placement):
-            say(f'all ranks wait: {each}')
+            job_log.warning(f'all ranks wait: {each}')
     return settings
 
 
@@ -188,4 +186,4 @@ def _place_layers(model: Any, args: Namespace, placement: Placement) -> None:
     if layout is not None:
         StageLayout(placement, layout)  # raises where it has another number of stages
     if layout != before:
-        say(f'model.pipeline_model_parallel_layout: {layout}')
+        job_log.info(f'model.pipeline_model_parallel_layout: {layout}')

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_zbpp.guests.base import Guest
-from megatron_zbpp.mcore.messages import say
 from megatron_zbpp.mcore.settings import AUTO, Settings
+from megatron_zbpp.runtime.log import job_log
 
 
 def asked_for(settings: Settings) -> Iterator[Guest]:
@@ -15,7 +15,7 @@ def asked_for(settings: Settings) -> Iterator[Guest]:
     if settings.freeze_plan is not None:
         from megatron_zbpp.guests.freezing import freeze_run
 
-        yield freeze_run.FreezeRun(settings.freeze_plan, say)
+        yield freeze_run.FreezeRun(settings.freeze_plan, job_log.warning)
     if settings.trace_dir is not None:
         from megatron_zbpp.guests.tracing import tracer
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from megatron_zbpp.guests.base import Guest
 from megatron_zbpp.ir import Placement, Schedule
-from megatron_zbpp.mcore.messages import say
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.post_validation.policy import EarlyStepPolicy
@@ -25,6 +24,7 @@ from megatron_zbpp.runtime.channels import Channels
 from megatron_zbpp.runtime.filler import Filler
 from megatron_zbpp.runtime.guard import agreement
 from megatron_zbpp.runtime.guard.watchdog import Watchdog
+from megatron_zbpp.runtime.log import job_log
 from megatron_zbpp.runtime.observe.interval import Interval
 from megatron_zbpp.runtime.observe.measure import Figures, Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
@@ -66,7 +66,7 @@ class Session:
         self.post_validation: PostValidation | None = None
         if settings.post_validation is not None:
             policy = EarlyStepPolicy(settings.post_validation)
-            self.post_validation = PostValidation(policy, self.watchdog.collective, say)
+            self.post_validation = PostValidation(policy, self.watchdog.collective, job_log.info)
         self.flags: Mapping[str, object] = {}
         self.latest: Iteration | None = None
         self.interval = Interval()

@@ -20,11 +20,12 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.guests.autotune.background import BackgroundSearch, schedule_text
 from megatron_zbpp.guests.autotune.repartition import Repartition, look
-from megatron_zbpp.guests.base import Change, Guest, ModelLayers, Run, say
+from megatron_zbpp.guests.base import Change, Guest, ModelLayers, Run
 from megatron_zbpp.guests.measurements import WARM_UP, Measured, measured, merge_measurements
 from megatron_zbpp.ir import B, F, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.speeds import slow_ranks
+from megatron_zbpp.runtime.log import rank_log
 from megatron_zbpp.runtime.observe.measure import Iteration
 
 _UNKNOWN = ModelLayers(None, alike=True)
@@ -56,7 +57,7 @@ class AutoPlan(Guest):
     memory_limit: float | None = None
     seconds: float = 30.0
     objective: str = 'makespan'
-    say: Callable[[str], None] = say
+    say: Callable[[str], None] = rank_log.info
     planned: Schedule | None = None
     costs: Costs | None = None
     layers: ModelLayers = _UNKNOWN

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.guests.base import Change, Guest, Run, say
+from megatron_zbpp.guests.base import Change, Guest, Run
 from megatron_zbpp.guests.measurements import (
     WARM_UP,
     Measured,
@@ -26,6 +26,7 @@ from megatron_zbpp.guests.measurements import (
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST, TRANSFERS
+from megatron_zbpp.runtime.log import rank_log
 from megatron_zbpp.runtime.observe.measure import Iteration
 from megatron_zbpp.techniques.offload.copies import copy_ratio
 from megatron_zbpp.techniques.offload.place import FREE, offloaded
@@ -44,7 +45,7 @@ class FreeAmount(Guest):
     """
 
     profile_iters: int = 5
-    say: Callable[[str], None] = say
+    say: Callable[[str], None] = rank_log.info
     settled: bool = False
     _seen: int = 0
     _found: list[Measured] = field(default_factory=list)

@@ -19,10 +19,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from megatron_zbpp.guests.base import say
 from megatron_zbpp.guests.side_work.limits import MemoryBudget, kept_random_states, on_cuda
 from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.runtime.clock import Clock
+from megatron_zbpp.runtime.log import rank_log
 from megatron_zbpp.runtime.observe.measure import Iteration
 from megatron_zbpp.runtime.observe.record import Record
 
@@ -96,7 +96,7 @@ class SideWork:
         step_seconds: float,
         margin: float | None = None,
         memory: int | None = None,
-        say: Callable[[str], None] = say,
+        say: Callable[[str], None] = rank_log.warning,
     ) -> None:
         self.steps, self.seconds, self.overruns = 0, 0.0, 0
         self.finished = step is None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megatron_zbpp.mcore.command_line.messages import flag, say
+from megatron_zbpp.mcore.command_line.messages import flag
+from megatron_zbpp.runtime.log import job_log
 
 _V_SCHEDULES = {'zb': 'zb-v', 'half': 'v-half', 'min': 'v-min'}
 _LIMIT = '--zero-bubble-max-pending-backward'
@@ -65,7 +66,9 @@ def translate(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f'flags that mean {" and ".join(names)}: give --pipeline-schedule instead')
     if names or not args.enable_zero_bubble:
         if limit is not None:
-            say(f'{_LIMIT} {limit} has no effect: it is a limit for --enable-zero-bubble alone')
+            job_log.warning(
+                f'{_LIMIT} {limit} has no effect: it is a limit for --enable-zero-bubble alone'
+            )
         return ({'pipeline_schedule': names[0]} if names else {}) | offload
     if limit in (None, 'auto'):
         return {'pipeline_schedule': 'zb-1p'} | offload
@@ -80,7 +83,7 @@ def announce(args: argparse.Namespace, translated: dict[str, Any]) -> None:
     """Say which of our flags to give instead, and which of the others have no effect."""
     if translated:
         instead = ' '.join(f'{flag(name)} {value}' for name, value in translated.items())
-        say(f'deprecated flags: use {instead}')
+        job_log.warning(f'deprecated flags: use {instead}')
     for name, why in _NEEDLESS.items():
         if getattr(args, name):
-            say(f'{flag(name)} has no effect: {why}')
+            job_log.warning(f'{flag(name)} has no effect: {why}')

@@ -20,11 +20,12 @@ from typing import Any
 from megatron_zbpp.mcore import enabled, preflight, refusals, superseded
 from megatron_zbpp.mcore.command_line import flags, plan_layout, sizes
 from megatron_zbpp.mcore.command_line.host_memory import require_host_memory
-from megatron_zbpp.mcore.command_line.messages import refuse, say
+from megatron_zbpp.mcore.command_line.messages import refuse
 from megatron_zbpp.mcore.command_line.naming import by_flags, renaming
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.programs import Programs
+from megatron_zbpp.runtime.log import job_log
 
 _OURS = '_with_our_flags'  # on a function: it adds our flags already
 _PACKAGES = {'yaml': 'pyyaml', 'PIL': 'pillow'}  # of modules with other names
@@ -124,22 +125,24 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
     if given is None:
         return None
     if args.pipeline_model_parallel_size == 1:
-        say('one pipeline rank has no pipeline: --pipeline-schedule changes nothing')
+        job_log.warning('one pipeline rank has no pipeline: --pipeline-schedule changes nothing')
         return None
     sizes.require_plain(args)
     settings, layout = plan_layout.settings_of(args, given)
     if layout is not None:
-        say(f'layers as the plan has them: {layout}')
+        job_log.info(f'layers as the plan has them: {layout}')
     ranks, programs = args.pipeline_model_parallel_size, Programs(settings)
     placement, splits = programs.placement(ranks), programs.splits(ranks)
     for each in superseded.drop(args, splits):
-        say(each)
+        job_log.info(each)
     reasons = preflight.refused(args, programs, ranks, **preflight.machine())
     if reasons:
         raise NotImplementedError('with --pipeline-schedule, ' + '. '.join(map(str, reasons)))
     plugin = enabled.switch(replace(settings, flags=vars(args)))
     if settings.post_validation is not None and sizes.disable_rerun_checks(args, sys.argv):
-        say('--rerun-mode disabled, or all ranks would wait for each other in each iteration')
+        job_log.info(
+            '--rerun-mode disabled, or all ranks would wait for each other in each iteration'
+        )
     plugin.session.programs.join(getattr(args, refusals.OVERLAP, False))
     for num_microbatches in sorted(sizes.microbatches(args, int(os.environ.get('WORLD_SIZE', 1)))):
         lowered = plugin.session.programs.lowered(ranks, num_microbatches, forward_only=False)

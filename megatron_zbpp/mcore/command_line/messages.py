@@ -14,12 +14,6 @@ def flag(name: str) -> str:
     return '--' + name.replace('_', '-')
 
 
-def say(message: str) -> None:
-    """Tell the user once, not on every rank."""
-    if int(os.environ.get('RANK', 0)) == 0:
-        print(f'megatron_zbpp: {message}', file=sys.stderr, flush=True)
-
-
 def refuse(message: str) -> None:
     """Tell the user once a host why the job ends, and torchrun, whose own last lines repeat it.
 

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
-
-import torch.distributed as dist
 
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.runtime.log import job_log
 from megatron_zbpp.version import __version__
 
 
 def announce(schedule: Schedule, config: Any) -> None:
-    """Print what runs, on the first rank of the job.
+    """Log what runs, on the first rank of the job.
 
     Args:
         schedule: in Megatron's ranks.
         config: of the model: its layout says which layers are where.
     """
-    if dist.get_rank() == 0:
-        print('\n'.join(lines(schedule, config)), file=sys.stderr, flush=True)
+    for line in lines(schedule, config):
+        job_log.info(line)
 
 
 def lines(schedule: Schedule, config: Any) -> list[str]:
@@ -33,8 +31,8 @@ def lines(schedule: Schedule, config: Any) -> list[str]:
     by_layers = ', by layers' if by_stage and len({*by_stage}) > 1 else ''
     timeline = simulate(schedule, costs)
     found = [
-        f'{__version__}: {schedule.name} on {schedule.num_ranks} ranks x {placement.num_chunks} '
-        f'chunks, {schedule.num_microbatches} microbatches',
+        f'version {__version__}: {schedule.name} on {schedule.num_ranks} ranks x '
+        f'{placement.num_chunks} chunks, {schedule.num_microbatches} microbatches',
         f'layers of each rank, by chunk: {_layers(schedule, config)}',
         f'simulated with F = B = W{by_layers}: bubble {timeline.bubble_makespan:.1%} of the '
         f'busiest rank; idle, all ranks {timeline.idle_all_ranks:.1%}',
@@ -47,7 +45,7 @@ def lines(schedule: Schedule, config: Any) -> list[str]:
             f"{m} microbatches are no multiple of {p} ranks: Megatron's own interleaved schedule "
             'refuses them, so that there is no run of it to compare with'
         )
-    return [f'megatron_zbpp {found[0]}', *(f'megatron_zbpp: {line}' for line in found[1:])]
+    return found
 
 
 def _layers(schedule: Schedule, config: Any) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from weakref import WeakSet
@@ -17,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_zbpp.mcore.patches import transformer_engine
+from megatron_zbpp.runtime.log import rank_log
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 _UNUSED = (
-    'megatron_zbpp: rank {}: no layer left its weight gradient to a W pass, so that W passes have '
+    'rank %d: no layer left its weight gradient to a W pass, so that W passes have '
     'nothing to do: results are right, and the schedule gains nothing by them. Layers that can are '
     "Megatron's ColumnParallelLinear and RowParallelLinear, and Transformer Engine's: report it "
     'if these are'
@@ -79,7 +79,7 @@ def _looking(models: Sequence[torch.nn.Module], store: WeightGradStore) -> Itera
         raise RuntimeError(_message(missing, strays))
     _complete.update(models)
     if not store.used and any(p.ndim > 1 and 'embedding' not in n for n, p in parameters.items()):
-        print(_UNUSED.format(dist.get_rank()), file=sys.stderr, flush=True)
+        rank_log.warning(_UNUSED, dist.get_rank())
 
 
 def _has_main_grad(parameter: torch.nn.Parameter) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.session import Session
+from megatron_zbpp.runtime.log import rank_log
 
 _MODULE = 'megatron.training.theoretical_memory_usage'
 
@@ -43,11 +43,9 @@ def _corrected(session: Session, original: Callable) -> Callable:
             return found
         weights, activation, _ = found
         activation *= most / min(ranks, num_microbatches)
-        print(
-            f'megatron_zbpp: that is of 1F1B; {schedule.name} has {most:g} microbatches in flight: '
-            f'activation={activation:.2f} MB, total={weights + activation:.2f} MB',
-            file=sys.stderr,
-            flush=True,
+        rank_log.info(
+            f'that is of 1F1B; {schedule.name} has {most:g} microbatches in flight: '
+            f'activation={activation:.2f} MB, total={weights + activation:.2f} MB'
         )
         return weights, activation, weights + activation
 

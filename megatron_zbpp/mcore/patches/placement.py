@@ -20,9 +20,9 @@ from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import compat, superseded
 from megatron_zbpp.mcore.building import chunk_being_built, name_of, of_one_chunk
 from megatron_zbpp.mcore.layout import StageLayout, require_placed
-from megatron_zbpp.mcore.messages import say
 from megatron_zbpp.mcore.patches import masks
 from megatron_zbpp.mcore.patches.registry import Patch
+from megatron_zbpp.runtime.log import job_log
 
 Placements = Callable[[int], Placement]  # of so many pipeline ranks
 Agree = Callable[[Mapping[str, object], dist.ProcessGroup], None]  # on settings, in a group
@@ -178,7 +178,7 @@ def _refusing(original: Callable, placement: Placements) -> Callable:
     def __init__(self: LanguageModule, config: Any, *args: Any, **kwargs: Any) -> None:
         if config.pipeline_model_parallel_size > 1:
             for each in superseded.drop(config):
-                say(each)
+                job_log.info(each)
             require_placed(self, placement(config.pipeline_model_parallel_size), config)
         original(self, config, *args, **kwargs)
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
-
-import torch.distributed as dist
 
 from megatron_zbpp.ir import Placement
 
@@ -24,11 +21,7 @@ _EACH_ITERATION = {
 }
 
 
-def say(why: str) -> None:
-    """Tell the user, once for all ranks, why steps are not validated later."""
-    if dist.get_rank() == 0:
-        message = f'megatron_zbpp: optimizer steps wait for all ranks: {why}'
-        print(message, file=sys.stderr, flush=True)
+WAIT = 'optimizer steps wait for all ranks: %s'
 
 
 def barriers(args: Any, placement: Placement) -> Iterator[str]:

@@ -10,11 +10,12 @@ from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.iteration.batch import Batch, NextIteration
 from megatron_zbpp.mcore.iteration.preparation import prepare
 from megatron_zbpp.mcore.post_validation.agreement import Agreement
-from megatron_zbpp.mcore.post_validation.barriers import say
+from megatron_zbpp.mcore.post_validation.barriers import WAIT
 from megatron_zbpp.mcore.post_validation.side_effects import SideEffects
 from megatron_zbpp.mcore.post_validation.watching import Watching
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.replay import ReplayIterator
+from megatron_zbpp.runtime.log import job_log
 
 
 class ForwardsAhead(NextIteration):
@@ -127,9 +128,10 @@ class ForwardsAhead(NextIteration):
         """Say once why forwards of this iteration could not begin after the one before."""
         if self._session.post_validation is not None and not self._told:
             self._told = True
-            say(
+            job_log.warning(
+                WAIT,
                 'the data iterator, the model or forward_step_func is not the one of the iteration '
-                'before: pass the same in every iteration'
+                'before: pass the same in every iteration',
             )
 
     def possible(self) -> bool:

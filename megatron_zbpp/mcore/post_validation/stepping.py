@@ -16,13 +16,14 @@ from megatron_zbpp.analysis.run_ahead import rank_order
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.post_validation import split_step, waiting
-from megatron_zbpp.mcore.post_validation.barriers import say
+from megatron_zbpp.mcore.post_validation.barriers import WAIT
 from megatron_zbpp.mcore.post_validation.kept_state import most_kept
 from megatron_zbpp.mcore.post_validation.next_iteration import ForwardsAhead
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.partial_state import PartialReduction
 from megatron_zbpp.post_validation.protocol import STEP, PostValidation
 from megatron_zbpp.post_validation.views import SharedViews
+from megatron_zbpp.runtime.log import job_log
 
 # NVIDIA's training loops: where they make ranks agree
 _LOOPS = ('megatron.training.utils', 'megatron.bridge.training.utils.train_utils')
@@ -132,7 +133,7 @@ class Steps:
             self._possible = self._agree(optimizer, call)
         elif known is not optimizer and self._possible:
             self._possible = False
-            say('there are several, and forwards need the steps of all')
+            job_log.warning(WAIT, 'there are several, and forwards need the steps of all')
         return self._possible
 
     def _agree(self, optimizer: MegatronOptimizer, call: Arguments) -> bool:
@@ -146,7 +147,7 @@ class Steps:
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         refused = sorted(filter(None, set(reasons)))
         if refused:
-            say('; '.join(refused))
+            job_log.warning(WAIT, '; '.join(refused))
         return not refused
 
     def _most_kept(self, device: torch.device) -> int:

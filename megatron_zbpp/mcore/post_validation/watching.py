@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 import torch.distributed as dist
 
@@ -15,6 +13,7 @@ from megatron_zbpp.mcore.post_validation.side_effects import SideEffects
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.watch import Watch, Watched
 from megatron_zbpp.runtime.compat import unseen_by_autograd
+from megatron_zbpp.runtime.log import rank_log
 
 _FIRST = 10  # early steps behind each of which values are compared
 
@@ -96,10 +95,8 @@ class Watching:
 
 def _say(found: str) -> None:
     """Tell the user: on the first rank that knows what it was."""
-    print(
-        f'megatron_zbpp: rank {dist.get_rank()}: {found} changed between optimizer.step() and the '
+    rank_log.warning(
+        f'rank {dist.get_rank()}: {found} changed between optimizer.step() and the '
         'next iteration: the forwards that had run ahead were dropped, and the iteration was run '
-        'again on the weights as they are, which costs the time of an iteration',
-        file=sys.stderr,
-        flush=True,
+        'again on the weights as they are, which costs the time of an iteration'
     )

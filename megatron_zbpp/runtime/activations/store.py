@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from megatron_zbpp.runtime.activations.copies import Copies
 from megatron_zbpp.runtime.activations.partner import Keeping, Partner
 from megatron_zbpp.runtime.activations.slabs import PinningError
 from megatron_zbpp.runtime.channels import Channels
+from megatron_zbpp.runtime.log import rank_log
 
 Key = tuple[int, int]  # (stage, microbatch)
 
@@ -47,7 +47,7 @@ class ActivationStore:
         self.keeping: Keeping | None = None
         self._channels: Channels | None = None
         self._copies = Copies(device) if copies is None else copies
-        self._say = say or _warn
+        self._say = say or rank_log.warning
         self._small = SMALL if small is None else small
         self._staying: frozenset[int] = frozenset()
         self._parameters: dict[tuple, torch.Tensor] = {}
@@ -181,7 +181,3 @@ class ActivationStore:
         if self.keeping is not None:
             self.keeping.drop()
         self.clear()
-
-
-def _warn(message: str) -> None:
-    print(f'megatron_zbpp: {message}', file=sys.stderr, flush=True)

@@ -1,0 +1,108 @@
+"""Messages to the user: where they go by themselves, by the environment, and by the program."""
+
+from __future__ import annotations
+
+import sys
+
+import pages
+import pytest
+from commands import run
+from paths import ROOT
+
+SAY = """
+from megatron_zbpp.runtime.log import job_log, rank_log
+rank_log.debug('a detail')
+rank_log.info('%d%% of it', 5)
+job_log.warning('100% of the job')
+"""
+BOTH = ['megatron_zbpp: 5% of it', 'megatron_zbpp: 100% of the job']
+# as `megatron.training` does when it is imported: plain lines of all loggers on stdout
+ROOT_HANDLER = """
+import logging, sys
+logging.basicConfig(stream=sys.stdout, level=logging.INFO)
+"""
+
+
+def said(code, folder, **env):
+    """Return the lines on stderr and on stdout of a fresh process."""
+    env = {'PYTHONPATH': str(ROOT), 'MEGATRON_ZBPP_LOG_LEVEL': '', 'RANK': '0', **env}
+    done = run([sys.executable, '-c', code], cwd=folder, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stderr.splitlines(), done.stdout.splitlines()
+
+
+def test_on_stderr_once(tmp_path):
+    """Whether or not the root logger has a handler, which Megatron gives it."""
+    assert said(SAY, tmp_path) == (BOTH, [])
+    assert said(ROOT_HANDLER + SAY, tmp_path) == (BOTH, [])
+    assert said(f'import megatron_zbpp.runtime.log\n{ROOT_HANDLER}{SAY}', tmp_path) == (BOTH, [])
+
+
+def test_of_the_whole_job_by_the_first_rank(tmp_path):
+    assert said(SAY, tmp_path, RANK='1') == (BOTH[:1], [])
+
+
+@pytest.mark.parametrize(('known', 'rank', 'expected'), [(True, 0, 1), (True, 1, 0), (False, 1, 1)])
+def test_the_ranks_are_those_of_the_process_groups(monkeypatch, capsys, known, rank, expected):
+    """Where there are some; processes that no launcher has started have no RANK."""
+    dist = pytest.importorskip('torch').distributed
+    from megatron_zbpp.runtime.log import job_log, rank_log
+
+    # without pytest's, which it gives loggers that do not propagate
+    monkeypatch.setattr(rank_log, 'handlers', rank_log.handlers[:1])
+    monkeypatch.setenv('RANK', '0' if rank else '1')
+    monkeypatch.setattr(dist, 'is_initialized', lambda: known)
+    monkeypatch.setattr(dist, 'get_rank', lambda: rank)
+    job_log.error('of the job')
+    assert capsys.readouterr().err.count('megatron_zbpp: of the job\n') == expected
+
+
+@pytest.mark.parametrize(
+    ('level', 'expected'),
+    [('warning', BOTH[1:]), ('ERROR', []), ('DEBUG', ['megatron_zbpp: a detail', *BOTH])],
+)
+def test_level_by_the_environment(tmp_path, level, expected):
+    assert said(SAY, tmp_path, MEGATRON_ZBPP_LOG_LEVEL=level) == (expected, [])
+
+
+def test_a_level_that_is_none(tmp_path):
+    env = {'PYTHONPATH': str(ROOT), 'MEGATRON_ZBPP_LOG_LEVEL': 'loud'}
+    done = run([sys.executable, '-c', SAY], cwd=tmp_path, env=env)
+    assert done.returncode
+    assert done.stderr.splitlines()[-1] == (
+        "ValueError: MEGATRON_ZBPP_LOG_LEVEL is 'loud': give INFO, WARNING, ERROR or CRITICAL"
+    )
+
+
+OWN = """
+import logging.config
+logging.config.dictConfig({
+    'version': 1,
+    'formatters': {'own': {'format': '%(name)s|%(levelname)s|%(message)s'}},
+    'handlers': {
+        'own': {'class': 'logging.FileHandler', 'filename': 'own.log', 'formatter': 'own'},
+    },
+    'loggers': {'megatron_zbpp': {'handlers': ['own'], 'level': 'WARNING'}},
+})
+"""
+
+
+@pytest.mark.parametrize('before', [True, False])
+def test_what_the_program_configures_counts(tmp_path, before):
+    """Before the first import, and behind it."""
+    code = OWN + SAY if before else f'import megatron_zbpp.runtime.log\n{OWN}{SAY}'
+    assert said(code, tmp_path) == ([], [])
+    assert (tmp_path / 'own.log').read_text() == 'megatron_zbpp.job|WARNING|100% of the job\n'
+
+
+@pytest.mark.parametrize('before', [True, False])
+def test_the_page_redirects(tmp_path, before):
+    page = ROOT / 'docs' / 'troubleshooting.md'
+    (block,) = [b.text for b in pages.blocks() if b.page == page and b.language == 'python']
+    code = block + SAY if before else f'import megatron_zbpp.runtime.log\n{block}{SAY}'
+    assert said(code, tmp_path) == ([], [])
+    logged = (tmp_path / 'pipeline.log').read_text().splitlines()
+    assert [line.split(maxsplit=2)[2] for line in logged] == [
+        'INFO 5% of it',
+        'WARNING 100% of the job',
+    ]
