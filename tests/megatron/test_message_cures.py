@@ -76,11 +76,8 @@ def flags(words: str, sizes: str = SIZES, **environment: str) -> Callable:
 
 @functools.cache
 def _parser() -> argparse.ArgumentParser:
-    from nvidia import _find_megatron
-
     from megatron_zbpp.mcore.command_line import arguments, launch_line
 
-    _find_megatron()
     if launch_line._has_training():
         from megatron.training import arguments as megatrons
 
@@ -99,11 +96,8 @@ def line(words: str, sizes: str = SIZES, gpus: int | None = None) -> Callable:
     """A launch line that `zbpp doctor` reads."""
 
     def run() -> None:
-        from nvidia import _find_megatron
-
         from megatron_zbpp.mcore.command_line import dry_run, launch_line
 
-        _find_megatron()
         with mock.patch.dict(os.environ):
             os.environ.pop('WORLD_SIZE', None)
             dry_run.dry_run_of(launch_line.read(f'{words} {sizes}'.split(), gpus))
@@ -1461,8 +1455,11 @@ class Tried:
 
 def try_rows(folder: str) -> dict[str, Tried]:
     """On a rank, in an empty folder that is on Python's path."""
+    from nvidia import _find_megatron
+
     from megatron_zbpp.schedules import registry
 
+    _find_megatron()  # before anything imports another one
     before = os.getcwd()
     os.chdir(folder)
     sys.path.insert(0, folder)
