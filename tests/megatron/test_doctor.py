@@ -30,7 +30,8 @@ def doctor(words, training=False):
 
     if CHECKOUT and CHECKOUT not in sys.path:
         sys.path.insert(0, CHECKOUT)
-    found = mock.patch.object(launch_line, '_has_training', lambda: training)
+    lacks = '' if training else 'megatron.training is not here'
+    found = mock.patch.object(launch_line, '_lacks', lambda: lacks)
     alone = mock.patch.dict(os.environ)
     out, errors = io.StringIO(), io.StringIO()
     with found, alone, contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):

@@ -78,7 +78,7 @@ def flags(words: str, sizes: str = SIZES, **environment: str) -> Callable:
 def _parser() -> argparse.ArgumentParser:
     from megatron_zbpp.mcore.command_line import arguments, launch_line
 
-    if launch_line._has_training():
+    if not launch_line._lacks():
         from megatron.training import arguments as megatrons
 
         arguments.install()
@@ -1313,14 +1313,19 @@ class _Begun:
 
 
 def package(module: str | None) -> Callable:
-    """Megatron's command line imports a package that may be missing."""
+    """Megatron's command line imports a package that may be missing; `zbpp doctor` goes on."""
 
     def run() -> None:
-        from megatron_zbpp.mcore.command_line.arguments import _require_packages
+        from megatron_zbpp.mcore.command_line import launch_line
+        from megatron_zbpp.mcore.command_line.arguments import require_packages
 
         sys.modules.pop('own_yaml', None)
-        with mock.patch.dict(sys.modules, {'yaml': module and ModuleType(module)}):
-            _require_packages('own_yaml')
+        with (
+            mock.patch.dict(sys.modules, {'yaml': module and ModuleType(module)}),
+            mock.patch.object(launch_line, '_TRAINING', 'own_yaml'),
+        ):
+            assert ('pip install pyyaml' in launch_line._lacks()) == (module is None)
+            require_packages('own_yaml')
 
     return run
 

@@ -38,7 +38,7 @@ def install() -> None:
         RuntimeError: it has no command line where we know it, or lacks a package.
     """
     module = 'megatron.training.arguments'
-    _require_packages(module)
+    require_packages(module)
     name, users = 'add_megatron_arguments', (f'{module}:parse_args',)
     patch = Patch(module, name, _with_our_flags, users)
     problem = patch.problem()
@@ -51,7 +51,7 @@ def install() -> None:
         Registry().install([patch])
 
 
-def _require_packages(module: str) -> None:
+def require_packages(module: str) -> None:
     """Return if a module of Megatron, where it is there, finds what it imports.
 
     Raises:

@@ -25,7 +25,6 @@ from megatron_zbpp.post_validation.speculative_step import BUFFER_BYTES, KEPT_BY
 from megatron_zbpp.techniques import find as find_technique
 
 _LITTLE = 0.9  # of what is held without: more than that is little gain
-_NO_TRAINING = 'megatron.training is not here: only sizes, parallelism and our flags were read'
 _NO_PIPELINE = 'one pipeline rank has no pipeline: --pipeline-schedule changes nothing'
 
 
@@ -119,7 +118,8 @@ def dry_run_of(line: LaunchLine) -> DryRun:
         ValueError: a value that cannot work, with the cure.
         OSError: the file of its schedule cannot be read.
     """
-    notes = [] if line.whole else [_NO_TRAINING]
+    only = 'only sizes, parallelism and our flags were read'
+    notes = [f'{line.lacks}; {only}'] if line.lacks else []
     if line.unknown:
         words = ' '.join(line.unknown)
         notes.append(f'no flags of Megatron, unless the script adds them: {words}')

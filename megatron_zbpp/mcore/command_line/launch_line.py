@@ -9,17 +9,19 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import importlib.util
 import os
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from megatron_zbpp.emulation.flags import cpu_flags
 from megatron_zbpp.mcore import refusals
+from megatron_zbpp.mcore.command_line.arguments import require_packages
 from megatron_zbpp.mcore.command_line.flags import add_arguments
 from megatron_zbpp.mcore.command_line.messages import flag
 
+_TRAINING = 'megatron.training.arguments'
 # How like a flag of ours, or of Megatron's, a word must be to be taken for it.
 _OURS, _THEIRS = 0.85, 0.8
 # Megatron's flags that say how many layers, ranks and microbatches there are
@@ -65,7 +67,7 @@ class LaunchLine:
     Attributes:
         args: Megatron's arguments, not validated.
         unknown: words that Megatron's own parser does not know.
-        whole: whether Megatron's own parser read it.
+        lacks: why Megatron's own parser did not read it; empty: it did.
         world_size: processes of the job.
         on_cpu: whether it runs on the CPU.
         words: the script's own flags.
@@ -73,7 +75,7 @@ class LaunchLine:
 
     args: argparse.Namespace
     unknown: tuple[str, ...]
-    whole: bool
+    lacks: str
     world_size: int
     on_cpu: bool
     words: tuple[str, ...]
@@ -97,16 +99,16 @@ def read(words: Sequence[str], gpus: int | None = None) -> LaunchLine:
         ValueError: words that make no sense.
     """
     launcher, flags = _divided(words)
-    whole = _has_training()
-    parser = _megatrons_parser() if whole else _own_parser()
+    lacks = _lacks()
+    parser = _own_parser() if lacks else _megatrons_parser()
     on_cpu = '--cpu' in launcher
     args, unknown = parser.parse_known_args([*(cpu_flags(flags) if on_cpu else ()), *flags])
     require_spelt(unknown)
     world_size = gpus or _processes(launcher) or _fewest(args)
     hinted = (
-        tuple(_hinted(word, parser._option_string_actions) for word in unknown) if whole else ()
+        () if lacks else tuple(_hinted(word, parser._option_string_actions) for word in unknown)
     )
-    return LaunchLine(args, hinted, whole, world_size, on_cpu, tuple(flags))
+    return LaunchLine(args, hinted, lacks, world_size, on_cpu, tuple(flags))
 
 
 def require_spelt(unknown: Sequence[str]) -> None:
@@ -143,15 +145,17 @@ def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return [], list(words)
 
 
-def _has_training() -> bool:
+def _lacks() -> str:
+    """Return what is missing for Megatron's own parser; empty: nothing."""
     try:
-        return importlib.util.find_spec('megatron.training.arguments') is not None
-    except ModuleNotFoundError:
-        return False
+        require_packages(_TRAINING)
+    except RuntimeError as error:
+        return str(error)
+    return '' if _TRAINING in sys.modules else 'megatron.training is not here'
 
 
 def _megatrons_parser() -> argparse.ArgumentParser:
-    megatrons = importlib.import_module('megatron.training.arguments')
+    megatrons = importlib.import_module(_TRAINING)
     parser = _Parser(allow_abbrev=False)
     add = megatrons.add_megatron_arguments
     add = getattr(add, '__wrapped__', add)  # ours are added below
