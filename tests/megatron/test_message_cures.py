@@ -1199,8 +1199,9 @@ def of_chunks(count: int) -> Callable:
         from megatron_zbpp.mcore.iteration import preparation
 
         given = SimpleNamespace(models=[Module()] * count, iterators=[None] * count)
-        replay = SimpleNamespace(replayed=lambda iterator: iterator)
-        made = preparation._stages(lambda *given: given, None, given, replay, Placement.v(2), 0)
+        call = SimpleNamespace(arguments=given)
+        following = SimpleNamespace(replayed=lambda iterator: iterator)
+        made = preparation._stages(lambda *given: given, call, following, Placement.v(2), 0)
         assert len(made) == 2
 
     return run
@@ -1213,9 +1214,9 @@ def data_of(*items: int) -> Callable:
         from megatron_zbpp.mcore.iteration.stages import Call
 
         data = iter(items)
-        call = Call(None, None, 2, 1, torch.device('cpu'), False, False, None)
+        call = Call(SimpleNamespace(num_microbatches=2), None, 1, torch.device('cpu'))
         for microbatch in range(2):
-            call.told(microbatch, next, data)
+            call.run_step(microbatch, next, data)
 
     return run
 
@@ -1290,26 +1291,38 @@ def begun_with(function: Callable) -> Callable:
 
     def run() -> None:
         from megatron_zbpp.mcore.iteration.arguments import Arguments
-        from megatron_zbpp.mcore.post_validation.next_iteration import NextIteration
+        from megatron_zbpp.mcore.post_validation.next_iteration import ForwardsAhead
 
         sizes = {'num_microbatches': 2, 'seq_length': 1, 'micro_batch_size': 1, 'model': function}
         calls = [
             Arguments(forward_step_func=each, data_iterator=None, **sizes)
             for each in (data_of, function)
         ]
-        following = NextIteration(SimpleNamespace(post_validation=True))
+        following = ForwardsAhead(SimpleNamespace(post_validation=True))
         following.take(calls[0])
-        following._begun = (_Begun(), SimpleNamespace(commit=lambda: None))
-        following.take(calls[1])
+        following._begun = (None, None)
+        with mock.patch.object(following, '_commit', lambda begun, arguments: None):
+            following.take(calls[1])
 
     return run
 
 
-@dataclass(frozen=True)
-class _Begun:
-    """Stands for the batch of an iteration that has begun."""
+def running(mode: str) -> Callable:
+    """NVIDIA's loop runs iterations again; optimizer steps then wait for all ranks."""
 
-    arguments: object = None
+    def run() -> None:
+        from megatron.core import rerun_state_machine as reruns
+
+        from megatron_zbpp.mcore.post_validation import waiting
+
+        reruns.initialize_rerun_state_machine(mode=reruns.RerunMode(mode))
+        try:
+            if why := waiting.refusal_of_loop():
+                raise NotImplementedError(why)
+        finally:
+            reruns.destroy_rerun_state_machine()
+
+    return run
 
 
 def package(module: str | None) -> Callable:
@@ -1374,6 +1387,9 @@ CALLS = {
     ),
     'another function': row(
         begun_with(segment_of), 'pass the same in every iteration', begun_with(data_of)
+    ),
+    'iterations that run again': row(
+        running('validate_results'), 'give --rerun-mode disabled', running('disabled')
     ),
     'a missing package': row(package(None), 'imports: pip install pyyaml', package('yaml')),
 }
