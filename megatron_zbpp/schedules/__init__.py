@@ -118,13 +118,8 @@ def _require_as_asked(found: Family, schedule: object, num_ranks: int, m: int) -
 def checked_chunks(found: Family, num_chunks: int | None, cure: str | None = None) -> int:
     """Return the number of chunks to use.
 
-    Args:
-        found: the family.
-        num_chunks: that is asked for; None: the family's default.
-        cure: what to do about another number, where it is known how that was given.
-
     Raises:
-        ValueError: the family cannot have so many.
+        ValueError: the family cannot have so many; `cure` says how to ask for others.
     """
     if num_chunks is None:
         return found.default_chunks

@@ -511,7 +511,7 @@ FLAGS = {
     ),
     'a layout of other letters': row(
         flags('--pipeline-schedule zb-v --pipeline-model-parallel-layout Et|t|q|tL'),
-        '--pipeline-model-parallel-layout Et|t|q|tL: ',
+        'give the letters E, t, m, L and |',
         flags('--pipeline-schedule zb-v --pipeline-model-parallel-layout Et|t|t|tL'),
     ),
     'a layout that does not divide': row(

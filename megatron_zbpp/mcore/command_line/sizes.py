@@ -47,10 +47,8 @@ def num_chunks(args: argparse.Namespace) -> int | None:
             known = isinstance(text, list)  # of a program; as a flag it is text
             stages = len(text) if known else layout.StageLayout.get_num_stages_from_str(text)
         except AssertionError as error:
-            raise ValueError(
-                f'--pipeline-model-parallel-layout {text}: {error}: give E, t, m and L, with | '
-                'between stages'
-            ) from None
+            cure = 'give the letters E, t, m, L and |'
+            raise ValueError(f'--pipeline-model-parallel-layout {text}: {error}: {cure}') from None
         if stages % ranks:
             raise ValueError(
                 f'--pipeline-model-parallel-layout {text} has {stages} stages, which do not divide '
