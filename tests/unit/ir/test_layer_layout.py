@@ -43,6 +43,7 @@ def test_a_layout_tells_what_each_rank_builds():
     layout = ModelLayout(Placement.v(2), (2, 1, 1, 2))
     assert layout.num_chunks == 2
     assert layout.text == layout_string((2, 1, 1, 2)) == 'Ett|t|t|ttL'
+    assert layout_string((1, 2), mtp_num_layers=1) == 'Et|ttmL'
     assert [layout.stages(rank) for rank in (0, 1)] == [(0, 3), (1, 2)]
     assert [layout.is_first(stage) for stage in range(4)] == [True, False, False, False]
     assert [layout.is_last(stage) for stage in range(4)] == [False, False, False, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from random import Random
 
 import pytest
 
@@ -10,10 +11,12 @@ from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.ir import Pass, Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner.action_search import ActionSearch
+from megatron_zbpp.planner.budget import Budget
 from megatron_zbpp.planner.named_schedules import variants
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.schedules import family, find
+from megatron_zbpp.techniques import find as find_technique
 
 LOOP = Placement.loop(2)
 COSTS = Costs.uniform(LOOP)
@@ -44,6 +47,12 @@ def test_a_start_on_two_routes_is_left_out():
     assert found.schedule.placement == LOOP
     search = ActionSearch([(LOOP, COSTS)], 4, None, 'makespan', ())
     search.start(both_ways(2, 4))
+    assert search.best is None
+
+
+def test_nothing_is_tried_where_nothing_began():
+    search = ActionSearch([(LOOP, COSTS)], 4, None, 'makespan', (find_technique('recompute'),))
+    search.climb(Budget(1.0), Random(7))
     assert search.best is None
 
 
