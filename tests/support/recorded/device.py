@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import threading
@@ -301,8 +302,12 @@ def current_pass() -> str:
 def recording() -> Iterator[Order]:
     """Write down what is asked of the device; the order is there behind the context.
 
-    What the host does by itself is asked of it within `HostUses` only.
+    What the host does by itself is in it within `HostUses` only. Garbage goes before: the end of
+    what another test has left would be in the log.
     """
+    gc.collect()
+    if not gc.get_freeze_count():
+        gc.freeze()  # modules, which take long to look at
     order = Order(_name)
     library().recorded_clear()
     library().recorded_record(True)
