@@ -306,8 +306,7 @@ def recording() -> Iterator[Order]:
     what another test has left would be in the log.
     """
     gc.collect()
-    if not gc.get_freeze_count():
-        gc.freeze()  # modules, which take long to look at
+    gc.freeze()  # the next time it looks at what is new
     order = Order(_name)
     library().recorded_clear()
     library().recorded_record(True)
