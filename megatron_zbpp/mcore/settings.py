@@ -73,7 +73,7 @@ class Settings:
     """File that `zbpp freeze -o` wrote: weight gradients that it names are left out, to shorten the
     batch (TimelyFreeze). This trains another model: losses are not those of Megatron."""
     recompute: Amount | None = option(
-        None, '--pipeline-recompute half|all|N', page='[R passes](does-not-fit.md#recompute-passes)'
+        None, '--pipeline-recompute half|all|N', page='[the page](does-not-fit.md#recompute-passes)'
     )
     """Chunks of each rank whose forwards keep only their input, and run again before their
     backward: half (those that wait longest), all, or how many. They run again in bubbles first.
@@ -232,7 +232,7 @@ OPTIONS = options_of(Settings)
 def meaning(name: str) -> str:
     """Return the first sentence of an option, as help of `zbpp` for what means the same there."""
     sentence = OPTIONS[name].text.partition('. ')[0]
-    return sentence[0].lower() + sentence[1:]
+    return sentence[:1].lower() + sentence[1:]
 
 
 def _folder(trace_dir: object) -> Path | None:
