@@ -22,7 +22,7 @@ from megatron_zbpp.ir import Schedule, formats, strict_json
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.layers import Layers
-from megatron_zbpp.planner import cache, worker
+from megatron_zbpp.planner import cache
 from megatron_zbpp.runtime.observe.measure import Measurement
 from megatron_zbpp.schedules import build
 
@@ -49,11 +49,6 @@ READERS = {
         Measurement.from_json,
         Measurement(TIMELINE, (1.0, 2.0)).to_json(),
         Measurement.to_json,
-    ),
-    'request to the planner': (
-        lambda text: worker.read(text) and text,
-        worker.request(SCHEDULE.placement, COSTS, 2, 4.0, 1.0, 'makespan'),
-        str,
     ),
 }
 NUMBERS = [0, -1, 2.5, 8.0, 10**17, 10**18, 10**400, 1e308]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zbpp.ir import Placement, Schedule, strict_json
+from megatron_zbpp.ir import Schedule, strict_json
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.planner import cache, worker
+from megatron_zbpp.planner import cache
 
 WRITTEN = Path(__file__).with_name('written')
 COSTS = Costs(
@@ -66,12 +66,6 @@ def test_what_selective_recomputation_changes_is_inside_or_apart():
     assert found == COSTS.with_times(B=(2.0, 3.0), O=(0.25, 0.25)).with_amounts(
         activation=(0.5, 1.0)
     )
-
-
-def test_a_request_to_the_planner():
-    (placement, costs), others = worker.read(text('request.json'))
-    assert (placement, costs) == (Placement.loop(2), COSTS)
-    assert others['num_microbatches'] == 4
 
 
 def test_a_plan_and_a_schedule():
