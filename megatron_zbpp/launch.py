@@ -37,6 +37,32 @@ def main(argv: list[str] | None = None) -> None:
     Args:
         argv: our options, the script, and its arguments; default: the command line.
     """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if not args.script.is_file():
+        hint = 'give the path of a training script of Megatron-LM'
+        parser.exit(2, f'{parser.prog}: error: no script {args.script}: {hint}\n')
+    sys.path.insert(0, str(args.script.resolve().parent))  # its megatron is the one to use
+    if args.cpu:
+        try:
+            _install_cpu(args.arguments)
+        except ModuleNotFoundError as error:
+            parser.exit(2, f'{parser.prog}: error: {error}\n')
+
+    from megatron_zbpp.mcore.command_line import arguments, pairing
+
+    if args.pair_partners:
+        try:
+            os.environ['RANK'] = str(pairing.rank_for(args.arguments, os.environ))
+        except ValueError as error:
+            parser.exit(2, f'{parser.prog}: error: {error}\n')
+    arguments.install()
+    before = cpu_flags(args.arguments) if args.cpu else ()
+    sys.argv = [str(args.script), *before, *args.arguments]
+    runpy.run_path(str(args.script), run_name='__main__')
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog='python -m megatron_zbpp.launch',
         description=__doc__,
@@ -58,35 +84,23 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument('script', type=Path, help='such as Megatron-LM/pretrain_gpt.py')
     parser.add_argument('arguments', nargs=argparse.REMAINDER, help="the script's own")
-    args = parser.parse_args(argv)
-    if not args.script.is_file():
-        hint = 'give the path of a training script of Megatron-LM'
-        parser.exit(2, f'{parser.prog}: error: no script {args.script}: {hint}\n')
-    sys.path.insert(0, str(args.script.resolve().parent))  # its megatron is the one to use
-    if args.cpu:
-        cpu.install()
-        if wants_transformer_engine(args.arguments):
-            try:
-                te.install()
-            except ModuleNotFoundError as error:
-                parser.exit(2, f'{parser.prog}: error: {error}\n')
-        folders = [
-            str(Path(cpu.__file__).parent / 'subprocess_hook'),
-            *filter(None, [os.environ.get(PATH)]),
-        ]
-        os.environ[PATH] = os.pathsep.join(folders)
+    return parser
 
-    from megatron_zbpp.mcore.command_line import arguments, pairing
 
-    if args.pair_partners:
-        try:
-            os.environ['RANK'] = str(pairing.rank_for(args.arguments, os.environ))
-        except ValueError as error:
-            parser.exit(2, f'{parser.prog}: error: {error}\n')
-    arguments.install()
-    before = cpu_flags(args.arguments) if args.cpu else ()
-    sys.argv = [str(args.script), *before, *args.arguments]
-    runpy.run_path(str(args.script), run_name='__main__')
+def _install_cpu(words: list[str]) -> None:
+    """Let Megatron run on CPU, in this process and in those that it starts.
+
+    Args:
+        words: arguments of the script.
+
+    Raises:
+        ModuleNotFoundError: Transformer Engine's kernels cannot be emulated.
+    """
+    cpu.install()
+    if wants_transformer_engine(words):
+        te.install()
+    hook = str(Path(cpu.__file__).parent / 'subprocess_hook')
+    os.environ[PATH] = os.pathsep.join([hook, *filter(None, [os.environ.get(PATH)])])
 
 
 if __name__ == '__main__':

@@ -44,7 +44,9 @@ def lower(schedule: Schedule, receives: str = LATE) -> tuple[Program, ...]:
         ScheduleError: passes wait for each other across ranks.
     """
     with collector.held_off():
-        lowered = tuple(map(tuple, _one_by_one(schedule, receives)))
+        writer = _Writer(schedule, receives)
+        writer.write()
+        lowered = tuple(map(tuple, writer.programs))
         prove(lowered)
     return lowered
 
@@ -105,80 +107,107 @@ def takers(schedule: Schedule) -> dict[Pass, list[Pass]]:
     }
 
 
-def _one_by_one(schedule: Schedule, receives: str) -> list[list[Instruction]]:
-    """Yield all instructions in one order: by the ends of passes, if equal work takes equal time.
+class _Writer:
+    """Writes all instructions in one order: by the ends of passes, if equal work takes equal time.
 
     A message has come when its taker runs, and a rank knows that a pass of its peer has run when it
     takes what that peer made later: so each send knows how many of its channel may not have come.
 
-    Returns:
-        for each rank, its part of that order.
+    Attributes:
+        programs: for each rank, its part of that order.
     """
-    flow = _Flow(schedule)
-    passes, ranks, takers, givers = flow.passes, flow.ranks, flow.takers, flow.givers
-    programs: list[list[Instruction]] = [[] for _ in schedule.passes]
-    # by rank and peer: the last pass of the peer that is known to have run, ...
-    latest: list[dict[int, int]] = [{} for _ in programs]
-    # ... and those that take what is on the way there
-    under_way: list[dict[int, deque[int]]] = [defaultdict(deque) for _ in programs]
-    begun, flat = departures.begun(schedule), compiled(schedule.graph)
-    coming_back = flat.between_partners & flat.arriving
-    partners = list(map(schedule.placement.partner, range(schedule.num_ranks)))
-    joined = _joined(schedule)
-    group: list[int] = []  # of passes that run as one: those so far
-    order, spans = _by_end(schedule, joined)
-    posting, postponed = Posting(receives, schedule, spans, joined), Postponed(programs)
-    for number in order:
-        group.append(number)
-        if number in joined:
-            continue
-        rank = ranks[number]
-        program, known = programs[rank], latest[rank]
-        if postponed.sent_by[rank]:
-            postponed.put_sent_by(rank)
-        own = [passes[each] for each in group] if len(group) > 1 else [passes[number]]
-        partner = partners[rank]
-        for p in own if coming_back else ():
-            if p.kind in coming_back:
-                (left,) = schedule.predecessors(p)
-                program.append(Receive(left, p, partner, saved=True))
-                programs[partner].append(Send(left, p, rank, saved=True))
-        program += [Join(tuple(own)), *own] if len(own) > 1 else own
-        posting.following[rank] = number + 1
-        if number in postponed.senders:
-            postponed.put_behind(number)
-        for each in group:
-            for giver in givers[each]:
-                peer = ranks[giver]
-                if giver > known.get(peer, -1):
-                    known[peer] = giver
-        handed_on = [(each, taken) for each in group for taken in takers[each]]
+
+    def __init__(self, schedule: Schedule, receives: str) -> None:
+        self.programs: list[list[Instruction]] = [[] for _ in schedule.passes]
+        self._schedule, self._flow = schedule, _Flow(schedule)
+        # by rank and peer: the last pass of the peer that is known to have run, ...
+        self._latest: list[dict[int, int]] = [{} for _ in self.programs]
+        # ... and those that take what is on the way there
+        self._under_way: list[dict[int, deque[int]]] = [defaultdict(deque) for _ in self.programs]
+        self._begun, flat = departures.begun(schedule), compiled(schedule.graph)
+        self._between_partners = flat.between_partners
+        self._coming_back = flat.between_partners & flat.arriving
+        self._partners = list(map(schedule.placement.partner, range(schedule.num_ranks)))
+        self._joined = _joined(schedule)
+        self._order, spans = _by_end(schedule, self._joined)
+        self._posting = Posting(receives, schedule, spans, self._joined)
+        self._postponed = Postponed(self.programs)
+
+    def write(self) -> None:
+        """Write the programs, pass by pass; passes that run as one together."""
+        flow = self._flow
+        passes, ranks, takers, givers = flow.passes, flow.ranks, flow.takers, flow.givers
+        joined, following, postponed = self._joined, self._posting.following, self._postponed
+        group: list[int] = []
+        for number in self._order:
+            group.append(number)
+            if number in joined:
+                continue
+            rank = ranks[number]
+            program, known = self.programs[rank], self._latest[rank]
+            if postponed.sent_by[rank]:
+                postponed.put_sent_by(rank)
+            own = [passes[each] for each in group] if len(group) > 1 else [passes[number]]
+            if self._coming_back:
+                self._bring_back(own, rank)
+            program += [Join(tuple(own)), *own] if len(own) > 1 else own
+            following[rank] = number + 1
+            if number in postponed.senders:
+                postponed.put_behind(number)
+            for each in group:
+                for giver in givers[each]:
+                    peer = ranks[giver]
+                    if giver > known.get(peer, -1):
+                        known[peer] = giver
+            if takers[number] or len(group) > 1:
+                self._hand_on(group, rank)
+            if self._begun:
+                self._begin_copies(own, rank)
+            group = []
+
+    def _bring_back(self, own: list[Pass], rank: int) -> None:
+        """Write the messages by which the partner returns what these passes take."""
+        partner = self._partners[rank]
+        for p in own:
+            if p.kind in self._coming_back:
+                (left,) = self._schedule.predecessors(p)
+                self.programs[rank].append(Receive(left, p, partner, saved=True))
+                self.programs[partner].append(Send(left, p, rank, saved=True))
+
+    def _hand_on(self, group: list[int], rank: int) -> None:
+        """Write to whom the results go: to passes of the same rank, or by messages."""
+        flow = self._flow
+        passes, ranks, programs = flow.passes, flow.ranks, self.programs
+        handed_on = [(each, taken) for each in group for taken in flow.takers[each]]
+        program, known, under_way = programs[rank], self._latest[rank], self._under_way[rank]
         for producer, (taker, message) in handed_on:
             p, peer, consumer = passes[producer], ranks[taker], passes[taker]
             if peer == rank:
                 program.append(Hand(p, consumer, message))
                 continue
-            waiting, ran = under_way[rank][peer], known.get(peer, -1)
+            waiting, ran = under_way[peer], known.get(peer, -1)
             while waiting and waiting[0] < ran:
                 waiting.popleft()
             waiting.append(taker)
             send = Send(p, consumer, peer, len(waiting), False, message)
             receive = Receive(p, consumer, rank, False, message)
-            behind = posting.behind(number, peer, handed_on)
+            behind = self._posting.behind(group[-1], peer, handed_on)
             if behind is None:
                 program.append(send)
                 programs[peer].append(receive)
             else:
-                postponed.hold(behind, send, receive)
-        for leaving in [each for p in own for each in begun.get(p, ())] if begun else ():
-            if leaving.kind not in flat.between_partners:
+                self._postponed.hold(behind, send, receive)
+
+    def _begin_copies(self, own: list[Pass], rank: int) -> None:
+        """Write the copies that begin behind these passes: to the host, or to the partner."""
+        program, partner = self.programs[rank], self._partners[rank]
+        for leaving in [each for p in own for each in self._begun.get(p, ())]:
+            if leaving.kind not in self._between_partners:
                 program.append(Begin(leaving))
                 continue
-            (made,) = schedule.predecessors(leaving)
+            (made,) = self._schedule.predecessors(leaving)
             program.append(Send(made, leaving, partner, saved=True))
-            programs[partner].append(Receive(made, leaving, rank, saved=True))
-        group = []
-    return programs
+            self.programs[partner].append(Receive(made, leaving, rank, saved=True))
 
 
 def _joined(schedule: Schedule) -> set[int]:

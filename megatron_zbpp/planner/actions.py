@@ -74,37 +74,45 @@ def plan_within(
         )
     techniques = _known(candidates, actions, objective)
     search = ActionSearch(candidates, num_microbatches, memory_limit, objective, techniques)
-    repeats, interrupted = True, False
+    repeats = True
     try:
         for schedule in starts:
             search.start(schedule)
         search.start_named()
-        each = seconds * _ORDERS / len(_ABOVE)
-        for higher in _higher(memory_limit, candidates[0][0].num_ranks):
-            if _any_fits(candidates, higher):
-                found = plan(
-                    candidates,
-                    num_microbatches,
-                    memory_limit=higher,
-                    objective=objective,
-                    seconds=each,
-                    seed=seed,
-                )
-                repeats = repeats and found.repeats
-                search.start(found.schedule)
+        asked = memory_limit, objective, seconds, seed
+        for found in _plain_plans(candidates, num_microbatches, *asked):
+            search.start(found.schedule)
+            repeats = repeats and found.repeats
         budget = Budget(seconds * (1 - _ORDERS), progress)
         search.climb(budget.split_off(_BRIEF), Random(seed))
         search.solve(budget.split_off(_EXACT))
         search.climb(budget, Random(seed + 1))
-        repeats = repeats and not budget.overran
     except KeyboardInterrupt:
-        interrupted = True
         if search.best is None:
             raise KeyboardInterrupt from None  # what it has is above the limit
-    made = search.made(repeats)
-    if interrupted:
-        raise PlanningInterrupted(made)
-    return made
+        raise PlanningInterrupted(search.made(repeats=False)) from None
+    return search.made(repeats and not budget.overran)
+
+
+def _plain_plans(
+    candidates: Sequence[Candidate],
+    num_microbatches: int,
+    limit: Limit,
+    objective: str,
+    seconds: float,
+    seed: int,
+) -> Iterator[Plan]:
+    """Yield plans without actions under limits that actions may bring down to the one asked for."""
+    for higher in _higher(limit, candidates[0][0].num_ranks):
+        if _any_fits(candidates, higher):
+            yield plan(
+                candidates,
+                num_microbatches,
+                memory_limit=higher,
+                objective=objective,
+                seconds=seconds * _ORDERS / len(_ABOVE),
+                seed=seed,
+            )
 
 
 def _higher(limit: Limit, num_ranks: int) -> Iterator[list[float]]:

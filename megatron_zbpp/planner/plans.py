@@ -131,11 +131,15 @@ def plan(
         if not problem.is_plain:
             starts_here.append(dispatch(problem, Pattern.straight(problem, 0.0, 0.0, inf)))
         searches.append(Search(problem, starts_here, seed))
-    interrupted = False
     try:
         _search(searches, budget)
     except KeyboardInterrupt:
-        interrupted = True
+        raise PlanningInterrupted(_made(searches, names, budget)) from None
+    return _made(searches, names, budget)
+
+
+def _made(searches: list[Search], names: list[Named], budget: Budget) -> Plan:
+    """Return the best of all searches, with cells where they make it shorter."""
     best = min(searches, key=lambda search: search.best.value)
     schedule = best.problem.schedule(best.best.orders, 'planned')
     found = Joined(best.best.value, None, schedule, best.problem.costs)
@@ -145,18 +149,15 @@ def plan(
     check(schedule)
     # cells take no less than this share of what their passes take one by one
     least = min(search.bound * min(1, search.problem.costs.together) for search in searches)
-    made = Plan(
+    return Plan(
         schedule,
         found.costs,
-        objective,
+        best.problem.objective,
         found.value,
         min(found.value, least),  # which rounding may cross
         _best(names, with_cells),
         not budget.overran,
     )
-    if interrupted:
-        raise PlanningInterrupted(made)
-    return made
 
 
 def _search(searches: list[Search], budget: Budget) -> None:
