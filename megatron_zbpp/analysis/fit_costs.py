@@ -119,7 +119,7 @@ def lags(timeline: Timeline) -> dict[tuple[int, int], float]:
 
 
 def latency(timeline: Timeline) -> float:
-    """Time from the end of a pass to the start of what needs it on another rank, as measured.
+    """Return the measured time from a pass's end to its taker's start on another rank.
 
     The shortest that was seen between two ranks, both ways taken together, so that clocks which
     differ do not matter; the median over the neighbours.

@@ -167,7 +167,7 @@ class _Run:
         return (row + 1) * self.entries + self.before
 
     def _edge(self, route: int, link: Link, rank: int) -> float:
-        """Time from the end of what `link` names to when `rank` may start."""
+        """Return the time from the end of what `link` names to when `rank` may start."""
         if not link.message:
             return 0.0
         return self.costs.edge(self.schedule.placement.on_route(route, link.stage), rank)

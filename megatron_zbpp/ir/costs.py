@@ -264,7 +264,7 @@ class Costs:
         return 0.0 if own is None else own[task.stage]
 
     def duration(self, graph: Graph, kind: str, stage: int, rank: int) -> float:
-        """Time of one pass of `kind` on `stage` on `rank`: of all that it does, of a slice each."""
+        """Return the time of one pass of `kind` on `stage` on `rank`: of all it does, by slice."""
         time = sum([self.time(task) for task in graph.tasks(kind, stage)])
         return time / graph.num_slices / (self.speeds[rank] if self.speeds else 1.0)
 

@@ -42,8 +42,12 @@ class Timeline:
     def windows(self) -> tuple[float, ...]:
         return tuple(map(self.window, range(len(self.spans))))
 
+    def value(self, objective: str) -> float:
+        """Return the makespan, or by 'window' the longest span of one rank."""
+        return max(self.windows) if objective == 'window' else self.makespan
+
     def busy(self, rank: int) -> float:
-        """Time that `rank` spent in passes that compute."""
+        """Return the time that `rank` spent in passes that compute."""
         beside = compiled(self.schedule.graph).on_copy_engines
         if not beside:
             return fsum(end - start for start, end in self.spans[rank])
@@ -73,5 +77,5 @@ class Timeline:
 
 
 def idle(span: float, work: float) -> float:
-    """Share of `span` that is not `work`."""
+    """Return the share of `span` that is not `work`."""
     return (span - work) / span if span else 0.0

@@ -40,7 +40,7 @@ class Freezing:
         return sum(self.ratios.values()) / len(self.ratios) if self.ratios else 0.0
 
     def stage(self, stage: int) -> float:
-        """Share that is left out in a stage."""
+        """Return the share that is left out in a stage."""
         own = [ratio for p, ratio in self.ratios.items() if p.stage == stage]
         return sum(own) / len(own) if own else 0.0
 

@@ -225,7 +225,7 @@ class ActionSearch:
             timeline = simulate(schedule, problem.costs)
         except ScheduleError:  # its copies wait for each other
             return None
-        value = max(timeline.windows) if self._objective == 'window' else timeline.makespan
+        value = timeline.value(self._objective)
         held, limits = peak(schedule, problem.costs), self._limits[at]
         pairs = list(zip(held, limits, strict=True))
         excess = sum(max(0.0, most - limit * _ROUNDING) for most, limit in pairs)

@@ -20,8 +20,7 @@ from megatron_zbpp.ir import Schedule
 from megatron_zbpp.planner.action_search import ActionSearch
 from megatron_zbpp.planner.budget import Budget
 from megatron_zbpp.planner.limits import Candidate, Limit, same_limits, with_room
-from megatron_zbpp.planner.plans import Plan, PlanningInterrupted, plan
-from megatron_zbpp.planner.problem import OBJECTIVES
+from megatron_zbpp.planner.plans import Plan, PlanningInterrupted, plan, require_question
 from megatron_zbpp.techniques import find_all
 from megatron_zbpp.techniques.base import Technique
 
@@ -138,10 +137,7 @@ def _known(
     Raises:
         ValueError: one is unknown, or costs do not say what it takes.
     """
-    if not candidates:
-        raise ValueError('no placement to plan on: allow at least one')
-    if objective not in OBJECTIVES:
-        raise ValueError(f'objective {objective!r} is unknown: use {" or ".join(OBJECTIVES)}')
+    require_question(candidates, objective)
     techniques = find_all(actions)
     for technique in techniques:
         for _, costs in candidates:

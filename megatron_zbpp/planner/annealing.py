@@ -117,7 +117,7 @@ def anneal(
 
 
 def _pick(path: list[tuple[int, int]], orders: Orders, rng: Random) -> tuple[int, int]:
-    """Rank and position of the pass to move."""
+    """Return rank and position of the pass to move."""
     if rng.random() < _CRITICAL:
         return path[int(rng.random() * len(path))]
     rank = int(rng.random() * len(orders))

@@ -163,8 +163,7 @@ def _wrong(found: Plan, candidates: Sequence[Candidate], num_microbatches: int) 
         check(schedule)
     except ScheduleError as error:
         return error.what
-    timeline = simulate(schedule, costs)
-    value = max(timeline.windows) if found.objective == 'window' else timeline.makespan
+    value = simulate(schedule, costs).value(found.objective)
     return None if isclose(value, found.value, rel_tol=1e-9) else f'it takes {value}'
 
 

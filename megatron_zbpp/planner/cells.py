@@ -49,9 +49,7 @@ def joined(problem: Problem, found: Schedule) -> Iterator[Joined]:
             timeline = simulate(schedule, problem.costs)
         except ScheduleError:  # a cell waits for what comes of itself
             continue
-        windows = problem.objective == 'window'
-        value = max(timeline.windows) if windows else timeline.makespan
-        yield Joined(value, name, schedule, problem.costs)
+        yield Joined(timeline.value(problem.objective), name, schedule, problem.costs)
 
 
 def _side_by_side(schedule: Schedule, first: str, second: str) -> Schedule:

@@ -99,7 +99,7 @@ def _density(time: float, amount: int) -> float:
 
 
 def _memory_bound(problem: Problem, rank: int) -> float:
-    """Time for which the rank's activations must be held, over what it may hold at once."""
+    """Return the time that the rank's activations are held, over what it may hold at once."""
     cap = problem.caps[rank]
     if cap in (0, inf):
         return 0.0

@@ -59,7 +59,7 @@ def _bound(problem: Problem, ranks: Sequence[int], actions: Sequence[Technique])
     work = sum(problem.work[rank] for rank in ranks) / count
 
     def least(passes: float, copies: float) -> float:
-        """Time that the ranks need by these weights; memory has what is left of 1."""
+        """Return the time that the ranks need by these weights; memory has what is left of 1."""
         memory = 1 - passes - copies
         return passes * work + m * sum(
             min(

@@ -113,10 +113,7 @@ def plan(
         ValueError: no candidates, an unknown objective, a limit that no schedule can keep, or a
             graph with passes that the search cannot place.
     """
-    if not candidates:
-        raise ValueError('no placement to plan on: allow at least one')
-    if objective not in OBJECTIVES:
-        raise ValueError(f'objective {objective!r} is unknown: use {" or ".join(OBJECTIVES)}')
+    require_question(candidates, objective)
     budget = Budget(seconds, progress)
     searches: list[Search] = []
     names: list[Named] = []
@@ -136,6 +133,14 @@ def plan(
     except KeyboardInterrupt:
         raise PlanningInterrupted(_made(searches, names, budget)) from None
     return _made(searches, names, budget)
+
+
+def require_question(candidates: Sequence[Candidate], objective: str) -> None:
+    """Raise ValueError where there is nothing to plan on, or the objective is unknown."""
+    if not candidates:
+        raise ValueError('no placement to plan on: allow at least one')
+    if objective not in OBJECTIVES:
+        raise ValueError(f'objective {objective!r} is unknown: use {" or ".join(OBJECTIVES)}')
 
 
 def _made(searches: list[Search], names: list[Named], budget: Budget) -> Plan:
@@ -206,7 +211,7 @@ def _joined(search: Search) -> list[Joined]:
 
 
 def _best(names: list[Named], with_cells: list[Joined]) -> tuple[str, float] | None:
-    """Name and value of the best."""
+    """Return name and value of the best."""
     found = [(entry.name, entry.value) for entry in names]
     found += [(entry.name, entry.value) for entry in with_cells if entry.name is not None]
     return min(found, key=lambda entry: entry[1], default=None)

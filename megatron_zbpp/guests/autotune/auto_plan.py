@@ -172,7 +172,9 @@ class AutoPlan(Guest):
             self.say(f'auto: planning failed, {why}; {schedule.name} stays')
             return _KEEP
         planned = planned.reversed() if _mirrored(schedule) else planned
-        expected, known = (self._simulated(each, costs) for each in (planned, schedule))
+        expected, known = (
+            simulate(each, costs).value(self.objective) for each in (planned, schedule)
+        )
         times = f'{known * 1e3:.1f} ms with {schedule.name}, {expected * 1e3:.1f} ms planned'
         if expected >= known:
             self.say(f'auto: nothing better found (simulated: {times}); {schedule.name} stays')
@@ -184,10 +186,6 @@ class AutoPlan(Guest):
             f'(simulated: {times}, {self._predicted:+.1%} predicted)'
         )
         return planned.to_json()
-
-    def _simulated(self, schedule: Schedule, costs: Costs) -> float:
-        timeline = simulate(schedule, costs)
-        return max(timeline.windows) if self.objective == 'window' else timeline.makespan
 
     def _compare(self, schedule: Schedule) -> Schedule | None:
         """Tell what the switch has brought; go back where that was a loss beyond noise."""

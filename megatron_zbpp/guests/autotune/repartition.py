@@ -16,7 +16,6 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.guests.autotune.background import BackgroundSearch, partition_text
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.fitting import fit_layers
 from megatron_zbpp.partitioning.layers import Layers
@@ -74,11 +73,7 @@ def look(
     layers, error = fit_layers([(layout, costs)], factors=factors)
     where = Partition(placement, tuple(map(len, stages)), tuple(range(placement.num_ranks)))
     fitted = stage_costs(layers, devices, where)
-    return Looked(layers, error, devices, _value(simulate(schedule, fitted), objective))
-
-
-def _value(timeline: Timeline, objective: str) -> float:
-    return max(timeline.windows) if objective == 'window' else timeline.makespan
+    return Looked(layers, error, devices, simulate(schedule, fitted).value(objective))
 
 
 @dataclass(frozen=True)

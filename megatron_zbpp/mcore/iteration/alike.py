@@ -33,7 +33,7 @@ def agreement(
     forward_only: bool,
     config: Any,
 ) -> dict[str, object]:
-    """Name and value of each, but for the schedule.
+    """Return name and value of each, but for the schedule.
 
     From its name and m a release makes the same passes everywhere: they need not be compared.
 

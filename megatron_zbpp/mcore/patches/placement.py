@@ -240,7 +240,7 @@ def _takes_vp_stage(provider: Callable) -> bool:
 
 
 def _with_data_on_rank_0(original: Callable) -> Callable:
-    """Pipeline rank 0 has data as ever.
+    """Give pipeline rank 0 data as ever.
 
     Global rank 0 makes the indices, and knows for all ranks whether there is anything to train on.
     """

@@ -112,7 +112,7 @@ class Draft:
         return arrival
 
     def duration(self, kind: str, stage: int) -> float:
-        """Time of a pass."""
+        """Return the time of a pass."""
         return self._steps[kind][stage].duration
 
     def has_room(self, stage: int, amount: float, limit: float) -> bool:

@@ -7,7 +7,7 @@ from megatron_zbpp.ir.techniques import made_of
 
 
 def updating(graph: Graph, every: int = 1, everywhere: bool = False) -> Graph:
-    """Step a stage's weights by U once in `every` microbatches, after their last W.
+    """Return the graph where U steps a stage's weights after each `every` microbatches' last W.
 
     The version of the weights that a pass sees (`analysis.weight_versions`) is the number of U
     before it on its stage. On two routes one of two copies would be stepped: `check` refuses that.

@@ -7,7 +7,7 @@ from megatron_zbpp.ir.techniques import made_of
 
 
 def split_vocabulary(graph: Graph, ranks: int, barriers: int = 1) -> Graph:
-    """Give each rank a shard of the output layer: S makes its logits, T its weight gradient.
+    """Return the graph with a shard of the output layer a rank: S its logits, T its gradient.
 
     (Vocabulary Parallelism, arXiv 2411.05288.) The last stage's B waits for S on all ranks, where
     there is one barrier (algorithm 2), or for T on all ranks, where there are two (algorithm 1).
