@@ -34,7 +34,7 @@ def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
         comm: latency of an edge between ranks, in the timeline's unit.
     """
     schedule = timeline.schedule
-    spans = _spans(timeline)
+    spans = timeline.by_pass
     cells = [*_cells(schedule)]
     shared = {p for cell in cells for p in cell}
     times = _times(schedule, {p: span for p, span in spans.items() if p not in shared})
@@ -93,38 +93,13 @@ def _cells(schedule: Schedule) -> Iterator[tuple[Pass, ...]]:
                 yield entry.passes
 
 
-def _spans(timeline: Timeline) -> dict[Pass, tuple[float, float]]:
-    return {
-        p: span
-        for order, own in zip(timeline.schedule.passes, timeline.spans, strict=True)
-        for p, span in zip(order, own, strict=True)
-    }
-
-
-def lags(timeline: Timeline) -> dict[tuple[int, int], float]:
-    """Return the shortest time from the end of a pass to the start of what needs it.
-
-    By (rank of the pass, other rank). Below 0 only where their clocks differ.
-    """
-    schedule = timeline.schedule
-    spans = _spans(timeline)
-    shortest: dict[tuple[int, int], float] = {}
-    for p, (start, _) in spans.items():
-        for q in schedule.predecessors(p):
-            pair = schedule.rank_of(q), schedule.rank_of(p)
-            if pair[0] != pair[1]:
-                lag = start - spans[q][1]
-                shortest[pair] = min(lag, shortest.get(pair, lag))
-    return shortest
-
-
 def latency(timeline: Timeline) -> float:
     """Return the measured time from a pass's end to its taker's start on another rank.
 
     The shortest that was seen between two ranks, both ways taken together, so that clocks which
     differ do not matter; the median over the neighbours.
     """
-    shortest = lags(timeline)
+    shortest = timeline.lags()
     both = [(lag + shortest[b, a]) / 2 for (a, b), lag in shortest.items() if a < b]
     return max(0.0, median(both)) if both else 0.0
 

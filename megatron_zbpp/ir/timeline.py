@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import fsum
 
-from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.ir.compiled import compiled
 
 # What stands under every table and picture that shows the two.
@@ -24,6 +24,27 @@ class Timeline:
 
     schedule: Schedule
     spans: tuple[tuple[tuple[float, float], ...], ...]
+
+    @cached_property
+    def by_pass(self) -> dict[Pass, tuple[float, float]]:
+        """Start and end of each pass."""
+        pairs = zip(self.schedule.passes, self.spans, strict=True)
+        return {p: span for own in pairs for p, span in zip(*own, strict=True)}
+
+    def lags(self) -> dict[tuple[int, int], float]:
+        """Return the shortest time from the end of a pass to the start of what needs it.
+
+        By (rank of the pass, other rank). Below 0 only where their clocks differ.
+        """
+        rank_of = self.schedule.rank_of
+        shortest: dict[tuple[int, int], float] = {}
+        for p, (start, _) in self.by_pass.items():
+            for q in self.schedule.predecessors(p):
+                pair = rank_of(q), rank_of(p)
+                if pair[0] != pair[1]:
+                    lag = start - self.by_pass[q][1]
+                    shortest[pair] = min(lag, shortest.get(pair, lag))
+        return shortest
 
     @cached_property
     def makespan(self) -> float:

@@ -99,9 +99,7 @@ def causal(timeline: Timeline) -> Timeline:
 
     The moves are longest paths: a rank moves with those that it waits for.
     """
-    from megatron_zbpp.analysis.fit_costs import lags  # no training without a guest asks
-
-    between = lags(timeline)
+    between = timeline.lags()
     later = [0.0] * timeline.schedule.num_ranks
     for _ in later:  # as many rounds settle all, unless the clocks drifted during the iteration
         for (rank, other), lag in between.items():

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_zbpp.analysis.critical import critical_path
-from megatron_zbpp.analysis.fit_costs import fit, lags
+from megatron_zbpp.analysis.fit_costs import fit
 from megatron_zbpp.analysis.gaps import gaps
 from megatron_zbpp.analysis.memory import highest, peak
 from megatron_zbpp.analysis.simulator import simulate
@@ -132,7 +132,7 @@ def test_in_another_unit_of_time(name):
     assert four.spans == tuple(tuple((4 * a, 4 * b) for a, b in own) for own in one.spans)
     assert (four.makespan, four.bubble_makespan) == (4 * one.makespan, one.bubble_makespan)
     assert [4 * gap.length for gap in gaps(one, 0.5)] == [gap.length for gap in gaps(four, 2.0)]
-    assert {pair: 4 * lag for pair, lag in lags(one).items()} == lags(four)
+    assert {pair: 4 * lag for pair, lag in one.lags().items()} == four.lags()
     found, scaled = fit(one, 0.25), fit(four, 1.0)
     assert scaled.times['F'] == pytest.approx([4 * t for t in found.times['F']], rel=1e-12)
     assert scaled.times['W'] == pytest.approx([4 * t for t in found.times['W']], rel=1e-12)

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zbpp.analysis.fit_costs import lags
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
@@ -67,7 +66,7 @@ def test_known_clocks(timeline, leads):
 def test_no_message_arrives_before_it_was_sent(timeline, errors):
     theirs = shifted(timeline, errors[: timeline.schedule.num_ranks])
     found = causal(theirs)
-    assert min(lags(found).values()) > -EPSILON
+    assert min(found.lags().values()) > -EPSILON
     moved = [a[0][0] - b[0][0] for a, b in zip(found.spans, theirs.spans, strict=True)]
     assert min(moved) == 0, 'one of the ranks is right as it is'
     assert max(moved) <= max(errors) - min(errors) + EPSILON
