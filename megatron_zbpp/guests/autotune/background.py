@@ -36,25 +36,9 @@ def schedule_text(
     seconds: float,
     objective: str,
 ) -> str:
-    """Return a planned schedule, as JSON.
-
-    Args:
-        placement: to plan on, of one route; its stage 0 is on rank 0.
-        costs: of its stages.
-        num_microbatches: m.
-        memory_limit: most that a rank may hold, in the unit of `costs.amounts`.
-        seconds: at most.
-        objective: 'makespan' or 'window'.
-    """
-    found, _ = planned(
-        default_folder(),
-        [(placement, costs)],
-        num_microbatches,
-        memory_limit=memory_limit,
-        seconds=seconds,
-        objective=objective,
-        seed=0,
-    )
+    """Return a planned schedule on a placement whose stage 0 is on rank 0, as JSON: see `plan`."""
+    inputs = {'memory_limit': memory_limit, 'seconds': seconds, 'objective': objective, 'seed': 0}
+    found, _ = planned(default_folder(), [(placement, costs)], num_microbatches, **inputs)
     return found.schedule.to_json()
 
 
@@ -66,20 +50,9 @@ def partition_text(
     seconds: float,
     objective: str,
 ) -> str:
-    """Return a plan's file with the best partition; device r stays rank r.
+    """Return a plan's file with the best partition; device r stays rank r: see `partition`.
 
     Multi-token prediction is kept to loops: Megatron finds its copy of the embedding there only.
-
-    Args:
-        layers: of the model.
-        devices: in the order of the ranks.
-        num_microbatches: m.
-        memory_limit: most that a rank may hold, in the unit of the layers' `activation`; None: any.
-        seconds: at most.
-        objective: 'makespan' or 'window'.
-
-    Raises:
-        ValueError: nothing fits.
     """
     ahead = any(layer.kind == MTP for layer in layers)
     found = partition(

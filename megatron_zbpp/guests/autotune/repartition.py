@@ -109,8 +109,8 @@ class Repartition:
             num_microbatches: m.
             limit: most activations that a rank may hold, as they were measured; None: any.
             seconds: to search in, at most.
-            objective: 'makespan' or 'window'.
-            say: tells the user.
+            objective: see the class.
+            say: see the class.
         """
         inputs = looked.layers, looked.devices, num_microbatches, limit
         call = partial(partition_text, *inputs, seconds, objective)
