@@ -189,19 +189,12 @@ def test_conflicting_aliases(ranks, flags, said):
     assert said in refused(ranks, *flags)
 
 
-def test_post_validation_after_no_steps(ranks):
+@pytest.mark.parametrize('name', ['clean-steps', 'check-interval'])
+def test_post_validation_after_no_steps(ranks, name):
     flags = ['--pipeline-schedule', 'zb-v', '--enable-optimizer-post-validation']
-    flags += ['--optimizer-post-validation-clean-steps']
+    flags += [f'--optimizer-post-validation-{name}']
     said = refused(ranks, *flags, -1)
-    assert '--optimizer-post-validation-clean-steps is -1: give a whole number from 0 up' in said
-    assert parsed(ranks, *flags, 0).code is None
-
-
-def test_values_compared_behind_no_steps(ranks):
-    flags = ['--pipeline-schedule', 'zb-v', '--enable-optimizer-post-validation']
-    flags += ['--optimizer-post-validation-check-interval']
-    said = refused(ranks, *flags, -1)
-    assert '--optimizer-post-validation-check-interval is -1: give a whole number from 0 up' in said
+    assert f'{flags[-1]} is -1: give a whole number from 0 up' in said
     assert parsed(ranks, *flags, 0).code is None
 
 

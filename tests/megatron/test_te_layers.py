@@ -28,97 +28,17 @@ TOKENS = ((16, 32, 16), (64, 0, 0), (16, 16, 32))
 ORDERS = {'in order': (0, 1, 2), 'out of order': (1, 2, 0), 'at once': (0, 1, 2)}
 
 
-def te_options(config, bias):
-    """Of TE's own modules, where Megatron's specs have none around them."""
-    return {
-        'bias': bias,
-        'params_dtype': config.params_dtype,
-        'fuse_wgrad_accumulation': config.gradient_accumulation_fusion,
-        'delay_wgrad_compute': config.delay_wgrad_compute,
-    }
-
-
-def megatron_options(config, bias, is_expert=False):
-    return {
-        'config': config,
-        'init_method': config.init_method,
-        'bias': bias,
-        'skip_bias_add': False,
-        'is_expert': is_expert,
-    }
-
-
-def linear(config, bias):
-    from transformer_engine.pytorch import Linear
-
-    return Linear(HIDDEN, FFN, **te_options(config, bias))
-
-
-def layer_norm_linear(config, bias):
-    from transformer_engine.pytorch import LayerNormLinear
-
-    norm = {'normalization': config.normalization}
-    return LayerNormLinear(HIDDEN, FFN, **norm, **te_options(config, bias))
-
-
-def layer_norm_mlp(config, bias, activation):
-    from transformer_engine.pytorch import LayerNormMLP
-
-    chosen = {'normalization': config.normalization, 'activation': activation}
-    return LayerNormMLP(HIDDEN, FFN, **chosen, **te_options(config, bias))
-
-
-def grouped_linear(config, bias):
-    from transformer_engine.pytorch import GroupedLinear
-
-    return GroupedLinear(EXPERTS, HIDDEN, FFN, **te_options(config, bias))
-
-
-def te_column(config, bias):
-    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
-
-    options = megatron_options(config, bias)
-    return TEColumnParallelLinear(HIDDEN, FFN, gather_output=False, **options)
-
-
-def te_row(config, bias):
-    from megatron.core.extensions.transformer_engine import TERowParallelLinear
-
-    options = megatron_options(config, bias)
-    return TERowParallelLinear(HIDDEN, FFN, input_is_parallel=True, **options)
-
-
-def te_layer_norm_column(config, bias):
-    from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear
-
-    options = megatron_options(config, bias)
-    return TELayerNormColumnParallelLinear(HIDDEN, FFN, gather_output=False, **options)
-
-
-def te_column_grouped(config, bias):
-    from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear
-
-    options = megatron_options(config, bias, is_expert=True)
-    return TEColumnParallelGroupedLinear(EXPERTS, HIDDEN, FFN, **options)
-
-
-def te_row_grouped(config, bias):
-    from megatron.core.extensions.transformer_engine import TERowParallelGroupedLinear
-
-    options = megatron_options(config, bias, is_expert=True)
-    return TERowParallelGroupedLinear(EXPERTS, HIDDEN, FFN, **options)
-
-
+# modules of TE (None), and Megatron's around them with their own options
 KINDS = {
-    'LayerNormMLP': layer_norm_mlp,
-    'Linear': linear,
-    'TEColumnParallelLinear': te_column,
-    'GroupedLinear': grouped_linear,
-    'TEColumnParallelGroupedLinear': te_column_grouped,
-    'TERowParallelLinear': te_row,
-    'TERowParallelGroupedLinear': te_row_grouped,
-    'LayerNormLinear': layer_norm_linear,
-    'TELayerNormColumnParallelLinear': te_layer_norm_column,
+    'LayerNormMLP': None,
+    'Linear': None,
+    'TEColumnParallelLinear': {'gather_output': False},
+    'GroupedLinear': None,
+    'TEColumnParallelGroupedLinear': {},
+    'TERowParallelLinear': {'input_is_parallel': True},
+    'TERowParallelGroupedLinear': {},
+    'LayerNormLinear': None,
+    'TELayerNormColumnParallelLinear': {'gather_output': False},
 }
 NORMS = ('LayerNorm', 'RMSNorm')
 ACTIVATIONS = ('gelu', 'swiglu', 'srelu', 'geglu', 'reglu', 'relu', 'qgelu')
@@ -134,6 +54,35 @@ LAYERS = (
     ),
 )
 SETTINGS = ('plain', 'bias', 'fused', 'fused bias')
+
+
+def module_of(kind, config, bias, activation=None):
+    """One module of a kind; of TE's own with the options that Megatron's would give it."""
+    sizes = (EXPERTS, HIDDEN, FFN) if 'Grouped' in kind else (HIDDEN, FFN)
+    if KINDS[kind] is not None:
+        from megatron.core.extensions import transformer_engine as megatrons
+
+        return getattr(megatrons, kind)(
+            *sizes,
+            config=config,
+            init_method=config.init_method,
+            bias=bias,
+            skip_bias_add=False,
+            is_expert='Grouped' in kind,
+            **KINDS[kind],
+        )
+    from transformer_engine import pytorch
+
+    own = {'normalization': config.normalization} if 'Norm' in kind else {}
+    own |= {'activation': activation} if activation else {}
+    return getattr(pytorch, kind)(
+        *sizes,
+        bias=bias,
+        params_dtype=config.params_dtype,
+        fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
+        delay_wgrad_compute=config.delay_wgrad_compute,
+        **own,
+    )
 
 
 def layer_config(dtype, norm, fused):
@@ -190,7 +139,7 @@ def layer_gradients(split, order, layer, dtype, setting, overlap):
     config = layer_config(dtype, norm, 'fused' in setting)
     if split:
         transformer_engine.delay_weight_gradients(config)
-    made = KINDS[kind](config, 'bias' in setting, *activation).cuda()
+    made = module_of(kind, config, 'bias' in setting, *activation).cuda()
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap)
     model = DistributedDataParallel(config, ddp, made)
     seen = watch(model, Seen())
@@ -330,7 +279,7 @@ def parallel_gradients(split, kind, dtype):
     config.tensor_model_parallel_size, config.sequence_parallel = 2, True
     if split:
         transformer_engine.delay_weight_gradients(config)
-    layer, store = KINDS[kind](config, True).cuda(), WeightGradStore()
+    layer, store = module_of(kind, config, True).cuda(), WeightGradStore()
     delaying = transformer_engine.Delaying(layer, store)
     torch.manual_seed(2 + torch.distributed.get_rank())
     rows, columns = (ROWS, HIDDEN // 2) if 'Row' in kind else (ROWS // 2, HIDDEN)
