@@ -16,9 +16,10 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.render.svg import svg
-from megatron_zbpp.schedules import FAMILIES, Family
+from megatron_zbpp.schedules import Family, own_families
 
 RANKS, MICROBATCHES = 4, 8
+_FAMILIES = own_families(sliced=True)
 _EXAMPLE = re.compile(r'^ *>>> .*(?:\n(?! *$).*)*', re.M)
 _INTRODUCTION = f"""# Gallery of schedules
 
@@ -27,7 +28,9 @@ microbatches with F = B = W = 1: each rank's passes, and below them the activati
 *Window*: from the first to the last pass of a rank, which counts with
 [post-validation](post-validation.md); *makespan*: of all ranks. *Bubble* is the idle share of the
 busiest rank; *idle, all ranks* the share of all ranks' time that is lost. *Memory* is in
-activations of one microbatch on a full rank. In formulas v is the number of chunks a rank.
+activations of one microbatch on a full rank. In formulas v is the number of chunks a rank,
+n that of slices of a sequence, 4 here: `3F1.2` is slice 2 of microbatch 1. Slices are planned,
+simulated and drawn; training takes whole sequences so far.
 
 Other numbers: `zbpp show --schedule NAME --pp P --microbatches M`, or `zbpp compare`.
 
@@ -41,7 +44,7 @@ def on_files(files, config):
     from mkdocs.structure.files import File
 
     files.append(File.generated(config, 'schedules.md', content=gallery()))
-    for family in FAMILIES:
+    for family in _FAMILIES:
         path = f'pictures/schedules/{family.name}.svg'
         files.append(File.generated(config, path, content=picture(family)))
     return files
@@ -51,9 +54,9 @@ def gallery() -> str:
     """Return the page: a table of all families, and a section for each."""
     rows = ''.join(
         f'| [`{family.name}`](#{family.name}) | {" | ".join(_facts(family))} |\n'
-        for family in FAMILIES
+        for family in _FAMILIES
     )
-    return _INTRODUCTION + rows + '\n' + '\n'.join(map(_section, FAMILIES))
+    return _INTRODUCTION + rows + '\n' + '\n'.join(map(_section, _FAMILIES))
 
 
 def picture(family: Family) -> str:

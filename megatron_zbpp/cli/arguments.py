@@ -43,16 +43,27 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 def add_shape(
     parser: argparse.ArgumentParser, required: bool, chunks: Callable[[str], object] | None = None
 ) -> None:
-    """Add p, m and v."""
+    """Add p, m, n and v."""
     parser.add_argument('--pp', type=values.count, metavar='P', required=required, help='ranks')
     parser.add_argument(
         '--microbatches', type=values.count, metavar='M', required=required, help='microbatches'
     )
     text = meaning('num_chunks')
+    add_slices(parser)
     if chunks is None:
         parser.add_argument('--vpp', type=values.count, metavar='V', help=text)
     else:
         parser.add_argument('--vpp', type=chunks, metavar='V,...', help=f'{text}; default 1,2,4')
+
+
+def add_slices(parser: argparse.ArgumentParser) -> None:
+    """Add n."""
+    parser.add_argument(
+        '--slices',
+        type=values.count,
+        metavar='N',
+        help='equal parts into which each sequence is cut; default 1, of seq1f1b and its kin 4',
+    )
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:

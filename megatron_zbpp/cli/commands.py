@@ -33,18 +33,19 @@ from megatron_zbpp.ir.grid import grid
 from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.text import time_shown, timeline_text
-from megatron_zbpp.schedules import FAMILIES
+from megatron_zbpp.schedules import own_families
 
 
 def list_families(args: Namespace) -> None:
     """Print every family that the registry knows."""
     keys = ('name', 'aliases', 'summary', 'bubble', 'memory', 'source')
+    listed = own_families(sliced=True)
     if args.json:
-        entries = [{key: getattr(family, key) for key in keys} for family in FAMILIES]
+        entries = [{key: getattr(family, key) for key in keys} for family in listed]
         for entry in entries:
             entry |= {key: str(entry[key]) for key in ('bubble', 'memory')}
         return print_json({'schedules': entries})
-    for family in FAMILIES:
+    for family in listed:
         aliases = f'  (also {", ".join(family.aliases)})' if family.aliases else ''
         print_wrapped(f'{family.name}{aliases}')
         print_wrapped(f'    {family.summary}')
@@ -113,6 +114,11 @@ def simulate_case(args: Namespace) -> None:
 def check_file(args: Namespace) -> None:
     """Prove that a file's schedule can run, or raises ScheduleError."""
     schedule = formats.load(args.file)
+    if args.slices not in (None, schedule.graph.num_slices):
+        raise ValueError(
+            f'--slices {args.slices}, but {args.file} has {schedule.graph.num_slices}: leave '
+            '--slices out'
+        )
     check(schedule, memory_limit=args.memory_limit)
     if args.json:
         return print_json({'valid': True, **shape(schedule)})

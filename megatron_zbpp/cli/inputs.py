@@ -21,6 +21,7 @@ from megatron_zbpp.schedules import build, find, names
 from megatron_zbpp.techniques import ASKED, placed_in_turn
 from megatron_zbpp.techniques import find as find_technique
 from megatron_zbpp.techniques.offload.copies import with_copies
+from megatron_zbpp.techniques.slices.place import in_slices
 
 # How many chunks a rank may have on each placement that `plan` knows.
 PLACEMENTS: dict[str, Callable[[int], bool]] = {
@@ -136,7 +137,8 @@ def _generated(args: Namespace, name: str) -> Case:
         missing = '--pp' if p is None else '--microbatches'
         raise ValueError(f'--schedule {name} needs {missing}: give a number from 1 up')
     chunks = chunks_of(args.times, p, args.vpp, family.default_chunks)
-    require_size(p * m * chunks)
+    slices = getattr(args, 'slices', None) or family.default_slices
+    require_size(p * m * chunks * slices)
     # a stage's share does not depend on its place
     costs = costs_of(args, Placement.loop(p, chunks))
     limit = args.memory_limit if 'memory_limit' in family.options else None
@@ -150,9 +152,16 @@ def _generated(args: Namespace, name: str) -> Case:
         )
     together = 'together' in family.options and (asked or costs.together != 1)
     planned = copied(args, costs) if family.moves else costs  # its copies have their slots
-    schedule = build(
-        name, p, m, num_chunks=chunks, costs=planned, memory_limit=limit, together=together
-    )
+    if slices == 1:
+        schedule = build(
+            name, p, m, num_chunks=chunks, costs=planned, memory_limit=limit, together=together
+        )
+        return Case(schedule, costs)
+    if together:
+        raise ValueError(
+            'passes of slices run one by one: leave --slices out, or --together and "together"'
+        )
+    schedule = in_slices(name, p, m, slices, num_chunks=chunks, costs=planned, memory_limit=limit)
     return Case(schedule, costs)
 
 
@@ -162,6 +171,7 @@ def _from_file(args: Namespace) -> Case:
         '--pp': (args.pp, schedule.num_ranks),
         '--microbatches': (args.microbatches, schedule.num_microbatches),
         '--vpp': (args.vpp, schedule.placement.num_chunks),
+        '--slices': (getattr(args, 'slices', None), schedule.graph.num_slices),
     }
     for flag, (asked, found) in held.items():
         if asked not in (None, found):
@@ -171,7 +181,7 @@ def _from_file(args: Namespace) -> Case:
 
 def heading(args: Namespace) -> str:
     """Return what all schedules of a picture have in common: sizes and times."""
-    sizes = {'p': args.pp, 'm': args.microbatches}
+    sizes = {'p': args.pp, 'm': args.microbatches, 'n': getattr(args, 'slices', None)}
     parts = [f'{name} = {size}' for name, size in sizes.items() if size is not None]
     if isinstance(args.times, StageCosts):
         parts.append('times of each stage from a file')

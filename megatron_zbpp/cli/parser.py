@@ -41,6 +41,7 @@ zbpp show --schedule zb-v --pp 4 --microbatches 8      draw it here
 zbpp simulate --schedule zb-1p --pp 8 --microbatches 24 --times 18.5,18.1,9.3 --comm 0.6
 zbpp simulate --schedule dualpipe-v --pp 8 --microbatches 24 --together 0.85
 zbpp simulate --schedule po --pp 8 --microbatches 24 --offload half --copy-ratio 0.8
+zbpp simulate --schedule zb-v --pp 8 --microbatches 4 --slices 4
 zbpp compare --pp 8 --microbatches 24 --times 1,1.2,0.8 -o compare.html
 zbpp compare --layers-file layers.json --pp 8 --microbatches 24 --latencies 0,1,4 --csv rows.csv
 zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --memory-limit 8 --num-layers 32 -o plan.json
@@ -175,6 +176,7 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('file', metavar='FILE', help='our JSON, a plan, or the CSV of torch')
+    arguments.add_slices(parser)
     parser.add_argument(
         '--memory-limit',
         type=values.amount,

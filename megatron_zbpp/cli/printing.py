@@ -31,6 +31,7 @@ def shape(schedule: Schedule) -> dict:
         'ranks': schedule.num_ranks,
         'stages': schedule.num_stages,
         'microbatches': schedule.num_microbatches,
+        'slices': schedule.graph.num_slices,
         'placement': placement.name,
         'passes': sum(map(len, schedule.passes)),
     }
@@ -65,9 +66,11 @@ def row(found: dict) -> tuple[str, ...]:
 def headline(schedule: Schedule) -> str:
     """Return name and sizes in a line."""
     sizes = shape(schedule)
+    slices = f' of {sizes["slices"]} slices' if sizes['slices'] > 1 else ''
     return (
         f'{sizes["name"]}: {sizes["ranks"]} ranks, {sizes["stages"]} stages '
-        f'({sizes["placement"]}), {sizes["microbatches"]} microbatches, {sizes["passes"]} passes'
+        f'({sizes["placement"]}), {sizes["microbatches"]} microbatches{slices}, '
+        f'{sizes["passes"]} passes'
     )
 
 

@@ -41,6 +41,7 @@ PLAN_FIELDS = (
     'ranks',
     'stages',
     'microbatches',
+    'slices',
     'placement',
     'passes',
     'makespan',

@@ -163,6 +163,24 @@ class Graph:
         return 1 + max(task.slice for task in self.needs)
 
     @cached_property
+    def last_slice_first(self) -> frozenset[str]:
+        """Kinds whose slices come in descending order: they need, or do, what needs a later one."""
+        found = {
+            task.kind
+            for task, needs in self.needs.items()
+            if any(need.task.slice > task.slice for need in needs)
+        }
+        before: set[str] = set()
+        while found != before:
+            before = set(found)
+            found |= {
+                task.kind
+                for task, needs in self.needs.items()
+                if any(need.task.kind in before and not need.back for need in needs)
+            }
+        return frozenset({*found, *(n for n, kind in self.kinds.items() if found & {*kind.parts})})
+
+    @cached_property
     def sites(self) -> range:
         """The stages, and behind them what each rank has one of."""
         return range(1 + max(task.stage for task in self.needs))

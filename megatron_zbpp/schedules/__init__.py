@@ -56,6 +56,7 @@ def build(
     costs: Costs | None = None,
     memory_limit: float | None = None,
     together: bool = False,
+    num_slices: int | None = None,
 ) -> Schedule:
     """Return the schedule of that family for p ranks and m microbatches.
 
@@ -70,6 +71,8 @@ def build(
         memory_limit: most that a rank may hold, in the unit of `costs.amounts`; without costs,
             in activations of one microbatch on a full rank.
         together: pairs of F and BW run as one, for families that have such pairs.
+        num_slices: n, slices of each sequence, for families of slices; the family's own default
+            where None. `techniques.slices.place.in_slices` cuts any family.
 
     Raises:
         ValueError: an unknown name, a value that the family cannot take, or a family of somebody
@@ -91,11 +94,18 @@ def build(
         raise ValueError(
             f'{found.name} has no forwards and backwards that run together: use {takers}'
         )
+    slices = found.default_slices if num_slices is None else num_slices
+    if slices < 1 or (slices > 1 and 'num_slices' not in found.options):
+        raise ValueError(
+            f'{found.name} cannot have {slices} slices: it takes '
+            + ('1 or more' if 'num_slices' in found.options else 'whole sequences')
+        )
     options = {
         'num_chunks': chunks,
         'costs': costs,
         'memory_limit': memory_limit,
         'together': together,
+        'num_slices': slices,
     }
     taken = {key: value for key, value in options.items() if key in found.options}
     schedule = found.generate(num_ranks, num_microbatches, **taken)

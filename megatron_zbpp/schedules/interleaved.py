@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.schedules.construct.groups import even_groups
 from megatron_zbpp.schedules.construct.orders import one_forward_one_backward
@@ -48,12 +50,16 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> S
       gains (Zero Bubble, table 4) stay well below what the bubble promises. `zb-interleaved` has a
       third of the bubble (F=B=W) in less memory. With v = 1 it is 1F1B.
     """
+    return in_groups(num_ranks, num_chunks, even_groups(num_microbatches, num_ranks))
+
+
+def in_groups(num_ranks: int, num_chunks: int, groups: Sequence[int]) -> Schedule:
+    """Return interleaved 1F1B whose microbatches go chunk by chunk in groups of these sizes."""
     placement = Placement.loop(num_ranks, num_chunks)
-    groups = even_groups(num_microbatches, num_ranks)
     # Two more forwards for each rank below hide the trip of a gradient; one will do without chunks.
     stride = 2 if num_chunks > 1 else 1
     orders = (
         one_forward_one_backward(placement.stages(rank), groups, stride * (num_ranks - 1 - rank))
         for rank in range(num_ranks)
     )
-    return Schedule.of('interleaved', placement, num_microbatches, orders)
+    return Schedule.of('interleaved', placement, sum(groups), orders)

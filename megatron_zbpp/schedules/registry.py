@@ -26,7 +26,7 @@ TWO = range(2, 3)
 ANY = range(1, sys.maxsize)
 EVEN = range(2, sys.maxsize, 2)
 
-_OPTIONS = ('num_chunks', 'costs', 'memory_limit', 'together')
+_OPTIONS = ('num_chunks', 'costs', 'memory_limit', 'together', 'num_slices')
 _OURS = 'megatron_zbpp.'  # what names of our own modules begin with
 
 Generator = TypeVar('Generator', bound=Callable[..., Schedule])
@@ -42,6 +42,7 @@ class Sizes(NamedTuple):
         F: time of a forward of one microbatch on a full rank, of all its chunks together.
         B: the same of its input gradient.
         W: the same of its weight gradient.
+        n: slices of a sequence.
     """
 
     p: int
@@ -50,6 +51,7 @@ class Sizes(NamedTuple):
     F: float = 1.0
     B: float = 1.0
     W: float = 1.0
+    n: int = 1
 
     @property
     def S(self) -> float:
@@ -105,9 +107,11 @@ class Family:
         aliases: other names, of torch, Megatron, the research fork and others.
         chunks: the numbers of chunks per rank that the family can take.
         default_chunks: the number of chunks where the caller names none.
-        options: which of `num_chunks`, `costs`, `memory_limit`, `together` the generator takes.
+        options: which of `num_chunks`, `costs`, `memory_limit`, `together` and `num_slices` the
+            generator takes.
         min_ranks: fewest ranks that it can take.
         moves: whether it has passes that move activations, beside F, B and W.
+        default_slices: the number of slices of a sequence where the caller names none.
     """
 
     name: str
@@ -122,6 +126,7 @@ class Family:
     options: tuple[str, ...] = ()
     min_ranks: int = 1
     moves: bool = False
+    default_slices: int = 1
 
     def label(self, num_chunks: int) -> str:
         """Return the name, and the chunks per rank where they are not the default: `gis v=4`."""
@@ -149,6 +154,12 @@ _MODULES = {
     'hanayo': ('hanayo',),
     'dualpipe_v': ('dualpipe-v',),
     'zeropp': ('zeropp',),
+    'techniques.slices.families': (
+        'seq1f1b',
+        'seq1f1b-zb',
+        'seq-zb-v',
+        'seq1f1b-interleaved',
+    ),
 }
 _FAMILIES: dict[str, Family] = {}  # by name, in the order of registration
 _NAMES: dict[str, str] = {}  # of each name and alias, as look-ups compare them, the family's name
@@ -169,8 +180,8 @@ def family(
     """Return a decorator that registers a generator as a family, and give it back unchanged.
 
     The generator takes `num_ranks` and `num_microbatches`, and of `num_chunks`, `costs`,
-    `memory_limit` and `together` those that its signature has; the default of its `num_chunks` is
-    the family's.
+    `memory_limit`, `together` and `num_slices` those that its signature has; the defaults of its
+    `num_chunks` and `num_slices` are the family's.
 
     Args:
         name: case, `-` and `_` do not matter. Outside this package `package.module:` is put before
@@ -197,6 +208,7 @@ def family(
         module = generate.__module__
         where = '' if module.startswith(_OURS) else f'{module}:'
         others = (*aliases, generate.__name__) if where else aliases
+        slices = parameters['num_slices'].default if 'num_slices' in parameters else 1
         text = summary or (inspect.getdoc(generate) or 'no description').splitlines()[0]
         _enter(
             Family(
@@ -212,6 +224,7 @@ def family(
                 options=tuple(option for option in _OPTIONS if option in parameters),
                 min_ranks=min_ranks,
                 moves=moves,
+                default_slices=slices,
             )
         )
         return generate
@@ -233,16 +246,21 @@ def _enter(entry: Family) -> None:
     _NAMES.update(dict.fromkeys(keys, entry.name))
 
 
-def own_families() -> tuple[Family, ...]:
-    """Return the library's own, in the order of `zbpp list`."""
+def own_families(sliced: bool = False) -> tuple[Family, ...]:
+    """Return the library's own, in the order of `zbpp list`.
+
+    Args:
+        sliced: those that cut sequences into slices, too: other names of what there is.
+    """
     for module in _MODULES:
         _import_module(module)
-    return tuple(_FAMILIES[name] for names in _MODULES.values() for name in names)
+    found = (_FAMILIES[name] for names in _MODULES.values() for name in names)
+    return tuple(each for each in found if sliced or each.default_slices == 1)
 
 
 def families() -> Iterator[Family]:
     """Return all that are registered: the library's own, then others in order of registration."""
-    own = own_families()
+    own = own_families(sliced=True)
     return iter((*own, *(other for other in tuple(_FAMILIES.values()) if other not in own)))
 
 

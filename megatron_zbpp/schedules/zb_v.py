@@ -42,22 +42,35 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     p, m = num_ranks, num_microbatches
     placement = Placement.v(p)
-    orders = [_closed_form(p, m, rank) for rank in range(p)]
-    if m >= 2 * p - 1:
-        return Schedule.of('zb-v', placement, m, orders)
-    lanes = [[[x for phase in order for x in phase.passes if x.kind != W]] for order in orders]
-    return list_schedule(placement, m, lanes, memory_limit=p).schedule('zb-v')
+    orders = (closed_form(p, m, rank) for rank in range(p))
+    schedule = Schedule.of('zb-v', placement, m, orders)
+    return schedule if m >= 2 * p - 1 else filled(schedule, memory_limit=p)
 
 
-def _closed_form(p: int, m: int, rank: int) -> list[Phase]:
-    """Return one rank's order for m >= 2p-1, and the same for fewer without what is missing."""
+def filled(schedule: Schedule, memory_limit: float) -> Schedule:
+    """Return the same order but for its Ws, which come wherever a rank would wait."""
+    lanes = [[[p for p in order if p.kind != W]] for order in schedule.passes]
+    m, graph = schedule.num_microbatches, schedule.graph
+    draft = list_schedule(schedule.placement, m, lanes, memory_limit, graph)
+    return draft.schedule(schedule.name)
+
+
+def closed_form(p: int, m: int, rank: int, ahead: int = 0) -> list[Phase]:
+    """Return a rank's order for m >= 2p-1 + ahead, and of fewer that without what is missing.
+
+    Args:
+        p: ranks.
+        m: microbatches.
+        rank: of these.
+        ahead: further forwards of each chunk before the first backward.
+    """
     table = [
         (2 * (p - rank) - 1, 'F0', 'warm-up: chunk 0'),
-        (rank, 'F1 F0', 'warm-up: both chunks'),
+        (rank + ahead, 'F1 F0', 'warm-up: both chunks'),
         (p - rank, 'F1 B1 W1', 'first backwards'),
-        (max(m, 2 * p - 1) - p, 'F0 B0 W0 F1 B1 W1', 'steady'),
+        (max(m, 2 * p - 1 + ahead) - p - ahead, 'F0 B0 W0 F1 B1 W1', 'steady'),
         (rank, 'B0 B1', 'cool-down: both chunks'),
-        (p - rank, 'B0 W0', 'cool-down: chunk 0'),
+        (p - rank + ahead, 'B1 B0 W0', 'cool-down: chunk 0'),
         (m, 'W1', 'W left of chunk 1'),
         (m, 'W0', 'W left of chunk 0'),
     ]

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from megatron_zbpp.ir import B, Pass, Placement, Schedule, W, chain
+from megatron_zbpp.ir import B, Graph, Pass, Placement, Schedule, W, chain
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
 
@@ -47,10 +47,9 @@ class _Step(NamedTuple):
     change: float
 
 
-def _steps(placement: Placement, costs: Costs) -> dict[str, list[_Step]]:
-    """Return the effects of passes by kind and stage."""
-    graph, ranks = chain(placement.num_stages), placement.only_route
-    changes = costs.changes(graph)
+def _steps(placement: Placement, costs: Costs, graph: Graph) -> dict[str, list[_Step]]:
+    """Return the effects of passes by kind, and there by stage and slice, as `Compiled.steps`."""
+    ranks, changes = placement.only_route, costs.changes(graph)
     return {
         kind: [
             _Step(
@@ -59,9 +58,10 @@ def _steps(placement: Placement, costs: Costs) -> dict[str, list[_Step]]:
                 ),
                 step.rows,
                 costs.duration(graph, kind, stage, ranks[stage]),
-                changes[kind, stage, 0],
+                changes[kind, stage, part],
             )
-            for stage, step in enumerate(steps)
+            for at, step in enumerate(steps)
+            for stage, part in (divmod(at, graph.num_slices),)
             if step is not None
         ]
         for kind, steps in compiled(graph).steps.items()
@@ -74,6 +74,7 @@ class Draft:
     The caller puts a pass only after what it depends on, and a microbatch after those before it.
 
     Attributes:
+        graph: of F, B and W.
         costs: those given, or equal ones.
         clock: per rank, the end of its last pass.
         idle: per rank, time lost since its first pass.
@@ -83,14 +84,20 @@ class Draft:
     """
 
     def __init__(
-        self, placement: Placement, num_microbatches: int, costs: Costs | None = None
+        self,
+        placement: Placement,
+        num_microbatches: int,
+        costs: Costs | None = None,
+        graph: Graph | None = None,
     ) -> None:
         num_ranks = placement.num_ranks
         self.placement = placement
         self._ranks = placement.only_route
         self.num_microbatches = num_microbatches
         self.costs = costs or equal_costs(placement)
-        self._steps = _steps(placement, self.costs)
+        self.graph = graph or chain(placement.num_stages)
+        self._slices = self.graph.num_slices
+        self._steps = _steps(placement, self.costs, self.graph)
         self.clock = [0.0] * num_ranks
         self.idle = [0.0] * num_ranks
         self.held = [0.0] * num_ranks
@@ -98,14 +105,14 @@ class Draft:
         self.orders: list[list[Pass]] = [[] for _ in range(num_ranks)]
         self._started = [0.0] * num_ranks
         # by row of the graph and microbatch: when it ended
-        num_rows = compiled(chain(placement.num_stages)).num_rows
+        num_rows = compiled(self.graph).num_rows
         self._ended = [[math.inf] * num_microbatches for _ in range(num_rows)]
 
     def arrival(self, p: Pass) -> float:
         """Return when the inputs of `p` are on its rank; infinite while one of them is not put."""
-        kind, stage, microbatch, _ = p
+        kind, stage, microbatch, part = p
         arrival = 0.0
-        for row, delay in self._steps[kind][stage].needs:
+        for row, delay in self._steps[kind][stage * self._slices + part].needs:
             there = self._ended[row][microbatch] + delay
             if there > arrival:
                 arrival = there
@@ -113,7 +120,7 @@ class Draft:
 
     def duration(self, kind: str, stage: int) -> float:
         """Return the time of a pass."""
-        return self._steps[kind][stage].duration
+        return self._steps[kind][stage * self._slices].duration
 
     def has_room(self, stage: int, amount: float, limit: float) -> bool:
         """Return whether the rank of `stage` may hold `amount` more and stay within `limit`."""
@@ -122,10 +129,10 @@ class Draft:
 
     def put(self, p: Pass, not_before: float = 0.0) -> float:
         """Append `p` to its rank's order, as early as it may start; return its end."""
-        kind, stage, microbatch, _ = p
+        kind, stage, microbatch, part = p
         rank = self._ranks[stage]
         start = max(self.clock[rank], self.arrival(p), not_before)
-        step = self._steps[kind][stage]
+        step = self._steps[kind][stage * self._slices + part]
         if self.orders[rank]:
             self.idle[rank] += start - self.clock[rank]
         else:
@@ -138,7 +145,7 @@ class Draft:
         if kind == W:
             self.pending[rank].popleft()
         elif kind == B:
-            self.pending[rank].append(Pass(W, stage, microbatch))
+            self.pending[rank].append(p._replace(kind=W))
         return end
 
     @property
@@ -151,4 +158,4 @@ class Draft:
         return max(end - start for start, end in zip(self._started, self.clock, strict=True))
 
     def schedule(self, name: str) -> Schedule:
-        return Schedule.of(name, self.placement, self.num_microbatches, self.orders)
+        return Schedule.of(name, self.placement, self.num_microbatches, self.orders, self.graph)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import product
 
-from megatron_zbpp.ir import F, Pass, Placement, chain
+from megatron_zbpp.ir import F, Graph, Pass, Placement, chain
 from megatron_zbpp.schedules.construct.draft import Draft
 
 Lane = Iterable[Pass]
@@ -19,6 +19,7 @@ def list_schedule(
     num_microbatches: int,
     lanes: Sequence[Sequence[Lane]],
     memory_limit: float = math.inf,
+    graph: Graph | None = None,
 ) -> Draft:
     """Run the lanes against the clock, each F, B and W of a stage taking the same time.
 
@@ -33,11 +34,12 @@ def list_schedule(
         num_microbatches: m.
         lanes: per rank, its lanes of F, B and BW, the most preferred first. Ws come by themselves.
         memory_limit: most that a rank may hold, in activations of one microbatch on a full rank.
+        graph: of F, B and W, whose sequences may be sliced; default: of a plain pipeline.
 
     Raises:
         ValueError: the lanes cannot be run to their end within the memory limit.
     """
-    draft = Draft(placement, num_microbatches)
+    draft = Draft(placement, num_microbatches, graph=graph)
     queues = [[*map(deque, of_rank), draft.pending[rank]] for rank, of_rank in enumerate(lanes)]
     needs = _needs(draft, lanes)
     receivers = _receivers(placement)
@@ -59,7 +61,8 @@ def list_schedule(
 
 def _needs(draft: Draft, lanes: Sequence[Sequence[Lane]]) -> list[float]:
     """Return, per stage, the room that its forward must find: its own; of several lanes, more."""
-    placement, activation = draft.placement, draft.costs.amounts['activation']
+    placement, slices = draft.placement, draft.graph.num_slices
+    activation = [held / slices for held in draft.costs.amounts['activation']]
     return [
         sum(activation[other] for other in placement.stages(rank) if other >= stage)
         if len(lanes[rank]) > 1
