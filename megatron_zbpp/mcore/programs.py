@@ -12,7 +12,7 @@ from megatron_zbpp.guests.base import Guest
 from megatron_zbpp.ir import Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore import guests, own_offloading
-from megatron_zbpp.mcore.lowered import Lowered, for_megatron
+from megatron_zbpp.mcore.lowered import Lowered, for_megatron, require_whole_sequences
 from megatron_zbpp.mcore.settings import AUTO, Settings
 from megatron_zbpp.runtime.guard import agreement
 from megatron_zbpp.schedules import build, checked_chunks, find
@@ -65,6 +65,10 @@ class Programs:
             self.source = Family(start_family(settings.num_chunks), settings.num_chunks)
         else:
             self.source = Family(settings.schedule, settings.num_chunks, settings.memory_limit)
+        if isinstance(self.source, Schedule):
+            require_whole_sequences(self.source.name, self.source.graph.num_slices)
+        else:
+            require_whole_sequences(self.source.name, find(self.source.name).default_slices)
         self._amounts, self._freeze = settings.amounts, settings.freeze_plan
         self._receives = settings.message_receives
         self._early = settings.post_validation is not None

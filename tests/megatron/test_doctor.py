@@ -271,10 +271,26 @@ def test_nothing_to_do(ranks, size):
             ['--pipeline-schedule', 'two_ways:two-ways', '--pipeline-model-parallel-size', '2'],
             'two-ways cannot train yet because it has two routes',
         ),
+        (
+            ['--pipeline-schedule', 'seq-zb-v'],
+            'seq-zb-v cannot train yet because it cuts sequences',
+        ),
         (['--pipeline-shedule', 'zb-v'], 'not known: did you mean --pipeline-schedule?'),
         (['--enable-optimiser-post-validation'], 'mean --enable-optimizer-post-validation?'),
     ],
-    ids=['name', 'layers', 'number', 'batch', 'micro', 'gpus', 'file', 'routes', 'flag', 'switch'],
+    ids=[
+        'name',
+        'layers',
+        'number',
+        'batch',
+        'micro',
+        'gpus',
+        'file',
+        'routes',
+        'slices',
+        'flag',
+        'switch',
+    ],
 )
 def test_bad_input(ranks, words, said):
     assert said in refusal(ranks, '--gpus', 8, '--', *SIZES, '--global-batch-size', 48, *words)

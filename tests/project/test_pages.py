@@ -21,6 +21,7 @@ from megatron_zbpp.mcore.command_line import aliases
 from megatron_zbpp.mcore.command_line.flags import add_arguments
 from megatron_zbpp.schedules import FAMILIES, build, own_families
 from megatron_zbpp.schedules.registry import find
+from megatron_zbpp.techniques.slices.place import in_slices
 from scripts import docs_gallery, flags_page, readme_picture
 
 LINK = re.compile(r'\]\(([^)#\s]+)')
@@ -148,6 +149,18 @@ def test_numbers_of_the_schedules():
             simulated(n, comm=float(comm), **o)[1] for n, o in zip(heads, options, strict=True)
         ]
         assert cells.strip(' |').split(' | ') == found
+
+
+def test_numbers_of_slices():
+    text = (ROOT / 'docs' / 'choosing.md').read_text()
+    rows = re.findall(r'^\| `(.+?)` \| ((?:[\d.]+ % \[[\d.]+\](?: \| | \|$)){4})', text, re.M)
+    assert len(rows) == 5
+    for name, cells in rows:
+        for slices, cell in zip((1, 2, 4, 8), cells.strip(' |').split(' | '), strict=True):
+            schedule = in_slices(name, 8, 4, slices)
+            costs = Costs.uniform(schedule.placement)
+            timeline, held = simulate(schedule, costs), max(peak(schedule, costs))
+            assert cell == f'{100 * timeline.bubble_makespan:.1f} % [{held:g}]', (name, slices)
 
 
 def test_numbers_of_frozen_weights():

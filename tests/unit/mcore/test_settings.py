@@ -10,10 +10,12 @@ from supported import refuses
 
 import megatron_zbpp
 from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.mcore.lowered import for_megatron
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.partitioning.freeze_plans import FreezePlan
 from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques.slices.place import in_slices
 
 TWO_WAYS = 'two_ways:two-ways'
 
@@ -117,6 +119,17 @@ def test_sense():
     assert Settings(post_validation=True) == Settings(post_validation=10)
     assert Settings('auto', memory_limit=4).memory_limit == 4
     assert Settings(build('1f1b', 2, 2)).schedule.name == '1f1b'
+
+
+@refuses('slices of sequences', 'take a schedule of whole sequences')
+def test_slices_cannot_train():
+    """A family by its name, a schedule, and what a family of one's own makes once asked."""
+    says = r'cannot train yet because it cuts sequences into \d slices.*: take a schedule of whole'
+    for asked in ('seq1f1b', 'seq_zb_v', in_slices('zb-h1', 2, 4, 2)):
+        with pytest.raises(ValueError, match=says):
+            megatron_zbpp.enable(asked)
+    with pytest.raises(ValueError, match=says):
+        for_megatron(in_slices('zb-h1', 2, 4, 2))
 
 
 @refuses('two routes (`Placement.opposite`)', 'each needs a copy of the model')
