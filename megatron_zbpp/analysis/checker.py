@@ -6,7 +6,8 @@ What `check` demands, and why:
   A schedule without anything but F is one for evaluation: forwards only.
 - What is optional (a copy to the host and back) is done as a whole or not at all.
 - Of one stage, tasks of a kind come in microbatch order, where the kind says so: dropout draws and
-  gradients then add up bit for bit as in Megatron's 1F1B.
+  gradients then add up bit for bit as in Megatron's 1F1B. Slices of a sequence come microbatch by
+  microbatch: forwards first slice first, backwards last slice first (`Graph.last_slice_first`).
 - A pass comes after what it needs, and no ranks wait for each other in a circle.
 - The programs that the runtime will issue, messages included, neither deadlock, whatever the
   backend makes wait, nor receive in another order than was sent (`prove`).
@@ -117,15 +118,33 @@ def _by_rank(schedule: Schedule, wanted: Iterable[Task]) -> list[list[Task]]:
     return found
 
 
+class _Done(NamedTuple):
+    """A task that a pass does, and how far a rank has come with it.
+
+    Attributes:
+        task: of a slice.
+        microbatches: for which it comes, in order.
+        done: those of them that are done.
+        previous: those that are done of the slice whose turn is before this one's.
+        lead: how many more these must be than `done`: 1, but 0 of the slice that begins.
+    """
+
+    task: Task
+    microbatches: Sequence[int]
+    done: set[int]
+    previous: set[int]
+    lead: int
+
+
 class _Turn(NamedTuple):
     """Effects of the passes of one kind, stage and slice on a rank, and what must come before them.
 
     Attributes:
-        does: each task with the microbatches that it comes for, in order, and those that are done.
+        does: each task.
         after: each need of its own stage with the microbatches that are done there.
     """
 
-    does: tuple[tuple[Task, Sequence[int], set[int]], ...]
+    does: tuple[_Done, ...]
     after: tuple[tuple[Need, set[int]], ...]
 
 
@@ -134,26 +153,29 @@ def _check_rank(schedule: Schedule, rank: int, wanted: Sequence[Task]) -> None:
     comes = {task: found for task in wanted if (found := _microbatches(schedule, rank, task))}
     done: dict[Task, set[int]] = {task: set() for task in comes}
     turns = dict(_turns(schedule, comes, done))
-    unordered = {kind for kind, each in schedule.graph.kinds.items() if not each.in_order}
+    graph = schedule.graph
+    unordered = {kind for kind, each in graph.kinds.items() if not each.in_order}
     for at, p in enumerate(schedule.passes[rank]):
         kind, stage, microbatch, part = p
         turn = turns.get((kind, stage, part))
-        if turn is None or microbatch not in turn.does[0][1]:
+        if turn is None or microbatch not in turn.does[0].microbatches:
             raise _foreign(schedule, rank, at)
-        for task, microbatches, before in turn.does:
+        for task, microbatches, before, previous, lead in turn.does:
             if microbatch in before:
                 raise _repeated(schedule, rank, at, task)
-            if microbatches[len(before)] != microbatch and task.kind not in unordered:
-                raise _out_of_turn(schedule, rank, at, task, microbatches[len(before)])
+            if task.kind in unordered:
+                continue
+            if microbatches[len(before)] != microbatch or len(previous) - len(before) != lead:
+                raise _out_of_turn(schedule, rank, at, *_next(graph, task, microbatches, done))
         for need, before in turn.after:
             if microbatch - need.back not in before and microbatch >= need.back:
                 if _done_without(schedule, rank, p, need):
                     continue
                 raise _too_early(schedule, rank, at, need)
-        for _, _, before in turn.does:
-            before.add(microbatch)
+        for each in turn.does:
+            each.done.add(microbatch)
     for task, microbatches in comes.items():
-        for microbatch in _required(schedule.graph, task, microbatches, done):
+        for microbatch in _required(graph, task, microbatches, done):
             if microbatch not in done[task]:
                 raise _missing(schedule, rank, task, microbatch)
 
@@ -190,10 +212,36 @@ def _turns(
             yield (
                 (kind, stage, part),
                 _Turn(
-                    tuple((task, comes[task], done[task]) for task in tasks),
+                    tuple(_progress(graph, task, comes[task], done) for task in tasks),
                     tuple((need, done[need.task]) for need in own if need.task not in tasks),
                 ),
             )
+
+
+def _progress(
+    graph: Graph, task: Task, comes: Sequence[int], done: Mapping[Task, set[int]]
+) -> _Done:
+    """Return how far a rank has come with `task`, which follows on that of another slice."""
+    begins, step = _direction(graph, task.kind)
+    previous = task._replace(slice=(task.slice - step) % graph.num_slices)
+    if previous not in done:  # not each slice has it
+        previous, begins = task, task.slice
+    return _Done(task, comes, done[task], done[previous], int(task.slice != begins))
+
+
+def _direction(graph: Graph, kind: str) -> tuple[int, int]:
+    """Return the slice with which each microbatch begins, and the step to the next one."""
+    return (graph.num_slices - 1, -1) if kind in graph.last_slice_first else (0, 1)
+
+
+def _next(
+    graph: Graph, task: Task, microbatches: Sequence[int], done: Mapping[Task, set[int]]
+) -> tuple[Task, int]:
+    """Return the slice and the microbatch whose turn it is, of the kind and stage of `task`."""
+    begins, step = _direction(graph, task.kind)
+    slices = [task._replace(slice=begins + step * k) for k in range(graph.num_slices)]
+    turn = min((each for each in slices if each in done), key=lambda each: len(done[each]))
+    return turn, microbatches[len(done[turn])]
 
 
 def _microbatches(schedule: Schedule, rank: int, task: Task) -> Sequence[int]:
@@ -243,14 +291,18 @@ def _repeated(schedule: Schedule, rank: int, at: int, task: Task) -> ScheduleErr
 
 
 def _out_of_turn(schedule: Schedule, rank: int, at: int, task: Task, turn: int) -> ScheduleError:
-    """Return the error for a pass that does `task` when it is the turn of microbatch `turn`."""
+    """Return the error for a pass that comes when it is the turn of `task` of another unit."""
     p, what = schedule.passes[rank][at], schedule.graph.kinds[task.kind].words
+    slices = ''
+    if schedule.graph.num_slices > 1:
+        begins = 'last' if task.kind in schedule.graph.last_slice_first else 'first'
+        slices = f'{begins} slice first (slice {task.slice} now, not {p.slice}), '
     later = _doer(schedule, rank, task, turn)
     if later is None:
         return _missing(schedule, rank, task, turn, at)
     message = (
         f'{p} on rank {rank} comes before {later}: each {what} of a stage must come in '
-        'microbatch order, or results differ from 1F1B in the last bits'
+        f'microbatch order, {slices}or results differ from 1F1B in the last bits'
     )
     return ScheduleError(message, schedule, [(rank, at)])
 

@@ -43,7 +43,7 @@ def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
     placements = {}
     for asked in allowed:
         chunks = chunks_of(args.times, args.pp, asked, asked)
-        require_size(args.pp * args.microbatches * chunks)
+        require_size(args.pp * args.microbatches * (args.slices or 1) * chunks)
         for name in args.placement:
             if PLACEMENTS[name](chunks):
                 placement = (Placement.loop if name == 'loop' else Placement.wave)(args.pp, chunks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -21,7 +22,7 @@ from megatron_zbpp.schedules import build, find, names
 from megatron_zbpp.techniques import ASKED, placed_in_turn
 from megatron_zbpp.techniques import find as find_technique
 from megatron_zbpp.techniques.offload.copies import with_copies
-from megatron_zbpp.techniques.slices.place import in_slices
+from megatron_zbpp.techniques.slices.place import in_slices, unsuited
 
 # How many chunks a rank may have on each placement that `plan` knows.
 PLACEMENTS: dict[str, Callable[[int], bool]] = {
@@ -152,16 +153,20 @@ def _generated(args: Namespace, name: str) -> Case:
         )
     together = 'together' in family.options and (asked or costs.together != 1)
     planned = copied(args, costs) if family.moves else costs  # its copies have their slots
-    if slices == 1:
-        schedule = build(
-            name, p, m, num_chunks=chunks, costs=planned, memory_limit=limit, together=together
-        )
-        return Case(schedule, costs)
-    if together:
-        raise ValueError(
-            'passes of slices run one by one: leave --slices out, or --together and "together"'
-        )
-    schedule = in_slices(name, p, m, slices, num_chunks=chunks, costs=planned, memory_limit=limit)
+    schedule = in_slices(
+        name,
+        p,
+        m,
+        slices,
+        num_chunks=chunks,
+        costs=planned,
+        memory_limit=limit,
+        together=together,
+    )
+    if slices > 1 and family.default_slices == 1 and limit is None:
+        why = unsuited(schedule, build(name, p, m, num_chunks=chunks))
+        if why is not None:
+            warnings.warn(why, stacklevel=2)
     return Case(schedule, costs)
 
 

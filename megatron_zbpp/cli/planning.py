@@ -30,6 +30,7 @@ from megatron_zbpp.planner.plans import Candidate, Plan, PlanningInterrupted
 from megatron_zbpp.planner.problem import OBJECTIVES
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.techniques import NAMES, find
+from megatron_zbpp.techniques.slices.graph import Slicing
 
 
 def plan_schedule(args: Namespace) -> int:
@@ -47,6 +48,7 @@ def plan_schedule(args: Namespace) -> int:
             objective=args.objective,
             seed=args.seed,
             actions=_of_stages(args),
+            graph=_graph(args),
             progress=done,
         ),
         lambda e: (e.best, False) if isinstance(e, PlanningInterrupted) else None,
@@ -79,7 +81,7 @@ def _print_plan(found: Plan, made: dict) -> None:
     chunks = found.schedule.num_stages // found.schedule.num_ranks
     each = f'{chunks} chunks' if chunks > 1 else '1 chunk'
     print(f'needs {found.schedule.num_stages} layers or more: {each} on each rank (--vpp)')
-    for technique in found.schedule.graph.techniques:
+    for technique in found.schedule.graph.techniques if made['slices'] == 1 else ():
         stages, *where = map(str, technique.arguments)
         print(f'{technique.name}{" to the " if where else ""}{"".join(where)}: stages {stages}')
     if made[SELECTIVE]:
@@ -113,6 +115,7 @@ def _plan_frontier(args: Namespace) -> int:
             objective=args.objective,
             seed=args.seed,
             actions=_of_stages(args),
+            graph=_graph(args),
             progress=done,
         ),
         lambda e: e.found if isinstance(e, FrontierInterrupted) else None,
@@ -160,6 +163,11 @@ def _plan_inputs(args: Namespace) -> tuple[Path | None, list[Candidate], int]:
 def _of_stages(args: Namespace) -> tuple[str, ...]:
     """Return what may be done with activations of a stage: all but what is of the whole model."""
     return tuple(name for name in args.actions if name != SELECTIVE)
+
+
+def _graph(args: Namespace) -> Slicing | None:
+    """Return what makes the graph that is planned; None: it is of whole sequences."""
+    return Slicing(args.slices) if args.slices not in (None, 1) else None
 
 
 def _selective(args: Namespace, found: Plan) -> bool:

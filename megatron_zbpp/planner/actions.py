@@ -19,7 +19,7 @@ from random import Random
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.planner.action_search import ActionSearch
 from megatron_zbpp.planner.budget import Budget
-from megatron_zbpp.planner.limits import Candidate, Limit, same_limits, with_room
+from megatron_zbpp.planner.limits import Candidate, Graphs, Limit, same_limits, with_room
 from megatron_zbpp.planner.plans import Plan, PlanningInterrupted, plan, require_question
 from megatron_zbpp.techniques import find_all
 from megatron_zbpp.techniques.base import Technique
@@ -40,6 +40,7 @@ def plan_within(
     seconds: float = 20.0,
     seed: int = 0,
     starts: Iterable[Schedule] = (),
+    graph: Graphs | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Plan:
     """Return the best schedule found, in which activations may be elsewhere between F and B.
@@ -54,6 +55,7 @@ def plan_within(
         seconds: see `plan`.
         seed: see `plan`.
         starts: schedules of m microbatches to be at least as good as, where they keep the limit.
+        graph: see `plan`; with `actions` there is none.
         progress: called now and then with the share of the budget that is spent.
 
     Raises:
@@ -69,8 +71,11 @@ def plan_within(
             seconds=seconds,
             seed=seed,
             starts=starts,
+            graph=graph,
             progress=progress,
         )
+    if graph is not None:
+        raise ValueError('actions are planned for whole sequences of F, B and W: leave them out')
     techniques = _known(candidates, actions, objective)
     search = ActionSearch(candidates, num_microbatches, memory_limit, objective, techniques)
     repeats = True

@@ -14,7 +14,15 @@ from math import log
 from random import Random
 
 from megatron_zbpp.planner.budget import Budget
-from megatron_zbpp.planner.problem import EPSILON, Ends, Orders, Problem, replay, replay_whole
+from megatron_zbpp.planner.problem import (
+    EPSILON,
+    Ends,
+    Orders,
+    Problem,
+    last_of,
+    replay,
+    replay_whole,
+)
 
 _CRITICAL = 0.8  # share of moves that start on the critical path
 _STALE = 20  # moves after which the critical path is traced anew
@@ -161,10 +169,14 @@ def _trace(problem: Problem, orders: Orders, ends: Ends, rank: int) -> Iterator[
             if ends[before][count - 1] > start - EPSILON:
                 queue, microbatch, position = before, count - 1, position - 1
                 continue
-        inputs = problem.inputs[queue]
-        if not inputs or start <= EPSILON:
+        awaited = problem.awaited[queue]
+        if not awaited or start <= EPSILON:
             return
-        queue, _ = max(inputs, key=lambda each: ends[each[0]][microbatch] + each[1])
+        arrivals = [
+            (ends[need][last_of(microbatch, slices)] + edge, need, last_of(microbatch, slices))
+            for need, edge, slices in awaited
+        ]
+        _, queue, microbatch = max(arrivals, key=lambda each: each[0])
         rank = problem.ranks[queue]
         if queue not in positions:
             positions[queue] = [i for i, other in enumerate(orders[rank]) if other == queue]

@@ -108,7 +108,7 @@ def planned(
 def _code() -> str:
     """Digest of all code that decides what is planned."""
     root = Path(__file__).parents[1]
-    rooms = ('ir', 'schedules', 'analysis', 'planner')
+    rooms = ('ir', 'schedules', 'analysis', 'techniques', 'planner')
     files = [file for room in rooms for file in root.joinpath(room).rglob('*.py')]
     assert all(any(room in file.parts for file in files) for room in rooms), 'a room has moved'
     try:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_zbpp.ir import B, F, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner.lower_bounds import lower_bound
-from megatron_zbpp.planner.problem import EPSILON, Orders, Problem, replay_whole
+from megatron_zbpp.planner.problem import EPSILON, Orders, Problem, last_of, replay_whole
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -156,11 +156,10 @@ def _ticks(problem: Problem, unit: float) -> int:
 def in_ticks(problem: Problem, unit: float, ticks: int) -> Problem:
     """Return the problem in ticks: whole units, none longer than they were, and one for no time."""
     times: dict[str, list[float]] = {}
-    slices = 1 + max(task.slice for task in problem.tasks)  # costs are of all
     sites = 1 + max(task.stage for task in problem.tasks)
     for (kind, stage, _), time in zip(problem.tasks, problem.durations, strict=True):
         own = times.setdefault(kind, [0.0] * sites)
-        own[stage] = slices * (ticks * whole(time, unit) or 1.0)
+        own[stage] = problem.slices * (ticks * whole(time, unit) or 1.0)
     edges = {
         (problem.ranks[need], rank): ticks * whole(edge, unit)
         for rank, inputs in zip(problem.ranks, problem.inputs, strict=True)
@@ -238,12 +237,13 @@ class Model:
 
     def _order_queues(self) -> None:
         """Keep microbatches of a queue in order, and passes of a microbatch."""
-        for queue, inputs in enumerate(self.problem.inputs):
+        for queue, awaited in enumerate(self.problem.awaited):
             for microbatch, start in enumerate(self.starts[queue]):
                 if microbatch:
                     self.model.add(start >= self._end(queue, microbatch - 1))
-                for need, edge in inputs:
-                    self.model.add(start >= self._end(need, microbatch) + int(edge))
+                for need, edge, slices in awaited:
+                    end = self._end(need, last_of(microbatch, slices))
+                    self.model.add(start >= end + int(edge))
 
     def _share_rank(self, rank: int) -> None:
         self.model.add_no_overlap(self._computing(rank))

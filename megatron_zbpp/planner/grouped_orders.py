@@ -43,7 +43,7 @@ class _Grouping:
             split_one_forward_one_backward(
                 placement.stages(rank),
                 groups,
-                ahead=int(self.ahead * (below - rank)),
+                ahead=int(self.ahead * (below - rank)) + problem.slices - 1,
                 defer=int(self.defer * rank),
             )
             for rank in range(placement.num_ranks)

@@ -9,6 +9,7 @@ from math import ceil, inf
 from megatron_zbpp.ir import Graph, Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner.problem import Problem
+from megatron_zbpp.techniques.slices.graph import of_one_slice
 
 Candidate = tuple[Placement, Costs]
 Graphs = Callable[[int], Graph]  # of a number of stages
@@ -84,7 +85,8 @@ def said(amount: float, limit: Limit) -> str:
 def _least(placement: Placement, costs: Costs, graph: Graphs | None) -> list[float]:
     """Return, per rank, the smallest limit under which there surely is a schedule (`pattern`)."""
     if graph is not None:
-        ranks, made = range(placement.num_ranks), graph(placement.num_stages)
+        ranks = range(placement.num_ranks)
+        made = of_one_slice(graph(placement.num_stages))
         problem = Problem(placement, 1, costs, (inf,) * len(ranks), graph=made)
         changes = costs.changes(made)
         held = ([changes.get(problem.tasks[q], 0.0) for q in own] for own in problem.turns)

@@ -9,7 +9,8 @@ from math import inf
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner.problem import Orders, Problem, replay
-from megatron_zbpp.schedules import FAMILIES, Family, build
+from megatron_zbpp.schedules import FAMILIES, Family
+from megatron_zbpp.techniques.slices.place import in_slices
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,14 @@ def variants(family: Family, problem: Problem) -> Iterator[Schedule]:
     adapts = 'memory_limit' in family.options and limit < inf
     costs = problem.costs if 'costs' in family.options else None
     for within in (None, limit) if adapts else (None,):
-        found = on_placement(family, problem.placement, problem.num_microbatches, costs, within)
+        found = on_placement(
+            family,
+            problem.placement,
+            problem.num_microbatches // problem.slices,
+            costs,
+            within,
+            num_slices=problem.slices,
+        )
         if found is not None:
             yield found
 
@@ -54,6 +62,7 @@ def on_placement(
     costs: Costs | None = None,
     memory_limit: float | None = None,
     together: bool = False,
+    num_slices: int = 1,
 ) -> Schedule | None:
     """Return a family's schedule on a placement; None: it has none there, or within that limit.
 
@@ -66,13 +75,15 @@ def on_placement(
         costs: see `build`.
         memory_limit: see `build`.
         together: see `build`.
+        num_slices: of each sequence.
     """
     for m in (1, num_microbatches):  # the first tells the placement, at little expense
         try:
-            found = build(
+            found = in_slices(
                 family.name,
                 placement.num_ranks,
                 m,
+                num_slices,
                 num_chunks=placement.num_chunks,
                 costs=costs,
                 memory_limit=memory_limit,

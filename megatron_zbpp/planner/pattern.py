@@ -143,7 +143,7 @@ def dispatch(problem: Problem, pattern: Pattern) -> Orders:
     due, interval = pattern.due(problem)
     lead = pattern.lead * unit
     durations, needs, edges = problem.durations, problem.needs, problem.edges
-    inputs, m = problem.inputs, problem.num_microbatches
+    inputs, m = problem.awaited, problem.num_microbatches
     leads = [lead if task.kind == F else inf for task in problem.tasks]
     guards = _guards(problem)
     ends: Ends = [[] for _ in due]
@@ -220,10 +220,11 @@ def _guards(problem: Problem) -> list[_Guard | None]:
     def guard(queue: int, kind: str) -> _Guard | None:
         if problem.caps[problem.ranks[queue]] == inf:
             return None
-        if problem.is_plain and kind == F:
+        whole = problem.is_plain and problem.slices == 1
+        if whole and kind == F:
             return _safe
         takes = problem.changes[queue] > 0
-        return (_fits if problem.is_plain else _can_finish) if takes else None
+        return (_fits if whole else _can_finish) if takes else None
 
     return [guard(queue, task.kind) for queue, task in enumerate(problem.tasks)]
 
@@ -234,13 +235,13 @@ def _fits(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> boo
 
 
 def _can_finish(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> bool:
-    """Return whether microbatches in flight can finish oldest first after one more of `queue`."""
-    own, changes = problem.turns[rank], problem.changes
+    """Return whether sequences in flight can finish oldest first after one more of `queue`."""
+    own, changes, slices = problem.turns[rank], problem.changes, problem.slices
     free = problem.caps[rank] - held - changes[queue]
-    begun = max(len(ends[q]) + (q == queue) for q in own)
-    for microbatch in range(min(len(ends[q]) for q in own), begun):
-        done = [len(ends[q]) + (q == queue) > microbatch for q in own]
-        todo = [changes[q] for q, is_done in zip(own, done, strict=True) if not is_done]
+    done = [len(ends[q]) + (q == queue) for q in own]
+    for first in range(min(done) // slices * slices, max(done), slices):
+        left = (min(slices, max(0, first + slices - each)) for each in done)
+        todo = [changes[q] * count for q, count in zip(own, left, strict=True)]
         if max(accumulate(todo, initial=0)) > free:
             return False
         free -= sum(todo)

@@ -120,7 +120,8 @@ def plan(
     for placement, costs in with_room(candidates, memory_limit, graph):
         limits = activation_limits(memory_limit, placement, costs)
         made = graph and graph(placement.num_stages)
-        problem = Problem(placement, num_microbatches, costs, limits, objective, made)
+        units = num_microbatches * (made.num_slices if made else 1)
+        problem = Problem(placement, units, costs, limits, objective, made)
         known = named(problem)
         names += known
         given = [problem.orders(s) for s in starts if problem.has(s)]

@@ -4,6 +4,9 @@ Passes of one kind on one stage run in microbatch order, so they form a *queue*,
 rank is a list of queue numbers: the n-th appearance of a number is microbatch n. A queue is a row
 of the compiled graph, a task; fused passes are split, which never costs time or memory. Every array
 here is indexed by queue.
+
+Where sequences are sliced, slices are the microbatches here, in the order in which their queue has
+them: backwards take the last slice of a sequence first. So they wait for all of its forwards.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ from megatron_zbpp.ir import B, F, Graph, Pass, Placement, Schedule, Task, W, ch
 from megatron_zbpp.ir.compiled import Compiled, compiled
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import COMPUTE, DEVICE
+from megatron_zbpp.techniques.slices.graph import of_one_slice
 
 Orders = list[list[int]]  # per rank, its queue numbers in the order of their passes
 Ends = list[list[float]]  # per queue, when its microbatches end
 Inputs = tuple[tuple[int, float], ...]  # queues, and the time on the wire from there
+Awaited = tuple[tuple[int, float, int], ...]  # and of how many slices the last one is waited for
 SEVERAL = -2  # instead of a queue
 OBJECTIVES = ('makespan', 'window')
 EPSILON = 1e-9  # times closer than this are equal
@@ -37,8 +42,8 @@ class Problem:
 
     Attributes:
         placement: its first p stages are on p different ranks, as in loop, V and wave.
-        num_microbatches: m.
-        costs: of the placement's stages.
+        num_microbatches: m; where sequences are sliced, all slices of all of them.
+        costs: of the placement's stages, for whole sequences.
         limits: most that each rank may hold, in the unit of `costs.amounts`; inf for no limit.
         objective: 'makespan' or 'window'.
         graph: of one microbatch; None: a plain pipeline's.
@@ -70,13 +75,23 @@ class Problem:
         """The problem of fewer microbatches, to try things on; itself where that saves little."""
         m = self.num_microbatches
         few = max(12, self.placement.num_ranks * 5 // 2)
-        few += (m - few) % 2  # so that what repeats may span two microbatches
+        cycle = self.slices if self.slices > 1 else 2  # what repeats may span two microbatches
+        few += (m - few) % cycle
         return self if 3 * few > 2 * m else replace(self, num_microbatches=few)
 
     @cached_property
     def _flat(self) -> Compiled:
-        """The compiled graph; each row, a task, is a queue."""
-        return compiled(self.graph or chain(self.placement.num_stages))
+        """The compiled graph of one slice; each row, a task, is a queue."""
+        return compiled(of_one_slice(self._graph))
+
+    @cached_property
+    def _graph(self) -> Graph:
+        return self.graph or chain(self.placement.num_stages)
+
+    @cached_property
+    def slices(self) -> int:
+        """Into how many parts each sequence is cut."""
+        return self._graph.num_slices
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
@@ -129,7 +144,7 @@ class Problem:
     def durations(self) -> tuple[float, ...]:
         graph = self._flat.graph
         return tuple(
-            self.costs.duration(graph, task.kind, task.stage, rank)
+            self.costs.duration(graph, task.kind, task.stage, rank) / self.slices
             for task, rank in zip(self.tasks, self.ranks, strict=True)
         )
 
@@ -145,10 +160,31 @@ class Problem:
         )
 
     @cached_property
-    def needs(self) -> tuple[int, ...]:
-        """The only input; -1: there is none; SEVERAL: see `inputs`."""
+    def awaited(self) -> tuple[Awaited, ...]:
+        """The inputs: a backward waits for all forwards of its sequence."""
+        back = self._graph.last_slice_first
         return tuple(
-            SEVERAL if len(inputs) > 1 else inputs[0][0] if inputs else -1 for inputs in self.inputs
+            tuple(
+                (
+                    need,
+                    edge,
+                    self.slices if task.kind in back and self.tasks[need].kind not in back else 1,
+                )
+                for need, edge in inputs
+            )
+            for task, inputs in zip(self.tasks, self.inputs, strict=True)
+        )
+
+    @cached_property
+    def needs(self) -> tuple[int, ...]:
+        """The only input, of the same microbatch; -1: there is none; SEVERAL: see `awaited`."""
+        return tuple(
+            SEVERAL
+            if len(awaited) > 1 or any(slices > 1 for _, _, slices in awaited)
+            else awaited[0][0]
+            if awaited
+            else -1
+            for awaited in self.awaited
         )
 
     @cached_property
@@ -242,10 +278,10 @@ class Problem:
     @cached_property
     def changes(self) -> tuple[int, ...]:
         """Changes of a rank's memory by a pass of each queue, in units of the planner's own."""
-        counts, slices = self._flat.changes[DEVICE], self._flat.graph.num_slices
+        counts = self._flat.changes[DEVICE]
         return tuple(
             sum(
-                count * round(self.costs.amount(name, task) / slices / self._quantum)
+                count * round(self.costs.amount(name, task) / self.slices / self._quantum)
                 for name, count in counts.get(task, {}).items()
             )
             for task in self.tasks
@@ -288,27 +324,30 @@ class Problem:
 
     def has(self, schedule: Schedule) -> bool:
         """Return whether the schedule is of this placement and graph."""
-        return schedule.placement == self.placement and schedule.graph == self._flat.graph
+        return schedule.placement == self.placement and schedule.graph == self._graph
 
     def orders(self, schedule: Schedule) -> Orders:
         """Return the orders of a schedule on this placement."""
         graph, rows = self._flat.graph, self._flat.rows
         return [
-            [rows[task] for p in order for task in graph.tasks(p.kind, p.stage, p.slice)]
+            [rows[task] for p in order for task in graph.tasks(p.kind, p.stage)]
             for order in schedule.passes
         ]
 
     def schedule(self, orders: Orders, name: str) -> Schedule:
         """Return the schedule of these orders."""
-        passes, graph = map(self._passes, orders), self._flat.graph
-        return Schedule.of(name, self.placement, self.num_microbatches, passes, graph)
+        m = self.num_microbatches // self.slices
+        return Schedule.of(name, self.placement, m, map(self._passes, orders), self._graph)
 
     def _passes(self, order: list[int]) -> list[Pass]:
         seen = [0] * self.num_queues
         passes: list[Pass] = []
         for queue in order:
-            kind, stage, part = self.tasks[queue]
-            passes.append(Pass(kind, stage, seen[queue], part))
+            kind, stage, _ = self.tasks[queue]
+            microbatch, part = divmod(seen[queue], self.slices)
+            if kind in self._graph.last_slice_first:
+                part = self.slices - 1 - part
+            passes.append(Pass(kind, stage, microbatch, part))
             seen[queue] += 1
         return passes
 
@@ -359,7 +398,7 @@ def replay(
                         break
                     arrival = needed[len(own)] + edges[queue]
                 elif need == SEVERAL:
-                    arrival = latest(problem.inputs[queue], len(own), ends)
+                    arrival = latest(problem.awaited[queue], len(own), ends)
                     if arrival == inf:
                         waiting.append(r)
                         break
@@ -382,15 +421,20 @@ def replay(
     return max(clock - origin for clock, origin in zip(clocks, problem.origins, strict=True)), ends
 
 
-def latest(inputs: Inputs, microbatch: int, ends: Ends) -> float:
+def latest(awaited: Awaited, microbatch: int, ends: Ends) -> float:
     """Return when the last of several inputs is there; inf: one has not ended."""
     arrival = 0.0
-    for need, edge in inputs:
-        own = ends[need]
-        if len(own) <= microbatch:
+    for need, edge, slices in awaited:
+        own, last = ends[need], last_of(microbatch, slices)
+        if len(own) <= last:
             return inf
-        arrival = max(arrival, own[microbatch] + edge)
+        arrival = max(arrival, own[last] + edge)
     return arrival
+
+
+def last_of(microbatch: int, slices: int) -> int:
+    """Return the last of those `slices` of a sequence to which this one belongs."""
+    return microbatch - microbatch % slices + slices - 1
 
 
 def replay_whole(problem: Problem, orders: Orders) -> tuple[float, Ends]:

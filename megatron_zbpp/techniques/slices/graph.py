@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_zbpp.ir.graph import B, F, Graph, Hold, Need, Task
-from megatron_zbpp.ir.techniques import made_of
+from typing import NamedTuple
+
+from megatron_zbpp.ir.graph import B, F, Graph, Hold, Need, Task, chain
+from megatron_zbpp.ir.techniques import applied, made_of
 
 
 def sliced(graph: Graph, slices: int) -> Graph:
@@ -27,3 +29,20 @@ def sliced(graph: Graph, slices: int) -> Graph:
                 new.append(Need(task._replace(slice=other)))
             needs[own], holds[own] = tuple(new), graph.holds[task]
     return made_of(graph, 'sliced', (slices,), needs, holds, {})
+
+
+class Slicing(NamedTuple):
+    """Makes the graph of a plain pipeline whose sequences are sliced, for any number of stages."""
+
+    slices: int
+
+    def __call__(self, num_stages: int) -> Graph:
+        return sliced(chain(num_stages), self.slices)
+
+
+def of_one_slice(graph: Graph) -> Graph:
+    """Return the graph of what each slice goes through: that of which `sliced` made this one."""
+    if graph.num_slices == 1:
+        return graph
+    others = [each for each in graph.techniques if each.name != sliced.__name__]
+    return applied(graph.num_stages, others)

@@ -10,7 +10,6 @@ for 1F1B and ZB-H1 (Seq1F1B, arXiv 2406.03488, section 3).
 
 from __future__ import annotations
 
-import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -35,11 +34,12 @@ def in_slices(
     num_chunks: int | None = None,
     costs: Costs | None = None,
     memory_limit: float | None = None,
+    together: bool = False,
 ) -> Schedule:
     """Return the schedule of any family with each sequence cut into slices of equal times.
 
-    One slice is the whole sequence, and the schedule `build`'s. A family that the rule orders badly
-    is made, and a warning says what is better.
+    One slice is the whole sequence, and the schedule `build`'s. Some families the rule orders
+    badly: see `unsuited`.
 
     Args:
         name: of the family.
@@ -49,6 +49,7 @@ def in_slices(
         num_chunks: as in `schedules.build`.
         costs: of whole sequences, but messages are of a slice.
         memory_limit: as in `schedules.build`; n-1 further forwards of slices are to fit, too.
+        together: as in `schedules.build`, of whole sequences only.
 
     Raises:
         ValueError: as `schedules.build`; or the family has what cannot be cut.
@@ -56,7 +57,21 @@ def in_slices(
     family, n = find(name), num_slices
     if n < 1:
         raise ValueError(f'{n} slices: give at least 1')
-    if family.moves and n > 1:
+    if n == 1 and 'num_slices' not in family.options:
+        return build(
+            name,
+            num_ranks,
+            num_microbatches,
+            num_chunks=num_chunks,
+            costs=costs,
+            memory_limit=memory_limit,
+            together=together,
+        )
+    if together:
+        raise ValueError(
+            'passes of slices run one by one: leave --slices out, or --together and "together"'
+        )
+    if family.moves:
         raise ValueError(
             f'{family.name} moves activations, and slices are cut before those move: cut a '
             'schedule of F, B and W alone, such as 1f1b or po, then offload'
@@ -83,11 +98,8 @@ def in_slices(
             memory_limit=None if memory_limit is None else n * memory_limit - (n - 1) * held,
         )
         made = by_rule(units, n)
-        if n > 1 and memory_limit is None:
-            whole = build(name, num_ranks, num_microbatches, num_chunks=num_chunks, costs=costs)
-            _warn_of_bubble(made, whole, n)
-    if form == name or n == 1:
-        return replace(made, name=family.name)
+    if form == name:
+        return made
     return replace(made, name=f'{family.name} + slices {n}')
 
 
@@ -177,19 +189,26 @@ def _least_shift(order: Sequence[Pass], slices: int) -> int:
     return least
 
 
-def _warn_of_bubble(made: Schedule, whole: Schedule, slices: int) -> None:
-    """Warn if slices save less than half of what they should: an n-th of the bubble is left."""
-    costs = Costs.uniform(made.placement)
+def unsuited(made: Schedule, whole: Schedule) -> str | None:
+    """Return why slices of this family do not pay, and what is better; None: they do.
+
+    An n-th of the bubble should be left, where F = B = W; of some families it is twice that.
+
+    Args:
+        made: by `in_slices`.
+        whole: the same family's schedule of whole sequences.
+    """
+    slices, costs = made.graph.num_slices, Costs.uniform(made.placement)
     left, before = (simulate(each, costs).makespan for each in (made, whole))
     work = sum(map(sum, (costs.times[kind] for kind in (F, B, W)))) / made.num_ranks
     left, before = (span - made.num_microbatches * work for span in (left, before))
-    if left > 2 / slices * before + _ROUNDING:
-        warnings.warn(
-            f'{whole.name} does not suit slices: where F = B = W = 1 its bubble is {left:.4g} in '
-            f'{slices} slices, and {before:.4g} without; zb-v and zb-interleaved have '
-            f'about an n-th of theirs: take one of these, or zbpp plan --slices {slices}',
-            stacklevel=3,
-        )
+    if left <= 2 / slices * before + _ROUNDING:
+        return None
+    return (
+        f'{whole.name} does not suit slices: where F = B = W = 1 its bubble is {left:.4g} in '
+        f'{slices} slices, and {before:.4g} without; of zb-v and zb-interleaved about an n-th is '
+        f'left: take one of these, or zbpp plan --slices {slices}'
+    )
 
 
 def _of_units(costs: Costs, slices: int) -> Costs:

@@ -693,3 +693,61 @@ def test_a_copy_ratio_that_nothing_asks_for(tmp_path, capsys) -> None:
     ):
         assert main(words) == 2
         assert said in capsys.readouterr().err
+
+
+# Slices of sequences
+
+
+def test_slices_of_any_schedule(zbpp, tmp_path) -> None:
+    """Simulated, written, checked and read: each command knows how many."""
+    file, shape = tmp_path / 'sliced.json', ('--pp', 8, '--microbatches', 4)
+    found = zbpp('simulate', '--schedule', 'seq-zb-v', *shape, '--slices', 4, '--json')
+    assert (found['name'], found['slices']) == ('seq-zb-v', 4)
+    assert found['makespan'] == 12.875 and max(found['peak_activations']) == 2.75
+    again = zbpp('simulate', '--schedule', 'zb-v', *shape, '--slices', 4, '--json')
+    assert again['name'] == 'zb-v + slices 4' and again['makespan'] == found['makespan']
+    zbpp('convert', '--schedule', 'zb-v', *shape, '--slices', 4, '--to', 'json', '-o', file)
+    assert '4 microbatches of 4 slices' in zbpp('check', file, '--slices', 4)
+    assert '7F0.1' in zbpp('show', '--file', file, '--order', '--width', 0)
+    rows = zbpp('compare', *shape, '--slices', 4, '--schedules', '1f1b,zb-v,po-h', '--json')
+    assert [row['name'] for row in rows['schedules']] == ['zb-v + slices 4', '1f1b + slices 4']
+    assert [each['name'] for each in rows['skipped']] == ['po-h']
+
+
+@pytest.mark.parametrize(
+    ('words', 'says'),
+    [
+        ('check FILE --slices 3', '--slices 3, but FILE has 2: leave --slices out'),
+        ('show --file FILE --slices 3', '--slices 3, but FILE has 2: leave --slices out'),
+        ('show --schedule 1f1b --pp 2 --microbatches 2 --slices 0', "'0' is not possible"),
+        ('show --schedule po-f --pp 2 --microbatches 2 --slices 2', 'such as 1f1b or po'),
+        (
+            'simulate --schedule dualpipe-v --pp 2 --microbatches 4 --slices 2 --together 0.8',
+            'passes of slices run one by one',
+        ),
+        (
+            'plan --pp 2 --microbatches 2 --slices 2 --memory-limit 1.5 --actions offload',
+            'whole sequences of F, B and W',
+        ),
+    ],
+)
+def test_what_slices_do_not_go_with(refusal, zbpp, tmp_path, words, says) -> None:
+    file = tmp_path / 'sliced.json'
+    schedule = ('--schedule', '1f1b', '--pp', 2, '--microbatches', 2, '--slices', 2)
+    zbpp('convert', *schedule, '--to', 'json', '-o', file)
+    said = refusal(*(str(file) if word == 'FILE' else word for word in words.split()))
+    assert says in said.replace(str(file), 'FILE')
+
+
+def test_who_does_not_suit_slices_is_made_with_a_note(capsys) -> None:
+    shape = ['--pp', '8', '--microbatches', '8', '--slices', '8']
+    assert main(['simulate', '--schedule', 'v-half', *shape]) == 0
+    assert 'note: v-half does not suit slices' in capsys.readouterr().err
+
+
+def test_a_plan_of_slices(zbpp, tmp_path) -> None:
+    """Its file is checked like any other, and no named schedule of as many slices is better."""
+    file, shape = tmp_path / 'plan.json', ('--pp', 4, '--microbatches', 2)
+    found = zbpp('plan', *shape, '--slices', 4, '--seconds', 1, '--no-cache', '-o', file, '--json')
+    assert found['slices'] == 4 and found['best_named']['makespan'] >= found['makespan']
+    assert zbpp('check', file, '--json')['slices'] == 4

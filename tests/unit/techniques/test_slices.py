@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import product
+from math import inf
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -13,11 +15,18 @@ from hypothesis import strategies as st
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import BW, B, F, Schedule, W
+from megatron_zbpp.ir import BW, B, F, Pass, Schedule, W
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.errors import ScheduleError
 from megatron_zbpp.ir.placement import Placement
+from megatron_zbpp.planner import budget
+from megatron_zbpp.planner.cp_sat import solve
+from megatron_zbpp.planner.lower_bounds import lower_bound
+from megatron_zbpp.planner.plans import plan
+from megatron_zbpp.planner.problem import Problem, replay_whole
 from megatron_zbpp.schedules import Sizes, build, find, names, own_families
-from megatron_zbpp.techniques.slices.place import by_rule, cut, in_slices
+from megatron_zbpp.techniques.slices.graph import Slicing
+from megatron_zbpp.techniques.slices.place import by_rule, cut, in_slices, unsuited
 
 BY_NAME = {
     'seq1f1b': '1f1b',
@@ -90,7 +99,6 @@ def test_orders_as_published():
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 7), st.integers(1, 7))
 
 
-@pytest.mark.filterwarnings('ignore:.*does not suit slices')
 @given(st.sampled_from(names(plain=True)), SHAPES, st.data())
 def test_every_family_runs_in_slices(name, shape, data):
     """It does not deadlock, does each task once, and each stage in the order of units."""
@@ -150,7 +158,9 @@ def leading(order) -> int:
     return next(at for at, p in enumerate(order) if p.kind != F)
 
 
-@pytest.mark.parametrize('family', [f for f in own_families(True) if f.name in BY_NAME], ids=str)
+@pytest.mark.parametrize(
+    'family', [f for f in own_families(True) if f.name in BY_NAME], ids=lambda f: f.name
+)
 def test_formulas_of_slices(family):
     """Where a formula promises a number, simulation finds it; its text computes its number."""
     promised = 0
@@ -170,16 +180,17 @@ def test_formulas_of_slices(family):
         assert eval(term, sizes._asdict()) == pytest.approx(formula(sizes)), formula.text
 
 
-@pytest.mark.parametrize('name', ['v-half', 'v-min'])
-def test_who_does_not_suit_slices_says_so(name):
-    with pytest.warns(UserWarning, match=rf'{name} does not suit slices: .* take one of these, or'):
-        in_slices(name, 8, 8, 8)
-
-
-@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v', 'zb-interleaved', 'gis', 'po'])
-def test_who_suits_them_says_nothing(recwarn, name):
-    in_slices(name, 8, 8, 8)
-    assert not recwarn.list
+def test_who_does_not_suit_slices_says_so():
+    """Where more than twice an n-th of the bubble is left; and what is better does suit them."""
+    why = {
+        name: unsuited(in_slices(name, 8, 8, 8), build(name, 8, 8)) for name in names(plain=True)
+    }
+    assert {name for name, each in why.items() if each} == {
+        *('v-half', 'v-min', '1f1b-v', 'hanayo'),
+    }
+    assert re.match(
+        'v-half does not suit slices: .*: take one of these, or zbpp plan', why['v-half']
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,3 +228,85 @@ def test_a_limit_leaves_room_for_the_forwards_ahead():
 def test_they_are_written_and_read():
     made = in_slices('seq-zb-v', 4, 3, 3)
     assert Schedule.from_json(made.to_json()) == made
+
+
+# ---- The order of units, which `check` demands.
+
+
+@pytest.mark.parametrize(
+    ('rank', 'one', 'other', 'says'),
+    [
+        (0, '0F0', '0F0.1', '0F0.1 on rank 0 comes before 0F0: .* first slice .slice 0 now, not 1'),
+        (0, '0F0.1', '0F1', '0F1 on rank 0 comes before 0F0.1: .* first slice'),
+        (0, '0B0.1', '0B0', '0B0 on rank 0 comes before 0B0.1: .* last slice .slice 1 now, not 0'),
+        (1, '1B0', '1B1.1', '1B1.1 on rank 1 comes before 1B0: .* last slice'),
+        (1, '1W0.1', '1W0', '1W0 on rank 1 comes before 1W0.1: .* weight gradient .* last slice'),
+        (1, '1W0', '1W1.1', '1W1.1 on rank 1 comes before 1W0: .* weight gradient .* last slice'),
+    ],
+)
+def test_units_out_of_order_are_refused(rank, one, other, says):
+    """Two slices of one microbatch, and the last of one before the first of the next."""
+    made = in_slices('zb-h1', 2, 2, 2)
+    check(made)
+    order = list(made.passes[rank])
+    a, b = (order.index(Pass.parse(each)) for each in (one, other))
+    order[a], order[b] = order[b], order[a]
+    passes = tuple(tuple(order) if r == rank else own for r, own in enumerate(made.passes))
+    with pytest.raises(ScheduleError, match=says.replace(' slice .', ' slice first .')):
+        check(replace(made, passes=passes))
+
+
+def test_slices_of_evaluation_are_in_order():
+    made = in_slices('zb-v', 2, 2, 2).forward_only()
+    check(made)
+    order = list(made.passes[0])
+    order[0], order[1] = order[1], order[0]
+    with pytest.raises(ScheduleError, match=r'0F0\.1 on rank 0 comes before 0F0'):
+        check(replace(made, passes=(tuple(order), made.passes[1])))
+
+
+# ---- The planner.
+
+INSTANCES = [
+    (p, m, n, times, limit)
+    for p, m, n in ((2, 2, 2), (2, 3, 3), (3, 2, 4), (4, 2, 2), (4, 4, 4))
+    for times in ((1, 1, 1), (1, 1.2, 0.8))
+    for limit in (None, 1.5)
+]
+
+
+@pytest.mark.parametrize(('p', 'm', 'n', 'times', 'limit'), INSTANCES)
+def test_plans_of_slices_are_no_worse_than_named_ones(p, m, n, times, limit):
+    """Twenty instances, each on both placements of two chunks; with and without a limit."""
+    candidates = [
+        (each, Costs.uniform(each, *times, comm=0.05))
+        for each in (Placement.loop(p, 2), Placement.v(p))
+    ]
+    with patch.object(budget, '_STEPS_PER_SECOND', 100):
+        found = plan(candidates, m, graph=Slicing(n), memory_limit=limit, seconds=2.0)
+    check(found.schedule, memory_limit=limit, costs=found.costs)
+    assert found.schedule.graph == Slicing(n)(2 * p)
+    assert found.value == pytest.approx(simulate(found.schedule, found.costs).makespan)
+    assert found.lower_bound <= found.value + 1e-9
+    for name in names(plain=True):
+        if 2 not in find(name).chunks:
+            continue
+        made = in_slices(name, p, m, n, num_chunks=2)
+        costs = dict(candidates).get(made.placement)
+        if costs is None or (limit and max(peak(made, costs)) > limit + 1e-9):
+            continue
+        assert found.value <= simulate(made, costs).makespan + 1e-9, name
+        assert found.best_named[1] <= simulate(made, costs).makespan + 1e-9, name
+
+
+def test_the_exact_solver_knows_whom_a_backward_waits_for():
+    """It proves an optimum that can run, and that is no worse than a named schedule."""
+    pytest.importorskip('ortools')
+    placement = Placement.loop(2)
+    problem = Problem(placement, 4, Costs.uniform(placement), (inf, inf), graph=Slicing(2)(2))
+    orders = problem.orders(in_slices('gpipe', 2, 2, 2))
+    value, _ = replay_whole(problem, orders)
+    answer = solve(problem, orders, lower_bound(problem), value, 5.0, 60.0)
+    check(problem.schedule(answer.orders, 'exact'))
+    best, _ = replay_whole(problem, answer.orders)
+    assert answer.bound == best <= simulate(in_slices('zb-h1', 2, 2, 2), problem.costs).makespan
