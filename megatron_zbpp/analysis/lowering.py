@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator, Set
+from collections.abc import Set
+from operator import itemgetter
 
 from megatron_zbpp.analysis import collector, departures
 from megatron_zbpp.analysis.deadlock import prove
@@ -122,13 +123,15 @@ class _Writer:
         self._schedule, self._flow = schedule, _Flow(schedule)
         # by rank and peer: the last pass of the peer that is known to have run, ...
         self._latest: list[dict[int, int]] = [{} for _ in self.programs]
-        # ... and those that take what is on the way there
+        # ... and the takers of what is on the way there
         self._under_way: list[dict[int, deque[int]]] = [defaultdict(deque) for _ in self.programs]
         self._begun, flat = departures.begun(schedule), compiled(schedule.graph)
         self._between_partners = flat.between_partners
         self._coming_back = flat.between_partners & flat.arriving
         self._partners = list(map(schedule.placement.partner, range(schedule.num_ranks)))
-        self._joined = _joined(schedule)
+        before = [0, *itertools.accumulate(map(len, schedule.passes))]
+        # passes that run as one with the pass behind them
+        self._joined = {before[rank] + at for rank, at in schedule.together}
         self._order, spans = _by_end(schedule, self._joined)
         self._posting = Posting(receives, schedule, spans, self._joined)
         self._postponed = Postponed(self.programs)
@@ -210,27 +213,15 @@ class _Writer:
             self.programs[partner].append(Receive(made, leaving, rank, saved=True))
 
 
-def _joined(schedule: Schedule) -> set[int]:
-    """Return the numbers of passes that run as one with the pass behind them."""
-    before = [0, *itertools.accumulate(map(len, schedule.passes))]
-    return {before[rank] + at for rank, at in schedule.together}
-
-
 def _by_end(schedule: Schedule, joined: Set[int]) -> tuple[list[int], list[tuple[float, float]]]:
     """Return the numbers of all passes in the order in which they end, and when each runs.
 
     Those `joined` end together.
     """
     costs = Costs.uniform(schedule.placement, comm=_LATENCY)
-    spans = list(itertools.chain.from_iterable(simulate(schedule, costs).spans))
-    ends = [end for _, end in spans]
-    if compiled(schedule.graph).on_copy_engines:  # else they are in order already
-        ends = [end for own in _by_rank(schedule, ends) for end in itertools.accumulate(own, max)]
+    flat, spans = itertools.chain.from_iterable, simulate(schedule, costs).spans
+    # copies may end behind passes that come after them
+    ends = list(flat(itertools.accumulate(map(itemgetter(1), own), max) for own in spans))
     for number in sorted(joined, reverse=True):
         ends[number] = ends[number + 1]
-    return sorted(range(len(ends)), key=ends.__getitem__), spans
-
-
-def _by_rank(schedule: Schedule, values: list[float]) -> Iterator[list[float]]:
-    left = iter(values)
-    return (list(itertools.islice(left, len(order))) for order in schedule.passes)
+    return sorted(range(len(ends)), key=ends.__getitem__), list(flat(spans))

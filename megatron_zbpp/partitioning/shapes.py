@@ -203,9 +203,8 @@ def _linear(inputs: float, outputs: float) -> _Part:
 class Block:
     """A norm, two linear layers that tensor parallelism divides, and dropout.
 
-    Counted are the tensors of Reducing Activation Recomputation in Large Transformer Models (arXiv
-    2205.05198, section 4) with fused attention, which keeps no scores; and those that a linear
-    layer's weight gradient takes: its input and the gradient of its output.
+    Counted are the tensors of arXiv 2205.05198, section 4, with fused attention, which keeps no
+    scores; and those that W takes: each linear layer's input and the gradient of its output.
 
     Attributes:
         hidden: inputs of the first layer and outputs of the second.

@@ -87,11 +87,9 @@ class BackgroundSearch:
         self._name, self._say, self._limit = name, say, _LATE * seconds
         self._deadline = time.monotonic() + self._limit
         self._answer = tempfile.NamedTemporaryFile('r', suffix='.json')  # noqa: SIM115
-        self._process = subprocess.Popen(
-            (*COMMAND, self._answer.name),
-            stdin=subprocess.PIPE,
-            stdout=2,  # what it prints is no answer
-        )
+        command = (*COMMAND, self._answer.name)
+        # what it prints is no answer
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2)
         assert self._process.stdin is not None
         with self._process.stdin as stdin:
             stdin.write(pickle.dumps(search))

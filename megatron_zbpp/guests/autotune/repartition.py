@@ -102,15 +102,10 @@ class Repartition:
         objective: str,
         say: Callable[[str], None],
     ) -> Repartition | None:
-        """Start a search; None: it cannot be started, and the user is told.
+        """Start a search within `limit` measured activations a rank, or within any (None).
 
-        Args:
-            looked: what it starts from.
-            num_microbatches: m.
-            limit: most activations that a rank may hold, as they were measured; None: any.
-            seconds: to search in, at most.
-            objective: see the class.
-            say: see the class.
+        Returns:
+            None: it cannot be started, and the user is told.
         """
         inputs = looked.layers, looked.devices, num_microbatches, limit
         call = partial(partition_text, *inputs, seconds, objective)
