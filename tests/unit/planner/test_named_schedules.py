@@ -12,7 +12,7 @@ from megatron_zbpp.ir import Pass, Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner.action_search import ActionSearch
 from megatron_zbpp.planner.budget import Budget
-from megatron_zbpp.planner.named_schedules import variants
+from megatron_zbpp.planner.named_schedules import named, on_placement, variants
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.schedules import family, find
@@ -40,6 +40,20 @@ def test_a_family_on_two_routes_is_not_on_a_loop():
     problem = Problem(LOOP, 4, COSTS, (inf, inf))
     assert [s.name for s in variants(find('1f1b'), problem)] == ['1f1b']
     assert not [*variants(find(f'{__name__}:both-ways'), problem)]
+
+
+@pytest.mark.parametrize('placement', [Placement.v(3), Placement.v(3).reversed()])
+def test_families_are_mirrored_where_the_placement_is(placement):
+    found = on_placement(find('zb-v'), placement, 4)
+    check(found)
+    assert found.placement == placement
+    problem = Problem(placement, 4, Costs.uniform(placement), (inf,) * 3)
+    assert 'zb-v' in {each.name for each in named(problem)}
+
+
+def test_a_family_has_none_on_other_placements():
+    assert on_placement(find('zb-v'), Placement.loop(3, 2), 4) is None
+    assert on_placement(find('zb-v'), Placement.loop(3), 4) is None, 'it takes two chunks a rank'
 
 
 def test_a_start_on_two_routes_is_left_out():
