@@ -42,10 +42,10 @@ def reject_unsupported(
     """
     run = (*RUN, *(moves.KINDS if moves_activations else ()), *own)
     for i in program:
-        if isinstance(i, Pass) and (i.kind not in run or (i.slice and i.kind not in own)):
+        if isinstance(i, Pass) and i.kind not in run:
             raise NotImplementedError(
                 f'{i} cannot run yet: of techniques, {i.words}; schedules that run have '
-                f'{", ".join((*RUN, *moves.KINDS))} of whole sequences'
+                f'{", ".join((*RUN, *moves.KINDS))}'
             )
         if isinstance(i, Receive | Hand) and i.message and i.consumer.kind not in own:
             taken = _TAKEN.get(i.consumer.kind)

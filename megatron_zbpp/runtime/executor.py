@@ -26,10 +26,11 @@ from megatron_zbpp.runtime.actions import (
     reject_second_inputs,
     reject_unsupported,
 )
-from megatron_zbpp.runtime.activations.moves import Moves, key_of
+from megatron_zbpp.runtime.activations.moves import Moves
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import Clock
 from megatron_zbpp.runtime.filler import Filler
+from megatron_zbpp.runtime.key import Key, key_of
 from megatron_zbpp.runtime.kinds import done_by
 from megatron_zbpp.runtime.messages import Awaited
 from megatron_zbpp.runtime.messages import messages as made_of
@@ -37,7 +38,7 @@ from megatron_zbpp.runtime.observe.profiling import profiled
 from megatron_zbpp.runtime.observe.record import Record
 from megatron_zbpp.runtime.stage import Backward, Forward, RunTogether, Stage
 from megatron_zbpp.runtime.tables import Tables
-from megatron_zbpp.runtime.weight_grads import Key, WeightGradStore
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 if TYPE_CHECKING:
     from megatron_zbpp.runtime.activations.store import ActivationStore
@@ -61,7 +62,7 @@ class Executor:
         program: this rank's passes, sends and receives.
         stages: the stages that this rank holds.
         channels: to its neighbours.
-        message: what neighbours exchange.
+        message: what neighbours exchange; by slice, where sequences are sliced.
         store: where layers leave their weight gradients.
         clock: times the passes.
         named: makes the range around a pass in profiles.
@@ -86,7 +87,7 @@ class Executor:
         program: Program,
         stages: Mapping[int, Stage],
         channels: Channels,
-        message: Message,
+        message: Message | Sequence[Message],
         store: WeightGradStore,
         clock: Clock,
         named: Callable[[Pass], AbstractContextManager] = profiled,
@@ -116,7 +117,7 @@ class Executor:
         self._together = together
         self.moves = Moves(tables.moving, activations)
         self.splits = tables.splits
-        # (stage, microbatch) that leave weight gradients to W
+        # keys that leave weight gradients to W
         self._split = tables.split(together is not None, store.left_out is not None)
         self._actions = {
             F: self._forward,
@@ -226,7 +227,7 @@ class Executor:
         received = self._await_one(p)
         first, *others = done_by(p)
         if first in (B, R):  # a copy that is late is a wait, too, and no work
-            self.moves.await_back((p.stage, p.microbatch))
+            self.moves.await_back(key_of(p))
         start = self.clock.mark()
         with self._named(p):
             output = self._actions[first](p, received)
@@ -262,11 +263,11 @@ class Executor:
         received, gradient = self._await_one(ahead), self._await_one(back)
         start = self.clock.mark()
         with self._named(ahead), self._named(back):
-            forward = Forward(self._stages[ahead.stage], ahead.microbatch, self._fed(received))
-            backward = Backward(self._stages[back.stage], *self._opened(back), gradient)
+            forward = Forward(self._stages[ahead.stage], ahead, self._fed(received))
+            backward = Backward(self._stages[back.stage], back, *self._opened(back), gradient)
             with (
                 # forwards ask whether to defer, backwards for whom
-                self._store.scope((back.stage, back.microbatch) if self.splits else None),
+                self._store.scope(key_of(back) if self.splits else None),
                 backward.stage.grad_sync(back in self._tables.last_backwards),
             ):
                 output, gradient = self._together(forward, backward)
@@ -323,7 +324,7 @@ class Executor:
         )
 
     def _forward(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
-        key = (p.stage, p.microbatch)
+        key = key_of(p)
         stage = self._stages[p.stage]
         if received is not None and p in self._tables.handed_to and self.moves.leaves(key):
             received = received.clone()
@@ -331,7 +332,7 @@ class Executor:
         again = key in self._tables.recomputed
         run = stage.forward_unsaved if again else stage.forward
         with self._scope(key), self.moves.packing(key, received):
-            output = run(p.microbatch, received)
+            output = run(p, received)
         if not again:
             return self._kept(p, received, output)
         self._inputs[key] = received
@@ -348,21 +349,21 @@ class Executor:
         # keeps the data alive for whoever gets it
         detached = output.detach() if isinstance(output, torch.Tensor) else output
         if self._tables.trains:
-            self._saved[p.stage, p.microbatch] = received, output
+            self._saved[key_of(p)] = received, output
             self._stages[p.stage].release(output)
         return detached
 
     def _recompute(self, p: Pass, _: None) -> None:
-        key = (p.stage, p.microbatch)
+        key = key_of(p)
         stage, received = self._stages[p.stage], self._inputs.pop(key)
         self.moves.await_back(key)
         with self._scope(key):
-            output = stage.recompute(p.microbatch, received)
+            output = stage.recompute(p, received)
         self._saved[key] = received, output
         stage.release(output)
 
     def _backward(self, p: Pass, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        key = (p.stage, p.microbatch)
+        key = key_of(p)
         stage = self._stages[p.stage]
         received, output = self._opened(p)
         with (
@@ -370,11 +371,11 @@ class Executor:
             stage.grad_sync(p in self._tables.last_backwards),
             self.moves.using(key),
         ):
-            return stage.backward(received, output, gradient)
+            return stage.backward(p, received, output, gradient)
 
     def _opened(self, p: Pass) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Begin a backward: return what its forward left."""
-        key = (p.stage, p.microbatch)
+        key = key_of(p)
         if key in self._split:
             self._store.open(key, waits=p.kind == B)
         return self._saved.pop(key)
@@ -385,4 +386,4 @@ class Executor:
 
     def _weights(self, p: Pass, _: None) -> None:
         with self._stages[p.stage].grad_sync(p in self._tables.last_weights):
-            self._store.run((p.stage, p.microbatch))
+            self._store.run(key_of(p))

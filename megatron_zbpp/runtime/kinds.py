@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from megatron_zbpp.ir import B, Pass, W, chain
 from megatron_zbpp.ir.graph import R
+from megatron_zbpp.runtime.key import Key, key_of
 
 _PLAIN = chain(1)  # what each kind of pass does, whatever its stage
 RUN = (*_PLAIN.kinds, R)
@@ -23,8 +24,8 @@ def last(passes: Sequence[Pass], kind: str) -> set[Pass]:
     return set({p.stage: p for p in passes if kind in done_by(p)}.values())
 
 
-def whole(passes: Sequence[Pass], split: Collection[Pass] = ()) -> set[tuple[int, int]]:
-    """Return (stage, microbatch) of the backwards that autograd may run whole.
+def whole(passes: Sequence[Pass], split: Collection[Pass] = ()) -> set[Key]:
+    """Return keys of the backwards that autograd may run whole.
 
     A pass that does both B and W saves what a split costs: with it, communication in B hides behind
     weight gradients, and nothing is gathered twice. Not so where gradients of its stage that come
@@ -36,9 +37,9 @@ def whole(passes: Sequence[Pass], split: Collection[Pass] = ()) -> set[tuple[int
         split: passes whose microbatches are not to be run whole.
     """
     last_backwards, last_weights = last(passes, B), last(passes, W)
-    kept = {(p.stage, p.microbatch) for p in split}
+    kept = set(map(key_of, split))
     return {
-        (p.stage, p.microbatch)
+        key_of(p)
         for p in passes
         if {B, W} <= set(done_by(p)) and (p in last_backwards) == (p in last_weights)
     } - kept

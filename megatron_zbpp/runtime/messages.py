@@ -18,6 +18,7 @@ from megatron_zbpp.analysis.program import Hand, Receive, Send
 from megatron_zbpp.ir import F
 from megatron_zbpp.runtime.actions import Tensors
 from megatron_zbpp.runtime.channels import Channels, Incoming, Message
+from megatron_zbpp.runtime.key import Key, key_of
 
 _ALIGNED = 16  # bytes: where a tensor of any dtype may begin
 
@@ -53,15 +54,23 @@ class Messages(Protocol):
 
 
 def messages(
-    channels: Channels, message: Message, others: Mapping[str, Message | tuple[Message, ...]]
+    channels: Channels,
+    message: Message | Sequence[Message],
+    others: Mapping[str, Message | tuple[Message, ...]],
 ) -> Messages:
     """Return those of fixed shapes, or of any where `message` has none.
 
     Args:
         channels: to the neighbours.
-        message: what stages exchange.
+        message: what stages exchange; of each slice of a sequence, where there are several.
         others: by name, of messages that differ: a tuple of them is several tensors, sent as one.
     """
+    if not isinstance(message, Message):
+        if others:
+            raise NotImplementedError(
+                f'messages {", ".join(sorted(others))} beside those of slices of a sequence'
+            )
+        return BySlice(channels, message)
     if message.shape is not None:
         return ByName(channels, message, others) if others else Alike(channels, message)
     if others:
@@ -84,18 +93,39 @@ class Alike:
         self._channels, self._message = channels, message
 
     def checked(self, output: object, instruction: Send | Hand) -> Tensors:
-        if _fits(output, self._message):
+        expected = self._expected(instruction)
+        if _fits(output, expected):
             return output
-        raise _misfit(output, instruction, (self._message,))
+        raise _misfit(output, instruction, (expected,))
 
     def send(self, output: Tensors, send: Send) -> None:
         self._channels.send(output, send)  # pyright: ignore[reportArgumentType]  # it is checked
 
     def post(self, receive: Receive) -> Awaited:
-        return self._channels.post(self._message, receive.peer)
+        return self._channels.post(self._expected(receive), receive.peer)
 
     def settle(self) -> None:
         pass  # they are posted at once
+
+    def _expected(self, instruction: Send | Hand | Receive) -> Message:
+        """Return what that message is."""
+        return self._message
+
+
+class BySlice(Alike):
+    """Messages of slices of a sequence, each of which has one shape.
+
+    Args:
+        channels: to the neighbours.
+        of_slices: what is exchanged, by slice.
+    """
+
+    def __init__(self, channels: Channels, of_slices: Sequence[Message]) -> None:
+        super().__init__(channels, of_slices[0])
+        self._of_slices = of_slices
+
+    def _expected(self, instruction: Send | Hand | Receive) -> Message:
+        return self._of_slices[instruction.producer.slice]
 
 
 class ByName(Alike):
@@ -211,7 +241,7 @@ class Varying:
 
     def __init__(self, channels: Channels, message: Message) -> None:
         self._channels, self._message = channels, message
-        self._sent: dict[tuple[int, int], torch.Size] = {}  # by stage and microbatch
+        self._sent: dict[Key, torch.Size] = {}
         self._expected: list[_Expected] = []
 
     def checked(self, output: object, instruction: Send | Hand) -> torch.Tensor:
@@ -227,12 +257,12 @@ class Varying:
     def send(self, output: Tensors, send: Send) -> None:
         assert isinstance(output, torch.Tensor), 'messages of several tensors have fixed shapes'
         if send.consumer.kind == F:
-            self._sent[send.producer.stage, send.producer.microbatch] = output.shape
+            self._sent[key_of(send.producer)] = output.shape
             self._channels.tell(output.shape, send)
         self._channels.send(output, send)
 
     def post(self, receive: Receive) -> _Expected:
-        key = receive.consumer.stage, receive.consumer.microbatch
+        key = key_of(receive.consumer)
         forward = receive.consumer.kind == F
         shape = self._channels.ask(receive.peer) if forward else lambda: self._sent.pop(key)
         self._expected.append(_Expected(receive.peer, shape))

@@ -8,27 +8,33 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from megatron_zbpp.ir import Pass
+
 
 class Stage(Protocol):
     """The protocol of one stage of the model; it keeps no state between passes."""
 
-    def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
         """Return the output of the stage; `received` is None on the first one.
 
         The last returns its loss: where no backward follows, that may be anything.
         """
         ...
 
-    def forward_unsaved(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+    def forward_unsaved(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
         """Return the output of the stage, of which nothing is kept: `recompute` makes it again."""
         ...
 
-    def recompute(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+    def recompute(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
         """Make the same output again, to the bit, with its graph; leave nothing else behind."""
         ...
 
     def backward(
-        self, received: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
+        self,
+        p: Pass,
+        received: torch.Tensor | None,
+        output: torch.Tensor,
+        gradient: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Return the gradient with respect to `received`; `gradient` is None on the last stage."""
         ...
@@ -45,7 +51,7 @@ class Forward(NamedTuple):
     """A forward that is to run: arguments of `Stage.forward`, and whose it is."""
 
     stage: Stage
-    microbatch: int
+    p: Pass
     received: torch.Tensor | None
 
 
@@ -53,6 +59,7 @@ class Backward(NamedTuple):
     """A backward that is to run: arguments of `Stage.backward`, and whose it is."""
 
     stage: Stage
+    p: Pass
     received: torch.Tensor | None
     output: torch.Tensor
     gradient: torch.Tensor | None

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from megatron_zbpp.analysis.program import Hand, Join, Program, Receive
 from megatron_zbpp.ir import B, F, Pass, Together, W
 from megatron_zbpp.ir.graph import R
-from megatron_zbpp.runtime.activations.moves import Moving, key_of
+from megatron_zbpp.runtime.activations.moves import Moving
+from megatron_zbpp.runtime.key import Key, key_of
 from megatron_zbpp.runtime.kinds import last, whole
-from megatron_zbpp.runtime.weight_grads import Key
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +29,8 @@ class Tables:
 
     @functools.cached_property
     def of_each_kind(self) -> tuple[Pass, ...]:
-        """One pass of each kind, and of each that has a slice."""
-        return tuple({(p.kind, bool(p.slice)): p for p in self.passes}.values())
+        """One pass of each kind."""
+        return tuple({p.kind: p for p in self.passes}.values())
 
     @functools.cached_property
     def named(self) -> tuple[Receive | Hand, ...]:

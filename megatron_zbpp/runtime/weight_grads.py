@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron_zbpp.runtime import compat
+from megatron_zbpp.runtime.key import Key
 
-Key = tuple[int, int]  # (stage, microbatch)
 Gradients = Sequence[torch.Tensor | None]
 # of a parameter, and whether its gradients are added where they belong by `Deferred.compute`
 DroppedGradient = Callable[[torch.nn.Parameter, bool], torch.Tensor | None]
@@ -66,7 +66,7 @@ class Deferred:
 
 
 class WeightGradStore:
-    """Deferred weight gradients by (stage, microbatch).
+    """Deferred weight gradients by (stage, microbatch, slice).
 
     `scope(key)` says which pass is running: layers ask `deferring` in forward, and `defer` in
     backward. Under `scope(None)` nothing is deferred. Autograd runs CUDA backwards on threads of
@@ -75,7 +75,7 @@ class WeightGradStore:
     Attributes:
         waits: whether the W of the pass that runs comes later, not right behind it: then layers
             hold as little as they can.
-        left_out: tells of a (stage, microbatch), and how many weight gradients its W has, which of
+        left_out: tells of a key, and how many weight gradients its W has, which of
             them are not computed; None: all are.
         dropped: makes what hooks of parameters get in place of those; None: they need nothing.
         used: whether a W pass has had anything to compute.
@@ -97,7 +97,7 @@ class WeightGradStore:
 
     @property
     def pending(self) -> int:
-        """The number of (stage, microbatch) between their B and their W."""
+        """The number of (stage, microbatch, slice) between their B and their W."""
         return len(self._pending)
 
     def scope(self, key: Key | None) -> WeightGradStore:
@@ -147,7 +147,7 @@ class WeightGradStore:
         if self.left_out is not None:
             for place in self.left_out(key, len(records)):
                 records[place].drop(self.dropped)
-        stage, _ = key
+        stage = key[0]
         visits = self._visits.get(stage)
         if visits is None or not visits.fit(records):
             visits = self._visits[stage] = _Visits(records)

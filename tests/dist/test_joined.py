@@ -33,10 +33,12 @@ def execute(schedule, as_one: bool):
 
     def both(forward, backward):
         """Halves of one between those of the other, as Megatron has layers."""
-        cells.append((numbers[id(forward.stage)], forward.microbatch, numbers[id(backward.stage)]))
-        output = forward.stage.forward(forward.microbatch, forward.received)
+        cells.append(
+            (numbers[id(forward.stage)], forward.p.microbatch, numbers[id(backward.stage)])
+        )
+        output = forward.stage.forward(forward.p, forward.received)
         return output, backward.stage.backward(
-            backward.received, backward.output, backward.gradient
+            backward.p, backward.received, backward.output, backward.gradient
         )
 
     message = Message((ROWS, WIDTH), torch.float32, torch.device('cpu'))

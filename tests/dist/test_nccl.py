@@ -44,8 +44,8 @@ class CoupledStage(LinearStage):
         # what is complete with the last B, and with the last W
         self.parts = iter([[self.bias], [self.weight]] if splits else [[self.bias, self.weight]])
 
-    def forward(self, microbatch, received):
-        output = super().forward(microbatch, received)
+    def forward(self, p, received):
+        output = super().forward(p, received)
         if self.replicas is not None:
             ones = torch.ones(1)
             dist.all_reduce(ones, group=self.replicas)  # as tensor parallelism does

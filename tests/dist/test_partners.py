@@ -193,8 +193,8 @@ def test_the_peak_is_reached(ranks):
 class DeepStage(LinearStage):
     """Saves more than a storage of its own."""
 
-    def forward(self, microbatch, received):
-        return torch.sin(torch.cos(super().forward(microbatch, received)))
+    def forward(self, p, received):
+        return torch.sin(torch.cos(super().forward(p, received)))
 
 
 def launches(schedule):

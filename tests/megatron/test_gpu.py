@@ -27,6 +27,7 @@ def execute(name, m, backend):
     import torch.distributed as dist
 
     from megatron_zbpp.analysis.lowering import lower
+    from megatron_zbpp.ir import F, Pass
     from megatron_zbpp.runtime.channels import Channels, Message
     from megatron_zbpp.runtime.clock import clock_for
     from megatron_zbpp.runtime.executor import Executor
@@ -56,8 +57,8 @@ def execute(name, m, backend):
     single = [Stage(None, s, count).to(own) for s in range(count)]
     for microbatch in range(m):
         value = None
-        for stage in single:
-            value = stage.forward(microbatch, value)
+        for index, stage in enumerate(single):
+            value = stage.forward(Pass(F, index, microbatch), value)
         value.backward()
     same = [torch.equal(stages[s].weight.grad, single[s].weight.grad) for s in stages]
     dist.destroy_process_group(group)
@@ -73,19 +74,19 @@ class Stage(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.randn(64, 64, generator=generator) / 8)
         self.store, self.first, self.last = store, stage == 0, stage == count - 1
 
-    def forward(self, microbatch, received):
+    def forward(self, p, received):
         from stages import DeferredLinear
 
         weight = self.weight
         if self.first:
-            received = torch.full_like(weight, 0.1 * (microbatch + 1)).detach().requires_grad_()
+            received = torch.full_like(weight, 0.1 * (p.microbatch + 1)).detach().requires_grad_()
         if self.store is not None and self.store.deferring:
             y = DeferredLinear.apply(self.store, weight, received, weight.detach())
         else:
             y = received @ weight
         return y.square().sum() if self.last else torch.tanh(y)
 
-    def backward(self, received, output, gradient):
+    def backward(self, p, received, output, gradient):
         torch.autograd.backward(output, gradient)
         return None if received is None else received.grad
 

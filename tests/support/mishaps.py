@@ -24,7 +24,7 @@ from stages import ROWS, WIDTH, LinearStage
 
 from devtools import nccl
 from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.ir import B, F, Pass
+from megatron_zbpp.ir import B, Pass
 from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import HostClock
@@ -43,17 +43,15 @@ class UnluckyStage(LinearStage):
 
     def __init__(self, store, stage, num_stages, victim, case):
         super().__init__(store, stage, num_stages)
-        self.stage, self.victim, self.case = stage, victim, case
-        self.backwards = 0
+        self.victim, self.case = victim, case
 
-    def forward(self, microbatch, received):
-        output = super().forward(microbatch, received)
-        return self.befall(Pass(F, self.stage, microbatch), output)
+    def forward(self, p, received):
+        output = super().forward(p, received)
+        return self.befall(p, output)
 
-    def backward(self, received, output, gradient):
-        made = super().backward(received, output, gradient)
-        self.backwards += 1
-        return self.befall(Pass(B, self.stage, self.backwards - 1), made)
+    def backward(self, p, received, output, gradient):
+        made = super().backward(p, received, output, gradient)
+        return self.befall(p._replace(kind=B), made)
 
     def befall(self, p, made):
         if p != self.victim:

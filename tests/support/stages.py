@@ -6,6 +6,8 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from megatron_zbpp.ir import F, Pass
+
 WIDTH, ROWS = 6, 3
 
 
@@ -39,11 +41,11 @@ class LinearStage(torch.nn.Module):
         self._losses = []
         self.ran = []  # forwards of which nothing was saved, and those that ran again
 
-    def forward(self, microbatch, received):
+    def forward(self, p, received):
         x = received
         if self.first:
             x = torch.full(
-                (self.rows(microbatch), WIDTH), 0.1 * (microbatch + 1), device=self.bias.device
+                (self.rows(p.microbatch), WIDTH), 0.1 * (p.microbatch + 1), device=self.bias.device
             )
         x = x + self.bias
         if self.store is not None and self.store.deferring:
@@ -61,19 +63,19 @@ class LinearStage(torch.nn.Module):
         """Of the microbatches so far; read once they have run, so that no pass waits for them."""
         return [loss.item() for loss in self._losses]
 
-    def forward_unsaved(self, microbatch, received):
-        self.ran = [*self.ran, ('F', microbatch)]
+    def forward_unsaved(self, p, received):
+        self.ran = [*self.ran, ('F', p.microbatch)]
         with torch.no_grad():
-            return self.forward(microbatch, received)
+            return self.forward(p, received)
 
-    def recompute(self, microbatch, received):
-        self.ran = [*self.ran, ('R', microbatch)]
-        output = self.forward(microbatch, received)
+    def recompute(self, p, received):
+        self.ran = [*self.ran, ('R', p.microbatch)]
+        output = self.forward(p, received)
         if self.last:
             self._losses.pop()
         return output
 
-    def backward(self, received, output, gradient):
+    def backward(self, p, received, output, gradient):
         torch.autograd.backward(output, gradient)
         return None if received is None else received.grad
 
@@ -98,8 +100,8 @@ def reference(num_stages, num_microbatches, train=True, rows=lambda microbatch: 
     for microbatch in range(num_microbatches):
         with nullcontext() if train else torch.no_grad():
             value = None
-            for stage in stages:
-                value = stage(microbatch, value)
+            for index, stage in enumerate(stages):
+                value = stage(Pass(F, index, microbatch), value)
         if train:
             value.backward()
     gradients = [tuple(p.grad for p in stage.parameters()) for stage in stages]

@@ -33,9 +33,9 @@ class ShiftedClock(HostClock):
 
 
 class SlowStage(LinearStage):
-    def forward(self, microbatch, received):
+    def forward(self, p, received):
         time.sleep(PASS)
-        return super().forward(microbatch, received)
+        return super().forward(p, received)
 
 
 class Pipeline:

@@ -11,6 +11,7 @@ from statistics import median
 from megatron_zbpp.guests.base import Guest, Run
 from megatron_zbpp.ir import Schedule, W
 from megatron_zbpp.partitioning.freeze_plans import FreezePlan
+from megatron_zbpp.runtime.key import Key
 from megatron_zbpp.runtime.observe.measure import Iteration
 
 _COMPARED = 20  # steps with the whole shares, before the gain is told
@@ -105,9 +106,10 @@ class FreezeRun(Guest):
             }[phase]
         )
 
-    def __call__(self, key: tuple[int, int], count: int) -> Collection[int]:
-        """Return which of so many weight gradients of (stage, microbatch) are left out."""
-        found = self.plan.left_out(self.step, *key, count)
+    def __call__(self, key: Key, count: int) -> Collection[int]:
+        """Return which of so many weight gradients of a key are left out."""
+        stage, microbatch, _ = key
+        found = self.plan.left_out(self.step, stage, microbatch, count)
         self.seen += count
         self.left_out += len(found)
         return found

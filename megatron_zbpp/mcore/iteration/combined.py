@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 
+from megatron_zbpp.ir import Pass
 from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.iteration.stages import ModelStage
 from megatron_zbpp.mcore.refusals import OVERLAP
@@ -30,20 +31,24 @@ class CombinedStage(ModelStage):
 
     def _by_megatron(
         self,
-        microbatch: int,
+        p: Pass,
         received: torch.Tensor | None,
         data: Iterator | None,
         results: list[Any],
     ) -> Any:
         assert data is self.data_iterator and results is self.call.results, 'nothing runs again'
-        output, num_tokens, _ = _step(Forward(self, microbatch, received), None)
+        output, num_tokens, _ = _step(Forward(self, p, received), None)
         return output, num_tokens
 
     def backward(
-        self, received: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
+        self,
+        p: Pass,
+        received: torch.Tensor | None,
+        output: torch.Tensor,
+        gradient: torch.Tensor | None,
     ) -> torch.Tensor | None:
         with self.delaying.queueing():
-            *_, made = _step(None, Backward(self, received, output, gradient))
+            *_, made = _step(None, Backward(self, p, received, output, gradient))
         return made
 
 
@@ -51,7 +56,7 @@ def as_one(forward: Forward, backward: Backward) -> tuple[torch.Tensor, torch.Te
     """Run both at once; return the output of one, and the input's gradient of the other."""
     ahead, back = cast(CombinedStage, forward.stage), cast(CombinedStage, backward.stage)
     with back.delaying.queueing():
-        made = ahead.call.run_step(forward.microbatch, _step, forward, backward)
+        made = ahead.call.run_step(forward.p, _step, forward, backward)
     output, num_tokens, gradient = made
     ahead.count(num_tokens)
     return output, gradient
@@ -69,8 +74,8 @@ def _step(forward: Forward | None, backward: Backward | None) -> Any:
             'f_model': stage.model,
             'input_tensor': forward.received,
             'f_model_chunk_id': stage.vp_stage,
-            'is_first_microbatch': stage.call.is_first(forward.microbatch),
-            'current_microbatch': forward.microbatch,
+            'is_first_microbatch': stage.call.is_first(forward.p),
+            'current_microbatch': forward.p.microbatch,
         }
     if backward is not None:
         stage = cast(CombinedStage, backward.stage)

@@ -12,9 +12,11 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
+from megatron_zbpp.ir import Pass
 from megatron_zbpp.mcore import compat, left_behind
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.patches import transformer_engine
+from megatron_zbpp.runtime.key import Key, key_of
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 
@@ -41,8 +43,8 @@ class Call:
     def __post_init__(self) -> None:
         self.num_tokens = torch.zeros([], dtype=torch.int, device=self.device)
 
-    def run_step(self, microbatch: int, step: Callable, *arguments: Any) -> Any:
-        """Run a step of Megatron's that has a forward of `microbatch` in it; return its result.
+    def run_step(self, p: Pass, step: Callable, *arguments: Any) -> Any:
+        """Run a step of Megatron's that has the forward `p` in it; return its result.
 
         Raises:
             StopIteration: the data has ended; the message says where.
@@ -51,14 +53,14 @@ class Call:
             return step(*arguments)
         except StopIteration as error:
             raise StopIteration(
-                f'the data iterator has ended at microbatch {microbatch} of '
+                f'the data iterator has ended at microbatch {p.microbatch} of '
                 f'{self.arguments.num_microbatches}: it must go on for as long as iterations do'
             ) from error
 
-    def is_first(self, microbatch: int) -> bool:
+    def is_first(self, p: Pass) -> bool:
         """Return what Megatron's steps are told of the first microbatch."""
         given = self.arguments
-        first = microbatch == 0
+        first = p.microbatch == p.slice == 0
         return schedules.check_first_val_step(given.first_val_step, given.forward_only, first)
 
 
@@ -109,8 +111,8 @@ class ModelStage:
         self.data_iterator = data_iterator
         self.vp_stage = vp_stage
         self._is_last = is_last
-        # by microbatch that is to run again: random states before it, and what it has read
-        self._to_run_again: dict[int, tuple[tuple, list[Any]]] = {}
+        # of forwards that are to run again: random states before it, and what it has read
+        self._to_run_again: dict[Key, tuple[tuple, list[Any]]] = {}
         self.config = get_model_config(model)
         self._context = compat.backward_arguments(model, self.config)
         self.delaying = transformer_engine.Delaying(model, call.store)
@@ -119,9 +121,9 @@ class ModelStage:
             no_sync = no_sync[vp_stage or 0]
         self._no_sync = no_sync or contextlib.nullcontext
 
-    def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
         data, results = self.data_iterator, self.call.results
-        output, num_tokens = self._forward_step(microbatch, received, data, results)
+        output, num_tokens = self._forward_step(p, received, data, results)
         self.count(num_tokens)
         return output
 
@@ -130,46 +132,46 @@ class ModelStage:
         if self._is_last:
             self.call.num_tokens += num_tokens
 
-    def forward_unsaved(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+    def forward_unsaved(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
         read = None if self.data_iterator is None else _Read(self.data_iterator)
         states = left_behind.random_states()
         with torch.no_grad():
-            output, num_tokens = self._forward_step(microbatch, received, read, self.call.results)
+            output, num_tokens = self._forward_step(p, received, read, self.call.results)
         self.count(num_tokens)
-        self._to_run_again[microbatch] = states, [] if read is None else read.items
+        self._to_run_again[key_of(p)] = states, [] if read is None else read.items
         return output
 
-    def recompute(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        states, items = self._to_run_again.pop(microbatch)
+    def recompute(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
+        states, items = self._to_run_again.pop(key_of(p))
         data = None if self.data_iterator is None else iter(items)
         logged = left_behind.emptied(compat.logged_mtp_losses())  # the first has been
         with left_behind.drawing_again(states), logged:
-            return self._forward_step(microbatch, received, data, [])[0]
+            return self._forward_step(p, received, data, [])[0]
 
     def _forward_step(
         self,
-        microbatch: int,
+        p: Pass,
         received: torch.Tensor | None,
         data: Iterator | None,
         results: list[Any],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output, and on the last stage how many tokens count."""
-        made = self.call.run_step(
-            microbatch, self._by_megatron, microbatch, received, data, results
-        )
+        made = self.call.run_step(p, self._by_megatron, p, received, data, results)
         # lists of tensors, of which Megatron's annotations speak, are for several modules at once
         return cast(tuple[torch.Tensor, torch.Tensor], made)
 
     def _by_megatron(
         self,
-        microbatch: int,
+        p: Pass,
         received: torch.Tensor | None,
         data: Iterator | None,
         results: list[Any],
+        step: Callable | None = None,
     ) -> Any:
+        """Run Megatron's own forward step; `step`: in place of the program's function."""
         call, given = self.call, self.call.arguments
         return schedules.forward_step(
-            given.forward_step_func,
+            step or given.forward_step_func,
             data,
             self.model,
             given.num_microbatches,
@@ -178,14 +180,18 @@ class ModelStage:
             self.config,
             cp_group_size=call.cp_size,
             collect_non_loss_data=given.collect_non_loss_data,
-            is_first_microbatch=call.is_first(microbatch),
-            current_microbatch=microbatch,
+            is_first_microbatch=call.is_first(p),
+            current_microbatch=p.microbatch,
             vp_stage=self.vp_stage,
             is_last_stage=self._is_last,
         )
 
     def backward(
-        self, received: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
+        self,
+        p: Pass,
+        received: torch.Tensor | None,
+        output: torch.Tensor,
+        gradient: torch.Tensor | None,
     ) -> torch.Tensor | None:
         with self.delaying.queueing():
             made = schedules.backward_step(received, output, gradient, *self._context)

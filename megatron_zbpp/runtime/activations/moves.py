@@ -12,12 +12,12 @@ import torch
 from megatron_zbpp.analysis.program import Begin, Program, Receive, Send
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.ir.graph import HOST, PARTNER, TRANSFERS
+from megatron_zbpp.runtime.key import Key, key_of
 
 if TYPE_CHECKING:
     from megatron_zbpp.runtime.activations.partner import Keeping
     from megatron_zbpp.runtime.activations.store import ActivationStore
 
-Key = tuple[int, int]  # (stage, microbatch)
 _OUT, _BACK = TRANSFERS[HOST]
 _EVICT, _FETCH = TRANSFERS[PARTNER]
 KINDS = (_OUT, _BACK, _EVICT, _FETCH)
@@ -28,7 +28,7 @@ class Moving:
     """Saved activations that a program moves.
 
     Attributes:
-        sent: by (stage, microbatch), the send of what its forward has saved.
+        sent: by its key, the send of what its forward has saved.
         fetched: the receive with which it comes back.
         leaving: those that leave the device, to the host or to the partner.
     """
@@ -168,11 +168,6 @@ class Moves:
         keeping = self._of_store.keeping
         assert keeping is not None, 'programs for partners come with channels to them'
         return keeping
-
-
-def key_of(p: Pass) -> Key:
-    """Return what a bundle goes by."""
-    return p.stage, p.microbatch
 
 
 def _nothing(p: Pass, _: object) -> None:

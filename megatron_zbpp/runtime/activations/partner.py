@@ -17,8 +17,7 @@ import torch
 
 from megatron_zbpp.runtime.activations.copies import bytes_of
 from megatron_zbpp.runtime.channels import Channels, Transfer
-
-Key = tuple[int, int]  # (stage, microbatch)
+from megatron_zbpp.runtime.key import Key
 
 
 class Partner:

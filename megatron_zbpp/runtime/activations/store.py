@@ -15,9 +15,8 @@ from megatron_zbpp.runtime.activations.copies import Copies
 from megatron_zbpp.runtime.activations.partner import Keeping, Partner
 from megatron_zbpp.runtime.activations.slabs import PinningError
 from megatron_zbpp.runtime.channels import Channels
+from megatron_zbpp.runtime.key import Key
 from megatron_zbpp.runtime.log import rank_log
-
-Key = tuple[int, int]  # (stage, microbatch)
 
 _MUCH = 0.1  # of what was to leave
 

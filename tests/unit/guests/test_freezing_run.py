@@ -25,7 +25,7 @@ def ran(steps, first=0):
     run = FreezeRun(PLAN, lambda message: said.append((run.step, message)))
     for at in range(first, first + steps):
         run.before(at if first else None)
-        out.append(len(run((1, 0), 4)))
+        out.append(len(run((1, 0, 0), 4)))
         window = 0.08 if run.left_out else 0.1
         run.after(
             SimpleNamespace(extent=lambda window=window: SimpleNamespace(window=window)), None
@@ -55,7 +55,7 @@ def test_a_loop_says_where_it_resumes():
     iteration = SimpleNamespace(extent=lambda: SimpleNamespace(window=0.1))
     for step in (130, 131):
         run.before(None)
-        assert run.step == step and run((1, 0), 4) == PLAN.left_out(step, 1, 0, 4) != frozenset()
+        assert run.step == step and run((1, 0, 0), 4) == PLAN.left_out(step, 1, 0, 4) != frozenset()
         run.after(iteration, None)
     assert run.first == 130
 
