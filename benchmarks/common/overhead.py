@@ -27,7 +27,7 @@ from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import Send
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.guests.tracing.tracer import Tracer
-from megatron_zbpp.ir import KINDS, Schedule
+from megatron_zbpp.ir import KINDS, Pass, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.runtime.channels import Incoming, Message
 from megatron_zbpp.runtime.clock import HostClock
@@ -75,11 +75,15 @@ class IdleStage:
         self._gradient = torch.zeros(1)
         self._output = torch.zeros(_MESSAGE.shape)
 
-    def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
         return self._output
 
     def backward(
-        self, received: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
+        self,
+        p: Pass,
+        received: torch.Tensor | None,
+        output: torch.Tensor,
+        gradient: torch.Tensor | None,
     ) -> torch.Tensor:
         if self._store.deferring:
             for weight in self._weights:

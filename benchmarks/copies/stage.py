@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_zbpp.ir import Pass
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 
@@ -67,23 +68,27 @@ class SleepingStage(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.full((1,), 1.25))
         self._store, self._sizes, self._place = store, sizes, place
 
-    def forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
         x = received
         if x is None:
-            x = torch.full((4,), 1.0 + microbatch, requires_grad=torch.is_grad_enabled())
+            x = torch.full((4,), 1.0 + p.microbatch, requires_grad=torch.is_grad_enabled())
         y = _Work.apply(self._store, self._sizes, x, self.weight)
         assert isinstance(y, torch.Tensor)
         return y.sum() if self._place == 'last' else y
 
-    def forward_unsaved(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
+    def forward_unsaved(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
         with torch.no_grad():
-            return self.forward(microbatch, received)
+            return self.forward(p, received)
 
-    def recompute(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        return self.forward(microbatch, received)
+    def recompute(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
+        return self.forward(p, received)
 
     def backward(
-        self, received: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
+        self,
+        p: Pass,
+        received: torch.Tensor | None,
+        output: torch.Tensor,
+        gradient: torch.Tensor | None,
     ) -> torch.Tensor | None:
         torch.autograd.backward(output, gradient)
         return None if received is None else received.grad

@@ -26,6 +26,7 @@ DEVICE = device.find()  # before megatron.core is imported
 import megatron_zbpp  # noqa: E402
 from benchmarks.gpt import build  # noqa: E402
 from megatron_zbpp.ir import BW, B, F, Pass, W  # noqa: E402
+from megatron_zbpp.mcore.iteration.arguments import Arguments  # noqa: E402
 from megatron_zbpp.mcore.iteration.stages import Call, ModelStage  # noqa: E402
 from megatron_zbpp.mcore.patches import transformer_engine  # noqa: E402
 from megatron_zbpp.runtime.channels import Channels, Message  # noqa: E402
@@ -54,7 +55,6 @@ class Alone:
         self._gradient = (values * 1e-3).to(message.device, message.dtype)
         self._inner = inner
         self._received: dict[int, torch.Tensor] = {}
-        self._microbatch = 0
         self._weighs = False
         self.held: list[int] = []
 
@@ -62,17 +62,16 @@ class Alone:
         """Whether `held` is written down: it takes time."""
         self._weighs = weighs
 
-    def forward(self, microbatch: int, received: None) -> torch.Tensor:
+    def forward(self, p: Pass, received: None) -> torch.Tensor:
         self.held.clear()
         self._weigh()
-        self._microbatch = microbatch
         own = self._values.clone().requires_grad_()
-        self._received[microbatch] = own
-        return self._inner.forward(microbatch, own)
+        self._received[p.microbatch] = own
+        return self._inner.forward(p, own)
 
-    def backward(self, received: None, output: torch.Tensor, gradient: None) -> None:
-        own = self._received.pop(self._microbatch)
-        self._inner.backward(own, output, self._gradient)  # the result would be on its way
+    def backward(self, p: Pass, received: None, output: torch.Tensor, gradient: None) -> None:
+        own = self._received.pop(p.microbatch)
+        self._inner.backward(p, own, output, self._gradient)  # the result would be on its way
 
     def release(self, output: torch.Tensor) -> None:
         self._inner.release(output)
@@ -112,7 +111,15 @@ class Bench:
         self._kinds = _SPLIT if splits else _FUSED
         shape = model.sequence, job.micro_batch, model.hidden
         self._message = Message(shape, torch.bfloat16, DEVICE.torch)
-        call = Call(store, _forward_step, 1, 1, DEVICE.torch, False, False, None)
+        arguments = Arguments(
+            forward_step_func=_forward_step,
+            data_iterator=None,
+            model=self.models,
+            num_microbatches=1,
+            seq_length=model.sequence,
+            micro_batch_size=job.micro_batch,
+        )
+        call = Call(arguments, store, 1, DEVICE.torch)
         self.stage = Alone(
             ModelStage(call, self.models[0], iter(lambda: None, 0), None, False), self._message
         )

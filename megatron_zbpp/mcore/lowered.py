@@ -24,7 +24,6 @@ def for_megatron(schedule: Schedule) -> Schedule:
             `require_one_route`.
     """
     require_one_route(schedule)
-    require_whole_sequences(schedule.name, schedule.graph.num_slices)
     last = schedule.num_ranks - 1
     for candidate in (schedule, schedule.reversed()):
         if candidate.placement.only_route[-1] == last:
@@ -46,21 +45,6 @@ def require_one_route(schedule: Schedule) -> None:
             f'{schedule.name} cannot train yet because it has two routes: each needs a copy of the '
             'model, and Megatron builds one: take a schedule with one route, such as dualpipe-v '
             '(zbpp check, simulate and show take both)'
-        )
-
-
-def require_whole_sequences(name: str, num_slices: int) -> None:
-    """Raise ValueError if a schedule cuts sequences into slices: no model runs these yet.
-
-    Args:
-        name: of the schedule.
-        num_slices: of each of its sequences.
-    """
-    if num_slices > 1:
-        raise ValueError(
-            f'{name} cannot train yet because it cuts sequences into {num_slices} slices, which do '
-            'not run yet: take a schedule of whole sequences, such as zb-v, and '
-            '--context-parallel-size for long ones (zbpp check, simulate and show take it)'
         )
 
 

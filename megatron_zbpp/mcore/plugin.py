@@ -153,6 +153,7 @@ class Plugin:
             placement.patches(session.programs.placement, session.agree),
             masks.patches(session.programs.placement),
             tied.patches(session.programs.placement),
+            _of_slices(session),
             log_line.patches(session),
             memory_report.patches(session),
             rank_files.patches(session),
@@ -181,3 +182,11 @@ class Plugin:
 
     def __exit__(self, *_: object) -> None:
         self.disable()
+
+
+def _of_slices(session: Session) -> Iterator[Patch]:
+    """Yield what schedules of slices replace, and import it for those alone."""
+    if session.programs.slices:
+        from megatron_zbpp.mcore.patches import slices
+
+        yield from slices.patches(session.slicing)

@@ -30,7 +30,11 @@ def refused(
         num_microbatches: of an iteration; None: any number.
         on_cpu: also what only a GPU can.
         with_te: on a CPU, Transformer Engine is there, its kernels emulated.
+
+    Raises:
+        ValueError: sequences cannot be sliced so.
     """
+    programs.cuts(settings, num_ranks, getattr(settings, 'seq_length', None))
     offloads = bool(getattr(settings, own_offloading.SETTING, False))
     return tuple(
         refusals.refused(

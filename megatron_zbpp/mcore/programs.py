@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.posting import LATE
@@ -12,7 +12,7 @@ from megatron_zbpp.guests.base import Guest
 from megatron_zbpp.ir import Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore import guests, own_offloading
-from megatron_zbpp.mcore.lowered import Lowered, for_megatron, require_whole_sequences
+from megatron_zbpp.mcore.lowered import Lowered, for_megatron
 from megatron_zbpp.mcore.settings import AUTO, Settings
 from megatron_zbpp.runtime.guard import agreement
 from megatron_zbpp.schedules import build, checked_chunks, find
@@ -20,6 +20,7 @@ from megatron_zbpp.techniques import find as find_technique
 from megatron_zbpp.techniques import placed_in_turn
 from megatron_zbpp.techniques.amounts import ALL
 from megatron_zbpp.techniques.composition import techniques_of
+from megatron_zbpp.techniques.slices.sizes import cuts_of, number_of
 
 
 class Family(NamedTuple):
@@ -29,18 +30,21 @@ class Family(NamedTuple):
         name: of the family.
         num_chunks: stages a rank; None: the family's choice.
         memory_limit: in activations of one microbatch on a full rank; None: the family's choice.
+        num_slices: of each sequence.
     """
 
     name: str
     num_chunks: int | None = None
     memory_limit: float | None = None
+    num_slices: int = 1
 
 
 class _Parts(NamedTuple):
-    """Kinds of passes, and names of techniques, of a schedule."""
+    """Kinds of passes, names of techniques, and slices of a sequence, of a schedule."""
 
     kinds: frozenset[str]
     techniques: frozenset[str]
+    num_slices: int
 
 
 class Programs:
@@ -64,11 +68,10 @@ class Programs:
         elif self._to_plan_from:
             self.source = Family(start_family(settings.num_chunks), settings.num_chunks)
         else:
-            self.source = Family(settings.schedule, settings.num_chunks, settings.memory_limit)
-        if isinstance(self.source, Schedule):
-            require_whole_sequences(self.source.name, self.source.graph.num_slices)
-        else:
-            require_whole_sequences(self.source.name, find(self.source.name).default_slices)
+            slices = number_of(settings.sliced or find(settings.schedule).default_slices)
+            self.source = Family(
+                settings.schedule, settings.num_chunks, settings.memory_limit, slices
+            )
         self._amounts, self._freeze = settings.amounts, settings.freeze_plan
         self._receives = settings.message_receives
         self._early = settings.post_validation is not None
@@ -89,8 +92,9 @@ class Programs:
             more += f', freezing {agreement.digest(self._freeze.to_json())}'
         if isinstance(self.source, Schedule):
             return agreement.fingerprint(self.source) + more
-        _, num_chunks, memory_limit = self.source
+        _, num_chunks, memory_limit, slices = self.source
         name = self._family(self.together)
+        more += f' in {slices} slices' if slices > 1 else ''
         chunks = f' with {num_chunks} chunks a rank' if num_chunks else ''
         limit = f' within {memory_limit:g}' if memory_limit else ''
         return name + chunks + limit + more + (' to plan from' if self._to_plan_from else '')
@@ -166,8 +170,13 @@ class Programs:
                         'list)'
                     )
             return for_megatron(self.source)
-        _, num_chunks, memory_limit = self.source
-        schedule = build(
+        _, num_chunks, memory_limit, slices = self.source
+        make = build
+        if slices > 1:
+            from megatron_zbpp.techniques.slices.place import in_slices
+
+            make = functools.partial(in_slices, num_slices=slices)
+        schedule = make(
             self._family(self.together),
             num_ranks,
             num_microbatches,
@@ -191,6 +200,31 @@ class Programs:
         """Return the names of the techniques that the schedule has."""
         return self._parts(num_ranks).techniques
 
+    def cuts(self, settings: Any, num_ranks: int, length: int | None) -> tuple[int, ...]:
+        """Return the first token of each slice of a sequence, and behind them its length.
+
+        Args:
+            settings: Megatron's arguments or config, which say who shares sequences out.
+            num_ranks: pipeline ranks.
+            length: tokens of a sequence; None: not known, and nothing is returned.
+
+        Raises:
+            ValueError: sequences of that length cannot be sliced so.
+        """
+        if length is None:
+            return ()
+        shared = getattr(settings, 'sequence_parallel', False)
+        ranks = getattr(settings, 'tensor_model_parallel_size', 1) if shared else 1
+        slices = self._settings.sliced or self._parts(num_ranks).num_slices
+        return cuts_of(slices, length, ranks)
+
+    @property
+    def slices(self) -> bool:
+        """True where sequences are sliced."""
+        if isinstance(self.source, Schedule):
+            return self.source.graph.num_slices > 1
+        return self.source.num_slices > 1
+
     def in_order(self, num_ranks: int, num_microbatches: int | None = None) -> bool:
         """Return whether Megatron's own offloading of activations fits what runs, and all of it.
 
@@ -209,7 +243,9 @@ class Programs:
         if num_ranks not in self._parts_of:
             example = self._example(num_ranks, 2 * num_ranks)
             kinds = frozenset(p.kind for _, p in example)
-            self._parts_of[num_ranks] = _Parts(kinds, techniques_of(example))
+            self._parts_of[num_ranks] = _Parts(
+                kinds, techniques_of(example), example.graph.num_slices
+            )
         return self._parts_of[num_ranks]
 
     def join(self, asked: object) -> None:

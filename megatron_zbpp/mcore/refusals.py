@@ -14,7 +14,7 @@ from typing import Any
 from megatron_zbpp.emulation import te
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import own_offloading
-from megatron_zbpp.techniques.composition import CLASHES
+from megatron_zbpp.techniques.composition import CLASHES, SLICED
 from megatron_zbpp.techniques.composition import OVERLAP as COMBINED
 
 
@@ -141,6 +141,39 @@ _WITHOUT_CELLS = {
         'take dualpipe-v, or drop --overlap-moe-expert-parallel-comm',
     ),
 }
+# what slices of a sequence would change, or nobody has made for them
+_WHOLE = 'or take a schedule of whole sequences'
+_WITH_SLICES = {
+    'mtp_num_layers': (
+        'the last token of a slice needs the first one of the next',
+        'drop --mtp-num-layers',
+    ),
+    'sft': ('slices do not know where packed sequences end', 'drop --sft'),
+    'variable_seq_lengths': (
+        'slices have one length in all microbatches',
+        'pad microbatches to one length',
+    ),
+    'multi_latent_attention': (
+        'its slices have not been tried',
+        'drop --multi-latent-attention',
+    ),
+    'experimental_attention_variant': (
+        'its layers would need a state of the slices before',
+        'drop --experimental-attention-variant',
+    ),
+    OVERLAP: (
+        'no forward of a slice runs as one with a backward',
+        'drop --overlap-moe-expert-parallel-comm',
+    ),
+    'export_kd_teacher_load': (
+        "a teacher's layers keep no slices",
+        'drop --export-kd-teacher-load',
+    ),
+    'moe_expert_capacity_factor': (
+        'the capacity of experts would be that of a slice',
+        'drop --moe-expert-capacity-factor',
+    ),
+}
 _FUSED = 'or take a schedule without W passes, such as 1f1b or interleaved'
 _GRAPHS = (
     "captured graphs compute weight gradients at once, or in the order of Megatron's own schedules",
@@ -211,9 +244,12 @@ _BY_VALUE = (
 
 def settings() -> tuple[str, ...]:
     """Return all that may be refused."""
-    tables = _WITH_A_SCHEDULE, _IN_ORDER, _WITHOUT_CELLS, _WITH_W, _ON_CPU, _EMULATED
+    tables = (
+        *(_WITH_A_SCHEDULE, _IN_ORDER, _WITHOUT_CELLS, _WITH_W, _ON_CPU, _EMULATED),
+        _WITH_SLICES,
+    )
     named = (name for table in tables for name in table)
-    return (*named, *_HYBRID, _SFT, _MASKS, *_MODEL_OPT, *_BY_VALUE)
+    return tuple(dict.fromkeys((*named, *_HYBRID, _SFT, _MASKS, *_MODEL_OPT, *_BY_VALUE)))
 
 
 def hybrid(settings: Any) -> str | None:
@@ -265,6 +301,8 @@ def refused(
     graphs = getattr(settings, 'cuda_graph_impl', 'none')
     if graphs not in (None, 'none') and (splits or graphs != 'local' or _whole_iteration(settings)):
         yield Refusal('cuda_graph_impl', graphs, *_GRAPHS)
+    if SLICED in techniques:
+        yield from _with_slices(settings, graphs)
     if 'recompute' in techniques:
         yield from _with_recomputation(settings, graphs)
     if getattr(settings, OVERLAP, False):
@@ -308,6 +346,33 @@ def _sharded_weights(settings: Any) -> Iterator[Refusal]:
         if shards and int(shards) > ranks:
             cure = f'drop --{setting.replace("_", "-")}'
             yield Refusal(setting, shards, _SHARDED_WEIGHTS, f'{cure}, {_FUSED}')
+
+
+def _with_slices(settings: Any, graphs: Any) -> Iterator[Refusal]:
+    """Yield what would not be the same in slices of a sequence, or fail in them."""
+    for setting, (reason, cure) in _WITH_SLICES.items():
+        value = getattr(settings, setting, None)
+        if value:
+            yield Refusal(setting, value, reason, f'{cure}, {_WHOLE}')
+    ranks = getattr(settings, 'context_parallel_size', 1)
+    if ranks > 1:
+        reason = 'its ranks share out whole sequences'
+        yield Refusal('context_parallel_size', ranks, reason, f'give 1, {_WHOLE}')
+    pattern = hybrid(settings)
+    if pattern is not None:
+        reason = 'layers of hybrid models may need a state of the slices before'
+        yield Refusal(pattern, getattr(settings, pattern), reason, f'train a GPT, {_WHOLE}')
+    if graphs not in (None, 'none'):
+        reason = 'a captured forward has one slice'
+        yield Refusal('cuda_graph_impl', graphs, reason, f'give --cuda-graph-impl none, {_WHOLE}')
+    recipe = getattr(settings, 'fp8_recipe', None)
+    if getattr(settings, 'fp8', None) and getattr(recipe, 'value', recipe) in (None, 'delayed'):
+        reason = 'each slice would enter its largest values as those of a microbatch'
+        yield Refusal('fp8_recipe', recipe, reason, f'give --fp8-recipe {_RECIPES[0]}, {_WHOLE}')
+    local = getattr(settings, 'transformer_impl', None) == 'local'
+    if local and getattr(settings, 'masked_softmax_fusion', False):
+        reason = 'its kernel takes square masks'
+        yield Refusal('masked_softmax_fusion', True, reason, 'give --no-masked-softmax-fusion')
 
 
 def _with_recomputation(settings: Any, graphs: Any) -> Iterator[Refusal]:

@@ -5,6 +5,7 @@ Takes from this room only what is a value: what was asked for, and its programs.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ from megatron_zbpp.runtime.observe.measure import Figures, Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 if TYPE_CHECKING:
+    from megatron_zbpp.mcore.slicing import Running
     from megatron_zbpp.runtime.activations.store import ActivationStore
 
 
@@ -79,6 +81,13 @@ class Session:
         self.guests: list[Guest] = []
         for guest in self.programs.guests:
             self.invite(guest)
+
+    @functools.cached_property
+    def slicing(self) -> Running:
+        """The slice of a sequence that runs, for Megatron's layers to ask."""
+        from megatron_zbpp.mcore.slicing import Running
+
+        return Running()
 
     def invite(self, guest: Guest) -> None:
         """Let a guest watch the training; it takes the place of another of its kind."""

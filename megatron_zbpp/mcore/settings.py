@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from megatron_zbpp.runtime.message_kernels import MessageKernels
 from megatron_zbpp.schedules import Family, checked_chunks, find, require_no_limit
 from megatron_zbpp.techniques import ASKED
 from megatron_zbpp.techniques import find as find_technique
+from megatron_zbpp.techniques.slices.sizes import Slices, number_of, slices_of
 
 if TYPE_CHECKING:
     from megatron_zbpp.partitioning.freeze_plans import FreezePlan
@@ -78,6 +79,14 @@ class Settings:
     """Chunks of each rank whose forwards keep only their input, and run again before their
     backward: half (those that wait longest), all, or how many. They run again in bubbles first.
     Chunks that run again are not offloaded. Losses stay the same to the bit."""
+    slices: int | str | Sequence[int] | None = option(
+        None,
+        '--pipeline-slices N|SIZE,SIZE,...',
+        page='[long sequences](choosing.md#long-sequences-in-slices)',
+    )
+    """Slices of each sequence, whose forwards and backwards follow one another: bubble and memory
+    fall with their number. How many, as equal as can be, or the tokens of each. The last slice goes
+    back first. Losses are those of whole sequences but for rounding."""
     message_ctas: int = option(
         MessageKernels.ctas,
         '--pipeline-message-ctas N',
@@ -153,6 +162,7 @@ class Settings:
         for name, each in OPTIONS.items():
             if not isinstance(self.post_validation, bool) or name != 'post_validation':
                 each.require(getattr(self, name), name)
+        self._read_slices()
         self._require_amounts()
         if self.message_priority not in _PRIORITIES:
             raise ValueError(
@@ -180,6 +190,12 @@ class Settings:
     def kernels(self) -> MessageKernels:
         """How NCCL carries messages between stages."""
         return MessageKernels(self.message_ctas, self.message_priority == 'high')
+
+    @property
+    def sliced(self) -> Slices | None:
+        """How many slices sequences have, or how long ones; None: what the schedule says."""
+        assert self.slices is None or isinstance(self.slices, int | tuple)  # it was read
+        return self.slices
 
     @property
     def freeze_plan(self) -> FreezePlan | None:
@@ -214,6 +230,23 @@ class Settings:
         """How much is asked for of each technique, by its name."""
         asked = {name: getattr(self, name) for name in ASKED}
         return {name: amount for name, amount in asked.items() if amount is not None}
+
+    def _read_slices(self) -> None:
+        if self.slices is None:
+            return
+        object.__setattr__(self, 'slices', found := slices_of(self.slices))
+        if self.schedule == AUTO:
+            raise ValueError(
+                'slices: auto plans whole sequences: name a schedule, or give a plan that zbpp '
+                'plan --slices has made'
+            )
+        if isinstance(self.schedule, Schedule) and number_of(found) != (
+            has := self.schedule.graph.num_slices
+        ):
+            raise ValueError(
+                f'slices: the schedule that is given has {has}, not {number_of(found)}: give '
+                f'tokens of {has}, or leave it out'
+            )
 
     def _require_amounts(self) -> None:
         """Raise ValueError unless what is asked for of techniques makes sense."""

@@ -25,7 +25,10 @@ class Clash(NamedTuple):
 OVERLAP = 'overlap'
 """Pairs of F and BW that a model runs as one: not a technique of the graph."""
 
-TRAINED = (*NAMES, OVERLAP)
+SLICED = 'sliced'
+"""Slices of a sequence, by the name of their graph's function."""
+
+TRAINED = (*NAMES, SLICED, OVERLAP)
 """Techniques that train, each by itself. Others are planned, simulated and drawn."""
 
 _ONCE = Clash('it is placed once', 'leave it out')
@@ -35,6 +38,10 @@ _LATE = Clash(
 )
 _NO_PLAN = 'Megatron makes no plan of the layers of a forward that runs again'
 _FREED = 'Megatron frees what layers of such a pair pass to each other before it could be elsewhere'
+_WHOLE = Clash(
+    'it is placed for whole sequences',
+    'leave it out, or take a schedule of whole sequences',
+)
 _MOVED = Clash(
     'what goes to partners does not go to the host as well',
     'take a schedule that moves nothing, such as 1f1b',
@@ -47,6 +54,7 @@ CLASHES: Mapping[tuple[str, str], Clash] = {
         )
         for name, reason in {'recompute': _NO_PLAN, 'offload': _FREED, 'evict': _FREED}.items()
     },
+    **{(SLICED, name): _WHOLE for name in NAMES},
     ('offload', 'recompute'): _LATE,
     ('evict', 'offload'): _MOVED,
 }

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from stages import reference
 from test_partners import Iterations
+from test_sliced_passes import ORDERS, schedule_of
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
@@ -24,6 +25,7 @@ from megatron_zbpp.techniques import ASKED, NAMES, find
 from megatron_zbpp.techniques.composition import (
     CLASHES,
     OVERLAP,
+    SLICED,
     TRAINED,
     table,
     techniques_of,
@@ -53,6 +55,8 @@ def having(name: str) -> Schedule:
     """A schedule that has one technique."""
     if name == OVERLAP:
         return build('dualpipe-v', P, 2 * P, together=True)
+    if name == SLICED:
+        return schedule_of(ORDERS['seq1f1b'])
     return added(build('interleaved', P, M), name)
 
 

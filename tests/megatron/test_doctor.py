@@ -272,8 +272,8 @@ def test_nothing_to_do(ranks, size):
             'two-ways cannot train yet because it has two routes',
         ),
         (
-            ['--pipeline-schedule', 'seq-zb-v'],
-            'seq-zb-v cannot train yet because it cuts sequences',
+            ['--pipeline-schedule', 'zb-v', '--pipeline-slices', '7,9'],
+            'slices: 7,9 are 16 tokens, but sequences have',
         ),
         (['--pipeline-shedule', 'zb-v'], 'not known: did you mean --pipeline-schedule?'),
         (['--enable-optimiser-post-validation'], 'mean --enable-optimizer-post-validation?'),

@@ -23,7 +23,7 @@ import pytest
 import raised
 from paths import ROOT
 
-from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir import Pass, Placement
 
 # what is looked through for messages
 ROOMS = (
@@ -224,6 +224,7 @@ def write_files() -> None:
     plan('selective.json', 'Ett|ttL', selective=True)
     plan('hybrid.json', 'EM*|M-L')
     write('zb-v.json', build('zb-v', 2, 4).to_json())
+    write('sliced.json', build('seq1f1b', 2, 4, num_slices=2).to_json())
     write('of-three.json', build('zb-v', 3, 4).to_json())
     write('of-eight.json', build('zb-v', 2, 8).to_json())
     write('1f1b.json', build('1f1b', 2, 4).to_json())
@@ -283,7 +284,26 @@ BIG = (
     '--num-layers 800 --hidden-size 65536 --num-attention-heads 64 --seq-length 1048576'
 )
 
+LONG = '--pipeline-schedule zb-v --seq-length 16 --pipeline-slices {}'.format
+
 FLAGS = {
+    'too many slices': row(flags(LONG(17)), 'give at most 16', flags(LONG(16))),
+    'slices that do not sum': row(
+        flags(LONG('8,4')), 'give sizes that sum to that', flags(LONG('8,4,4')), flags(LONG(2))
+    ),
+    'no slices': row(flags(LONG('8,x')), 'give how many, such as 4', flags(LONG(4))),
+    'slices of auto': row(
+        flags('--pipeline-schedule auto --seq-length 16 --pipeline-slices 2'),
+        'name a schedule, or give a plan that zbpp plan --slices has made',
+        flags(LONG(2)),
+        flags('--pipeline-schedule-file sliced.json --seq-length 16'),
+    ),
+    'slices of a file': row(
+        flags('--pipeline-schedule-file sliced.json --seq-length 16 --pipeline-slices 3'),
+        'give tokens of 2, or leave it out',
+        flags('--pipeline-schedule-file sliced.json --seq-length 16'),
+        flags('--pipeline-schedule-file sliced.json --seq-length 16 --pipeline-slices 12,4'),
+    ),
     'no such schedule': row(flags('--pipeline-schedule zb-w'), "did you mean 'zb-v'?", ZB_V),
     'chunks': row(
         flags('--pipeline-schedule zb-v --num-virtual-stages-per-pipeline-rank 8'),
@@ -921,6 +941,9 @@ PROGRAMS = {
     'no pairs': row(
         schedule('zb-v', together=True), 'use dualpipe-v', schedule('dualpipe-v', together=True)
     ),
+    'no such slices': row(
+        schedule('zb-h1', num_slices=2), 'it takes whole sequences', schedule('zb-h1')
+    ),
     'costs of other stages': row(
         lambda: schedule('zb-v', costs=_costs('zb-h1'))(),
         'give one entry per stage, in model order',
@@ -1021,6 +1044,7 @@ EMULATED = {'on_cpu': True, 'with_te': True}
 EXPERTS = {'overlap_moe_expert_parallel_comm': True}
 RECOMPUTED = {'techniques': {'recompute'}}
 NO_W = {'splits': False}
+SLICED = {'techniques': {'sliced'}, 'joins': True, 'splits': False}
 DELAYED = {'fp8': 'hybrid', 'fp8_recipe': 'delayed'}
 MASKS = {'reset_attention_mask': True}
 PATTERN = {'hybrid_layer_pattern': 'M*|M*|M*|M*'}
@@ -1091,6 +1115,35 @@ REFUSALS = {
         'drop --overlap-moe-expert-parallel-comm, or take a schedule without recompute',
         refusal(RECOMPUTED | {'joins': True}),
         refusal({'joins': True}, **EXPERTS),
+    ),
+    **{
+        f'slices and {name}': row(
+            refusal(SLICED, **given),
+            f'{cure}, or take a schedule of whole sequences',
+            refusal(SLICED, **cured),
+        )
+        for name, given, cured, cure in (
+            ('experts', EXPERTS | {}, {}, 'drop --overlap-moe-expert-parallel-comm'),
+            ('context parallelism', {'context_parallel_size': 2}, {}, 'give 1'),
+            ('hybrid models', {'hybrid_layer_pattern': 'M*'}, {}, 'train a GPT'),
+            (
+                'graphs',
+                {'cuda_graph_impl': 'local'},
+                {'cuda_graph_impl': 'none'},
+                'give --cuda-graph-impl none',
+            ),
+            (
+                'delayed scaling',
+                DELAYED,
+                DELAYED | {'fp8_recipe': 'tensorwise'},
+                'give --fp8-recipe tensorwise',
+            ),
+        )
+    },
+    'slices and square masks': row(
+        refusal(SLICED, transformer_impl='local', masked_softmax_fusion=True),
+        'give --no-masked-softmax-fusion',
+        refusal(SLICED, transformer_impl='local', masked_softmax_fusion=False),
     ),
     'tied embeddings': row(
         refusal({}, mtp_num_layers=1, untie_embeddings_and_output_weights=False),
@@ -1216,7 +1269,7 @@ def data_of(*items: int) -> Callable:
         data = iter(items)
         call = Call(SimpleNamespace(num_microbatches=2), None, 1, torch.device('cpu'))
         for microbatch in range(2):
-            call.run_step(microbatch, next, data)
+            call.run_step(Pass('F', 0, microbatch), next, data)
 
     return run
 
@@ -1430,6 +1483,15 @@ ELSEWHERE = {
     '.py::test_refused',
     'mcore/patches/transformer_engine/chunk.py delaying_modules: GroupedTensor': 'test_te_layers'
     '.py::test_gradients_to_the_bit',
+    **dict.fromkeys(
+        (
+            'mcore/iteration/sliced.py require: collect_non_loss_data',
+            'mcore/iteration/sliced.py require: GPTModel',
+            'mcore/iteration/sliced.py require: attend',
+            'mcore/patches/slices.py _cutting.forward',
+        ),
+        'test_sliced_models.py::test_refused_at_the_first_call',
+    ),
     'emulation/cpu.py install': 'test_cpu.py::test_seeds_are_applied',
     'mcore/layout.py require_placed: {reason}': 'test_refusals.py::'
     'test_hybrid_model_where_it_is_built',

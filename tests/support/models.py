@@ -55,6 +55,11 @@ KINDS_OF_SOME = {
     # Megatron keeps what the output layer's weight gradient is computed from until the end
     'embedding deferred': {'defer_embedding_wgrad_compute': True},
 }
+# of which slices of a sequence give what the whole gives
+KINDS_OF_SOME['unbalanced experts'] = _EXPERTS | {
+    'moe_aux_loss_coeff': 0.0,
+    'moe_router_load_balancing_type': 'none',
+}
 # whose all-to-all hides behind the passes of another microbatch
 KINDS_OF_SOME['hidden all-to-all'] = _EXPERTS | {'overlap_moe_expert_parallel_comm': True}
 # microbatches of any length, as programs without padding have them

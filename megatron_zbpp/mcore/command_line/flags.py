@@ -51,7 +51,7 @@ def read(args: argparse.Namespace) -> Mapping[str, Any] | None:
     announce(args, translated)
     values |= translated
     if values['pipeline_schedule'] is None and values['pipeline_schedule_file'] is None:
-        for each in (OPTIONS[name] for name in ('freeze', *ASKED)):
+        for each in (OPTIONS[name] for name in ('freeze', 'slices', *ASKED)):
             if values[each.dest] is not None:
                 raise ValueError(f'{each.name} is about a --pipeline-schedule: give that, too')
         return None

@@ -178,7 +178,7 @@ def _own_parser() -> argparse.ArgumentParser:
     parser.add_argument('--fp4-format', dest='fp4')
     parser.add_argument('--transformer-impl', default='transformer_engine')
     for name in refusals.settings():
-        if name not in ('fp8', 'fp4', 'transformer_impl', *_NUMBERS):
+        if name not in ('fp8', 'fp4', 'transformer_impl', *_NUMBERS, *_SWITCHES):
             parser.add_argument(flag(name), nargs='?', const=True)
     return parser
 

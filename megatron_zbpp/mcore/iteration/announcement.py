@@ -32,13 +32,19 @@ def lines(schedule: Schedule, config: Any) -> list[str]:
     timeline = simulate(schedule, costs)
     found = [
         f'version {__version__}: {schedule.name} on {schedule.num_ranks} ranks x '
-        f'{placement.num_chunks} chunks, {schedule.num_microbatches} microbatches',
+        f'{placement.num_chunks} chunks, {schedule.num_microbatches} microbatches'
+        f'{_slices(schedule)}',
         f'layers of each rank, by chunk: {_layers(schedule, config)}',
         f'simulated with F = B = W{by_layers}: bubble {timeline.bubble_makespan:.1%} of the '
         f'busiest rank; idle, all ranks {timeline.idle_all_ranks:.1%}',
         f'simulated memory: {max(peak(schedule, costs)):.1f} activations of a microbatch on a full '
         'rank',
     ]
+    if schedule.graph.num_slices > 1 and getattr(config, 'num_moe_experts', None):
+        found.append(
+            'auxiliary losses of experts are those of each slice, weighed by its tokens: not quite '
+            'those of whole sequences'
+        )
     p, m = schedule.num_ranks, schedule.num_microbatches
     if placement.is_loop and placement.num_chunks > 1 and m % p:
         found.append(
@@ -46,6 +52,12 @@ def lines(schedule: Schedule, config: Any) -> list[str]:
             'refuses them, so that there is no run of it to compare with'
         )
     return found
+
+
+def _slices(schedule: Schedule) -> str:
+    """Return such as ` of 4 slices`; empty: sequences are whole."""
+    slices = schedule.graph.num_slices
+    return f' of {slices} slices' if slices > 1 else ''
 
 
 def _layers(schedule: Schedule, config: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -47,14 +49,23 @@ def prepare(
     config = get_model_config(models[0])
     _allow(session, arguments, config, groups.pp.size())
     call = Call(arguments, session.store, groups.cp.size(), _device())
-    message = _message(arguments, config, groups, call.device)
-    lowered = _agreed(session, arguments, config, message, groups.pp)
+    cuts = session.programs.cuts(config, groups.pp.size(), arguments.seq_length)
+    messages = [
+        _message(arguments, config, groups, call.device, end - start)
+        for start, end in itertools.pairwise(cuts)
+    ]
+    lowered = _agreed(session, arguments, config, messages[0], groups.pp)
     as_one = session.programs.together and not arguments.forward_only
     if as_one:
         combined.require(unwrap_model(models), arguments.forward_step_func)
     if not arguments.forward_only and not session.announced:
         _announce(session, lowered, config, models[0])
-    make = combined.CombinedStage if as_one else ModelStage
+    make: Callable[..., ModelStage] = combined.CombinedStage if as_one else ModelStage
+    if len(messages) > 1:
+        from megatron_zbpp.mcore.iteration import sliced
+
+        sliced.require(unwrap_model(models), arguments)
+        make = functools.partial(sliced.SlicedStage, cuts, session.slicing)
     stages = _stages(make, call, next_iteration, lowered.placement, rank)
     if models[0] not in session.compared:
         session.compared.add(models[0])
@@ -64,8 +75,8 @@ def prepare(
     executor = Executor(
         tables.program,
         stages,
-        session.channels(groups.pp, lowered.placement, call.device, message.shape is None),
-        message,
+        session.channels(groups.pp, lowered.placement, call.device, messages[0].shape is None),
+        messages if len(messages) > 1 else messages[0],
         session.store,
         clock_for(call.device, counting=session.counting),
         profiled,
@@ -140,15 +151,27 @@ def _device() -> torch.device:
 
 
 def _message(
-    arguments: Arguments, config: Any, groups: ProcessGroupCollection, device: torch.device
+    arguments: Arguments,
+    config: Any,
+    groups: ProcessGroupCollection,
+    device: torch.device,
+    length: int,
 ) -> Message:
-    """Return what neighbours exchange; as Megatron has it, all shapes vary where some may."""
+    """Return what neighbours exchange; as Megatron has it, all shapes vary where some may.
+
+    Args:
+        arguments: of the call.
+        config: of the model.
+        groups: of its ranks.
+        device: of this rank.
+        length: tokens of a sequence, or of a slice of it.
+    """
     if config.variable_seq_lengths or getattr(config, 'mtp_standalone', False):
         return Message(None, config.pipeline_dtype, device)
     # Megatron's function for several chunks takes no notice of the decoder's
     decoder: Any = arguments.decoder_seq_length if len(arguments.models) == 1 else None
     (shape,) = schedules.get_tensor_shapes(
-        seq_length=arguments.seq_length,
+        seq_length=length,
         micro_batch_size=arguments.micro_batch_size,
         decoder_seq_length=decoder,
         config=config,
@@ -182,7 +205,7 @@ def refuse_unsupported(
 
 
 def _stages(
-    make: type[ModelStage],
+    make: Callable[..., ModelStage],
     call: Call,
     next_iteration: NextIteration,
     placement: Placement,

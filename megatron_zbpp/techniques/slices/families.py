@@ -35,8 +35,8 @@ def seq1f1b(num_ranks: int, num_microbatches: int, num_slices: int = SLICES) -> 
     `--slices n`.
 
         >>> print(grid(seq1f1b(2, 2, num_slices=2), width=90))
-        rank 0   0F0    0F0.1  0F1    0BW0.1 0F1.1  0BW0   0BW1.1 0BW1
-        rank 1   1F0    1F0.1  1BW0.1 1F1    1BW0   1F1.1  1BW1.1 1BW1
+        rank 0   0F0     0F0.1   0F1     0BW0.1  0F1.1   0BW0    0BW1.1  0BW1
+        rank 1   1F0     1F0.1   1BW0.1  1F1     1BW0    1F1.1   1BW1.1  1BW1
 
     - Bubble: (p-1)(F+B+W)/n, where slices take equal times.
     - Peak memory: (p+n-1)/n activations on rank 0, beside keys and values.
@@ -65,8 +65,8 @@ def seq1f1b_zb(num_ranks: int, num_microbatches: int, num_slices: int = SLICES) 
     as `zb-h1` with `--slices n`.
 
         >>> print(grid(seq1f1b_zb(2, 2, num_slices=2), width=90))
-        rank 0   0F0   0F0.1 0F1   0B0.1 0W0.1 0F1.1 0B0   0W0   0B1.1 0W1.1 0B1   0W1
-        rank 1   1F0   1F0.1 1B0.1 1F1   1B0   1W0.1 1F1.1 1B1.1 1W0   1B1   1W1.1 1W1
+        rank 0   0F0    0F0.1  0F1    0B0.1  0W0.1  0F1.1  0B0    0W0    0B1.1  0W1.1  0B1…
+        rank 1   1F0    1F0.1  1B0.1  1F1    1B0    1W0.1  1F1.1  1B1.1  1W0    1B1    1W1.1…
 
     - Bubble: (p-1)(F+B-W)/n for mn >= 2p-2+n, where slices take equal times.
     - Peak memory: (p+n-1)/n activations on every rank, beside keys and values.
@@ -99,8 +99,8 @@ def seq_zb_v(num_ranks: int, num_microbatches: int, num_slices: int = SLICES) ->
     `--slices n`.
 
         >>> print(grid(seq_zb_v(2, 2, num_slices=2), width=76))
-        rank 0   0F0   0F0.1 0F1   3F0   0F1.1 3F0.1 3B0.1 3W0.1 3F1   3B0   3W0…
-        rank 1   1F0   2F0   1F0.1 2F0.1 1F1   2F1   2B0.1 2W0.1 1F1.1 1B0.1 1W0…
+        rank 0   0F0    0F0.1  0F1    3F0    0F1.1  3F0.1  3B0.1  3W0.1  3F1…
+        rank 1   1F0    2F0    1F0.1  2F0.1  1F1    2F1    2B0.1  2W0.1  1F1.1…
 
     - Bubble where F=B=W: 0 within each rank's window for mn >= 2p-2+n, (p-1)/(2n) of the makespan.
     - Peak memory: (p+n-1)/n activations on every rank, beside keys and values.
@@ -147,8 +147,8 @@ def seq1f1b_interleaved(
     n deadlocks, whether it divides p or not. The same as `interleaved` with `--slices n`.
 
         >>> print(grid(seq1f1b_interleaved(2, 2, num_slices=2), width=76))
-        rank 0   0F0    0F0.1  2F0    2F0.1  0F1    0F1.1  2BW0.1 2F1    2BW0…
-        rank 1   1F0    1F0.1  3F0    3F0.1  3BW0.1 1F1    3BW0   1F1.1  1BW0.1…
+        rank 0   0F0     0F0.1   2F0     2F0.1   0F1     0F1.1   2BW0.1  2F1…
+        rank 1   1F0     1F0.1   3F0     3F0.1   3BW0.1  1F1     3BW0    1F1.1…
 
     - Bubble: (p-1)(F+B+W)/(nv) for mn >= p, where slices take equal times.
     - Peak memory: ((v-1)g + n + 2(p-1))/(nv) activations on rank 0 for groups of up to g units,

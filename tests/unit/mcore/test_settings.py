@@ -10,12 +10,10 @@ from supported import refuses
 
 import megatron_zbpp
 from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.mcore.lowered import for_megatron
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.partitioning.freeze_plans import FreezePlan
 from megatron_zbpp.schedules import build
-from megatron_zbpp.techniques.slices.place import in_slices
 
 TWO_WAYS = 'two_ways:two-ways'
 
@@ -121,15 +119,17 @@ def test_sense():
     assert Settings(build('1f1b', 2, 2)).schedule.name == '1f1b'
 
 
-@refuses('slices of sequences', 'take a schedule of whole sequences')
-def test_slices_cannot_train():
-    """A family by its name, a schedule, and what a family of one's own makes once asked."""
-    says = r'cannot train yet because it cuts sequences into \d slices.*: take a schedule of whole'
-    for asked in ('seq1f1b', 'seq_zb_v', in_slices('zb-h1', 2, 4, 2)):
-        with pytest.raises(ValueError, match=says):
-            megatron_zbpp.enable(asked)
-    with pytest.raises(ValueError, match=says):
-        for_megatron(in_slices('zb-h1', 2, 4, 2))
+@pytest.mark.parametrize(
+    ('asked', 'found'), [(4, 4), ('4', 4), ('8,4,4', (8, 4, 4)), ([8, 4, 4], (8, 4, 4))]
+)
+def test_slices(asked, found):
+    assert Settings('zb-v', slices=asked).slices == found
+
+
+@pytest.mark.parametrize('asked', [0, -1, True, 2.5, '', '4,', '4,x', '4,0', []])
+def test_what_slices_are_not(asked):
+    with pytest.raises(ValueError, match=r'slices is .*: give how many, such as 4, or the tokens'):
+        Settings('zb-v', slices=asked)
 
 
 @refuses('two routes (`Placement.opposite`)', 'each needs a copy of the model')

@@ -1,0 +1,146 @@
+"""Slices of a sequence in Megatron's models: inputs are cut, attention sees the slices before.
+
+A slice [a, b) of a causal sequence has queries of its own tokens, and keys and values of all tokens
+before b (Seq1F1B, arXiv 2406.03488, section 3). Rotary positions begin at a.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron_zbpp.mcore.patches.registry import Patch
+from megatron_zbpp.mcore.slicing import Running, Slice
+
+_MODEL = 'megatron.core.models.gpt.gpt_model:GPTModel'
+_EMBEDDINGS = 'megatron.core.models.common.embeddings'
+_ROTARY = (
+    f'{_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding',
+    f'{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding',
+)
+_LOCAL = 'megatron.core.transformer.dot_product_attention:DotProductAttention'
+_BY_TE = 'megatron.core.extensions.transformer_engine:TEDotProductAttention'
+# arguments of a model that have a row of tokens for each sequence: (micro batch, sequence)
+_OF_TOKENS = ('input_ids', 'position_ids', 'labels', 'loss_mask', 'padding_mask')
+
+
+def patches(running: Running) -> Iterator[Patch]:
+    """Yield what is replaced for schedules of slices.
+
+    Args:
+        running: tells which slice runs.
+    """
+    yield Patch(_MODEL, 'forward', functools.partial(_cutting, running))
+    for owner in _ROTARY:
+        yield Patch(owner, 'forward', functools.partial(_from_its_first_token, running))
+    yield Patch(_LOCAL, 'forward', functools.partial(_attending_locally, running))
+    if find_spec('transformer_engine') is not None:
+        yield Patch(_BY_TE, 'forward', functools.partial(_attending_by_te, running))
+
+
+def attends_in_slices(attention: torch.nn.Module) -> bool:
+    """Return whether attention of that class is given the slices before."""
+    owners = (_LOCAL, *([_BY_TE] if find_spec('transformer_engine') is not None else []))
+    return type(attention).forward in [resolve_name(owner).forward for owner in owners]
+
+
+def _cutting(running: Running, original: Callable) -> Callable:
+    """Give the model the slice of its inputs; keep the whole for the slices behind it."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        part = running.part
+        if part is None:
+            return original(self, *args, **kwargs)
+        given = dict(signature.bind(self, *args, **kwargs).arguments)
+        del given['self']
+        if given.get('packed_seq_params') is not None:
+            raise NotImplementedError(
+                'packed_seq_params: slices do not know where packed sequences end: give none, or '
+                'take a schedule of whole sequences'
+            )
+        running.given = dict(given)
+        for name in _OF_TOKENS:
+            value = given.get(name)
+            if isinstance(value, torch.Tensor):
+                given[name] = value[:, part.start : part.end].contiguous()
+        mask = given.get('attention_mask')
+        if isinstance(mask, torch.Tensor):
+            given['attention_mask'] = mask[..., part.start : part.end, : part.end].contiguous()
+        return original(self, **given)
+
+    return forward
+
+
+def _from_its_first_token(running: Running, original: Callable) -> Callable:
+    """Let rotary positions begin with the slice."""
+
+    @functools.wraps(original)
+    def forward(self: torch.nn.Module, max_seq_len: int, *args: Any, **kwargs: Any) -> Any:
+        if running.part is None:
+            return original(self, max_seq_len, *args, **kwargs)
+        return original(self, max_seq_len, running.part.start, *args, **kwargs)
+
+    vars(forward)['cache_clear'] = original.cache_clear  # Megatron's is an lru_cache
+    return forward
+
+
+def _attending_locally(running: Running, original: Callable) -> Callable:
+    """Give attention keys and values of the slices before, and a mask whose corner is below."""
+
+    @functools.wraps(original)
+    def forward(
+        self: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        part = running.part
+        if part is None or running.kept is None:
+            return original(self, query, key, value, attention_mask, *args, **kwargs)
+        key, value = running.kept.extended(self, part, key, value)
+        mask = _causal(part, query.device) if attention_mask is None else attention_mask
+        return original(self, query, key, value, mask, *args, **kwargs)
+
+    return forward
+
+
+def _causal(part: Slice, device: torch.device) -> torch.Tensor:
+    """Return what a slice may not attend to: (1, 1, its tokens, tokens up to its end), bool."""
+    size = part.end - part.start, part.end
+    return torch.ones(size, dtype=torch.bool, device=device).triu(1 + part.start)[None, None]
+
+
+def _attending_by_te(running: Running, original: Callable) -> Callable:
+    """Give attention keys and values of the slices before; its mask's corner is below."""
+
+    @functools.wraps(original)
+    def forward(
+        self: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        part = running.part
+        if part is not None and running.kept is not None:
+            key, value = running.kept.extended(self, part, key, value)
+            if not part.is_first and attn_mask_type == AttnMaskType.causal:
+                attn_mask_type = AttnMaskType.causal_bottom_right
+        return original(self, query, key, value, attention_mask, attn_mask_type, *args, **kwargs)
+
+    return forward

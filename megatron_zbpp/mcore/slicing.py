@@ -1,0 +1,129 @@
+"""Slices of a sequence: which one runs, and what attention keeps of those before it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Slice(NamedTuple):
+    """A slice of a microbatch.
+
+    Attributes:
+        microbatch: its number.
+        start: its first token, in the sequence.
+        end: the token behind its last one.
+        total: tokens of the sequence.
+    """
+
+    microbatch: int
+    start: int
+    end: int
+    total: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.total
+
+
+@dataclass(eq=False)
+class Rows:
+    """Keys, or values, of one microbatch in one layer: of all tokens so far.
+
+    Attributes:
+        values: (sequence, ...); None before the first slice.
+        gradients: that later slices have left, of the same shape; None before the first backward.
+    """
+
+    values: torch.Tensor | None = None
+    gradients: torch.Tensor | None = None
+
+
+class _Extended(torch.autograd.Function):
+    """Rows of a slice and of those before it; gradients of the latter wait for their backwards.
+
+    Each slice writes its own rows of one buffer, so what a backward has saved of it stays as it
+    was, though autograd would take it for changed: hence `.data`.
+    """
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, own: torch.Tensor, rows: Rows, part: Slice
+    ) -> torch.Tensor:
+        if rows.values is None:
+            rows.values = own.new_empty(part.total, *own.shape[1:])
+        rows.values.data[part.start : part.end] = own
+        ctx.rows, ctx.part = rows, part
+        return rows.values.data[: part.end]
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
+        rows, part = ctx.rows, ctx.part
+        if part.is_last:
+            rows.gradients = gradient.clone()
+        else:
+            rows.gradients[: part.end] += gradient
+        return rows.gradients[part.start : part.end].clone(), None, None
+
+
+class Kept:
+    """Keys and values of the microbatches that are under way in a stage."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, dict[torch.nn.Module, tuple[Rows, Rows]]] = {}
+
+    def extended(
+        self, layer: torch.nn.Module, part: Slice, *own: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return keys and values of the sequence up to the end of a slice.
+
+        Args:
+            layer: whose they are.
+            part: the slice.
+            own: keys and values of its tokens, (slice, micro batch, heads, width of a head).
+
+        Returns:
+            Views of one buffer for all slices: (tokens up to its end, micro batch, heads, width).
+        """
+        pair = self._rows.setdefault(part.microbatch, {}).setdefault(layer, (Rows(), Rows()))
+        return tuple(
+            _Extended.apply(mine, rows, part) for mine, rows in zip(own, pair, strict=True)
+        )
+
+    def drop(self, microbatch: int) -> None:
+        """Forget a microbatch, whose last pass has run."""
+        self._rows.pop(microbatch, None)
+
+
+@dataclass(eq=False)
+class Running:
+    """The slice that runs in this process, for Megatron's layers to ask.
+
+    Attributes:
+        part: the slice that runs; None: whole sequences do.
+        kept: of its stage.
+        given: arguments with which the model was called, by name, of the whole sequence.
+    """
+
+    part: Slice | None = None
+    kept: Kept | None = None
+    given: dict[str, Any] | None = None
+
+    @contextlib.contextmanager
+    def slice(self, part: Slice, kept: Kept) -> Iterator[None]:
+        """Say within that a slice runs."""
+        self.part, self.kept, self.given = part, kept, None
+        try:
+            yield
+        finally:
+            self.part = self.kept = self.given = None

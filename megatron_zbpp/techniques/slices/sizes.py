@@ -1,0 +1,84 @@
+"""HOW LONG slices of a sequence are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import cast
+
+Slices = int | tuple[int, ...]
+"""How many slices, as equal as can be; or the tokens of each."""
+
+
+def slices_of(asked: object) -> Slices:
+    """Return what is asked for: a number, or tokens of each slice, in text as `1024,512,512`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    words: Iterable[object] = [asked]
+    if isinstance(asked, str):
+        words = asked.split(',')
+    elif isinstance(asked, list | tuple):
+        words = cast(Sequence[object], asked)
+    found = tuple(map(_whole, words))
+    if not found or min(found) < 1:
+        raise ValueError(
+            f'slices is {asked!r}: give how many, such as 4, or the tokens of each, such as '
+            '1024,512,512'
+        )
+    return found[0] if len(found) == 1 else found
+
+
+def _whole(value: object) -> int:
+    """Return a whole number, also from text; 0: it is none."""
+    if isinstance(value, str):
+        return int(value) if value.strip().isdecimal() else 0
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def number_of(slices: Slices) -> int:
+    """Return how many slices there are."""
+    return slices if isinstance(slices, int) else len(slices)
+
+
+def cuts_of(slices: Slices, length: int, multiple: int = 1) -> tuple[int, ...]:
+    """Return the first token of each slice, and behind them the tokens of a sequence.
+
+    Args:
+        slices: how many, as equal as can be, the last one with what is left; or tokens of each.
+        length: tokens of a sequence.
+        multiple: of which tokens of each slice have to be: ranks that share a sequence out.
+
+    Raises:
+        ValueError: the sequence does not have so many, or others.
+    """
+    if isinstance(slices, tuple):
+        return _given(slices, length, multiple)
+    starts = (length * k // slices // multiple * multiple for k in range(slices))
+    cuts = *starts, length
+    if len(set(cuts)) < slices + 1:
+        raise ValueError(
+            f'slices: {slices} are too many for sequences of {length} tokens'
+            f'{_in_multiples(multiple)}: give at most {max(length // multiple, 1)}'
+        )
+    return cuts
+
+
+def _given(sizes: tuple[int, ...], length: int, multiple: int) -> tuple[int, ...]:
+    if sum(sizes) != length:
+        raise ValueError(
+            f'slices: {",".join(map(str, sizes))} are {sum(sizes)} tokens, but sequences have '
+            f'{length}: give sizes that sum to that, or a number of slices'
+        )
+    uneven = next((size for size in sizes if size % multiple), None)
+    if uneven is not None:
+        raise ValueError(
+            f'slices: {uneven} tokens cannot be shared out{_in_multiples(multiple)}: give '
+            f'multiples of {multiple}'
+        )
+    return (0, *accumulate(sizes))
+
+
+def _in_multiples(multiple: int) -> str:
+    return f' among {multiple} ranks of tensor parallelism' if multiple > 1 else ''

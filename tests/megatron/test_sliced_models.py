@@ -1,0 +1,212 @@
+"""Slices of sequences in Megatron's models: to the bit as on one rank, close to whole sequences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from grids import grid
+from models import MICROBATCHES, Job, assert_same, train
+from nvidia import needs_training, run, since
+from supported import TOLERANCE, supports
+from test_launch import NO_CLIPPING, PIPELINE
+from test_launch_post_validation import EARLY
+
+from megatron_zbpp.ir import B, F, Pass
+from megatron_zbpp.techniques.slices.place import in_slices
+
+SLICES = 4
+
+
+def in_turn(job, argv):
+    """Runs on one rank: what slices leave that run one by one, without a pipeline."""
+    import pretrain_gpt as script
+
+    from megatron_zbpp.mcore.patches import slices
+    from megatron_zbpp.mcore.patches.registry import Registry
+    from megatron_zbpp.mcore.slicing import Running
+
+    registry, running = Registry(), Running()
+    registry.install(slices.patches(running))
+    with mock.patch.object(script, 'get_forward_backward_func', lambda: _one_by_one(running)):
+        try:
+            return train(job, argv)
+        finally:
+            registry.undo()
+
+
+def _one_by_one(running):
+    from megatron.core.distributed import finalize_model_grads
+
+    from megatron_zbpp.mcore.iteration.arguments import Arguments
+    from megatron_zbpp.mcore.iteration.sliced import SlicedStage
+    from megatron_zbpp.mcore.iteration.stages import Call
+    from megatron_zbpp.runtime.weight_grads import WeightGradStore
+    from megatron_zbpp.techniques.slices.sizes import cuts_of
+
+    def forward_backward(**given):
+        arguments = Arguments(**given)
+        call = Call(arguments, WeightGradStore(), 1, torch.device('cpu'))
+        (model,), (data,) = arguments.models, arguments.iterators
+        cuts = cuts_of(SLICES, arguments.seq_length)
+        stage = SlicedStage(cuts, running, call, model, data, None, True)
+        for microbatch in range(arguments.num_microbatches):
+            parts = [Pass(F, 0, microbatch, part) for part in range(SLICES)]
+            outputs = [stage.forward(p, None) for p in parts]
+            for p in reversed(parts):
+                last = microbatch == arguments.num_microbatches - 1 and p.slice == 0
+                with stage.grad_sync(last):
+                    stage.backward(p._replace(kind=B), None, outputs[p.slice], None)
+        finalize_model_grads([model])
+        return call.results
+
+    return forward_backward
+
+
+def by_slices(ranks, data, tmp_path, job, name='zb-h1', early=False, more=()):
+    """What a pipeline leaves."""
+    file = tmp_path / f'{name}.json'
+    file.write_text(in_slices(name, job.pp, MICROBATCHES, SLICES).to_json())
+    own = replace(job, file=str(file))
+    return ranks(job.size).run(train, own, [*own.argv('', early, data), *more])
+
+
+JOBS = {
+    'GPT': Job(te=False),
+    'SwiGLU, query norms': Job('SwiGLU', te=False, distributed=True, overlap=True, dp=2),
+    'GPT, everything recomputed': Job(te=False, recompute='full'),
+    'bf16': Job(te=False, bf16=True),
+}
+
+
+def close(trained, reference, relative):
+    """Losses, norms, and parameters after some steps."""
+    for found, expected in zip(trained, reference, strict=True):
+        for ours, theirs in zip(
+            found.losses + found.norms, expected.losses + expected.norms, strict=True
+        ):
+            assert (ours is None) == (theirs is None)
+            assert ours is None or math.isclose(ours, theirs, rel_tol=relative), (ours, theirs)
+
+
+@pytest.mark.parametrize('job', JOBS.values(), ids=JOBS)
+def test_close_to_whole_sequences(ranks, data, tmp_path, job):
+    stock = ranks(job.size).run(train, job, job.argv('megatron', False, data))
+    trained = by_slices(ranks, data, tmp_path, job)
+    close(trained, stock, 2e-2 if job.bf16 else 1e-6)
+
+
+TE_JOBS = {
+    'SwiGLU, attention recomputed': Job('SwiGLU', fused=True, recompute='selective'),
+    'tensor and sequence parallel': Job(tp=2),
+    'experts': Job('unbalanced experts', ep=2, dp=2, distributed=True, fused=True, overlap=True),
+}
+
+
+@pytest.mark.te
+@grid(kind=tuple(TE_JOBS))
+def test_transformer_engines_layers(te_ranks, data, tmp_path, kind):
+    job = TE_JOBS[kind]
+    stock = te_ranks(job.size).run(train, job, job.argv('megatron', False, data))
+    close(by_slices(te_ranks, data, tmp_path, job), stock, 1e-6)
+
+
+@pytest.mark.parametrize('kind', ['dense', 'SwiGLU', 'experts'])
+def test_as_on_one_rank(ranks, data, tmp_path, kind):
+    """Slices in the pipeline give the bits of the same slices one by one."""
+    job = Job(kind, te=False)
+    alone, untied = replace(job, pp=1, layers=4), ['--untie-embeddings-and-output-weights']
+    expected = ranks(1).run(in_turn, alone, [*alone.argv('megatron', False, data), *untied])
+    for name in ('1f1b', 'zb-h1', 'zb-v', 'interleaved'):
+        assert_same(by_slices(ranks, data, tmp_path, job, name, more=untied), expected)
+
+
+def test_forwards_ahead(ranks, data, tmp_path):
+    job = Job(te=False)
+    plain = by_slices(ranks, data, tmp_path, job)
+    early = by_slices(ranks, data, tmp_path, job, early=True)
+    assert_same(early, plain)
+    assert any(rank.early for rank in early)
+
+
+@supports("NVIDIA's loop: slices of sequences", outcome=TOLERANCE)
+@needs_training
+@grid(schedule=('zb-v', 'seq1f1b', 'seq1f1b-interleaved+post-validation'))
+def test_nvidias_loop(ranks, tmp_path, schedule):
+    """From a checkpoint of Megatron's own 1F1B; uneven slices, too, and all to the same bits."""
+    flags = [*PIPELINE, *NO_CLIPPING, '--train-iters', 4]
+    stock = run(ranks(2), *flags, '--save', tmp_path, '--save-interval', 1)
+    ours = [*flags, '--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule']
+    name, _, early = schedule.partition('+')
+    for slices in ('4', '6,4,3,3'):
+        found = run(ranks(2), *ours, name, '--pipeline-slices', slices, *(EARLY if early else []))
+        other = run(ranks(2), *ours, '1f1b', '--pipeline-slices', slices)
+        assert found.losses == other.losses and found.parameters == other.parameters
+        for iteration, (loss, *rest) in since(1, stock.losses).items():
+            own, *others = found.losses[iteration]
+            assert math.isclose(float.fromhex(own), float.fromhex(loss), rel_tol=1e-6)
+            assert others == rest
+
+
+def first_call():
+    """Runs on a rank: what is said of models that cannot run slice by slice, and of the cures."""
+    from types import SimpleNamespace
+
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from megatron_zbpp.mcore.iteration.sliced import require
+    from megatron_zbpp.mcore.patches.slices import _cutting
+    from megatron_zbpp.mcore.slicing import Kept, Running, Slice
+
+    class Own(DotProductAttention):
+        def forward(self, *args, **kwargs):
+            return None
+
+    def empty(of):
+        made = of.__new__(of)
+        torch.nn.Module.__init__(made)
+        return made
+
+    def said(of, attention, collects=False):
+        model, model_layer = empty(of), torch.nn.Module()
+        model_layer.core_attention = empty(attention)
+        model.layer = model_layer
+        try:
+            require([model], SimpleNamespace(collect_non_loss_data=collects))
+        except NotImplementedError as error:
+            return str(error)
+
+    running = Running()
+    cut = _cutting(running, lambda self, input_ids=None, packed_seq_params=None: input_ids)
+
+    def packed(params):
+        try:
+            with running.slice(Slice(0, 2, 4, 8), Kept()):
+                return cut(None, torch.arange(8)[None], packed_seq_params=params).tolist()
+        except NotImplementedError as error:
+            return str(error)
+
+    return (
+        said(GPTModel, DotProductAttention),
+        said(GPTModel, DotProductAttention, collects=True),
+        said(torch.nn.Module, DotProductAttention),
+        said(GPTModel, Own),
+        packed(None),
+        packed(object()),
+    )
+
+
+def test_refused_at_the_first_call(ranks):
+    (found,) = ranks(1).run(first_call)
+    good, data, model, attention, cut, packed = found
+    assert good is None and cut == [[2, 3]]
+    assert data.startswith('collect_non_loss_data: ')
+    assert 'inputs of a Module cannot be cut' in model
+    assert 'Own is not known to attend to the slices before' in attention
+    assert packed.startswith('packed_seq_params: ')
+    for each in (data, model, attention, packed):
+        assert 'take a schedule of whole sequences' in each
