@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from unittest import mock
 
+import example
 import pytest
 import torch
 from grids import grid
@@ -210,3 +211,19 @@ def test_refused_at_the_first_call(ranks):
     assert packed.startswith('packed_seq_params: ')
     for each in (data, model, attention, packed):
         assert 'take a schedule of whole sequences' in each
+
+
+def test_evaluation(ranks, data, tmp_path):
+    """Validation losses are those of whole sequences, and evaluating leaves training alone."""
+    common = ['--num-layers', 4, '--pipeline-model-parallel-size', 2, '--clip-grad', 1e9]
+    common += ['--data-path', data, '--global-batch-size', 4, '--train-iters', 4]
+    evaluating = [*common, '--eval-interval', 2, '--eval-iters', 2]
+    stock = example.run(ranks(2), tmp_path, *evaluating, '--pipeline-schedule', 'megatron')
+    file = tmp_path / 'slices.json'
+    file.write_text(in_slices('zb-v', 2, 4, SLICES).to_json())
+    ours = ['--pipeline-schedule-file', file]
+    found = example.run(ranks(2), tmp_path, *evaluating, *ours)
+    assert found.losses == example.run(ranks(2), tmp_path, *common, *ours).losses
+    for own, whole in zip(found.validation, stock.validation, strict=True):
+        assert math.isclose(float.fromhex(own), float.fromhex(whole), rel_tol=1e-6)
+    assert len(stock.validation) == 2
