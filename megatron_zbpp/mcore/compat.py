@@ -100,6 +100,16 @@ def segments_module() -> str | None:
     return None
 
 
+def hybrid_model() -> str | None:
+    """Return the module of `HybridModel`; None: this release has none, as until 0.17."""
+    name = 'megatron.core.models.hybrid.hybrid_model'
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        return None
+    return name
+
+
 def backward_arguments(model: torch.nn.Module, config: Any) -> tuple[Any, ...]:
     """Return what `backward_step` takes behind the tensors."""
     if takes(schedules.backward_step, 'model_type'):  # until 0.16

@@ -153,10 +153,6 @@ _WITH_SLICES = {
         'slices have one length in all microbatches',
         'pad microbatches to one length',
     ),
-    'multi_latent_attention': (
-        'its slices have not been tried',
-        'drop --multi-latent-attention',
-    ),
     'experimental_attention_variant': (
         'its layers would need a state of the slices before',
         'drop --experimental-attention-variant',
@@ -197,6 +193,7 @@ _HYBRID = (
     'hybrid_attention_ratio',
     'hybrid_mlp_ratio',
 )
+_WITHOUT_STATE = '*-E|'  # in a pattern: attention, MLP, experts, segments
 IN_A_LOOP = (
     'this release of Megatron lays the layers of a hybrid model out in a loop, which this schedule '
     'has not',
@@ -360,8 +357,11 @@ def _with_slices(settings: Any, graphs: Any) -> Iterator[Refusal]:
         yield Refusal('context_parallel_size', ranks, reason, f'give 1, {_WHOLE}')
     pattern = hybrid(settings)
     if pattern is not None:
-        reason = 'layers of hybrid models may need a state of the slices before'
-        yield Refusal(pattern, getattr(settings, pattern), reason, f'train a GPT, {_WHOLE}')
+        layers = getattr(settings, pattern)
+        if pattern != _HYBRID[0] or set(layers) - set(_WITHOUT_STATE) or not _has_hybrid_model():
+            reason = 'some of its layers need a state of the slices before, or are not known to cut'
+            cure = f'have attention, MLP and experts alone (*, -, E), from 0.18 on, {_WHOLE}'
+            yield Refusal(pattern, layers, reason, cure)
     if graphs not in (None, 'none'):
         reason = 'a captured forward has one slice'
         yield Refusal('cuda_graph_impl', graphs, reason, f'give --cuda-graph-impl none, {_WHOLE}')
@@ -369,6 +369,10 @@ def _with_slices(settings: Any, graphs: Any) -> Iterator[Refusal]:
     if getattr(settings, 'fp8', None) and getattr(recipe, 'value', recipe) in (None, 'delayed'):
         reason = 'each slice would enter its largest values as those of a microbatch'
         yield Refusal('fp8_recipe', recipe, reason, f'give --fp8-recipe {_RECIPES[0]}, {_WHOLE}')
+    latent = getattr(settings, 'multi_latent_attention', False)
+    if latent and getattr(settings, 'apply_rope_fusion', False):
+        reason = 'fused, multi-latent attention takes positions from the first token on'
+        yield Refusal('apply_rope_fusion', True, reason, 'give --no-rope-fusion')
     local = getattr(settings, 'transformer_impl', None) == 'local'
     if local and getattr(settings, 'masked_softmax_fusion', False):
         reason = 'its kernel takes square masks'
@@ -436,6 +440,13 @@ def _can_place_hybrid() -> bool:
     from megatron_zbpp.mcore import compat  # imports Megatron, which has not been until here
 
     return compat.segments_module() is not None
+
+
+def _has_hybrid_model() -> bool:
+    """Return whether this release has a model of a pattern of layers: from 0.18 on."""
+    from megatron_zbpp.mcore import compat  # imports Megatron, which has not been until here
+
+    return compat.hybrid_model() is not None
 
 
 def _whole_iteration(settings: Any) -> bool:

@@ -5,10 +5,12 @@ Mamba layers need kernels of a GPU; what places them is the same for all layers.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from grids import grid
 from nvidia import known, needs_training, run, since
-from supported import absent, supports
+from supported import TOLERANCE, absent, supports
 from test_launch import MOE, NO_CLIPPING
 
 pytestmark = [pytest.mark.te, needs_training]
@@ -53,6 +55,33 @@ def test_identical_to_megatron(te_ranks, knows_segments, tmp_path, schedule, cas
     assert ours.losses == since(1, stock.losses)
     assert ours.parameters == stock.parameters
     assert ours.optimizer == stock.optimizer
+
+
+@supports('HybridModel in slices of sequences: {case}', outcome=TOLERANCE)
+@grid(schedule=('zb-v',), case=('attention and MLP',))
+def test_in_slices(te_ranks, knows_segments, tmp_path, schedule, case):
+    if te_ranks(2).run(model_of_a_pattern)[0] is None:
+        absent('from 0.18 on')
+    pattern = PATTERNS[case][0]
+    flags = [*SPEC, *TE, *NO_CLIPPING, '--global-batch-size', 6, '--train-iters', 3]
+    flags += ['--num-layers', 8, '--pipeline-model-parallel-size', 2]
+    stock = run(
+        te_ranks(2), *flags, '--hybrid-layer-pattern', _divided(pattern, 2),
+        '--save', tmp_path, '--save-interval', 1,
+    )  # fmt: skip
+    ours = run(
+        te_ranks(2), *flags, '--hybrid-layer-pattern', pattern, '--pipeline-slices', 4,
+        '--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule', schedule,
+    )  # fmt: skip
+    for iteration, (loss, *_) in since(1, stock.losses).items():
+        found = float.fromhex(ours.losses[iteration][0])
+        assert math.isclose(found, float.fromhex(loss), rel_tol=1e-3)  # in bf16
+
+
+def model_of_a_pattern():
+    from megatron_zbpp.mcore import compat
+
+    return compat.hybrid_model()
 
 
 def _divided(pattern: str, stages: int) -> str:

@@ -1125,7 +1125,12 @@ REFUSALS = {
         for name, given, cured, cure in (
             ('experts', EXPERTS | {}, {}, 'drop --overlap-moe-expert-parallel-comm'),
             ('context parallelism', {'context_parallel_size': 2}, {}, 'give 1'),
-            ('hybrid models', {'hybrid_layer_pattern': 'M*'}, {}, 'train a GPT'),
+            (
+                'hybrid models',
+                {'hybrid_layer_pattern': 'M*'},
+                {},
+                'have attention, MLP and experts alone (*, -, E), from 0.18 on',
+            ),
             (
                 'graphs',
                 {'cuda_graph_impl': 'local'},
@@ -1140,6 +1145,12 @@ REFUSALS = {
             ),
         )
     },
+    'slices and fused positions': row(
+        refusal(SLICED, multi_latent_attention=True, apply_rope_fusion=True),
+        'give --no-rope-fusion',
+        refusal(SLICED, multi_latent_attention=True, apply_rope_fusion=False),
+        refusal(SLICED, multi_latent_attention=False, apply_rope_fusion=True),
+    ),
     'slices and square masks': row(
         refusal(SLICED, transformer_impl='local', masked_softmax_fusion=True),
         'give --no-masked-softmax-fusion',

@@ -74,7 +74,8 @@ _TWICE = 'a forward that runs again would enter its largest values a second time
 _CAPTURED = 'a captured forward cannot run again with other random states'
 HYBRID = [s for s in refusals.settings() if s.startswith('hybrid_') and 'context' not in s]
 # but for what is refused with others, or by some releases, only
-OTHERS = ['fp8_recipe', 'mtp_num_layers', 'sft', 'reset_attention_mask', *HYBRID]
+OF_SLICES = ['variable_seq_lengths', 'experimental_attention_variant', 'moe_expert_capacity_factor']
+OTHERS = ['fp8_recipe', 'mtp_num_layers', 'sft', 'reset_attention_mask', *HYBRID, *OF_SLICES]
 WITHOUT_TE = [s for s in refusals.settings() if s not in OTHERS]
 CASES = [(setting, value) for setting in WITHOUT_TE for value in VALUES.get(setting, [1])]
 
@@ -94,6 +95,17 @@ def test_each_is_named(setting, value):
     assert [each.setting for each in found] == [setting]
     assert str(found[0]).startswith(f'{setting}={getattr(value, "name", value)}: ')
     assert found[0].reason and found[0].cure in str(found[0])
+
+
+@pytest.mark.parametrize(
+    'setting', [*OF_SLICES, 'mtp_num_layers', 'sft', refusals.OVERLAP, 'export_kd_teacher_load']
+)
+def test_refused_with_slices(setting):
+    how = {'placement': Placement.loop(2), 'joins': True}
+    given = SimpleNamespace(**{setting: 1})
+    assert not [*refusals.refused(given, **how)]
+    (found,) = refusals.refused(given, techniques={'sliced'}, **how)
+    assert found.setting == setting and found.cure.endswith('a schedule of whole sequences')
 
 
 # of flags whose setting has another name, what they set; of cures without a flag

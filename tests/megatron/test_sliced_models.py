@@ -105,6 +105,7 @@ def test_close_to_whole_sequences(ranks, data, tmp_path, job):
 TE_JOBS = {
     'SwiGLU, attention recomputed': Job('SwiGLU', fused=True, recompute='selective'),
     'tensor and sequence parallel': Job(tp=2),
+    'MLA': Job('MLA'),
     'experts': Job('unbalanced experts', ep=2, dp=2, distributed=True, fused=True, overlap=True),
 }
 

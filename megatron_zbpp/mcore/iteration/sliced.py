@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.iteration.stages import ModelStage
-from megatron_zbpp.mcore.patches.slices import attends_in_slices
+from megatron_zbpp.mcore.patches.slices import attends_in_slices, is_cut
 from megatron_zbpp.mcore.slicing import Kept, Running, Slice
 
 _NO_CACHE = 'disable_parameter_transpose_cache'
@@ -151,7 +150,7 @@ def require(models: Iterable[torch.nn.Module], arguments: Arguments) -> None:
             f'collect_non_loss_data: a slice has no such data of its own: {cure} for it'
         )
     for model in models:
-        if not isinstance(model, GPTModel):
+        if not is_cut(model):
             raise NotImplementedError(
                 f'slices of sequences: inputs of a {type(model).__name__} cannot be cut, as those '
                 f'of a GPTModel can: {cure}'

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
+from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.slicing import Running, Slice
 
-_MODEL = 'megatron.core.models.gpt.gpt_model:GPTModel'
+_GPT = 'megatron.core.models.gpt.gpt_model:GPTModel'
 _EMBEDDINGS = 'megatron.core.models.common.embeddings'
 _ROTARY = (
     f'{_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding',
@@ -37,12 +38,23 @@ def patches(running: Running) -> Iterator[Patch]:
     Args:
         running: tells which slice runs.
     """
-    yield Patch(_MODEL, 'forward', functools.partial(_cutting, running))
+    for owner in _models():
+        yield Patch(owner, 'forward', functools.partial(_cutting, running))
     for owner in _ROTARY:
         yield Patch(owner, 'forward', functools.partial(_from_its_first_token, running))
     yield Patch(_LOCAL, 'forward', functools.partial(_attending_locally, running))
     if find_spec('transformer_engine') is not None:
         yield Patch(_BY_TE, 'forward', functools.partial(_attending_by_te, running))
+
+
+def _models() -> tuple[str, ...]:
+    hybrid = compat.hybrid_model()
+    return (_GPT,) if hybrid is None else (_GPT, f'{hybrid}:HybridModel')
+
+
+def is_cut(model: torch.nn.Module) -> bool:
+    """Return whether inputs of that model are cut."""
+    return isinstance(model, tuple(map(resolve_name, _models())))
 
 
 def attends_in_slices(attention: torch.nn.Module) -> bool:
