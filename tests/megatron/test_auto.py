@@ -22,22 +22,26 @@ def told(training, switching=False, seconds=30.0):
         switching: whether the plan is taken for better, whatever was measured.
         seconds: to plan in, at most.
     """
+    from types import SimpleNamespace
     from unittest import mock
 
     from megatron_zbpp.guests.autotune import auto_plan
     from megatron_zbpp.guests.autotune.auto_plan import AutoPlan
 
-    said, poll, simulated = [], AutoPlan._poll, AutoPlan._simulated
+    said, poll, simulate = [], AutoPlan._poll, auto_plan.simulate
 
     def wait(self, schedule):
-        self._planner.wait()
+        self._planner._process.wait()
         self.say = said.append
         return poll(self, schedule)
 
-    def halved(self, schedule, costs):
-        return simulated(self, schedule, costs) / (2 if schedule.name == 'planned' else 1)
+    def halved(schedule, costs):
+        timeline = simulate(schedule, costs)
+        if schedule.name != 'planned':
+            return timeline
+        return SimpleNamespace(value=lambda objective: timeline.value(objective) / 2)
 
-    taken = mock.patch.object(AutoPlan, '_simulated', halved if switching else simulated)
+    taken = mock.patch.object(auto_plan, 'simulate', halved if switching else simulate)
     hurried = mock.patch.object(auto_plan, 'AutoPlan', partial(AutoPlan, seconds=seconds))
     with mock.patch.object(AutoPlan, '_poll', wait), taken, hurried:
         yield said
@@ -56,9 +60,10 @@ def proposing(training, home):
     from unittest import mock
 
     from megatron_zbpp.guests.autotune import auto_plan
-    from megatron_zbpp.guests.autotune.repartition import Repartition, look
+    from megatron_zbpp.guests.autotune.background import BackgroundSearch
+    from megatron_zbpp.guests.autotune.repartition import look
 
-    finished = Repartition.finished
+    ended = BackgroundSearch.ended
 
     def slow(layout, schedule, costs, *more):
         times = [(*[0.001] * (costs.num_stages - 1), 0.004)] * 3
@@ -67,13 +72,13 @@ def proposing(training, home):
         return look(layout, schedule, costs, *more)
 
     def wait(self):
-        self.wait()
-        return finished(self)
+        self._process.wait()
+        return ended(self)
 
     with (
         told(training, seconds=1.0) as said,
         mock.patch.object(auto_plan, 'look', slow),
-        mock.patch.object(Repartition, 'finished', wait),
+        mock.patch.object(BackgroundSearch, 'ended', wait),
         mock.patch.dict(os.environ, XDG_CACHE_HOME=str(home)),
     ):
         yield said
@@ -117,9 +122,9 @@ def slowed(training, home):
     import torch.distributed as dist
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_zbpp.guests.autotune.repartition import Repartition
+    from megatron_zbpp.guests.autotune.background import BackgroundSearch
 
-    forward, finished = TransformerLayer.forward, Repartition.finished
+    forward, ended = TransformerLayer.forward, BackgroundSearch.ended
 
     def busy(self, *args, **named):
         until = time.perf_counter() + 0.04 * (dist.get_rank() == 2)
@@ -128,13 +133,13 @@ def slowed(training, home):
         return forward(self, *args, **named)
 
     def wait(self):
-        self.wait()
-        return finished(self)
+        self._process.wait()
+        return ended(self)
 
     with (
         told(training, seconds=1.0) as said,
         mock.patch.object(TransformerLayer, 'forward', busy),
-        mock.patch.object(Repartition, 'finished', wait),
+        mock.patch.object(BackgroundSearch, 'ended', wait),
         mock.patch.dict(os.environ, XDG_CACHE_HOME=str(home)),
     ):
         yield said
