@@ -63,7 +63,10 @@ def parse(flags, changes):
     if found.code is not None:
         return found
     placed = {name: getattr(found.result, name) for name in PLACED}
-    return replace(found, result=Parsed(plugin and plugin.session.programs.source, placed))
+    source = plugin and plugin.session.programs.source
+    if isinstance(source, tuple):  # of a family, of whole sequences
+        source = source[:-1] if source[-1] == 1 else source
+    return replace(found, result=Parsed(source, placed))
 
 
 def parsed(ranks, *flags, **changes):
