@@ -67,6 +67,7 @@ ASKED = [
     ({'offload': 2, 'schedule': 'zb-v'}, {}, {'offload': None}),
     ({}, {'freeze': None}, {'freeze': FREEZING}),
     ({'recompute': 'half'}, {}, {'recompute': 'all'}),
+    ({'slices': 4}, {'slices': '4'}, {'slices': [8, 8]}),
     ({'post_validation': 5}, {'kept_gib': None}, {'kept_gib': 2.5}),
     ({'post_validation': 5}, {'check_interval': 10}, {'check_interval': 0}),
     ({}, {'message_ctas': 2}, {'message_ctas': 4}),
