@@ -158,11 +158,12 @@ def test_zbpp_commands(page, tmp_path, data):
 @pytest.mark.parametrize(
     'code', sorted({b.text for b in pages.blocks() if b.language == 'python' and not b.title})
 )
-def test_snippet(code):
+def test_snippet(tmp_path, code):
     """What has no file of its own."""
     if 'megatron.bridge' in code:
         pytest.skip('needs Megatron-Bridge: test_bridge.py runs such a program')
-    done = run([sys.executable, '-c', f'{code}\nassert plugin.enabled\nplugin.disable()'])
+    enabled = 'assert plugin.enabled\nplugin.disable()' if 'plugin' in code else ''
+    done = run([sys.executable, '-c', f'{code}\n{enabled}'], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
