@@ -105,7 +105,7 @@ def run(tables: Tables, gradients: int) -> Record:
         gradients: so many.
     """
     store = WeightGradStore()
-    stages = {p.stage: IdleStage(store, gradients) for p in tables.passes}
+    stages = {s: IdleStage(store, gradients) for s in {p.stage for p in tables.passes}}
     clock = HostClock()
     return Executor(tables.program, stages, Nowhere(), _MESSAGE, store, clock, tables=tables).run()
 
