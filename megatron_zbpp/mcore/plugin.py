@@ -186,7 +186,7 @@ class Plugin:
 
 def _of_slices(session: Session) -> Iterator[Patch]:
     """Yield what schedules of slices replace, and import it for those alone."""
-    if session.programs.slices:
+    if session.programs.num_slices > 1:
         from megatron_zbpp.mcore.patches import slices
 
         yield from slices.patches(session.slicing)

@@ -34,7 +34,7 @@ def refused(
     Raises:
         ValueError: sequences cannot be sliced so.
     """
-    programs.cuts(settings, num_ranks, getattr(settings, 'seq_length', None))
+    programs.cuts(settings, getattr(settings, 'seq_length', None))
     offloads = bool(getattr(settings, own_offloading.SETTING, False))
     return tuple(
         refusals.refused(

@@ -40,11 +40,10 @@ class Family(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """Kinds of passes, names of techniques, and slices of a sequence, of a schedule."""
+    """Kinds of passes, and names of techniques, of a schedule."""
 
     kinds: frozenset[str]
     techniques: frozenset[str]
-    num_slices: int
 
 
 class Programs:
@@ -184,6 +183,11 @@ class Programs:
             memory_limit=memory_limit,
             together=self.together,
         )
+        if schedule.graph.num_slices != slices:
+            raise ValueError(
+                f'{self.source.name} makes {schedule.graph.num_slices} slices of a sequence that '
+                'nobody asked for: give its function a parameter num_slices, with that default'
+            )
         return for_megatron(schedule)
 
     def placement(self, num_ranks: int) -> Placement:
@@ -200,12 +204,11 @@ class Programs:
         """Return the names of the techniques that the schedule has."""
         return self._parts(num_ranks).techniques
 
-    def cuts(self, settings: Any, num_ranks: int, length: int | None) -> tuple[int, ...]:
+    def cuts(self, settings: Any, length: int | None) -> tuple[int, ...]:
         """Return the first token of each slice of a sequence, and behind them its length.
 
         Args:
             settings: Megatron's arguments or config, which say who shares sequences out.
-            num_ranks: pipeline ranks.
             length: tokens of a sequence; None: not known, and nothing is returned.
 
         Raises:
@@ -215,15 +218,13 @@ class Programs:
             return ()
         shared = getattr(settings, 'sequence_parallel', False)
         ranks = getattr(settings, 'tensor_model_parallel_size', 1) if shared else 1
-        slices = self._settings.sliced or self._parts(num_ranks).num_slices
-        return cuts_of(slices, length, ranks)
+        return cuts_of(self._settings.sliced or self.num_slices, length, ranks)
 
     @property
-    def slices(self) -> bool:
-        """True where sequences are sliced."""
-        if isinstance(self.source, Schedule):
-            return self.source.graph.num_slices > 1
-        return self.source.num_slices > 1
+    def num_slices(self) -> int:
+        """Slices of each sequence; 1: sequences are whole."""
+        source = self.source
+        return source.graph.num_slices if isinstance(source, Schedule) else source.num_slices
 
     def in_order(self, num_ranks: int, num_microbatches: int | None = None) -> bool:
         """Return whether Megatron's own offloading of activations fits what runs, and all of it.
@@ -243,9 +244,7 @@ class Programs:
         if num_ranks not in self._parts_of:
             example = self._example(num_ranks, 2 * num_ranks)
             kinds = frozenset(p.kind for _, p in example)
-            self._parts_of[num_ranks] = _Parts(
-                kinds, techniques_of(example), example.graph.num_slices
-            )
+            self._parts_of[num_ranks] = _Parts(kinds, techniques_of(example))
         return self._parts_of[num_ranks]
 
     def join(self, asked: object) -> None:

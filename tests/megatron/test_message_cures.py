@@ -244,6 +244,10 @@ def write_files() -> None:
     head += '@family("made")\ndef made(num_ranks, num_microbatches):\n    return {}\n'
     write('own_text.py', head.format('"a text"'))
     write('own_more.py', head.format('build("1f1b", num_ranks, num_microbatches + 1)'))
+    write('own_slices.py', head.format('build("seq1f1b", num_ranks, num_microbatches)'))
+    asked = head.replace('microbatches)', 'microbatches, num_slices=4)')
+    kept = 'build("seq1f1b", num_ranks, num_microbatches, num_slices=num_slices)'
+    write('own_asked.py', asked.format(kept))
     write('own_right.py', head.format('build("1f1b", num_ranks, num_microbatches)'))
     Path('a-file').write_text('')
 
@@ -940,6 +944,11 @@ PROGRAMS = {
     ),
     'no pairs': row(
         schedule('zb-v', together=True), 'use dualpipe-v', schedule('dualpipe-v', together=True)
+    ),
+    "slices of a family of one's own": row(
+        programs(schedule='own_slices:made'),
+        'give its function a parameter num_slices',
+        programs(schedule='own_asked:made'),
     ),
     'no such slices': row(
         schedule('zb-h1', num_slices=2), 'it takes whole sequences', schedule('zb-h1')

@@ -49,7 +49,7 @@ def prepare(
     config = get_model_config(models[0])
     _allow(session, arguments, config, groups.pp.size())
     call = Call(arguments, session.store, groups.cp.size(), _device())
-    cuts = session.programs.cuts(config, groups.pp.size(), arguments.seq_length)
+    cuts = session.programs.cuts(config, arguments.seq_length)
     messages = [
         _message(arguments, config, groups, call.device, end - start)
         for start, end in itertools.pairwise(cuts)
@@ -64,7 +64,8 @@ def prepare(
     if len(messages) > 1:
         from megatron_zbpp.mcore.iteration import sliced
 
-        sliced.require(unwrap_model(models), arguments)
+        new = models if models[0] not in session.compared else []
+        sliced.require(unwrap_model(new), arguments)
         make = functools.partial(sliced.SlicedStage, cuts, session.slicing)
     stages = _stages(make, call, next_iteration, lowered.placement, rank)
     if models[0] not in session.compared:

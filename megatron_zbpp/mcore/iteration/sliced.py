@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -16,6 +17,14 @@ from megatron_zbpp.mcore.patches.slices import attends_in_slices, is_cut
 from megatron_zbpp.mcore.slicing import Kept, Running, Slice
 
 _NO_CACHE = 'disable_parameter_transpose_cache'
+_known: WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]] = WeakKeyDictionary()
+
+
+def _caching_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules of Transformer Engine in a chunk, looked for once."""
+    if model not in _known:
+        _known[model] = [module for module in model.modules() if hasattr(module, _NO_CACHE)]
+    return _known[model]
 
 
 class SlicedStage(ModelStage):
@@ -36,7 +45,6 @@ class SlicedStage(ModelStage):
         # by microbatch: arguments of the model and the loss function; losses of tokens so far
         self._called: dict[int, tuple[dict[str, Any], Any]] = {}
         self._losses: dict[int, list[torch.Tensor]] = {}
-        self._caching = [m for m in self.model.modules() if hasattr(m, _NO_CACHE)]
 
     def _by_megatron(
         self,
@@ -44,11 +52,10 @@ class SlicedStage(ModelStage):
         received: torch.Tensor | None,
         data: Iterator | None,
         results: list[Any],
-        step: Any = None,
     ) -> Any:
         part = self._part(p)
         with self._runs(part):
-            output, num_tokens = super()._by_megatron(p, received, data, [], self._step(part))
+            output, num_tokens = super()._by_megatron(p, received, data, [])
         if not part.is_last:
             return output, num_tokens * 0
         _, loss_func = self._called.pop(p.microbatch)
@@ -65,21 +72,22 @@ class SlicedStage(ModelStage):
 
         Its backward would begin `main_grad` anew, behind those of the slices that follow it.
         """
-        for module in self._caching:
-            setattr(module, _NO_CACHE, True)
+        modules = _caching_modules(self.model)
+        for module in modules:
+            vars(module)[_NO_CACHE] = True  # Module's own setattr takes 20 times as long
         try:
             with self._running.slice(part, self._kept):
                 yield
         finally:
-            for module in self._caching:
-                setattr(module, _NO_CACHE, self.config.disable_parameter_transpose_cache)
+            for module in modules:
+                vars(module)[_NO_CACHE] = self.config.disable_parameter_transpose_cache
 
     def _part(self, p: Pass) -> Slice:
         start, end = self._cuts[p.slice : p.slice + 2]
         return Slice(p.microbatch, start, end, self._cuts[-1])
 
-    def _step(self, part: Slice) -> Any:
-        """Return what Megatron calls in place of the program's forward_step function."""
+    def _step(self, p: Pass) -> Callable:
+        part = self._part(p)
 
         def step(data: Iterator | None, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             if part.is_first:
@@ -138,7 +146,7 @@ def require(models: Iterable[torch.nn.Module], arguments: Arguments) -> None:
     """Raise for what cannot run slice by slice.
 
     Args:
-        models: the chunks of this rank, unwrapped.
+        models: chunks of this rank that have not been looked at, unwrapped.
         arguments: of the call.
 
     Raises:

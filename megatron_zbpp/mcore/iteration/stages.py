@@ -166,12 +166,10 @@ class ModelStage:
         received: torch.Tensor | None,
         data: Iterator | None,
         results: list[Any],
-        step: Callable | None = None,
     ) -> Any:
-        """Run Megatron's own forward step; `step`: in place of the program's function."""
         call, given = self.call, self.call.arguments
         return schedules.forward_step(
-            step or given.forward_step_func,
+            self._step(p),
             data,
             self.model,
             given.num_microbatches,
@@ -185,6 +183,10 @@ class ModelStage:
             vp_stage=self.vp_stage,
             is_last_stage=self._is_last,
         )
+
+    def _step(self, p: Pass) -> Callable:
+        """Return the function that Megatron's forward step calls."""
+        return self.call.arguments.forward_step_func
 
     def backward(
         self,

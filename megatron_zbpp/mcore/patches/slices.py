@@ -31,6 +31,12 @@ _BY_TE = 'megatron.core.extensions.transformer_engine:TEDotProductAttention'
 # arguments of a model that have a row of tokens for each sequence: (micro batch, sequence)
 _OF_TOKENS = ('input_ids', 'position_ids', 'labels', 'loss_mask', 'padding_mask')
 
+_Masked = Callable[
+    [Slice, torch.Tensor, torch.Tensor | None, AttnMaskType | None],
+    tuple[torch.Tensor | None, AttnMaskType | None],
+]
+"""Returns mask and kind of mask for a slice, its queries, and those of the whole sequence."""
+
 
 def patches(running: Running) -> Iterator[Patch]:
     """Yield what is replaced for schedules of slices.
@@ -42,9 +48,8 @@ def patches(running: Running) -> Iterator[Patch]:
         yield Patch(owner, 'forward', functools.partial(_cutting, running))
     for owner in _ROTARY:
         yield Patch(owner, 'forward', functools.partial(_from_its_first_token, running))
-    yield Patch(_LOCAL, 'forward', functools.partial(_attending_locally, running))
-    if find_spec('transformer_engine') is not None:
-        yield Patch(_BY_TE, 'forward', functools.partial(_attending_by_te, running))
+    for owner, masked in _attentions().items():
+        yield Patch(owner, 'forward', functools.partial(_attending, running, masked))
 
 
 def _models() -> tuple[str, ...]:
@@ -59,8 +64,13 @@ def is_cut(model: torch.nn.Module) -> bool:
 
 def attends_in_slices(attention: torch.nn.Module) -> bool:
     """Return whether attention of that class is given the slices before."""
-    owners = (_LOCAL, *([_BY_TE] if find_spec('transformer_engine') is not None else []))
-    return type(attention).forward in [resolve_name(owner).forward for owner in owners]
+    return type(attention).forward in [resolve_name(owner).forward for owner in _attentions()]
+
+
+def _attentions() -> dict[str, _Masked]:
+    """Return how each class of attention that is here takes a mask."""
+    by_te = find_spec('transformer_engine') is not None
+    return {_LOCAL: _masked_locally, **({_BY_TE: _masked_by_te} if by_te else {})}
 
 
 def _cutting(running: Running, original: Callable) -> Callable:
@@ -105,7 +115,7 @@ def _from_its_first_token(running: Running, original: Callable) -> Callable:
     return forward
 
 
-def _attending_locally(running: Running, original: Callable) -> Callable:
+def _attending(running: Running, masked: _Masked, original: Callable) -> Callable:
     """Give attention keys and values of the slices before, and a mask whose corner is below."""
 
     @functools.wraps(original)
@@ -115,44 +125,33 @@ def _attending_locally(running: Running, original: Callable) -> Callable:
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        part = running.part
-        if part is None or running.kept is None:
-            return original(self, query, key, value, attention_mask, *args, **kwargs)
-        key, value = running.kept.extended(self, part, key, value)
-        mask = _causal(part, query.device) if attention_mask is None else attention_mask
-        return original(self, query, key, value, mask, *args, **kwargs)
-
-    return forward
-
-
-def _causal(part: Slice, device: torch.device) -> torch.Tensor:
-    """Return what a slice may not attend to: (1, 1, its tokens, tokens up to its end), bool."""
-    size = part.end - part.start, part.end
-    return torch.ones(size, dtype=torch.bool, device=device).triu(1 + part.start)[None, None]
-
-
-def _attending_by_te(running: Running, original: Callable) -> Callable:
-    """Give attention keys and values of the slices before; its mask's corner is below."""
-
-    @functools.wraps(original)
-    def forward(
-        self: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: AttnMaskType,
+        attn_mask_type: AttnMaskType | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         part = running.part
         if part is not None and running.kept is not None:
             key, value = running.kept.extended(self, part, key, value)
-            if not part.is_first and attn_mask_type == AttnMaskType.causal:
-                attn_mask_type = AttnMaskType.causal_bottom_right
+            attention_mask, attn_mask_type = masked(part, query, attention_mask, attn_mask_type)
         return original(self, query, key, value, attention_mask, attn_mask_type, *args, **kwargs)
 
     return forward
+
+
+def _masked_locally(
+    part: Slice, query: torch.Tensor, mask: torch.Tensor | None, kind: AttnMaskType | None
+) -> tuple[torch.Tensor, AttnMaskType | None]:
+    """Return what a slice may not attend to: (1, 1, its tokens, tokens up to its end), bool."""
+    if mask is None:
+        ones = torch.ones(part.end - part.start, part.end, dtype=torch.bool, device=query.device)
+        mask = ones.triu(1 + part.start)[None, None]
+    return mask, kind
+
+
+def _masked_by_te(
+    part: Slice, query: torch.Tensor, mask: torch.Tensor | None, kind: AttnMaskType | None
+) -> tuple[torch.Tensor | None, AttnMaskType | None]:
+    """Return the kind of mask whose corner is below; in the first slice they are the same."""
+    if kind == AttnMaskType.causal and not part.is_first:
+        kind = AttnMaskType.causal_bottom_right
+    return mask, kind

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import B, F, Pass, Schedule, W
@@ -57,16 +58,10 @@ def in_slices(
     family, n = find(name), num_slices
     if n < 1:
         raise ValueError(f'{n} slices: give at least 1')
+    make = partial(build, num_ranks=num_ranks, num_chunks=num_chunks)
+    whole = partial(make, num_microbatches=num_microbatches, costs=costs, memory_limit=memory_limit)
     if n == 1 and 'num_slices' not in family.options:
-        return build(
-            name,
-            num_ranks,
-            num_microbatches,
-            num_chunks=num_chunks,
-            costs=costs,
-            memory_limit=memory_limit,
-            together=together,
-        )
+        return whole(name, together=together)
     if together:
         raise ValueError(
             'passes of slices run one by one: leave --slices out, or --together and "together"'
@@ -78,22 +73,12 @@ def in_slices(
         )
     form = name if 'num_slices' in family.options else _FORMS.get(family.name)
     if form is not None:  # these take neither costs nor a limit into account
-        made = build(
-            form,
-            num_ranks,
-            num_microbatches,
-            num_chunks=num_chunks,
-            costs=costs,
-            memory_limit=memory_limit,
-            num_slices=n,
-        )
+        made = whole(form, num_slices=n)
     else:
         held = max(costs.amounts['activation']) if costs else 1.0
-        units = build(
+        units = make(
             name,
-            num_ranks,
-            num_microbatches * n,
-            num_chunks=num_chunks,
+            num_microbatches=num_microbatches * n,
             costs=costs and _of_units(costs, n),
             memory_limit=None if memory_limit is None else n * memory_limit - (n - 1) * held,
         )
