@@ -186,8 +186,10 @@ def _serve(
         except BaseException:  # reported to the test, SystemExit included
             connection.send((True, traceback.format_exc(), keeps))
         if not keeps and psutil.Process().num_threads() > _MOST_THREADS:
-            gc.unfreeze()
             let_go()
+            if psutil.Process().num_threads() > _MOST_THREADS:  # held by what was in use before
+                gc.unfreeze()
+                let_go()
 
 
 def _keeps_groups() -> bool:
@@ -200,9 +202,9 @@ def let_go() -> None:
     """Frees groups that nobody uses: each has threads that wake 100 times a second.
 
     What holds them goes in turns: modules when graphs are gone that held them, then their groups.
-    Modules of Python, which make up most, are looked at the first time only.
+    What is still in use then, mostly Python's modules, is not looked at again: a look at all of it
+    takes as long as a small training.
     """
     for _ in range(3):
         gc.collect()
-    if not gc.get_freeze_count():
-        gc.freeze()
+    gc.freeze()
