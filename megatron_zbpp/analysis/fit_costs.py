@@ -21,8 +21,8 @@ def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
     other lengths are; an iteration that something disturbed is for `middle` to leave out.
 
     Every kind of pass that computes has its times; copies have none, as nobody waits for their end.
-    Times of slices are given for the whole sequence. Where a stage did not run again, R takes what
-    its F took.
+    Times of slices are given for the whole sequence, with the share of each. Where a stage did not
+    run again, R takes what its F took.
 
     Tasks have the times of the passes that do only them. Of a pass of several tasks the first that
     no pass does alone gets what is left, the others take no time. A forward and a backward that ran
@@ -41,47 +41,58 @@ def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
     shares: list[float] = []
     for cell in cells:
         tasks = [
-            (task.kind, p.stage)
+            (task.kind, p.stage, p.slice)
             for p in cell
             for task in schedule.graph.tasks(p.kind, p.stage, p.slice)
         ]
         alone = fsum(times[task] for task in tasks)
         if alone:
             shares.append((spans[cell[-1]][1] - spans[cell[0]][0]) / alone)
-    slices, sites = schedule.graph.num_slices, schedule.graph.sites
+    sites, slices = schedule.graph.sites, range(schedule.graph.num_slices)
 
-    def time(kind: str, site: int) -> float:
-        known = (kind, site) in times or kind != R
-        return slices * times.get((kind if known else F, site), 0.0)
+    def of_slices(kind: str, site: int) -> tuple[float, ...]:
+        known = any((kind, site, part) in times for part in slices) or kind != R
+        return tuple(times.get((kind if known else F, site, part), 0.0) for part in slices)
 
-    kinds = dict.fromkeys((F, B, W, *(kind for kind, _ in times)))
+    kinds = dict.fromkeys((F, B, W, *(kind for kind, _, _ in times)))
     own = {kind: range(schedule.num_stages) if kind in (F, B, W) else sites for kind in kinds}
+    found = {kind: [of_slices(kind, site) for site in where] for kind, where in own.items()}
     return Costs(
-        {kind: tuple(time(kind, site) for site in where) for kind, where in own.items()},
+        {kind: tuple(map(fsum, sites)) for kind, sites in found.items()},
         Costs.uniform(schedule.placement).amounts,
         comm,
         together=(fmean(shares) if shares else 0.0) or 1.0,
+        parts={kind: tuple(map(_shares, sites)) for kind, sites in found.items()}
+        if len(slices) > 1
+        else {},
     )
+
+
+def _shares(times: tuple[float, ...]) -> tuple[float, ...]:
+    """Return what part of all these times each is; equal ones where they are none."""
+    whole = fsum(times)
+    return tuple(time / whole if whole else 1 / len(times) for time in times)
 
 
 def _times(
     schedule: Schedule, spans: Mapping[Pass, tuple[float, float]]
-) -> dict[tuple[str, int], float]:
-    """Return the times of tasks, by kind and stage, from those of passes."""
-    times: dict[tuple[str, int], float] = {}
+) -> dict[tuple[str, int, int], float]:
+    """Return the times of tasks, by kind, stage and slice, from those of passes."""
+    times: dict[tuple[str, int, int], float] = {}
     copies = compiled(schedule.graph).on_copy_engines
-    taken: dict[tuple[tuple[str, ...], int], list[float]] = defaultdict(list)
+    taken: dict[tuple[tuple[str, ...], int, int], list[float]] = defaultdict(list)
     for p, (start, end) in spans.items():
         if p.kind in copies:
             continue
         kinds = tuple(task.kind for task in schedule.graph.tasks(p.kind, p.stage, p.slice))
-        taken[kinds, p.stage].append(end - start)
-    for (kinds, stage), seconds in sorted(taken.items(), key=lambda found: len(found[0][0])):
-        unknown = [kind for kind in kinds if (kind, stage) not in times]
-        known = fsum(times.get((kind, stage), 0.0) for kind in kinds)
-        times |= {(kind, stage): 0.0 for kind in unknown[1:]}
+        taken[kinds, p.stage, p.slice].append(end - start)
+    for (kinds, *at), seconds in sorted(taken.items(), key=lambda found: len(found[0][0])):
+        stage, part = at
+        unknown = [kind for kind in kinds if (kind, stage, part) not in times]
+        known = fsum(times.get((kind, stage, part), 0.0) for kind in kinds)
+        times |= {(kind, stage, part): 0.0 for kind in unknown[1:]}
         if unknown:
-            times[unknown[0], stage] = max(0.0, fmean(seconds) - known)
+            times[unknown[0], stage, part] = max(0.0, fmean(seconds) - known)
     return times
 
 
@@ -116,6 +127,14 @@ def middle(found: Sequence[Costs]) -> Costs:
         {name: first.amounts[name] for name in ('activation', 'retained')},
         median(costs.comm for costs in found),
         together=median(costs.together for costs in found),
+        parts={
+            kind: tuple(
+                tuple(map(median, zip(*sites, strict=True)))
+                for sites in zip(*(costs.parts[kind] for costs in found), strict=True)
+            )
+            for kind in kinds
+            if all(kind in costs.parts for costs in found)
+        },
     )
 
 

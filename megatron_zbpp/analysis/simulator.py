@@ -151,7 +151,7 @@ class _Run:
                 for link in step.links
             ] or [(0, 0.0)]
             own = [self._entry(row) for row in step.rows] or [self.nobody]
-            duration = self.costs.duration(flat.graph, kind, stage, rank)
+            duration = self.costs.duration(flat.graph, kind, stage, rank, part)
             return _Flat(*needs[0], tuple(needs[1:]), own[0], tuple(own[1:]), duration)
 
         cut = self.schedule.graph.num_slices

@@ -28,7 +28,7 @@ class Costs:
 
     Entry `s` of a tuple is stage s in model order. Where techniques add sites behind the stages (a
     shard of the vocabulary on each rank), the entries of their kinds and amounts go on with those.
-    A slice of the sequence takes its equal part.
+    A slice of the sequence takes its equal part, or that in `parts`.
 
     Attributes:
         times: by kind (F, B, W, R, O, ...), the time of one task of each stage. F, B and W are
@@ -46,6 +46,9 @@ class Costs:
         speeds: per rank, how many times as fast as the times say. Default: 1 each.
         together: time of passes that run as one (`ir.Together`), over the sum of theirs. Default:
             1, nothing is hidden.
+        parts: by a name of `times` or `amounts`, and there by stage, the share that each slice of
+            the sequence has. Where each slice takes a time of its own, they sum to more than 1.
+            R takes the shares of F, others that are not given equal ones.
     """
 
     times: Mapping[str, tuple[float, ...]]
@@ -56,6 +59,9 @@ class Costs:
     edges: tuple[tuple[int, int, float], ...] = ()
     speeds: tuple[float, ...] = ()
     together: float = 1.0
+    parts: Mapping[str, tuple[tuple[float, ...], ...]] = field(
+        default_factory=dict[str, tuple[tuple[float, ...], ...]]
+    )
 
     def __post_init__(self) -> None:
         times, amounts = (
@@ -84,6 +90,9 @@ class Costs:
         _require_costs('speeds', self.speeds)
         if 0 in self.speeds:
             raise ValueError('a speed of 0 never ends: give numbers above 0')
+        parts = {name: tuple(map(tuple, own)) for name, own in self.parts.items()}
+        object.__setattr__(self, 'parts', parts)
+        self._require_parts()
 
     def _require_entries(self) -> None:
         """Raise ValueError unless all values are costs, and there are enough of each."""
@@ -100,6 +109,27 @@ class Costs:
                     f'{name} has {len(values)} entries: give one per stage, {self.num_stages}, '
                     'and behind them what else there is'
                 )
+
+    def _require_parts(self) -> None:
+        """Raise ValueError unless there are shares of the same slices for each stage."""
+        counts = {len(shares) for own in self.parts.values() for shares in own}
+        if len(counts) > 1 or 0 in counts:
+            raise ValueError(
+                f'parts are of {" and ".join(map(str, sorted(counts)))} slices: give a share for '
+                'each slice, of as many slices everywhere'
+            )
+        for name, own in self.parts.items():
+            if name not in self.times and name not in self.amounts:
+                raise ValueError(
+                    f'parts of {name}, which has no time nor amount: give those, or leave it out'
+                )
+            if len(own) < self.num_stages:
+                raise ValueError(
+                    f'parts of {name} has {len(own)} entries: give the shares of slices for each '
+                    f'of {self.num_stages} stages'
+                )
+            for shares in own:
+                _require_costs(f'parts of {name}', shares)
 
     @classmethod
     def of(
@@ -152,6 +182,12 @@ class Costs:
     def with_amounts(self, **names: Sequence[float]) -> Costs:
         """Return the same with other amounts of these names."""
         return replace(self, amounts={**self.amounts, **{k: tuple(v) for k, v in names.items()}})
+
+    def with_parts(self, **names: Sequence[Sequence[float]]) -> Costs:
+        """Return the same with these shares of slices."""
+        return replace(
+            self, parts={**self.parts, **{k: tuple(map(tuple, v)) for k, v in names.items()}}
+        )
 
     @classmethod
     def from_json(
@@ -263,10 +299,33 @@ class Costs:
         own = self.times[F] if own is None and task.kind == R else own
         return 0.0 if own is None else own[task.stage]
 
-    def duration(self, graph: Graph, kind: str, stage: int, rank: int) -> float:
-        """Return the time of one pass of `kind` on `stage` on `rank`: of all it does, by slice."""
-        time = sum([self.time(task) for task in graph.tasks(kind, stage)])
-        return time / graph.num_slices / (self.speeds[rank] if self.speeds else 1.0)
+    def duration(self, graph: Graph, kind: str, stage: int, rank: int, slice: int = 0) -> float:
+        """Return the time of one pass of `kind` on `stage` on `rank`: of all it does."""
+        share, n = self.share, graph.num_slices
+        time = sum(
+            [
+                self.time(task) * share(task.kind, task, n)
+                for task in graph.tasks(kind, stage, slice)
+            ]
+        )
+        return time / (self.speeds[rank] if self.speeds else 1.0)
+
+    def share(self, name: str, task: Task, num_slices: int) -> float:
+        """Return the share that the slice of `task` has of a time or an amount of its stage.
+
+        Raises:
+            ValueError: shares are known of another number of slices.
+        """
+        own = self.parts.get(F if name == R and R not in self.parts else name)
+        if own is None or num_slices == 1:
+            return 1 / num_slices
+        shares = own[task.stage]
+        if len(shares) != num_slices:
+            raise ValueError(
+                f'costs have parts of {len(shares)} slices, and the schedule has {num_slices}: '
+                'give those of as many, or leave "parts" out'
+            )
+        return shares[task.slice]
 
     def amount(self, name: str, task: Task) -> float:
         """Return how much of what `ir.graph.Hold` calls `name` the task takes, of all slices."""
@@ -282,9 +341,14 @@ class Costs:
     def changes(self, graph: Graph, pool: str = DEVICE) -> dict[tuple[str, int, int], float]:
         """Return what each pass adds to `pool`, by its kind, stage and slice."""
         return {
-            key: sum([count * self.amount(name, Task(*key)) for name, count in counts.items()])
-            / graph.num_slices
+            key: sum(
+                [
+                    count * self.amount(name, task) * self.share(name, task, graph.num_slices)
+                    for name, count in counts.items()
+                ]
+            )
             for key, counts in compiled(graph).changes.get(pool, {}).items()
+            for task in (Task(*key),)
         }
 
     def require(self, placement: Placement) -> None:
@@ -345,6 +409,15 @@ def _by_name(value: Any) -> str | None:
     return None if fits else 'an object of lists of numbers, such as {"R": [1, 1]}'
 
 
+def _shares_by_name(value: Any) -> str | None:
+    """Check lists of lists of numbers under names."""
+    lists = value.values() if strict_json.is_object(value) else (None,)
+    fits = all(
+        strict_json.is_list(own) and all(_per_stage(e) is None for e in own) for own in lists
+    )
+    return None if fits else 'an object of a list a stage, such as {"F": [[0.6, 0.4], [0.6, 0.4]]}'
+
+
 def _edge_list(value: Any) -> str | None:
     """Check latencies between ranks."""
     fits = strict_json.is_list(value) and all(
@@ -363,6 +436,7 @@ _FIELDS: dict[str, strict_json.Check] = {
     'parameters': _per_stage,
     'speeds': _NUMBERS,
     **dict.fromkeys(('times', 'amounts'), _by_name),
+    'parts': _shares_by_name,
     'edges': _edge_list,
 }
 _BY_STAGE: dict[str, strict_json.Check] = {

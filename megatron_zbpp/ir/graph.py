@@ -23,6 +23,7 @@ F, B, W, BW = 'F', 'B', 'W', 'BW'
 R = 'R'  # a forward again
 DEVICE, HOST, PARTNER = 'device', 'host', 'partner'
 COMPUTE, COPY = 'compute', 'copy'
+KV, KV_GRADIENT = 'kv', 'kv_gradient'  # amounts of all slices together: they move with none
 
 
 class Transfers(NamedTuple):

@@ -13,7 +13,7 @@ from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
-from megatron_zbpp.ir import Pass, Schedule, W
+from megatron_zbpp.ir import Pass, Schedule, Task, W
 from megatron_zbpp.ir.costs import Costs
 
 FREEZE_STEPS = 4  # two programmes, each written down and solved
@@ -108,10 +108,12 @@ class _Programme:
     def _add(self, p: Pass) -> None:
         """Add a start, and a duration between its least and its most."""
         rank = self._schedule.rank_of(p)
-        full = self._costs.duration(self._schedule.graph, p.kind, p.stage, rank)
+        full = self._costs.duration(self._schedule.graph, p.kind, p.stage, rank, p.slice)
         speed = self._costs.speeds[rank] if self._costs.speeds else 1.0
         weights = p.kind in self._schedule.graph.doers[W]
-        saved = self._costs.times[W][p.stage] / speed if weights else 0.0
+        own = Task(W, p.stage, p.slice)
+        whole = self._costs.time(own) * self._costs.share(W, own, self._schedule.graph.num_slices)
+        saved = whole / speed if weights else 0.0
         self._starts[p] = self._solver.NumVar(0, self._solver.infinity(), '')
         self._lengths[p] = self._solver.NumVar(full - saved, full, '')
         if saved:

@@ -162,7 +162,7 @@ def _trace(problem: Problem, orders: Orders, ends: Ends, rank: int) -> Iterator[
     queue, microbatch = orders[rank][position], problem.num_microbatches - 1
     while True:
         yield rank, position
-        start = ends[queue][microbatch] - problem.durations[queue]
+        start = ends[queue][microbatch] - problem.times[queue][microbatch % problem.slices]
         if position:
             before = orders[rank][position - 1]
             count = orders[rank][:position].count(before)

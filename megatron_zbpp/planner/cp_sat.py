@@ -56,8 +56,12 @@ def available() -> bool:
 
 
 def can_solve(problem: Problem) -> bool:
-    """Return whether the solver is there and knows what passes hold: limits are of F, B and W."""
-    return available() and (problem.is_plain or min(problem.caps) == inf)
+    """Return whether the solver is there and knows what passes hold: limits are of F, B and W.
+
+    It takes the passes of a queue for equal.
+    """
+    known = problem.is_plain or min(problem.caps) == inf
+    return available() and known and problem.even
 
 
 def solve(

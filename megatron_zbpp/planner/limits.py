@@ -9,7 +9,6 @@ from math import ceil, inf
 from megatron_zbpp.ir import Graph, Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner.problem import Problem
-from megatron_zbpp.techniques.slices.graph import of_one_slice
 
 Candidate = tuple[Placement, Costs]
 Graphs = Callable[[int], Graph]  # of a number of stages
@@ -86,10 +85,10 @@ def _least(placement: Placement, costs: Costs, graph: Graphs | None) -> list[flo
     """Return, per rank, the smallest limit under which there surely is a schedule (`pattern`)."""
     if graph is not None:
         ranks = range(placement.num_ranks)
-        made = of_one_slice(graph(placement.num_stages))
-        problem = Problem(placement, 1, costs, (inf,) * len(ranks), graph=made)
+        made = graph(placement.num_stages)
+        problem = Problem(placement, made.num_slices, costs, (inf,) * len(ranks), graph=made)
         changes = costs.changes(made)
-        held = ([changes.get(problem.tasks[q], 0.0) for q in own] for own in problem.turns)
+        held = ([changes.get(task, 0.0) for task in problem.in_turns(rank)] for rank in ranks)
         return [max(accumulate(own)) for own in held]
     activation, retained = costs.amounts['activation'], costs.amounts['retained']
     rises = [max(0.0, w - a) for a, w in zip(activation, retained, strict=True)]

@@ -17,7 +17,8 @@ Together they are exact for many instances, ZB-V and V-Half at F = B = W among t
 to how passes of different ranks must fit together, so under tight limits with unequal times the
 optimum lies above; on small instances `exact` closes that gap.
 
-Of graphs with other passes than F, B and W they say the first, and that a rank does all its work.
+Of graphs with other passes than F, B and W, and of slices that differ, they say the first, and that
+a rank does all its work.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def lower_bound(problem: Problem) -> float:
     """Return a value that no orders within the limits can be below."""
     ranks = range(problem.placement.num_ranks)
     queues = max(_queue_bound(problem, queue) for queue in range(problem.num_queues))
-    if not problem.is_plain:
+    if not (problem.is_plain and problem.even):
         ends = map(sum, zip(problem.firsts, problem.work, strict=True))
         return max(queues, *(a - b for a, b in zip(ends, problem.origins, strict=True)))
     works = max(_work_bound(problem, rank) for rank in ranks)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import inf
 from random import Random
 from typing import Any
@@ -199,10 +199,11 @@ def _run(
             if soon < inf:
                 heappush(events, (soon, rank))
             continue
-        end = busy[rank] = now + problem.durations[queue]
+        at = len(ends[queue]) % problem.slices
+        end = busy[rank] = now + problem.times[queue][at]
         ends[queue].append(end)
         orders[rank].append(queue)
-        held[rank] += problem.changes[queue]
+        held[rank] += problem.steps[queue][at]
         heappush(events, (end, rank))
         for other, edge in problem.wakes[queue]:
             heappush(events, (end + edge, other))
@@ -223,7 +224,7 @@ def _guards(problem: Problem) -> list[_Guard | None]:
         whole = problem.is_plain and problem.slices == 1
         if whole and kind == F:
             return _safe
-        takes = problem.changes[queue] > 0
+        takes = max(problem.steps[queue]) > 0
         return (_fits if whole else _can_finish) if takes else None
 
     return [guard(queue, task.kind) for queue, task in enumerate(problem.tasks)]
@@ -236,15 +237,15 @@ def _fits(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> boo
 
 def _can_finish(problem: Problem, rank: int, queue: int, held: int, ends: Ends) -> bool:
     """Return whether sequences in flight can finish oldest first after one more of `queue`."""
-    own, changes, slices = problem.turns[rank], problem.changes, problem.slices
-    free = problem.caps[rank] - held - changes[queue]
+    own, steps, slices = problem.turns[rank], problem.steps, problem.slices
+    free = problem.caps[rank] - held - steps[queue][len(ends[queue]) % slices]
     done = [len(ends[q]) + (q == queue) for q in own]
     for first in range(min(done) // slices * slices, max(done), slices):
-        left = (min(slices, max(0, first + slices - each)) for each in done)
-        todo = [changes[q] * count for q, count in zip(own, left, strict=True)]
-        if max(accumulate(todo, initial=0)) > free:
+        left = (steps[q][max(at - first, 0) :] for q, at in zip(own, done, strict=True))
+        todo = list(accumulate(chain.from_iterable(left), initial=0))
+        if max(todo) > free:
             return False
-        free -= sum(todo)
+        free -= todo[-1]
     return True
 
 

@@ -6,17 +6,19 @@ of the compiled graph, a task; fused passes are split, which never costs time or
 here is indexed by queue.
 
 Where sequences are sliced, slices are the microbatches here, in the order in which their queue has
-them: backwards take the last slice of a sequence first. So they wait for all of its forwards.
+them: backwards take the last slice of a sequence first. So they wait for all of its forwards. What
+slices take may differ: `durations` and `changes` are means, `times` and `steps` of each slice.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from itertools import accumulate
-from math import inf
+from itertools import accumulate, cycle
+from math import fsum, inf
 
 from megatron_zbpp.ir import B, F, Graph, Pass, Placement, Schedule, Task, W, chain
 from megatron_zbpp.ir.compiled import Compiled, compiled
@@ -75,8 +77,8 @@ class Problem:
         """The problem of fewer microbatches, to try things on; itself where that saves little."""
         m = self.num_microbatches
         few = max(12, self.placement.num_ranks * 5 // 2)
-        cycle = self.slices if self.slices > 1 else 2  # what repeats may span two microbatches
-        few += (m - few) % cycle
+        beat = self.slices if self.slices > 1 else 2  # what repeats may span two microbatches
+        few += (m - few) % beat
         return self if 3 * few > 2 * m else replace(self, num_microbatches=few)
 
     @cached_property
@@ -141,12 +143,34 @@ class Problem:
         return tuple(tuple(q for q, at in enumerate(self.ranks) if at == rank) for rank in ranks)
 
     @cached_property
-    def durations(self) -> tuple[float, ...]:
-        graph = self._flat.graph
+    def _of_slices(self) -> tuple[tuple[Task, ...], ...]:
+        """The tasks of each queue for one sequence, in their order."""
+        back, slices = self._graph.last_slice_first, range(self.slices)
         return tuple(
-            self.costs.duration(graph, task.kind, task.stage, rank) / self.slices
-            for task, rank in zip(self.tasks, self.ranks, strict=True)
+            tuple(
+                task._replace(slice=k) for k in (reversed(slices) if task.kind in back else slices)
+            )
+            for task in self.tasks
         )
+
+    @cached_property
+    def times(self) -> tuple[tuple[float, ...], ...]:
+        """Times of each queue's slices of one sequence, in their order."""
+        costs, graph = self.costs, self._graph
+        return tuple(
+            tuple(costs.duration(graph, *task[:2], rank, task.slice) for task in own)
+            for own, rank in zip(self._of_slices, self.ranks, strict=True)
+        )
+
+    @cached_property
+    def durations(self) -> tuple[float, ...]:
+        """Mean time of a pass."""
+        return tuple(fsum(own) / self.slices for own in self.times)
+
+    @cached_property
+    def even(self) -> bool:
+        """True where all microbatches of a queue take the same time and memory."""
+        return all(len({*own}) == 1 for of_queues in (self.times, self.steps) for own in of_queues)
 
     @cached_property
     def inputs(self) -> tuple[Inputs, ...]:
@@ -235,13 +259,21 @@ class Problem:
             for queues in self.queues
         )
 
+    def spent(self, queue: int, count: int) -> float:
+        """Return the time of the first passes of a queue."""
+        if self.even:
+            return count * self.durations[queue]
+        sequences, rest = divmod(count, self.slices)
+        own = self.times[queue]
+        return sequences * self.slices * self.durations[queue] + fsum(own[:rest])
+
     @cached_property
     def arrivals(self) -> tuple[float, ...]:
         """Earliest start of each queue's microbatch 0."""
         starts = [0.0] * self.num_queues
         for queue in self.in_turn:
             for need, edge in self.inputs[queue]:
-                starts[queue] = max(starts[queue], starts[need] + self.durations[need] + edge)
+                starts[queue] = max(starts[queue], starts[need] + self.times[need][0] + edge)
         return tuple(starts)
 
     @cached_property
@@ -276,16 +308,29 @@ class Problem:
         return (max(self.costs.amounts['activation']) or 1.0) / _QUANTA
 
     @cached_property
-    def changes(self) -> tuple[int, ...]:
-        """Changes of a rank's memory by a pass of each queue, in units of the planner's own."""
-        counts = self._flat.changes[DEVICE]
+    def steps(self) -> tuple[tuple[int, ...], ...]:
+        """Changes of a rank's memory by slices, as `times`, in units of the planner's own.
+
+        What is held of a whole sequence is the same to all slices, whole units together.
+        """
+        counts, costs = compiled(self._graph).changes[DEVICE], self.costs
+
+        def units(name: str, task: Task) -> int:
+            share = costs.share(name, task, self.slices)
+            return round(costs.amount(name, task) * share / self._quantum)
+
         return tuple(
-            sum(
-                count * round(self.costs.amount(name, task) / self.slices / self._quantum)
-                for name, count in counts.get(task, {}).items()
+            tuple(
+                sum(count * units(name, task) for name, count in counts.get(task, {}).items())
+                for task in own
             )
-            for task in self.tasks
+            for own in self._of_slices
         )
+
+    @cached_property
+    def changes(self) -> tuple[int, ...]:
+        """Changes by a pass of each queue, in the unit of `steps`; of slices that differ means."""
+        return tuple(round(sum(own) / self.slices) for own in self.steps)
 
     @cached_property
     def raises(self) -> tuple[int, ...]:
@@ -308,6 +353,11 @@ class Problem:
         ranks = range(self.placement.num_ranks)
         return tuple(tuple(q for q in self.in_turn if self.ranks[q] == rank) for rank in ranks)
 
+    def in_turns(self, rank: int) -> Iterator[Task]:
+        """Yield what a rank does for one sequence alone, queue by queue."""
+        for queue in self.turns[rank]:
+            yield from self._of_slices[queue]
+
     @cached_property
     def caps(self) -> tuple[float, ...]:
         """`limits` in the unit of `changes`, and what rounding may have added to those."""
@@ -319,8 +369,14 @@ class Problem:
 
     def fits_rank(self, rank: int, order: list[int]) -> bool:
         """Return whether this order of one rank stays within its limit."""
-        held = accumulate(map(self.changes.__getitem__, order))
-        return self.caps[rank] == inf or max(held) <= self.caps[rank]
+        if self.caps[rank] == inf:
+            return True
+        if self.even:
+            held = accumulate(map(self.changes.__getitem__, order))
+        else:
+            coming = list(map(cycle, self.steps))
+            held = accumulate(next(coming[queue]) for queue in order)
+        return max(held) <= self.caps[rank]
 
     def has(self, schedule: Schedule) -> bool:
         """Return whether the schedule is of this placement and graph."""
@@ -380,7 +436,8 @@ def replay(
         else _before(problem, orders, known, rank, at)
     )
     positions, clocks, spare = _resume(problem, ends, cap)
-    durations, needs, edges = problem.durations, problem.needs, problem.edges
+    times, needs, edges = problem.times, problem.needs, problem.edges
+    slices = problem.slices
     running = [r for r, order in enumerate(orders) if positions[r] < len(order)]
     while running:
         waiting: list[int] = []
@@ -409,7 +466,7 @@ def replay(
                     if slack < -EPSILON:
                         return None
                     clock = arrival
-                clock += durations[queue]
+                clock += times[queue][len(own) % slices]
                 own.append(clock)
             else:
                 position = len(order)
@@ -467,7 +524,7 @@ def _resume(problem: Problem, ends: Ends, cap: float) -> tuple[list[int], list[f
             own = ends[queue]
             if own:
                 position += len(own)
-                done += len(own) * problem.durations[queue]
+                done += problem.spent(queue, len(own))
                 clock = max(clock, own[-1])
         positions.append(position)
         clocks.append(clock)

@@ -57,7 +57,7 @@ def _steps(placement: Placement, costs: Costs, graph: Graph) -> dict[str, list[_
                     (link.row, costs.edge(ranks[link.stage], ranks[stage])) for link in step.links
                 ),
                 step.rows,
-                costs.duration(graph, kind, stage, ranks[stage]),
+                costs.duration(graph, kind, stage, ranks[stage], part),
                 changes[kind, stage, part],
             )
             for at, step in enumerate(steps)

@@ -9,6 +9,8 @@ from megatron_zbpp.ir.graph import (
     COPY,
     DEVICE,
     HOST,
+    KV,
+    KV_GRADIENT,
     PARTNER,
     TRANSFERS,
     F,
@@ -52,7 +54,8 @@ def offload(graph: Graph, stages: Iterable[int], to: str = HOST) -> Graph:
         needs[away], needs[here] = (Need(task),), (Need(away),)
         for user in users:
             needs[user] = instead(needs[user], task, here)
-        left = Counter({h.amount: h.change for h in holds[task] if h.pool == DEVICE})
+        own = [h for h in holds[task] if h.pool == DEVICE and h.amount not in (KV, KV_GRADIENT)]
+        left = Counter({h.amount: h.change for h in own})
         holds[away] = _moved(left, DEVICE, to)
         holds[here] = _moved(left, to, DEVICE)
     kinds = {

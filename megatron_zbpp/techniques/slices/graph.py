@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from megatron_zbpp.ir.graph import B, F, Graph, Hold, Need, Task, chain
+from megatron_zbpp.ir.graph import DEVICE, KV, KV_GRADIENT, B, F, Graph, Hold, Need, Task, chain
 from megatron_zbpp.ir.techniques import applied, made_of
 
 
-def sliced(graph: Graph, slices: int) -> Graph:
+def sliced(graph: Graph, slices: int, sizes: Sequence[int] = ()) -> Graph:
     """Each sequence is cut into slices (Seq1F1B, arXiv 2406.03488).
 
     F of a slice needs that of the slice before (its keys and values), B that of the slice behind
-    (their gradients).
+    (their gradients). Keys and values of all slices are held from the first F on, their gradients
+    from the first B on, which is of the last slice; B of the first slice gives both back.
+
+    Args:
+        graph: of whole sequences.
+        slices: n.
+        sizes: tokens of each; none: that is not said.
     """
+    sizes = tuple(sizes)
     if slices < 1:
         raise ValueError(f'{slices} slices: give at least 1')
+    if sizes and (len(sizes) != slices or min(sizes) < 1):
+        raise ValueError(
+            f'sizes {", ".join(map(str, sizes))} of {slices} slices: give the tokens of each'
+        )
     if graph.num_slices > 1:
         raise ValueError('the graph is sliced already: slice it once')
     needs: dict[Task, tuple[Need, ...]] = {}
@@ -27,17 +39,30 @@ def sliced(graph: Graph, slices: int) -> Graph:
             other = {F: part - 1, B: part + 1}.get(task.kind, -1)
             if 0 <= other < slices:
                 new.append(Need(task._replace(slice=other)))
-            needs[own], holds[own] = tuple(new), graph.holds[task]
-    return made_of(graph, 'sliced', (slices,), needs, holds, {})
+            needs[own] = tuple(new)
+            holds[own] = graph.holds[task] + (_keys_and_values(own, slices) if slices > 1 else ())
+    return made_of(graph, 'sliced', (slices, sizes) if sizes else (slices,), needs, holds, {})
+
+
+def _keys_and_values(task: Task, slices: int) -> tuple[Hold, ...]:
+    """Return what a task does to the buffers of its microbatch, which are as long as all slices."""
+    changes = {
+        (F, 0): {KV: slices},
+        (B, slices - 1): {KV_GRADIENT: slices},
+        (B, 0): {KV: -slices, KV_GRADIENT: -slices},
+    }
+    found = changes.get((task.kind, task.slice), {})
+    return tuple(Hold(DEVICE, name, count) for name, count in found.items())
 
 
 class Slicing(NamedTuple):
     """Makes the graph of a plain pipeline whose sequences are sliced, for any number of stages."""
 
     slices: int
+    sizes: tuple[int, ...] = ()
 
     def __call__(self, num_stages: int) -> Graph:
-        return sliced(chain(num_stages), self.slices)
+        return sliced(chain(num_stages), self.slices, self.sizes)
 
 
 def of_one_slice(graph: Graph) -> Graph:
@@ -46,3 +71,19 @@ def of_one_slice(graph: Graph) -> Graph:
         return graph
     others = [each for each in graph.techniques if each.name != sliced.__name__]
     return applied(graph.num_stages, others)
+
+
+def sizes_of(graph: Graph) -> tuple[int, ...]:
+    """Return the tokens of each slice; none: the graph does not say them, or has no slices."""
+    for name, arguments in graph.techniques:
+        if name == sliced.__name__ and len(arguments) > 1:
+            sizes: Any = arguments[1]
+            return sizes
+    return ()
+
+
+def sized(graph: Graph, sizes: Sequence[int]) -> Graph:
+    """Return a graph of slices that says how many tokens each of them has."""
+    cut = sliced.__name__, (graph.num_slices, tuple(sizes))
+    steps = [cut if step.name == sliced.__name__ else step for step in graph.techniques]
+    return applied(graph.num_stages, steps)
