@@ -77,9 +77,14 @@ class _Extended(torch.autograd.Function):
 
 
 class Kept:
-    """Keys and values of the microbatches that are under way in a stage."""
+    """Keys and values of the microbatches that are under way in a stage.
+
+    Attributes:
+        storages: addresses of their memory, which all slices of a microbatch share.
+    """
 
     def __init__(self) -> None:
+        self.storages: set[int] = set()
         self._rows: dict[int, dict[torch.nn.Module, tuple[Rows, Rows]]] = {}
 
     def extended(
@@ -96,13 +101,18 @@ class Kept:
             Views of one buffer for all slices: (tokens up to its end, micro batch, heads, width).
         """
         pair = self._rows.setdefault(part.microbatch, {}).setdefault(layer, (Rows(), Rows()))
-        return tuple(
+        extended = tuple(
             _Extended.apply(mine, rows, part) for mine, rows in zip(own, pair, strict=True)
         )
+        self.storages.update(each.untyped_storage()._cdata for each in extended)
+        return extended
 
     def drop(self, microbatch: int) -> None:
         """Forget a microbatch, whose last pass has run."""
-        self._rows.pop(microbatch, None)
+        for pair in self._rows.pop(microbatch, {}).values():
+            for rows in pair:
+                if rows.values is not None:
+                    self.storages.discard(rows.values.untyped_storage()._cdata)
 
 
 @dataclass(eq=False)

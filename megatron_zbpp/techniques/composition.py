@@ -38,10 +38,6 @@ _LATE = Clash(
 )
 _NO_PLAN = 'Megatron makes no plan of the layers of a forward that runs again'
 _FREED = 'Megatron frees what layers of such a pair pass to each other before it could be elsewhere'
-_WHOLE = Clash(
-    'it is placed for whole sequences',
-    'leave it out, or take a schedule of whole sequences',
-)
 _MOVED = Clash(
     'what goes to partners does not go to the host as well',
     'take a schedule that moves nothing, such as 1f1b',
@@ -54,7 +50,6 @@ CLASHES: Mapping[tuple[str, str], Clash] = {
         )
         for name, reason in {'recompute': _NO_PLAN, 'offload': _FREED, 'evict': _FREED}.items()
     },
-    **{(SLICED, name): _WHOLE for name in NAMES},
     ('offload', 'recompute'): _LATE,
     ('evict', 'offload'): _MOVED,
 }

@@ -261,8 +261,8 @@ def test_what_leaves_is_told_once():
     store = ActivationStore(CPU, said.append)
     store.tell(everything=True)
     assert not said  # nothing has left yet
-    store.bytes[0] = Bytes(3 * 2**20, {'parameters': 2**19})
-    store.bytes[1] = Bytes(0, {'held by others': 2**20})
+    store._latest[0] = {0: Bytes(3 * 2**19, {'parameters': 2**19}), 1: Bytes(3 * 2**19)}
+    store._latest[1] = {0: Bytes(0, {'held by others': 2**20})}
     store.tell(everything=False)
     store.tell(everything=True)
     assert said == [

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from stages import reference
 from test_partners import Iterations
-from test_sliced_passes import ORDERS, schedule_of
+from test_sliced_passes import ORDERS, execute, in_turn, schedule_of
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
@@ -56,7 +56,7 @@ def having(name: str) -> Schedule:
     if name == OVERLAP:
         return build('dualpipe-v', P, 2 * P, together=True)
     if name == SLICED:
-        return schedule_of(ORDERS['seq1f1b'])
+        return schedule_of(ORDERS['seq1f1b-zb'])
     return added(build('interleaved', P, M), name)
 
 
@@ -65,7 +65,9 @@ def train(schedule: Schedule):
 
 
 @pytest.mark.parametrize(
-    'pair', [pair for pair in PAIRS if pair not in CLASHES or pair[0] == OVERLAP], ids='+'.join
+    'pair',
+    [pair for pair in PAIRS if pair[0] != SLICED and (pair not in CLASHES or pair[0] == OVERLAP)],
+    ids='+'.join,
 )
 def test_to_the_bit(ranks, pair):
     """Passes of pairs run one after the other here, as where no flag makes a model join them."""
@@ -78,6 +80,20 @@ def test_to_the_bit(ranks, pair):
         for stage, (own, grads) in made.items():
             assert stage < schedule.num_stages - 1 or own == losses
             assert all(map(torch.equal, grads, gradients[stage]))
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_slices_to_the_bit(ranks, name):
+    """What a slice has saved is made again, or is elsewhere meanwhile; others wait for it."""
+    assert (SLICED, name) not in CLASHES
+    schedule = added(having(SLICED), name)
+    assert techniques_of(schedule) == {SLICED, name}
+    expected = in_turn(schedule.num_stages)
+    for made, moved in ranks(2).run(execute, schedule):
+        assert name == 'recompute' or any(moved.values())
+        for stage, (losses, gradients) in made.items():
+            assert losses == expected[stage][0]
+            assert all(map(torch.equal, gradients, expected[stage][1]))
 
 
 @pytest.mark.parametrize('pair', [pair for pair in CLASHES if pair[0] != OVERLAP], ids='+'.join)

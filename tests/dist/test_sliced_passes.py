@@ -12,6 +12,7 @@ from stages import WIDTH, LinearStage
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, chain
+from megatron_zbpp.runtime.activations.store import ActivationStore
 from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.clock import HostClock
 from megatron_zbpp.runtime.executor import Executor
@@ -83,13 +84,17 @@ class PrefixStage(LinearStage):
 
 
 def execute(schedule):
-    """Runs on each rank: losses and gradients by stage."""
+    """Runs on each rank: losses and gradients by stage, and bytes that left."""
     programs, rank, store = check(schedule).programs, dist.get_rank(), WeightGradStore()
     stages = {
         stage: PrefixStage(store, stage, schedule.num_stages)
         for stage in schedule.placement.stages(rank)
     }
     host = torch.device('cpu')
+    activations = ActivationStore(host, small=1)
+    away = pairs(programs, saved=True)
+    activations.join(Channels(dist.group.WORLD, away, host, shapes=True, saved=True))
+    activations.keep(p for stage in stages.values() for p in stage.parameters())
     executor = Executor(
         programs[rank],
         stages,
@@ -97,10 +102,12 @@ def execute(schedule):
         [Message((rows, WIDTH), torch.float32, host) for rows in SIZES],
         store,
         HostClock(),
+        activations=activations,
     )
     record = executor.run()
     assert tuple(record.passes) == schedule.passes[rank] and record.live[-1] == 0
-    return {s: made(stage) for s, stage in stages.items()}
+    moved = {stage: found.moved for stage, found in activations.bytes.items()}
+    return {s: made(stage) for s, stage in stages.items()}, moved
 
 
 def made(stage):
@@ -143,7 +150,7 @@ def test_to_the_bit(ranks, name):
     """As the same slices in turn; and close to sequences that are not sliced."""
     schedule = schedule_of(ORDERS[name])
     expected, close = in_turn(schedule.num_stages), whole(schedule.num_stages)
-    for found in ranks(2).run(execute, schedule):
+    for found, _ in ranks(2).run(execute, schedule):
         for stage, (losses, gradients) in found.items():
             assert losses == expected[stage][0]
             assert all(map(torch.equal, gradients, expected[stage][1]))

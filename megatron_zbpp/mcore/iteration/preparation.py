@@ -81,7 +81,7 @@ def prepare(
         session.store,
         clock_for(call.device, counting=session.counting),
         profiled,
-        _activations(session, lowered, call, groups.pp),
+        _activations(session, lowered, call, groups.pp, stages.values()),
         None if arguments.forward_only else session.filler,
         combined.as_one if as_one else None,
         tables,
@@ -136,13 +136,15 @@ def _activations(
     lowered: Lowered,
     call: Call,
     pp_group: torch.distributed.ProcessGroup,
+    stages: Iterable[ModelStage],
 ) -> ActivationStore | None:
     """Return what moves activations, where the schedule does and there is a backward."""
     if call.arguments.forward_only or not lowered.moves:
         return None
     store = session.activations(call.device, pp_group, lowered.partners)
     store.tell(everything=torch.distributed.get_rank() == 0)
-    store.keep(parameter for model in call.arguments.models for parameter in model.parameters())
+    parameters = (p for model in call.arguments.models for p in model.parameters())
+    store.keep(parameters, [stage.shared for stage in stages])
     return store
 
 

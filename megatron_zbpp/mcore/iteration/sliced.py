@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from megatron_zbpp.ir import Pass
+from megatron_zbpp.ir import F, Pass
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.iteration.stages import ModelStage
 from megatron_zbpp.mcore.patches.slices import attends_in_slices, is_cut
@@ -42,6 +42,7 @@ class SlicedStage(ModelStage):
     def __init__(self, cuts: Sequence[int], running: Running, *of_stage: Any) -> None:
         super().__init__(*of_stage)
         self._cuts, self._running, self._kept = cuts, running, Kept()
+        self.shared = self._kept.storages
         # by microbatch: arguments of the model and the loss function; losses of tokens so far
         self._called: dict[int, tuple[dict[str, Any], Any]] = {}
         self._losses: dict[int, list[torch.Tensor]] = {}
@@ -56,15 +57,20 @@ class SlicedStage(ModelStage):
         part = self._part(p)
         with self._runs(part):
             output, num_tokens = super()._by_megatron(p, received, data, [])
-        if not part.is_last:
+        if p.kind != F or not part.is_last:
             return output, num_tokens * 0
-        _, loss_func = self._called.pop(p.microbatch)
         if self._is_last:
+            _, loss_func = self._called[p.microbatch]
             with torch.no_grad():
                 results.append(loss_func(torch.cat(self._losses.pop(p.microbatch), 1))[-1])
         if self.call.arguments.forward_only:
-            self._kept.drop(p.microbatch)
+            self._drop(p.microbatch)
         return output, num_tokens
+
+    def _drop(self, microbatch: int) -> None:
+        """Forget a microbatch, whose last pass has run."""
+        self._kept.drop(microbatch)
+        del self._called[microbatch]
 
     @contextmanager
     def _runs(self, part: Slice) -> Iterator[None]:
@@ -97,18 +103,19 @@ class SlicedStage(ModelStage):
             else:
                 given, loss_func = self._called[part.microbatch]
                 output = model(**given)
-            return output, self._of_whole(part, loss_func) if self._is_last else loss_func
+            return output, self._of_whole(p, part, loss_func) if self._is_last else loss_func
 
         return step
 
-    def _of_whole(self, part: Slice, loss_func: Any) -> Any:
+    def _of_whole(self, p: Pass, part: Slice, loss_func: Any) -> Any:
         """Return a loss function of a slice's tokens, by the program's own of whole sequences.
 
         To that, tokens of other slices have a loss of 0: so it divides by what it would divide by.
         """
 
         def of_slice(losses: torch.Tensor) -> Any:
-            self._losses.setdefault(part.microbatch, []).append(losses.detach())
+            if p.kind == F:
+                self._losses.setdefault(part.microbatch, []).append(losses.detach())
             missing = (part.start, part.total - part.end)
             return loss_func(torch.nn.functional.pad(losses, missing))
 
@@ -125,7 +132,7 @@ class SlicedStage(ModelStage):
         with self._runs(part), _of_slice(part):
             made = super().backward(p, received, output, gradient)
         if part.is_first:
-            self._kept.drop(p.microbatch)
+            self._drop(p.microbatch)
         return made
 
 

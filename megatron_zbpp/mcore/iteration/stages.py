@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -94,6 +94,7 @@ class ModelStage:
         is_last: whether it computes the loss.
 
     Attributes, beside those:
+        shared: addresses of the memory that several passes save.
         config: of the model.
         delaying: what leaves weight gradients of Transformer Engine's modules to W.
     """
@@ -111,6 +112,7 @@ class ModelStage:
         self.data_iterator = data_iterator
         self.vp_stage = vp_stage
         self._is_last = is_last
+        self.shared: Set[int] = frozenset()
         # of forwards that are to run again: random states before it, and what it has read
         self._to_run_again: dict[Key, tuple[tuple, list[Any]]] = {}
         self.config = get_model_config(model)

@@ -7,7 +7,7 @@ sequence parallelism gathers, tensors that a layer keeps beside what it saves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ from megatron_zbpp.runtime import compat
 from megatron_zbpp.runtime.activations.slabs import PinningError
 
 HELD = 'held by others'
+_SHARED = 'needed by other slices'
 SMALL = 1024  # elements: below, a copy costs more than it frees
 
 
@@ -47,7 +48,7 @@ class Handle(NamedTuple):
 
 @dataclass
 class Bytes:
-    """Bytes of one pass: those that went, and those that stayed, by the reason."""
+    """Bytes of a microbatch in a stage: those that went, and those that stayed, by the reason."""
 
     moved: int = 0
     stayed: dict[str, int] = field(default_factory=dict[str, int])
@@ -60,6 +61,16 @@ class Bytes:
     def stay(self, why: str, nbytes: int) -> None:
         """Count bytes that stay."""
         self.stayed[why] = self.stayed.get(why, 0) + nbytes
+
+    @classmethod
+    def of_slices(cls, found: Iterable[Bytes]) -> Bytes:
+        """Return those of all slices of a microbatch; what stays they share."""
+        whole = cls()
+        for own in found:
+            whole.moved += own.moved
+            for why, nbytes in own.stayed.items():
+                whole.stayed[why] = max(nbytes, whole.stayed.get(why, 0))
+        return whole
 
 
 class Engine(Protocol):
@@ -87,11 +98,12 @@ class Engine(Protocol):
 
 
 class Bundle:
-    """The saved tensors of one (stage, microbatch).
+    """The saved tensors of one (stage, microbatch, slice).
 
     Args:
         copies: of the device.
         staying: storages that stay, by their address: those of parameters.
+        shared: those of several passes, as they are when a tensor is saved.
         small: memory of fewer elements stays.
 
     Attributes:
@@ -99,10 +111,17 @@ class Bundle:
         away: whether it is not on the device.
     """
 
-    def __init__(self, copies: Engine, staying: Set[int], small: int = SMALL) -> None:
+    def __init__(
+        self,
+        copies: Engine,
+        staying: Set[int],
+        small: int = SMALL,
+        shared: Sequence[Set[int]] = (),
+    ) -> None:
         self._copies = copies
         self._staying = staying
         self._small = small
+        self._shared = shared
         self._pieces: dict[int, Piece] = {}
         self._going: list[Piece] = []
         self._left: Any = None  # what has left, by the engine
@@ -214,6 +233,8 @@ class Bundle:
         """Return why it stays whoever holds it; None: it may go."""
         if storage._cdata in self._staying:
             return 'parameters'
+        if any(storage._cdata in own for own in self._shared):
+            return _SHARED
         if storage._cdata in self._pieces:
             return None
         if type(tensor) is not torch.Tensor or tensor.is_neg() or tensor.is_conj():

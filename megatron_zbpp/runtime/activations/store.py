@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ _MUCH = 0.1  # of what was to leave
 
 
 class ActivationStore:
-    """Bundles by (stage, microbatch), from F to B: on the device, on the host or on a partner.
+    """Bundles of passes, by their keys, from F to B: on the device, the host or a partner.
 
     Args:
         device: whose memory is freed.
@@ -31,7 +31,6 @@ class ActivationStore:
         copies: the copy engine of the device; default: its own.
 
     Attributes:
-        bytes: of each stage, those of the latest pass that left.
         keeping: what this rank keeps for its partner; None: none has joined.
     """
 
@@ -42,13 +41,14 @@ class ActivationStore:
         small: int | None = None,
         copies: Copies | None = None,
     ) -> None:
-        self.bytes: dict[int, Bytes] = {}
         self.keeping: Keeping | None = None
         self._channels: Channels | None = None
         self._copies = Copies(device) if copies is None else copies
         self._say = say or rank_log.warning
         self._small = SMALL if small is None else small
         self._staying: frozenset[int] = frozenset()
+        self._shared: Sequence[Set[int]] = ()
+        self._latest: dict[int, dict[int, Bytes]] = {}  # by stage and slice
         self._parameters: dict[tuple, torch.Tensor] = {}
         self._bundles: dict[Key, Bundle] = {}
         self._said = False
@@ -56,8 +56,13 @@ class ActivationStore:
 
     @property
     def away(self) -> frozenset[Key]:
-        """The (stage, microbatch) that are not on the device."""
+        """The keys of what is not on the device."""
         return frozenset(key for key, bundle in self._bundles.items() if bundle.away)
+
+    @property
+    def bytes(self) -> dict[int, Bytes]:
+        """Those of each stage, of the latest pass that left; of slices, of all of them."""
+        return {stage: Bytes.of_slices(own.values()) for stage, own in self._latest.items()}
 
     def copy_times(self) -> dict[int, float]:
         """Return seconds of one way of an activation to the host, by stage, as measured now."""
@@ -66,7 +71,7 @@ class ActivationStore:
 
     @property
     def kept(self) -> int:
-        """The number of (stage, microbatch) that this rank keeps for its partner."""
+        """The number of bundles that this rank keeps for its partner."""
         return 0 if self.keeping is None else len(self.keeping)
 
     def join(self, channels: Channels) -> None:
@@ -75,12 +80,17 @@ class ActivationStore:
             self._channels = channels
             self.keeping = Keeping(self._copies.device, channels)
 
-    def keep(self, parameters: Iterable[torch.Tensor]) -> None:
+    def keep(self, parameters: Iterable[torch.Tensor], shared: Sequence[Set[int]] = ()) -> None:
         """Let these stay, and be seen as themselves by the backwards of what leaves.
 
         Quantized ones have no memory of their own: some tell another place whenever they are asked,
         which may be that of an activation later. Their parts stay since they hold them.
+
+        Args:
+            parameters: of the model.
+            shared: addresses of storages that several passes save, which change while passes run.
         """
+        self._shared = shared
         found: list[Any] = list(parameters)
         plain = [each for each in found if type(each.data) is torch.Tensor]
         self._parameters = {compat.place_of(each): each for each in plain}
@@ -93,10 +103,10 @@ class ActivationStore:
         Args:
             everything: else only of stages of which much stays that was planned to leave.
         """
-        if self._told or not self.bytes:
+        if self._told or not (left := self.bytes):
             return
         self._told = True
-        for stage, found in sorted(self.bytes.items()):
+        for stage, found in sorted(left.items()):
             held = found.stayed.get(HELD, 0)
             much = held > _MUCH * (held + found.moved)
             if everything or much:
@@ -118,7 +128,7 @@ class ActivationStore:
         if partner is not None:
             assert self._channels is not None, 'programs for partners come with channels to them'
             engine = Partner(self._copies.device, self._channels, partner)
-        bundle = self._bundles[key] = Bundle(engine, self._staying, self._small)
+        bundle = self._bundles[key] = Bundle(engine, self._staying, self._small, self._shared)
         if received is not None:
             bundle.take(received)
         with saved_tensors_hooks(bundle.pack, bundle.unpack):
@@ -133,7 +143,8 @@ class ActivationStore:
             if not self._said:
                 self._say(f'activations stay on the device: {error}')
             self._said = True
-        self.bytes[key[0]] = bundle.bytes
+        stage, _, part = key
+        self._latest.setdefault(stage, {})[part] = bundle.bytes
 
     def leave(self, key: Key) -> None:
         """Free it on the device."""

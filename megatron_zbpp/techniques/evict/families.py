@@ -6,30 +6,30 @@ from dataclasses import replace
 
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.schedules.one_f_one_b import one_f_one_b
 from megatron_zbpp.schedules.registry import Formula, Sizes, family
 from megatron_zbpp.techniques.evict.place import with_eviction
+from megatron_zbpp.techniques.slices.place import in_slices
 
 
-def bound(num_ranks: int) -> int:
-    """Return the most activations on any rank: ceil((p+2)/2)."""
-    return (num_ranks + 3) // 2
+def bound(num_ranks: int, num_slices: int = 1) -> float:
+    """Return the most activations on any rank: ceil((p+2)/2), and n-1 further slices of n."""
+    return ((num_ranks + 3) // 2 + num_slices - 1) / num_slices
 
 
 def _most(at: Sizes) -> float:
-    return min(bound(at.p), at.m) if at.p > 1 else 1
+    return min(bound(at.p, at.n), at.m) if at.p > 1 else 1
 
 
 @family(
     'bpipe',
     summary='1F1B whose first ranks keep activations on the last ones, which have room',
     bubble=Formula('(p-1)(F+B+W)', lambda at: (at.p - 1) * at.S),
-    memory=Formula('floor((p+3)/2)', _most, at_most=True),
+    memory=Formula('floor((p+3)/2)', _most, lambda at: at.n == 1, at_most=True),
     source='BPipe, ICML 2023',
     aliases=('memory-balanced-pipeline',),
     moves=True,
 )
-def b_pipe(num_ranks: int, num_microbatches: int) -> Schedule:
+def b_pipe(num_ranks: int, num_microbatches: int, num_slices: int = 1) -> Schedule:
     """BPipe: of pairs (x, p-1-x) the first sends activations to the second, and takes them back.
 
     Kim et al., BPipe: Memory-Balanced Pipeline Parallelism, ICML 2023. Which microbatches go is a
@@ -46,7 +46,7 @@ def b_pipe(num_ranks: int, num_microbatches: int) -> Schedule:
     - Peak memory: ceil((p+2)/2) activations on every rank, what it stores for its partner included.
     - When: links within a pair are fast and memory is what limits; it promises no speed.
     """
-    plain = one_f_one_b(num_ranks, num_microbatches)
-    limits = [float(bound(num_ranks))] * num_ranks
+    plain = in_slices('1f1b', num_ranks, num_microbatches, num_slices)
+    limits = [bound(num_ranks, num_slices)] * num_ranks
     found = with_eviction(plain, range(num_ranks), Costs.uniform(plain.placement), limits)
     return replace(found, name='bpipe', phases=())

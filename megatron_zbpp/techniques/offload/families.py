@@ -7,9 +7,10 @@ from dataclasses import replace
 from megatron_zbpp.ir import B, F, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST, TRANSFERS
-from megatron_zbpp.schedules.pipe_offload import BUBBLE, SOURCE, po
+from megatron_zbpp.schedules.pipe_offload import BUBBLE, SOURCE
 from megatron_zbpp.schedules.registry import Formula, family
 from megatron_zbpp.techniques.offload.place import with_offload
+from megatron_zbpp.techniques.slices.place import in_slices
 
 
 @family(
@@ -24,7 +25,11 @@ from megatron_zbpp.techniques.offload.place import with_offload
     moves=True,
 )
 def po_h(
-    num_ranks: int, num_microbatches: int, num_chunks: int = 2, costs: Costs | None = None
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int = 2,
+    costs: Costs | None = None,
+    num_slices: int = 1,
 ) -> Schedule:
     """PO-H: PO, and of each rank's chunks the first half goes to the host between F and B.
 
@@ -39,7 +44,10 @@ def po_h(
     - Peak memory: about (v+2)/(8v) of p activations, and what is in transit.
     - When: memory is short and a copy both ways takes up to twice the time that it computes.
     """
-    return _offloaded('po-h', num_ranks, num_microbatches, num_chunks, (num_chunks + 1) // 2, costs)
+    base = in_slices(
+        'po', num_ranks, num_microbatches, num_slices, num_chunks=num_chunks, costs=costs
+    )
+    return _offloaded('po-h', base, (num_chunks + 1) // 2, costs)
 
 
 @family(
@@ -52,7 +60,11 @@ def po_h(
     moves=True,
 )
 def po_f(
-    num_ranks: int, num_microbatches: int, num_chunks: int = 2, costs: Costs | None = None
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int = 2,
+    costs: Costs | None = None,
+    num_slices: int = 1,
 ) -> Schedule:
     """PO-F: PO, and all that has the time goes to the host between F and B.
 
@@ -66,22 +78,22 @@ def po_f(
     - Peak memory: about 4 activations of a chunk, however many ranks there are.
     - When: long sequences or wide layers, where a copy both ways takes no longer than it computes.
     """
-    return _offloaded('po-f', num_ranks, num_microbatches, num_chunks, num_chunks, costs)
+    base = in_slices(
+        'po', num_ranks, num_microbatches, num_slices, num_chunks=num_chunks, costs=costs
+    )
+    return _offloaded('po-f', base, num_chunks, costs)
 
 
-def _offloaded(
-    name: str, p: int, m: int, num_chunks: int, moved: int, costs: Costs | None
-) -> Schedule:
+def _offloaded(name: str, base: Schedule, moved: int, costs: Costs | None) -> Schedule:
     """Return PO with each rank's first `moved` chunks on the host, in slots as long as any copy.
 
     Where costs say nothing of copies, both ways of one take as long as F, B and W.
     """
-    base = po(p, m, num_chunks, costs)
     ones = (1.0,) * base.placement.num_stages
     costs = costs or Costs.of(ones, ones, ones)
     told = [time for kind in TRANSFERS[HOST] for time in costs.times.get(kind, ())]
     works = zip(costs.times[F], costs.times[B], costs.times[W], strict=True)
     slot = max(told) if told else max(map(sum, works)) / 2
     costs = costs.with_times(**dict.fromkeys(TRANSFERS[HOST], (slot,) * len(ones)))
-    stages = [s for s in range(p * num_chunks) if base.placement.chunk_of(s) < moved]
+    stages = [s for s in range(base.num_stages) if base.placement.chunk_of(s) < moved]
     return replace(with_offload(base, stages, costs), name=name)

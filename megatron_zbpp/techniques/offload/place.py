@@ -54,8 +54,9 @@ def offloaded(
     stages = list(_worth_it(schedule, ceil(share)))
 
     def goes(forward: Pass) -> bool:
-        """Return whether it is of the share: of the last chunk, every so many-th microbatch."""
-        part, at = share - placement.chunk_of(forward.stage), forward.microbatch
+        """Return whether it is of the share: of the last chunk, every so many-th."""
+        part = share - placement.chunk_of(forward.stage)
+        at = forward.microbatch * schedule.graph.num_slices + forward.slice
         return part >= 1 or floor((at + 1) * part) > floor(at * part)
 
     moved = with_offload(schedule, stages, costs, pairs, goes)
@@ -78,10 +79,11 @@ def with_offload(
         pairs: see `offloaded`.
         goes: whether the activation of a forward of `stages` may go; others stay.
     """
-    length = max(costs.time(Task(kind, stage)) for kind in TRANSFERS[HOST] for stage in stages)
+    copies = [costs.time(Task(kind, stage)) for kind in TRANSFERS[HOST] for stage in stages]
+    length, margin = (max(each) / schedule.graph.num_slices for each in (copies, costs.times[B]))
     on_grid = schedule.name == po.__name__ and not schedule.graph.techniques  # its gaps count
     spans = planned(schedule, costs) if on_grid else simulate(schedule, costs).spans
-    return with_transfers(schedule, spans, stages, length, max(costs.times[B]), pairs, goes)
+    return with_transfers(schedule, spans, stages, length, margin, pairs, goes)
 
 
 def _worth_it(schedule: Schedule, chunks: int) -> Iterator[int]:

@@ -60,20 +60,20 @@ def in_slices(
         raise ValueError(f'{n} slices: give at least 1')
     make = partial(build, num_ranks=num_ranks, num_chunks=num_chunks)
     whole = partial(make, num_microbatches=num_microbatches, costs=costs, memory_limit=memory_limit)
-    if n == 1 and 'num_slices' not in family.options:
+    if n == 1 and family.default_slices == 1:
         return whole(name, together=together)
     if together:
         raise ValueError(
             'passes of slices run one by one: leave --slices out, or --together and "together"'
         )
-    if family.moves:
+    form = name if 'num_slices' in family.options else _FORMS.get(family.name)
+    if form is not None:  # these take no limit into account
+        made = whole(form, num_slices=n)
+    elif family.moves:
         raise ValueError(
             f'{family.name} moves activations, and slices are cut before those move: cut a '
             'schedule of F, B and W alone, such as 1f1b or po, then offload'
         )
-    form = name if 'num_slices' in family.options else _FORMS.get(family.name)
-    if form is not None:  # these take neither costs nor a limit into account
-        made = whole(form, num_slices=n)
     else:
         held = max(costs.amounts['activation']) if costs else 1.0
         units = make(
@@ -83,7 +83,7 @@ def in_slices(
             memory_limit=None if memory_limit is None else n * memory_limit - (n - 1) * held,
         )
         made = by_rule(units, n)
-    if form == name:
+    if family.default_slices > 1:
         return made
     return replace(made, name=f'{family.name} + slices {n}')
 

@@ -25,6 +25,7 @@ from megatron_zbpp.planner.lower_bounds import lower_bound
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem, replay_whole
 from megatron_zbpp.schedules import Sizes, build, find, names, own_families
+from megatron_zbpp.techniques.slices import place
 from megatron_zbpp.techniques.slices.graph import Slicing
 from megatron_zbpp.techniques.slices.place import by_rule, cut, in_slices, unsuited
 
@@ -99,7 +100,7 @@ def test_orders_as_published():
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 7), st.integers(1, 7))
 
 
-@given(st.sampled_from(names(plain=True)), SHAPES, st.data())
+@given(st.sampled_from(names()), SHAPES, st.data())
 def test_every_family_runs_in_slices(name, shape, data):
     """It does not deadlock, does each task once, and each stage in the order of units."""
     p, m, n = shape
@@ -110,6 +111,7 @@ def test_every_family_runs_in_slices(name, shape, data):
     check(made)
     assert made.graph.num_slices == n
     assert made.num_microbatches == m
+    assert made.name == (family.name if n == 1 else f'{family.name} + slices {n}')
     forward = [(i, j) for i in range(m) for j in range(n)]
     backward = [(i, n - 1 - j) for i, j in forward]
     for stage, rank in enumerate(made.placement.only_route):
@@ -197,7 +199,7 @@ def test_who_does_not_suit_slices_says_so():
     ('make', 'says'),
     [
         (lambda: in_slices('1f1b', 2, 2, 0), '0 slices: give at least 1'),
-        (lambda: in_slices('po-h', 2, 2, 2), 'po-h moves activations, .* such as 1f1b or po'),
+        (lambda: moving_whole(), 'po-h moves activations, .* such as 1f1b or po'),
         (
             lambda: build('1f1b', 2, 2, num_slices=2),
             '1f1b cannot have 2 slices: .* whole sequences',
@@ -212,6 +214,12 @@ def test_who_does_not_suit_slices_says_so():
 def test_what_cannot_be_cut(make, says):
     with pytest.raises(ValueError, match=says):
         make()
+
+
+def moving_whole() -> Schedule:
+    """A family of somebody else's, which knows of no slices."""
+    with patch.object(place, 'find', lambda name: replace(find(name), options=())):
+        return in_slices('po-h', 2, 2, 2)
 
 
 def two_routes() -> Schedule:
