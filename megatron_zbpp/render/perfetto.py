@@ -53,7 +53,8 @@ def _processes(rows: list[list[Bar]], prefix: str, first: int) -> Iterator[_Even
 
 
 def _passes(rows: list[list[Bar]], timeline: Timeline, first: int) -> Iterator[_Event]:
-    chunk_of = timeline.schedule.placement.chunk_of
+    schedule = timeline.schedule
+    chunk_of, sliced = schedule.placement.chunk_of, schedule.graph.num_slices > 1
     for rank, row in enumerate(rows):
         for ran, start, end, _ in row:
             yield {
@@ -61,13 +62,14 @@ def _passes(rows: list[list[Bar]], timeline: Timeline, first: int) -> Iterator[_
                 'pid': first + rank,
                 'tid': 0,
                 'name': str(ran),
-                'cat': timeline.schedule.graph.kinds[ran.kind].words,
+                'cat': schedule.graph.kinds[ran.kind].words,
                 'ts': start * _MICROSECONDS,
                 'dur': (end - start) * _MICROSECONDS,
                 'args': {
                     'stage': ran.stage,
                     'chunk': chunk_of(ran.stage),
                     'microbatch': ran.microbatch,
+                    **({'slice': ran.slice} if sliced else {}),
                 },
             }
 

@@ -91,6 +91,23 @@ def test_wait_for_a_send_to_leave(ahead):
     )
 
 
+def test_slices_are_named(ahead):
+    """Of what is waited for, and of what was saved."""
+    sliced = build('seq1f1b-zb', 3, 4, num_slices=2)
+    ahead.program, order = lower(sliced)[1], sliced.passes[1]
+    ahead.record = Record(list(order[:3]), [(0, 0)] * 3, [])
+    ahead.current, ahead.awaiting = order[3], True
+    standing = Tracker(ahead).standing()
+    assert standing['now'] == 'B stage 1 microbatch 0 slice 1 (1B0.1)'
+    assert standing['waits for'] == (
+        'gradient of stage 2 microbatch 0 slice 1 from pipeline rank 2 (global rank 6)'
+    )
+    p = Pass('F', 0, 2)
+    ahead.awaiting, ahead.moves.waits = False, Send(p, Pass('E', 0, 2), 2, saved=True)
+    waits = Tracker(ahead).standing()['waits for']
+    assert waits.endswith('to take activations of stage 0 microbatch 2 slice 0')
+
+
 def test_sigterm_is_read_by_a_thread_and_kills_children():
     own = signal.getsignal(signal.SIGTERM)
     assert own is signal.SIG_DFL

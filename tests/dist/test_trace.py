@@ -9,8 +9,11 @@ import torch
 import torch.distributed as dist
 from timed import Pipeline, ShiftedClock
 
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.cli import main
 from megatron_zbpp.guests.base import Change
 from megatron_zbpp.guests.tracing.tracer import Tracer
+from megatron_zbpp.ir import Pass
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build
 
@@ -79,6 +82,37 @@ def check_trace(events, processes):
     arrived = {e['id']: e['ts'] for e in events if e['ph'] == 'f'}
     assert sent.keys() == arrived.keys() and len(sent) >= 4 * 4
     assert all(arrived[key] >= sent[key] for key in sent)
+
+
+SLICED = build('seq1f1b-zb', 2, 2, num_slices=3)
+
+
+def sliced(folder):
+    """Returns what each rank held at most, once there are pictures."""
+    tracer, pipeline = Tracer(folder), Pipeline(SLICED, ShiftedClock(100.0 * dist.get_rank()))
+    for _ in range(5):
+        tracer.after(iteration := pipeline.run(), None)
+    return iteration.peak()
+
+
+def test_slices(ranks, tmp_path):
+    """Each pass names its own; times of stages are of whole sequences, for `zbpp profile`."""
+    held = ranks(2).run(sliced, tmp_path)
+    assert held == pytest.approx(list(peak(SLICED, Costs.uniform(SLICED.placement))))
+    assert panels((tmp_path / 'pipeline.html').read_text())[1]['rows'][0]['slices'][:3] == [0, 1, 2]
+    events = json.loads((tmp_path / 'pipeline.perfetto.json').read_text())['traceEvents']
+    passes = [event for event in events if event['ph'] == 'X']
+    for event in passes:
+        p = Pass.parse(event['name'])
+        args = event['args']
+        assert (args['stage'], args['microbatch'], args['slice']) == p[1:]
+    stages = tmp_path / 'stages.json'
+    took = [e['dur'] / 1e6 for e in passes if e['name'].startswith('0F')]
+    assert len(took) == 6
+    assert json.loads(stages.read_text())['F'][0] == pytest.approx(sum(took) / 2)
+    assert (
+        main(['profile', '--stages', f'Et|tL={stages}', '-o', str(tmp_path / 'layers.json')]) == 0
+    )
 
 
 def profile(schedule):

@@ -68,6 +68,7 @@ CASES |= {
     },
     'slow pass': SOUND | {'mishap': 'slow', 'pass': '1F1'},
     'long pause': SOUND | {'mishap': 'slow', 'pass': '1F1', 'pause': 1.5 * TIMEOUT},
+    'slice': SOUND | {'mishap': 'stuck', 'pass': '1B0', 'schedule': 'seq1f1b-zb'},
 }
 
 
@@ -146,6 +147,17 @@ def test_the_rank_itself_says_where(ended, mishap, phase):
         taker = Pass('B', 0, p.microbatch) if p.kind == 'B' else Pass('F', 2, p.microbatch)
         made = f'{p.words} made (2, 6) of torch.float32, but {taker.words} takes (3, 6)'
         assert made in title
+
+
+def test_slices_are_named(ended):
+    """The first of a microbatch, too, whose passes have no number of a slice in short."""
+    ranks = ended['slice']
+    where = 'of stage 1 microbatch 0 slice 0 from pipeline rank 1 (global rank 1)'
+    _, fields = report(ranks[0])
+    assert fields['now'] == 'B stage 0 microbatch 0 slice 0 (0B0)'
+    assert fields['waits for'] == f'gradient {where}'
+    assert accused(fields) == 1
+    assert report(ranks[1])[1]['now'] == 'B stage 1 microbatch 0 slice 0 (1B0)'
 
 
 def test_wrong_type_is_refused_before_it_is_sent(ended):

@@ -37,6 +37,7 @@ class Tracker:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._ended = 0  # passes known to have ended on the device
+        self._sliced = any(isinstance(i, Pass) and i.slice for i in executor.program)
 
     def position(self) -> Position:
         """Now; cheap, and never waits for the device."""
@@ -88,27 +89,37 @@ class Tracker:
             return 'before its first pass'
         if self.complete:
             return f'all {position.done} passes done'
-        place = f'{current.words} ({current})'
+        place = f'{self._pass(current)} ({current})'
         return f'right after {place}' if current in latest[-1:] else place
 
     def _awaited(self, position: Position) -> str:
         waits = position.waits
         if waits is not None and waits.saved:
-            _, stage, microbatch, _ = waits.consumer
-            whose = f'activations of stage {stage} microbatch {microbatch}'
+            whose = f'activations of {self._unit(waits.consumer)}'
             if isinstance(waits, Receive):
                 return f'{whose} from {self._rank(waits.peer)}'
             return f'{self._rank(waits.peer)} to take {whose}'
         if isinstance(waits, Receive):
             made = waits.producer
-            what = f'{"output" if made.kind == F else "gradient"} of stage {made.stage}'
-            return f'{what} microbatch {made.microbatch} from {self._rank(waits.peer)}'
+            what = f'{"output" if made.kind == F else "gradient"} of {self._unit(made)}'
+            return f'{what} from {self._rank(waits.peer)}'
         if isinstance(waits, Send):
-            taker = f'{self._rank(waits.peer)} to take what {waits.producer.words} made'
-            return f'{taker} for {waits.consumer.words}'
+            taker = f'{self._rank(waits.peer)} to take what {self._pass(waits.producer)} made'
+            return f'{taker} for {self._pass(waits.consumer)}'
         if self.complete:
             return 'the other ranks of the pipeline to end their passes'
         return 'no message'
+
+    def _pass(self, p: Pass) -> str:
+        return f'{p.kind} {self._unit(p)}'
+
+    def _unit(self, p: Pass) -> str:
+        """Return where in the model a pass is, and of what: its slice, too, where there are some.
+
+        Of a pass alone one cannot tell whether its slice 0 is one of several.
+        """
+        part = f' slice {p.slice}' if self._sliced else ''
+        return f'stage {p.stage} microbatch {p.microbatch}{part}'
 
     def _rank(self, rank: int) -> str:
         return f'pipeline rank {rank} (global rank {self._executor.channels.ranks[rank]})'

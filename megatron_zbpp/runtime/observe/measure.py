@@ -164,15 +164,16 @@ class Iteration:
     def peak(self) -> float:
         """Return the most that this rank held, in activations of one microbatch on a full rank."""
         chunks = len(self.schedule.placement.stages(dist.get_rank(self.pp_group)))
-        return max(self.record.live, default=0) / chunks
+        return max(self.record.live, default=0) / chunks / self.schedule.graph.num_slices
 
     def held(self) -> dict[int, tuple[float, float]]:
         """Return by stage of this rank: bytes held from F to B, and (maybe more) from B to W.
 
-        Medians of what each F adds and each W gives back; nothing where the clock does not count. A
-        stage whose Ws are all fused with Bs counts as one that gives nothing back before.
+        Medians of what each F adds and each W gives back, of all slices; nothing where the clock
+        does not count. A stage whose Ws are all fused with Bs counts as one that gives nothing back
+        before.
         """
-        taken: dict[tuple[int, str], list[int]] = defaultdict(list)
+        taken: dict[tuple[int, str, int], list[int]] = defaultdict(list)
         joined = self.record.joined
         shared = {*joined, *(at + 1 for at in joined)}  # what each took is not known
         for at, (p, marks) in enumerate(zip(self.record.passes, self.record.marks, strict=True)):
@@ -181,12 +182,14 @@ class Iteration:
             before, after = map(self.clock.allocated, marks)
             if before is None or after is None:
                 return {}
-            taken[p.stage, p.kind].append(after - before)
+            taken[p.stage, p.kind, p.slice].append(after - before)
+        added: dict[tuple[int, str], float] = defaultdict(float)
+        for (stage, kind, _), each in taken.items():
+            added[stage, kind] += median(each)
         found = {}
-        for stage in {stage for stage, kind in taken if kind == F}:
-            left = max(0.0, median(taken[stage, F]))
-            weights = taken.get((stage, W))
-            found[stage] = left, max(0.0, -median(weights)) if weights else left
+        for stage in {stage for stage, kind in added if kind == F}:
+            left = max(0.0, added[stage, F])
+            found[stage] = left, max(0.0, -added[stage, W]) if (stage, W) in added else left
         return found
 
     def gather(self) -> Measurement:

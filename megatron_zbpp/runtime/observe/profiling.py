@@ -1,4 +1,4 @@
-"""Passes by name in profiles: `PP:3F1` is F of stage 3, microbatch 1."""
+"""Passes by name in profiles: `PP:3F1.2` is F of stage 3, microbatch 1, slice 2."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ class Record:
     Attributes:
         passes: in order.
         marks: (start, end) of each, for `Clock.seconds`.
-        live: activations held after each, counted in (stage, microbatch) pairs by chunk.
+        live: activations held after each: of how many stages, microbatches and slices.
         joined: places of passes that ran as one with the next; the time of both is noted at the
             first.
     """

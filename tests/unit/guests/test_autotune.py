@@ -37,9 +37,8 @@ class CountingClock:
         return mark
 
 
-def iteration(kinds):
+def iteration(kinds, schedule=SCHEDULE):
     """One of rank 0, where each pass of a stage changes what is allocated by so much."""
-    schedule = build('zb-v', 2, 4)
     record, now = Record(), 1000
     for p in schedule.passes[0]:
         after = now + kinds[p.stage][p.kind]
@@ -52,6 +51,12 @@ def iteration(kinds):
 def test_bytes_by_stage():
     found = iteration({0: {F: 30, B: -10, W: -20, BW: -30}, 3: {F: 8, B: -8, W: 0, BW: -8}}).held()
     assert found == {0: (30, 20), 3: (8, 0)}
+
+
+def test_bytes_of_slices_are_those_of_the_sequence():
+    schedule = build('seq-zb-v', 2, 2, num_slices=3)
+    kinds = {0: {F: 30, B: -10, W: -20}, 3: {F: 8, B: -8, W: 0}}
+    assert iteration(kinds, schedule).held() == {0: (90, 60), 3: (24, 0)}
 
 
 def test_more_may_wait_for_w_than_f_left():
