@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import example
 import pytest
 import torch
 from grids import grid
-from models import MICROBATCHES, Job, assert_same, train
+from models import Job, assert_same, train
 from nvidia import needs_training, run, since
 from supported import TOLERANCE, supports
 from test_launch import NO_CLIPPING, PIPELINE
@@ -70,89 +72,178 @@ def _one_by_one(running):
 def by_slices(ranks, data, tmp_path, job, name='zb-h1', early=False, more=()):
     """What a pipeline leaves."""
     file = tmp_path / f'{name}.json'
-    file.write_text(in_slices(name, job.pp, MICROBATCHES, SLICES).to_json())
+    file.write_text(in_slices(name, job.pp, job.microbatches, SLICES).to_json())
     own = replace(job, file=str(file))
     return ranks(job.size).run(train, own, [*own.argv('', early, data), *more])
 
 
+@pytest.fixture(scope='module')
+def one_by_one(ranks, data):
+    """`one_by_one(kind)`: what the slices of a model leave on one rank; trained once."""
+    return functools.cache(lambda kind: ranks(1).run(in_turn, alone(kind), untied(kind, data)))
+
+
+def alone(kind, **more):
+    return few(kind, te=False, pp=1, layers=4, **more)
+
+
+def untied(kind, data):
+    return [*alone(kind).argv('megatron', False, data), *UNTIED]
+
+
+UNTIED = ['--untie-embeddings-and-output-weights']
+few = partial(Job, iterations=2, microbatches=2)
 JOBS = {
-    'GPT': Job(te=False),
-    'SwiGLU, query norms': Job('SwiGLU', te=False, distributed=True, overlap=True, dp=2),
-    'GPT, everything recomputed': Job(te=False, recompute='full'),
-    'bf16': Job(te=False, bf16=True),
-    'experts': Job('experts', te=False),
+    'SwiGLU, query norms': few('SwiGLU', te=False, distributed=True, overlap=True, dp=2),
+    'GPT, everything recomputed': few(te=False, recompute='full'),
+    'bf16': few(te=False, bf16=True),
 }
 
 
-def close(trained, reference, relative):
-    """Losses, norms, and parameters after some steps."""
+def close(trained, reference, relative, gradients=True):
+    """Losses, norms, and of each parameter the optimizer's mean of gradients."""
     for found, expected in zip(trained, reference, strict=True):
         for ours, theirs in zip(
             found.losses + found.norms, expected.losses + expected.norms, strict=True
         ):
             assert (ours is None) == (theirs is None)
             assert ours is None or math.isclose(ours, theirs, rel_tol=relative), (ours, theirs)
+        assert found.states.keys() == expected.states.keys() and found.states
+        for key, (_, _, state) in expected.states.items() if gradients else ():
+            mean = state['exp_avg']
+            off = (found.states[key][2]['exp_avg'] - mean).abs().max()
+            assert off <= relative * mean.abs().max(), (key, off)
 
 
 @pytest.mark.parametrize('job', JOBS.values(), ids=JOBS)
 def test_close_to_whole_sequences(ranks, data, tmp_path, job):
     stock = ranks(job.size).run(train, job, job.argv('megatron', False, data))
-    trained = by_slices(ranks, data, tmp_path, job)
-    tolerance = 2e-2 if job.bf16 else 5e-3 if job.kind == 'experts' else 1e-6
-    close(trained, stock, tolerance)  # experts are balanced in each slice
+    close(by_slices(ranks, data, tmp_path, job), stock, 2e-2 if job.bf16 else 1e-6)
 
 
-TE_JOBS = {
-    'SwiGLU, attention recomputed': Job('SwiGLU', fused=True, recompute='selective'),
-    'tensor and sequence parallel': Job(tp=2),
-    'MLA': Job('MLA'),
-    'experts': Job('unbalanced experts', ep=2, dp=2, distributed=True, fused=True, overlap=True),
+MODELS = {
+    'experts': few('experts', te=False, pp=1),  # which are balanced in each slice
+    'one key for all queries': few('one key for all queries', te=False, pp=1),
+    'window': few('window', te=False, pp=1),
+    'YaRN': few(te=False, pp=1, positions='yarn'),
+    'learned positions': few(te=False, pp=1, positions='learned_absolute'),
+    'masks': few(te=False, pp=1, masks=True),
+    'attention recomputed': few(te=False, pp=1, recompute='selective'),
+}
+
+
+@pytest.fixture(scope='module')
+def whole(ranks, data):
+    """`whole(name)`: what whole sequences leave on one rank; trained once."""
+
+    def trained(name):
+        return ranks(1).run(train, MODELS[name], MODELS[name].argv('megatron', False, data))
+
+    return functools.cache(trained)
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_slices_one_by_one(ranks, data, whole, name):
+    """On one rank: what the pipeline adds to that is compared to the bit below."""
+    job, exact = MODELS[name], name != 'experts'
+    found = ranks(1).run(in_turn, job, job.argv('megatron', False, data))
+    close(found, whole(name), 1e-6 if exact else 5e-3, exact)
+
+
+def test_the_cases_differ(whole):
+    """Positions, windows and masks change the loss, so a slice that forgot them would show."""
+    assert len({whole(name)[0].losses[0] for name in MODELS}) == len(MODELS)
+
+
+TE_MODELS = {
+    'MLA with YaRN': few('MLA', pp=1),
+    'MLA with plain RoPE': few('MLA with plain RoPE', pp=1),
+    'window': few('window', pp=1),
 }
 
 
 @pytest.mark.te
-@grid(kind=tuple(TE_JOBS))
-def test_transformer_engines_layers(te_ranks, data, tmp_path, kind):
-    job = TE_JOBS[kind]
+@pytest.mark.parametrize('job', TE_MODELS.values(), ids=TE_MODELS)
+def test_transformer_engines_slices_one_by_one(te_ranks, data, job):
+    argv = job.argv('megatron', False, data)
+    stock, found = (te_ranks(1).run(how, job, argv) for how in (train, in_turn))
+    close(found, stock, 1e-6)
+
+
+TE_JOBS = {
+    'SwiGLU, attention recomputed': few('SwiGLU', fused=True, recompute='selective'),
+    'tensor and sequence parallel': few(tp=2),
+    'experts': few('unbalanced experts', ep=2, dp=2, distributed=True, fused=True, overlap=True),
+}
+
+
+@pytest.mark.te
+@pytest.mark.parametrize('job', TE_JOBS.values(), ids=TE_JOBS)
+def test_transformer_engines_layers(te_ranks, data, tmp_path, job):
     stock = te_ranks(job.size).run(train, job, job.argv('megatron', False, data))
     close(by_slices(te_ranks, data, tmp_path, job), stock, 1e-6)
 
 
-@pytest.mark.parametrize('kind', ['dense', 'SwiGLU', 'experts'])
-def test_as_on_one_rank(ranks, data, tmp_path, kind):
+@grid(
+    when=lambda kind, schedule, p: p == 2 or schedule in ('1f1b', 'zb-h1'),  # of 4 layers
+    kind=('dense', 'SwiGLU', 'experts', 'dense'),
+    schedule=('zb-h1', '1f1b', 'zb-v', 'interleaved'),
+    p=(4, 2, 2, 2),
+)
+def test_as_on_one_rank(ranks, data, one_by_one, tmp_path, kind, schedule, p):
     """Slices in the pipeline give the bits of the same slices one by one."""
-    job = Job(kind, te=False)
-    alone, untied = replace(job, pp=1, layers=4), ['--untie-embeddings-and-output-weights']
-    expected = ranks(1).run(in_turn, alone, [*alone.argv('megatron', False, data), *untied])
-    for name in ('1f1b', 'zb-h1', 'zb-v', 'interleaved'):
-        assert_same(by_slices(ranks, data, tmp_path, job, name, more=untied), expected)
+    job = few(kind, te=False, pp=p, layers=4 // p)
+    found = by_slices(ranks, data, tmp_path, job, schedule, more=UNTIED)
+    assert_same(found, one_by_one(kind), job.iterations)
 
 
-def test_forwards_ahead(ranks, data, tmp_path):
-    job = Job(te=False)
-    plain = by_slices(ranks, data, tmp_path, job)
-    early = by_slices(ranks, data, tmp_path, job, early=True)
-    assert_same(early, plain)
+def test_forwards_ahead(ranks, data, one_by_one, tmp_path):
+    early = by_slices(ranks, data, tmp_path, few(te=False), early=True, more=UNTIED)
+    assert_same(early, one_by_one('dense'), 2)
     assert any(rank.early for rank in early)
+
+
+def test_dropout(ranks, data, tmp_path):
+    """Each stage draws slice by slice: all schedules of one stage a rank draw the same masks."""
+    job = few(te=False, dropout=0.1, recompute='full')
+    found = [by_slices(ranks, data, tmp_path, job, name) for name in ('1f1b', 'zb-h1')]
+    assert_same(*found, job.iterations)
+    assert found[0][1].losses[0] != by_slices(ranks, data, tmp_path, few(te=False))[1].losses[0]
+
+
+@pytest.fixture(scope='module')
+def stock(ranks, tmp_path_factory):
+    """Losses of Megatron's own 1F1B, and flags that go on from its checkpoint."""
+    folder = tmp_path_factory.mktemp('stock')
+    flags = [*PIPELINE, *NO_CLIPPING, '--global-batch-size', 4, '--train-iters', 3]
+    found = run(ranks(2), *flags, '--save', folder, '--save-interval', 1)
+    return found, [*flags, '--load', folder, '--ckpt-step', 1]
+
+
+@pytest.fixture(scope='module')
+def first(ranks, stock):
+    """`first(slices)`: what 1F1B leaves in these slices; trained once."""
+    args = '--pipeline-schedule', '1f1b', '--pipeline-slices'
+    return functools.cache(lambda slices: run(ranks(2), *stock[1], *args, slices))
 
 
 @supports("NVIDIA's loop: slices of sequences", outcome=TOLERANCE)
 @needs_training
-@grid(schedule=('zb-v', 'seq1f1b', 'seq1f1b-interleaved+post-validation'))
-def test_nvidias_loop(ranks, tmp_path, schedule):
+@grid(
+    schedule=('zb-v', 'seq1f1b', 'seq1f1b-interleaved+post-validation'),
+    slices=('4', '6,4,3,3', '4'),
+)
+def test_nvidias_loop(ranks, stock, first, schedule, slices):
     """From a checkpoint of Megatron's own 1F1B; uneven slices, too, and all to the same bits."""
-    flags = [*PIPELINE, *NO_CLIPPING, '--train-iters', 4]
-    stock = run(ranks(2), *flags, '--save', tmp_path, '--save-interval', 1)
-    ours = [*flags, '--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule']
+    whole, flags = stock
     name, _, early = schedule.partition('+')
-    for slices in ('4', '6,4,3,3'):
-        found = run(ranks(2), *ours, name, '--pipeline-slices', slices, *(EARLY if early else []))
-        other = run(ranks(2), *ours, '1f1b', '--pipeline-slices', slices)
-        assert found.losses == other.losses and found.parameters == other.parameters
-        for iteration, (loss, *rest) in since(1, stock.losses).items():
-            own, *others = found.losses[iteration]
-            assert math.isclose(float.fromhex(own), float.fromhex(loss), rel_tol=1e-6)
-            assert others == rest
+    words = ['--pipeline-schedule', name, '--pipeline-slices', slices, *(EARLY if early else [])]
+    found, other = run(ranks(2), *flags, *words), first(slices)
+    assert found.losses == other.losses and found.parameters == other.parameters
+    for iteration, (loss, *rest) in since(1, whole.losses).items():
+        own, *others = found.losses[iteration]
+        assert math.isclose(float.fromhex(own), float.fromhex(loss), rel_tol=1e-6)
+        assert others == rest
 
 
 def first_call():
@@ -219,11 +310,11 @@ def test_refused_at_the_first_call(ranks):
 def test_evaluation(ranks, data, tmp_path):
     """Validation losses are those of whole sequences, and evaluating leaves training alone."""
     common = ['--num-layers', 4, '--pipeline-model-parallel-size', 2, '--clip-grad', 1e9]
-    common += ['--data-path', data, '--global-batch-size', 4, '--train-iters', 4]
-    evaluating = [*common, '--eval-interval', 2, '--eval-iters', 2]
+    common += ['--data-path', data, '--global-batch-size', 2, '--train-iters', 2]
+    evaluating = [*common, '--eval-interval', 1, '--eval-iters', 1]
     stock = example.run(ranks(2), tmp_path, *evaluating, '--pipeline-schedule', 'megatron')
     file = tmp_path / 'slices.json'
-    file.write_text(in_slices('zb-v', 2, 4, SLICES).to_json())
+    file.write_text(in_slices('zb-v', 2, 2, SLICES).to_json())
     ours = ['--pipeline-schedule-file', file]
     found = example.run(ranks(2), tmp_path, *evaluating, *ours)
     assert found.losses == example.run(ranks(2), tmp_path, *common, *ours).losses

@@ -60,6 +60,13 @@ KINDS_OF_SOME['unbalanced experts'] = _EXPERTS | {
     'moe_aux_loss_coeff': 0.0,
     'moe_router_load_balancing_type': 'none',
 }
+# read of the config as yarn_*, which are no fields of it
+_YARN = {'rotary_scaling_factor': 4.0, 'original_max_position_embeddings': 4, 'beta_fast': 32.0}
+_YARN |= {'beta_slow': 1.0, 'mscale': 1.0, 'mscale_all_dim': 0.0}
+_YARN |= {'correction_range_round_to_int': True}
+KINDS_OF_SOME['one key for all queries'] = {'num_query_groups': 1}
+KINDS_OF_SOME['window'] = {'window_size': (5, 0)}
+KINDS_OF_SOME['MLA with plain RoPE'] = KINDS['MLA'] | {'rope_type': 'rope'}  # else YaRN
 # whose all-to-all hides behind the passes of another microbatch
 KINDS_OF_SOME['hidden all-to-all'] = _EXPERTS | {'overlap_moe_expert_parallel_comm': True}
 # microbatches of any length, as programs without padding have them
@@ -124,6 +131,9 @@ class Job:
         dropout: of hidden states and of attention.
         modules: of a layer, what Megatron's own offloading has on the host; none: it is off.
         layers: of the model, over ranks of the pipeline.
+        positions: of --position-embedding-type, or 'yarn', which the example does not take.
+        masks: whether attention is given masks, which keep documents apart.
+        iterations, microbatches: of the training, and of each replica.
         change: what happens to the layers once they are built: a key of CHANGES.
     """
 
@@ -146,6 +156,10 @@ class Job:
     dropout: float = 0.0
     modules: tuple[str, ...] = ()
     layers: int = 2
+    positions: str = 'rope'
+    masks: bool = False
+    iterations: int = ITERATIONS
+    microbatches: int = MICROBATCHES
     change: str = ''
 
     @property
@@ -162,11 +176,12 @@ class Job:
         words = [*MODEL, '--num-layers', self.layers * self.pp, '--data-path', data]
         words += ['--log-interval', 1000]
         words += ['--pipeline-model-parallel-size', self.pp]
+        words += ['--position-embedding-type', self.positions] if self.positions != 'yarn' else []
         named = ['--pipeline-schedule', schedule]
         words += ['--pipeline-schedule-file', self.file] if self.file else named
         words += ['--tensor-model-parallel-size', self.tp, '--clip-grad', NO_CLIPPING]
-        words += ['--global-batch-size', MICROBATCHES * self.dp * self.cp]
-        words += ['--train-iters', ITERATIONS, '--lr-warmup-iters', 1]
+        words += ['--global-batch-size', self.microbatches * self.dp * self.cp]
+        words += ['--train-iters', self.iterations, '--lr-warmup-iters', 1]
         words += ['--bf16'] if self.bf16 else []
         words += ['--overlap-grad-reduce'] if self.overlap else []
         words += ['--use-distributed-optimizer'] if self.distributed else []
@@ -241,7 +256,7 @@ def train(job: Job, argv: list[str]) -> Trained:
         data = script.iterators(args, script.build_datasets(args)[0], 0)
         losses, norms = [], []
         for iteration in range(args.train_iters):
-            if iteration == ITERATIONS // 2 and job.evaluates:
+            if iteration == job.iterations // 2 and job.evaluates:
                 with torch.no_grad():
                     losses.append(script.run_batch(args, models, data, forward_only=True))
             for model in models:
@@ -296,6 +311,10 @@ def _replacements(script: Any, job: Job) -> Iterator[tuple[Any, str, Any]]:
         expert_model_parallel_size=job.ep,
     )
     yield state, 'initialize_model_parallel', initialize
+    if job.positions == 'yarn':
+        yield script, 'GPTModel', _with_yarn(script.GPTModel)
+    if job.masks:
+        yield script, 'forward_step', _with_masks(script)
     if job.kind == 'lengths':
         yield script, 'batches', _of_many_lengths(script.batches)
     if job.cp > 1:
@@ -309,6 +328,32 @@ def _replacements(script: Any, job: Job) -> Iterator[tuple[Any, str, Any]]:
 
 def _with(make: Callable, **values: Any) -> Callable:
     return lambda *args, **given: make(*args, **(given | values))
+
+
+def _with_yarn(make: Callable) -> Callable:
+    """A model whose positions are YaRN's, which Megatron's flags set one by one."""
+
+    def build(config: Any, *args: Any, **given: Any) -> torch.nn.Module:
+        for name, value in _YARN.items():
+            setattr(config, f'yarn_{name}', value)
+        return make(config, *args, **(given | {'position_embedding_type': 'yarn'}))
+
+    return build
+
+
+def _with_masks(script: Any) -> Callable:
+    """A forward_step that gives attention masks: a document begins with each fifth token, about."""
+
+    def forward_step(data: Iterator | None, model: torch.nn.Module) -> tuple[Any, Any]:
+        batch = next(data)
+        documents = (batch['tokens'] % 5 == 0).cumsum(1)
+        apart = documents[:, :, None] != documents[:, None]
+        mask = apart | torch.ones_like(apart).triu(1)
+        tokens = batch['tokens'], batch['position_ids']
+        output = model(*tokens, mask[:, None], labels=batch['labels'])
+        return output, partial(script.loss_func, batch['loss_mask'])
+
+    return forward_step
 
 
 def _changed(make: Callable, change: Callable[[torch.nn.ModuleList], None]) -> Callable:
@@ -418,11 +463,13 @@ def check(
     assert any(any(rank.moved.values()) for rank in trained) == moves
 
 
-def assert_same(trained: list[Trained], reference: list[Trained]) -> None:
+def assert_same(
+    trained: list[Trained], reference: list[Trained], iterations: int = ITERATIONS
+) -> None:
     """All that was left, whatever rank holds it: to the bit, with no NaN."""
     losses, expected = _losses(trained), _losses(reference)
-    assert losses == expected and all(len(set(some)) >= ITERATIONS for some in expected)
-    assert {*trained[0].steps} == {*reference[0].steps} <= {ITERATIONS}
+    assert losses == expected and all(len(set(some)) >= iterations for some in expected)
+    assert {*trained[0].steps} == {*reference[0].steps} <= {iterations}
     for what in ('parameters', 'states'):
         ours, theirs = _together(trained, what), _together(reference, what)
         assert ours.keys() == theirs.keys()
