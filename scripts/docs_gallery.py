@@ -19,7 +19,7 @@ from megatron_zbpp.render.svg import svg
 from megatron_zbpp.schedules import Family, own_families
 
 RANKS, MICROBATCHES = 4, 8
-_FAMILIES = own_families(sliced=True)
+_FAMILIES = own_families(every=True)
 _EXAMPLE = re.compile(r'^ *>>> .*(?:\n(?! *$).*)*', re.M)
 _INTRODUCTION = f"""# Gallery of schedules
 

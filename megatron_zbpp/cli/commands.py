@@ -39,17 +39,20 @@ from megatron_zbpp.schedules import own_families
 def list_families(args: Namespace) -> None:
     """Print every family that the registry knows."""
     keys = ('name', 'aliases', 'summary', 'bubble', 'memory', 'source')
-    listed = own_families(sliced=True)
+    listed = own_families(every=True)
     if args.json:
         entries = [{key: getattr(family, key) for key in keys} for family in listed]
         for entry in entries:
             entry |= {key: str(entry[key]) for key in ('bubble', 'memory')}
+        for entry, family in zip(entries, listed, strict=True):
+            entry['copies'] = family.num_routes
         return print_json({'schedules': entries})
     for family in listed:
         aliases = f'  (also {", ".join(family.aliases)})' if family.aliases else ''
         print_wrapped(f'{family.name}{aliases}')
         print_wrapped(f'    {family.summary}')
-        print_wrapped(f'    bubble {family.bubble}; peak memory {family.memory}')
+        copies = f'; {family.num_routes} copies of the weights' if family.num_routes > 1 else ''
+        print_wrapped(f'    bubble {family.bubble}; peak memory {family.memory}{copies}')
         print_wrapped(f'    {family.source}')
 
 
@@ -148,6 +151,8 @@ def compare(args: Namespace) -> None:
         return print_json({'schedules': rows, 'skipped': left_out, 'picture': args.output})
     print_table(HEADS, list(map(row, rows)))
     print(MEANING)
+    if more := [found['name'] for found in rows if found['copies'] > 1]:
+        print(f'two copies of the weights on the ranks together: {", ".join(more)}')
     for name, reason in skipped.items():
         print(f'without {name}: {reason}')
     if args.output:

@@ -33,6 +33,7 @@ def shape(schedule: Schedule) -> dict:
         'microbatches': schedule.num_microbatches,
         'slices': schedule.graph.num_slices,
         'placement': placement.name,
+        'copies': len(placement.routes),
         'passes': sum(map(len, schedule.passes)),
     }
 
@@ -67,9 +68,11 @@ def headline(schedule: Schedule) -> str:
     """Return name and sizes in a line."""
     sizes = shape(schedule)
     slices = f' of {sizes["slices"]} slices' if sizes['slices'] > 1 else ''
+    ways = '' if schedule.placement.is_one_way else ' by turns down and up'
+    copies = f', {sizes["copies"]} copies of the weights' if ways else ''
     return (
         f'{sizes["name"]}: {sizes["ranks"]} ranks, {sizes["stages"]} stages '
-        f'({sizes["placement"]}), {sizes["microbatches"]} microbatches{slices}, '
+        f'({sizes["placement"]}{copies}), {sizes["microbatches"]} microbatches{ways}{slices}, '
         f'{sizes["passes"]} passes'
     )
 

@@ -42,6 +42,7 @@ PLAN_FIELDS = (
     'stages',
     'microbatches',
     'slices',
+    'copies',
     'placement',
     'passes',
     'makespan',
@@ -164,8 +165,13 @@ def to_torch_csv(schedule: Schedule, dialect: str = 'new') -> str:
     """Return what torch's `_PipelineScheduleRuntime._load_csv` reads (its format compute_only).
 
     Raises:
-        ValueError: the schedule has passes that torch has no name for.
+        ValueError: the schedule has passes that torch has no name for, or two routes.
     """
+    if not schedule.placement.is_one_way:
+        raise ValueError(
+            f'{schedule.name} cannot be written as the CSV of torch, which has one rank for each '
+            'stage: write JSON'
+        )
     names = {ours: theirs for theirs, ours in _kinds(dialect).items()}
 
     def cell(entry: Pass | Together) -> str:

@@ -104,6 +104,12 @@ class Placement:
         """Return the route that `microbatch` takes."""
         return self.route[microbatch % len(self.route)]
 
+    def shade(self, stage: int, microbatch: int) -> tuple[int, int]:
+        """Return by which shade of how many pictures show it: its route of two, else its chunk."""
+        if self.is_one_way:
+            return self.chunk_of(stage), self.num_chunks
+        return self.route_of(microbatch), len(self.routes)
+
     def rank_of(self, stage: int, microbatch: int) -> int:
         """Return the rank that runs `stage` of `microbatch`.
 
@@ -164,7 +170,20 @@ class Placement:
         return cls.wave(num_ranks, 2)
 
     @classmethod
-    def two_way(cls, num_ranks: int, route: tuple[int, ...] = (0, 1)) -> Placement:
+    def two_way(cls, num_ranks: int) -> Placement:
         """Return two loops against each other (Chimera, arXiv 2107.06925)."""
-        down = tuple(range(num_ranks))
-        return cls(down, 'two-way', down[::-1], route)
+        return cls.loop(num_ranks).both_ways()
+
+    def both_ways(self) -> Placement:
+        """Return this one against its mirror image, microbatches by turns on either.
+
+        Raises:
+            ValueError: a rank would hold a stage twice.
+        """
+        mirrored = self.reversed().first_route
+        if any(a == b for a, b in zip(self.first_route, mirrored, strict=True)):
+            raise ValueError(
+                f'{self.num_ranks} ranks cannot run both ways because the middle one would hold a '
+                'stage twice: give an even number of ranks'
+            )
+        return Placement(self.first_route, 'two-way', mirrored, (0, 1))

@@ -20,6 +20,7 @@ from megatron_zbpp.partitioning.search import Finder, Outcome, schedule_of
 from megatron_zbpp.partitioning.space import Space
 from megatron_zbpp.partitioning.stages import Partition, parameters_held, stage_costs
 from megatron_zbpp.partitioning.strategies.by_name import choose
+from megatron_zbpp.schedules import find
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,12 @@ def partition(
     )
     if not space.alike:
         space = replace(space, placements=tuple(map(_loss_last, space.placements)))
+    for name in schedules:
+        if find(name).num_routes > 1:
+            raise ValueError(
+                f'{name} runs both ways, and a partition is for one: take a schedule of one route, '
+                'such as zb-v'
+            )
     finder = Finder(space, tuple(schedules), top, seconds, seed, progress)
     found = finder.find(exact)
     made = _plan(space, found)

@@ -21,7 +21,7 @@ _PALEST = 0.6  # share of white in the last chunk of many
 
 
 def colour(kind: str, chunk: int = 0, num_chunks: int = 1) -> str:
-    """Return `#rrggbb` of a pass: the kind's hue, paler for later chunks of a rank."""
+    """Return `#rrggbb` of a pass: the kind's hue, paler for later chunks, and upwards."""
     white = _PALEST * chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
     hue = HUES.get(kind) or _another(kind)
     channels = (int(hue[i : i + 2], 16) for i in (1, 3, 5))
@@ -45,14 +45,18 @@ def kinds(schedules: Iterable[Schedule]) -> dict[str, Kind]:
 
 
 def legend(schedules: Iterable[Schedule]) -> list[tuple[str, str]]:
-    """Return (text, colour) of each kind of pass in `schedules`, and of its end chunks."""
+    """Return (text, colour) of each kind of pass, and of its end chunks or of those upwards."""
     schedules = tuple(schedules)
     entries: list[tuple[str, str]] = []
     for name, kind in kinds(schedules).items():
-        having = (s for s in schedules if any(p.kind == name for _, p in s))
-        entries.append((f'{name}: {kind.words}', colour(name)))
-        if max(s.placement.num_chunks for s in having) > 1:
+        having = [s.placement for s in schedules if any(p.kind == name for _, p in s)]
+        both = [placement for placement in having if not placement.is_one_way]
+        down = ', down' if len(both) == len(having) else ''
+        entries.append((f'{name}: {kind.words}{down}', colour(name)))
+        if any(placement.num_chunks > 1 for placement in having if placement not in both):
             entries.append((f'{name} of the last chunk', colour(name, 1, 2)))
+        if both:
+            entries.append((f'{name}, up', colour(name, 1, 2)))
     return [*entries, ('idle', IDLE)]
 
 

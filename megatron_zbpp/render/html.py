@@ -109,6 +109,7 @@ def _data(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> list
             'row': _row_height(line),
             'bar': BAR_AND_MEMORY if name in costs else BAR,
             'chunks': list(map(line.schedule.placement.chunk_of, line.schedule.graph.sites)),
+            'route': None if line.schedule.placement.is_one_way else line.schedule.placement.route,
             'inks': _inks(line.schedule),
             'rows': list(_rows(line, costs.get(name))),
         }
@@ -151,9 +152,9 @@ def _on_host(schedule: Schedule, costs: Costs) -> float:
 
 
 def _inks(schedule: Schedule) -> dict[str, list[str]]:
-    num_chunks = schedule.placement.num_chunks
+    _, shades = schedule.placement.shade(0, 0)
     return {
-        kind: [ink(colour(kind, chunk, num_chunks)) for chunk in range(num_chunks)]
+        kind: [ink(colour(kind, shade, shades)) for shade in range(shades)]
         for kind in kinds([schedule])
     }
 

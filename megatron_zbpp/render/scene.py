@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from math import floor, log10
 from typing import NamedTuple
@@ -27,15 +28,15 @@ def bars(timeline: Timeline) -> list[list[Bar]]:
     """Return the bars of each rank, in time order."""
     placement = timeline.schedule.placement
     origin = min((spans[0][0] for spans in timeline.spans if spans), default=0.0)
-    graph = timeline.schedule.graph
-    fills = {
-        (kind, stage): colour(kind, placement.chunk_of(stage), placement.num_chunks)
-        for kind in graph.kinds
-        for stage in graph.sites
-    }
+    fill = functools.cache(colour)
     return [
         [
-            Bar(p, start - origin, end - origin, fills[p.kind, p.stage])
+            Bar(
+                p,
+                start - origin,
+                end - origin,
+                fill(p.kind, *placement.shade(p.stage, p.microbatch)),
+            )
             for p, (start, end) in zip(order, spans, strict=True)
         ]
         for order, spans in zip(timeline.schedule.passes, timeline.spans, strict=True)

@@ -112,6 +112,7 @@ class Family:
         min_ranks: fewest ranks that it can take.
         moves: whether it has passes that move activations, beside F, B and W.
         default_slices: the number of slices of a sequence where the caller names none.
+        num_routes: ways through the ranks: copies of the weights that all ranks together hold.
     """
 
     name: str
@@ -127,6 +128,7 @@ class Family:
     min_ranks: int = 1
     moves: bool = False
     default_slices: int = 1
+    num_routes: int = 1
 
     def label(self, num_chunks: int) -> str:
         """Return the name, and the chunks per rank where they are not the default: `gis v=4`."""
@@ -160,6 +162,14 @@ _MODULES = {
         'seq-zb-v',
         'seq1f1b-interleaved',
     ),
+    'techniques.two_way.families': (
+        'chimera',
+        'chimera-zb',
+        'chimera-doubling',
+        'gems',
+        'dualpipe',
+        'bitpipe',
+    ),
 }
 _FAMILIES: dict[str, Family] = {}  # by name, in the order of registration
 _NAMES: dict[str, str] = {}  # of each name and alias, as look-ups compare them, the family's name
@@ -176,6 +186,7 @@ def family(
     chunks: range | None = None,
     min_ranks: int = 1,
     moves: bool = False,
+    num_routes: int = 1,
 ) -> Callable[[Generator], Generator]:
     """Return a decorator that registers a generator as a family, and give it back unchanged.
 
@@ -195,6 +206,7 @@ def family(
             `num_chunks`, else one.
         min_ranks: fewest ranks that it can take.
         moves: whether it has passes that move activations, beside F, B and W.
+        num_routes: ways through the ranks; 2 where microbatches run against each other.
 
     Raises:
         ValueError: another family has one of the names already.
@@ -225,6 +237,7 @@ def family(
                 min_ranks=min_ranks,
                 moves=moves,
                 default_slices=slices,
+                num_routes=num_routes,
             )
         )
         return generate
@@ -246,21 +259,21 @@ def _enter(entry: Family) -> None:
     _NAMES.update(dict.fromkeys(keys, entry.name))
 
 
-def own_families(sliced: bool = False) -> tuple[Family, ...]:
+def own_families(every: bool = False) -> tuple[Family, ...]:
     """Return the library's own, in the order of `zbpp list`.
 
     Args:
-        sliced: those that cut sequences into slices, too: other names of what there is.
+        every: those, too, that cut sequences into slices, or have two copies of the weights.
     """
     for module in _MODULES:
         _import_module(module)
     found = (_FAMILIES[name] for names in _MODULES.values() for name in names)
-    return tuple(each for each in found if sliced or each.default_slices == 1)
+    return tuple(f for f in found if every or f.default_slices == f.num_routes == 1)
 
 
 def families() -> Iterator[Family]:
     """Return all that are registered: the library's own, then others in order of registration."""
-    own = own_families(sliced=True)
+    own = own_families(every=True)
     return iter((*own, *(other for other in tuple(_FAMILIES.values()) if other not in own)))
 
 

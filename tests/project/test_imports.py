@@ -130,7 +130,7 @@ def test_a_schedule_is_made_by_its_own_module(line, made_by):
 
 def test_each_module_registers_what_the_table_says():
     found: dict[str, list[str]] = {}
-    for each in registry.own_families(sliced=True):
+    for each in registry.own_families(every=True):
         module = each.generate.__module__.removeprefix('megatron_zbpp.').removeprefix('schedules.')
         found.setdefault(module, []).append(each.name)
     assert found == {module: [*names] for module, names in registry._MODULES.items()}

@@ -101,7 +101,7 @@ def test_the_schedule_of_one_s_own_is_zb_h1():
 
 def test_the_gallery_has_every_family():
     page = docs_gallery.gallery()
-    for family in own_families(sliced=True):
+    for family in own_families(every=True):
         assert f'## {family.name} {{ #{family.name} }}' in page
         assert f'| {family.bubble} | {family.memory} | {family.source} |' in page
         assert docs_gallery.picture(family).startswith('<svg')

@@ -81,7 +81,7 @@ def times_file(folder: Path, **times: list[float]) -> Path:
 
 def test_list_names_every_schedule(zbpp) -> None:
     listed = zbpp('list', '--json')['schedules']
-    every = own_families(sliced=True)
+    every = own_families(every=True)
     assert [entry['name'] for entry in listed] == [family.name for family in every]
     assert {*names(), 'seq1f1b', 'seq-zb-v'} < {family.name for family in every}
     assert listed[0].keys() >= {'aliases', 'summary', 'bubble', 'memory', 'source'}

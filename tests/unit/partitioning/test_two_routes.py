@@ -10,6 +10,7 @@ from megatron_zbpp.guests.autotune.repartition import look
 from megatron_zbpp.ir import F, Pass, Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.layers import Layer, Layers
+from megatron_zbpp.partitioning.plans import partition
 from megatron_zbpp.partitioning.speeds import measured_devices
 from megatron_zbpp.partitioning.stages import Partition, parameters_held
 from megatron_zbpp.schedules.construct.building_blocks import orders
@@ -25,6 +26,13 @@ ASKED = {
     'orders of slots': lambda: orders({Pass(F, 0, 0): 0, Pass(F, 0, 1): 1}, TWO),
     'a draft': lambda: Draft(TWO, 4),
 }
+
+
+def test_two_routes_are_refused_by_name():
+    with pytest.raises(
+        ValueError, match='chimera runs both ways, and a partition is for one: take'
+    ):
+        partition(Layers((Layer('t'),) * 4), 2, 4, schedules=['chimera'])
 
 
 @pytest.mark.parametrize('asked', ASKED.values(), ids=ASKED.keys())
