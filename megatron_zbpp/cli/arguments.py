@@ -44,7 +44,7 @@ def add_shape(
     parser: argparse.ArgumentParser, required: bool, chunks: Callable[[str], object] | None = None
 ) -> None:
     """Add p, m, n and v."""
-    parser.add_argument('--pp', type=values.count, metavar='P', required=required, help='ranks')
+    parser.add_argument('--pp', type=values.ranks, metavar='P', required=required, help='ranks')
     parser.add_argument(
         '--microbatches', type=values.count, metavar='M', required=required, help='microbatches'
     )
@@ -86,7 +86,7 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         '--together',
-        type=values.amount,
+        type=values.ratio,
         metavar='SHARE',
         help='time of a forward and a backward that run as one (dualpipe-v has such pairs), over '
         'that of both; default: they run apart, or as in FILE',
@@ -114,6 +114,7 @@ def _times(text: str) -> Times | StageCosts:
     if ',' in text:
         parts = [values.amount(part) for part in text.split(',')]
         values.require(text, len(parts) == 3, 'give three times, F,B,W')
+        values.require(text, any(parts), 'give a time above 0')
         return Times(*parts)
     try:
         return StageCosts.read(Path(text))

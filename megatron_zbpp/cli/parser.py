@@ -7,6 +7,7 @@ stdout, with the offending cell marked.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ from megatron_zbpp.version import __version__
 
 # Commands whose numbers, if they take any, are no times.
 _TIMELESS = frozenset({'', 'list', 'check', 'doctor', 'partition', 'profile'})
+_ALONE = ('-h', '--help', '--version')  # take no command
 _FORMATS = ('json', 'torch-csv', 'html', 'svg', 'png', 'perfetto')
 
 _EXAMPLES = """
@@ -76,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     status = None
     try:
+        _require_command(given[0])
         args = _parser().parse_args(given)
         with warnings.catch_warnings():
             warnings.showwarning = _note
@@ -89,10 +92,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ScheduleError as error:
         return commands.refuse(error, args.json)
     except OSError as error:
-        return _complain(f'{error.filename}: {error.strerror}: give another path')
+        where = f'{error.filename}: ' if error.filename else ''
+        return _complain(f'{where}{error.strerror}: give another path')
     except (ValueError, ImportError) as error:
         return _complain(str(error))
     return status or 0
+
+
+def _require_command(first: str) -> None:
+    """Raise ValueError where the first word is neither a command nor an option before one."""
+    known = [name for name, *_ in _COMMANDS]
+    if first in known or first in _ALONE or first.startswith('--print-completion'):
+        return
+    if first.startswith('-'):
+        cure = f'a command comes first: zbpp show {first} ..., or zbpp --help'
+    else:
+        near = difflib.get_close_matches(first, known, n=1)
+        cure = f'did you mean {near[0]!r}?' if near else f'there are {", ".join(known)}'
+    raise ValueError(f'{first!r} is no command: {cure}')
 
 
 def _complain(text: str) -> int:
@@ -162,7 +179,9 @@ def _add_case(parser: argparse.ArgumentParser) -> None:
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--order', action='store_true', help='orders only, also of an invalid file')
-    parser.add_argument('--width', type=int, help='columns; 0: all it takes. Default: the terminal')
+    parser.add_argument(
+        '--width', type=values.whole, help='columns; 0: all it takes. Default: the terminal'
+    )
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:
@@ -187,7 +206,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        '--schedules', type=_names, metavar='NAME,...', help='default: all that can be built'
+        '--schedules', type=values.names, metavar='NAME,...', help='default: all that can be built'
     )
     arguments.add_shape(parser, required=True)
     arguments.add_costs(parser)
@@ -269,7 +288,3 @@ def _epilog(prefix: str) -> str:
     units = [] if name in _TIMELESS else [_TIMES]
     units += [] if name in _TIMELESS - {'check'} else [_MEMORY]
     return '\n'.join(['examples:', *lines, *units])
-
-
-def _names(text: str) -> list[str]:
-    return text.split(',')

@@ -40,7 +40,7 @@ def add_partition(command: ArgumentParser) -> None:
     )
     command.add_argument(
         '--schedules',
-        type=lambda text: text.split(','),
+        type=values.names,
         default=[],
         metavar='NAME,...',
         help='only these, as they are; default: the best is planned',
@@ -60,7 +60,7 @@ def add_case(command: ArgumentParser) -> None:
     """Add layers, devices, microbatches and what limits them."""
     command.add_argument('layers', metavar='LAYERS', help='costs of the layers, JSON')
     command.add_argument('--devices', metavar='FILE', help='factors, memory and links, JSON')
-    command.add_argument('--pp', type=values.count, metavar='P', help='ranks; default: --devices')
+    command.add_argument('--pp', type=values.ranks, metavar='P', help='ranks; default: --devices')
     command.add_argument(
         '--microbatches',
         type=values.count,

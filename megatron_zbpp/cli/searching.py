@@ -35,7 +35,7 @@ def add_search(
     )
     command.add_argument(
         '--seconds',
-        type=values.amount,
+        type=values.positive,
         default=seconds,
         metavar='N',
         help=f'at most; default {seconds:g}',

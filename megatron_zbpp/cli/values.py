@@ -8,6 +8,8 @@ from math import isfinite
 
 from megatron_zbpp.planner.limits import Bytes
 
+MOST_RANKS = 4096  # of a pipeline: drawn or simulated within seconds
+_MOST = 1e30  # of any number: sums and products of such are numbers, too
 _BYTES = re.compile(r'([0-9.]+(?:e[0-9]+)?) ?(B|[kKMGT]B|[KMGT]iB)', re.ASCII)
 
 
@@ -23,6 +25,18 @@ def count(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    """Return a whole number from 0 up."""
+    require(text, text.isdecimal(), 'give a whole number from 0 up')
+    return int(text)
+
+
+def ranks(text: str) -> int:
+    """Return a number of pipeline ranks."""
+    require(text, count(text) <= MOST_RANKS, f'give at most {MOST_RANKS} ranks')
+    return int(text)
+
+
 def counts(text: str) -> list[int]:
     """Return several, divided by commas."""
     return [count(part) for part in text.split(',')]
@@ -35,7 +49,27 @@ def amount(text: str) -> float:
     except ValueError:
         value = float('nan')
     require(text, isfinite(value) and value >= 0, 'give a number from 0 up')
+    require(text, value <= _MOST, f'give a number up to {_MOST:g}')
     return value
+
+
+def positive(text: str) -> float:
+    """Return a number above 0."""
+    require(text, amount(text) > 0, 'give a number above 0')
+    return float(text)
+
+
+def ratio(text: str) -> float:
+    """Return the time of what runs as one, over that of its parts."""
+    require(text, 0 < amount(text) <= 2, 'give a share above 0, up to 2; 1 hides nothing')
+    return float(text)
+
+
+def names(text: str) -> list[str]:
+    """Return several words, divided by commas."""
+    found = text.split(',')
+    require(text, all(map(str.strip, found)), 'give names, divided by commas')
+    return found
 
 
 def share(text: str) -> float:

@@ -27,13 +27,17 @@ def loads(text: str) -> object:
         ValueError: it is not JSON, has a field twice or one whose name no terminal can show, a
             number that is not finite, or an integer of more than 18 digits.
     """
-    return json.loads(
-        text,
-        object_pairs_hook=_once,
-        parse_int=_moderate,
-        parse_float=_finite,
-        parse_constant=_not_finite,
-    )
+    try:
+        return json.loads(
+            text,
+            object_pairs_hook=_once,
+            parse_int=_moderate,
+            parse_float=_finite,
+            parse_constant=_not_finite,
+        )
+    except json.JSONDecodeError as error:
+        what = f'no JSON ({error})' if text.strip() else 'empty'
+        raise ValueError(f'it is {what}: give the file that a command wrote') from error
 
 
 def printable(text: str) -> str:

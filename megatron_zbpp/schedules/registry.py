@@ -296,12 +296,10 @@ def find(name: str) -> Family:
             f'{", ".join(own) or "none"}; put @family(...) above the function that makes it'
         )
     known = [each.name for each in families()]
-    near = difflib.get_close_matches(_key(name), _NAMES, n=1)
-    hint = f' (did you mean {_NAMES[near[0]]!r}?)' if near else ''
-    raise ValueError(
-        f'unknown schedule {name!r}{hint}: known are {", ".join(known)}; one of your own is '
-        'package.module:name'
-    )
+    near = difflib.get_close_matches(_key(name), _NAMES, n=3)
+    meant = ' or '.join(dict.fromkeys(repr(_NAMES[each]) for each in near))
+    hint = f'did you mean {meant}? zbpp list shows all' if near else f'known are {", ".join(known)}'
+    raise ValueError(f'unknown schedule {name!r}: {hint}; one of your own is package.module:name')
 
 
 def _import_own(name: str) -> None:

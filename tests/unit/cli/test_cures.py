@@ -78,7 +78,7 @@ def code(words: list[str]) -> int:
         ),
         (
             ['compare', *SHAPE, '--schedules', 'zb-q'],
-            "did you mean 'zb-v'?",
+            "did you mean 'zb-v' or ",
             ['compare', *SHAPE, '--schedules', 'zb-v'],
         ),
         (['show', *SHAPE], 'one of the arguments --schedule --file is required', SHOW),

@@ -143,7 +143,8 @@ def test_each_family_says_what_it_is(family: Family):
 @pytest.mark.parametrize(
     ('arguments', 'says'),
     [
-        ({'name': 'zb-w'}, ["'zb-w'", "did you mean 'zb-v'", 'known are', 'gpipe', 'zeropp']),
+        ({'name': 'zb-w'}, ["'zb-w'", "did you mean 'zb-v' or", 'zbpp list']),
+        ({'name': 'nothing'}, ["'nothing'", 'known are', 'gpipe', 'zeropp']),
         ({'name': ''}, ["unknown schedule ''", 'known are']),
         ({'name': 'zb-v', 'num_ranks': 1}, ['zb-v', 'at least 2 ranks', 'not 1', '1f1b']),
         ({'name': '1f1b', 'num_ranks': 0}, ['1f1b', 'at least 1 ranks', 'not 0']),
