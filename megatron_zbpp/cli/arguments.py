@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_zbpp.cli import values
 from megatron_zbpp.cli.inputs import StageCosts, Times
+from megatron_zbpp.cli.slicing import add_slices
 from megatron_zbpp.mcore.settings import meaning
 
 NO_TIMES = Times(1.0, 1.0, 1.0)  # --times where it is not given
@@ -49,21 +50,11 @@ def add_shape(
         '--microbatches', type=values.count, metavar='M', required=required, help='microbatches'
     )
     text = meaning('num_chunks')
-    add_slices(parser)
+    add_slices(parser, auto=chunks is not None)
     if chunks is None:
         parser.add_argument('--vpp', type=values.count, metavar='V', help=text)
     else:
         parser.add_argument('--vpp', type=chunks, metavar='V,...', help=f'{text}; default 1,2,4')
-
-
-def add_slices(parser: argparse.ArgumentParser) -> None:
-    """Add n."""
-    parser.add_argument(
-        '--slices',
-        type=values.count,
-        metavar='N',
-        help='equal parts into which each sequence is cut; default 1, of seq1f1b and its kin 4',
-    )
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
@@ -75,8 +66,7 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         metavar='F,B,W|FILE',
         help='times of a full rank, or a JSON file of costs: F, B and W by stage, and at will '
         'activation, retained, parameters, comm, message, edges, speeds, together, times, amounts, '
-        'parts; '
-        'default 1,1,1',
+        'parts; default 1,1,1',
     )
     parser.add_argument(
         '--comm',

@@ -7,6 +7,7 @@ import itertools
 from argparse import Namespace
 from collections.abc import Iterator
 
+from megatron_zbpp.cli import slicing
 from megatron_zbpp.cli.inputs import (
     PLACEMENTS,
     Case,
@@ -43,7 +44,7 @@ def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
     placements = {}
     for asked in allowed:
         chunks = chunks_of(args.times, args.pp, asked, asked)
-        require_size(args.pp * args.microbatches * (args.slices or 1) * chunks)
+        require_size(args.pp * args.microbatches * (slicing.number(args) or 1) * chunks)
         for name in args.placement:
             if PLACEMENTS[name](chunks):
                 placement = (Placement.loop if name == 'loop' else Placement.wave)(args.pp, chunks)
@@ -61,13 +62,20 @@ def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
             f'{" or ".join(_COPY)}'
         )
     if not args.actions:
-        return [(placement, costs_of(args, placement)) for placement in found]
+        return [(placement, _sliced(args, costs_of(args, placement))) for placement in found]
     if args.memory_limit is None and not args.frontier:
         raise ValueError('--actions are for a memory limit: give --memory-limit or --frontier')
     ways = (False, True) if SELECTIVE in args.actions else (False,)
     return [
         (placement, with_selective(args, placement, way)) for way in ways for placement in found
     ]
+
+
+def _sliced(args: Namespace, costs: Costs) -> Costs:
+    """Return costs with what slices take, if it is known how many there are."""
+    slices = slicing.number(args) or 1
+    own = slicing.sizes(args, costs) if slices > 1 else ()
+    return slicing.costs_in_slices(args, costs, slices, own)
 
 
 def with_selective(args: Namespace, placement: Placement, selective: bool = True) -> Costs:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.cli import slicing
 from megatron_zbpp.cli.progress import progress
 from megatron_zbpp.ir import Placement, Schedule, formats, strict_json
 from megatron_zbpp.ir.compiled import compiled
@@ -138,7 +139,7 @@ def _generated(args: Namespace, name: str) -> Case:
         missing = '--pp' if p is None else '--microbatches'
         raise ValueError(f'--schedule {name} needs {missing}: give a number from 1 up')
     chunks = chunks_of(args.times, p, args.vpp, family.default_chunks)
-    slices = getattr(args, 'slices', None) or family.default_slices
+    slices = slicing.number(args) or family.default_slices
     require_size(p * m * chunks * slices)
     # a stage's share does not depend on its place
     costs = costs_of(args, Placement.loop(p, chunks))
@@ -167,7 +168,7 @@ def _generated(args: Namespace, name: str) -> Case:
         why = unsuited(schedule, build(name, p, m, num_chunks=chunks))
         if why is not None:
             warnings.warn(why, stacklevel=2)
-    return Case(schedule, costs)
+    return Case(*slicing.in_their_sizes(args, schedule, costs))
 
 
 def _from_file(args: Namespace) -> Case:
@@ -176,17 +177,18 @@ def _from_file(args: Namespace) -> Case:
         '--pp': (args.pp, schedule.num_ranks),
         '--microbatches': (args.microbatches, schedule.num_microbatches),
         '--vpp': (args.vpp, schedule.placement.num_chunks),
-        '--slices': (getattr(args, 'slices', None), schedule.graph.num_slices),
+        '--slices': (slicing.number(args), schedule.graph.num_slices),
     }
     for flag, (asked, found) in held.items():
         if asked not in (None, found):
             raise ValueError(f'{flag} {asked}, but {args.file} has {found}: leave {flag} out')
-    return Case(schedule, costs_of(args, schedule.placement))
+    costs = costs_of(args, schedule.placement)
+    return Case(*slicing.in_their_sizes(args, schedule, costs))
 
 
 def heading(args: Namespace) -> str:
     """Return what all schedules of a picture have in common: sizes and times."""
-    sizes = {'p': args.pp, 'm': args.microbatches, 'n': getattr(args, 'slices', None)}
+    sizes = {'p': args.pp, 'm': args.microbatches, 'n': slicing.number(args)}
     parts = [f'{name} = {size}' for name, size in sizes.items() if size is not None]
     if isinstance(args.times, StageCosts):
         parts.append('times of each stage from a file')

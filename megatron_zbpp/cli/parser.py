@@ -195,7 +195,7 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('file', metavar='FILE', help='our JSON, a plan, or the CSV of torch')
-    arguments.add_slices(parser)
+    parser.add_argument('--slices', type=values.count, metavar='N', help='of each sequence')
     parser.add_argument(
         '--memory-limit',
         type=values.amount,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.cli import arguments, inputs, values
+from megatron_zbpp.cli import arguments, inputs, slicing, values
 from megatron_zbpp.cli.candidates import candidates, named_cases, with_selective
 from megatron_zbpp.cli.inputs import PLACEMENTS, Case
 from megatron_zbpp.cli.printing import (
@@ -28,9 +29,10 @@ from megatron_zbpp.planner.cache import default_folder, planned
 from megatron_zbpp.planner.frontier import FrontierInterrupted, frontier
 from megatron_zbpp.planner.plans import Candidate, Plan, PlanningInterrupted
 from megatron_zbpp.planner.problem import OBJECTIVES
+from megatron_zbpp.planner.slice_counts import Count, fewest, slice_counts
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.techniques import NAMES, find
-from megatron_zbpp.techniques.slices.graph import Slicing
+from megatron_zbpp.techniques.slices.sizes import sizes_of
 
 
 def plan_schedule(args: Namespace) -> int:
@@ -38,6 +40,7 @@ def plan_schedule(args: Namespace) -> int:
     if args.frontier:
         return _plan_frontier(args)
     picture = _planned_output(args)
+    counts = _propose_slices(args)
     (found, cached), status = searched(
         'planning',
         'this is the best plan',
@@ -48,12 +51,12 @@ def plan_schedule(args: Namespace) -> int:
             objective=args.objective,
             seed=args.seed,
             actions=_of_stages(args),
-            graph=_graph(args),
+            graph=slicing.graph(args, candidates(args)[0][1]),
             progress=done,
         ),
         lambda e: (e.best, False) if isinstance(e, PlanningInterrupted) else None,
     )
-    made = _plan_facts(args, found, cached)
+    made = _plan_facts(args, found, cached, counts)
     if picture is not None:
         case = Case(found.schedule, found.costs)
         name = found.as_good_as or 'planned'
@@ -61,6 +64,8 @@ def plan_schedule(args: Namespace) -> int:
     elif args.output:
         write(args.output, json.dumps(made, indent=1))
     print_json(made) if args.json else _print_plan(found, made)
+    if counts and not args.json:
+        _print_counts(found, counts, made['slice_sizes'])
     if args.output and not args.json:
         print(f'wrote {args.output}')
     return status
@@ -81,6 +86,8 @@ def _print_plan(found: Plan, made: dict) -> None:
     chunks = found.schedule.num_stages // found.schedule.num_ranks
     each = f'{chunks} chunks' if chunks > 1 else '1 chunk'
     print(f'needs {found.schedule.num_stages} layers or more: {each} on each rank (--vpp)')
+    if made['slice_sizes']:
+        print(f'slices of {", ".join(map(str, made["slice_sizes"]))} tokens')
     for technique in found.schedule.graph.techniques if made['slices'] == 1 else ():
         stages, *where = map(str, technique.arguments)
         print(f'{technique.name}{" to the " if where else ""}{"".join(where)}: stages {stages}')
@@ -99,6 +106,8 @@ def _planned_output(args: Namespace) -> str | None:
 
 def _plan_frontier(args: Namespace) -> int:
     """Plan under each of several memory limits; return as `plan_schedule` does."""
+    if slicing.number(args) == 0:
+        raise ValueError('--slices auto is for one memory limit: give --memory-limit, or a number')
     if args.memory_limit is not None:
         raise ValueError('--frontier has the memory limits: leave --memory-limit out')
     if args.output and not args.output.endswith(('.png', '.svg')):
@@ -115,7 +124,7 @@ def _plan_frontier(args: Namespace) -> int:
             objective=args.objective,
             seed=args.seed,
             actions=_of_stages(args),
-            graph=_graph(args),
+            graph=slicing.graph(args, candidates(args)[0][1]),
             progress=done,
         ),
         lambda e: e.found if isinstance(e, FrontierInterrupted) else None,
@@ -165,9 +174,39 @@ def _of_stages(args: Namespace) -> tuple[str, ...]:
     return tuple(name for name in args.actions if name != SELECTIVE)
 
 
-def _graph(args: Namespace) -> Slicing | None:
-    """Return what makes the graph that is planned; None: it is of whole sequences."""
-    return Slicing(args.slices) if args.slices not in (None, 1) else None
+def _propose_slices(args: Namespace) -> list[Count]:
+    """Settle on slices where `auto` is asked for; return what each number of them would give."""
+    if slicing.number(args) != 0:
+        return []
+    if args.actions:
+        raise ValueError('--slices auto plans orders alone: leave --actions out')
+    found = list(
+        slice_counts(
+            candidates(args),
+            args.microbatches,
+            slicing.length(args, '--slices auto'),
+            slicing.attention(args),
+            least=args.least_slice,
+            memory_limit=args.memory_limit,
+            objective=args.objective,
+        )
+    )
+    best = fewest(found)
+    args.slices = slicing.Slices(best.slices, best.sizes if best.slices > 1 else ())
+    return found
+
+
+def _print_counts(found: Plan, counts: list[Count], sizes: tuple[int, ...]) -> None:
+    """Print what each number of slices would give, and what the plan gains by its own."""
+    rows = [(each.slices, each.sizes[-1], each.name, number(each.value)) for each in counts]
+    print_table(('slices', 'shortest, tokens', 'best named', found.objective), rows)
+    whole = next((each.value for each in counts if each.slices == 1), None)
+    if not sizes:
+        print('whole sequences: more slices gain less than 1 %')
+    elif whole is None:
+        print('in slices, as no schedule of whole sequences fits the memory limit')
+    else:
+        print(f'in slices: {1 - found.value / whole:.1%} less than the best of whole sequences')
 
 
 def _selective(args: Namespace, found: Plan) -> bool:
@@ -177,7 +216,7 @@ def _selective(args: Namespace, found: Plan) -> bool:
     return found.costs != with_selective(args, found.schedule.placement, selective=False)
 
 
-def _plan_facts(args: Namespace, found: Plan, cached: bool) -> dict:
+def _plan_facts(args: Namespace, found: Plan, cached: bool, counts: Sequence[Count] = ()) -> dict:
     case = Case(found.schedule, found.costs)
     name, value = found.best_named or (None, None)
     return {
@@ -189,6 +228,8 @@ def _plan_facts(args: Namespace, found: Plan, cached: bool) -> dict:
         'repeats': found.repeats,
         'cached': cached,
         SELECTIVE: _selective(args, found),
+        'slice_sizes': sizes_of(found.schedule.graph),
+        'slice_counts': [each._asdict() for each in counts],
         'schedule': json.loads(found.schedule.to_json()),
     }
 
@@ -232,6 +273,13 @@ def add_planning(parser: ArgumentParser) -> None:
         help='what may be done with activations between F and B: '
         + ', '.join(f'{name} ({find(name).words})' for name in NAMES)
         + f", {SELECTIVE} (Megatron's recomputation, of the whole model); default: they are kept",
+    )
+    parser.add_argument(
+        '--least-slice',
+        type=values.count,
+        default=4096,
+        metavar='TOKENS',
+        help='of --slices auto: tokens of a slice, as a mean of all; default 4096',
     )
     arguments.add_copy_ratio(parser)
     arguments.add_renamed(

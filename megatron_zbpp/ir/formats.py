@@ -42,6 +42,8 @@ PLAN_FIELDS = (
     'stages',
     'microbatches',
     'slices',
+    'slice_sizes',
+    'slice_counts',
     'copies',
     'placement',
     'passes',

@@ -20,7 +20,7 @@ from megatron_zbpp.techniques import find as find_technique
 from megatron_zbpp.techniques import placed_in_turn
 from megatron_zbpp.techniques.amounts import ALL
 from megatron_zbpp.techniques.composition import techniques_of
-from megatron_zbpp.techniques.slices.sizes import cuts_of, number_of
+from megatron_zbpp.techniques.slices.sizes import cuts_of, number_of, sizes_of
 
 
 class Family(NamedTuple):
@@ -218,7 +218,8 @@ class Programs:
             return ()
         shared = getattr(settings, 'sequence_parallel', False)
         ranks = getattr(settings, 'tensor_model_parallel_size', 1) if shared else 1
-        return cuts_of(self._settings.sliced or self.num_slices, length, ranks)
+        own = sizes_of(self.source.graph) if isinstance(self.source, Schedule) else ()
+        return cuts_of(self._settings.sliced or own or self.num_slices, length, ranks)
 
     @property
     def num_slices(self) -> int:

@@ -8,11 +8,12 @@ which there are most layers: of `Ett|ttL` the embedding takes only what the seco
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_zbpp.ir import B, F, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.layers import Layer, Layers
+from megatron_zbpp.techniques.slices.balance import Attention
 
 _ROUNDS = 20_000
 _TIMED = {'forward': F, 'backward': B, 'weight': W}  # fields of a layer, by kind
@@ -66,6 +67,32 @@ def fit_layers(
         for kind in ''.join(layouts[0])
     ]
     return Layers(tuple(made)), error
+
+
+def fit_attention(times: Mapping[int, float], length: int) -> Attention:
+    """Return what F of sequences of `length` tokens is made of, by measured times of F.
+
+    They are fitted by what grows with tokens and with pairs of them, and of three or more by what
+    is the same for all.
+
+    Args:
+        times: of F of one stage, by the tokens of a sequence.
+        length: of the sequences to slice.
+
+    Raises:
+        ValueError: there are too few, or one is 0.
+    """
+    if len(times) < 2 or min(times.values()) <= 0:
+        raise ValueError(
+            'measured times of F tell what attention takes by two lengths or more, and none is 0: '
+            'give such as 8192=21.5,32768=140'
+        )
+    powers = (1, 2) if len(times) == 2 else (0, 1, 2)
+    # each as a share of what was measured: short sequences count as much as long ones
+    rows = [[(tokens / length) ** k / time for k in powers] for tokens, time in times.items()]
+    found = dict(zip(powers, non_negative(rows, [1.0] * len(rows)), strict=True))
+    whole = sum(found.values())
+    return Attention(found[2] / whole, found.get(0, 0.0) / whole)
 
 
 def _values(costs: Costs, name: str) -> Sequence[float]:

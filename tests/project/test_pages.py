@@ -21,6 +21,7 @@ from megatron_zbpp.mcore.command_line import aliases
 from megatron_zbpp.mcore.command_line.flags import add_arguments
 from megatron_zbpp.schedules import FAMILIES, build, own_families
 from megatron_zbpp.schedules.registry import find
+from megatron_zbpp.techniques.slices.balance import Attention, balanced, in_parts
 from megatron_zbpp.techniques.slices.place import in_slices
 from scripts import docs_gallery, flags_page, readme_picture
 
@@ -161,6 +162,26 @@ def test_numbers_of_slices():
             costs = Costs.uniform(schedule.placement)
             timeline, held = simulate(schedule, costs), max(peak(schedule, costs))
             assert cell == f'{100 * timeline.bubble_makespan:.1f} % [{held:g}]', (name, slices)
+
+
+def test_numbers_of_balanced_slices():
+    text = (ROOT / 'docs' / 'choosing.md').read_text()
+    rows = re.findall(r'^\| (0\.\d) \| (.+ \[[\d.]+\]) \| ([\d, ]+) \|$', text, re.M)
+    assert len(rows) == 3
+    for share, cells, tokens in rows:
+        attention, found = Attention(float(share)), []
+        for name in ('zb-h1', 'zb-v'):
+            schedule = in_slices(name, 8, 4, 4)
+            costs = Costs.uniform(
+                schedule.placement, 1, 1 + 1.5 * attention.share, 1 - attention.share
+            )
+            sizes = balanced(4, 131072, attention, costs)
+            for own in ((1,) * 4, sizes):
+                cut = in_parts(costs, own, attention)
+                bubble, held = simulate(schedule, cut).bubble_makespan, max(peak(schedule, cut))
+                found.append(f'{100 * bubble:.1f} % [{held:.3g}]')
+            assert tokens == ', '.join(map(str, sizes))
+        assert cells == ' | '.join(found)
 
 
 def test_numbers_of_frozen_weights():

@@ -23,7 +23,7 @@ _PER_TOKEN = ('activation', 'retained', 'input')  # amounts that a slice has by 
 
 @dataclass(frozen=True)
 class Attention:
-    """What F of a whole sequence is made of.
+    """Parts of the time of F of a whole sequence.
 
     Attributes:
         share: of its time, attention over pairs of tokens; 0 where no layer attends to the whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_zbpp.ir.graph import DEVICE, KV, KV_GRADIENT, B, F, Graph, Hold, Need, Task, chain
 from megatron_zbpp.ir.techniques import applied, made_of
@@ -71,15 +71,6 @@ def of_one_slice(graph: Graph) -> Graph:
         return graph
     others = [each for each in graph.techniques if each.name != sliced.__name__]
     return applied(graph.num_stages, others)
-
-
-def sizes_of(graph: Graph) -> tuple[int, ...]:
-    """Return the tokens of each slice; none: the graph does not say them, or has no slices."""
-    for name, arguments in graph.techniques:
-        if name == sliced.__name__ and len(arguments) > 1:
-            sizes: Any = arguments[1]
-            return sizes
-    return ()
 
 
 def sized(graph: Graph, sizes: Sequence[int]) -> Graph:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import cast
 
+from megatron_zbpp.ir.graph import Graph
+
 Slices = int | tuple[int, ...]
 """How many slices, as equal as can be; or the tokens of each."""
 
@@ -63,6 +65,14 @@ def cuts_of(slices: Slices, length: int, multiple: int = 1) -> tuple[int, ...]:
             f'{_in_multiples(multiple)}: give at most {max(length // multiple, 1)}'
         )
     return cuts
+
+
+def sizes_of(graph: Graph) -> tuple[int, ...]:
+    """Return the tokens of each slice; none: the graph does not say them, or has no slices."""
+    for name, arguments in graph.techniques:
+        if name == 'sliced' and len(arguments) > 1:
+            return cast('tuple[int, ...]', arguments[1])
+    return ()
 
 
 def _given(sizes: tuple[int, ...], length: int, multiple: int) -> tuple[int, ...]:

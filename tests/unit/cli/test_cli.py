@@ -28,6 +28,7 @@ from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.planner import frontier, plans
 from megatron_zbpp.planner.plans import PlanningInterrupted
 from megatron_zbpp.schedules import build, names, own_families
+from megatron_zbpp.techniques.slices.sizes import sizes_of
 
 SHAPE = ['--pp', '4', '--microbatches', '8']
 ZB_V = ['--schedule', 'zb-v', *SHAPE]
@@ -748,6 +749,89 @@ def test_what_slices_do_not_go_with(refusal, zbpp, tmp_path, words, says) -> Non
     zbpp('convert', *schedule, '--to', 'json', '-o', file)
     said = refusal(*(str(file) if word == 'FILE' else word for word in words.split()))
     assert says in said.replace(str(file), 'FILE')
+
+
+LONG = ('--seq-length', 131072, '--times', '1,1.9,0.4')
+
+
+def test_slices_that_take_equal_times(zbpp, tmp_path) -> None:
+    """A cell of the specification's table; written, read and simulated they take the same."""
+    file, shape = tmp_path / 'own.json', ('--pp', 8, '--microbatches', 16)
+    asked = ('--schedule', 'seq1f1b', *shape, *LONG, '--attention', 0.6)
+    equal = zbpp('simulate', *asked, '--slices', 4, '--json')
+    found = zbpp('simulate', *asked, '--slices', 'balanced:4', '--json')
+    rates = [each['bubble_rate_makespan'] for each in (equal, found)]
+    assert rates == pytest.approx([0.379, 0.112], abs=0.001)
+    assert max(found['peak_activations']) == pytest.approx(3.05, abs=0.005)
+    zbpp('convert', *asked, '--slices', 'balanced:4', '--to', 'json', '-o', file)
+    given = ('--slices', '52864,31744,25088,21376')
+    for source in (('--file', file), (*asked[:6], *given)):
+        again = zbpp('simulate', *source, *LONG, '--attention', 0.6, '--json')
+        assert again['makespan'] == found['makespan']
+
+
+def test_attention_as_measured(zbpp) -> None:
+    """F of 8 + L + L^2 / 8 thousand tokens: at L = 64, 8 / 584 is fixed and 512 / 584 of pairs."""
+    shape = ('--schedule', 'zb-h1', '--pp', 2, '--microbatches', 2, '--slices', 4, '--json')
+    measured = ','.join(f'{k}000={8 + k + k * k / 8}' for k in (8, 16, 32, 64))
+    told = zbpp('simulate', *shape, '--attention', measured, '--seq-length', 64000)['makespan']
+    share = zbpp('simulate', *shape, '--attention', 512 / 584)['makespan']
+    # each slice of the twelve passes on a rank has what is fixed again
+    assert 1 < told / share < 1.1
+    two = zbpp('simulate', *shape, '--attention', '8000=16,64000=576', '--seq-length', 64000)
+    assert two['makespan'] == pytest.approx(
+        zbpp('simulate', *shape, '--attention', 8 / 9)['makespan']
+    )
+
+
+def test_a_plan_of_as_many_slices_as_pay(zbpp, tmp_path) -> None:
+    file, shape = tmp_path / 'plan.json', ('--pp', 4, '--vpp', 1, '--microbatches', 2, *LONG)
+    asked = (*shape, '--attention', 0.6, '--seconds', 0.2, '--no-cache')
+    words = zbpp('plan', *asked, '--slices', 'auto', '--least-slice', 16384, '-o', file)
+    found = json.loads(file.read_text())
+    assert [len(each['sizes']) for each in found['slice_counts']] == [1, 2, 4, 8]
+    least = [each['value'] for each in found['slice_counts']]
+    assert least == sorted(least, reverse=True) and found['makespan'] <= least[-1]
+    assert found['slices'] == 8 and sum(found['slice_sizes']) == 131072
+    assert f'in slices: {1 - found["makespan"] / least[0]:.1%} less than the best of whole' in words
+    assert sizes_of(load(file).graph) == tuple(found['slice_sizes'])
+    words = zbpp('plan', *asked, '--slices', 'auto', '--least-slice', 131072)
+    assert 'whole sequences: more slices gain less than 1 %' in words
+    # what each pass takes by itself eats up what short slices gain
+    fixed = ('--attention', '32768=1.3,65536=1.6,131072=2.2', '--slices', 'auto', '--json')
+    found = zbpp('plan', *asked, *fixed, '--least-slice', 16384)
+    assert found['slices'] < len(found['slice_counts'][-1]['sizes']) == 8
+
+
+def test_the_share_of_attention_by_shape(zbpp) -> None:
+    """Of a layer with 12 h^2 weights, s tokens: s over s + 12 h, pairs halved by the mask."""
+    shape = ('--num-layers', 2, '--hidden', 512, '--heads', 8, '--vocab', 1000, '--tflops', 100)
+    words = zbpp('profile', '--model', 'gpt', *shape, '--seq', 6144)
+    assert 'attention over pairs of tokens: 0.5 of F' in words.replace('\n', ' ')
+
+
+@pytest.mark.parametrize(
+    ('words', 'says'),
+    [
+        ('plan --slices auto', '--slices auto needs --seq-length'),
+        ('plan --slices balanced:3', '--slices balanced:3 needs --seq-length'),
+        ('plan --slices 3:4', 'give balanced:N, such as balanced:4'),
+        ('plan --slices 3 --attention 8=2,9=3', '--attention by lengths needs --seq-length'),
+        ('plan --slices 3 --attention 8=2 --seq-length 8', 'by two lengths or more'),
+        ('plan --slices 3 --attention 1.5', "'1.5' is not possible"),
+        (
+            'plan --slices 8,8 --seq-length 20',
+            '--slices of 16 tokens in all, but --seq-length is 20',
+        ),
+        ('plan --slices balanced:9 --seq-length 1024', '9 are too many for balanced slices'),
+        ('plan --slices auto --frontier 2,3', '--slices auto is for one memory limit'),
+        ('plan --slices auto --seq-length 8 --actions offload --memory-limit 3', 'leave --actions'),
+        ('simulate --schedule zb-v --slices auto', "slices is 'auto': give how many"),
+    ],
+)
+def test_sizes_of_slices_that_are_refused(refusal, words, says) -> None:
+    command, *others = words.split()
+    assert says in refusal(command, '--pp', 2, '--microbatches', 2, *others)
 
 
 def test_who_does_not_suit_slices_is_made_with_a_note(capsys) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from supported import refuses
@@ -11,9 +13,12 @@ from supported import refuses
 import megatron_zbpp
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.mcore.plugin import Plugin
+from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.partitioning.freeze_plans import FreezePlan
 from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques.slices.graph import sized
+from megatron_zbpp.techniques.slices.place import in_slices
 
 TWO_WAYS = 'two_ways:two-ways'
 
@@ -130,6 +135,17 @@ def test_slices(asked, found):
 def test_what_slices_are_not(asked):
     with pytest.raises(ValueError, match=r'slices is .*: give how many, such as 4, or the tokens'):
         Settings('zb-v', slices=asked)
+
+
+def test_a_plan_says_where_sequences_are_cut():
+    """Unless sizes of one's own are given, and only if they are of such a sequence."""
+    made = in_slices('1f1b', 2, 2, 3)
+    own, config = replace(made, graph=sized(made.graph, (5, 2, 3))), SimpleNamespace()
+    assert Programs(Settings(own)).cuts(config, 10) == (0, 5, 7, 10)
+    assert Programs(Settings(own, slices=(2, 4, 4))).cuts(config, 10) == (0, 2, 6, 10)
+    assert Programs(Settings(made)).cuts(config, 9) == (0, 3, 6, 9)
+    with pytest.raises(ValueError, match='slices: 5,2,3 are 10 tokens, but sequences have 12'):
+        Programs(Settings(own)).cuts(config, 12)
 
 
 @refuses('two routes (`Placement.opposite`)', 'each needs a copy of the model')

@@ -1,0 +1,149 @@
+"""Slices of sequences on the command line: how many, how long, and what each takes."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron_zbpp.cli import values
+from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.partitioning.fitting import fit_attention
+from megatron_zbpp.techniques.slices.balance import Attention, balanced, in_parts
+from megatron_zbpp.techniques.slices.graph import Slicing, sized
+from megatron_zbpp.techniques.slices.sizes import number_of, sizes_of, slices_of
+
+AUTO, BALANCED = 'auto', 'balanced'
+Measured = dict[int, float]
+
+
+class Slices(NamedTuple):
+    """`--slices`: how many, or which.
+
+    Attributes:
+        number: of them; 0: as many as pay.
+        sizes: tokens of each; none: they are equal, or to be balanced.
+        balanced: they are to take equal times.
+    """
+
+    number: int
+    sizes: tuple[int, ...] = ()
+    balanced: bool = False
+
+
+def add_slices(parser: ArgumentParser, auto: bool = False) -> None:
+    """Add n and sizes, and what attention takes."""
+    proposed = f', or {AUTO}: as many balanced ones as pay' if auto else ''
+    parser.add_argument(
+        '--slices',
+        type=lambda text: _slices(text, auto),
+        metavar='N|SIZE,...|balanced:N' + '|auto' * auto,
+        help='parts of each sequence: how many equal ones, tokens of each, or how many that take '
+        f'equal times{proposed}; default 1, of seq1f1b and its kin 4',
+    )
+    parser.add_argument(
+        '--seq-length',
+        type=values.count,
+        metavar='TOKENS',
+        help='of a sequence, for slices whose sizes are to be found',
+    )
+    parser.add_argument(
+        '--attention',
+        type=_attention,
+        metavar='SHARE|TOKENS=F,...',
+        help='share of attention in F of a whole sequence, or F as measured at two lengths or '
+        'more: the later slices take longer; default 0',
+    )
+
+
+def _slices(text: str, auto: bool) -> Slices:
+    if auto and text == AUTO:
+        return Slices(0, balanced=True)
+    word, colon, number = text.partition(':')
+    if colon:
+        values.require(text, word == BALANCED, 'give balanced:N, such as balanced:4')
+        return Slices(values.count(number), balanced=True)
+    try:
+        found = slices_of(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f'{text!r} is not possible: {error}') from error
+    return Slices(number_of(found), found if isinstance(found, tuple) else ())
+
+
+def _attention(text: str) -> float | Measured:
+    if '=' not in text:
+        return values.share(text)
+    pairs = [part.partition('=') for part in text.split(',')]
+    return {values.count(tokens): values.amount(time) for tokens, _, time in pairs}
+
+
+def number(args: Namespace) -> int | None:
+    """Return n as it was asked for; None: it was not."""
+    asked: Slices | None = getattr(args, 'slices', None)
+    return asked and asked.number
+
+
+def attention(args: Namespace) -> Attention:
+    """Return what F is made of.
+
+    Raises:
+        ValueError: it was measured, but it is not said how long sequences are.
+    """
+    told = getattr(args, 'attention', None)
+    if not isinstance(told, dict):
+        return Attention(told or 0.0)
+    return fit_attention(told, length(args, '--attention by lengths'))
+
+
+def length(args: Namespace, what: str) -> int:
+    """Return the tokens of a sequence.
+
+    Raises:
+        ValueError: they are not given, and `what` needs them.
+    """
+    if args.seq_length is None:
+        raise ValueError(f'{what} needs --seq-length: give the tokens of a sequence')
+    return args.seq_length
+
+
+def sizes(args: Namespace, costs: Costs) -> tuple[int, ...]:
+    """Return the tokens of each slice; none: slices are equal.
+
+    Raises:
+        ValueError: those asked for are not of such a sequence.
+    """
+    asked: Slices | None = getattr(args, 'slices', None)
+    if asked is None:
+        return ()
+    if asked.balanced:
+        tokens = length(args, f'--slices {BALANCED}:{asked.number}')
+        return balanced(asked.number, tokens, attention(args), costs)
+    if asked.sizes and args.seq_length not in (None, sum(asked.sizes)):
+        raise ValueError(
+            f'--slices of {sum(asked.sizes)} tokens in all, but --seq-length is '
+            f'{args.seq_length}: give sizes that sum to it'
+        )
+    return asked.sizes
+
+
+def costs_in_slices(args: Namespace, costs: Costs, slices: int, own: tuple[int, ...]) -> Costs:
+    """Return costs that say what each of `slices` slices takes, `own` tokens long or equal."""
+    if slices == 1:
+        return costs
+    return in_parts(costs, own or (1,) * slices, attention(args))
+
+
+def in_their_sizes(args: Namespace, schedule: Schedule, costs: Costs) -> tuple[Schedule, Costs]:
+    """Return a schedule of slices that says how long they are, with the costs of each."""
+    own, slices = sizes(args, costs), schedule.graph.num_slices
+    if own and slices > 1:
+        schedule = replace(schedule, graph=sized(schedule.graph, own))
+    own = sizes_of(schedule.graph)
+    return schedule, costs_in_slices(args, costs, slices, own)
+
+
+def graph(args: Namespace, costs: Costs) -> Slicing | None:
+    """Return what makes the graph that is planned; None: it is of whole sequences."""
+    slices = number(args) or 1
+    return Slicing(slices, sizes(args, costs)) if slices > 1 else None
