@@ -165,6 +165,10 @@ _WITH_SLICES = {
         "a teacher's layers keep no slices",
         'drop --export-kd-teacher-load',
     ),
+    'logits_load_dir': (
+        'its loss is of whole sequences',
+        'drop --logits-load-dir',
+    ),
     'moe_expert_capacity_factor': (
         'the capacity of experts would be that of a slice',
         'drop --moe-expert-capacity-factor',

@@ -301,6 +301,16 @@ def test_gpus_by_torchrun_that_cannot_be_known(ranks):
     assert '--nproc-per-node gpu is no number: give --gpus' in refusal(ranks, '--', *line)
 
 
+def test_what_slices_refuse(ranks):
+    """By name, as a run does; the same line without slices is fine."""
+    words = [*SIZES, '--global-batch-size', 48, '--pipeline-schedule', 'zb-v']
+    words += ['--moe-expert-capacity-factor', 2]
+    for more, refused in ([], []), (['--pipeline-slices', 4], ['moe_expert_capacity_factor']):
+        code, found = report(ranks, '--gpus', 8, '--', *words, *more)
+        assert [each['setting'] for each in found['launch_line']['refused']] == refused
+        assert code == bool(refused)
+
+
 @needs_training
 def test_by_megatrons_own_parser(ranks):
     words = [

@@ -57,13 +57,13 @@ def test_identical_to_megatron(te_ranks, knows_segments, tmp_path, schedule, cas
     assert ours.optimizer == stock.optimizer
 
 
-@supports('HybridModel in slices of sequences: {case}', outcome=TOLERANCE)
-@grid(schedule=('zb-v',), case=('attention and MLP',))
-def test_in_slices(te_ranks, knows_segments, tmp_path, schedule, case):
+@supports('HybridModel in slices of sequences: attention, MLP and experts', outcome=TOLERANCE)
+@pytest.mark.parametrize('schedule', ['zb-v'])
+def test_in_slices(te_ranks, knows_segments, tmp_path, schedule):
     if te_ranks(2).run(model_of_a_pattern)[0] is None:
         absent('from 0.18 on')
-    pattern = PATTERNS[case][0]
-    flags = [*SPEC, *TE, *NO_CLIPPING, '--global-batch-size', 6, '--train-iters', 3]
+    pattern, more = '*-*E*-*E', PATTERNS['experts'][1:]
+    flags = [*SPEC, *TE, *NO_CLIPPING, *more, '--global-batch-size', 4, '--train-iters', 3]
     flags += ['--num-layers', 8, '--pipeline-model-parallel-size', 2]
     stock = run(
         te_ranks(2), *flags, '--hybrid-layer-pattern', _divided(pattern, 2),

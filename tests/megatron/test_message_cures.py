@@ -231,6 +231,8 @@ def write_files() -> None:
     write('broken.json', '{"schedule": 1}')
     write('freeze.json', FreezePlan(made, (), 1.0, 1.0).to_json())
     write('freeze-1f1b.json', FreezePlan(build('1f1b', 2, 4), (), 1.0, 1.0).to_json())
+    cut = FreezePlan(build('seq1f1b-zb', 2, 4, num_slices=2), (), 1.0, 1.0)
+    write('freeze-slices.json', cut.to_json())
     inner = build('1f1b', 3, 4)
     for name, order in (('inner', (0, 2, 1)), ('outer', (0, 1, 2))):
         ranks = [inner.passes[order.index(rank)] for rank in range(3)]
@@ -423,6 +425,15 @@ FLAGS = {
     'freezing of another schedule': row(
         flags('--pipeline-schedule zb-v --pipeline-freeze freeze.json'),
         'plan it anew (zbpp freeze -o)',
+        flags('--pipeline-schedule zb-h1 --pipeline-freeze freeze.json'),
+    ),
+    'freezing of slices': row(
+        flags(
+            '--pipeline-schedule seq1f1b-zb --pipeline-slices 2 --seq-length 16 '
+            '--pipeline-freeze freeze-slices.json'
+        ),
+        'drop --pipeline-freeze, or take a schedule of whole sequences',
+        flags('--pipeline-schedule seq1f1b-zb --pipeline-slices 2 --seq-length 16'),
         flags('--pipeline-schedule zb-h1 --pipeline-freeze freeze.json'),
     ),
     'freezing without W': row(
@@ -1509,6 +1520,8 @@ ELSEWHERE = {
             'mcore/iteration/sliced.py require: GPTModel',
             'mcore/iteration/sliced.py require: attend',
             'mcore/patches/slices.py _cutting.forward',
+            'mcore/patches/slices.py _require_slices_alone: needs its state',
+            'mcore/patches/slices.py _require_slices_alone: attn_mask_type',
         ),
         'test_sliced_models.py::test_refused_at_the_first_call',
     ),

@@ -26,6 +26,7 @@ OF_SOME = {
     '--use-legacy-models': 'until 0.17',
     'overlap_dispatch_backward_with_experts_wgrad': 'from 0.18',
     '--overlap-dispatch-backward-with-experts-wgrad': 'from 0.18',
+    'logits_load_dir': 'from 0.19',
     'moe_paged_stash': 'from 0.19',
     '--moe-paged-stash': 'from 0.19',
     'use_transformer_engine_op_fuser': 'from 0.17',
@@ -74,7 +75,8 @@ _TWICE = 'a forward that runs again would enter its largest values a second time
 _CAPTURED = 'a captured forward cannot run again with other random states'
 HYBRID = [s for s in refusals.settings() if s.startswith('hybrid_') and 'context' not in s]
 # but for what is refused with others, or by some releases, only
-OF_SLICES = ['variable_seq_lengths', 'experimental_attention_variant', 'moe_expert_capacity_factor']
+OF_SLICES = ['variable_seq_lengths', 'experimental_attention_variant', 'logits_load_dir']
+OF_SLICES += ['moe_expert_capacity_factor']
 OTHERS = ['fp8_recipe', 'mtp_num_layers', 'sft', 'reset_attention_mask', *HYBRID, *OF_SLICES]
 WITHOUT_TE = [s for s in refusals.settings() if s not in OTHERS]
 CASES = [(setting, value) for setting in WITHOUT_TE for value in VALUES.get(setting, [1])]

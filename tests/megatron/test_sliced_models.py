@@ -252,6 +252,7 @@ def first_call():
 
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
 
     from megatron_zbpp.mcore.iteration.sliced import require
     from megatron_zbpp.mcore.patches.slices import _cutting
@@ -261,50 +262,64 @@ def first_call():
         def forward(self, *args, **kwargs):
             return None
 
+    class MambaMixer(torch.nn.Module):
+        pass
+
     def empty(of):
         made = of.__new__(of)
         torch.nn.Module.__init__(made)
         return made
 
-    def said(of, attention, collects=False):
-        model, model_layer = empty(of), torch.nn.Module()
-        model_layer.core_attention = empty(attention)
-        model.layer = model_layer
+    def with_layer(of=GPTModel, layer=torch.nn.Module, attention=DotProductAttention, **more):
+        model = empty(of)
+        model.layer = layer()
+        model.layer.core_attention = empty(attention)
+        vars(model.layer).update(more)
+        return model
+
+    def told(function, *args, **kwargs):
         try:
-            require([model], SimpleNamespace(collect_non_loss_data=collects))
+            return function(*args, **kwargs)
         except NotImplementedError as error:
             return str(error)
+
+    def required(collects=False, **model):
+        asked = SimpleNamespace(collect_non_loss_data=collects)
+        return told(require, [with_layer(**model)], asked)
 
     running = Running()
     cut = _cutting(running, lambda self, input_ids=None, packed_seq_params=None: input_ids)
 
-    def packed(params):
-        try:
-            with running.slice(Slice(0, 2, 4, 8), Kept()):
-                return cut(None, torch.arange(8)[None], packed_seq_params=params).tolist()
-        except NotImplementedError as error:
-            return str(error)
+    def called(params=None, layer=torch.nn.Module, kind=AttnMaskType.causal):
+        model = with_layer(layer=layer, attn_mask_type=kind)
+        with running.slice(Slice(0, 2, 4, 8), Kept()):
+            found = told(cut, model, torch.arange(8)[None], packed_seq_params=params)
+        return found if isinstance(found, str) else found.tolist()
 
     return (
-        said(GPTModel, DotProductAttention),
-        said(GPTModel, DotProductAttention, collects=True),
-        said(torch.nn.Module, DotProductAttention),
-        said(GPTModel, Own),
-        packed(None),
-        packed(object()),
+        required(),
+        required(collects=True),
+        required(of=torch.nn.Module),
+        required(attention=Own),
+        [called(), called(kind=AttnMaskType.arbitrary)],
+        called(object()),
+        called(layer=MambaMixer),
+        called(kind=AttnMaskType.no_mask),
     )
 
 
 def test_refused_at_the_first_call(ranks):
     (found,) = ranks(1).run(first_call)
-    good, data, model, attention, cut, packed = found
-    assert good is None and cut == [[2, 3]]
+    good, data, model, attention, cut, packed, state, mask = found
+    assert good is None and cut == [[[2, 3]]] * 2
     assert data.startswith('collect_non_loss_data: ')
     assert 'inputs of a Module cannot be cut' in model
     assert 'Own is not known to attend to the slices before' in attention
     assert packed.startswith('packed_seq_params: ')
-    for each in (data, model, attention, packed):
-        assert 'take a schedule of whole sequences' in each
+    assert 'MambaMixer needs its state behind the slices before' in state
+    assert mask.startswith('attn_mask_type=no_mask: ')
+    for each in (data, model, attention, packed, state, mask):
+        assert 'a schedule of whole sequences' in each
 
 
 def test_evaluation(ranks, data, tmp_path):

@@ -60,6 +60,11 @@ class FreezeRun(Guest):
                 f'{schedule.name} has no W passes, of which freezing leaves gradients out: take a '
                 'schedule that has, such as zb-h1'
             )
+        if schedule.graph.num_slices > 1:
+            return (
+                f'{schedule.name} has slices, of whose weight gradients freezing would leave out '
+                'the same ones: drop --pipeline-freeze, or take a schedule of whole sequences'
+            )
         return None
 
     def fingerprint(self) -> Mapping[str, object]:

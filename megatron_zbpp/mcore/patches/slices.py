@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from megatron.core.transformer.enums import AttnMaskType
@@ -30,6 +31,9 @@ _LOCAL = 'megatron.core.transformer.dot_product_attention:DotProductAttention'
 _BY_TE = 'megatron.core.extensions.transformer_engine:TEDotProductAttention'
 # arguments of a model that have a row of tokens for each sequence: (micro batch, sequence)
 _OF_TOKENS = ('input_ids', 'position_ids', 'labels', 'loss_mask', 'padding_mask')
+# layers with a state of the tokens before, by the name of their class: some need Triton to import
+_WITH_STATE = {'MambaMixer', 'GatedDeltaNet', 'GatedDeltaProduct'}
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.arbitrary)  # the latter by masks that are given
 
 _Masked = Callable[
     [Slice, torch.Tensor, torch.Tensor | None, AttnMaskType | None],
@@ -76,12 +80,16 @@ def _attentions() -> dict[str, _Masked]:
 def _cutting(running: Running, original: Callable) -> Callable:
     """Give the model the slice of its inputs; keep the whole for the slices behind it."""
     signature = inspect.signature(original)
+    known: WeakSet[torch.nn.Module] = WeakSet()
 
     @functools.wraps(original)
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         part = running.part
         if part is None:
             return original(self, *args, **kwargs)
+        if self not in known:
+            _require_slices_alone(self)
+            known.add(self)
         given = dict(signature.bind(self, *args, **kwargs).arguments)
         del given['self']
         if given.get('packed_seq_params') is not None:
@@ -100,6 +108,23 @@ def _cutting(running: Running, original: Callable) -> Callable:
         return original(self, **given)
 
     return forward
+
+
+def _require_slices_alone(model: torch.nn.Module) -> None:
+    """Raise NotImplementedError for layers that a slice would give less than the sequence does."""
+    for layer in model.modules():
+        if not _WITH_STATE.isdisjoint(each.__name__ for each in type(layer).__mro__):
+            raise NotImplementedError(
+                f'slices of sequences: {type(layer).__name__} needs its state behind the slices '
+                'before: take a schedule of whole sequences'
+            )
+        kind = getattr(layer, 'attn_mask_type', None)
+        if hasattr(layer, 'core_attention') and kind not in _CAUSAL:
+            raise NotImplementedError(
+                f'attn_mask_type={getattr(kind, "name", kind)}: tokens of a slice cannot attend to '
+                'those behind it: have AttnMaskType.causal in the spec of the layers, or take a '
+                'schedule of whole sequences'
+            )
 
 
 def _from_its_first_token(running: Running, original: Callable) -> Callable:
