@@ -34,7 +34,7 @@ class Step(NamedTuple):
 def critical_path(timeline: Timeline, costs: Costs) -> tuple[Step, ...]:
     """Return the passes that set the makespan, first to last, each with what it waited for.
 
-    In a simulated timeline each step starts when the one before ends, plus `costs.edge` where it
+    In a simulated timeline each step starts when the one before ends, plus `costs.travel` where it
     waited for communication. In a measured one, what gaps remain is time that costs do not explain.
     """
     schedule = timeline.schedule
@@ -64,7 +64,8 @@ def _cause(
     rank_of = schedule.rank_of
     causes = [(spans[previous][1], 'rank', previous)] if previous else []
     for need, q in schedule.needs(p):
-        edge = costs.edge(rank_of(q), rank_of(p)) if need.message else 0.0
+        ranks = rank_of(q), rank_of(p)
+        edge = costs.travel(schedule.graph, need.message, *ranks) if need.message else 0.0
         waited = 'communication' if edge else 'dependency'
         causes.append((spans[q][1] + edge, waited, q))
     if not causes:

@@ -1,7 +1,8 @@
 """The proof that programs end, whatever the backend makes wait: a replay under its rules.
 
 Each rule is pessimistic: what ends under it ends on a backend that makes less wait. gloo has the
-first; NCCL may have all three, and which of them may depend on the pass.
+first; NCCL may have all three, and which of them may depend on the pass. A collective holds up its
+rank until all others have come there, though the runtime waits for its result only.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_zbpp.analysis.program import Instruction, Receive, Send
+from megatron_zbpp.analysis.program import Exchange, Instruction, Receive, Send
 from megatron_zbpp.ir import Pass
 
 
@@ -50,8 +51,8 @@ EVERY_RULE = Rule.RENDEZVOUS | Rule.SYNCHRONISATION | Rule.LAUNCH_ORDER
 class Collective(NamedTuple):
     """Wait for the other `ranks` of a tensor- or data-parallel group; its name is used once.
 
-    Programs that run have none: they are inside passes and behind them. In a proof about several
-    pipelines they stand beside their pass.
+    It is inside a pass, or behind one. In a proof about several pipelines it stands beside its
+    pass; collectives of the pipeline itself are `Exchange`.
     """
 
     name: str
@@ -111,7 +112,7 @@ class _Replay:
         awaited = _posted_late if self._synchronises else _awaited
         self._missing = [awaited(program) for program in programs]
         self._spinning = [0] * len(programs)
-        self._met: dict[Collective, set[int]] = defaultdict(set)
+        self._met: dict[Collective | Exchange, set[int]] = defaultdict(set)
         ready = deque(range(len(programs)))
         waiting = [True] * len(programs)  # in `ready`, where each is once
         while ready:
@@ -174,6 +175,12 @@ class _Replay:
                 met = self._met[instruction]
                 met.add(rank)
                 if len(met) < len(instruction.ranks):
+                    break
+                wakes |= met
+            elif type(instruction) is Exchange:
+                met = self._met[instruction]
+                met.add(rank)
+                if len(met) < instruction.size:
                     break
                 wakes |= met
         else:

@@ -10,24 +10,35 @@ Of all such orders the one by the ends of the passes posts each receive right be
 which its message comes: it travels while that pass computes.
 
 What leaves for the partner's memory is sent where a copy to the host would begin, and comes back
-right before the pass that takes memory for it; both stand in the same one order.
+right before the pass that takes memory for it; both stand in the same one order. So do collectives,
+each behind the last pass that contributes to it.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Set
+from collections.abc import Iterator, Sequence, Set
 from operator import itemgetter
 
 from megatron_zbpp.analysis import collector, departures
 from megatron_zbpp.analysis.deadlock import prove
 from megatron_zbpp.analysis.posting import LATE, Posting, Postponed
-from megatron_zbpp.analysis.program import Begin, Hand, Instruction, Join, Program, Receive, Send
+from megatron_zbpp.analysis.program import (
+    Begin,
+    Exchange,
+    Hand,
+    Instruction,
+    Join,
+    Program,
+    Receive,
+    Send,
+)
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.ir.compiled import Compiled, compiled
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import BROADCAST, REDUCE
 
 # Of a message, in passes of a rank. That there is some puts passes of neighbours that end together
 # into the order in which they really end; how much it is hardly matters.
@@ -135,6 +146,7 @@ class _Writer:
         self._order, spans = _by_end(schedule, self._joined)
         self._posting = Posting(receives, schedule, spans, self._joined)
         self._postponed = Postponed(self.programs)
+        self._collectives = _Collectives(self._flow, schedule)
 
     def write(self) -> None:
         """Write the programs, pass by pass; passes that run as one together."""
@@ -164,6 +176,9 @@ class _Writer:
                         known[peer] = giver
             if takers[number] or len(group) > 1:
                 self._hand_on(group, rank)
+            for exchange in self._collectives.completed_by(group):
+                for each in self.programs:
+                    each.append(exchange)
             if self._begun:
                 self._begin_copies(own, rank)
             group = []
@@ -181,7 +196,10 @@ class _Writer:
         """Write to whom the results go: to passes of the same rank, or by messages."""
         flow = self._flow
         passes, ranks, programs = flow.passes, flow.ranks, self.programs
-        handed_on = [(each, taken) for each in group for taken in flow.takers[each]]
+        apart = self._collectives.messages
+        handed_on = [
+            (each, taken) for each in group for taken in flow.takers[each] if taken[1] not in apart
+        ]
         program, known, under_way = programs[rank], self._latest[rank], self._under_way[rank]
         for producer, (taker, message) in handed_on:
             p, peer, consumer = passes[producer], ranks[taker], passes[taker]
@@ -211,6 +229,57 @@ class _Writer:
             (made,) = self._schedule.predecessors(leaving)
             program.append(Send(made, leaving, partner, saved=True))
             self.programs[partner].append(Receive(made, leaving, rank, saved=True))
+
+
+class _Collectives:
+    """The collectives of a schedule, and which passes contribute to each. Passes are numbers.
+
+    Args:
+        flow: of the passes.
+        schedule: the same.
+
+    Attributes:
+        messages: that are exchanged so.
+    """
+
+    def __init__(self, flow: _Flow, schedule: Schedule) -> None:
+        self._flow, self._all = flow, schedule.graph.collectives
+        self.messages = self._all.keys()
+        self._taken: dict[tuple[str, int, int], tuple[dict[int, None], dict[int, None]]] = {}
+        for giver, found in enumerate(flow.takers if self._all else ()):
+            _, _, microbatch, part = flow.passes[giver]
+            for taker, message in found:
+                if message in self._all:
+                    ends = self._taken.setdefault((message, microbatch, part), ({}, {}))
+                    ends[0][giver] = ends[1][taker] = None
+        self._missing = {key: set(makers) for key, (makers, _) in self._taken.items()}
+
+    def completed_by(self, group: Sequence[int]) -> Iterator[Exchange]:
+        """Yield those to which the last contribution is of these passes, in the graph's order."""
+        if not self._all:
+            return
+        for message in self._all:
+            for each in group:
+                _, _, microbatch, part = self._flow.passes[each]
+                missing = self._missing.get((message, microbatch, part), set())
+                if each in missing:
+                    missing.discard(each)
+                    if not missing:
+                        yield self._exchange(message, microbatch, part)
+
+    def _exchange(self, message: str, microbatch: int, part: int) -> Exchange:
+        operation, after = self._all[message]
+        makers, takers = (sorted(own) for own in self._taken[message, microbatch, part])
+        root = {BROADCAST: makers, REDUCE: takers}.get(operation)
+        passes = self._flow.passes
+        return Exchange(
+            operation,
+            message,
+            self._flow.ranks[root[0]] if root else None,
+            tuple(passes[each] for each in makers),
+            tuple(passes[each] for each in takers),
+            after,
+        )
 
 
 def _by_end(schedule: Schedule, joined: Set[int]) -> tuple[list[int], list[tuple[float, float]]]:

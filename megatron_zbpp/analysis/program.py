@@ -1,4 +1,4 @@
-"""Programs: the passes of a rank in one iteration, and between them messages."""
+"""Programs: the passes of a rank in one iteration, and between them messages and collectives."""
 
 from __future__ import annotations
 
@@ -76,6 +76,36 @@ class Hand(NamedTuple):
         return f'hand(to {self.consumer})'
 
 
+class Exchange(NamedTuple):
+    """Enter a collective of all ranks; nobody waits for it here, but at the passes that take it.
+
+    It is equal on all ranks.
+
+    Attributes:
+        operation: as in `ir.graph.Collective`.
+        message: its name, as in `ir.graph.Need`.
+        root: the rank that broadcasts, or to which is reduced; None: there is none.
+        producers: passes that make what is exchanged, by rank; of a broadcast, one.
+        consumers: passes that take the result, by rank; of a reduction, one.
+        after: the message of the same producers whose result they contribute with, or ''.
+    """
+
+    operation: str
+    message: str
+    root: int | None
+    producers: tuple[Pass, ...]
+    consumers: tuple[Pass, ...]
+    after: str = ''
+
+    def __str__(self) -> str:
+        return f'{self.operation}({self.message} for {self.consumers[0]})'
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return max(len(self.producers), len(self.consumers))
+
+
 class Begin(NamedTuple):
     """Begin to copy out what `leaving` moves; at that pass itself its memory is given back."""
 
@@ -94,5 +124,5 @@ class Join(NamedTuple):
         return f'join({" ".join(map(str, self.passes))})'
 
 
-Instruction = Pass | Send | Receive | Hand | Begin | Join
+Instruction = Pass | Send | Receive | Hand | Exchange | Begin | Join
 Program = tuple[Instruction, ...]

@@ -12,7 +12,7 @@ from collections.abc import Sequence, Set
 from math import inf
 
 from megatron_zbpp.analysis.lowering import takers
-from megatron_zbpp.analysis.program import Instruction, Join, Program, Receive, Send
+from megatron_zbpp.analysis.program import Exchange, Instruction, Join, Program, Receive, Send
 from megatron_zbpp.ir import F, Pass, Placement, Schedule
 
 
@@ -83,6 +83,8 @@ def split(program: Program, ahead: Set[Pass]) -> tuple[Program, Program]:
             isinstance(instruction, Send) and instruction.saved
         ):
             belongs = instruction.producer in ahead
+        elif isinstance(instruction, Exchange):
+            belongs = ahead.issuperset(instruction.producers)
         else:
             belongs = latest in ahead
         (first if belongs else rest).append(instruction)

@@ -170,7 +170,8 @@ class _Run:
         """Return the time from the end of what `link` names to when `rank` may start."""
         if not link.message:
             return 0.0
-        return self.costs.edge(self.schedule.placement.on_route(route, link.stage), rank)
+        sender = self.schedule.placement.on_route(route, link.stage)
+        return self.costs.travel(self.schedule.graph, link.message, sender, rank)
 
     def to_the_end(self) -> None:
         """Run passes as far as they can."""

@@ -66,7 +66,7 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         metavar='F,B,W|FILE',
         help='times of a full rank, or a JSON file of costs: F, B and W by stage, and at will '
         'activation, retained, parameters, comm, message, edges, speeds, together, times, amounts, '
-        'parts; default 1,1,1',
+        'parts, collectives; default 1,1,1',
     )
     parser.add_argument(
         '--comm',

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_zbpp.ir import B, F, Graph, Placement, Task, W, strict_json
 from megatron_zbpp.ir.compiled import compiled
-from megatron_zbpp.ir.graph import DEVICE, TRANSFERS, R
+from megatron_zbpp.ir.graph import BROADCAST, DEVICE, TRANSFERS, R
 
 SELECTIVE = 'selective'  # of a file: what differs with Megatron's selective recomputation
 _COPIES = frozenset(kind for copies in TRANSFERS.values() for kind in copies)
@@ -49,6 +49,8 @@ class Costs:
         parts: by a name of `times` or `amounts`, and there by stage, the share that each slice of
             the sequence has. Where each slice takes a time of its own, they sum to more than 1.
             R takes the shares of F, others that are not given equal ones.
+        collectives: by message, time of its collective from the last contribution on. Default: that
+            of a message between two ranks.
     """
 
     times: Mapping[str, tuple[float, ...]]
@@ -62,6 +64,7 @@ class Costs:
     parts: Mapping[str, tuple[tuple[float, ...], ...]] = field(
         default_factory=dict[str, tuple[tuple[float, ...], ...]]
     )
+    collectives: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
         times, amounts = (
@@ -84,6 +87,7 @@ class Costs:
         _require_costs('comm', (self.comm,))
         _require_costs('message', (self.message,))
         _require_costs('together', (self.together,))
+        _require_costs('collectives', tuple(self.collectives.values()))
         if not self.together:
             raise ValueError('together = 0: what runs as one takes time: give a share above 0')
         _require_costs('edges', tuple(latency for _, _, latency in self.edges))
@@ -289,6 +293,18 @@ class Costs:
             return 0.0
         return self._latencies.get((sender, receiver), self.comm) + self.message
 
+    def travel(self, graph: Graph, message: str, sender: int, receiver: int) -> float:
+        """Return the time of `message`, be it from rank to rank or in a collective.
+
+        What is gathered or reduced takes that on the rank of its maker, too.
+        """
+        collective = graph.collectives.get(message)
+        if collective is None or message not in self.collectives:
+            return self.edge(sender, receiver)
+        if collective.operation == BROADCAST and sender == receiver:
+            return 0.0
+        return self.collectives[message] + self.collectives.get(collective.after, 0.0)
+
     @cached_property
     def _latencies(self) -> dict[tuple[int, int], float]:
         return {(sender, receiver): latency for sender, receiver, latency in self.edges}
@@ -418,6 +434,14 @@ def _shares_by_name(value: Any) -> str | None:
     return None if fits else 'an object of a list a stage, such as {"F": [[0.6, 0.4], [0.6, 0.4]]}'
 
 
+def _times_by_name(value: Any) -> str | None:
+    """Check one number under each name."""
+    fits = strict_json.is_object(value) and all(
+        strict_json.number(each) is None for each in value.values()
+    )
+    return None if fits else 'an object of numbers, such as {"hidden": 0.1}'
+
+
 def _edge_list(value: Any) -> str | None:
     """Check latencies between ranks."""
     fits = strict_json.is_list(value) and all(
@@ -438,6 +462,7 @@ _FIELDS: dict[str, strict_json.Check] = {
     **dict.fromkeys(('times', 'amounts'), _by_name),
     'parts': _shares_by_name,
     'edges': _edge_list,
+    'collectives': _times_by_name,
 }
 _BY_STAGE: dict[str, strict_json.Check] = {
     **dict.fromkeys((F, B, W), _NUMBERS),

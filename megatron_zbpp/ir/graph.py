@@ -24,6 +24,7 @@ R = 'R'  # a forward again
 DEVICE, HOST, PARTNER = 'device', 'host', 'partner'
 COMPUTE, COPY = 'compute', 'copy'
 KV, KV_GRADIENT = 'kv', 'kv_gradient'  # amounts of all slices together: they move with none
+BROADCAST, GATHER, REDUCE = 'broadcast', 'all-gather', 'reduce'
 
 
 class Transfers(NamedTuple):
@@ -69,6 +70,19 @@ class Need(NamedTuple):
     task: Task
     message: str | None = None
     back: int = 0
+
+
+class Collective(NamedTuple):
+    """An exchange of a message among all ranks at once, once a microbatch and slice.
+
+    Attributes:
+        operation: `BROADCAST` from the one pass that makes the message, `GATHER` of what all make
+            to all, or `REDUCE`, the sum of what all make, to the one pass that takes it.
+        after: the message whose collective comes first, since its result is needed to contribute.
+    """
+
+    operation: str
+    after: str = ''
 
 
 class Hold(NamedTuple):
@@ -133,6 +147,8 @@ class Graph:
         needs: of each task, in the order in which they are told to people.
         holds: of each task.
         kinds: by name, in the order of a legend.
+        collectives: messages that all ranks exchange at once, by name; others go from one pass to
+            another.
     """
 
     num_stages: int
@@ -140,9 +156,12 @@ class Graph:
     needs: Mapping[Task, tuple[Need, ...]] = field(compare=False, repr=False)
     holds: Mapping[Task, tuple[Hold, ...]] = field(compare=False, repr=False)
     kinds: Mapping[str, Kind] = field(compare=False, repr=False)
+    collectives: Mapping[str, Collective] = field(
+        default_factory=dict[str, Collective], compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
-        for name in ('needs', 'holds', 'kinds'):
+        for name in ('needs', 'holds', 'kinds', 'collectives'):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def tasks(self, kind: str, stage: int, slice: int = 0) -> tuple[Task, ...]:

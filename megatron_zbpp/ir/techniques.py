@@ -14,8 +14,9 @@ import copyreg
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
-from megatron_zbpp.ir.graph import Applied, Graph, Hold, Kind, Need, Task, chain
+from megatron_zbpp.ir.graph import Applied, Collective, Graph, Hold, Kind, Need, Task, chain
 
 _Technique = Callable[..., Graph]
 # Folders of the library's own, by the names that files have; imported when they are asked for.
@@ -116,6 +117,7 @@ def made_of(
     needs: Mapping[Task, tuple[Need, ...]],
     holds: Mapping[Task, tuple[Hold, ...]],
     kinds: Mapping[str, Kind],
+    collectives: Mapping[str, Collective] = MappingProxyType({}),
 ) -> Graph:
     technique = Applied(name, arguments)
     return replace(
@@ -124,4 +126,5 @@ def made_of(
         needs=needs,
         holds=holds,
         kinds={**graph.kinds, **kinds},
+        collectives={**graph.collectives, **collectives},
     )

@@ -10,14 +10,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from megatron_zbpp.analysis.program import Hand, Instruction, Receive
+from megatron_zbpp.analysis.program import Exchange, Hand, Instruction, Receive
 from megatron_zbpp.ir import BW, B, F, Pass
 from megatron_zbpp.runtime.activations import moves
 from megatron_zbpp.runtime.kinds import RUN
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 Inputs = Mapping[str, Sequence[Tensors]]
-"""By the name of a message, all that came of it, in the order of the stages that made it."""
+"""By the name of a message, all that came of it, in the order of the stages that made it.
+
+What was gathered comes as one tuple, in the order of the ranks."""
 
 Outputs = Mapping[str, Tensors]
 """By the name of a message, what is sent of it, to whoever takes it."""
@@ -55,6 +57,19 @@ def reject_unsupported(
                     f'{i.consumer.kind} understands {taken or "none"}: give the executor an action '
                     'for it'
                 )
+
+
+def reject_collectives(program: Iterable[Instruction]) -> None:
+    """Raise for a program that has collectives, where there is no group for them.
+
+    Raises:
+        NotImplementedError: names the first.
+    """
+    for i in program:
+        if isinstance(i, Exchange):
+            raise NotImplementedError(
+                f'{i} is a collective of all ranks: give the executor collectives'
+            )
 
 
 def reject_second_inputs(several: Iterable[Receive | Hand], own: Collection[str]) -> None:

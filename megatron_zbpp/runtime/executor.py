@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatron_zbpp.analysis.program import Begin, Hand, Join, Program, Receive, Send
+from megatron_zbpp.analysis.program import Begin, Exchange, Hand, Join, Program, Receive, Send
 from megatron_zbpp.ir import B, F, Pass, Together, W
 from megatron_zbpp.ir.graph import R
 from megatron_zbpp.runtime.actions import (
@@ -23,6 +23,7 @@ from megatron_zbpp.runtime.actions import (
     Inputs,
     Outputs,
     Tensors,
+    reject_collectives,
     reject_second_inputs,
     reject_unsupported,
 )
@@ -42,8 +43,16 @@ from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 if TYPE_CHECKING:
     from megatron_zbpp.runtime.activations.store import ActivationStore
+    from megatron_zbpp.runtime.collectives import Collectives
 
 _Made = Outputs | torch.Tensor | None  # by message; of built-in passes, the one that they make
+
+
+class _Source(NamedTuple):
+    """The pass that made a message (of a collective, the first of them), and its name."""
+
+    producer: Pass
+    message: str
 
 
 class _Handed(NamedTuple):
@@ -72,6 +81,7 @@ class Executor:
         tables: of the program, where they are made already.
         actions: of kinds of passes that are not built in, or in place of those that are.
         messages: of names that differ from `message`; a tuple of them is sent as one.
+        collectives: with the other ranks, where the program has some.
 
     Attributes:
         record: what has been done so far. This and the next two are what a watchdog reads, from
@@ -97,6 +107,7 @@ class Executor:
         tables: Tables | None = None,
         actions: Mapping[str, Action] | None = None,
         messages: Mapping[str, Message | tuple[Message, ...]] | None = None,
+        collectives: Collectives | None = None,
     ) -> None:
         self.program = program
         self.channels = channels
@@ -112,6 +123,9 @@ class Executor:
         self._own_actions = own = actions or {}
         reject_unsupported((*tables.of_each_kind, *tables.named), activations is not None, own)
         reject_second_inputs(tables.second_inputs, own)
+        self._collectives = collectives
+        if collectives is None:
+            reject_collectives(program)
         self._side = side
         self._fills: Filler | None = None  # that, once the iteration has begun
         self._together = together
@@ -129,7 +143,8 @@ class Executor:
         self._done = 0  # instructions
         self._incoming: dict[Pass, Awaited] = {}  # of built-in passes, which take one message
         # of passes with actions of a technique, all that comes for them
-        self._several: dict[Pass, list[tuple[Receive | Hand, Awaited]]] = {}
+        self._several: dict[Pass, list[tuple[_Source, Awaited]]] = {}
+        self._contributions: dict[tuple[Pass, str], Any] = {}  # to collectives, by message
         self._saved: dict[Key, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._inputs: dict[Key, torch.Tensor | None] = {}  # of forwards that run again
 
@@ -146,6 +161,8 @@ class Executor:
             self._run(self.program[self._done :])
             self.channels.finish()
             self.moves.finish()
+            if self._collectives is not None:
+                self._collectives.finish()
         finally:
             self._store.clear()
             self.moves.clear()
@@ -173,6 +190,7 @@ class Executor:
             for _, each in found:
                 each.wait()
         self._several.clear()
+        self._contributions.clear()
         self._incoming.clear()
         self._saved.clear()
         self._inputs.clear()
@@ -182,17 +200,22 @@ class Executor:
         # by the latest passes; lowering puts their use right behind them
         made: dict[Pass, _Made] = {}
         joined: tuple[Pass, ...] = ()
+        contributes = self._tables.contributes
         for instruction in instructions:
             if isinstance(instruction, Pass):
                 if instruction not in joined:
                     made, joined = {}, ()
                 if instruction not in made:
                     made[instruction] = self._timed(instruction)
+                for message in contributes.get(instruction, ()):
+                    self._contribute(instruction, message, made[instruction])
             elif isinstance(instruction, Join):
                 joined = instruction.passes
                 made = self._as_one(*joined) if self._joins(joined) else {}
             elif isinstance(instruction, Begin):
                 self.moves.begin(instruction)
+            elif isinstance(instruction, Exchange):
+                self._exchange(instruction)
             elif not isinstance(instruction, Hand) and instruction.saved:
                 self._messages.settle()  # here the host may wait: what comes before is posted first
                 self.moves.transfer(instruction)
@@ -206,11 +229,32 @@ class Executor:
                 self._expect(instruction, _Handed(output))
 
     def _expect(self, instruction: Receive | Hand, awaited: Awaited) -> None:
+        source = _Source(instruction.producer, instruction.message)
+        self._keep(instruction.consumer, source, awaited)
+
+    def _keep(self, consumer: Pass, source: _Source, awaited: Awaited) -> None:
         """Keep a message for the pass that takes it."""
-        if instruction.consumer.kind in self._own_actions:
-            self._several.setdefault(instruction.consumer, []).append((instruction, awaited))
+        if consumer.kind in self._own_actions:
+            self._several.setdefault(consumer, []).append((source, awaited))
         else:
-            self._incoming[instruction.consumer] = awaited
+            self._incoming[consumer] = awaited
+
+    def _contribute(self, p: Pass, message: str, made: _Made) -> None:
+        """Keep what a pass has made until its collective begins, behind passes of other ranks."""
+        own: object = made
+        if p.kind in self._own_actions and isinstance(made, Mapping):
+            own = made[message]
+        self._contributions[p, message] = own
+
+    def _exchange(self, i: Exchange) -> None:
+        """Begin a collective, and keep its result for the pass of this rank that takes it."""
+        assert self._collectives is not None, 'refused else'
+        keys = ((p, i.message) for p in i.producers)
+        own = next((self._contributions.pop(k) for k in keys if k in self._contributions), None)
+        awaited = self._collectives.begin(i, own)
+        for p in i.consumers:
+            if p in self._tables.own:
+                self._keep(p, _Source(i.producers[0], i.message), awaited)
 
     def _output(self, made: _Made, instruction: Send | Hand) -> Tensors:
         """Return what the pass made for that message, checked."""
@@ -302,8 +346,8 @@ class Executor:
             self._fills.before(p)
         came.sort(key=lambda each: (each[0].producer.stage, each[0].producer.slice))
         inputs: dict[str, list[Tensors]] = {}
-        for i, each in came:
-            inputs.setdefault(i.message, []).append(each.wait())
+        for source, each in came:
+            inputs.setdefault(source.message, []).append(each.wait())
         self._end_waiting()
         return inputs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from megatron_zbpp.analysis.program import Hand, Join, Program, Receive
+from megatron_zbpp.analysis.program import Exchange, Hand, Join, Program, Receive
 from megatron_zbpp.ir import B, F, Pass, Together, W
 from megatron_zbpp.ir.graph import R
 from megatron_zbpp.runtime.activations.moves import Moving
@@ -26,6 +26,21 @@ class Tables:
     @functools.cached_property
     def passes(self) -> tuple[Pass, ...]:
         return tuple(i for i in self.program if isinstance(i, Pass))
+
+    @functools.cached_property
+    def own(self) -> frozenset[Pass]:
+        """The passes, to look one up."""
+        return frozenset(self.passes)
+
+    @functools.cached_property
+    def contributes(self) -> dict[Pass, tuple[str, ...]]:
+        """The messages of collectives that passes make."""
+        found: dict[Pass, tuple[str, ...]] = {}
+        for i in self.program:
+            for p in i.producers if isinstance(i, Exchange) else ():
+                if p in self.own:
+                    found[p] = (*found.get(p, ()), i.message)
+        return found
 
     @functools.cached_property
     def of_each_kind(self) -> tuple[Pass, ...]:

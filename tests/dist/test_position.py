@@ -8,6 +8,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
+from vocabulary import split_1f1b
 
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import Receive, Send
@@ -106,6 +108,32 @@ def test_slices_are_named(ahead):
     ahead.awaiting, ahead.moves.waits = False, Send(p, Pass('E', 0, 2), 2, saved=True)
     waits = Tracker(ahead).standing()['waits for']
     assert waits.endswith('to take activations of stage 0 microbatch 2 slice 0')
+
+
+@pytest.mark.parametrize(
+    ('awaits', 'words', 'whom'),
+    [
+        (
+            '6S1',
+            "the broadcast of 'hidden' of microbatch 1 by pipeline rank 3 (global rank 7)",
+            (7,),
+        ),
+        (
+            '6T1',
+            "the other ranks to contribute to the all-gather of 'statistics' of microbatch 1",
+            (4, 5, 7),
+        ),
+    ],
+)
+def test_wait_for_a_collective(ahead, monkeypatch, awaits, words, whom):
+    monkeypatch.setattr(dist, 'get_rank', lambda: 6)
+    schedule = split_1f1b(4, 2)
+    ahead.program, ahead.channels.ranks = lower(schedule)[2], [4, 5, 6, 7]
+    ahead.current, ahead.awaiting = Pass.parse(awaits), True
+    ahead.record = Record([], [], [])
+    tracker = Tracker(ahead)
+    assert tracker.standing()['waits for'] == words
+    assert tracker.waits() == whom
 
 
 def test_sigterm_is_read_by_a_thread_and_kills_children():

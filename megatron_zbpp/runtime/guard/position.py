@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from megatron_zbpp.analysis.program import Receive, Send
+from megatron_zbpp.analysis.program import Exchange, Receive, Send
 from megatron_zbpp.ir import F, Pass
+from megatron_zbpp.ir.graph import BROADCAST
 from megatron_zbpp.runtime.executor import Executor
 
 _LATEST = 10
@@ -19,12 +20,13 @@ class Position(NamedTuple):
     Attributes:
         done: passes that the device has ended.
         current: the pass that runs, or whose input is waited for; the latest one between passes.
-        waits: what the rank waits for, to arrive or to leave: a message, or what a forward saved.
+        waits: what the rank waits for, to arrive or to leave: a message, what a forward saved, or
+            the result of a collective.
     """
 
     done: int
     current: Pass | None
-    waits: Receive | Send | None
+    waits: Receive | Send | Exchange | None
 
 
 class Tracker:
@@ -55,9 +57,13 @@ class Tracker:
         waits = waits or executor.moves.waits
         return Position(ended, current, waits)
 
-    def _receive(self, consumer: Pass) -> Receive | None:
-        receives = (i for i in self._executor.program if isinstance(i, Receive))
-        return next((i for i in receives if i.consumer == consumer), None)
+    def _receive(self, consumer: Pass) -> Receive | Exchange | None:
+        for i in self._executor.program:
+            if isinstance(i, Receive) and i.consumer == consumer:
+                return i
+            if isinstance(i, Exchange) and consumer in i.consumers:
+                return i
+        return None
 
     @property
     def complete(self) -> bool:
@@ -69,9 +75,12 @@ class Tracker:
         """Return the global ranks that this one waits for."""
         ranks = self._executor.channels.ranks
         waits = self.position().waits
-        if waits is not None:
+        if isinstance(waits, Receive | Send):
             return (ranks[waits.peer],)
-        return tuple(r for r in ranks if r != dist.get_rank()) if self.complete else ()
+        if waits is not None and waits.operation == BROADCAST and waits.root is not None:
+            return (ranks[waits.root],)
+        all_others = waits is not None or self.complete
+        return tuple(r for r in ranks if r != dist.get_rank()) if all_others else ()
 
     def standing(self) -> dict[str, str]:
         """Return the position and the latest ten passes, for people."""
@@ -94,6 +103,11 @@ class Tracker:
 
     def _awaited(self, position: Position) -> str:
         waits = position.waits
+        if isinstance(waits, Exchange):
+            what = f'{waits.message!r} of microbatch {waits.producers[0].microbatch}'
+            if waits.operation == BROADCAST and waits.root is not None:
+                return f'the {waits.operation} of {what} by {self._rank(waits.root)}'
+            return f'the other ranks to contribute to the {waits.operation} of {what}'
         if waits is not None and waits.saved:
             whose = f'activations of {self._unit(waits.consumer)}'
             if isinstance(waits, Receive):

@@ -1,0 +1,238 @@
+"""Collectives among the ranks of a pipeline: begun in the order of the program, never waited for.
+
+Who takes the result waits. What is contributed may need the result of the collective before (the
+statistics of all ranks scale each rank's part of a gradient): that is computed beside the passes,
+on a stream of its own, or on gloo in a thread of its own. All of a pipeline go through one group,
+one after the other, so their one order in all programs is the order in which they run.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_zbpp.analysis.program import Exchange
+from megatron_zbpp.ir.graph import BROADCAST, GATHER, REDUCE
+from megatron_zbpp.runtime.actions import Tensors
+from megatron_zbpp.runtime.channels import Message
+from megatron_zbpp.runtime.groups import backend_for
+from megatron_zbpp.runtime.messages import Awaited
+
+Found = Sequence[Tensors]
+Contribution = torch.Tensor | Callable[[Sequence[torch.Tensor]], torch.Tensor]
+"""What a rank contributes, or makes of the result of the collective that comes before."""
+
+_Job = Callable[[], 'Pending']
+
+
+class Pending:
+    """A collective that has begun.
+
+    Args:
+        tensors: that it fills; of a gather by pipeline rank.
+        work: of the backend.
+        finish: makes the result of them.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        work: dist.Work,
+        finish: Callable[[Sequence[torch.Tensor]], Found],
+    ) -> None:
+        self._tensors, self._work, self._finish = tensors, work, finish
+
+    @cached_property
+    def result(self) -> Found:
+        """The result, which the host (on CUDA: what computes from now on) waits for."""
+        self._work.wait()
+        return self._finish(self._tensors)
+
+
+class Result(NamedTuple):
+    """The result of a collective, for one pass.
+
+    Attributes:
+        found: waits for it.
+        several: whether there is one of each rank.
+    """
+
+    found: Callable[[], Found]
+    several: bool
+
+    def wait(self) -> Tensors:
+        """Return the one tensor, or those of all ranks, once they are there."""
+        found = self.found()
+        return tuple(found) if self.several else found[0]  # pyright: ignore[reportReturnType]
+
+
+class Collectives:
+    """Runs the collectives of this rank's program on `group`; made by all of its ranks together.
+
+    Args:
+        group: of the pipeline's ranks; for nothing else.
+        ranks: the global rank of each pipeline rank.
+        device: where what is exchanged lives.
+        messages: of each name that is broadcast or reduced; of the latter the dtype counts.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ranks: Sequence[int],
+        device: torch.device,
+        messages: Mapping[str, Message],
+    ) -> None:
+        self._group, self._ranks, self._messages = group, ranks, messages
+        self._places = [dist.get_group_rank(group, rank) for rank in ranks]
+        self._begin: dict[str, Callable[..., Pending]] = {
+            BROADCAST: self._broadcast,
+            GATHER: self._gather,
+            REDUCE: self._reduce,
+        }
+        self._lane = _lane(group, device)
+        self._latest: dict[tuple[Any, ...], Callable[[], Found]] = {}
+        self._open: list[Callable[[], Found]] = []
+        # NCCL connects ranks at the first use, which holds up hosts
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+    def begin(self, exchange: Exchange, own: Contribution | None) -> Awaited:
+        """Begin a collective, for which this rank has made `own`; None: nothing."""
+        before = None
+        if exchange.after:
+            before = self._latest.pop((exchange.after, exchange.producers))
+        job = partial(self._begin[exchange.operation], exchange, own, before)
+        found = self._lane.start(job)
+        if exchange.operation == GATHER:
+            self._latest[exchange.message, exchange.producers] = found
+        self._open.append(found)
+        return Result(found, exchange.operation == GATHER)
+
+    def finish(self) -> None:
+        """Wait for all that have begun: a rank need not have taken the result of a reduction."""
+        self._latest.clear()
+        opened, self._open = self._open, []
+        for found in opened:
+            found()
+
+    def _broadcast(self, exchange: Exchange, own: torch.Tensor | None, _: object) -> Pending:
+        assert exchange.root is not None
+        tensor = own
+        if tensor is None:
+            message = self._messages[exchange.message]
+            assert message.shape is not None, 'collectives have fixed shapes'
+            tensor = torch.empty(message.shape, dtype=message.dtype, device=message.device)
+        tensor = tensor.detach().contiguous()
+        source = self._ranks[exchange.root]
+        work = dist.broadcast(tensor, source, group=self._group, async_op=True)
+        return Pending([tensor], work, tuple)  # pyright: ignore[reportArgumentType]
+
+    def _gather(self, exchange: Exchange, own: torch.Tensor, _: object) -> Pending:
+        tensors = [torch.empty_like(own) for _ in self._ranks]
+        work = dist.all_gather(tensors, own.contiguous(), group=self._group, async_op=True)
+
+        def by_rank(found: Sequence[torch.Tensor]) -> Found:
+            return [found[place] for place in self._places]
+
+        return Pending(tensors, work, by_rank)  # pyright: ignore[reportArgumentType]
+
+    def _reduce(
+        self, exchange: Exchange, own: Contribution, before: Callable[[], Found] | None
+    ) -> Pending:
+        assert exchange.root is not None
+        if callable(own):
+            assert before is not None, 'a function of what has been gathered'
+            own = own(before())  # pyright: ignore[reportArgumentType]
+        own = own.contiguous()
+        target = self._ranks[exchange.root]
+        work = dist.reduce(own, target, group=self._group, async_op=True)
+        message = self._messages[exchange.message]
+        return Pending([own], work, lambda found: [each.to(message.dtype) for each in found])  # pyright: ignore[reportArgumentType]
+
+
+class _Inline:
+    """Begins a collective on the host, which waits only where a contribution needs a result."""
+
+    def start(self, job: _Job) -> Callable[[], Found]:
+        pending = job()
+        return lambda: pending.result
+
+
+class _Thread:
+    """Runs collectives one after the other beside the main thread."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[_Job, _Outcome]] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        threading.Thread(target=self._work, name='collectives', daemon=True).start()
+
+    def start(self, job: _Job) -> Callable[[], Found]:
+        if self._error is not None:  # of a result that this rank does not take
+            raise self._error
+        outcome = _Outcome()
+        self._jobs.put((job, outcome))
+        return outcome.wait
+
+    def _work(self) -> None:
+        while True:
+            job, outcome = self._jobs.get()
+            try:
+                with torch.no_grad():
+                    outcome.found = job().result
+            except BaseException as error:
+                outcome.error = self._error = error
+            outcome.over.set()
+
+
+class _Outcome:
+    """The outcome of a job in the other thread."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.found: Found = ()
+        self.error: BaseException | None = None
+
+    def wait(self) -> Found:
+        """Return what was found, once it is, or raise the error."""
+        self.over.wait()
+        if self.error is not None:
+            raise self.error
+        return self.found
+
+
+class _Stream:
+    """Launches collectives on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._side = torch.cuda.Stream(device)
+
+    def start(self, job: _Job) -> Callable[[], Found]:
+        side = self._side
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.no_grad(), torch.cuda.stream(side):
+            found = job().result
+            event = side.record_event()
+        # its function is kept until then, and with it what has been contributed
+        return partial(_arrived, found, event, job)
+
+
+def _arrived(found: Found, event: Any, _: _Job) -> Found:
+    """Let the current stream wait for `event`; return what is there then."""
+    stream = torch.cuda.current_stream()
+    stream.wait_event(event)
+    for tensor in found:
+        assert isinstance(tensor, torch.Tensor)
+        tensor.record_stream(stream)
+    return found
+
+
+def _lane(group: dist.ProcessGroup, device: torch.device) -> _Inline | _Thread | _Stream:
+    if device.type == 'cuda':
+        return _Stream(device)
+    return _Thread() if backend_for(group, device) == 'gloo' else _Inline()
