@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zbpp.cli import values
-from megatron_zbpp.cli.inputs import StageCosts, Times
+from megatron_zbpp.cli.inputs import IN_FILE, StageCosts, Times
 from megatron_zbpp.cli.slicing import add_slices
 from megatron_zbpp.mcore.settings import meaning
 
@@ -55,6 +55,22 @@ def add_shape(
         parser.add_argument('--vpp', type=values.count, metavar='V', help=text)
     else:
         parser.add_argument('--vpp', type=chunks, metavar='V,...', help=f'{text}; default 1,2,4')
+
+
+def add_vocabulary(parser: argparse.ArgumentParser) -> None:
+    """Add the output layer on all ranks."""
+    parser.add_argument(
+        '--vocab-parallel',
+        type=_shard,
+        metavar=f'SHARE|{IN_FILE}',
+        help='the output layer on all ranks, as passes S and T: forward of a shard over that of a '
+        f'full rank, or {IN_FILE} if that of --times has times of S and T; default: it is part of '
+        'the last stage',
+    )
+
+
+def _shard(text: str) -> float | str:
+    return text if text == IN_FILE else values.amount(text)
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:

@@ -23,8 +23,11 @@ from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import SELECTIVE, Costs
 from megatron_zbpp.ir.graph import HOST, PARTNER, TRANSFERS
 from megatron_zbpp.schedules import FAMILIES
+from megatron_zbpp.schedules import find as find_family
 from megatron_zbpp.techniques import NAMES, find
 
+# that keep their bubble with the output layer on all ranks
+_HOSTS = '1f1b', 'zb-h1', 'zb-v', 'v-half', 'v-min', 'interleaved', 'zb-interleaved'
 _COPY = tuple(name for name in NAMES if find(name).moves)
 
 
@@ -36,6 +39,24 @@ def named_cases(args: Namespace) -> Iterator[tuple[str, Case]]:
         plain = Namespace(**{**vars(args), 'vpp': chunks, 'memory_limit': None})
         with contextlib.suppress(ValueError):  # it is not for such p, m, chunks or times
             yield family.label(chunks), load_case(plain, family.name)
+
+
+def hosts_in_shards(args: Namespace) -> Iterator[Case]:
+    """Yield schedules with the output layer on all ranks, within the memory limit.
+
+    Raises:
+        ValueError: there is none; it says why the last one cannot be.
+    """
+    why, found = '', False
+    for name, chunks in itertools.product(_HOSTS, _allowed_chunks(args)):
+        if chunks in find_family(name).chunks:
+            try:
+                yield load_case(Namespace(**{**vars(args), 'vpp': chunks}), name)
+                found = True
+            except ValueError as error:
+                why = str(error).partition('\n')[0]
+    if not found:
+        raise ValueError(f'none of {", ".join(_HOSTS)}: {why or "--vpp: give 1 or 2"}')
 
 
 def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:

@@ -24,6 +24,9 @@ from megatron_zbpp.techniques import ASKED, placed_in_turn
 from megatron_zbpp.techniques import find as find_technique
 from megatron_zbpp.techniques.offload.copies import with_copies
 from megatron_zbpp.techniques.slices.place import in_slices, unsuited
+from megatron_zbpp.techniques.vocabulary.place import in_shards, with_shard_times
+
+IN_FILE = 'file'  # of --vocab-parallel: times of S and T are in that of --times
 
 # How many chunks a rank may have on each placement that `plan` knows.
 PLACEMENTS: dict[str, Callable[[int], bool]] = {
@@ -77,6 +80,8 @@ def load_case(args: Namespace, name: str | None = None) -> Case:
     """Return the schedule that is asked for (or that of family `name`), checked, with costs."""
     asked, name = name is None, name or args.schedule
     case = _generated(args, name) if name else _from_file(args)
+    if getattr(args, 'vocab_parallel', None) is not None:
+        case = _in_shards(args, case)
     copies = bool(compiled(case.schedule.graph).on_copy_engines)
     for technique in placed_in_turn(map(find_technique, ASKED)):
         amount = getattr(args, technique.name, None)
@@ -93,6 +98,17 @@ def load_case(args: Namespace, name: str | None = None) -> Case:
         )
     check(case.schedule, memory_limit=args.memory_limit, costs=case.costs)
     return case
+
+
+def _in_shards(args: Namespace, case: Case) -> Case:
+    """Return the case with the output layer on all ranks."""
+    placement, costs, share = case.schedule.placement, case.costs, args.vocab_parallel
+    limit = args.memory_limit
+    if share != IN_FILE:
+        costs = with_shard_times(costs, placement, share)
+    if limit is not None:
+        limit = max(0.0, limit - max(costs.static(placement)))
+    return Case(in_shards(case.schedule, costs, limit), costs)
 
 
 def copied(args: Namespace, costs: Costs, between: Iterable[str] = ()) -> Costs:
@@ -194,6 +210,8 @@ def heading(args: Namespace) -> str:
         parts.append('times of each stage from a file')
     else:
         parts.append('F, B, W = ' + ', '.join(f'{time:g}' for time in args.times))
+    if getattr(args, 'vocab_parallel', None) not in (None, IN_FILE):
+        parts.append(f'shards {args.vocab_parallel:g}')
     if getattr(args, 'copy_ratio', None) is not None:
         parts.append(f'copies k = {args.copy_ratio:g}')
     if args.comm:

@@ -44,6 +44,7 @@ zbpp simulate --schedule zb-1p --pp 8 --microbatches 24 --times 18.5,18.1,9.3 --
 zbpp simulate --schedule dualpipe-v --pp 8 --microbatches 24 --together 0.85
 zbpp simulate --schedule po --pp 8 --microbatches 24 --offload half --copy-ratio 0.8
 zbpp simulate --schedule zb-v --pp 8 --microbatches 4 --slices 4
+zbpp simulate --schedule zb-v --pp 8 --microbatches 24 --vocab-parallel 0.3
 zbpp compare --pp 8 --microbatches 24 --times 1,1.2,0.8 -o compare.html
 zbpp compare --layers-file layers.json --pp 8 --microbatches 24 --latencies 0,1,4 --csv rows.csv
 zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --memory-limit 8 --num-layers 32 -o plan.json
@@ -182,6 +183,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--width', type=values.whole, help='columns; 0: all it takes. Default: the terminal'
     )
+    arguments.add_vocabulary(parser)
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:
@@ -191,6 +193,7 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
         more = free and f'; {free}: as many as --copy-ratio lets hide behind the passes'
         parser.add_argument(f'--{name}', metavar='CHUNKS', help=meaning(name) + more)
     arguments.add_copy_ratio(parser)
+    arguments.add_vocabulary(parser)
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
@@ -210,6 +213,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     )
     arguments.add_shape(parser, required=True)
     arguments.add_costs(parser)
+    arguments.add_vocabulary(parser)
     parser.add_argument('-o', '--output', metavar='FILE', help='picture: .html, .svg or .png')
     comparing.add_comparison(parser)
 
@@ -221,6 +225,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
+    arguments.add_vocabulary(parser)
     parser.add_argument('--to', choices=_FORMATS, required=True, help='format to write')
     parser.add_argument('-o', '--output', metavar='FILE', required=True, help='where to')
     parser.add_argument(

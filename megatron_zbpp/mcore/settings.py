@@ -15,6 +15,7 @@ from megatron_zbpp.runtime.message_kernels import MessageKernels
 from megatron_zbpp.schedules import Family, checked_chunks, find, require_no_limit
 from megatron_zbpp.techniques import ASKED
 from megatron_zbpp.techniques import find as find_technique
+from megatron_zbpp.techniques.composition import require_trained
 from megatron_zbpp.techniques.slices.sizes import Slices, number_of, slices_of
 
 if TYPE_CHECKING:
@@ -220,6 +221,7 @@ class Settings:
         from megatron_zbpp.mcore.lowered import require_one_route  # which needs torch
 
         require_one_route(self.schedule)
+        require_trained(self.schedule)
         for name in ('num_chunks', 'memory_limit'):
             if getattr(self, name) is not None:
                 raise ValueError(f'{name}: the schedule that is given has its own: leave it out')

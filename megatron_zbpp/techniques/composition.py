@@ -31,6 +31,12 @@ SLICED = 'sliced'
 TRAINED = (*NAMES, SLICED, OVERLAP)
 """Techniques that train, each by itself. Others are planned, simulated and drawn."""
 
+_UNTRAINED = {
+    'split_vocabulary': Clash(
+        'the output layer on all ranks', 'make the schedule without --vocab-parallel'
+    ),
+    'updating': Clash('updates inside an iteration', 'take a schedule without passes of kind U'),
+}
 _ONCE = Clash('it is placed once', 'leave it out')
 _LATE = Clash(
     'copies were given times without passes that run again',
@@ -65,6 +71,13 @@ def name_of(applied: Applied) -> str:
 def techniques_of(schedule: Schedule) -> frozenset[str]:
     """Return the names of the techniques that a schedule has."""
     return frozenset(map(name_of, schedule.graph.techniques))
+
+
+def require_trained(schedule: Schedule) -> None:
+    """Raise ValueError for a schedule with what is simulated only; it says the cure."""
+    for name in sorted(techniques_of(schedule) & _UNTRAINED.keys()):
+        what, cure = _UNTRAINED[name]
+        raise ValueError(f'{schedule.name} has {what}: simulated, does not train yet: {cure}')
 
 
 def require_goes_with(schedule: Schedule, name: str) -> None:

@@ -146,6 +146,16 @@ def programs(microbatches: int = 4, ranks: int = 2, **given: object) -> Callable
     return run
 
 
+def split() -> object:
+    """A schedule with the output layer on all ranks."""
+    from megatron_zbpp import build
+    from megatron_zbpp.ir.costs import Costs
+    from megatron_zbpp.techniques.vocabulary.place import in_shards, with_shard_times
+
+    host = build('1f1b', 2, 4)
+    return in_shards(host, with_shard_times(Costs.uniform(host.placement), host.placement, 0.3))
+
+
 def recipe(schedule: str = 'zb-v', change: Callable = lambda config: None, **model: object):
     """Megatron-Bridge's configuration, checked."""
 
@@ -828,6 +838,11 @@ PROGRAMS = {
         'takes no memory_limit (given 3): leave it out, or use one that does: ',
         settings(schedule='zb-v'),
         settings(schedule='zb-1p', memory_limit=3),
+    ),
+    'the output layer on all ranks': row(
+        settings(schedule=split),
+        'has the output layer on all ranks: simulated, does not train yet: make the schedule w',
+        settings(schedule='1f1b'),
     ),
     'chunks of a schedule': row(
         settings(schedule=schedule('1f1b'), num_chunks=1),

@@ -132,14 +132,20 @@ def cut(units: Schedule, slices: int) -> Schedule:
 
 def _shifted(units: Schedule, slices: int, shift: int) -> Schedule | None:
     """Return `units` cut, with all forwards `shift` places earlier; None: that would deadlock."""
-    passes = tuple(tuple(_earlier(order, shift)) for order in units.passes)
-    phases = () if shift else units.phases
-    made = cut(replace(units, passes=passes, phases=phases), slices)
+    made = cut(with_forwards_earlier(units, shift), slices)
     try:
         simulate(made, Costs.uniform(made.placement))
     except ScheduleError:
         return None
     return made
+
+
+def with_forwards_earlier(schedule: Schedule, shift: int) -> Schedule:
+    """Return the schedule with all forwards `shift` places earlier among the other passes."""
+    if not shift:
+        return schedule
+    passes = tuple(tuple(_earlier(order, shift)) for order in schedule.passes)
+    return replace(schedule, passes=passes, phases=())
 
 
 def _earlier(order: Sequence[Pass], shift: int) -> Iterator[Pass]:

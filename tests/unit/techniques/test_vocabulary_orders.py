@@ -1,0 +1,170 @@
+"""Orders with the output layer on all ranks: as good as the papers', whatever the host and m."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from two_ways import two_ways
+
+from megatron_zbpp import Layer, Layers, partition
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.cli import main
+from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.schedules import build, names
+from megatron_zbpp.techniques.vocabulary.graph import S, T
+from megatron_zbpp.techniques.vocabulary.place import in_shards, with_shard_times
+
+HOSTS = '1f1b', 'zb-h1', 'zb-v', 'v-half', 'interleaved'
+PLAIN = [name for name in names() if name not in ('bpipe', 'po-h', 'po-f')]
+# p, forward of a shard, bubble: of the orders of arXiv 2411.05288, or squeezed blocks if better
+TABLE = [
+    (4, 0.1, 8.8),
+    (4, 0.3, 8.4),
+    (4, 0.8, 7.4),
+    (8, 0.05, 21.85),
+    (8, 0.1, 21.7),
+    (8, 0.2, 21.4),
+    (8, 0.3, 20.4),
+    (8, 0.5, 20.0),
+    (8, 0.8, 19.4),
+    (16, 0.1, 45.7),
+]
+
+
+def shared(host: Schedule, share: float, **more: float) -> tuple[Schedule, Costs]:
+    costs = with_shard_times(Costs.uniform(host.placement, **more), host.placement, share)
+    return in_shards(host, costs), costs
+
+
+def bubble(schedule: Schedule, costs: Costs) -> float:
+    timeline = simulate(schedule, costs)
+    return timeline.makespan - max(map(timeline.busy, range(schedule.num_ranks)))
+
+
+@pytest.mark.parametrize(('p', 'share', 'most'), TABLE)
+def test_bubble_and_peak_of_the_table(p, share, most):
+    made, costs = shared(build('1f1b', p, 3 * p), share)
+    assert bubble(made, costs) <= most + 1e-6
+    assert max(peak(made, costs)) == p + 1
+
+
+@pytest.mark.parametrize('m', [1, 3, 9, 64])
+@pytest.mark.parametrize('share', [0.05, 0.8])
+def test_bubble_does_not_grow_with_m(m, share):
+    """At most one F above 1F1B's was asked for: it is below that."""
+    host = build('1f1b', 8, m)
+    made, costs = shared(host, share)
+    assert bubble(made, costs) <= bubble(host, Costs.uniform(host.placement)) + 1e-6
+    assert max(peak(made, costs)) <= 9
+
+
+@pytest.mark.parametrize('share', [0.2, 0.5])
+@pytest.mark.parametrize('name', HOSTS)
+def test_a_host_keeps_its_bubble_and_its_orders(name, share):
+    host = build(name, 4, 12)
+    made, costs = shared(host, share)
+    check(made)
+    plain = Costs.uniform(host.placement)
+    assert bubble(made, costs) <= bubble(host, plain) + 0.5 + 1e-6
+    assert max(peak(made, costs)) <= max(peak(host, plain)) + 1
+    for own, before in zip(made.passes, host.passes, strict=True):
+        for is_forward in (True, False):
+            kept = [p for p in own if p.kind not in (S, T) and (p.kind == 'F') is is_forward]
+            assert kept == [p for p in before if (p.kind == 'F') is is_forward]
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.full) for name in HOSTS[2:]]
+
+
+@pytest.mark.parametrize('share', [0.2, 0.5])
+@pytest.mark.parametrize('name', [*HOSTS[:2], *SLOW])
+def test_never_slower_than_the_best_partition(name, share):
+    """Of 4 layers a rank, and an output layer that a partition cannot divide."""
+    p, host = 4, build(name, 4, 12)
+    made, costs = shared(host, share)
+    layers = Layers((*[Layer('t', 0.25, 0.25, 0.25)] * 4 * p, Layer('L', *[share * p] * 3, 0)))
+    rival = partition(layers, p, 12, schedules=[name], placements=[host.placement], seconds=0.5)
+    assert simulate(made, costs).makespan <= rival.value
+
+
+@pytest.mark.parametrize('name', PLAIN)
+def test_every_plain_family_can_have_shards_that_differ(name):
+    random_ = random.Random(name)
+    host = build(name, 3, 6)
+    stages = host.num_stages
+
+    def some(count: int) -> tuple[float, ...]:
+        return tuple(random_.uniform(0.5, 2) for _ in range(count))
+
+    behind = (0.0,) * stages
+    times = {kind: (*behind, *some(3)) for kind in (S, T)}
+    costs = Costs.of(some(stages), some(stages), some(stages), 0.1, times=times)
+    made = in_shards(host, costs)
+    check(made)
+    assert made == Schedule.from_json(made.to_json())
+
+
+def test_memory_limit():
+    """Without a further forward there is less to do while S runs."""
+    host = build('1f1b', 4, 8)
+    costs = with_shard_times(Costs.uniform(host.placement), host.placement, 0.3)
+    free, tight = (in_shards(host, costs, limit) for limit in (None, 4.5))
+    assert max(peak(free, costs)) == 5 and max(peak(tight, costs)) == 4
+    assert bubble(tight, costs) > bubble(free, costs)
+    cure = r'memory limit 3.5: 1f1b with the output layer on all ranks holds at least 4: raise'
+    with pytest.raises(ValueError, match=cure):
+        in_shards(host, costs, 3.5)
+
+
+@pytest.mark.parametrize(
+    ('make', 'why'),
+    [
+        (lambda: build('bpipe', 4, 8), 'it has offload already'),
+        (lambda: two_ways(2, 4), 'it has two routes'),
+        (lambda: build('dualpipe-v', 4, 8, together=True), 'it has passes that run as one'),
+        (lambda: build('1f1b', 4, 8).forward_only(), 'it has forwards only'),
+    ],
+)
+def test_what_cannot_be_a_host(make, why):
+    with pytest.raises(ValueError, match=f'{why}: take a schedule of F, B and W alone'):
+        in_shards(make(), Costs.uniform(Placement.loop(4)))
+
+
+def test_times_of_shards_are_told_once():
+    host = build('1f1b', 4, 8)
+    costs = Costs.uniform(host.placement)
+    with pytest.raises(ValueError, match='costs have no times of S and T: give a file'):
+        in_shards(host, costs)
+    known = with_shard_times(costs, host.placement, 0.5)
+    assert known.times[S][4:] == (1.0,) * 4 and known.times[T][4:] == (0.5,) * 4
+    with pytest.raises(ValueError, match=r'times of S are in the file and follow from 0\.5'):
+        with_shard_times(known, host.placement, 0.5)
+
+
+def run(capsys, line: str) -> dict:
+    assert main([*line.split(), '--json']) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_command_line(capsys, tmp_path):
+    shape = '--pp 4 --microbatches 8'
+    facts = run(capsys, f'simulate --schedule 1f1b {shape} --vocab-parallel 0.3')
+    assert facts['name'] == '1f1b + vocabulary'
+    assert facts['makespan'] == pytest.approx(8 * 3.9 + 8.4)
+    times = {kind: [0.0] * 4 + [length] * 4 for kind, length in ((S, 0.6), (T, 0.3))}
+    costs = tmp_path / 'costs.json'
+    costs.write_text(json.dumps({**{kind: [1] * 4 for kind in 'FBW'}, 'times': times}))
+    line = f'simulate --schedule 1f1b {shape} --times {costs} --vocab-parallel file'
+    assert run(capsys, line)['makespan'] == facts['makespan']
+    made = tmp_path / 'plan.json'
+    line = f'convert --schedule zb-v {shape} --vocab-parallel 0.3 --to json -o {made}'
+    assert main(line.split()) == main(['check', str(made)]) == 0
+    capsys.readouterr()
+    found = run(capsys, f'compare --schedules 1f1b,bpipe,zb-v {shape} --vocab-parallel 0.3')
+    rows = {each['name']: each['makespan'] for each in found['schedules']}
+    assert list(rows) == ['zb-v + vocabulary', '1f1b + vocabulary']
