@@ -34,14 +34,15 @@ class Timeline:
     def lags(self) -> dict[tuple[int, int], float]:
         """Return the shortest time from the end of a pass to the start of what needs it.
 
-        By (rank of the pass, other rank). Below 0 only where their clocks differ.
+        By (rank of the pass, other rank), but for collectives, which wait for all ranks. Below 0
+        only where their clocks differ.
         """
-        rank_of = self.schedule.rank_of
+        rank_of, together = self.schedule.rank_of, self.schedule.graph.collectives
         shortest: dict[tuple[int, int], float] = {}
         for p, (start, _) in self.by_pass.items():
-            for q in self.schedule.predecessors(p):
+            for need, q in self.schedule.needs(p):
                 pair = rank_of(q), rank_of(p)
-                if pair[0] != pair[1]:
+                if pair[0] != pair[1] and need.message not in together:
                     lag = start - self.by_pass[q][1]
                     shortest[pair] = min(lag, shortest.get(pair, lag))
         return shortest

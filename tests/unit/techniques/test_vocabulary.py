@@ -11,6 +11,7 @@ from vocabulary import split_1f1b
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.critical import critical_path
 from megatron_zbpp.analysis.deadlock import DeadlockError, prove
+from megatron_zbpp.analysis.fit_costs import fit, latency, middle
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import live
 from megatron_zbpp.analysis.program import Exchange, Receive, Send
@@ -110,3 +111,18 @@ def test_hidden_states_and_parts_of_gradients_are_held_from_s_to_t():
     costs = Costs.uniform(Placement.loop(2)).with_amounts(**amounts)
     assert list(map(str, schedule.passes[0])) == ['0F0', '2S0', '0BW0', '2T0']
     assert live(schedule, costs)[0] == (1, 1.875, 0.875, 0)
+
+
+def test_times_of_collectives_are_measured():
+    """And told apart from messages. No T of these orders waits, so only the sum of two is seen."""
+    schedule = split_1f1b(4, 8)
+    times = {'hidden': 0.25, 'statistics': 0.125, 'vocabulary': 0.5}
+    timeline = simulate(schedule, costs_of(4, collectives=times, comm=0.0625))
+    found = fit(timeline, latency(timeline))
+    assert found.comm == pytest.approx(0.0625)
+    assert found.collectives == pytest.approx(
+        {'hidden': 0.25, 'statistics': 0.625, 'vocabulary': 0}
+    )
+    assert middle([found, found]).collectives == found.collectives
+    assert simulate(schedule, found).makespan == pytest.approx(timeline.makespan)
+    assert timeline.lags().keys() == {(a, b) for a in range(4) for b in range(4) if abs(a - b) == 1}
