@@ -153,6 +153,7 @@ class _Writer:
         flow = self._flow
         passes, ranks, takers, givers = flow.passes, flow.ranks, flow.takers, flow.givers
         joined, following, postponed = self._joined, self._posting.following, self._postponed
+        apart = self._collectives.messages
         group: list[int] = []
         for number in self._order:
             group.append(number)
@@ -176,7 +177,7 @@ class _Writer:
                         known[peer] = giver
             if takers[number] or len(group) > 1:
                 self._hand_on(group, rank)
-            for exchange in self._collectives.completed_by(group):
+            for exchange in self._collectives.completed_by(group) if apart else ():
                 for each in self.programs:
                     each.append(exchange)
             if self._begun:
@@ -196,10 +197,9 @@ class _Writer:
         """Write to whom the results go: to passes of the same rank, or by messages."""
         flow = self._flow
         passes, ranks, programs = flow.passes, flow.ranks, self.programs
-        apart = self._collectives.messages
-        handed_on = [
-            (each, taken) for each in group for taken in flow.takers[each] if taken[1] not in apart
-        ]
+        handed_on = [(each, taken) for each in group for taken in flow.takers[each]]
+        if apart := self._collectives.messages:
+            handed_on = [each for each in handed_on if each[1][1] not in apart]
         program, known, under_way = programs[rank], self._latest[rank], self._under_way[rank]
         for producer, (taker, message) in handed_on:
             p, peer, consumer = passes[producer], ranks[taker], passes[taker]
@@ -256,8 +256,6 @@ class _Collectives:
 
     def completed_by(self, group: Sequence[int]) -> Iterator[Exchange]:
         """Yield those to which the last contribution is of these passes, in the graph's order."""
-        if not self._all:
-            return
         for message in self._all:
             for each in group:
                 _, _, microbatch, part = self._flow.passes[each]
