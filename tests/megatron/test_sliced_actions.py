@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from grids import grid
 from models import MICROBATCHES, Job, assert_same, train
+from nvidia import needs_training, run
 from supported import supports
+from test_launch import NO_CLIPPING, PIPELINE
 
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir.costs import Costs
@@ -35,13 +37,13 @@ ASKED = {
 }
 
 
-def compare(ranks, data, tmp_path, actions, schedule, dropout, early=False):
-    """Train with these and without, and return what both have left."""
+def compare(ranks, data, tmp_path, actions, schedule, early=False, **of_job):
+    """Train with these and without: to the bit, and what is asked for happens."""
     left = []
     for asked, evicts in (({}, False), (ASKED[actions], 'evict' in actions)):
         file = tmp_path / f'{len(left)}.json'
         file.write_text(plan(schedule, evicts).to_json())
-        job = Job(te=False, dropout=dropout, file=str(file), **asked)
+        job = Job(file=str(file), **{'te': False, **of_job, **asked})
         left.append(ranks(2).run(train, job, job.argv('', early, data)))
     plain, found = left
     assert_same(found, plain)
@@ -57,18 +59,51 @@ def compare(ranks, data, tmp_path, actions, schedule, dropout, early=False):
 )
 def test_to_the_bit(ranks, data, tmp_path, actions, schedule, dropout):
     """Keys and values stay; slices run again with those of the slices before, last slice first."""
-    compare(ranks, data, tmp_path, actions, schedule, dropout)
+    compare(ranks, data, tmp_path, actions, schedule, dropout=dropout)
 
 
 @pytest.mark.full
 @supports('slices of sequences with {actions}', '{schedule}')
 @grid(actions=('offload', 'recompute+evict'), schedule=('zb-h1', 'zb-v', 'gpipe'))
 def test_every_one(ranks, data, tmp_path, actions, schedule):
-    compare(ranks, data, tmp_path, actions, schedule, 0.1)
+    compare(ranks, data, tmp_path, actions, schedule, dropout=0.1)
 
 
 @pytest.mark.full
 @supports('slices of sequences with {actions}: optimizer steps that do not wait', '{schedule}')
 @grid(actions=('recompute', 'offload', 'evict'), schedule=('zb-h1',))
 def test_forwards_ahead(ranks, data, tmp_path, actions, schedule):
-    compare(ranks, data, tmp_path, actions, schedule, 0.0, early=True)
+    compare(ranks, data, tmp_path, actions, schedule, early=True)
+
+
+@pytest.mark.te
+@pytest.mark.full
+@supports("slices of sequences with {actions}: {kind} layers of Transformer Engine's", 'zb-v')
+@grid(actions=('recompute+offload', 'evict', 'recompute'), kind=('SwiGLU', 'MLA', 'dense'))
+def test_te_layers(te_ranks, data, tmp_path, actions, kind):
+    compare(te_ranks, data, tmp_path, actions, 'zb-v', kind=kind, te=True, fused=True)
+
+
+@pytest.mark.full
+@supports("NVIDIA's loop: slices of sequences with {actions}", 'zb-v')
+@needs_training
+@grid(actions=('--pipeline-recompute 1 --pipeline-offload all', '--pipeline-recompute all'))
+def test_nvidias_loop(ranks, actions):
+    flags = [*PIPELINE, *NO_CLIPPING, '--train-iters', 3, '--pipeline-slices', 4]
+    plain = run(ranks(2), *flags, '--pipeline-schedule', 'zb-v')
+    found = run(ranks(2), *flags, '--pipeline-schedule', 'zb-v', *actions.split())
+    assert found.losses == plain.losses and found.parameters == plain.parameters
+
+
+@pytest.mark.full
+@supports('slices of sequences: GPT on 4 ranks', 'bpipe')
+def test_bpipe(ranks, data, tmp_path):
+    """Named, with slices: it evicts, and leaves what 1F1B in the same slices does."""
+    left = []
+    for name in ('1f1b', 'bpipe'):
+        made = in_slices(name, 4, MICROBATCHES, SLICES)
+        (file := tmp_path / f'{name}.json').write_text(made.to_json())
+        job = Job(te=False, pp=4, file=str(file))
+        left.append(ranks(4).run(train, job, job.argv('', False, data)))
+    assert_same(left[1], left[0])
+    assert any(rank.moved for rank in left[1])
