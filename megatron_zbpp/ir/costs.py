@@ -48,7 +48,8 @@ class Costs:
             1, nothing is hidden.
         parts: by a name of `times` or `amounts`, and there by stage, the share that each slice of
             the sequence has. Where each slice takes a time of its own, they sum to more than 1.
-            R takes the shares of F, others that are not given equal ones.
+            R takes the shares of F, copies those of what they move, others that are not given
+            equal ones.
         collectives: by message, time of its collective from the last contribution on. Default: that
             of a message between two ranks.
     """
@@ -332,7 +333,8 @@ class Costs:
         Raises:
             ValueError: shares are known of another number of slices.
         """
-        own = self.parts.get(F if name == R and R not in self.parts else name)
+        like = F if name == R else 'activation' if name in _COPIES else name
+        own = self.parts.get(name, self.parts.get(like))
         if own is None or num_slices == 1:
             return 1 / num_slices
         shares = own[task.stage]

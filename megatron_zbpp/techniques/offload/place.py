@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 from math import ceil, floor
 
 from megatron_zbpp.analysis.simulator import simulate
@@ -79,8 +80,15 @@ def with_offload(
         pairs: see `offloaded`.
         goes: whether the activation of a forward of `stages` may go; others stay.
     """
-    copies = [costs.time(Task(kind, stage)) for kind in TRANSFERS[HOST] for stage in stages]
-    length, margin = (max(each) / schedule.graph.num_slices for each in (copies, costs.times[B]))
+
+    def longest(kinds: Iterable[str], stages: Iterable[int]) -> float:
+        """Return the time of the longest pass, of any slice."""
+        slices = schedule.graph.num_slices
+        tasks = (Task(*each) for each in product(kinds, stages, range(slices)))
+        return max(costs.time(task) * costs.share(task.kind, task, slices) for task in tasks)
+
+    length = longest(TRANSFERS[HOST], stages)
+    margin = longest((B,), range(schedule.num_stages))
     on_grid = schedule.name == po.__name__ and not schedule.graph.techniques  # its gaps count
     spans = planned(schedule, costs) if on_grid else simulate(schedule, costs).spans
     return with_transfers(schedule, spans, stages, length, margin, pairs, goes)

@@ -96,7 +96,7 @@ class _Filling:
         self._ends: dict[Pass, float] = {}
         self._known: dict[Pass, tuple[tuple[Pass, float], ...]] = {}
         self._inputs: dict[Pass, Pass] = {}
-        self._lengths: dict[tuple[str, int, int], float] = {}
+        self._lengths: dict[tuple[str, int, int, int], float] = {}
         self._backward = frozenset(schedule.graph.doers[B])
         self._beside = compiled(schedule.graph).on_copy_engines
         self._change = costs.changes(schedule.graph)
@@ -190,7 +190,7 @@ class _Filling:
         """Return for how long the rank computes; a copy runs beside."""
         if p.kind in self._beside:
             return 0.0
-        key = p.kind, p.stage, rank
+        key = p.kind, p.stage, rank, p.slice
         if key not in self._lengths:
             self._lengths[key] = self._costs.duration(self._schedule.graph, *key)
         return self._lengths[key]
