@@ -62,6 +62,7 @@ __all__ = [
     'add_arguments',
     'build',
     'check',
+    'data_parallel_rank',
     'device',
     'enable',
     'families',
@@ -178,6 +179,24 @@ def guard(what: str) -> AbstractContextManager[None]:
     """
     plugin = enabled.plugin
     return nullcontext() if plugin is None else plugin.session.watchdog.collective(what)
+
+
+def data_parallel_rank(vp_stage: int | None = None) -> int:
+    """Return the data-parallel rank whose data a chunk of the model reads on this rank.
+
+    That is this rank's own, but for two-way schedules, where a microbatch goes on in another
+    replica: so a training loop that reads data by chunk works with every schedule.
+
+    Args:
+        vp_stage: index of the chunk among those of this rank; None: there is one.
+    """
+    from megatron.core import parallel_state
+
+    if enabled.plugin is None:
+        return parallel_state.get_data_parallel_rank()
+    from megatron_zbpp.mcore.replicas import data_parallel_rank
+
+    return data_parallel_rank(enabled.plugin.session, vp_stage or 0)
 
 
 def observe(device: torch.device, pp_group: dist.ProcessGroup) -> AbstractContextManager[Observer]:

@@ -227,10 +227,10 @@ def build_datasets(args: argparse.Namespace) -> tuple[GPTDataset, GPTDataset | N
 
 
 def batches(
-    args: argparse.Namespace, dataset: GPTDataset, iteration: int
+    args: argparse.Namespace, dataset: GPTDataset, iteration: int, rank: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield this data-parallel rank's microbatches, from the start of `iteration` on."""
-    rank, size = parallel_state.get_data_parallel_rank(), args.micro_batch_size
+    """Yield the microbatches of a data-parallel rank, from the start of `iteration` on."""
+    size = args.micro_batch_size
     start = iteration * args.global_batch_size + rank * size
     while True:
         samples = [dataset[index % len(dataset)] for index in range(start, start + size)]
@@ -252,7 +252,11 @@ def iterators(
     """One iterator for each chunk; only the first and the last stage of the model read data."""
     layout, rank = args.layout, parallel_state.get_pipeline_model_parallel_rank()
     ends = [layout.is_first(stage) or layout.is_last(stage) for stage in layout.stages(rank)]
-    return [batches(args, dataset, iteration) if reads else None for reads in ends]
+    replicas = map(megatron_zbpp.data_parallel_rank, range(len(ends)))
+    return [
+        batches(args, dataset, iteration, replica) if reads else None
+        for replica, reads in zip(replicas, ends, strict=True)
+    ]
 
 
 def loss_func(

@@ -92,6 +92,11 @@ def prepare(config: Any, settings: Settings) -> Settings:
     if not isinstance(settings.schedule, Schedule) and settings.num_chunks is None:
         settings = replace(settings, num_chunks=sizes.chunks_for(args, settings.schedule))
     programs = Programs(settings)
+    if programs.num_replicas > 1:
+        raise NotImplementedError(
+            f'with schedule {programs.key}, a chunk may read the data of another replica, which '
+            "Megatron-Bridge's recipes do not know: take a schedule of one route, such as zb-v"
+        )
     placement = programs.placement(ranks)
     reasons = dict.fromkeys(map(str, _refused(config, args, placement, programs)))
     if reasons:

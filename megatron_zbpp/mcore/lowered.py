@@ -14,38 +14,33 @@ from megatron_zbpp.analysis.program import Begin, Program, Send
 from megatron_zbpp.analysis.run_ahead import passes_run_ahead, split
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.runtime.tables import Tables
+from megatron_zbpp.techniques.two_way.fold import folded, over_replicas
 
 
 def for_megatron(schedule: Schedule) -> Schedule:
     """Return `schedule`, its ranks reversed if that brings the loss to the last rank.
 
-    Raises:
-        ValueError: the loss is on neither end, and Megatron reports from the last rank; or as
-            `require_one_route`.
-    """
-    require_one_route(schedule)
-    last = schedule.num_ranks - 1
-    for candidate in (schedule, schedule.reversed()):
-        if candidate.placement.only_route[-1] == last:
-            return candidate
-    raise ValueError(
-        f'{schedule.name} places the last stage on rank {schedule.placement.only_route[-1]}: '
-        f'Megatron needs it on the first or last rank (0 or {last})'
-    )
-
-
-def require_one_route(schedule: Schedule) -> None:
-    """Return if each stage is on one rank, as in the model that Megatron builds.
+    A two-way one is over two replicas of the pipeline: see `techniques.two_way.fold`.
 
     Raises:
-        ValueError: microbatches take two routes, each over a copy of the model of its own.
+        ValueError: the loss is on neither end, and Megatron reports from the last rank.
     """
-    if schedule.placement.opposite:
+    one = one_replica(schedule.placement)
+    last = one.num_ranks - 1
+    if one.only_route[-1] != last:
         raise ValueError(
-            f'{schedule.name} cannot train yet because it has two routes: each needs a copy of the '
-            'model, and Megatron builds one: take a schedule with one route, such as dualpipe-v '
-            '(zbpp check, simulate and show take both)'
+            f'{schedule.name} places the last stage on rank {last - one.only_route[-1]}: '
+            f'Megatron needs it on the first or last rank (0 or {last})'
         )
+    if not schedule.placement.is_one_way:
+        return over_replicas(schedule, one)
+    return schedule if schedule.placement == one else schedule.reversed()
+
+
+def one_replica(placement: Placement) -> Placement:
+    """Return where a replica has its stages, reversed if they do not end on the last rank."""
+    one = folded(placement)
+    return one if one.only_route[-1] == one.num_ranks - 1 else one.reversed()
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +88,6 @@ class Lowered:
             rank: in the pipeline.
             ranks_ahead: how many ranks of the chain go ahead.
         """
-        passes = passes_run_ahead(self.schedule, self.ahead, ranks_ahead)
+        passes = passes_run_ahead(self.schedule, self.ahead, ranks_ahead) if ranks_ahead else set()
         first, rest = split(self.programs[rank], passes)
         return Tables(first + rest), len(first)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from math import isfinite
 from typing import TYPE_CHECKING
 
+from megatron_zbpp.mcore import replicas
 from megatron_zbpp.mcore.iteration import forward_backward, skipping
 from megatron_zbpp.mcore.patches import (
     bridge_checkpoints,
@@ -150,7 +152,12 @@ class Plugin:
             skipping.patches(self._next),
             linear.patches(session.store),
             transformer_engine.patches(session.programs.splits),
-            placement.patches(session.programs.placement, session.agree),
+            placement.patches(
+                session.programs.placement,
+                session.agree,
+                functools.partial(replicas.data_parallel_rank, session),
+                functools.partial(replicas.require_pairs, session.programs),
+            ),
             masks.patches(session.programs.placement),
             tied.patches(session.programs.placement),
             _of_slices(session),

@@ -46,6 +46,7 @@ def refused(
             programs.techniques(num_ranks),
             programs.joins,
             offloads and programs.in_order(num_ranks, num_microbatches),
+            programs.mirrored(num_ranks),
         )
     )
 

@@ -6,13 +6,14 @@ import functools
 from typing import Any, NamedTuple
 
 from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.mirrored import is_mirrored
 from megatron_zbpp.analysis.posting import LATE
 from megatron_zbpp.analysis.run_ahead import passes_ahead
 from megatron_zbpp.guests.base import Guest
 from megatron_zbpp.ir import Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore import guests, own_offloading
-from megatron_zbpp.mcore.lowered import Lowered, for_megatron
+from megatron_zbpp.mcore.lowered import Lowered, for_megatron, one_replica
 from megatron_zbpp.mcore.settings import AUTO, Settings
 from megatron_zbpp.runtime.guard import agreement
 from megatron_zbpp.schedules import build, checked_chunks, find
@@ -40,10 +41,11 @@ class Family(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """Kinds of passes, and names of techniques, of a schedule."""
+    """Kinds of passes, names of techniques, and symmetry of a schedule."""
 
     kinds: frozenset[str]
     techniques: frozenset[str]
+    mirrored: bool
 
 
 class Programs:
@@ -108,7 +110,20 @@ class Programs:
         """Stages on each rank."""
         if isinstance(self.source, Schedule):
             return self.source.placement.num_chunks
-        return checked_chunks(find(self.source.name), self.source.num_chunks)
+        chunks = checked_chunks(find(self.source.name), self.source.num_chunks)
+        return self.num_replicas * chunks
+
+    @functools.cached_property
+    def num_replicas(self) -> int:
+        """Replicas of the pipeline that run one schedule: one for each way."""
+        if isinstance(self.source, Schedule):
+            return len(self.source.placement.routes)
+        return find(self.source.name).num_routes
+
+    @property
+    def name(self) -> str:
+        """The name of the schedule or family."""
+        return self.source.name
 
     def fingerprint(self, num_ranks: int, num_microbatches: int) -> dict[str, str]:
         """Return what a family of somebody's own module makes, by its name, for ranks to compare.
@@ -159,8 +174,12 @@ class Programs:
         """Return the schedule as its source has it."""
         if isinstance(self.source, Schedule):
             for what, has, needed in (
-                ('pipeline ranks', self.source.num_ranks, num_ranks),
-                ('microbatches', self.source.num_microbatches, num_microbatches),
+                ('pipeline ranks', self.source.num_ranks // self.num_replicas, num_ranks),
+                (
+                    'microbatches',
+                    self.source.num_microbatches // self.num_replicas,
+                    num_microbatches,
+                ),
             ):
                 if has != needed:
                     raise ValueError(
@@ -177,8 +196,8 @@ class Programs:
             make = functools.partial(in_slices, num_slices=slices)
         schedule = make(
             self._family(self.together),
-            num_ranks,
-            num_microbatches,
+            num_ranks * self.num_replicas,
+            num_microbatches * self.num_replicas,
             num_chunks=num_chunks,
             memory_limit=memory_limit,
             together=self.together,
@@ -188,17 +207,30 @@ class Programs:
                 f'{self.source.name} makes {schedule.graph.num_slices} slices of a sequence that '
                 'nobody asked for: give its function a parameter num_slices, with that default'
             )
+        if len(schedule.placement.routes) != self.num_replicas:
+            raise ValueError(
+                f'{self.source.name} makes {len(schedule.placement.routes)} ways through the '
+                f'ranks, not {self.num_replicas}: say num_routes above it, in @family'
+            )
         return for_megatron(schedule)
 
     def placement(self, num_ranks: int) -> Placement:
-        """Return where the stages are, whatever the number of microbatches."""
+        """Return where a replica has its stages, whatever the number of microbatches."""
         if num_ranks not in self._placements:
-            self._placements[num_ranks] = self._example(num_ranks, 1).placement
+            self._placements[num_ranks] = one_replica(self.whole_placement(num_ranks))
         return self._placements[num_ranks]
+
+    def whole_placement(self, num_ranks: int) -> Placement:
+        """Return where all replicas that run one schedule have their stages."""
+        return self._example(num_ranks, 1).placement
 
     def splits(self, num_ranks: int) -> bool:
         """Return whether weight gradients wait for W passes."""
         return W in self._parts(num_ranks).kinds
+
+    def mirrored(self, num_ranks: int) -> bool:
+        """Return whether ranks that hold the same stages run them in one order."""
+        return self._parts(num_ranks).mirrored
 
     def techniques(self, num_ranks: int) -> frozenset[str]:
         """Return the names of the techniques that the schedule has."""
@@ -245,7 +277,7 @@ class Programs:
         if num_ranks not in self._parts_of:
             example = self._example(num_ranks, 2 * num_ranks)
             kinds = frozenset(p.kind for _, p in example)
-            self._parts_of[num_ranks] = _Parts(kinds, techniques_of(example))
+            self._parts_of[num_ranks] = _Parts(kinds, techniques_of(example), is_mirrored(example))
         return self._parts_of[num_ranks]
 
     def join(self, asked: object) -> None:
@@ -273,7 +305,7 @@ class Programs:
     def _example(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """Return the schedule for p ranks and, where that can be chosen, so many microbatches."""
         if isinstance(self.source, Schedule):
-            num_microbatches = self.source.num_microbatches
+            num_microbatches = self.source.num_microbatches // self.num_replicas
         return self.schedule(num_ranks, num_microbatches)
 
     def lowered(self, num_ranks: int, num_microbatches: int, forward_only: bool) -> Lowered:
@@ -291,7 +323,8 @@ class Programs:
                     raise ValueError(why)
             schedule = schedule.forward_only() if forward_only else schedule
             programs = check(schedule, receives=self._receives).programs
-            self._lowered[key] = Lowered(schedule, programs, passes_ahead(schedule))
+            ahead = passes_ahead(schedule) if self.num_replicas == 1 else ()
+            self._lowered[key] = Lowered(schedule, programs, ahead)
         return self._lowered[key]
 
     def copy_what_is_free(self, costs: Costs) -> None:

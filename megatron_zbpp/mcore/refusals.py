@@ -174,6 +174,15 @@ _WITH_SLICES = {
         'drop --moe-expert-capacity-factor',
     ),
 }
+_EXPERT_RANKS, _BALANCING = 'expert_model_parallel_size', 'moe_router_load_balancing_type'
+_GLOBAL = 'global_aux_loss'
+_ACROSS_REPLICAS = {
+    'overlap_grad_reduce': 'drop --overlap-grad-reduce',
+    'overlap_param_gather': 'drop --overlap-param-gather',
+    _EXPERT_RANKS: 'give 1',
+    _BALANCING: 'give --moe-router-load-balancing-type aux_loss',
+}
+_OTHER_ORDERS = 'the two replicas of a pair run their stages in other orders, and would deadlock'
 _FUSED = 'or take a schedule without W passes, such as 1f1b or interleaved'
 _GRAPHS = (
     "captured graphs compute weight gradients at once, or in the order of Megatron's own schedules",
@@ -247,7 +256,7 @@ def settings() -> tuple[str, ...]:
     """Return all that may be refused."""
     tables = (
         *(_WITH_A_SCHEDULE, _IN_ORDER, _WITHOUT_CELLS, _WITH_W, _ON_CPU, _EMULATED),
-        _WITH_SLICES,
+        *(_WITH_SLICES, _ACROSS_REPLICAS),
     )
     named = (name for table in tables for name in table)
     return tuple(dict.fromkeys((*named, *_HYBRID, _SFT, _MASKS, *_MODEL_OPT, *_BY_VALUE)))
@@ -267,6 +276,7 @@ def refused(
     techniques: Collection[str] = (),
     joins: bool = False,
     in_order: bool = False,
+    mirrored: bool = True,
 ) -> Iterator[Refusal]:
     """Return everything in Megatron's arguments or config that is refused.
 
@@ -279,7 +289,10 @@ def refused(
         techniques: names of those that it has.
         joins: whether it can run a forward and a backward as one.
         in_order: whether it runs back as Megatron's own offloading takes for granted.
+        mirrored: whether ranks that hold the same stages run them in one order.
     """
+    if not mirrored:
+        yield from across_replicas(settings)
     table = _WITH_A_SCHEDULE | (_ON_CPU if on_cpu else {})
     table |= {} if joins else _WITHOUT_CELLS
     table |= {} if in_order else _IN_ORDER
@@ -321,6 +334,22 @@ def refused(
         yield Refusal('mtp_num_layers', depth, *_TIED_MTP)
     if on_cpu:
         yield from _by_value_on_cpu(settings, with_te)
+
+
+def across_replicas(settings: Any) -> Iterator[Refusal]:
+    """Yield what makes replicas wait for each other amid passes that they run in other orders.
+
+    Args:
+        settings: Megatron's arguments, or the config of a model or of DDP.
+    """
+    for setting, cure in _ACROSS_REPLICAS.items():
+        value = getattr(settings, setting, None)
+        if setting == _BALANCING:
+            value = value if _GLOBAL in str(value) else None
+        elif setting == _EXPERT_RANKS:
+            value = value if (value or 1) > 1 else None
+        if value:
+            yield Refusal(setting, value, _OTHER_ORDERS, f'{cure}, or take chimera')
 
 
 def _num_stages(settings: Any, placement: Placement | None) -> int:

@@ -53,6 +53,8 @@ class Session:
         interval: the iterations of training since the last line of the log.
         announced: whether the user has been told what runs.
         compared: models whose layers the ranks have compared with the placement.
+        pipelines: by the group of a replica's pipeline, that of the ranks that run one schedule.
+        asked_for_data: whether the loop has asked whose data a chunk reads.
 
     Raises:
         ValueError: settings that make no sense.
@@ -78,6 +80,8 @@ class Session:
         self._channels: dict[tuple[dist.ProcessGroup, Placement, bool], Channels] = {}
         self._between_partners: dict[tuple[dist.ProcessGroup, frozenset], Channels] = {}
         self._agreed: set[tuple] = set()
+        self.asked_for_data = False
+        self.pipelines: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         self.guests: list[Guest] = []
         for guest in self.programs.guests:
             self.invite(guest)

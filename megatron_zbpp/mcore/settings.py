@@ -218,9 +218,6 @@ class Settings:
                 f'schedule {self.schedule!r} is neither the name of one (zbpp list prints them), '
                 f'nor {AUTO!r}, nor a Schedule'
             )
-        from megatron_zbpp.mcore.lowered import require_one_route  # which needs torch
-
-        require_one_route(self.schedule)
         require_trained(self.schedule)
         for name in ('num_chunks', 'memory_limit'):
             if getattr(self, name) is not None:

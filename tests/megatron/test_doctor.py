@@ -268,8 +268,8 @@ def test_nothing_to_do(ranks, size):
         (['--pipeline-schedule', 'zb-v', '--tensor-model-parallel-size', '3'], '--gpus'),
         (['--pipeline-schedule-file', 'no-such-file.json'], 'no-such-file.json'),
         (
-            ['--pipeline-schedule', 'two_ways:two-ways', '--pipeline-model-parallel-size', '2'],
-            'two-ways cannot train yet because it has two routes',
+            ['--pipeline-schedule', 'chimera', '--global-batch-size', '3'],
+            'data-parallel size 1 is wrong because chimera runs on pairs of replicas',
         ),
         (
             ['--pipeline-schedule', 'zb-v', '--pipeline-slices', '7,9'],

@@ -80,6 +80,16 @@ def event_of(case):
     return events.sequence_parallel if case == 'sequence' else events.nothing
 
 
+@supports("NVIDIA's loop: {case}, two-way")
+@grid(
+    case=('data', 'overlap-param-gather', 'distributed-optimizer', 'overlap-grad-reduce'),
+    schedule=('dualpipe', 'chimera'),
+)
+def test_a_two_way_pipeline(ranks, stock, case, schedule):
+    """Each chunk reads the data of the replica whose microbatches it runs."""
+    test_identical_to_megatron(ranks, stock, case, schedule)
+
+
 @supports("NVIDIA's loop: {case}")
 @grid(case=tuple(CASES), schedule=('zb-h1', 'zb-v'))
 def test_identical_to_megatron(ranks, stock, case, schedule):

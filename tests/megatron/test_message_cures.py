@@ -247,7 +247,6 @@ def write_files() -> None:
     for name, order in (('inner', (0, 2, 1)), ('outer', (0, 1, 2))):
         ranks = [inner.passes[order.index(rank)] for rank in range(3)]
         write(f'{name}.json', Schedule.of(name, Placement(order), 4, ranks).to_json())
-    write('two-ways.json', build('two_ways:two-ways', 2, 4).to_json())
     write('own_yaml.py', 'import yaml\n')
     write('own_nothing.py', '')
     write('own_needs.py', 'import nowhere_at_all\n')
@@ -507,10 +506,10 @@ FLAGS = {
         '2)',
         flags('--pipeline-schedule-file outer.json --pipeline-model-parallel-size 3'),
     ),
-    'a file of two routes': row(
-        flags('--pipeline-schedule-file two-ways.json'),
-        'take a schedule with one route, such as dualpipe-v',
-        flags('--pipeline-schedule dualpipe-v'),
+    'an odd number of replicas': row(
+        flags('--pipeline-schedule chimera'),
+        'give an even number of them, by twice or half the ranks',
+        flags('--pipeline-schedule chimera', WORLD_SIZE='4'),
     ),
     'a plan of other layers': row(
         flags('--pipeline-schedule-file of-five.json'),
@@ -614,10 +613,10 @@ FLAGS = {
         flags(BIG, **NODE_OF_4),
         flags(f'--pipeline-offload all {BIG}', **LAST_NODE),
     ),
-    'two routes': row(
+    'two routes that are not said': row(
         flags('--pipeline-schedule two_ways:two-ways'),
-        'take a schedule with one route, such as dualpipe-v',
-        flags('--pipeline-schedule dualpipe-v'),
+        'say num_routes above it, in @family',
+        flags('--pipeline-schedule chimera', WORLD_SIZE='4'),
     ),
     'one of your own that is nowhere': row(
         flags('--pipeline-schedule own_nowhere:made'),
@@ -849,11 +848,6 @@ PROGRAMS = {
         'num_chunks: the schedule that is given has its own: leave it out',
         settings(schedule=schedule('1f1b')),
     ),
-    'two routes': row(
-        settings(schedule=schedule('two_ways:two-ways')),
-        'take a schedule with one route, such as dualpipe-v',
-        settings(schedule='dualpipe-v'),
-    ),
     'an amount, planned': row(
         settings(schedule='auto', offload='half'),
         'offload: auto plans orders only: name a schedule, or give a plan',
@@ -1044,6 +1038,9 @@ RECIPES = {
         'leave it False',
         recipe(),
     ),
+    'microbatches that go both ways': row(
+        recipe('chimera'), 'take a schedule of one route, such as zb-v', recipe()
+    ),
     'a hybrid model': row(
         recipe(hybrid_layer_pattern='M*M-'),
         'take a schedule that has one, such as zb-h1',
@@ -1129,6 +1126,12 @@ def offloading(layers: int, *modules: str, on: bool = True) -> Callable:
 
 
 REFUSALS = {
+    'replicas that would wait amid passes': row(
+        refusal({'mirrored': False}, overlap_grad_reduce=True),
+        'drop --overlap-grad-reduce, or take chimera',
+        refusal({'mirrored': False}),
+        refusal({}, overlap_grad_reduce=True),
+    ),
     'graphs': row(
         refusal({}, cuda_graph_impl='local'),
         'give --cuda-graph-impl none, or local with a schedule without W passes, such as 1f1b',
@@ -1300,7 +1303,8 @@ def of_chunks(count: int) -> Callable:
         given = SimpleNamespace(models=[Module()] * count, iterators=[None] * count)
         call = SimpleNamespace(arguments=given)
         following = SimpleNamespace(replayed=lambda iterator: iterator)
-        made = preparation._stages(lambda *given: given, call, following, Placement.v(2), 0)
+        vee = Placement.v(2)
+        made = preparation._stages(lambda *given: given, call, following, vee, 0, vee)
         assert len(made) == 2
 
     return run
@@ -1517,6 +1521,8 @@ TABLES = {
 ROWS = {f'{kind}: {name}': row for kind, rows in TABLES.items() for name, row in rows.items()}
 # statements whose cure another test applies
 ELSEWHERE = {
+    'mcore/replicas.py _both': 'test_two_way.py::test_what_cannot_work',
+    'mcore/replicas.py require_asked': 'test_two_way.py::test_what_cannot_work',
     'mcore/building.py _require_chunk': 'test_built.py::test_a_model_that_is_not_told',
     'mcore/iteration/built.py require_all_layers': 'test_other_scripts.py::test_images',
     'mcore/iteration/built.py _require_layout': 'test_built.py::test_a_loop',

@@ -77,7 +77,10 @@ HYBRID = [s for s in refusals.settings() if s.startswith('hybrid_') and 'context
 # but for what is refused with others, or by some releases, only
 OF_SLICES = ['variable_seq_lengths', 'experimental_attention_variant', 'logits_load_dir']
 OF_SLICES += ['moe_expert_capacity_factor']
+OF_REPLICAS = ['overlap_grad_reduce', 'overlap_param_gather', 'expert_model_parallel_size']
+OF_REPLICAS += ['moe_router_load_balancing_type']
 OTHERS = ['fp8_recipe', 'mtp_num_layers', 'sft', 'reset_attention_mask', *HYBRID, *OF_SLICES]
+OTHERS += OF_REPLICAS
 WITHOUT_TE = [s for s in refusals.settings() if s not in OTHERS]
 CASES = [(setting, value) for setting in WITHOUT_TE for value in VALUES.get(setting, [1])]
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_zbpp.mcore import enabled, preflight, refusals, superseded
+from megatron_zbpp.mcore import enabled, preflight, refusals, replicas, superseded
 from megatron_zbpp.mcore.command_line import flags, plan_layout, sizes
 from megatron_zbpp.mcore.command_line.host_memory import require_host_memory
 from megatron_zbpp.mcore.command_line.messages import refuse
@@ -132,6 +132,8 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
     if layout is not None:
         job_log.info(f'layers as the plan has them: {layout}')
     ranks, programs = args.pipeline_model_parallel_size, Programs(settings)
+    world = int(os.environ.get('WORLD_SIZE', 1))
+    replicas.require_pairs(programs, sizes.replicas(args, world))
     placement, splits = programs.placement(ranks), programs.splits(ranks)
     for each in superseded.drop(args, splits):
         job_log.info(each)
@@ -144,7 +146,7 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
             '--rerun-mode disabled, or all ranks would wait for each other in each iteration'
         )
     plugin.session.programs.join(getattr(args, refusals.OVERLAP, False))
-    for num_microbatches in sorted(sizes.microbatches(args, int(os.environ.get('WORLD_SIZE', 1)))):
+    for num_microbatches in sorted(sizes.microbatches(args, world)):
         lowered = plugin.session.programs.lowered(ranks, num_microbatches, forward_only=False)
         require_host_memory(args, lowered.schedule, os.environ)
     sizes.place_layers(args, placement)

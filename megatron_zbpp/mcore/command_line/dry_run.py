@@ -14,7 +14,7 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST
 from megatron_zbpp.ir.layout import layers_per_stage
 from megatron_zbpp.ir.timeline import MEANING
-from megatron_zbpp.mcore import layout, preflight, refusals, superseded
+from megatron_zbpp.mcore import layout, preflight, refusals, replicas, superseded
 from megatron_zbpp.mcore.command_line import flags, plan_layout, sizes
 from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
 from megatron_zbpp.mcore.command_line.layer_memory import LayerMemory, layer_memory
@@ -130,6 +130,7 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     sizes.require_plain(line.args)
     settings, _ = plan_layout.settings_of(line.args, given)
     programs = Programs(settings)
+    replicas.require_pairs(programs, parallel['data'])
     placement = programs.placement(parallel['pipeline'])
     args = line.args
     programs.join(getattr(args, refusals.OVERLAP, False))

@@ -200,14 +200,19 @@ def _place_hybrid(args: argparse.Namespace, name: str, placement: Placement) -> 
     args.overlap_p2p_comm = True  # as for other models
 
 
-def microbatches(args: argparse.Namespace, world_size: int) -> set[int]:
-    """Return with how many microbatches training begins and ends, and its steps between."""
+def replicas(args: argparse.Namespace, world_size: int) -> int:
+    """Return the data-parallel size."""
     model = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size
         * args.context_parallel_size
     )
-    step = world_size // model * (args.micro_batch_size or 0)
+    return world_size // model
+
+
+def microbatches(args: argparse.Namespace, world_size: int) -> set[int]:
+    """Return with how many microbatches training begins and ends, and its steps between."""
+    step = replicas(args, world_size) * (args.micro_batch_size or 0)
     ramp = getattr(args, 'rampup_batch_size', None) or []
     steps = re.findall(r':\s*(\d+)', getattr(args, 'step_batch_size_schedule', None) or '')
     sizes = {*map(int, [*steps, *ramp[:1]])}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -27,6 +28,7 @@ class Batch:
     """One global batch of one module, ready to run on this rank."""
 
     groups: ProcessGroupCollection
+    pipeline: dist.ProcessGroup
     config: Any
     call: Call
     lowered: Lowered
@@ -71,7 +73,7 @@ class Batch:
         if getattr(config, 'cuda_graph_impl', None) == 'local':
             schedules.create_cudagraphs()  # in the order of the first iteration; later it does none
         iteration = Iteration(
-            self.lowered.schedule, self.groups.pp, self.executor.record, self.executor.clock
+            self.lowered.schedule, self.pipeline, self.executor.record, self.executor.clock
         )
         if arguments.forward_only:
             session.latest = iteration
@@ -93,7 +95,7 @@ class Batch:
         if functions is None or arguments.forward_only or len(models) == 1:
             return
         begun = {p.stage for p in self.executor.record.passes}
-        stages = self.lowered.placement.stages(self.groups.pp.rank())
+        stages = self.lowered.placement.stages(self.pipeline.rank())
         for chunk, (stage, model) in enumerate(zip(stages, models, strict=True)):
             if stage not in begun:
                 start = functions[chunk] if isinstance(functions, list | tuple) else functions

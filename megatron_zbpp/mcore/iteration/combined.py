@@ -75,7 +75,7 @@ def _step(forward: Forward | None, backward: Backward | None) -> Any:
             'input_tensor': forward.received,
             'f_model_chunk_id': stage.vp_stage,
             'is_first_microbatch': stage.call.is_first(forward.p),
-            'current_microbatch': forward.p.microbatch,
+            'current_microbatch': stage.call.microbatch(forward.p),
         }
     if backward is not None:
         stage = cast(CombinedStage, backward.stage)

@@ -14,7 +14,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_zbpp.guests.base import ModelLayers
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore import compat, layout, preflight, refusals, superseded
+from megatron_zbpp.mcore import compat, layout, preflight, refusals, replicas, superseded
 from megatron_zbpp.mcore.iteration import combined
 from megatron_zbpp.mcore.iteration.alike import agreement
 from megatron_zbpp.mcore.iteration.announcement import announce
@@ -45,21 +45,25 @@ def prepare(
         ranks_ahead: how many ranks of the chain go ahead.
     """
     groups = arguments.pg_collection or compat.default_groups()
-    models, rank = arguments.models, groups.pp.rank()
+    models = arguments.models
     config = get_model_config(models[0])
     _allow(session, arguments, config, groups.pp.size())
-    call = Call(arguments, session.store, groups.cp.size(), _device())
+    pipeline = replicas.pipeline(session, groups)
+    rank, one = pipeline.rank(), session.programs.placement(groups.pp.size())
+    call = Call(
+        arguments, session.store, groups.cp.size(), _device(), session.programs.num_replicas
+    )
     cuts = session.programs.cuts(config, arguments.seq_length)
     messages = [
         _message(arguments, config, groups, call.device, end - start)
         for start, end in itertools.pairwise(cuts)
     ]
-    lowered = _agreed(session, arguments, config, messages[0], groups.pp)
+    lowered = _agreed(session, arguments, config, messages[0], groups.pp.size(), pipeline)
     as_one = session.programs.together and not arguments.forward_only
     if as_one:
         combined.require(unwrap_model(models), arguments.forward_step_func)
     if not arguments.forward_only and not session.announced:
-        _announce(session, lowered, config, models[0])
+        _announce(session, lowered, one, config, models[0])
     make: Callable[..., ModelStage] = combined.CombinedStage if as_one else ModelStage
     if len(messages) > 1:
         from megatron_zbpp.mcore.iteration import sliced
@@ -67,33 +71,35 @@ def prepare(
         new = models if models[0] not in session.compared else []
         sliced.require(unwrap_model(new), arguments)
         make = functools.partial(sliced.SlicedStage, cuts, session.slicing)
-    stages = _stages(make, call, next_iteration, lowered.placement, rank)
+    stages = _stages(make, call, next_iteration, lowered.placement, rank, one)
     if models[0] not in session.compared:
         session.compared.add(models[0])
         collective = session.watchdog.collective
-        require_all_layers(unwrap_model(models), lowered.placement, groups.pp, collective)
+        require_all_layers(unwrap_model(models), one, groups.pp, collective)
     tables, count = lowered.tables(rank, ranks_ahead)
     executor = Executor(
         tables.program,
         stages,
-        session.channels(groups.pp, lowered.placement, call.device, messages[0].shape is None),
+        session.channels(pipeline, lowered.placement, call.device, messages[0].shape is None),
         messages if len(messages) > 1 else messages[0],
         session.store,
         clock_for(call.device, counting=session.counting),
         profiled,
-        _activations(session, lowered, call, groups.pp, stages.values()),
+        _activations(session, lowered, call, pipeline, stages.values()),
         None if arguments.forward_only else session.filler,
         combined.as_one if as_one else None,
         tables,
     )
-    return Batch(groups, config, call, lowered, executor), count
+    return Batch(groups, pipeline, config, call, lowered, executor), count
 
 
 def _allow(session: Session, arguments: Arguments, config: Any, num_ranks: int) -> None:
     """Raise where the session's schedule cannot do what the call and its model ask for."""
     programs = session.programs
     num_microbatches = None if arguments.forward_only else arguments.num_microbatches
-    found = preflight.refused(config, programs, num_ranks, num_microbatches)
+    found = [*preflight.refused(config, programs, num_ranks, num_microbatches)]
+    if not programs.mirrored(num_ranks):
+        found += refusals.across_replicas(getattr(arguments.models[0], 'ddp_config', None))
     refuse_unsupported(config, arguments.adjust_tensor_shapes_fn, found)
     programs.join(getattr(config, refusals.OVERLAP, False))
 
@@ -103,20 +109,25 @@ def _agreed(
     arguments: Arguments,
     config: Any,
     message: Message,
-    pp_group: torch.distributed.ProcessGroup,
+    num_ranks: int,
+    pipeline: torch.distributed.ProcessGroup,
 ) -> Lowered:
     """Return the programs of all ranks, once they have found that they mean the same."""
-    sizes = pp_group.size(), arguments.num_microbatches
+    sizes = num_ranks, arguments.num_microbatches
     alike = agreement(sizes[1], len(arguments.models), message, arguments.forward_only, config)
     alike['side task'] = session.filler is not None
     for guest in session.guests:
         alike |= guest.fingerprint()
-    session.agree(alike | session.programs.fingerprint(*sizes), pp_group)
+    session.agree(alike | session.programs.fingerprint(*sizes), pipeline)
     return session.programs.lowered(*sizes, arguments.forward_only)
 
 
 def _announce(
-    session: Session, lowered: Lowered, config: Any, first_chunk: torch.nn.Module
+    session: Session,
+    lowered: Lowered,
+    one: Placement,
+    config: Any,
+    first_chunk: torch.nn.Module,
 ) -> None:
     """Say what runs, before it first does, and tell the guests."""
     session.announced = True
@@ -124,7 +135,7 @@ def _announce(
     chunk = cast(torch.nn.Module, unwrap_model(first_chunk))
 
     def describe() -> ModelLayers:
-        text = layout.text_of(chunk, lowered.placement)
+        text = layout.text_of(chunk, one)
         return ModelLayers(text, layout.layers_alike(getattr(chunk, 'config', None)))
 
     for guest in session.guests:
@@ -213,8 +224,9 @@ def _stages(
     next_iteration: NextIteration,
     placement: Placement,
     rank: int,
+    one: Placement,
 ) -> dict[int, ModelStage]:
-    """Return the stages of this rank by number.
+    """Return the stages of this rank by number; `one` is where a replica has them.
 
     Raises:
         ValueError: the model was not built for this placement.
@@ -222,7 +234,7 @@ def _stages(
     held = placement.stages(rank)
     models = call.arguments.models
     for model in models:
-        layout.require_placed(cast(torch.nn.Module, unwrap_model(model)), placement)
+        layout.require_placed(cast(torch.nn.Module, unwrap_model(model)), one)
     if len(models) != len(held):
         raise ValueError(
             f'rank {rank} has {len(models)} model chunks, but the schedule places {len(held)} '

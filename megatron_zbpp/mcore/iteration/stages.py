@@ -29,6 +29,7 @@ class Call:
         store: of the weight gradients.
         cp_size: of the context-parallel group.
         device: of this rank.
+        num_replicas: whose microbatches the passes count.
         results: what the loss function returned, in microbatch order; filled on the loss rank.
         num_tokens: sum over microbatches of what the loss function counted.
     """
@@ -37,11 +38,16 @@ class Call:
     store: WeightGradStore
     cp_size: int
     device: torch.device
+    num_replicas: int = 1
     results: list[Any] = field(default_factory=list)
     num_tokens: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_tokens = torch.zeros([], dtype=torch.int, device=self.device)
+
+    def microbatch(self, p: Pass) -> int:
+        """Return the number of the pass's microbatch among those of its replica."""
+        return p.microbatch // self.num_replicas
 
     def run_step(self, p: Pass, step: Callable, *arguments: Any) -> Any:
         """Run a step of Megatron's that has the forward `p` in it; return its result.
@@ -53,14 +59,14 @@ class Call:
             return step(*arguments)
         except StopIteration as error:
             raise StopIteration(
-                f'the data iterator has ended at microbatch {p.microbatch} of '
+                f'the data iterator has ended at microbatch {self.microbatch(p)} of '
                 f'{self.arguments.num_microbatches}: it must go on for as long as iterations do'
             ) from error
 
     def is_first(self, p: Pass) -> bool:
         """Return what Megatron's steps are told of the first microbatch."""
         given = self.arguments
-        first = p.microbatch == p.slice == 0
+        first = self.microbatch(p) == p.slice == 0
         return schedules.check_first_val_step(given.first_val_step, given.forward_only, first)
 
 
@@ -181,7 +187,7 @@ class ModelStage:
             cp_group_size=call.cp_size,
             collect_non_loss_data=given.collect_non_loss_data,
             is_first_microbatch=call.is_first(p),
-            current_microbatch=p.microbatch,
+            current_microbatch=call.microbatch(p),
             vp_stage=self.vp_stage,
             is_last_stage=self._is_last,
         )

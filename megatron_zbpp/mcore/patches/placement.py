@@ -26,6 +26,7 @@ from megatron_zbpp.runtime.log import job_log
 
 Placements = Callable[[int], Placement]  # of so many pipeline ranks
 Agree = Callable[[Mapping[str, object], dist.ProcessGroup], None]  # on settings, in a group
+Reads = Callable[[int], int]  # of a chunk here, the data-parallel rank
 LAYOUT = 'PipelineParallelLayerLayout'
 
 _CONFIG = 'megatron.core.transformer.transformer_config'
@@ -35,12 +36,16 @@ _BUILDERS = 'megatron.training.models.dist_utils'  # from 0.18 on
 _building: list[bool] = []
 
 
-def patches(placement: Placements, agree: Agree) -> Iterator[Patch]:
+def patches(
+    placement: Placements, agree: Agree, reads: Reads, allow: Callable[[int], None]
+) -> Iterator[Patch]:
     """Yield what answers where the first stage is, and what follows from its place.
 
     Args:
         placement: of a number of pipeline ranks.
         agree: called by ranks before they make groups.
+        reads: tells whose data a chunk of this rank reads.
+        allow: raises for a number of replicas that the schedule cannot run on.
     """
 
     def wrapped(wrap: Callable[[Any, Placements], Any]) -> Callable[[Any], Any]:
@@ -52,7 +57,7 @@ def patches(placement: Placements, agree: Agree) -> Iterator[Patch]:
     yield Patch(stage, 'is_pp_first_stage', ours, asks, everywhere=True)
     ours = wrapped(_is_pipeline_first_stage)
     yield Patch(groups, 'is_pipeline_first_stage', ours, everywhere=True)
-    ours = wrapped(functools.partial(_with_embedding_ranks, agree))
+    ours = wrapped(functools.partial(_with_embedding_ranks, agree, allow))
     yield Patch(groups, 'initialize_model_parallel', ours, everywhere=True)
 
     makes = (f'{_CONFIG}:TransformerConfig.__post_init__',)
@@ -69,7 +74,8 @@ def patches(placement: Placements, agree: Agree) -> Iterator[Patch]:
     stages = 'build_virtual_pipeline_stages'
     yield Patch(_BUILDERS, stages, _with_known_chunks, users, everywhere=True, late=True)
     loaders = 'build_train_valid_test_data_loaders'
-    yield Patch(training, loaders, _with_data_on_rank_0, everywhere=True, late=True)
+    with_data = functools.partial(_with_data_on_rank_0, reads)
+    yield Patch(training, loaders, with_data, everywhere=True, late=True)
     batch = compat.get_batch_module(), compat.GET_BATCH
     yield Patch(*batch, wrapped(_with_whole_batch), everywhere=True, late=True)
 
@@ -97,7 +103,9 @@ def _is_pipeline_first_stage(original: Callable, placement: Placements) -> Calla
     return is_pipeline_first_stage
 
 
-def _with_embedding_ranks(agree: Agree, original: Callable, placement: Placements) -> Callable:
+def _with_embedding_ranks(
+    agree: Agree, allow: Callable[[int], None], original: Callable, placement: Placements
+) -> Callable:
     """Make no group where one rank holds embedding and loss: what is tied is kept equal here."""
     signature = inspect.signature(original)
 
@@ -117,6 +125,8 @@ def _with_embedding_ranks(agree: Agree, original: Callable, placement: Placement
             agree(sizes, dist.group.WORLD)  # ranks that want other groups would wait for each other
         bound.arguments['get_embedding_ranks'] = get_embedding_ranks
         original(*bound.args, **bound.kwargs)
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            allow(parallel_state.get_data_parallel_world_size())
 
     return initialize_model_parallel
 
@@ -239,18 +249,27 @@ def _takes_vp_stage(provider: Callable) -> bool:
     return 'vp_stage' in parameters or any(p.kind == p.VAR_KEYWORD for p in parameters.values())
 
 
-def _with_data_on_rank_0(original: Callable) -> Callable:
-    """Give pipeline rank 0 data as ever.
+def _with_data_on_rank_0(reads: Reads, original: Callable) -> Callable:
+    """Give pipeline rank 0 data as ever, and each chunk those of the replica that it reads.
 
     Global rank 0 makes the indices, and knows for all ranks whether there is anything to train on.
     """
 
     @functools.wraps(original)
     def build_train_valid_test_data_loaders(*args: Any, **kwargs: Any) -> Any:
+        provider = args[0] if args else next(iter(kwargs.values()))
+        chunk = getattr(provider, 'keywords', {}).get('vp_stage')
+        asked = parallel_state.get_data_parallel_rank
+        if chunk is not None:
+            own, replica = asked(), reads(chunk)
+            parallel_state.get_data_parallel_rank = lambda *a, **k: (
+                replica if (found := asked(*a, **k)) == own else found
+            )
         _building.append(True)
         try:
             return original(*args, **kwargs)
         finally:
+            parallel_state.get_data_parallel_rank = asked
             _building.pop()
 
     return build_train_valid_test_data_loaders

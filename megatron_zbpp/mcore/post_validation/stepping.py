@@ -143,6 +143,8 @@ class Steps:
             config = get_model_config(call.models[0])
             reason = waiting.refusal(optimizer) or waiting.refusal_of_model(config)
             reason = reason or waiting.refusal_of_loop()
+            if self._session.programs.num_replicas > 1:
+                reason = reason or waiting.BOTH_WAYS
             dist.all_gather_object(reasons, reason)
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         refused = sorted(filter(None, set(reasons)))

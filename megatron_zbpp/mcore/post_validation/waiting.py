@@ -28,6 +28,7 @@ _REFUSED_OF_DDP = {
     'fp8_param_gather': 'weights are quantized anew amid the step',
 }
 _INTO_GRADIENTS = 'overlap_param_gather: forwards gather layers into the memory of gradients'
+BOTH_WAYS = 'microbatches go both ways, so that no rank is the first'
 # what NVIDIA's loop reads of the forwards of one iteration, or hooks when that begins
 _READ_BY_LOOP = (
     'save_activations_interval',

@@ -40,7 +40,7 @@ class Watching:
     def begin(self, batch: Batch) -> None:
         """Take note of the weights that forwards of this batch have run ahead with."""
         stages = {p.stage for p in batch.executor.record.passes}
-        held = batch.lowered.placement.stages(batch.groups.pp.rank())
+        held = batch.lowered.placement.stages(batch.pipeline.rank())
         chunks = zip(held, batch.call.arguments.models, strict=True)
         models = [model for stage, model in chunks if stage in stages]
         if not models:

@@ -270,7 +270,7 @@ def _bitpipe(placement: Placement, rank: int, units: int) -> Iterator[Pass]:
     """Yield one rank's passes: of each way's next microbatch, by letters for way and chunk."""
     p, half = placement.num_ranks, placement.num_ranks // 2
     near = int(rank >= half)
-    letters = {}
+    letters: dict[str, tuple[int, int]] = {}
     for way, names in ((near, 'AC'), (1 - near, 'XD')):  # on the near way its Fs come first
         held = (s for s, on in enumerate(placement.routes[way]) if on == rank)
         letters |= {name: (way, stage) for name, stage in zip(names, held, strict=True)}

@@ -11,7 +11,7 @@ import pytest
 from supported import refuses
 
 import megatron_zbpp
-from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
@@ -19,6 +19,7 @@ from megatron_zbpp.partitioning.freeze_plans import FreezePlan
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques.slices.graph import sized
 from megatron_zbpp.techniques.slices.place import in_slices
+from megatron_zbpp.techniques.two_way.fold import folded
 
 TWO_WAYS = 'two_ways:two-ways'
 
@@ -148,19 +149,35 @@ def test_a_plan_says_where_sequences_are_cut():
         Programs(Settings(own)).cuts(config, 12)
 
 
-@refuses('two routes (`Placement.opposite`)', 'each needs a copy of the model')
-def test_two_routes_cannot_train():
-    """Whoever brings the schedule: each chunk would have got the microbatches of one route only."""
-    schedule = build(TWO_WAYS, 2, 4)
-    assert check(schedule).programs, 'it can be checked'
-    for enable in (Settings, megatron_zbpp.enable):
-        with pytest.raises(ValueError, match='two-ways cannot train yet because it has two routes'):
-            enable(schedule)
+@refuses('a family of two routes that does not say so', 'replicas run it in pairs')
+def test_two_routes_are_said():
+    """Each chunk would have got the microbatches of one route only."""
     programs = Plugin(Settings(TWO_WAYS)).session.programs  # is made when sizes are known
     for ask in (
         lambda: programs.placement(2),
         lambda: programs.splits(2),
         lambda: programs.lowered(2, 4, forward_only=False),
     ):
-        with pytest.raises(ValueError, match='take a schedule with one route'):
+        with pytest.raises(ValueError, match='two-ways makes 2 ways through the ranks, not 1: say'):
             ask()
+
+
+def test_a_two_way_pipeline_is_two_replicas():
+    """Of half the ranks and microbatches; a schedule that is given has both."""
+    for asked in ('chimera', build('chimera', 4, 6)):
+        programs = Plugin(Settings(asked)).session.programs
+        assert programs.num_replicas == programs.num_chunks == 2
+        assert programs.placement(2) == Placement.v(2).reversed()
+        lowered = programs.lowered(2, 3, forward_only=False)
+        assert lowered.placement.routes == ((2, 0, 1, 3), (3, 1, 0, 2))
+        assert lowered.schedule.num_microbatches == 6
+    with pytest.raises(ValueError, match='for 2 pipeline ranks, not 4: change the parallel'):
+        programs.schedule(4, 3)
+    with pytest.raises(ValueError, match='for 3 microbatches, not 6: change the parallel'):
+        programs.schedule(2, 6)
+
+
+def test_routes_that_are_no_replicas():
+    placement = Placement((0, 1, 2, 2), opposite=(1, 0, 2, 2), route=(0, 1))
+    with pytest.raises(ValueError, match=r'cannot be two replicas because .*: give both routes'):
+        folded(placement)

@@ -1,0 +1,125 @@
+"""Two-way pipelines: pairs of data-parallel replicas whose ranks run one schedule.
+
+Replica q runs with replica q + d of the 2d that there are. Where all microbatches go one way, a
+pipeline is a replica, as ever.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+if TYPE_CHECKING:
+    from megatron_zbpp.mcore.programs import Programs
+    from megatron_zbpp.mcore.session import Session
+
+
+def require_pairs(programs: Programs, size: int) -> None:
+    """Return if replicas can be shared out.
+
+    Args:
+        programs: of the schedule.
+        size: data-parallel replicas.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    copies = programs.num_replicas
+    if size % copies:
+        raise ValueError(
+            f'data-parallel size {size} is wrong because {programs.name} runs on pairs of '
+            'replicas: give an even number of them, by twice or half the ranks'
+        )
+
+
+def pipeline(session: Session, groups: ProcessGroupCollection) -> dist.ProcessGroup:
+    """Return the group of the ranks that run one schedule; made once, by all ranks in one order.
+
+    Args:
+        session: whose schedule it is.
+        groups: of this rank.
+
+    Raises:
+        ValueError: the number of replicas is odd, the loop never asked whose data a chunk reads,
+            or ranks are numbered otherwise than by pipeline rank before replica.
+    """
+    copies = session.programs.num_replicas
+    if copies == 1:
+        return groups.pp
+    if groups.pp not in session.pipelines:
+        require_pairs(session.programs, groups.dp.size())
+        apart, replicas = groups.dp.size() // copies, dist.get_process_group_ranks(groups.dp)
+        pair, pipeline = replicas[groups.dp.rank() % apart :: apart], groups.pp
+        found: list[Any] = [None] * dist.get_world_size()
+        with session.collective('groups of the ranks of two replicas'):
+            own = dist.get_process_group_ranks(pipeline), pair, _reads_unasked(session, pipeline)
+            dist.all_gather_object(found, own)
+            require_asked(session, not any(unasked for *_, unasked in found))
+            for ranks in sorted({_both(found, own) for own, *_ in found}):
+                group = dist.new_group(list(ranks))
+                if dist.get_rank() in ranks:
+                    session.pipelines[groups.pp] = cast(dist.ProcessGroup, group)
+    return session.pipelines[groups.pp]
+
+
+def _both(found: list[Any], own: list[int]) -> tuple[int, ...]:
+    """Return the ranks of a pipeline and those of the other replica, pipeline rank by rank.
+
+    Args:
+        found: of each rank, the ranks of its pipeline, and those that hold the same stages.
+        own: ranks of a pipeline.
+
+    Raises:
+        ValueError: they are numbered replica by replica.
+    """
+    ranks = tuple(member for rank in own for member in found[rank][1])
+    if list(ranks) != sorted(ranks):
+        raise ValueError(
+            f'ranks {ranks} of a two-way pipeline are numbered replica by replica: drop '
+            '--use-tp-pp-dp-mapping'
+        )
+    return ranks
+
+
+def _reads_unasked(session: Session, pipeline: dist.ProcessGroup) -> bool:
+    """Return whether a chunk here reads data, and the loop has not asked whose."""
+    ends = session.programs.placement(pipeline.size()).only_route
+    return pipeline.rank() in (ends[0], ends[-1]) and not session.asked_for_data
+
+
+def require_asked(session: Session, asked: bool) -> None:
+    """Return if the training loop knows that a chunk may read another replica's data.
+
+    Raises:
+        ValueError: it never asked.
+    """
+    if not asked:
+        raise ValueError(
+            f'with {session.programs.name} a chunk may read the data of another replica, and this '
+            'loop never asked whose: take megatron_zbpp.data_parallel_rank(vp_stage) where it has '
+            'parallel_state.get_data_parallel_rank()'
+        )
+
+
+def data_parallel_rank(session: Session, chunk: int) -> int:
+    """Return the data-parallel rank whose data a chunk of this rank reads.
+
+    Args:
+        session: whose schedule runs.
+        chunk: its index among the chunks of this rank.
+    """
+    programs, session.asked_for_data = session.programs, True
+    replica = parallel_state.get_data_parallel_rank()
+    copies, ranks = programs.num_replicas, parallel_state.get_pipeline_model_parallel_world_size()
+    if copies == 1 or ranks == 1:
+        return replica
+    require_pairs(programs, parallel_state.get_data_parallel_world_size())
+    apart = parallel_state.get_data_parallel_world_size() // copies
+    where = programs.whole_placement(ranks)
+    rank = copies * parallel_state.get_pipeline_model_parallel_rank() + replica // apart
+    stage = where.stages(rank)[chunk]
+    (way,) = (way for way, route in enumerate(where.routes) if route[stage] == rank)
+    return replica % apart + way * apart

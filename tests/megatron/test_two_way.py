@@ -1,0 +1,196 @@
+"""Two-way pipelines train as Megatron's own 1F1B does on two replicas, to the bit."""
+
+from __future__ import annotations
+
+import functools
+import json
+from contextlib import ExitStack
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+from example import MODEL, run
+from grids import grid
+from models import Job, check, train
+from supported import TOLERANCE, refuses, supports
+
+import megatron_zbpp
+
+FAMILIES = ('chimera', 'dualpipe', 'gems', 'bitpipe', 'chimera-zb', 'chimera-doubling')
+CLIPPING, NO_CLIPPING = 0.5, 1e9  # the norm is computed all the same
+
+
+@pytest.fixture(scope='module')
+def trained(ranks, data, tmp_path_factory):
+    """Trains on replicas of p ranks, m microbatches each; each run once."""
+    runs = {}
+
+    def run_of(schedule, p, m, *more, dp=2, layers=None, tp=1):
+        flags = ['--pipeline-model-parallel-size', p, '--num-layers', layers or 2 * p]
+        flags += ['--tensor-model-parallel-size', tp, '--data-path', data, '--train-iters', 3]
+        flags += ['--global-batch-size', dp * m, '--pipeline-schedule', schedule]
+        flags += more if '--clip-grad' in more else [*more, '--clip-grad', NO_CLIPPING]
+        key = tuple(map(str, flags))
+        if key not in runs:
+            runs[key] = run(ranks(dp * tp * p), tmp_path_factory.mktemp('run'), *flags)
+        return runs[key]
+
+    return run_of
+
+
+def assert_same(found, expected):
+    assert found.losses == expected.losses
+    assert found.validation == expected.validation
+    assert found.parameters == expected.parameters
+    assert found.optimizer == expected.optimizer
+
+
+@supports('GPT, fp32, two replicas', '{family}')
+@grid(family=FAMILIES, shape=((2, 4), (2, 5), (2, 2), (4, 4), (2, 1)))
+def test_identical_to_megatron(trained, family, shape):
+    layers = 4 * shape[0]
+    assert_same(trained(family, *shape, layers=layers), trained('megatron', *shape, layers=layers))
+
+
+@supports('GPT, fp32, two replicas, evaluation', 'dualpipe')
+def test_evaluation(trained):
+    flags = ('--eval-iters', 1, '--eval-interval', 2, '--untie-embeddings-and-output-weights')
+    expected = trained('megatron', 2, 4, *flags)
+    assert expected.validation
+    assert_same(trained('dualpipe', 2, 4, *flags), expected)
+
+
+HALF = {'te': False, 'dp': 2}
+JOBS = {
+    'experts': (Job('experts', **HALF), 'megatron'),
+    'bf16, distributed optimizer, overlap': (
+        Job(bf16=True, distributed=True, overlap=True, **HALF),
+        '1f1b-v',  # whose shards are the same
+    ),
+    'lengths': (Job('lengths', **HALF), 'megatron'),
+    'offload': (Job(offload='all', **HALF), 'megatron'),
+    'recompute passes': (Job(again='all', **HALF), 'megatron'),
+    'fused weight gradients': (Job(fused=True, **HALF), 'megatron'),
+}
+
+
+@supports('{job}, two replicas', '{family}')
+@grid(job=tuple(JOBS), family=('dualpipe', 'chimera-zb'))
+def test_models(ranks, data, job, family):
+    trained, than = JOBS[job]
+    check(ranks, data, family, trained, than)
+
+
+@supports('experts shared out over two replicas', 'dualpipe', TOLERANCE)
+def test_experts_of_both_replicas(ranks, data):
+    """From the turn on their tokens come from the replicas in the other order."""
+    job = Job('experts', ep=2, **HALF)
+    losses = [
+        [rank.losses for rank in ranks(4).run(train, job, job.argv(schedule, False, data))]
+        for schedule in ('dualpipe', 'megatron')
+    ]
+    found, expected = ({tuple(x) for x in own if x[0] is not None} for own in losses)
+    assert len(found) == len(expected) == 1
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+@supports('tensor parallelism', 'dualpipe')
+@pytest.mark.full
+def test_tensor_parallelism(trained):
+    assert_same(trained('dualpipe', 2, 4, tp=2), trained('megatron', 2, 4, tp=2))
+
+
+@supports('clipping', '{family}')
+@grid(family=('chimera', 'dualpipe'))
+def test_clipping_is_that_of_a_v(trained, family):
+    """Norms too, which a V sums in another order than a loop."""
+    clip = ('--clip-grad', CLIPPING)
+    expected = trained('1f1b-v', 2, 4, *clip)
+    assert expected.parameters != trained('megatron', 2, 4).parameters, 'clipping must be active'
+    assert trained(family, 2, 4, *clip) == expected
+
+
+@supports('four replicas', '{family}')
+@pytest.mark.full
+@pytest.mark.parametrize('family', ['chimera', 'dualpipe'])
+def test_four_replicas(trained, family):
+    """The sum over them has another order."""
+    found, expected = trained(family, 2, 4, dp=4), trained('megatron', 2, 4, dp=4)
+    for mine, theirs in zip(found.losses, expected.losses, strict=True):
+        assert float.fromhex(mine) == pytest.approx(float.fromhex(theirs), rel=1e-6)
+
+
+def said(function, *args):
+    """On each rank: what the example ends with."""
+    try:
+        function(*args)
+    except Exception as error:
+        return str(error)
+    return None
+
+
+def example_without(changes, argv, metrics):
+    """On each rank: the example's training, with something else in place of a part of it."""
+    import pretrain_gpt
+    from example import train
+    from megatron.core import parallel_state
+
+    with ExitStack() as stack:
+        if changes == 'never asked':
+            own = parallel_state.get_data_parallel_rank
+            fake = SimpleNamespace(**{**vars(megatron_zbpp), 'data_parallel_rank': lambda _: own()})
+            stack.enter_context(mock.patch.object(pretrain_gpt, 'megatron_zbpp', fake))
+        elif changes == 'another numbering':
+            initialize = parallel_state.initialize_model_parallel
+            other = functools.partial(initialize, order='tp-cp-ep-pp-dp')
+            stack.enter_context(
+                mock.patch.object(parallel_state, 'initialize_model_parallel', other)
+            )
+        return said(train, argv, metrics)
+
+
+@refuses('a two-way pipeline on one replica', 'it runs on pairs of replicas')
+@refuses('GEMS with --overlap-grad-reduce', 'the two replicas have other orders')
+@pytest.mark.parametrize(
+    ('family', 'p', 'more', 'changes', 'message'),
+    [
+        ('chimera', 4, [], '', 'data-parallel size 1 is wrong because chimera runs on pairs of'),
+        ('gems', 2, ['--overlap-grad-reduce'], '', 'drop --overlap-grad-reduce, or take chimera'),
+        ('chimera', 2, [], 'never asked', 'this loop never asked whose: take megatron_zbpp.data_'),
+        ('chimera', 2, [], 'another numbering', 'numbered replica by replica: drop --use-tp-pp-dp'),
+    ],
+    ids=['replicas', 'orders', 'data', 'numbers'],
+)
+def test_what_cannot_work(ranks, data, tmp_path, family, p, more, changes, message):
+    argv = [*MODEL, '--pipeline-model-parallel-size', p, '--num-layers', 8, '--data-path', data]
+    argv += ['--global-batch-size', 8, '--train-iters', 1, '--pipeline-schedule', family, *more]
+    found = ranks(4).run(example_without, changes, list(map(str, argv)), tmp_path / 'metrics')
+    assert all(message in (each or '') for each in found), found
+
+
+def with_own_data(argv, metrics):
+    """On each rank: the example's training, each chunk on its own replica's data."""
+    from example import train
+    from megatron.core import parallel_state
+
+    from megatron_zbpp.mcore import replicas
+
+    def own(session, chunk):
+        session.asked_for_data = True
+        return parallel_state.get_data_parallel_rank()
+
+    with mock.patch.object(replicas, 'data_parallel_rank', own):
+        train(argv, metrics)
+
+
+def test_a_chunk_on_its_own_replica_s_data_trains_something_else(trained, ranks, data, tmp_path):
+    """So these tests see whose data it reads."""
+    argv = [*MODEL, '--pipeline-model-parallel-size', 2, '--num-layers', 8, '--data-path', data]
+    argv += ['--global-batch-size', 8, '--train-iters', 3, '--clip-grad', NO_CLIPPING]
+    argv += ['--pipeline-schedule', 'chimera']
+    metrics = tmp_path / 'metrics'
+    ranks(4).run(with_own_data, list(map(str, argv)), metrics)
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    losses = tuple(line['loss'] for line in lines if 'loss' in line)
+    assert len(losses) == 3 and losses != trained('megatron', 2, 4, layers=8).losses
