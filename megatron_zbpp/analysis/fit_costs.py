@@ -79,7 +79,7 @@ def collective_times(timeline: Timeline) -> dict[str, float]:
     for p, (start, _) in timeline.by_pass.items() if all_of else ():
         makers: dict[str, list[Pass]] = defaultdict(list)
         for need, q in schedule.needs(p):
-            if need.message in all_of:
+            if need.message is not None and need.message in all_of:
                 makers[need.message].append(q)
         for message, own in makers.items():
             at_hand = [schedule.rank_of(q) for q in own] == [schedule.rank_of(p)]

@@ -15,6 +15,7 @@ from megatron_zbpp.analysis.fit_costs import fit, latency, middle
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import live
 from megatron_zbpp.analysis.program import Exchange, Receive, Send
+from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, split
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Placement, Schedule, chain
 from megatron_zbpp.ir.costs import Costs
@@ -68,6 +69,17 @@ def test_ranks_that_enter_collectives_in_two_orders_deadlock():
     programs[2][a], programs[2][b] = programs[2][b], programs[2][a]
     with pytest.raises(DeadlockError, match=r'rank 2 waits at (broadcast|all-gather|reduce)\('):
         prove(programs)
+
+
+def test_forwards_that_run_ahead_enter_no_collective():
+    """The last stage's is never ahead, so nothing of its microbatch is there to be exchanged."""
+    schedule = split_1f1b(4, 6)
+    programs = lower(schedule)
+    ahead = passes_run_ahead(schedule, passes_ahead(schedule), 4)
+    assert ahead
+    parts = [split(program, ahead) for program in programs]
+    assert not any(isinstance(i, Exchange) for first, _ in parts for i in first)
+    prove([(*first, *rest) for first, rest in parts])
 
 
 def test_slices_have_collectives_of_their_own():
