@@ -70,7 +70,10 @@ def add_vocabulary(parser: argparse.ArgumentParser) -> None:
 
 
 def _shard(text: str) -> float | str:
-    return text if text == IN_FILE else values.amount(text)
+    try:
+        return text if text == IN_FILE else values.amount(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f'{error}, or {IN_FILE}') from error
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:

@@ -87,7 +87,7 @@ def _choose_in_shards(args: Namespace) -> int:
     for flag, value in (
         ('--frontier', args.frontier),
         ('--actions', args.actions),
-        ('--slices', args.slices not in (None, 1)),
+        ('--slices auto', slicing.number(args) == 0),
     ):
         if value:
             raise ValueError(f'{flag} with --vocab-parallel is not planned yet: leave one out')

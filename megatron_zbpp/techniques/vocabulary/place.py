@@ -39,10 +39,10 @@ class _Reference(NamedTuple):
     Attributes:
         host: its forwards come as early as they will.
         spans: of its passes.
-        made: when the last stage's forwards end, by microbatch.
-        taken: when its backwards begin.
+        made: when the last stage's forwards end, by unit (microbatch and slice) in order.
+        taken: when its backwards begin, by unit.
         longest: time of the longest S.
-        period: time of a microbatch on a mean rank.
+        period: time of a unit on a mean rank.
     """
 
     host: Schedule
@@ -96,7 +96,10 @@ def in_shards(host: Schedule, costs: Costs, memory_limit: float | None = None) -
     best: tuple[float, float] = (inf, inf)
     found, least = None, inf
     for made in _ways(host, costs):
-        makespan = round(simulate(made, costs).makespan, _DIGITS)
+        try:
+            makespan = round(simulate(made, costs).makespan, _DIGITS)
+        except ScheduleError:
+            continue  # of slices S may come too late
         if makespan > best[0]:
             continue
         held = max(peak(made, costs))
@@ -116,8 +119,8 @@ def _require_plain(host: Schedule) -> None:
     why = None
     if not host.placement.is_one_way:
         why = 'it has two routes'
-    elif host.graph.techniques:
-        why = f'it has {host.graph.techniques[0].name} already'
+    elif others := {each.name for each in host.graph.techniques} - {'sliced'}:
+        why = f'it has {min(others)} already'
     elif host.together:
         why = 'it has passes that run as one'
     elif all(p.kind == F for _, p in host):
@@ -157,14 +160,15 @@ def _reference(host: Schedule, costs: Costs, share: float) -> _Reference | None:
     except ScheduleError:
         return None
     last, back = placement.rank_of(n - 1, 0), host.graph.doers[B]
-    made, taken = [0.0] * host.num_microbatches, [0.0] * host.num_microbatches
+    slices = host.graph.num_slices
+    made, taken = ([0.0] * host.num_microbatches * slices for _ in range(2))
     for q, (start, end) in zip(host.passes[last], spans[last], strict=True):
         if q.stage == n - 1 and q.kind == F:
-            made[q.microbatch] = end
+            made[q.microbatch * slices + q.slice] = end
         elif q.stage == n - 1 and q.kind in back:
-            taken[q.microbatch] = start
-    period = sum(sum(whole.times[kind]) for kind in (F, B, W)) / host.num_ranks
-    return _Reference(host, spans, made, taken, max(costs.times[S][n:]), period)
+            taken[q.microbatch * slices + q.slice] = start
+    period = sum(sum(whole.times[kind]) for kind in (F, B, W)) / host.num_ranks / slices
+    return _Reference(host, spans, made, taken, max(costs.times[S][n:]) / slices, period)
 
 
 def _placed(reference: _Reference, logits: float, gradient: float) -> Schedule:
@@ -176,20 +180,25 @@ def _placed(reference: _Reference, logits: float, gradient: float) -> Schedule:
         gradient: when T begins, in shares of the time of a microbatch.
     """
     host, n = reference.host, reference.host.num_stages
-    ends = enumerate(zip(reference.made, reference.taken, strict=True))
-    starts = [
-        (begin + logits * max(0.0, end - begin - reference.longest), i, end)
-        for i, (begin, end) in ends
+    slices, made, taken = host.graph.num_slices, reference.made, reference.taken
+    apart = [
+        max(0.0, end - begin - reference.longest) for begin, end in zip(made, taken, strict=True)
     ]
+    # of a microbatch the last slice, whose backward is the first, has the least time
+    least = [min(apart[at - at % slices :][:slices]) for at in range(len(apart))]
+    # both come first slice first, whichever backward is first
+    begin_s = sorted(begin + logits * own for begin, own in zip(made, least, strict=True))
+    begin_t = sorted(end + gradient * reference.period for end in taken)
     orders: list[tuple[Pass, ...]] = []
     for rank, order in enumerate(host.passes):
         entries = [
             (span[0], 1, at, q)
             for at, (q, span) in enumerate(zip(order, reference.spans[rank], strict=True))
         ]
-        for start, i, end in starts:
-            entries.append((start, 0, i, Pass(S, n + rank, i)))
-            entries.append((end + gradient * reference.period, 2, i, Pass(T, n + rank, i)))
+        for kind, turn, starts in ((S, 0, begin_s), (T, 2, begin_t)):
+            for unit, start in enumerate(starts):
+                microbatch, part = divmod(unit, slices)
+                entries.append((start, turn, unit, Pass(kind, n + rank, microbatch, part)))
         entries.sort(key=itemgetter(0, 1, 2))
         orders.append(tuple(entry[-1] for entry in entries))
     return replace(

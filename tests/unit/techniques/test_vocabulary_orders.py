@@ -16,6 +16,7 @@ from megatron_zbpp.cli import main
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build, names
+from megatron_zbpp.techniques.slices.place import in_slices
 from megatron_zbpp.techniques.vocabulary.graph import S, T
 from megatron_zbpp.techniques.vocabulary.place import in_shards, with_shard_times
 
@@ -76,6 +77,22 @@ def test_a_host_keeps_its_bubble_and_its_orders(name, share):
         for is_forward in (True, False):
             kept = [p for p in own if p.kind not in (S, T) and (p.kind == 'F') is is_forward]
             assert kept == [p for p in before if (p.kind == 'F') is is_forward]
+
+
+@pytest.mark.parametrize('name', [*HOSTS, 'zb-interleaved', 'seq-zb-v'])
+def test_slices_of_a_host_keep_their_bubble(name):
+    """S and T come first slice first, though backwards come last slice first."""
+    host = in_slices(name, 4, 4, 4)
+    made, costs = shared(host, 0.2)
+    check(made)
+    plain = Costs.uniform(host.placement)
+    assert bubble(made, costs) <= bubble(host, plain) + 0.5 / 4
+    assert max(peak(made, costs)) <= max(peak(host, plain)) + 1 / 4
+    for order in made.passes:
+        for kind in (S, T):
+            own = [(p.microbatch, p.slice) for p in order if p.kind == kind]
+            assert own == sorted(own) and len(own) == 16
+    assert made == Schedule.from_json(made.to_json())
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.full) for name in HOSTS[2:]]
@@ -161,6 +178,11 @@ def test_command_line(capsys, tmp_path):
     costs.write_text(json.dumps({**{kind: [1] * 4 for kind in 'FBW'}, 'times': times}))
     line = f'simulate --schedule 1f1b {shape} --times {costs} --vocab-parallel file'
     assert run(capsys, line)['makespan'] == facts['makespan']
+    sliced = run(capsys, f'simulate --schedule 1f1b {shape} --slices 4 --vocab-parallel 0.3')
+    assert sliced['makespan'] == pytest.approx(8 * 3.9 + 8.4 / 4)
+    assert run(capsys, f'plan {shape} --slices 2 --vpp 1 --vocab-parallel 0.3')['slices'] == 2
+    assert main(f'plan {shape} --slices auto --vocab-parallel 0.3'.split()) == 2
+    assert '--slices auto with --vocab-parallel is not planned yet' in capsys.readouterr().err
     made = tmp_path / 'plan.json'
     line = f'convert --schedule zb-v {shape} --vocab-parallel 0.3 --to json -o {made}'
     assert main(line.split()) == main(['check', str(made)]) == 0
