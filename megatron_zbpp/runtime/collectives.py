@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -98,7 +99,7 @@ class Collectives:
         }
         self._lane = _lane(group, device)
         self._latest: dict[tuple[Any, ...], Callable[[], Found]] = {}
-        self._open: list[Callable[[], Found]] = []
+        self._open: deque[Callable[[], Found]] = deque()  # with all that they use
         # NCCL connects ranks at the first use, which holds up hosts
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
@@ -112,14 +113,20 @@ class Collectives:
         if exchange.operation == GATHER:
             self._latest[exchange.message, exchange.producers] = found
         self._open.append(found)
-        return Result(found, exchange.operation == GATHER)
+        return Result(partial(self._take, found), exchange.operation == GATHER)
 
     def finish(self) -> None:
         """Wait for all that have begun: a rank need not have taken the result of a reduction."""
         self._latest.clear()
-        opened, self._open = self._open, []
-        for found in opened:
-            found()
+        if self._open:
+            self._take(self._open[-1])
+
+    def _take(self, found: Callable[[], Found]) -> Found:
+        """Wait for a result; let go of that and of those before it, which are over."""
+        result = found()
+        while found in self._open:
+            self._open.popleft()
+        return result
 
     def _broadcast(self, exchange: Exchange, own: torch.Tensor | None, _: object) -> Pending:
         assert exchange.root is not None

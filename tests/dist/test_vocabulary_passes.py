@@ -109,3 +109,19 @@ def fail():
 
 def test_an_error_beside_the_passes_is_raised_by_whoever_comes_next(ranks):
     ranks(2).run(fail)
+
+
+def release():
+    own = (Pass('S', 2, 0), Pass('S', 3, 0))
+    gather = Exchange('all-gather', 'statistics', None, own, own)
+    collectives = Collectives(dist.new_group(), (0, 1), CPU, {})
+    results = [collectives.begin(gather, torch.full((1,), float(k))) for k in range(3)]
+    assert [each.item() for each in results[1].wait()] == [1, 1]
+    assert len(collectives._open) == 1
+    collectives.finish()
+    assert not collectives._open
+
+
+def test_memory_of_a_collective_is_let_go_of_with_a_later_result(ranks):
+    """Not at the end of the iteration: each holds hidden states."""
+    ranks(2).run(release)

@@ -48,8 +48,8 @@ def weights() -> torch.Tensor:
     return torch.randn(WORDS, WIDTH, generator=torch.Generator().manual_seed(5)) * 0.4
 
 
-def targets(microbatch: int) -> torch.Tensor:
-    return (torch.arange(ROWS) * 7 + 5 * microbatch) % WORDS
+def targets(microbatch: int, on: torch.device = CPU) -> torch.Tensor:
+    return (torch.arange(ROWS, device=on) * 7 + 5 * microbatch) % WORDS
 
 
 class Hidden(LinearStage):
@@ -62,9 +62,9 @@ class Hidden(LinearStage):
 class Shard:
     """The part of the output layer of one rank: Algorithm 2."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.count = rank, WORDS // size
-        self.weight = weights()[rank * self.count : (rank + 1) * self.count]
+    def __init__(self, rank: int, size: int, on: torch.device) -> None:
+        self.rank, self.count, self.on = rank, WORDS // size, on
+        self.weight = weights()[rank * self.count : (rank + 1) * self.count].to(on)
         self.gradient = torch.zeros_like(self.weight)
         self.losses: list[torch.Tensor] = []
         self._kept: dict[int, tuple] = {}
@@ -76,10 +76,8 @@ class Shard:
         most = y.max(-1).values
         powers = (y - most[:, None]).exp()
         sums = powers.sum(-1)
-        target = targets(p.microbatch) - self.rank * self.count
-        inside = (target >= 0) & (target < self.count)
-        hits = torch.zeros_like(y)
-        hits[inside, target[inside]] = 1
+        target = targets(p.microbatch, self.on) - self.rank * self.count
+        hits = (target[:, None] == torch.arange(self.count, device=self.on)).to(y.dtype)
         soft = powers / sums[:, None]
         away, there = soft @ self.weight, hits @ self.weight
         self._kept[p.microbatch] = hidden, soft, hits
@@ -107,21 +105,21 @@ class Shard:
         return each[self.rank] / each.sum(0)
 
 
-def executor(schedule: Schedule, channels=None, group=None, **options):
+def executor(schedule: Schedule, channels=None, group=None, on=CPU, clock=None, **options):
     """Return the executor of this rank, with its stage and its shard."""
     rank, store, programs = dist.get_rank(), WeightGradStore(), lower(schedule)
-    stage, shard = Hidden(store, rank), Shard(rank, schedule.num_ranks)
-    message = Message((ROWS, WIDTH), torch.float32, CPU)
+    stage, shard = Hidden(store, rank).to(on), Shard(rank, schedule.num_ranks, on)
+    message = Message((ROWS, WIDTH), torch.float32, on)
     group = group or dist.new_group()
     ranks = range(schedule.num_ranks)
-    collectives = Collectives(group, ranks, CPU, {HIDDEN: message, GRADIENT: message})
+    collectives = Collectives(group, ranks, on, {HIDDEN: message, GRADIENT: message})
     made = Executor(
         programs[rank],
         {rank: stage},
         channels or Channels(dist.group.WORLD, pairs(programs), CPU),
         message,
         store,
-        HostClock(),
+        clock or HostClock(),
         actions={S: shard.logits, T: shard.weight_gradient},
         collectives=collectives,
         **options,
