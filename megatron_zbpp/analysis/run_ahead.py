@@ -84,7 +84,7 @@ def split(program: Program, ahead: Set[Pass]) -> tuple[Program, Program]:
         ):
             belongs = instruction.producer in ahead
         elif isinstance(instruction, Exchange):
-            belongs = ahead.issuperset(instruction.producers)
+            belongs = all(p in ahead for p in instruction.producers)
         else:
             belongs = latest in ahead
         (first if belongs else rest).append(instruction)

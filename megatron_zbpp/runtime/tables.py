@@ -36,10 +36,10 @@ class Tables:
     def contributes(self) -> dict[Pass, tuple[str, ...]]:
         """The messages of collectives that passes make."""
         found: dict[Pass, tuple[str, ...]] = {}
-        for i in self.program:
-            for p in i.producers if isinstance(i, Exchange) else ():
+        for exchange in [i for i in self.program if isinstance(i, Exchange)]:
+            for p in exchange.producers:
                 if p in self.own:
-                    found[p] = (*found.get(p, ()), i.message)
+                    found[p] = (*found.get(p, ()), exchange.message)
         return found
 
     @functools.cached_property

@@ -85,11 +85,13 @@ def _make_printable(parser: argparse.ArgumentParser) -> None:
 
     Megatron-Core 0.18 and later have one, so that their --help ends in a traceback.
     """
-    for action in [each for each in parser._actions if '%' in (each.help or '')]:
+    for action in parser._actions:
+        text = action.help or ''
         try:
-            parser._get_formatter()._expand_help(action)
+            if '%' in text:
+                parser._get_formatter()._expand_help(action)
         except (ValueError, TypeError, KeyError):
-            action.help = action.help.replace('%', '%%')
+            action.help = text.replace('%', '%%')
 
 
 def _preparing(parse: Callable) -> Callable:
