@@ -15,10 +15,11 @@ from typing import Any
 
 from megatron_zbpp.ir import B, F, Graph, Placement, Task, W, strict_json
 from megatron_zbpp.ir.compiled import compiled
-from megatron_zbpp.ir.graph import BROADCAST, DEVICE, TRANSFERS, R
+from megatron_zbpp.ir.graph import BROADCAST, DEVICE, KV, KV_GRADIENT, TRANSFERS, R
 
 SELECTIVE = 'selective'  # of a file: what differs with Megatron's selective recomputation
 _COPIES = frozenset(kind for copies in TRANSFERS.values() for kind in copies)
+_WHOLE = frozenset({F, B, W, KV, KV_GRADIENT})  # they are as no other is
 _EXACT = (F, B, W, 'activation', 'retained')  # of stages alone, as only they have weights
 
 
@@ -48,8 +49,8 @@ class Costs:
             1, nothing is hidden.
         parts: by a name of `times` or `amounts`, and there by stage, the share that each slice of
             the sequence has. Where each slice takes a time of its own, they sum to more than 1.
-            R takes the shares of F, copies those of what they move, others that are not given
-            equal ones.
+            R takes those of F, 'kv' and 'kv_gradient', which are of all slices, equal ones, others
+            that are not given those of 'activation'. Sites behind the stages are as the last.
         collectives: by message, time of its collective from the last contribution on. Default: that
             of a message between two ranks.
     """
@@ -333,11 +334,11 @@ class Costs:
         Raises:
             ValueError: shares are known of another number of slices.
         """
-        like = F if name == R else 'activation' if name in _COPIES else name
+        like = name if name in _WHOLE else F if name == R else 'activation'
         own = self.parts.get(name, self.parts.get(like))
         if own is None or num_slices == 1:
             return 1 / num_slices
-        shares = own[task.stage]
+        shares = own[min(task.stage, len(own) - 1)]
         if len(shares) != num_slices:
             raise ValueError(
                 f'costs have parts of {len(shares)} slices, and the schedule has {num_slices}: '

@@ -18,7 +18,6 @@ from megatron_zbpp.ir.costs import Costs
 
 TILE = 128  # kernels work in tiles of so many tokens
 _BACKWARD = 2.5  # forwards of attention that its backward takes
-_PER_TOKEN = ('activation', 'retained', 'input')  # amounts that a slice has by its tokens
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,6 @@ def in_parts(costs: Costs, sizes: Sequence[int], attention: Attention) -> Costs:
         fixed, linear, of_pairs = attention.of(kind)
         return tuple(fixed + linear * t + of_pairs * q for t, q in zip(tokens, pairs, strict=True))
 
-    parts = {name: tuple(tokens) for name in _PER_TOKEN if name in costs.amounts}
-    parts |= {kind: shares(kind) for kind in (F, B, W)}
-    sites = {name: len({**costs.times, **costs.amounts}[name]) for name in parts}
-    made = {name: (own,) * sites[name] for name, own in parts.items()}
+    parts = {'activation': tuple(tokens), **{kind: shares(kind) for kind in (F, B, W)}}
+    made = {name: (own,) * costs.num_stages for name, own in parts.items()}
     return costs.with_parts(**{**made, **costs.parts})

@@ -20,6 +20,7 @@ from megatron_zbpp.planner import budget
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.schedules import build, find, names
 from megatron_zbpp.techniques.offload.graph import offload
+from megatron_zbpp.techniques.recompute.graph import recompute
 from megatron_zbpp.techniques.slices.balance import TILE, Attention, balanced, in_parts
 from megatron_zbpp.techniques.slices.graph import Slicing, sized, sliced
 from megatron_zbpp.techniques.slices.place import in_slices
@@ -115,6 +116,11 @@ def test_what_each_slice_takes():
         assert costs.share('input', Task('F', 0, part), 2) == (0.75, 0.25)[part]
         assert costs.share('kv', Task('F', 0, part), 2) == 0.5
     assert costs.duration(chain(1), 'F', 0, 0) == 8, 'whole sequences'
+    moved = costs.with_times(R=[4], O=[4], S=[0, 8])
+    assert moved.share('S', Task('S', 1, 1), 2) == 0.25, 'behind the stages'
+    techniques = offload(recompute(graph, [0]), [0])
+    assert moved.duration(techniques, 'O', 0, 0) == 3
+    assert moved.duration(techniques, 'R', 0, 0, 1) == costs.duration(graph, 'F', 0, 0, 1) / 2
     told = in_parts(whole.with_parts(F=[(0.9, 0.1)]), (3, 1), Attention(0.25))
     assert told.duration(graph, 'F', 0, 0) == pytest.approx(7.2), 'measured shares win'
 
