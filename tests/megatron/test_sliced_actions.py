@@ -51,7 +51,7 @@ def compare(ranks, data, tmp_path, actions, schedule, early=False, **of_job):
     assert not early or any(rank.early for rank in found)
 
 
-@supports('slices of sequences with {actions}', '{schedule}')
+@supports('slices of sequences as without {actions}', '{schedule}')
 @grid(
     actions=('recompute+offload', 'evict', 'recompute'),
     schedule=('zb-v', '1f1b', 'interleaved'),
@@ -63,14 +63,16 @@ def test_to_the_bit(ranks, data, tmp_path, actions, schedule, dropout):
 
 
 @pytest.mark.full
-@supports('slices of sequences with {actions}', '{schedule}')
+@supports('slices of sequences as without {actions}', '{schedule}')
 @grid(actions=('offload', 'recompute+evict'), schedule=('zb-h1', 'zb-v', 'gpipe'))
 def test_every_one(ranks, data, tmp_path, actions, schedule):
     compare(ranks, data, tmp_path, actions, schedule, dropout=0.1)
 
 
 @pytest.mark.full
-@supports('slices of sequences with {actions}: optimizer steps that do not wait', '{schedule}')
+@supports(
+    'slices of sequences as without {actions}: optimizer steps that do not wait', '{schedule}'
+)
 @grid(actions=('recompute', 'offload', 'evict'), schedule=('zb-h1',))
 def test_forwards_ahead(ranks, data, tmp_path, actions, schedule):
     compare(ranks, data, tmp_path, actions, schedule, early=True)
@@ -78,14 +80,14 @@ def test_forwards_ahead(ranks, data, tmp_path, actions, schedule):
 
 @pytest.mark.te
 @pytest.mark.full
-@supports("slices of sequences with {actions}: {kind} layers of Transformer Engine's", 'zb-v')
+@supports("slices of sequences as without {actions}: {kind} of Transformer Engine's", 'zb-v')
 @grid(actions=('recompute+offload', 'evict', 'recompute'), kind=('SwiGLU', 'MLA', 'dense'))
 def test_te_layers(te_ranks, data, tmp_path, actions, kind):
     compare(te_ranks, data, tmp_path, actions, 'zb-v', kind=kind, te=True, fused=True)
 
 
 @pytest.mark.full
-@supports("NVIDIA's loop: slices of sequences with {actions}", 'zb-v')
+@supports("NVIDIA's loop: slices of sequences as without {actions}", 'zb-v')
 @needs_training
 @grid(actions=('--pipeline-recompute 1 --pipeline-offload all', '--pipeline-recompute all'))
 def test_nvidias_loop(ranks, actions):
@@ -96,7 +98,7 @@ def test_nvidias_loop(ranks, actions):
 
 
 @pytest.mark.full
-@supports('slices of sequences: GPT on 4 ranks', 'bpipe')
+@supports('slices of sequences as by 1f1b: GPT on 4 ranks', 'bpipe')
 def test_bpipe(ranks, data, tmp_path):
     """Named, with slices: it evicts, and leaves what 1F1B in the same slices does."""
     left = []
