@@ -78,8 +78,8 @@ class Meter:
         awake: CPU seconds of the emulated passes: where the thread had no core, none pass.
     """
 
-    live: int = 0
-    peak: int = 0
+    live: float = 0
+    peak: float = 0
     awake: float = 0.0
 
     def fill(self, start: Start, seconds: float) -> None:
@@ -87,7 +87,7 @@ class Meter:
         sleep_until(start.clock + seconds)
         self.awake += time.thread_time() - start.used
 
-    def hold(self, layers: int) -> None:
+    def hold(self, layers: float) -> None:
         """So many layers more (or fewer) are held."""
         self.live += layers
         self.peak = max(self.peak, self.live)
@@ -100,6 +100,11 @@ def sleep_until(deadline: float) -> None:
         time.sleep(left - _SPIN)
     while time.perf_counter() < deadline:
         pass
+
+
+def share(x: torch.Tensor) -> float:
+    """Return which part of a sequence that is: 1, or less of a slice."""
+    return x.size(0) / SHAPE[0]
 
 
 class EmulatedLayer(torch.nn.Module):
@@ -128,10 +133,10 @@ class EmulatedLayer(torch.nn.Module):
 
     def weight_gradient(self, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """W: takes its time, and lets go of the input."""
-        start = starting()
+        start, part = starting(), share(x)
         found = x.flatten(0, -2).t() @ gradient.flatten(0, -2)
-        self.meter.hold(-1)
-        self.meter.fill(start, self.times.weight)
+        self.meter.hold(-part)
+        self.meter.fill(start, part * self.times.weight)
         return found
 
 
@@ -144,10 +149,10 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.layer, ctx.deferring = layer, deferring
         ctx.save_for_backward(x)
-        start = starting()
-        layer.meter.hold(+1)
+        start, part = starting(), share(x)
+        layer.meter.hold(+part)
         after = x @ weight
-        layer.meter.fill(start, layer.times.forward)
+        layer.meter.fill(start, part * layer.times.forward)
         return after
 
     @staticmethod
@@ -156,7 +161,7 @@ class _Linear(torch.autograd.Function):
         start = starting()
         weight = layer._parameters['weight']
         before = gradient @ weight.detach().t()
-        layer.meter.fill(start, layer.times.backward)
+        layer.meter.fill(start, share(x) * layer.times.backward)
         compute = partial(layer.weight_gradient, x, gradient)
         if not ctx.deferring:
             return None, compute(), before, None
@@ -194,12 +199,18 @@ class EmulatedChunk(torch.nn.Module):
         """Take what the stage before has made, as Megatron hands it over."""
         self._received[:] = received
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what was set, or else `x`, through all layers."""
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return what was set, or else the input, through all layers.
+
+        Args:
+            input_ids: by that name slices are cut of what the first stage gets, a micro batch of
+                one: (1, sequence, hidden) or (sequence, 1, hidden).
+        """
         (received,) = self._received
-        x = x if received is None else received
+        x = input_ids if received is None else received
         if self.pre_process:
-            x = x.detach().requires_grad_()  # as behind an embedding: the first B is a B, too
+            # as behind an embedding: the first B is a B, too
+            x = x.detach().flatten(0, 1).unsqueeze(1).requires_grad_()
         for layer in self._order:
             x = layer.forward(x)
         return x

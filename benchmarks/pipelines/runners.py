@@ -25,7 +25,10 @@ from benchmarks.pipelines import emulated
 from benchmarks.pipelines.emulated import LAYERS, SHAPE, EmulatedChunk, Meter, Store, Times
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.mcore.lowered import for_megatron
+from megatron_zbpp.mcore.patches import slices
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
+
+_CHUNK = f'{emulated.__name__}:EmulatedChunk'  # of which slices are cut, as of a GPTModel
 
 
 class Model(Protocol):
@@ -83,13 +86,16 @@ class EmulatedModel:
         return _config(num_ranks, num_chunks)
 
     def data(self, num_microbatches: int) -> Iterator[torch.Tensor]:
-        return itertools.cycle(emulated.inputs(num_microbatches))
+        drawn = emulated.inputs(num_microbatches)
+        return itertools.cycle([x.transpose(0, 1) for x in drawn])  # as slices are cut
 
     def forward_step(self, data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple:
         return model(next(data)), _loss
 
-    def ready(self) -> AbstractContextManager[None]:
-        return _without_shim()
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        with mock.patch.object(slices, '_models', lambda: (_CHUNK,)), _without_shim():
+            yield
 
 
 class MegatronRunner:
@@ -199,7 +205,8 @@ class ZbppRunner(MegatronRunner):
         early: bool = False,
     ) -> None:
         self._model = model
-        self.plugin = megatron_zbpp.enable(source, post_validation=early and 1)
+        with model.ready():
+            self.plugin = megatron_zbpp.enable(source, post_validation=early and 1)
         placement = for_megatron(schedule).placement
         self._build(placement, schedule.num_microbatches, self.plugin.session.store)
         self._optimizer = self._train() if optimizer else None
@@ -208,12 +215,12 @@ class ZbppRunner(MegatronRunner):
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Enable the plugin, once and for all its iterations: it keeps what it has lowered."""
-        self.plugin.install()
-        try:
-            with super().ready():
+        with super().ready():
+            self.plugin.install()
+            try:
                 yield
-        finally:
-            self.plugin.disable()
+            finally:
+                self.plugin.disable()
 
 
 @contextmanager

@@ -19,7 +19,11 @@ from typing import Any
 from benchmarks.common.overhead import spans
 from benchmarks.common.spawning import collected, joined, spawned
 from benchmarks.common.tables import aligned
-from megatron_zbpp.ir import BW, B, F, W
+from megatron_zbpp.analysis.fit_costs import fit, latency, middle
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import BW, B, F, Schedule, W
+from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build
 
 STOCK, FUSED = 'megatron', '1f1b'  # what the others are compared with: iterations, backwards
@@ -53,10 +57,14 @@ class Sample:
     Attributes:
         seconds: of the slowest rank.
         passes: seconds of each pass of any rank, by kind; of ours only.
+        makespan: seconds of the passes, from the first to the last; of ours only.
+        costs: as its passes took; of ours only.
     """
 
     seconds: float
     passes: dict[str, list[float]]
+    makespan: float | None = None
+    costs: Costs | None = None
 
 
 def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
@@ -75,7 +83,7 @@ def _runner(name: str, job: Job) -> Any:
     from benchmarks.pipelines.runners import MegatronRunner, ZbppRunner
     from benchmarks.training.model import Gpt
 
-    schedule = build(FUSED if name == STOCK else name, job.num_ranks, job.num_microbatches)
+    schedule = _schedule(name, job)
     model = Gpt(job.layers, job.hidden, HEAD, job.sequence)
     if name == STOCK:
         return MegatronRunner(schedule, model, optimizer=True)
@@ -92,10 +100,15 @@ def _sample(runner: Any, job: Job) -> Sample:
         runner.iterate()
         seconds = time.perf_counter() - start
     plugin = getattr(runner, 'plugin', None)  # Megatron's own schedule has none
-    passes = {} if plugin is None else spans(plugin.latest.record)
+    passes, makespan, costs = {}, None, None
+    if plugin is not None:
+        timeline = plugin.latest.gather().timeline
+        makespan, costs = timeline.makespan, fit(timeline, latency(timeline))
+        passes = spans(plugin.latest.record)
     gathered: list[Any] = [None] * job.num_ranks
     dist.all_gather_object(gathered, (seconds, passes))
-    return Sample(max(s for s, _ in gathered), _together([p for _, p in gathered]))
+    times, by_rank = zip(*gathered, strict=True)
+    return Sample(max(times), _together(by_rank), makespan, costs)
 
 
 def _together(ranks: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
@@ -117,29 +130,57 @@ def rows(job: Job, samples: Sequence[Sequence[Sample]]) -> list[dict[str, Any]]:
                 kind: 1e3 * median(s for sample in taken for s in sample.passes[kind])
                 for kind in taken[0].passes
             },
-            'backward_to_fused': median(
-                _backward(a) / _backward(b) for a, b in zip(taken, fused, strict=True)
-            ),
+            'backward_to_fused': _to_fused((B, W, BW), taken, fused),
+            'passes_to_fused': _to_fused((F, B, W, BW), taken, fused),
+            'to_simulated': _to_simulated(name, job, taken),
+            'simulated_live': _live(_schedule(name, job)),
         }
         for name, taken in zip(job.schedules, samples, strict=True)
     ]
 
 
-def _backward(sample: Sample) -> float:
-    """Seconds of all backwards of all ranks."""
-    return sum(sum(sample.passes.get(kind, [])) for kind in (B, W, BW))
+def _schedule(name: str, job: Job) -> Schedule:
+    return build(FUSED if name == STOCK else name, job.num_ranks, job.num_microbatches)
+
+
+def _live(schedule: Schedule) -> float:
+    """Return most activations that a rank holds, of one microbatch on a full rank."""
+    return max(peak(schedule, Costs.uniform(schedule.placement)))
+
+
+def _to_fused(kinds: Sequence[str], taken: Sequence[Sample], fused: Sequence[Sample]) -> float:
+    """Return seconds of all passes of these kinds of all ranks over those of our 1f1b."""
+
+    def total(sample: Sample) -> float:
+        return sum(sum(sample.passes.get(kind, [])) for kind in kinds)
+
+    return median(total(a) / total(b) for a, b in zip(taken, fused, strict=True))
+
+
+def _to_simulated(name: str, job: Job, taken: Sequence[Sample]) -> float | None:
+    """Return the median makespan over that of a simulation by what passes took in the middle."""
+    costs = [sample.costs for sample in taken if sample.costs is not None]
+    if not costs:
+        return None
+    measured = median(sample.makespan for sample in taken if sample.makespan is not None)
+    return measured / simulate(_schedule(name, job), middle(costs)).makespan
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
     """In the order of the schedules."""
     heads = ('schedule', 'ms/iteration', 'to stock 1F1B', F, B, W, BW, 'backward to fused')
+    heads += ('passes to fused', 'to simulated', 'live')
     cells = [
         (
             row['schedule'],
             f'{median(row["ms_per_iteration"]):.0f}',
             f'{row["ratio_to_stock"]:.3f}',
             *(f'{row["pass_ms"][k]:.1f}' if k in row['pass_ms'] else '' for k in (F, B, W, BW)),
-            f'{row["backward_to_fused"]:.3f}' if row['pass_ms'] else '',
+            *(
+                f'{row[name]:.3f}' if row['pass_ms'] else ''
+                for name in ('backward_to_fused', 'passes_to_fused', 'to_simulated')
+            ),
+            f'{row["simulated_live"]:g}',
         )
         for row in found
     ]
@@ -167,7 +208,9 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         epilog="columns: median of the iterations; ratio to Megatron-Core's own 1F1B; median "
         'milliseconds of a pass (schedules with two chunks a rank have half as large ones); all B '
-        'and W together over the fused backwards of our 1f1b.',
+        'and W together over the fused backwards of our 1f1b, and all passes over all of it: '
+        'slices compute fewer masked pairs; makespan over that simulated by what passes took; most '
+        'activations of a microbatch that a rank holds, simulated.',
     )
     add = parser.add_argument
     add('--pp', type=int, default=2, metavar='P', help='ranks, a process each (default: 2)')

@@ -83,7 +83,7 @@ class Settings:
     slices: int | str | Sequence[int] | None = option(
         None,
         '--pipeline-slices N|SIZE,SIZE,...',
-        page='[long sequences](choosing.md#long-sequences-in-slices)',
+        page='[long context](long-context.md)',
     )
     """Slices of each sequence, whose forwards and backwards follow one another: bubble and memory
     fall with their number. How many, as equal as can be, or the tokens of each. The last slice goes

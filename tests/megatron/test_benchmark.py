@@ -18,7 +18,8 @@ from benchmarks.pipelines.measure import Sample, checksums_agree
 from benchmarks.training import cli as training
 from benchmarks.training import splitting
 
-SOME = ['megatron', 'torch:1F1B', 'torch:ZBVZeroBubble', '1f1b', 'zb-h1', 'zb-v', 'auto']
+OURS = ['1f1b', 'zb-h1', 'zb-v', 'seq-zb-v', 'auto']
+SOME = ['megatron', 'torch:1F1B', 'torch:ZBVZeroBubble', *OURS]
 P, M, TIMES = 2, 4, [2.0, 3.0, 1.0]
 
 
@@ -45,9 +46,11 @@ def test_side_by_side(tmp_path):
     text, result = run(tmp_path, *flags)
     rows = {(row['runner'], row['schedule']): row for row in result['rows']}
     named = [('torch', '1F1B'), ('torch', 'ZBVZeroBubble')]
-    named += [('zbpp', name) for name in ('1f1b', 'zb-h1', 'zb-v', 'auto')]
+    named += [('zbpp', name) for name in OURS]
     assert list(rows) == [('megatron', '1f1b'), ('megatron', 'interleaved'), *named]
-    (checksum, *others) = {row['checksum'] for row in rows.values()}
+    sliced = rows['zbpp', 'seq-zb-v']
+    (checksum, *others) = {row['checksum'] for row in rows.values() if row is not sliced}
+    assert sliced['checksum'] == pytest.approx(checksum, rel=1e-5), 'sums of slices'
     assert checksum > 0
     assert not others, 'all did the same work, to the bit'
     for row in rows.values():
@@ -161,13 +164,17 @@ def test_training(tmp_path):
     """A real GPT by Megatron's 1F1B and ours."""
     file = tmp_path / 'training.json'
     small = '--layers 4 --hidden-size 64 --seq-length 16 --microbatches 2 --rounds 2'.split()
+    small += ['--schedules', 'zb-h1,zb-v,seq1f1b']
     command = [sys.executable, 'scripts/benchmark_training.py', *small, '--json', str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     found = {row['schedule']: row for row in json.loads(file.read_text())['rows']}
-    assert list(found) == ['megatron', '1f1b', 'zb-h1', 'zb-v']
+    assert list(found) == ['megatron', '1f1b', 'zb-h1', 'zb-v', 'seq1f1b']
     kinds = [set(row['pass_ms']) for row in found.values()]
-    assert kinds == [set(), {'F', 'BW'}, set('FBW'), set('FBW')]
+    assert kinds == [set(), {'F', 'BW'}, set('FBW'), set('FBW'), {'F', 'BW'}]
+    assert [row['simulated_live'] for row in found.values()] == [2, 2, 2, 2, 1.25]
+    for row in found.values():
+        assert (row['to_simulated'] or 1) > 0
     assert all(len(row['ms_per_iteration']) == 2 for row in found.values())
     assert found['megatron']['ratio_to_stock'] == found['1f1b']['backward_to_fused'] == 1
     assert found['zb-h1']['backward_to_fused'] > 0

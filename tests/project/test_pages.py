@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -182,6 +183,28 @@ def test_numbers_of_balanced_slices():
                 found.append(f'{100 * bubble:.1f} % [{held:.3g}]')
             assert tokens == ', '.join(map(str, sizes))
         assert cells == ' | '.join(found)
+
+
+def test_numbers_of_long_context():
+    """Bubbles and memory by microbatches, and by what messages take."""
+    text = (ROOT / 'docs' / 'long-context.md').read_text()
+    rows = re.findall(r'^\| (\d+) \| ((?:[\d.]+ % \[[\d.]+\](?: \| | \|$)){5})', text, re.M)
+    costs = Costs.uniform(build('zb-v', 8, 1).placement)
+    assert [int(m) for m, _ in rows] == [1, 2, 4, 8, 16]
+    for m, cells in rows:
+        for slices, cell in zip((1, 2, 4, 8, 16), cells.strip(' |').split(' | '), strict=True):
+            schedule = in_slices('zb-v', 8, int(m), slices)
+            bubble, held = simulate(schedule, costs).bubble_makespan, max(peak(schedule, costs))
+            assert cell == f'{100 * bubble:.1f} % [{held:g}]', (m, slices)
+    windows = [max(simulate(in_slices('zb-v', 8, 4, n), costs).windows) for n in (4, 5)]
+    assert windows[0] > 12.1 and windows[1] == pytest.approx(12)  # m (F + B + W); n of 14/3
+    rows = re.findall(r'^\| ([\d.]+) F,? (.+?) \|((?: [\d.]+ % \|){5})$', text, re.M)
+    assert len(rows) == 2
+    for comm, how, cells in rows:
+        for slices, cell in zip((1, 2, 4, 8, 16), cells.strip(' |').split(' | '), strict=True):
+            own = replace(costs, comm=float(comm) / (slices if 'its part' in how else 1))
+            bubble = simulate(in_slices('zb-v', 8, 4, slices), own).bubble_makespan
+            assert cell == f'{100 * bubble:.1f} %', (how, slices)
 
 
 def test_numbers_of_frozen_weights():
