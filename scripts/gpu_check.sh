@@ -10,6 +10,7 @@
 #              streams  a reduction on DistributedDataParallel's stream waits for W
 #              nccl     2 and 4 ranks of NCCL on this one GPU: bits, hangs, memory
 #              micro    what spinning receives cost, how long a send waits; copies; early steps
+#              slices   attention of slices of a sequence by each kernel; a layer by tokens
 #              stage    the benchmark of one stage; takes the arguments
 #   LIMIT    seconds after which a stage is ended (default: 600)
 #   NO_VENV  1: no virtual environment, for a PYTHON that is in one with torch: what it lacks goes
@@ -38,14 +39,14 @@ VENV=${VENV:-.venv-gpu}
 NO_VENV=${NO_VENV:-}
 REHEARSE=${REHEARSE:-}
 LIMIT=${LIMIT:-600}
-STAGES=${STAGES:-tests streams nccl micro stage}
+STAGES=${STAGES:-tests streams nccl micro slices stage}
 WHEELS=${WHEELS:-${PIP_FIND_LINKS:-}}
 TESTS=${TESTS:-}
 
 for stage in $STAGES; do
     case $stage in
-    tests | streams | nccl | micro | stage) ;;
-    *) echo "gpu_check.sh: STAGES has $stage: give some of tests streams nccl micro stage" >&2 && exit 2 ;;
+    tests | streams | nccl | micro | slices | stage) ;;
+    *) echo "gpu_check.sh: STAGES has $stage: give some of tests streams nccl micro slices stage" >&2 && exit 2 ;;
     esac
 done
 if [ "$REHEARSE" = 1 ]; then
@@ -145,18 +146,28 @@ stage_micro() {
         "$python" scripts/benchmark_step.py --parameters "$parameters"
 }
 
+stage_slices() {
+    local sizes=() kernel
+    [ "$REHEARSE" != 1 ] || sizes=(--tokens 32 --hidden 128)
+    for kernel in torch flash cuDNN unfused; do
+        run "slices of a sequence, $kernel" "$name.slices.txt" \
+            "$python" -m benchmarks.one_gpu.slices --attention "$kernel" "${sizes[@]}"
+    done
+}
+
 stage_stage() { # more models, and predictions of more ranks, take longer than a stage may
     run 'benchmark of one stage' "$name.table.txt" "$python" scripts/benchmark_gpt.py --single-gpu \
         --models 1.5b,6.2b --predict-ranks 8,16 --json "$name.json" --png "$name.png" "$@"
 }
 
-rm -f "$name".{streams,nccl,micro,table}.txt
+rm -f "$name".{streams,nccl,micro,slices,table}.txt
 for stage in $STAGES; do
     case $stage in
     tests) stage_tests ;;
     streams) stage_streams ;;
     nccl) stage_nccl ;;
     micro) stage_micro ;;
+    slices) stage_slices ;;
     stage) stage_stage "$@" ;;
     esac
 done
@@ -176,7 +187,7 @@ done
     for what in "${!results[@]}"; do
         echo "- $what: ${results[$what]}"
     done | sort
-    for file in "$name".{streams,nccl,micro}.txt; do
+    for file in "$name".{streams,nccl,micro,slices}.txt; do
         [ ! -f "$file" ] || { echo && echo '```' && cat "$file" && echo '```'; }
     done
     if [ -f "$name.table.txt" ]; then
@@ -188,7 +199,7 @@ done
         echo '```'
     fi
 } > "$name.md"
-rm -f "$name".{streams,nccl,micro,table}.txt
+rm -f "$name".{streams,nccl,micro,slices,table}.txt
 if [ "$REHEARSE" = 1 ]; then
     echo "gpu_check.sh: rehearsed without a GPU, which measures nothing: see $name.md" >&2
 else

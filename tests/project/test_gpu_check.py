@@ -17,6 +17,7 @@ from paths import ROOT
 from benchmarks.one_gpu import REHEARSAL
 
 SCRIPT = ROOT / 'scripts' / 'gpu_check.sh'
+KERNELS = ('torch', 'flash', 'cuDNN', 'unfused')
 
 # Stands for the interpreter: writes down what it is to run; a virtual environment has it, too.
 PYTHON = """#!/bin/bash
@@ -73,6 +74,7 @@ def test_order(check):
         '-m benchmarks.one_gpu.spinning',
         '-m benchmarks.one_gpu.copies --mib 1024',
         'scripts/benchmark_step.py --parameters 1000',
+        *(f'-m benchmarks.one_gpu.slices --attention {kernel}' for kernel in KERNELS),
         'scripts/benchmark_gpt.py --single-gpu',
     ]
     assert report.startswith('# NVIDIA H100, ') and 'a table' in report
@@ -82,14 +84,14 @@ def test_order(check):
 
 def test_without_transformer_engine(check):
     done, ran, report = check(te='no')
-    assert done.returncode == 0 and len(ran) == 7
+    assert done.returncode == 0 and len(ran) == 11
     assert 'Transformer Engine: not run: it cannot be imported' in report
 
 
 def test_a_failure_is_told(check):
     """And does not keep the rest from running."""
     done, ran, report = check(fails='-m gpu')
-    assert done.returncode == 1 and len(ran) == 9
+    assert done.returncode == 1 and len(ran) == 13
     assert '- tests on a GPU: FAILED (1): ' in report and '3 passed' in report
 
 
@@ -137,6 +139,7 @@ REHEARSED = {
     'streams': (REHEARSAL, 'W returns a dummy, side stream: reduced 1.00, 1.00 expected'),
     'nccl': (REHEARSAL, 'p2, megatron: done', 'p2, zb-v: done'),
     'micro': (REHEARSAL, 'nothing spins here', 'two streams: ', 'validated later ms'),
+    'slices': (REHEARSAL, 'torch: slices differ by', 'right', 'flash: Transformer Engine', 'ms'),
     'stage': ('predicted', 'zb-v'),
 }
 
@@ -156,7 +159,7 @@ def test_rehearsal(tmp_path, stage):
     assert said.startswith('# rehearsal without a GPU') and 'Nothing here was run on a GPU' in said
     assert all(words in said for words in REHEARSED[stage]), said
     done = re.findall('^- .*: done$', said, re.M)
-    assert len(done) == (3 if stage == 'micro' else 1), said
+    assert len(done) == {'micro': 3, 'slices': 4}.get(stage, 1), said
     assert not list((tmp_path / 'venv').iterdir()), 'nothing had to be installed'
 
 
