@@ -331,3 +331,16 @@ def test_offload_is_refused(ranks):
     said = refusal(of_all(ranks(4).run(launch, *map(str, flags))), SCRIPT.name)
     assert 'Megatron frees what layers of such a pair pass to each other' in said
     assert 'drop --overlap-moe-expert-parallel-comm, or take a schedule without offload' in said
+
+
+@supports("NVIDIA's loop: overlapped communication of experts, two-way", 'dualpipe')
+@pytest.mark.full
+def test_a_two_way_pipeline(ranks, tmp_path):
+    """Its pairs run as one, over experts that both replicas share."""
+    flags = ['--pipeline-model-parallel-size', 2, *EXPERTS, *BASE, '--bf16', '--num-layers', 4]
+    stock = run(ranks(4), *flags, '--save', tmp_path, '--save-interval', 1)
+    flags += ['--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule', 'dualpipe', OVERLAP]
+    found = run(ranks(4), *flags, event=combined_steps)
+    assert any(found.reported), 'steps that ran both'
+    assert found.losses == since(1, stock.losses)
+    assert found.parameters == stock.parameters
