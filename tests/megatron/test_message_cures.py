@@ -319,7 +319,7 @@ FLAGS = {
         flags('--pipeline-schedule-file sliced.json --seq-length 16'),
         flags('--pipeline-schedule-file sliced.json --seq-length 16 --pipeline-slices 12,4'),
     ),
-    'no such schedule': row(flags('--pipeline-schedule zb-w'), "did you mean 'zb-v'?", ZB_V),
+    'no such schedule': row(flags('--pipeline-schedule zb-w'), "did you mean 'zb-v' or ", ZB_V),
     'chunks': row(
         flags('--pipeline-schedule zb-v --num-virtual-stages-per-pipeline-rank 8'),
         'leave --num-virtual-stages-per-pipeline-rank out, or give it 2',

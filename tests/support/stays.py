@@ -13,6 +13,7 @@ ADDED = {
     ('Send', 'message'),
     ('Receive', 'message'),
     ('Hand', 'message'),
+    ('Graph', 'collectives'),
 }
 
 

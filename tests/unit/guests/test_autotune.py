@@ -213,7 +213,7 @@ def test_a_planner_that_prints(monkeypatch, tmp_path):
         ('import sys; sys.exit(3)', 30, 'auto: planning failed, see above; zb-v stays'),
         ('import os; os.abort()', 30, 'auto: planning failed, see above; zb-v stays'),
         ('import time; time.sleep(60)', 0.05, 'auto: the planner did not answer within 0 s'),
-        ('', 30, 'auto: planning failed, its answer is no schedule: Expecting value'),
+        ('', 30, 'auto: planning failed, its answer is no schedule: it is empty'),
         (NOISY.replace('0F0', '0F9'), 30, 'auto: planning failed, its answer is no schedule: '),
     ],
     ids=['fails', 'dies', 'hangs', 'says nothing', 'lies'],
