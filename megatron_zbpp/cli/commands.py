@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 from megatron_zbpp.analysis.checker import ScheduleError, check
 from megatron_zbpp.analysis.critical import critical_path
@@ -18,6 +19,7 @@ from megatron_zbpp.cli.printing import (
     draw,
     facts,
     headline,
+    legend,
     picture_format,
     print_json,
     print_summary,
@@ -25,6 +27,7 @@ from megatron_zbpp.cli.printing import (
     print_wrapped,
     row,
     shape,
+    takes_colours,
     write,
 )
 from megatron_zbpp.ir import formats
@@ -56,6 +59,17 @@ def list_families(args: Namespace) -> None:
         print_wrapped(f'    {family.source}')
 
 
+# Formats that `convert` writes, and how names of their files end; of one end the first is meant.
+FORMATS = {
+    'json': '.json',
+    'torch-csv': '.csv',
+    'html': '.html',
+    'svg': '.svg',
+    'png': '.png',
+    'perfetto': '.json',
+}
+
+
 def show(args: Namespace) -> None:
     """Print a schedule: to scale, or with `--order` its orders as they stand, unchecked."""
     width = shutil.get_terminal_size((120, 24)).columns if args.width is None else args.width
@@ -72,11 +86,12 @@ def show(args: Namespace) -> None:
         ]
         return print_json({'schedule': json.loads(case.schedule.to_json()), 'timeline': spans})
     print(headline(case.schedule))
-    print(timeline_text(timeline, width, colours=sys.stdout.isatty()))
+    print(timeline_text(timeline, width, colours=takes_colours(sys.stdout)))
     shown = time_shown(timeline, width)
     if shown < timeline.makespan:
         units = f'{number(shown, 3)} of {number(timeline.makespan)}'
         print(f'… {units} time units shown: --width 0 shows all')
+    print_wrapped(legend(case.schedule))
     found = facts(case, timeline)
     print(
         f'makespan {number(timeline.makespan)}, bubble {timeline.bubble_makespan:.2%}, '
@@ -161,17 +176,35 @@ def compare(args: Namespace) -> None:
 
 def convert(args: Namespace) -> None:
     """Write a schedule in another format."""
+    to = _format(args.output, args.to)
     case = inputs.load_case(args)
-    if args.to == 'json':
+    if to == 'json':
         write(args.output, case.schedule.to_json())
-    elif args.to == 'torch-csv':
+    elif to == 'torch-csv':
         write(args.output, formats.to_torch_csv(case.schedule, args.dialect))
     else:
         name = case.schedule.name
-        draw(args.output, args.to, {name: case}, {name: case.timeline}, inputs.heading(args))
+        draw(args.output, to, {name: case}, {name: case.timeline}, inputs.heading(args))
     if args.json:
-        return print_json({'written': args.output, 'to': args.to, **shape(case.schedule)})
+        return print_json({'written': args.output, 'to': to, **shape(case.schedule)})
     print(f'wrote {args.output}')
+
+
+def _format(file: str, asked: str | None) -> str:
+    """Return the format to write: what is asked for, or what the file's name says.
+
+    Raises:
+        ValueError: it says nothing, or another.
+    """
+    suffix = Path(file).suffix.lower()
+    said = next((name for name, ends in FORMATS.items() if ends == suffix), None)
+    to = asked or said
+    if to is None:
+        known = ', '.join(dict.fromkeys(FORMATS.values()))
+        raise ValueError(f'{file} does not say its format: end it in {known}, or give --to')
+    if said is not None and FORMATS[to] != suffix:
+        raise ValueError(f'{file} is no name for --to {to}: end it in {FORMATS[to]}, or drop --to')
+    return to
 
 
 def doctor(args: Namespace) -> int:

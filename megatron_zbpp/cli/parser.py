@@ -35,7 +35,6 @@ from megatron_zbpp.version import __version__
 # Commands whose numbers, if they take any, are no times.
 _TIMELESS = frozenset({'', 'list', 'check', 'doctor', 'partition', 'profile'})
 _ALONE = ('-h', '--help', '--version')  # take no command
-_FORMATS = ('json', 'torch-csv', 'html', 'svg', 'png', 'perfetto')
 
 _EXAMPLES = """
 zbpp list                                              every schedule, its bubble and memory
@@ -60,7 +59,7 @@ zbpp freeze --schedule zb-h1 --pp 4 --microbatches 8 --most 0.5
 zbpp doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py --pipeline-schedule zb-v ...
 zbpp check plan.json                                   ours, a plan's or torch's CSV
 zbpp convert --file plan.json --to torch-csv -o plan.csv
-zbpp convert --schedule zb-v --pp 4 --microbatches 8 --to html -o zb-v.html
+zbpp convert --schedule zb-v --pp 4 --microbatches 8 -o zb-v.html
 """
 
 _TIMES = """
@@ -136,8 +135,7 @@ class _Completion(argparse.Action):
         try:
             import shtab
         except ImportError:
-            cure = 'pip install "megatron_zbpp[completion]"'
-            parser.error(f'--print-completion {shell} needs the package shtab: {cure}')
+            parser.error(f'--print-completion {shell} needs shtab: pip install shtab')
         print(shtab.complete(parser, shell))
         parser.exit()
 
@@ -226,7 +224,9 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     arguments.add_vocabulary(parser)
-    parser.add_argument('--to', choices=_FORMATS, required=True, help='format to write')
+    parser.add_argument(
+        '--to', choices=[*commands.FORMATS], help='format; default: as the name of the file ends'
+    )
     parser.add_argument('-o', '--output', metavar='FILE', required=True, help='where to')
     parser.add_argument(
         '--dialect',

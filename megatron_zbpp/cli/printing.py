@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.cli.inputs import Case
@@ -21,6 +23,19 @@ IDLE = 'idle, all ranks'
 # of a table of schedules, see `row`; with names as long as there are, a line has 80 columns
 HEADS = ('schedule', 'makespan', 'bubble', 'window', 'bubble', 'idle, all', 'peak')
 _UNIT = 'units of --times'
+
+
+def takes_colours(stream: TextIO) -> bool:
+    """Return whether a terminal reads it that shows colours, and the user wants them."""
+    return stream.isatty() and not os.environ.get('NO_COLOR') and os.environ.get('TERM') != 'dumb'
+
+
+def legend(schedule: Schedule) -> str:
+    """Return what the letters of a drawing in text mean."""
+    used = dict.fromkeys(p.kind for order in schedule.passes for p in order)
+    kinds = ', '.join(f'{kind} {schedule.graph.kinds[kind].words}' for kind in used)
+    example = schedule.passes[0][0]
+    return f'{kinds}, · idle; {example} is {example.words}'
 
 
 def shape(schedule: Schedule) -> dict:

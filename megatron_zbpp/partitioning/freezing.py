@@ -83,9 +83,7 @@ class _Programme:
         try:
             glop: Any = import_module('ortools.linear_solver.pywraplp')
         except ImportError as error:
-            raise ValueError(
-                'freezing needs OR-tools: pip install "megatron_zbpp[exact]"'
-            ) from error
+            raise ValueError('freezing needs OR-tools: pip install ortools') from error
         costs.require(schedule.placement)
         solver: Any = glop.Solver.CreateSolver('GLOP')
         self._solver: Any = solver

@@ -101,7 +101,7 @@ class Finder:
                 'devices differ, or layers in larger pieces'
             )
         if exact and self._plans and not cp_sat.available():
-            raise ValueError('a proof needs OR-tools: pip install "megatron_zbpp[exact]"')
+            raise ValueError('a proof needs OR-tools: pip install ortools')
         interrupted = False
         share = _RANKING if self._plans and not exact else 1.0
         try:

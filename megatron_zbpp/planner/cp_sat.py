@@ -115,7 +115,7 @@ def solver_of(effort: float, seconds: float) -> cp_model.CpSolver:
         from ortools.sat.python import cp_model
     except ImportError as error:
         raise ValueError(
-            'the exact solver needs OR-tools: pip install "megatron_zbpp[exact]", or plan without'
+            'the exact solver needs OR-tools: pip install ortools, or plan without'
         ) from error
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1

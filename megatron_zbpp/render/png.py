@@ -96,7 +96,7 @@ def new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('pictures need matplotlib: pip install megatron_zbpp[plot]') from error
+        raise ImportError('pictures need matplotlib: pip install matplotlib') from error
     return Figure((width, height), layout='constrained')
 
 

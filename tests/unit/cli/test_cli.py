@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from zero_bubble import TABLE_5, paper_costs
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.cli import main, searching
+from megatron_zbpp.cli import main, printing, searching
 from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.formats import load, to_torch_csv
@@ -334,6 +335,37 @@ def test_convert_to_pictures(zbpp, tmp_path: Path, to: str, start: bytes) -> Non
     assert file.read_bytes().startswith(start)
 
 
+@pytest.mark.parametrize(
+    ('name', 'to'), [('a.json', 'json'), ('a.csv', 'torch-csv'), ('a.SVG', 'svg')]
+)
+def test_convert_as_the_name_says(zbpp, tmp_path: Path, name: str, to: str) -> None:
+    assert zbpp('convert', *ZB_V, '-o', tmp_path / name, '--json')['to'] == to
+    asked = zbpp('convert', *ZB_V, '-o', tmp_path / 'b', '--to', to, '--json')
+    assert asked['to'] == to and (tmp_path / 'b').read_bytes() == (tmp_path / name).read_bytes()
+
+
+def test_show_says_what_letters_mean(zbpp) -> None:
+    text = ' '.join(zbpp('show', *ZB_V).split())
+    said = 'F forward, B input gradient, W weight gradient, · idle; 0F0 is F stage 0 microbatch 0'
+    assert said in text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ('variable', 'value'), [('NO_COLOR', '1'), ('TERM', 'dumb'), ('NO_COLOR', '')]
+)
+def test_colours_are_for_who_wants_them(monkeypatch, variable: str, value: str) -> None:
+    monkeypatch.setenv('TERM', 'xterm')
+    monkeypatch.delenv('NO_COLOR', raising=False)
+    assert printing.takes_colours(Terminal()) and not printing.takes_colours(io.StringIO())
+    monkeypatch.setenv(variable, value)
+    assert printing.takes_colours(Terminal()) == (not value)
+
+
 def test_check_prints_the_shape(zbpp, tmp_path: Path) -> None:
     file = tmp_path / 'h1.json'
     file.write_text(build('zb-h1', 2, 3).to_json())
@@ -417,6 +449,8 @@ def test_refused_schedule_is_drawn(capsys: pytest.CaptureFixture, tmp_path: Path
         (['plan', *SHAPE, '--seed', 'x'], ["'x'"]),
         (['convert', *ZB_V, '--to', 'pdf', '-o', 'x'], ["'pdf'", 'torch-csv']),
         (['convert', *ZB_V, '--to', 'json'], ['-o']),
+        (['convert', *ZB_V, '-o', 'x.pdf'], ['x.pdf', '.html', '--to']),
+        (['convert', *ZB_V, '--to', 'json', '-o', 'x.html'], ['x.html', '--to json', '.json']),
         (['convert', *ZB_V, '--to', 'json', '-o', 'none/x.json'], ['none/x.json', 'another path']),
     ],
 )
@@ -523,7 +557,7 @@ def test_every_schedule_is_drawn_and_checked(zbpp, tmp_path: Path, name: str) ->
     file = tmp_path / 'schedule.csv'
     zbpp('convert', '--schedule', name, *SHAPE, '--to', 'torch-csv', '-o', file)
     check(load(file))
-    assert zbpp('show', '--file', file).count('\n') == 7
+    assert zbpp('show', '--file', file).count('\nrank ') == 4
 
 
 def test_a_plan_has_the_fields_that_are_taken(zbpp) -> None:
