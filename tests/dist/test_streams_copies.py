@@ -22,7 +22,7 @@ def leaving(say=None):
     """A store, and the loss of a forward that is to leave by it."""
     store = ActivationStore(DEVICE, say, small=1)
     received = torch.ones(ONES, device=DEVICE).requires_grad_()
-    with store.packing((0, 0), received):
+    with store.packing((0, 0, 0), received):
         loss = received.exp().sum()
     return store, received, loss
 
@@ -31,10 +31,10 @@ def refused():
     said = []
     store, received, loss = leaving(said.append)
     with device.refusing(2):
-        store.begin_out((0, 0))
-    store.leave((0, 0))
+        store.begin_out((0, 0, 0))
+    store.leave((0, 0, 0))
     assert not store.away
-    with store.using((0, 0)):
+    with store.using((0, 0, 0)):
         loss.backward()
     assert torch.equal(received.grad.cpu(), torch.ones(ONES).exp())
     return said
@@ -56,13 +56,13 @@ def unlocked(sound):
     )
     with device.recording() as order, mock.patch.object(slabs, '_unlock', unlock):
         store, received, loss = leaving()
-        store.begin_out((0, 0))
-        store.leave((0, 0))
+        store.begin_out((0, 0, 0))
+        store.leave((0, 0, 0))
         assert store.away and not device.look(order).waits
         (nbytes,) = order.locked.values()
         assert nbytes >= received.nbytes
-        store.begin_back((0, 0))
-        with store.using((0, 0)):
+        store.begin_back((0, 0, 0))
+        with store.using((0, 0, 0)):
             loss.backward()
         assert device.look(order).locked, 'it is for what leaves next'
         del store, loss
