@@ -61,6 +61,11 @@ class Collective(NamedTuple):
     def __str__(self) -> str:
         return f'{self.name} of ranks {", ".join(map(str, self.ranks))}'
 
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
 
 _Program = Sequence[Instruction | Collective]
 _Connection = tuple[int, bool]  # from which rank, and whether of what forwards have saved
@@ -171,13 +176,7 @@ class _Replay:
                 waiting.append(instruction)
                 spinning[rank] += 1
                 wakes.add(peer)
-            elif type(instruction) is Collective:
-                met = self._met[instruction]
-                met.add(rank)
-                if len(met) < len(instruction.ranks):
-                    break
-                wakes |= met
-            elif type(instruction) is Exchange:
+            elif type(instruction) is Collective or type(instruction) is Exchange:
                 met = self._met[instruction]
                 met.add(rank)
                 if len(met) < instruction.size:

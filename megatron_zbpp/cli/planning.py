@@ -64,12 +64,9 @@ def plan_schedule(args: Namespace) -> int:
         lambda e: (e.best, False) if isinstance(e, PlanningInterrupted) else None,
     )
     made = _plan_facts(args, found, cached, counts)
-    if picture is not None:
-        case = Case(found.schedule, found.costs)
-        name = found.as_good_as or 'planned'
-        draw(args.output, picture, {name: case}, {name: case.timeline}, inputs.heading(args))
-    elif args.output:
-        write(args.output, json.dumps(made, indent=1))
+    _write_plan(
+        args, picture, found.as_good_as or 'planned', Case(found.schedule, found.costs), made
+    )
     print_json(made) if args.json else _print_plan(found, made)
     if counts and not args.json:
         _print_counts(found, counts, made['slice_sizes'])
@@ -98,11 +95,7 @@ def _choose_in_shards(args: Namespace) -> int:
         'objective': args.objective,
         'schedule': json.loads(case.schedule.to_json()),
     }
-    name = case.schedule.name
-    if picture is not None:
-        draw(args.output, picture, {name: case}, {name: case.timeline}, inputs.heading(args))
-    elif args.output:
-        write(args.output, json.dumps(made, indent=1))
+    _write_plan(args, picture, case.schedule.name, case, made)
     if args.json:
         print_json(made)
         return 0
@@ -114,6 +107,14 @@ def _choose_in_shards(args: Namespace) -> int:
     return 0
 
 
+def _write_plan(args: Namespace, picture: str | None, name: str, case: Case, made: dict) -> None:
+    """Write the file that is asked for: a picture in that format, or else the plan."""
+    if picture is not None:
+        draw(args.output, picture, {name: case}, {name: case.timeline}, inputs.heading(args))
+    elif args.output:
+        write(args.output, json.dumps(made, indent=1))
+
+
 def _length(args: Namespace, case: Case) -> float:
     """Return what is to be least."""
     timeline = case.timeline
@@ -121,7 +122,7 @@ def _length(args: Namespace, case: Case) -> float:
 
 
 def _print_plan(found: Plan, made: dict) -> None:
-    """Print a plan for people: how good it is, and what it takes to run it."""
+    """Print how good a plan is, and the chunks, slices and techniques that it needs."""
     print(headline(found.schedule))
     print_summary(made)
     print(f'lower bound of the {found.objective} {number(found.lower_bound)}, gap {found.gap:.2%}')

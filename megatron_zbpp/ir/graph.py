@@ -1,4 +1,4 @@
-"""WHAT: the tasks of one microbatch, what each one needs, and what it holds.
+"""Graphs: the tasks of one microbatch, with the needs and the memory of each.
 
 A graph is a value. `chain` makes that of a plain pipeline; a technique (`ir.techniques`) is a
 function from graph to graph, and techniques compose. Nothing else in this package knows what a kind

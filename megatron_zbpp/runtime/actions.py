@@ -60,7 +60,7 @@ def reject_unsupported(
 
 
 def reject_collectives(program: Iterable[Instruction]) -> None:
-    """Raise for a program that has collectives, where there is no group for them.
+    """Return if a program has no collectives, for which there is no group.
 
     Raises:
         NotImplementedError: names the first.

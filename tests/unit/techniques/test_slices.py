@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rivals import of_two_chunks
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
@@ -296,15 +297,9 @@ def test_plans_of_slices_are_no_worse_than_named_ones(p, m, n, times, limit):
     assert found.schedule.graph == Slicing(n)(2 * p)
     assert found.value == pytest.approx(simulate(found.schedule, found.costs).makespan)
     assert found.lower_bound <= found.value + 1e-9
-    for name in names(plain=True):
-        if 2 not in find(name).chunks:
-            continue
-        made = in_slices(name, p, m, n, num_chunks=2)
-        costs = dict(candidates).get(made.placement)
-        if costs is None or (limit and max(peak(made, costs)) > limit + 1e-9):
-            continue
-        assert found.value <= simulate(made, costs).makespan + 1e-9, name
-        assert found.best_named[1] <= simulate(made, costs).makespan + 1e-9, name
+    for name, makespan in of_two_chunks(candidates, m, n, limit):
+        assert found.value <= makespan + 1e-9, name
+        assert found.best_named[1] <= makespan + 1e-9, name
 
 
 def test_the_exact_solver_knows_whom_a_backward_waits_for():
