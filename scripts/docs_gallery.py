@@ -27,14 +27,14 @@ Every schedule that the registry knows, drawn for p = {RANKS} ranks and m = {MIC
 microbatches with F = B = W = 1: each rank's passes, and below them the activations that it holds.
 *Window*: from the first to the last pass of a rank, which counts with
 [post-validation](post-validation.md); *makespan*: of all ranks. *Bubble* is the idle share of the
-busiest rank; *idle, all ranks* the share of all ranks' time that is lost. *Memory* is in
+busiest rank; *idle GPU time* the share of all ranks' time that is lost. *Memory* is in
 activations of one microbatch on a full rank. In formulas v is the number of chunks a rank,
 n that of slices of a sequence, 4 here: `3F1.2` is slice 2 of microbatch 1. Slices are planned,
 simulated and drawn; training takes whole sequences so far.
 
 Other numbers: `zbpp show --schedule NAME --pp P --microbatches M`, or `zbpp compare`.
 
-| schedule | bubble of the window | of the makespan | idle, all ranks | peak memory |
+| schedule | bubble of the window | of the makespan | idle GPU time | peak memory |
 |---|---|---|---|---|
 """
 

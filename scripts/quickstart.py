@@ -149,7 +149,7 @@ def table(results: dict[str, Result]) -> str:
             'identical',
             's/iteration',
             'bubble',
-            'idle, all ranks',
+            'idle GPU time',
             'simulated',
             'live per rank',
         )

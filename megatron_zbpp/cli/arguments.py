@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_zbpp.analysis.gain import RIVAL
 from megatron_zbpp.cli import values
 from megatron_zbpp.cli.inputs import IN_FILE, StageCosts, Times
 from megatron_zbpp.cli.slicing import add_slices
 from megatron_zbpp.mcore.settings import meaning
+from megatron_zbpp.schedules import find
 
 NO_TIMES = Times(1.0, 1.0, 1.0)  # --times where it is not given
 
@@ -107,6 +109,25 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         help=f'{meaning("memory_limit")}; or in bytes, such as 60GiB, where FILE has activation '
         'and parameters in bytes',
     )
+
+
+def add_against(parser: argparse.ArgumentParser) -> None:
+    """Add the schedule that results are compared with."""
+    parser.add_argument(
+        '--against',
+        type=_family,
+        default=RIVAL,
+        metavar='NAME',
+        help='the schedule that a gain is measured against, such as the one that you run: '
+        'interleaved is that of several chunks in Megatron; default 1f1b',
+    )
+
+
+def _family(text: str) -> str:
+    try:
+        return find(text).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def add_copy_ratio(parser: argparse.ArgumentParser) -> None:

@@ -15,10 +15,11 @@ from megatron_zbpp.cli import inputs
 from megatron_zbpp.cli.comparing import compare_partitions
 from megatron_zbpp.cli.printing import (
     HEADS,
-    IDLE,
     draw,
     facts,
+    gained,
     headline,
+    idle_text,
     legend,
     picture_format,
     print_json,
@@ -92,12 +93,12 @@ def show(args: Namespace) -> None:
         units = f'{number(shown, 3)} of {number(timeline.makespan)}'
         print(f'… {units} time units shown: --width 0 shows all')
     print_wrapped(legend(case.schedule))
-    found = facts(case, timeline)
+    found = facts(case, timeline, args.against)
     print(
-        f'makespan {number(timeline.makespan)}, bubble {timeline.bubble_makespan:.2%}, '
-        f'{IDLE} {timeline.idle_all_ranks:.2%}, '
-        f'peak activations {number(max(found["peak_activations"]))}\n{MEANING}'
+        f'makespan {number(timeline.makespan)}{gained(found)}, '
+        f'peak activations {number(max(found["peak_activations"]))}'
     )
+    print(idle_text(found['idle_all_ranks'], found['idle_parts']))
 
 
 def simulate_case(args: Namespace) -> None:
@@ -105,17 +106,18 @@ def simulate_case(args: Namespace) -> None:
     case = inputs.load_case(args)
     timeline = case.timeline
     path = critical_path(timeline, case.costs)
+    found = facts(case, timeline, args.against)
     if args.json:
         steps = [
             {**step._asdict(), 'ran': str(step.ran), 'on': step.on and str(step.on)}
             for step in path
         ]
-        return print_json({**facts(case, timeline), 'critical_path': steps})
+        return print_json({**found, 'critical_path': steps})
     peaks = peak(case.schedule, case.costs)
     busy = [timeline.busy(rank) for rank in range(case.schedule.num_ranks)]
     idle = [window - own for window, own in zip(timeline.windows, busy, strict=True)]
     print(headline(case.schedule))
-    print_summary(facts(case, timeline))
+    print_summary(found)
     waits = [step for step in path if step.waited == 'communication']
     print(f'critical path: {len(path)} passes, {len(waits)} messages, from {path[0].ran}', end=' ')
     print(f'to {path[-1].ran}\n')
@@ -160,12 +162,12 @@ def compare(args: Namespace) -> None:
     timelines = dict(sorted(ran, key=lambda item: item[1].makespan))
     if picture:
         draw(args.output, picture, found, timelines, inputs.heading(args))
-    rows = [facts(found[name], timeline) for name, timeline in timelines.items()]
+    rows = [facts(found[name], timeline, args.against) for name, timeline in timelines.items()]
     if args.json:
         left_out = [{'name': name, 'reason': reason} for name, reason in skipped.items()]
         return print_json({'schedules': rows, 'skipped': left_out, 'picture': args.output})
     print_table(HEADS, list(map(row, rows)))
-    print(MEANING)
+    print_wrapped(f'gain: time saved against {args.against}; {MEANING}')
     if more := [found['name'] for found in rows if found['copies'] > 1]:
         print(f'two copies of the weights on the ranks together: {", ".join(more)}')
     for name, reason in skipped.items():

@@ -181,11 +181,13 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--width', type=values.whole, help='columns; 0: all it takes. Default: the terminal'
     )
+    arguments.add_against(parser)
     arguments.add_vocabulary(parser)
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:
     """Add what becomes of activations between F and B."""
+    arguments.add_against(parser)
     for name in ASKED:
         free = find(name).free
         more = free and f'; {free}: as many as --copy-ratio lets hide behind the passes'
@@ -212,6 +214,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     arguments.add_shape(parser, required=True)
     arguments.add_costs(parser)
     arguments.add_vocabulary(parser)
+    arguments.add_against(parser)
     parser.add_argument('-o', '--output', metavar='FILE', help='picture: .html, .svg or .png')
     comparing.add_comparison(parser)
 

@@ -8,8 +8,16 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_zbpp.analysis.gain import idle_parts
 from megatron_zbpp.cli import values
-from megatron_zbpp.cli.printing import headline, picture_format, print_json, print_table, write
+from megatron_zbpp.cli.printing import (
+    headline,
+    idle_text,
+    picture_format,
+    print_json,
+    print_table,
+    write,
+)
 from megatron_zbpp.cli.searching import add_search, searched
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.timeline import Timeline
@@ -29,6 +37,8 @@ from megatron_zbpp.render.html import html
 from megatron_zbpp.render.png import timeline_png
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.svg import svg
+
+_BYTES = 2**20  # what holds as much is told in bytes, not in activations
 
 
 def add_partition(command: ArgumentParser) -> None:
@@ -251,9 +261,10 @@ def _print(found: PartitionPlan, devices: Devices) -> None:
     print(headline(found.schedule))
     print(f'layout {found.layout}')
     print(
-        f'makespan {number(timeline.makespan)}, bubble {timeline.bubble_makespan:.2%}; '
-        f'window {number(max(timeline.windows))}, bubble {timeline.bubble_window:.2%}'
+        f'makespan {number(timeline.makespan)}, '
+        f'{idle_text(timeline.idle_all_ranks, idle_parts(timeline, found.costs)._asdict())}'
     )
+    print(f'window {number(max(timeline.windows))}, bubble {timeline.bubble_window:.2%}')
     print(
         f'{found.objective} {number(found.value)}, lower bound of all partitions '
         f'{number(found.lower_bound)}, gap {found.gap:.2%}'
@@ -273,6 +284,8 @@ def _print(found: PartitionPlan, devices: Devices) -> None:
 def _print_ranks(found: PartitionPlan, timeline: Timeline, devices: Devices) -> None:
     """Print a line a rank: its device, layers, work and memory."""
     held, peaks = found.layout.split('|'), found.peak_activations
+    most_held = max(most + static for most, static in zip(peaks, found.parameters, strict=True))
+    amount = gib if most_held >= _BYTES else number
     has = any(found.parameters)
     heads = ['rank', 'device', 'layers', 'busy', 'peak activations']
     heads += ['parameters', 'memory'] if has else []
@@ -281,9 +294,14 @@ def _print_ranks(found: PartitionPlan, timeline: Timeline, devices: Devices) -> 
         own = ' '.join(held[stage] for stage in found.schedule.placement.stages(rank))
         name = devices.devices[device].name or str(device)
         most, static = peaks[rank], found.parameters[rank]
-        memory = [number(most), *([number(static), number(most + static)] if has else [])]
+        memory = [amount(most), *([amount(static), amount(most + static)] if has else [])]
         rows.append([rank, name, own, number(timeline.busy(rank)), *memory])
     print_table(heads, rows)
+
+
+def gib(amount: float) -> str:
+    """Return bytes for people."""
+    return f'{amount / 2**30:.2f} GiB'
 
 
 def _draw(args: Namespace, to: str, found: PartitionPlan) -> None:

@@ -24,6 +24,7 @@ from megatron_zbpp.cli.printing import (
     print_json,
     print_summary,
     print_table,
+    print_wrapped,
     row,
     write,
 )
@@ -91,7 +92,7 @@ def _choose_in_shards(args: Namespace) -> int:
     picture = _planned_output(args)
     case = min(hosts_in_shards(args), key=lambda case: _length(args, case))
     made = {
-        **facts(case, case.timeline),
+        **facts(case, case.timeline, args.against),
         'objective': args.objective,
         'schedule': json.loads(case.schedule.to_json()),
     }
@@ -187,9 +188,10 @@ def _plan_frontier(args: Namespace) -> int:
         ]
         print_json({'frontier': made})
         return status
-    rows = [_frontier_row(limit, found) for limit, found, _ in points]
-    print_table(('limit', args.objective, 'bubble', 'idle, all', 'gap', 'best named'), rows)
-    print(MEANING)
+    rows = [_frontier_row(args, limit, found) for limit, found, _ in points]
+    share = 'bubble' if args.objective == 'window' else 'gain'
+    print_table(('limit', args.objective, share, 'idle', 'gap', 'best named'), rows)
+    print_wrapped(f'gain: time saved against {args.against}; {MEANING}')
     if args.output:
         print(f'wrote {args.output}')
     return status
@@ -270,7 +272,7 @@ def _plan_facts(args: Namespace, found: Plan, cached: bool, counts: Sequence[Cou
     case = Case(found.schedule, found.costs)
     name, value = found.best_named or (None, None)
     return {
-        **facts(case, case.timeline),
+        **facts(case, case.timeline, args.against),
         'objective': found.objective,
         'lower_bound': found.lower_bound,
         'gap': found.gap,
@@ -284,12 +286,13 @@ def _plan_facts(args: Namespace, found: Plan, cached: bool, counts: Sequence[Cou
     }
 
 
-def _frontier_row(limit: float, found: Plan) -> tuple[str, ...]:
-    _, *spans, idle, _ = row(facts(case := Case(found.schedule, found.costs), case.timeline))
+def _frontier_row(args: Namespace, limit: float, found: Plan) -> tuple[str, ...]:
+    case = Case(found.schedule, found.costs)
+    _, makespan, gain, idle, *window, _ = row(facts(case, case.timeline, args.against))
     name, value = found.best_named or ('none fits', None)
     best = name if value is None else f'{name} {number(value)}'
     best += ', as good' if found.as_good_as else ''
-    own = spans[2:] if found.objective == 'window' else spans[:2]
+    own = window if found.objective == 'window' else (makespan, gain)
     return (number(limit), *own, idle, f'{found.gap:.2%}', best)
 
 
@@ -298,6 +301,7 @@ def add_planning(parser: ArgumentParser) -> None:
     arguments.add_shape(parser, required=True, chunks=values.counts)
     arguments.add_costs(parser)
     arguments.add_vocabulary(parser)
+    arguments.add_against(parser)
     arguments.add_renamed(
         parser,
         '--placements',

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from megatron_zbpp.analysis.gain import gain_text, idle_parts, makespan_of
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.cli.inputs import Case
 from megatron_zbpp.ir import Schedule
@@ -19,9 +20,8 @@ from megatron_zbpp.render.png import timeline_png
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.svg import svg
 
-IDLE = 'idle, all ranks'
 # of a table of schedules, see `row`; with names as long as there are, a line has 80 columns
-HEADS = ('schedule', 'makespan', 'bubble', 'window', 'bubble', 'idle, all', 'peak')
+HEADS = ('schedule', 'makespan', 'gain', 'idle', 'window', 'bubble', 'peak')
 _UNIT = 'units of --times'
 
 
@@ -53,8 +53,15 @@ def shape(schedule: Schedule) -> dict:
     }
 
 
-def facts(case: Case, timeline: Timeline) -> dict:
-    """Return what a script may want to know of a schedule, and a table shows."""
+def facts(case: Case, timeline: Timeline, against: str) -> dict:
+    """Return what a script may want to know of a schedule, and a table shows.
+
+    Args:
+        case: the schedule and its costs.
+        timeline: simulated by them.
+        against: the family to which it is compared.
+    """
+    rival = makespan_of(against, case.schedule, case.costs)
     return {
         **shape(case.schedule),
         'makespan': timeline.makespan,
@@ -62,6 +69,9 @@ def facts(case: Case, timeline: Timeline) -> dict:
         'bubble_rate_makespan': timeline.bubble_makespan,
         'bubble_rate_window': timeline.bubble_window,
         'idle_all_ranks': timeline.idle_all_ranks,
+        'idle_parts': idle_parts(timeline, case.costs)._asdict(),
+        'against': None if rival is None else {'name': against, 'makespan': rival},
+        'gain': None if not rival else 1 - timeline.makespan / rival,
         'peak_activations': peak(case.schedule, case.costs),
     }
 
@@ -71,10 +81,10 @@ def row(found: dict) -> tuple[str, ...]:
     return (
         found['name'],
         number(found['makespan']),
-        f'{found["bubble_rate_makespan"]:.2%}',
+        '-' if found['gain'] is None else f'{found["gain"]:.1%}',
+        f'{found["idle_all_ranks"]:.2%}',
         number(found['window']),
         f'{found["bubble_rate_window"]:.2%}',
-        f'{found["idle_all_ranks"]:.2%}',
         number(max(found['peak_activations'])),
     )
 
@@ -94,10 +104,24 @@ def headline(schedule: Schedule) -> str:
 
 def print_summary(found: dict) -> None:
     """Print the facts of one schedule."""
-    print(f'makespan {number(found["makespan"])}, bubble {found["bubble_rate_makespan"]:.2%}')
-    print(f'window   {number(found["window"])}, bubble {found["bubble_rate_window"]:.2%}')
-    print(f'{IDLE} {found["idle_all_ranks"]:.2%}')
+    print(f'makespan {number(found["makespan"])}{gained(found)}')
+    print(idle_text(found['idle_all_ranks'], found['idle_parts']))
+    print(f'window {number(found["window"])}, bubble {found["bubble_rate_window"]:.2%}')
     print(f'peak activations {number(max(found["peak_activations"]))}\n{MEANING}')
+
+
+def gained(found: dict) -> str:
+    """Return how much less time that is than the rival's; empty: there is none."""
+    rival = found['against'] or {'name': '', 'makespan': None}
+    return gain_text(found['makespan'], rival['makespan'], rival['name'])
+
+
+def idle_text(share: float, parts: Mapping[str, float]) -> str:
+    """Return the share of all GPU time that is idle, and its causes."""
+    told = ', '.join(
+        f'{cause.replace("_", " ")} {part:.2%}' for cause, part in parts.items() if part >= 5e-5
+    )
+    return f'idle GPU time {share:.2%}{f": {told}" if told else ""}'
 
 
 def print_json(value: dict) -> None:

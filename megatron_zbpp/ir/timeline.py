@@ -10,7 +10,7 @@ from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.ir.compiled import compiled
 
 # What stands under every table and picture that shows the two.
-MEANING = 'bubble: idle share of the busiest rank; idle, all ranks: share of all time lost'
+MEANING = 'idle: share of all GPU time; bubble: idle share of the busiest rank'
 
 
 @dataclass(frozen=True)

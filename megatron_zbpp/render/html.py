@@ -222,7 +222,7 @@ def _summary(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> s
         'longest window',
         'bubble of makespan',
         'bubble of window',
-        'idle, all ranks',
+        'idle GPU time',
         'peak activations',
         *(['most on the host'] if any(hosted.values()) else []),
     )

@@ -125,10 +125,10 @@ def _steps(changes: list[tuple[float, float]], slack: float) -> list[tuple[float
 
 
 def figures(timeline: Timeline) -> str:
-    """Return what stands above a timeline: its length, and the two shares of idle time."""
+    """Return what stands above a timeline: its length, and both shares of idle time."""
     return (
-        f'makespan {number(timeline.makespan)}, bubble {timeline.bubble_makespan:.1%}, '
-        f'idle, all ranks {timeline.idle_all_ranks:.1%}'
+        f'makespan {number(timeline.makespan)}, idle GPU time {timeline.idle_all_ranks:.1%}, '
+        f'bubble {timeline.bubble_makespan:.1%}'
     )
 
 

@@ -68,8 +68,8 @@ def test_command():
     lines = done.stdout.splitlines()
     assert lines[0] == 'schedule: zb-v', 'what was asked for comes first'
     assert '(F = B = W = 1 on a mean rank, by layers, simulated)' in lines[2]
-    assert 'bubble 6.1%' in lines[2] and 'idle, all ranks 6.1%' in lines[2]
-    assert lines[3].startswith('bubble: idle share of the busiest rank; idle, all ranks: ')
+    assert ', idle GPU time 6.1%; window ' in lines[2] and '% less time than 1f1b' in lines[2]
+    assert lines[3] == 'idle: share of all GPU time; bubble: idle share of the busiest rank'
     assert 'parallel_state.initialize_model_parallel' not in done.stdout
     told = run([zbpp, 'doctor', '--verbose', '--', *words]).stdout
     assert '  megatron.core.parallel_state.initialize_model_parallel\n' in told

@@ -14,7 +14,7 @@ from nvidia import needs_training, run
 from megatron_zbpp.ir import F, Pass
 
 FIGURES = re.compile(
-    r'\| pipeline bubble: (\d+\.\d)% \| idle, all ranks: (\d+\.\d)% '
+    r'\| idle GPU time: (\d+\.\d)% \| pipeline bubble: (\d+\.\d)% '
     r'\| live activations: (\d+\.\d) \|$'
 )
 
@@ -57,7 +57,8 @@ def test_log_line(ranks):
         ours = {name: value for i, name, value in scalars if name.startswith('pipeline/')}
         assert {i for i, name, _ in scalars if name.startswith('pipeline/')} == {4}
         assert ours['pipeline/live-activations'] == 2
-        assert f'{ours["pipeline/bubble"]:.1%}' == f'{found[4][1]}%'
+        assert f'{ours["pipeline/idle-all-ranks"]:.1%}' == f'{found[4][1]}%'
+        assert f'{ours["pipeline/bubble"]:.1%}' == f'{found[4][2]}%'
         assert 0 <= ours['pipeline/bubble'] <= ours['pipeline/idle-all-ranks'] < 1
         assert sum('pipeline bubble' in line for line in lines) == len(found)
 
@@ -79,7 +80,7 @@ def test_example(ranks, data, tmp_path, schedule):
     lines = [line for line in found if ' iteration ' in line and 'grad norm' in line]
     assert len(lines) == 2
     for line in lines:
-        bubble, idle, live = map(float, FIGURES.search(line).groups())
+        idle, bubble, live = map(float, FIGURES.search(line).groups())
         assert 0 < bubble <= idle < 100 and live == 2
 
 

@@ -43,7 +43,7 @@ def test_quickstart(tmp_path):
         (last,) = lines  # of three iterations; no bar, as this is no terminal
         assert re.fullmatch(rf'{schedule:16}: 3/3, loss \d+\.\d+', last)
     assert 'differences in s/iteration are noise' in done.stdout
-    assert 'idle, all ranks' in done.stdout and MEANING in done.stdout
+    assert 'idle GPU time' in done.stdout and MEANING in done.stdout
 
 
 def test_quickstart_refuses_one_rank():

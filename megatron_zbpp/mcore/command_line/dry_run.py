@@ -6,6 +6,7 @@ from argparse import Namespace
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_zbpp.analysis.gain import RIVAL, gain_text, makespan_of
 from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.emulation import te
@@ -22,6 +23,7 @@ from megatron_zbpp.mcore.command_line.naming import by_flags, renaming
 from megatron_zbpp.mcore.post_validation.barriers import barriers
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.post_validation.speculative_step import BUFFER_BYTES, KEPT_BYTES
+from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques import find as find_technique
 
 _LITTLE = 0.9  # of what is held without: more than that is little gain
@@ -41,6 +43,7 @@ class Simulated:
         window: the longest of a rank.
         bubble_window: the same of it.
         idle_all_ranks: share of all ranks' time that no pass takes.
+        rival: makespan of 1F1B for the same model; None: it has none.
         peaks: most activations of each rank, in those of one microbatch on a full rank.
     """
 
@@ -50,6 +53,7 @@ class Simulated:
     window: float
     bubble_window: float
     idle_all_ranks: float
+    rival: float | None
     peaks: tuple[float, ...]
 
 
@@ -92,11 +96,12 @@ class DryRun:
         found += [f'schedule: {self.schedule or own}', f'parallel: {sizes}']
         of_layers = ' on a mean rank, by layers' if len({*self.layers}) > 1 else ''
         for each in self.iterations:
+            gained = gain_text(each.makespan, each.rival, RIVAL)
             found.append(
                 f'{each.microbatches} microbatches (F = B = W = 1{of_layers}, simulated): makespan '
-                f'{each.makespan:g}, bubble {each.bubble_makespan:.1%}; window {each.window:g}, '
-                f'bubble {each.bubble_window:.1%}; idle, all ranks {each.idle_all_ranks:.1%}; '
-                f'peak activations {max(each.peaks):g}'
+                f'{each.makespan:g}{gained}, idle GPU time {each.idle_all_ranks:.1%}; window '
+                f'{each.window:g}, bubble {each.bubble_window:.1%}; peak activations '
+                f'{max(each.peaks):g}'
             )
         found += [MEANING] if self.iterations else []
         found += [] if self.layer is None else [str(self.layer)]
@@ -126,7 +131,8 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     given = flags.read(line.args)
     parallel = _parallel(line)
     if given is None or parallel['pipeline'] == 1:
-        return DryRun(parallel, notes=(*notes, *([] if given is None else [_NO_PIPELINE])))
+        others = [_NO_PIPELINE] if given is not None else _others(line, parallel)
+        return DryRun(parallel, notes=(*notes, *others))
     sizes.require_plain(line.args)
     settings, _ = plan_layout.settings_of(line.args, given)
     programs = Programs(settings)
@@ -228,6 +234,32 @@ def _layers(args: Namespace, placement: Placement) -> list[int]:
     return layers_per_stage(args.num_layers, placement, embedding, loss, fixed)
 
 
+def _others(line: LaunchLine, parallel: dict[str, int]) -> list[str]:
+    """Return what our schedules would gain where Megatron's own runs."""
+    ranks = parallel['pipeline']
+    if ranks == 1 or not line.args.micro_batch_size:
+        return []
+    try:
+        chunks, counts = sizes.num_chunks(line.args) or 1, _microbatches(line, parallel['data'])
+    except ValueError as error:  # of a line that is Megatron's to refuse
+        return [f'what another schedule would gain is not known: {error}']
+    own, *ours = ('interleaved' if chunks > 1 else RIVAL), 'zb-h1', 'zb-v'
+    m = counts[-1]
+    runs = [
+        simulate(made, Costs.uniform(made.placement))
+        for made in (build(own, ranks, m, num_chunks=chunks), *(build(n, ranks, m) for n in ours))
+    ]
+    first, *others = (run.makespan for run in runs)
+    gains = (
+        f'{name} {runs[k].idle_all_ranks:.1%}{gain_text(span, first, "that")}'
+        for k, (name, span) in enumerate(zip(ours, others, strict=True), 1)
+    )
+    return [
+        f"idle GPU time, simulated with F = B = W of {m} microbatches: Megatron's own "
+        f'{runs[0].idle_all_ranks:.1%}; --pipeline-schedule {"; ".join(gains)}'
+    ]
+
+
 def _of_copies(name: str, programs: Programs, num_ranks: int, num_microbatches: int) -> str:
     """Return what a technique frees, on the host takes, and where it is of little use."""
     lowered = programs.lowered(num_ranks, num_microbatches, forward_only=False)
@@ -260,5 +292,6 @@ def _simulated(
         max(timeline.windows),
         timeline.bubble_window,
         timeline.idle_all_ranks,
+        makespan_of(RIVAL, schedule, costs),
         peak(schedule, costs),
     )

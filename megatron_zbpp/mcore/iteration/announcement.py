@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_zbpp.analysis.gain import RIVAL, gain_text, makespan_of
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule
@@ -35,8 +36,8 @@ def lines(schedule: Schedule, config: Any) -> list[str]:
         f'{placement.num_chunks} chunks, {schedule.num_microbatches} microbatches'
         f'{_slices(schedule)}',
         f'layers of each rank, by chunk: {_layers(schedule, config)}',
-        f'simulated with F = B = W{by_layers}: bubble {timeline.bubble_makespan:.1%} of the '
-        f'busiest rank; idle, all ranks {timeline.idle_all_ranks:.1%}',
+        f'simulated with F = B = W{by_layers}: idle GPU time {timeline.idle_all_ranks:.1%}'
+        f'{gain_text(timeline.makespan, makespan_of(RIVAL, schedule, costs), RIVAL)}',
         f'simulated memory: {max(peak(schedule, costs)):.1f} activations of a microbatch on a full '
         'rank',
     ]

@@ -1,6 +1,6 @@
 """The pipeline's figures in the log line of NVIDIA's training loop, and where its scalars go.
 
-    ... | number of nan iterations:   0 | pipeline bubble: 3.1% | idle, all ranks: 4.0% | live ...
+    ... | number of nan iterations:   0 | idle GPU time: 4.0% | pipeline bubble: 3.1% | live ...
 
 All ranks come to the line, and the last one prints it. There, where Megatron gathers its timers
 from all ranks, too, the figures of all iterations since the last line are gathered from the ranks

@@ -126,7 +126,7 @@ class Figures:
             steps = f' early steps: {self.early_steps}/{self.iterations}, '
             steps += f'taken back: {self.taken_back} |'
         return (
-            f'pipeline bubble: {self.bubble:.1%} | idle, all ranks: {self.idle:.1%} | '
+            f'idle GPU time: {self.idle:.1%} | pipeline bubble: {self.bubble:.1%} | '
             f'live activations: {self.live:.1f} |{steps}'
         )
 

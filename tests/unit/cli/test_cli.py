@@ -117,8 +117,9 @@ def test_simulate_matches_the_papers_formula(zbpp) -> None:
 def test_simulate_for_people(zbpp) -> None:
     lines = zbpp('simulate', *ZB_V).splitlines()
     assert lines[0] == 'zb-v: 4 ranks, 8 stages (v), 8 microbatches, 192 passes'
-    assert lines[1] == 'makespan 25.5, bubble 5.88%'
-    assert lines[2] == 'window   24, bubble 0.00%'
+    assert lines[1] == 'makespan 25.5, 22.7% less time than 1f1b'
+    assert lines[2] == 'idle GPU time 5.88%: schedule 5.88%'
+    assert lines[3] == 'window 24, bubble 0.00%'
     assert lines[5] == MEANING and max(map(len, lines)) <= 80
     assert [line.split() for line in lines[-4:]] == [
         [str(r), '24', '24', '0', '4'] for r in range(4)
@@ -188,8 +189,8 @@ def test_show_draws_to_scale(zbpp) -> None:
     fits = zbpp('show', *ZB_V, '--width', 80).splitlines()
     assert '…' not in ''.join(fits) and max(map(len, fits)) <= 80, 'letters are dropped first'
     assert re.findall('[FBW]', fits[1]) == [p.kind for p in build('zb-v', 4, 8).passes[0]]
-    assert fits[-2].startswith('makespan 25.5, bubble 5.88%, idle, all ranks 5.88%, peak')
-    assert fits[-1] == MEANING
+    assert fits[-2] == 'makespan 25.5, 22.7% less time than 1f1b, peak activations 4'
+    assert fits[-1] == 'idle GPU time 5.88%: schedule 5.88%'
     cut = zbpp('show', *ZB_V, '--width', 40).splitlines()
     assert cut[1].endswith('…')
     assert cut[5] == '… 3.88 of 25.5 time units shown: --width 0 shows all'
@@ -219,8 +220,8 @@ def test_compare_sorts_and_draws(zbpp, tmp_path: Path) -> None:
     assert spans == sorted(spans)
     done = {entry['name'] for entry in found['schedules'] + found['skipped']}
     assert done == set(names())
-    *table, meaning = zbpp('compare', *shape, *some).splitlines()
-    assert meaning.startswith('bubble: idle share of the busiest rank')
+    *table, meaning, _ = zbpp('compare', *shape, *some).splitlines()
+    assert meaning.startswith('gain: time saved against 1f1b; idle: share of all GPU time')
     assert [line.split()[0] for line in table] == ['schedule', 'zb-v', 'zb-h1', '1f1b']
 
 
@@ -251,7 +252,7 @@ def test_plan_beats_the_named_and_reaches_the_bound(zbpp, tmp_path: Path) -> Non
 def test_plan_for_people_and_the_window(zbpp) -> None:
     text = zbpp('plan', *SHAPE, '--objective', 'window', '--seconds', 1)
     assert text.startswith('planned: 4 ranks')
-    assert 'window   24, bubble 0.00%' in text
+    assert 'window 24, bubble 0.00%' in text
     assert 'lower bound of the window 24, gap 0.00%' in text
     assert 'no better than a named schedule: zb-h2 has the same window' in text
 
@@ -290,8 +291,8 @@ def test_plan_frontier(zbpp) -> None:
     spans = [point['makespan'] for point in points]
     assert spans == sorted(spans, reverse=True) and spans[0] > spans[-1]
     assert all(max(point['peak_activations']) <= point['memory_limit'] for point in points)
-    *table, meaning = zbpp(*case, '--frontier', '4,2,3').splitlines()
-    assert meaning.startswith('bubble: ')
+    *table, meaning, _ = zbpp(*case, '--frontier', '4,2,3').splitlines()
+    assert meaning.startswith('gain: time saved against 1f1b; idle: ')
     assert [line.split()[0] for line in table] == ['limit', '2', '3', '4']
 
 
@@ -600,7 +601,10 @@ def test_idle_time_of_all_ranks(zbpp) -> None:
     timeline = simulate(build('zb-v', 4, 8), Costs.uniform(build('zb-v', 4, 8).placement))
     work = sum(timeline.busy(rank) for rank in range(4))
     assert found['idle_all_ranks'] == pytest.approx(1 - work / (4 * timeline.makespan))
-    assert 'idle, all ranks ' in zbpp('simulate', *ZB_V)
+    assert zbpp('simulate', *ZB_V, '--against', 'interleaved').splitlines()[1:3] == [
+        'makespan 25.5, 10.5% less time than interleaved',
+        'idle GPU time 5.88%: schedule 5.88%',
+    ]
 
 
 def test_compare_leaves_out_what_does_not_fit(zbpp) -> None:

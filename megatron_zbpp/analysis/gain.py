@@ -1,0 +1,98 @@
+"""Gain of a schedule over another one, and the causes of its idle GPU time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import fsum
+from typing import NamedTuple
+
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import B, F, Schedule, W
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.timeline import Timeline
+from megatron_zbpp.schedules import build, find
+
+RIVAL = '1f1b'  # what gains are told against, where nothing else is asked for
+
+
+class Idle(NamedTuple):
+    """Shares of all ranks' time, first start to last end, in which no pass computes.
+
+    Attributes:
+        schedule: even the busiest rank waits, for no message.
+        uneven_stages: other ranks have less to do than the busiest.
+        messages: more, as messages take time.
+    """
+
+    schedule: float
+    uneven_stages: float
+    messages: float
+
+
+def idle_parts(timeline: Timeline, costs: Costs) -> Idle:
+    """Divide `timeline.idle_all_ranks` by its causes.
+
+    Args:
+        timeline: simulated.
+        costs: by which it was.
+    """
+    span, ranks = timeline.makespan, timeline.schedule.num_ranks
+    if not span:
+        return Idle(0.0, 0.0, 0.0)
+    busy = [timeline.busy(rank) for rank in range(ranks)]
+    at_once = replace(
+        costs, comm=0.0, message=0.0, edges=(), collectives=dict.fromkeys(costs.collectives, 0.0)
+    )
+    silent = span if at_once == costs else simulate(timeline.schedule, at_once).makespan
+    most = max(busy)
+    return Idle((silent - most) / span, most / span - fsum(busy) / ranks / span, 1 - silent / span)
+
+
+def makespan_of(name: str, schedule: Schedule, costs: Costs) -> float | None:
+    """Return the makespan of family `name` for the model, ranks and microbatches of `schedule`.
+
+    Stages are joined, or cut into equal parts, as the family has other chunks. It runs on whole
+    sequences and keeps all activations.
+
+    Args:
+        name: of the family.
+        schedule: that is compared with it.
+        costs: of its stages.
+
+    Returns:
+        None: the output layer is on all ranks and not in the times of the last stage, the stages
+        do not become those of the family, or it takes no such number of microbatches.
+    """
+    p, m, stages = schedule.num_ranks, schedule.num_microbatches, schedule.num_stages
+    wanted = p * find(name).default_chunks
+    if costs.num_stages != stages or (stages % wanted and wanted % stages):
+        return None
+    f, b, w = (_divided(costs.times[kind], wanted) for kind in (F, B, W))
+    try:
+        rival = build(name, p, m)
+    except ValueError:
+        return None
+    alike = Costs.of(f, b, w, costs.comm, costs.message, edges=costs.edges, speeds=costs.speeds)
+    return simulate(rival, alike).makespan
+
+
+def gain_text(makespan: float, rival: float | None, name: str) -> str:
+    """Return how much less or more time than `name` that is; empty where it has none.
+
+    >>> gain_text(24.0, 32.0, '1f1b')
+    ', 25.0% less time than 1f1b'
+    """
+    if not rival:
+        return ''
+    share = 1 - makespan / rival
+    return f', {abs(share):.1%} {"less" if share >= 0 else "more"} time than {name}'
+
+
+def _divided(times: Sequence[float], stages: int) -> list[float]:
+    """Return times of `stages` stages of the same model."""
+    if stages > len(times):
+        parts = stages // len(times)
+        return [time / parts for time in times for _ in range(parts)]
+    joined = len(times) // stages
+    return [fsum(times[at : at + joined]) for at in range(0, len(times), joined)]
