@@ -14,7 +14,6 @@ from collections.abc import Set as AbstractSet
 from math import inf
 from typing import NamedTuple
 
-from megatron_zbpp.analysis.stuck import stuck
 from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.ir.compiled import Compiled, Link, Step, compiled
 from megatron_zbpp.ir.costs import Costs
@@ -97,6 +96,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     run.to_the_end()
     unrun = run.unrun()
     if unrun != [len(order) for order in schedule.passes]:
+        from megatron_zbpp.analysis.stuck import stuck  # which no run without an error needs
+
         raise stuck(schedule, unrun)
     return Timeline(schedule, tuple(map(tuple, run.spans())))
 

@@ -8,35 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_zbpp.emulation import te
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import own_offloading
-from megatron_zbpp.techniques.composition import CLASHES, SLICED
-from megatron_zbpp.techniques.composition import OVERLAP as COMBINED
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A setting that is refused.
-
-    Attributes:
-        setting: its name in Megatron's arguments or config.
-        value: that it has.
-        reason: why it does not work.
-        cure: what to do.
-    """
-
-    setting: str
-    value: object
-    reason: str
-    cure: str
-
-    def __str__(self) -> str:
-        return f'{self.setting}={self.value}: {self.reason}; {self.cure}'
-
+from megatron_zbpp.mcore.refusal import HYBRID, RECIPES, Refusal, captured, hybrid, set_in
+from megatron_zbpp.mcore.refusals_of_techniques import (
+    ACROSS_REPLICAS,
+    OVERLAP,
+    WITH_SLICES,
+    across_replicas,
+    with_techniques,
+)
 
 # setting: (reason, cure); refused where it is set
 _WITH_A_SCHEDULE = {
@@ -134,55 +118,12 @@ _ONE_LAYER = (
     '--fine-grained-activation-offloading for --pipeline-offload',
 )
 # what runs a forward and a backward as one: without such cells
-OVERLAP = 'overlap_moe_expert_parallel_comm'
 _WITHOUT_CELLS = {
     OVERLAP: (
         'this schedule has no forward that runs as one with a backward',
         'take dualpipe-v, or drop --overlap-moe-expert-parallel-comm',
     ),
 }
-# what slices of a sequence would change, or nobody has made for them
-_WHOLE = 'or take a schedule of whole sequences'
-_WITH_SLICES = {
-    'mtp_num_layers': (
-        'the last token of a slice needs the first one of the next',
-        'drop --mtp-num-layers',
-    ),
-    'sft': ('slices do not know where packed sequences end', 'drop --sft'),
-    'variable_seq_lengths': (
-        'slices have one length in all microbatches',
-        'pad microbatches to one length',
-    ),
-    'experimental_attention_variant': (
-        'its layers would need a state of the slices before',
-        'drop --experimental-attention-variant',
-    ),
-    OVERLAP: (
-        'no forward of a slice runs as one with a backward',
-        'drop --overlap-moe-expert-parallel-comm',
-    ),
-    'export_kd_teacher_load': (
-        "a teacher's layers keep no slices",
-        'drop --export-kd-teacher-load',
-    ),
-    'logits_load_dir': (
-        'its loss is of whole sequences',
-        'drop --logits-load-dir',
-    ),
-    'moe_expert_capacity_factor': (
-        'the capacity of experts would be that of a slice',
-        'drop --moe-expert-capacity-factor',
-    ),
-}
-_EXPERT_RANKS, _BALANCING = 'expert_model_parallel_size', 'moe_router_load_balancing_type'
-_GLOBAL = 'global_aux_loss'
-_ACROSS_REPLICAS = {
-    'overlap_grad_reduce': 'drop --overlap-grad-reduce',
-    'overlap_param_gather': 'drop --overlap-param-gather',
-    _EXPERT_RANKS: 'give 1',
-    _BALANCING: 'give --moe-router-load-balancing-type aux_loss',
-}
-_OTHER_ORDERS = 'the two replicas of a pair run their stages in other orders, and would deadlock'
 _FUSED = 'or take a schedule without W passes, such as 1f1b or interleaved'
 _GRAPHS = (
     "captured graphs compute weight gradients at once, or in the order of Megatron's own schedules",
@@ -198,15 +139,6 @@ _ON_CPU = {
 }
 # what runs on a CPU on Transformer Engine's own modules, their kernels emulated; and the cure
 _EMULATED = {'fp8': 'drop --fp8-format', 'moe_grouped_gemm': 'drop --moe-grouped-gemm'}
-_RECIPES = ('tensorwise', 'delayed', 'custom')
-# of a HybridModel or MambaModel, whose layers are laid out by the order of the ranks
-_HYBRID = (
-    'hybrid_layer_pattern',
-    'hybrid_override_pattern',
-    'hybrid_attention_ratio',
-    'hybrid_mlp_ratio',
-)
-_WITHOUT_STATE = '*-E|'  # in a pattern: attention, MLP, experts, segments
 IN_A_LOOP = (
     'this release of Megatron lays the layers of a hybrid model out in a loop, which this schedule '
     'has not',
@@ -256,15 +188,10 @@ def settings() -> tuple[str, ...]:
     """Return all that may be refused."""
     tables = (
         *(_WITH_A_SCHEDULE, _IN_ORDER, _WITHOUT_CELLS, _WITH_W, _ON_CPU, _EMULATED),
-        *(_WITH_SLICES, _ACROSS_REPLICAS),
+        *(WITH_SLICES, ACROSS_REPLICAS),
     )
     named = (name for table in tables for name in table)
-    return tuple(dict.fromkeys((*named, *_HYBRID, _SFT, _MASKS, *_MODEL_OPT, *_BY_VALUE)))
-
-
-def hybrid(settings: Any) -> str | None:
-    """Return the setting that makes it a HybridModel or MambaModel; None: there is none."""
-    return next((name for name in _HYBRID if getattr(settings, name, None)), None)
+    return tuple(dict.fromkeys((*named, *HYBRID, _SFT, _MASKS, *_MODEL_OPT, *_BY_VALUE)))
 
 
 def refused(
@@ -293,40 +220,21 @@ def refused(
     """
     if not mirrored:
         yield from across_replicas(settings)
-    table = _WITH_A_SCHEDULE | (_ON_CPU if on_cpu else {})
-    table |= {} if joins else _WITHOUT_CELLS
-    table |= {} if in_order else _IN_ORDER
+    yield from set_in(_WITH_A_SCHEDULE | (_ON_CPU if on_cpu else {}), settings)
+    yield from set_in({} if joins else _WITHOUT_CELLS, settings)
+    yield from set_in({} if in_order else _IN_ORDER, settings)
+    if in_order:
+        yield from _with_own_offloading(settings, placement)
     if on_cpu and not with_te:
-        table |= {name: (_without_te(), cure) for name, cure in _EMULATED.items()}
-    for setting, (reason, cure) in table.items():
-        value = getattr(settings, setting, None)
-        if value:
-            yield Refusal(setting, value, reason, cure)
-    if in_order and own_offloading.forgets(settings, _num_stages(settings, placement)):
-        value = getattr(settings, own_offloading.MODULES)
-        yield Refusal(own_offloading.MODULES, value, *_ONE_LAYER)
-    for setting, (reason, cure) in _WITH_W.items() if splits else ():
-        value = getattr(settings, setting, None)
-        if value:
-            yield Refusal(setting, value, reason, f'{cure}, {_FUSED}')
+        emulated = {name: (_without_te(), cure) for name, cure in _EMULATED.items()}
+        yield from set_in(emulated, settings)
     if splits:
+        yield from set_in(_WITH_W, settings, _FUSED)
         yield from _in_environment(settings)
         yield from _sharded_weights(settings)
-    graphs = getattr(settings, 'cuda_graph_impl', 'none')
-    if graphs not in (None, 'none') and (splits or graphs != 'local' or _whole_iteration(settings)):
-        yield Refusal('cuda_graph_impl', graphs, *_GRAPHS)
-    if SLICED in techniques:
-        yield from _with_slices(settings, graphs)
-    if 'recompute' in techniques:
-        yield from _with_recomputation(settings, graphs)
-    if getattr(settings, OVERLAP, False):
-        yield from _with_cells(techniques)
-    pattern = hybrid(settings)
-    loop = placement is None or placement.is_loop
-    if pattern is not None and not loop and not _can_place_hybrid():
-        yield Refusal(pattern, getattr(settings, pattern), *IN_A_LOOP)
-    if getattr(settings, _SFT, False) and _num_stages(settings, placement) > 2:
-        yield from _packed(settings)
+    yield from _captured(settings, splits)
+    yield from with_techniques(settings, techniques)
+    yield from _unplaced(settings, placement)
     if placement is not None and placement.num_chunks > 1:
         yield from _with_chunks(settings, placement)
     depth = getattr(settings, 'mtp_num_layers', None)
@@ -336,20 +244,28 @@ def refused(
         yield from _by_value_on_cpu(settings, with_te)
 
 
-def across_replicas(settings: Any) -> Iterator[Refusal]:
-    """Yield what makes replicas wait for each other amid passes that they run in other orders.
+def _with_own_offloading(settings: Any, placement: Placement | None) -> Iterator[Refusal]:
+    """Yield what Megatron's own offloading fails with where a schedule runs as it expects."""
+    if own_offloading.forgets(settings, _num_stages(settings, placement)):
+        value = getattr(settings, own_offloading.MODULES)
+        yield Refusal(own_offloading.MODULES, value, *_ONE_LAYER)
 
-    Args:
-        settings: Megatron's arguments, or the config of a model or of DDP.
-    """
-    for setting, cure in _ACROSS_REPLICAS.items():
-        value = getattr(settings, setting, None)
-        if setting == _BALANCING:
-            value = value if _GLOBAL in str(value) else None
-        elif setting == _EXPERT_RANKS:
-            value = value if (value or 1) > 1 else None
-        if value:
-            yield Refusal(setting, value, _OTHER_ORDERS, f'{cure}, or take chimera')
+
+def _captured(settings: Any, splits: bool) -> Iterator[Refusal]:
+    """Yield CUDA graphs that hold weight gradients, or more than one pass."""
+    graphs = captured(settings)
+    if graphs and (splits or graphs != 'local' or _whole_iteration(settings)):
+        yield Refusal('cuda_graph_impl', graphs, *_GRAPHS)
+
+
+def _unplaced(settings: Any, placement: Placement | None) -> Iterator[Refusal]:
+    """Yield models whose layers or batches this release does not bring to the stages."""
+    pattern = hybrid(settings)
+    loop = placement is None or placement.is_loop
+    if pattern is not None and not loop and not _can_place_hybrid():
+        yield Refusal(pattern, getattr(settings, pattern), *IN_A_LOOP)
+    if getattr(settings, _SFT, False) and _num_stages(settings, placement) > 2:
+        yield from _packed(settings)
 
 
 def _num_stages(settings: Any, placement: Placement | None) -> int:
@@ -376,58 +292,6 @@ def _sharded_weights(settings: Any) -> Iterator[Refusal]:
         if shards and int(shards) > ranks:
             cure = f'drop --{setting.replace("_", "-")}'
             yield Refusal(setting, shards, _SHARDED_WEIGHTS, f'{cure}, {_FUSED}')
-
-
-def _with_slices(settings: Any, graphs: Any) -> Iterator[Refusal]:
-    """Yield what would not be the same in slices of a sequence, or fail in them."""
-    for setting, (reason, cure) in _WITH_SLICES.items():
-        value = getattr(settings, setting, None)
-        if value:
-            yield Refusal(setting, value, reason, f'{cure}, {_WHOLE}')
-    ranks = getattr(settings, 'context_parallel_size', 1)
-    if ranks > 1:
-        reason = 'its ranks share out whole sequences'
-        yield Refusal('context_parallel_size', ranks, reason, f'give 1, {_WHOLE}')
-    pattern = hybrid(settings)
-    if pattern is not None:
-        layers = getattr(settings, pattern)
-        if pattern != _HYBRID[0] or set(layers) - set(_WITHOUT_STATE) or not _has_hybrid_model():
-            reason = 'some of its layers need a state of the slices before, or are not known to cut'
-            cure = f'have attention, MLP and experts alone (*, -, E), from 0.18 on, {_WHOLE}'
-            yield Refusal(pattern, layers, reason, cure)
-    if graphs not in (None, 'none'):
-        reason = 'a captured forward has one slice'
-        yield Refusal('cuda_graph_impl', graphs, reason, f'give --cuda-graph-impl none, {_WHOLE}')
-    recipe = getattr(settings, 'fp8_recipe', None)
-    if getattr(settings, 'fp8', None) and getattr(recipe, 'value', recipe) in (None, 'delayed'):
-        reason = 'each slice would enter its largest values as those of a microbatch'
-        yield Refusal('fp8_recipe', recipe, reason, f'give --fp8-recipe {_RECIPES[0]}, {_WHOLE}')
-    latent = getattr(settings, 'multi_latent_attention', False)
-    if latent and getattr(settings, 'apply_rope_fusion', False):
-        reason = 'fused, multi-latent attention takes positions from the first token on'
-        yield Refusal('apply_rope_fusion', True, reason, 'give --no-rope-fusion')
-    local = getattr(settings, 'transformer_impl', None) == 'local'
-    if local and getattr(settings, 'masked_softmax_fusion', False):
-        reason = 'its kernel takes square masks'
-        yield Refusal('masked_softmax_fusion', True, reason, 'give --no-masked-softmax-fusion')
-
-
-def _with_recomputation(settings: Any, graphs: Any) -> Iterator[Refusal]:
-    """Yield what would not be the same in a forward that runs again."""
-    recipe = getattr(settings, 'fp8_recipe', None)
-    if getattr(settings, 'fp8', None) and getattr(recipe, 'value', recipe) in (None, 'delayed'):
-        reason = 'a forward that runs again would enter its largest values a second time'
-        yield Refusal('fp8_recipe', recipe, reason, f'give --fp8-recipe {_RECIPES[0]}')
-    if graphs not in (None, 'none'):
-        reason = 'a captured forward cannot run again with other random states'
-        yield Refusal('cuda_graph_impl', graphs, reason, 'give --cuda-graph-impl none')
-
-
-def _with_cells(techniques: Collection[str]) -> Iterator[Refusal]:
-    """Yield what does not go with forwards and backwards that run as one."""
-    for name in techniques:
-        if clash := CLASHES.get((COMBINED, name)):
-            yield Refusal(OVERLAP, True, *clash)
 
 
 def needs_masks(settings: Any) -> bool:
@@ -475,13 +339,6 @@ def _can_place_hybrid() -> bool:
     return compat.segments_module() is not None
 
 
-def _has_hybrid_model() -> bool:
-    """Return whether this release has a model of a pattern of layers: from 0.18 on."""
-    from megatron_zbpp.mcore import compat  # imports Megatron, which has not been until here
-
-    return compat.hybrid_model() is not None
-
-
 def _whole_iteration(settings: Any) -> bool:
     """Return whether one graph is to hold a whole iteration: until 0.18 a scope of local ones."""
     scope = getattr(settings, 'cuda_graph_scope', None) or ()
@@ -500,8 +357,8 @@ def _by_value_on_cpu(settings: Any, with_te: bool) -> Iterator[Refusal]:
         reason = _without_te() if layers == 'transformer_engine' else _GPU_ONLY
         yield Refusal('transformer_impl', layers, reason, 'give --transformer-impl local')
     recipe = getattr(settings, 'fp8_recipe', None)
-    if with_te and getattr(settings, 'fp8', None) and recipe not in (None, *_RECIPES):
-        yield Refusal('fp8_recipe', recipe, _GPU_ONLY, f'give --fp8-recipe {_RECIPES[0]}')
+    if with_te and getattr(settings, 'fp8', None) and recipe not in (None, *RECIPES):
+        yield Refusal('fp8_recipe', recipe, _GPU_ONLY, f'give --fp8-recipe {RECIPES[0]}')
     backend = getattr(settings, 'attention_backend', 'auto')
     backend = getattr(backend, 'name', backend)  # Megatron has an enum
     if backend in ('flash', 'fused'):

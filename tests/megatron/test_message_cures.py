@@ -1566,8 +1566,8 @@ UNTRIED = {
     'emulation/te.py _load_tools': 'the cure is another environment of Python',
 }
 OF_SOME_RELEASES = (
-    'mcore/refusals.py refused: _ONE_LAYER',
-    'mcore/refusals.py refused: IN_A_LOOP',
+    'mcore/refusals.py _with_own_offloading',
+    'mcore/refusals.py _unplaced',
     'mcore/refusals.py _with_chunks: _UNMASKED_HYBRID',
     'mcore/refusals.py _packed',
 )

@@ -81,15 +81,15 @@ def places(error: BaseException) -> Iterator[Place]:
 @contextlib.contextmanager
 def refusals_made() -> Iterator[list[Place]]:
     """Where each `Refusal` is made meanwhile."""
-    from megatron_zbpp.mcore import refusals
+    from megatron_zbpp.mcore.refusal import Refusal
 
     made: list[Place] = []
 
-    def noted(*args: object) -> object:
+    def noted(*args: object) -> None:
         frame = sys._getframe(1)
         made.append((str(Path(frame.f_code.co_filename).relative_to(PACKAGE)), frame.f_lineno))
-        return original(*args)
+        original(*args)
 
-    original = refusals.Refusal
-    with mock.patch.object(refusals, 'Refusal', noted):
+    original = Refusal.__init__
+    with mock.patch.object(Refusal, '__init__', noted):
         yield made

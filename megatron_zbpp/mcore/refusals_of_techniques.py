@@ -1,0 +1,156 @@
+"""The table of refusals by what a schedule has: slices, recomputation, overlaps, replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from megatron_zbpp.mcore.refusal import (
+    HYBRID,
+    RECIPES,
+    Refusal,
+    captured,
+    hybrid,
+    scales_late,
+    set_in,
+)
+from megatron_zbpp.techniques.composition import CLASHES, SLICED
+from megatron_zbpp.techniques.composition import OVERLAP as COMBINED
+
+OVERLAP = 'overlap_moe_expert_parallel_comm'
+_WITHOUT_STATE = '*-E|'  # in a pattern: attention, MLP, experts, segments
+# what slices of a sequence would change, or nobody has made for them
+_WHOLE = 'or take a schedule of whole sequences'
+WITH_SLICES = {
+    'mtp_num_layers': (
+        'the last token of a slice needs the first one of the next',
+        'drop --mtp-num-layers',
+    ),
+    'sft': ('slices do not know where packed sequences end', 'drop --sft'),
+    'variable_seq_lengths': (
+        'slices have one length in all microbatches',
+        'pad microbatches to one length',
+    ),
+    'experimental_attention_variant': (
+        'its layers would need a state of the slices before',
+        'drop --experimental-attention-variant',
+    ),
+    OVERLAP: (
+        'no forward of a slice runs as one with a backward',
+        'drop --overlap-moe-expert-parallel-comm',
+    ),
+    'export_kd_teacher_load': (
+        "a teacher's layers keep no slices",
+        'drop --export-kd-teacher-load',
+    ),
+    'logits_load_dir': (
+        'its loss is of whole sequences',
+        'drop --logits-load-dir',
+    ),
+    'moe_expert_capacity_factor': (
+        'the capacity of experts would be that of a slice',
+        'drop --moe-expert-capacity-factor',
+    ),
+}
+_EXPERT_RANKS, _BALANCING = 'expert_model_parallel_size', 'moe_router_load_balancing_type'
+_GLOBAL = 'global_aux_loss'
+ACROSS_REPLICAS = {
+    'overlap_grad_reduce': 'drop --overlap-grad-reduce',
+    'overlap_param_gather': 'drop --overlap-param-gather',
+    _EXPERT_RANKS: 'give 1',
+    _BALANCING: 'give --moe-router-load-balancing-type aux_loss',
+}
+_OTHER_ORDERS = 'the two replicas of a pair run their stages in other orders, and would deadlock'
+
+
+def with_techniques(settings: Any, techniques: Collection[str]) -> Iterator[Refusal]:
+    """Yield what does not go with the techniques that a schedule has."""
+    if SLICED in techniques:
+        yield from _with_slices(settings)
+    if 'recompute' in techniques:
+        yield from _with_recomputation(settings)
+    if getattr(settings, OVERLAP, False):
+        yield from _with_cells(techniques)
+
+
+def across_replicas(settings: Any) -> Iterator[Refusal]:
+    """Yield what makes replicas wait for each other amid passes that they run in other orders.
+
+    Args:
+        settings: Megatron's arguments, or the config of a model or of DDP.
+    """
+    for setting, cure in ACROSS_REPLICAS.items():
+        value = getattr(settings, setting, None)
+        if setting == _BALANCING:
+            value = value if _GLOBAL in str(value) else None
+        elif setting == _EXPERT_RANKS:
+            value = value if (value or 1) > 1 else None
+        if value:
+            yield Refusal(setting, value, _OTHER_ORDERS, f'{cure}, or take chimera')
+
+
+def _with_slices(settings: Any) -> Iterator[Refusal]:
+    """Yield what would not be the same in slices of a sequence, or fail in them."""
+    yield from set_in(WITH_SLICES, settings, _WHOLE)
+    ranks = getattr(settings, 'context_parallel_size', 1)
+    if ranks > 1:
+        reason = 'its ranks share out whole sequences'
+        yield Refusal('context_parallel_size', ranks, reason, f'give 1, {_WHOLE}')
+    yield from _sliced_layers(settings)
+    if graphs := captured(settings):
+        reason = 'a captured forward has one slice'
+        yield Refusal('cuda_graph_impl', graphs, reason, f'give --cuda-graph-impl none, {_WHOLE}')
+    if scales_late(settings):
+        recipe = getattr(settings, 'fp8_recipe', None)
+        reason = 'each slice would enter its largest values as those of a microbatch'
+        yield Refusal('fp8_recipe', recipe, reason, f'give --fp8-recipe {RECIPES[0]}, {_WHOLE}')
+    yield from _sliced_attention(settings)
+
+
+def _sliced_layers(settings: Any) -> Iterator[Refusal]:
+    """Yield patterns of hybrid models whose layers cannot run slice by slice."""
+    pattern = hybrid(settings)
+    if pattern is None:
+        return
+    layers = getattr(settings, pattern)
+    if pattern != HYBRID[0] or set(layers) - set(_WITHOUT_STATE) or not _has_hybrid_model():
+        reason = 'some of its layers need a state of the slices before, or are not known to cut'
+        cure = f'have attention, MLP and experts alone (*, -, E), from 0.18 on, {_WHOLE}'
+        yield Refusal(pattern, layers, reason, cure)
+
+
+def _sliced_attention(settings: Any) -> Iterator[Refusal]:
+    """Yield fused kernels that take each slice for a sequence of its own."""
+    latent = getattr(settings, 'multi_latent_attention', False)
+    if latent and getattr(settings, 'apply_rope_fusion', False):
+        reason = 'fused, multi-latent attention takes positions from the first token on'
+        yield Refusal('apply_rope_fusion', True, reason, 'give --no-rope-fusion')
+    local = getattr(settings, 'transformer_impl', None) == 'local'
+    if local and getattr(settings, 'masked_softmax_fusion', False):
+        reason = 'its kernel takes square masks'
+        yield Refusal('masked_softmax_fusion', True, reason, 'give --no-masked-softmax-fusion')
+
+
+def _with_recomputation(settings: Any) -> Iterator[Refusal]:
+    """Yield what would not be the same in a forward that runs again."""
+    if scales_late(settings):
+        recipe = getattr(settings, 'fp8_recipe', None)
+        reason = 'a forward that runs again would enter its largest values a second time'
+        yield Refusal('fp8_recipe', recipe, reason, f'give --fp8-recipe {RECIPES[0]}')
+    if graphs := captured(settings):
+        reason = 'a captured forward cannot run again with other random states'
+        yield Refusal('cuda_graph_impl', graphs, reason, 'give --cuda-graph-impl none')
+
+
+def _with_cells(techniques: Collection[str]) -> Iterator[Refusal]:
+    """Yield what does not go with forwards and backwards that run as one."""
+    for name in techniques:
+        if clash := CLASHES.get((COMBINED, name)):
+            yield Refusal(OVERLAP, True, *clash)
+
+
+def _has_hybrid_model() -> bool:
+    """Return whether this release has a model of a pattern of layers: from 0.18 on."""
+    from megatron_zbpp.mcore import compat  # imports Megatron, which has not been until here
+
+    return compat.hybrid_model() is not None
