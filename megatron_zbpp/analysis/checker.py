@@ -168,7 +168,7 @@ def _check_rank(schedule: Schedule, rank: int, wanted: Sequence[Task]) -> None:
             if microbatches[len(before)] != microbatch or len(previous) - len(before) != lead:
                 raise _out_of_turn(schedule, rank, at, *_next(graph, task, microbatches, done))
         for need, before in turn.after:
-            if microbatch - need.back not in before and microbatch >= need.back:
+            if microbatch >= need.back and graph.occurrence(need, microbatch) not in before:
                 if _done_without(schedule, rank, p, need):
                     continue
                 raise _too_early(schedule, rank, at, need)
@@ -258,7 +258,7 @@ def _done_without(schedule: Schedule, rank: int, p: Pass, need: Need) -> bool:
     kinds = schedule.graph.kinds
     if not kinds[need.task.kind].optional or kinds[p.kind].optional:
         return False
-    return (need.task, p.microbatch - need.back) not in schedule.done_by
+    return (need.task, schedule.graph.occurrence(need, p.microbatch)) not in schedule.done_by
 
 
 def _foreign(schedule: Schedule, rank: int, at: int) -> ScheduleError:
@@ -310,7 +310,7 @@ def _out_of_turn(schedule: Schedule, rank: int, at: int, task: Task, turn: int) 
 def _too_early(schedule: Schedule, rank: int, at: int, need: Need) -> ScheduleError:
     """Return the error for a pass that comes before the pass of its own stage that it needs."""
     p = schedule.passes[rank][at]
-    microbatch = p.microbatch - need.back
+    microbatch = schedule.graph.occurrence(need, p.microbatch)
     needed = _doer(schedule, rank, need.task, microbatch)
     if needed is None:
         return _missing(schedule, rank, need.task, microbatch, at)

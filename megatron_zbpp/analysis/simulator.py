@@ -129,7 +129,7 @@ class _Run:
         self.waits = _waits(schedule, flat)
         self.noted = {place: len(self.ends) + k for k, place in enumerate(_awaited(self.waits))}
         self.ends += [_PENDING] * len(self.noted)
-        alone = schedule.together | self.waits.keys() | self.noted.keys()
+        alone = schedule.together | self.waits.keys() | self.noted.keys() | _rare(schedule)
         self.engines = [
             self._engine(rank, places, alone) for rank, places in _engines(schedule, flat)
         ]
@@ -263,7 +263,7 @@ class _Run:
     def _joined(self, rank: int, first: int) -> _Flat:
         """Return a group as one, its entries those of its own microbatches and of its place."""
         group = self._group(rank, first)
-        own = [row + mb for mb, flat in group for row in (flat.own, *flat.also)]
+        own = list(self._filled(rank, first, group))
         needs = [
             (need + mb, edge)
             for mb, flat in group
@@ -276,6 +276,14 @@ class _Run:
         saved = self.costs.together if len(group) > 1 else 1.0  # alone it is where copies wait
         duration = saved * sum(flat.duration for _, flat in group)
         return _Flat(*needs[0], tuple(needs[1:]), own[0], tuple(own[1:]), duration)
+
+    def _filled(self, rank: int, first: int, group: list[tuple[int, _Flat]]) -> Iterator[int]:
+        """Return the entries that a group fills; of what is rare, those of all microbatches."""
+        kinds = self.schedule.graph.kinds
+        for at, (mb, flat) in enumerate(group, first):
+            every = kinds[self.schedule.passes[rank][at].kind].every
+            for row in (flat.own, *flat.also):
+                yield from range(row + mb, row + mb - every, -1)
 
     def _share(self, spans: list[_Span], rank: int, first: int) -> None:
         """Give each of a group its part of the time, one after the other."""
@@ -299,6 +307,15 @@ def _engines(schedule: Schedule, flat: Compiled) -> Iterator[tuple[int, Sequence
         copies = [at for at in leading if order[at].kind in flat.on_copy_engines]
         yield rank, [at for at in leading if order[at].kind not in flat.on_copy_engines]
         yield rank, copies
+
+
+def _rare(schedule: Schedule) -> set[_Place]:
+    """Return the places of passes that come once in several microbatches."""
+    rare = {name for name, kind in schedule.graph.kinds.items() if kind.every > 1}
+    if not rare:
+        return set()
+    orders = enumerate(schedule.passes)
+    return {(rank, at) for rank, own in orders for at, p in enumerate(own) if p.kind in rare}
 
 
 def _absent(schedule: Schedule, flat: Compiled) -> Iterator[tuple[int, int]]:

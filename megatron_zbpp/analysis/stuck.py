@@ -37,10 +37,10 @@ def _wait(schedule: Schedule, done: Set[Pass], rank: int, at: int) -> tuple[int,
     passes = entry.passes if isinstance(entry, Together) else (entry,)
     own = [(task, p.microbatch) for p in passes for task in graph.tasks(p.kind, p.stage, p.slice)]
     needs = [
-        (need.task, microbatch - need.back)
+        (need.task, graph.occurrence(need, microbatch))
         for task, microbatch in own
         for need in graph.needs[task]
-        if (need.task, microbatch - need.back) not in own
+        if (need.task, graph.occurrence(need, microbatch)) not in own and microbatch >= need.back
     ]
     for task, microbatch in reversed(needs):  # what comes from another rank, before what is its own
         awaited = schedule.done_by.get((task, microbatch))

@@ -64,7 +64,8 @@ class Need(NamedTuple):
     Attributes:
         task: that must end before.
         message: what it sends if it is on another rank; None: an order only, nothing travels.
-        back: how many microbatches before; 0: of the same one.
+        back: how many microbatches before; 0: of the same one. Of a kind that comes once in
+            several microbatches it is the occurrence of the group of that microbatch.
     """
 
     task: Task
@@ -167,6 +168,11 @@ class Graph:
     def tasks(self, kind: str, stage: int, slice: int = 0) -> tuple[Task, ...]:
         """Return what a pass of `kind` does."""
         return tuple(Task(part, stage, slice) for part in self.kinds[kind].parts or (kind,))
+
+    def occurrence(self, need: Need, microbatch: int) -> int:
+        """Return the microbatch with which comes what `microbatch` needs: the last of a group."""
+        every, wanted = self.kinds[need.task.kind].every, microbatch - need.back
+        return wanted - wanted % every + every - 1
 
     @cached_property
     def doers(self) -> Mapping[str, tuple[str, ...]]:

@@ -193,7 +193,7 @@ class Schedule:
         own = self.graph.tasks(p.kind, p.stage, p.slice)
         left = [need for task in own for need in self.graph.needs[task] if need.task not in own]
         for need in left:
-            found = self.done_by.get((need.task, p.microbatch - need.back))
+            found = self.done_by.get((need.task, self.graph.occurrence(need, p.microbatch)))
             if found is not None:
                 yield need, found
             elif self.graph.kinds[need.task.kind].optional:

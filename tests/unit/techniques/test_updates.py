@@ -1,0 +1,158 @@
+"""Asynchronous pipelines: delays, copies and periods of the papers, and calls that repeat."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_zbpp.analysis.checker import ScheduleError, check
+from megatron_zbpp.analysis.deadlock import DeadlockError
+from megatron_zbpp.analysis.program import Send
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Pass, Placement, Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import chain
+from megatron_zbpp.techniques.updates import calls
+from megatron_zbpp.techniques.updates.calls import calls_of, period
+from megatron_zbpp.techniques.updates.graph import NEWEST, STASHED, updating
+from megatron_zbpp.techniques.updates.orders import without_flush
+from megatron_zbpp.techniques.updates.versions import copies, delays, forward_versions
+
+
+def endless(p, m, everywhere=False, old=(), backward=STASHED):
+    graph = updating(chain(p), m, everywhere, old, backward)
+    return without_flush('endless', graph, m)
+
+
+# p, m: least and most delay, copies, of each stage (PipeDream's order replayed)
+DELAYS = {
+    (4, 1): ([(3, 3), (2, 2), (1, 1), (0, 0)], (4, 3, 2, 1)),
+    (4, 2): ([(1, 2), (1, 1), (0, 1), (0, 0)], (3, 2, 2, 1)),
+    (4, 3): ([(1, 1), (0, 1), (0, 1), (0, 0)], (2, 2, 2, 1)),
+    (4, 4): ([(0, 1), (0, 1), (0, 1), (0, 0)], (2, 2, 2, 1)),
+    (8, 1): ([(k, k) for k in range(7, -1, -1)], (8, 7, 6, 5, 4, 3, 2, 1)),
+    (8, 2): (
+        [(3, 4), (3, 3), (2, 3), (2, 2), (1, 2), (1, 1), (0, 1), (0, 0)],
+        (5, 4, 4, 3, 3, 2, 2, 1),
+    ),
+    (8, 3): (None, (4, 3, 3, 3, 2, 2, 2, 1)),
+    (8, 4): (None, (3, 3, 3, 2, 2, 2, 2, 1)),
+    (8, 8): (None, (2, 2, 2, 2, 2, 2, 2, 1)),
+}
+
+
+@pytest.mark.parametrize(('p', 'm'), DELAYS)
+def test_delays_and_copies_of_pipedream(p, m):
+    schedule = endless(p, m)
+    check(schedule)
+    found = delays(schedule)
+    ages, kept = DELAYS[p, m]
+    assert ages is None or [(each.least, each.most) for each in found] == ages
+    assert [each.mean for each in found] == pytest.approx([(p - 1 - s) / m for s in range(p)])
+    assert copies(schedule) == kept
+    assert copies(endless(p, m, backward=NEWEST)) == (1,) * p
+
+
+def test_versions_of_forwards():
+    """Microbatch j of stage s uses version floor((j - (p-1-s)) / m)."""
+    for old, p, m in (((), 4, 3), ((), 3, 1), ((1,) * 4, 4, 3)):
+        for f, version in forward_versions(endless(p, m, old=old)).items():
+            stale = (f.microbatch - (p - 1 - f.stage)) // m
+            assert version == max(0, f.microbatch // m - 1 if old else stale), f
+
+
+@pytest.mark.parametrize('p', [2, 4, 8])
+def test_a_delay_of_one_step_needs_as_many_microbatches_as_ranks_behind(p):
+    """2BW: m >= p-1 (arXiv 2006.09503 asks for p), and then two copies."""
+    for m in (p - 1, p, 2 * p):
+        schedule = endless(p, m, old=(1,) * p)
+        check(schedule)
+        assert Schedule.from_json(schedule.to_json()) == schedule
+        assert copies(schedule) == (2,) * p
+        assert [*delays(schedule)] == [(1, 1, 1)] * p
+    if p == 2:
+        with pytest.raises(ScheduleError, match='0F1 on rank 0 comes before 0U0, which it needs'):
+            check(endless(2, 1, old=(0, 0)))
+        return
+    m = p - 2
+    first = f'0F{2 * m} on rank 0 comes before 0U{m - 1}, which it needs'
+    with pytest.raises(ScheduleError, match=first) as found:
+        check(endless(p, m, old=(1,) * p))
+    assert f'[0F{2 * m}' in str(found.value)
+
+
+# p, m: time of a call of F = 1, BW = 2; without a barrier, and with all ranks at each step
+PERIODS = {(4, 4): (12, 18), (4, 8): (24, 30), (8, 8): (24, 38), (8, 16): (48, 62)}
+
+
+@pytest.mark.parametrize(('p', 'm'), PERIODS)
+def test_a_barrier_at_each_step_costs_more_than_asynchrony_gains(p, m):
+    for everywhere, expected in zip((False, True), PERIODS[p, m], strict=True):
+        for old in ((), (1,) * p):
+            schedule = endless(p, m, everywhere, old)
+            check(schedule)
+            assert period(simulate(schedule, Costs.uniform(schedule.placement))) == expected
+
+
+def test_updates_wait_and_are_waited_for_with_their_whole_group():
+    """By hand: F of microbatch 2 waits for the step of microbatches 0 and 1."""
+    graph = updating(chain(1), 2, delays=(0,))
+    orders = ['0F0 0BW0 0F1 0BW1 0U1 0F2 0BW2 0F3 0BW3 0U3']
+    passes = [[Pass.parse(text) for text in order.split()] for order in orders]
+    schedule = Schedule.of('by hand', Placement.loop(1), 4, passes, graph)
+    check(schedule)
+    assert Pass('U', 0, 1) in schedule.predecessors(Pass('F', 0, 2))
+    assert Pass('U', 0, 1) in schedule.predecessors(Pass('F', 0, 3))
+    costs = Costs.uniform(schedule.placement).with_times(U=(5.0,))
+    assert simulate(schedule, costs).by_pass[Pass('F', 0, 2)] == (11, 12)
+
+
+@pytest.mark.parametrize(
+    ('p', 'm', 'old'), [(2, 1, ()), (4, 1, ()), (4, 2, ()), (4, 4, ()), (4, 3, (1,) * 4)]
+)
+def test_calls_repeat(p, m, old):
+    """They run each pass once, in order; a rank runs ahead by what it is before the last."""
+    schedule = endless(p, m, old=old)
+    found = calls_of(schedule)
+    for rank, order in enumerate(schedule.passes):
+        whole = [found.program(rank, call) for call in range(3)]
+        ran = [i for program in whole for i in program if isinstance(i, Pass)]
+        assert ran == [*order[: len(ran)]]
+        forwards = [sum(isinstance(i, Pass) and i.kind == 'F' for i in own) for own in whole]
+        assert forwards == [m + p - 1 - rank, m, m]
+    sent = [i for i in found.program(0, 1) if isinstance(i, Send)]
+    assert [i.message for i in sent] == ['activation'] * m if p > 1 else []
+
+
+def test_what_cannot_be_cut_into_calls():
+    with pytest.raises(ValueError, match='not one update a rank and batch: take pipedream'):
+        calls_of(Schedule.of('none', Placement.loop(1), 1, [[]]))
+    with pytest.raises(ValueError, match='none has no updates of the weights'):
+        copies(Schedule.of('none', Placement.loop(1), 1, [[]]))
+    for arguments, why in (
+        ((1, False, (1,)), 'delays 1 of 2 stages: give one of each stage'),
+        ((1, False, (1, -1)), 'delays 1, -1 of 2 stages: .*from 0 up'),
+        ((1, False, (), 'old'), "a backward with weights 'old': give stashed, newest or corrected"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            updating(chain(2), *arguments)
+
+
+def test_without_a_meeting_in_the_lowering_calls_are_not_closed(monkeypatch):
+    """Then forwards are sent behind the step of their rank, which waits for the other ranks."""
+    schedule = endless(4, 4)
+    calls_of(schedule)
+    monkeypatch.setattr(calls, '_meeting', lambda graph: graph)
+    with pytest.raises(DeadlockError, match='rendezvous'):
+        calls_of(schedule)
+    monkeypatch.setattr(calls, 'prove', lambda programs: None)
+    with pytest.raises(ValueError, match='crosses the border of call 0: move the forward of'):
+        calls_of(schedule)
+
+
+def test_calls_that_differ_are_refused():
+    orders = '0F0 0BW0 0U0 0F1 0BW1 0U1 0F2 0F3 0BW2 0U2 0BW3 0U3 0F4 0BW4 0U4'
+    passes = [[Pass.parse(text) for text in orders.split()]]
+    schedule = Schedule.of('uneven', Placement.loop(1), 5, passes, updating(chain(1)))
+    check(schedule)
+    with pytest.raises(ValueError, match='uneven: call 2 is not call 1, later'):
+        calls_of(schedule)
