@@ -28,7 +28,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
-SCHEDULE = 'zb-v'
+SCHEDULE, REPLICAS = 'zb-v', 1  # dualpipe and other two-way ones take an even number of them
 LAYERS, SEQUENCE, MICRO_BATCH, MICROBATCHES, ITERATIONS = 8, 64, 2, 8, 10
 TEXT = torch.tensor(list(Path(__file__).read_bytes()))
 
@@ -40,7 +40,7 @@ def build_model(layout: megatron_zbpp.ModelLayout) -> list[DDP]:
         hidden_size=64,
         num_attention_heads=4,
         pipeline_dtype=torch.float32,
-        pipeline_model_parallel_size=dist.get_world_size(),
+        pipeline_model_parallel_size=dist.get_world_size() // REPLICAS,
         pipeline_model_parallel_layout=layout.text,
         gradient_accumulation_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
@@ -56,14 +56,14 @@ def build_model(layout: megatron_zbpp.ModelLayout) -> list[DDP]:
             share_embeddings_and_output_weights=False,
             vp_stage=chunk if layout.num_chunks > 1 else None,
         )
-        for chunk, stage in enumerate(layout.stages(dist.get_rank()))
+        for chunk, stage in enumerate(layout.stages(dist.get_rank() // REPLICAS))
     ]
     return [DDP(config, DistributedDataParallelConfig(), chunk.to(DEVICE)) for chunk in chunks]
 
 
-def batches() -> Iterator[torch.Tensor]:
+def batches(replica: int) -> Iterator[torch.Tensor]:
     """Yield microbatches of bytes, each sequence one byte longer than the model reads."""
-    draw = torch.Generator().manual_seed(1234)  # the first and the last stage read the same
+    draw = torch.Generator().manual_seed(replica)  # the first and the last stage read the same
     while True:
         starts = torch.randint(len(TEXT) - SEQUENCE, (MICRO_BATCH,), generator=draw).tolist()
         yield torch.stack([TEXT[start : start + SEQUENCE + 1] for start in starts]).to(DEVICE)
@@ -88,14 +88,14 @@ def main() -> None:
     if DEVICE.type == 'cuda':
         torch.cuda.set_device(DEVICE)
     megatron_zbpp.enable(SCHEDULE)
-    ranks = dist.get_world_size()
+    ranks = dist.get_world_size() // REPLICAS
     layout = megatron_zbpp.layout_for(SCHEDULE, ranks, LAYERS)
     chunks = layout.num_chunks if layout.num_chunks > 1 else None
     parallel_state.initialize_model_parallel(1, ranks, chunks)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     models = build_model(layout)
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer='adam', lr=1e-3), models)
-    data = [batches() for _ in models]
+    data = [batches(megatron_zbpp.data_parallel_rank(chunk)) for chunk in range(len(models))]
     for iteration in range(ITERATIONS):
         for model in models:
             model.zero_grad_buffer()
@@ -110,7 +110,7 @@ def main() -> None:
         )
         optimizer.step()
         figures = megatron_zbpp.figures()
-        if results:  # on the last rank
+        if results:  # where the last stage is
             loss = torch.stack([result['loss'] for result in results]).mean()
             print(f'iteration {iteration + 1} | loss {loss:.4f} | {figures}', flush=True)
     dist.destroy_process_group()

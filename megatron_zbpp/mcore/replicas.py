@@ -50,6 +50,8 @@ def pipeline(session: Session, groups: ProcessGroupCollection) -> dist.ProcessGr
     if copies == 1:
         return groups.pp
     if groups.pp not in session.pipelines:
+        from megatron_zbpp.mcore.reading import require_asked
+
         require_pairs(session.programs, groups.dp.size())
         apart, replicas = groups.dp.size() // copies, dist.get_process_group_ranks(groups.dp)
         pair, pipeline = replicas[groups.dp.rank() % apart :: apart], groups.pp
@@ -57,7 +59,7 @@ def pipeline(session: Session, groups: ProcessGroupCollection) -> dist.ProcessGr
         with session.collective('groups of the ranks of two replicas'):
             own = dist.get_process_group_ranks(pipeline), pair, _reads_unasked(session, pipeline)
             dist.all_gather_object(found, own)
-            require_asked(session, not any(unasked for *_, unasked in found))
+            require_asked(session.programs.name, not any(unasked for *_, unasked in found))
             for ranks in sorted({_both(found, own) for own, *_ in found}):
                 group = dist.new_group(list(ranks))
                 if dist.get_rank() in ranks:
@@ -88,20 +90,6 @@ def _reads_unasked(session: Session, pipeline: dist.ProcessGroup) -> bool:
     """Return whether a chunk here reads data, and the loop has not asked whose."""
     ends = session.programs.placement(pipeline.size()).only_route
     return pipeline.rank() in (ends[0], ends[-1]) and not session.asked_for_data
-
-
-def require_asked(session: Session, asked: bool) -> None:
-    """Return if the training loop knows that a chunk may read another replica's data.
-
-    Raises:
-        ValueError: it never asked.
-    """
-    if not asked:
-        raise ValueError(
-            f'with {session.programs.name} a chunk may read the data of another replica, and this '
-            'loop never asked whose: take megatron_zbpp.data_parallel_rank(vp_stage) where it has '
-            'parallel_state.get_data_parallel_rank()'
-        )
 
 
 def data_parallel_rank(session: Session, chunk: int) -> int:

@@ -55,6 +55,7 @@ class Session:
         compared: models whose layers the ranks have compared with the placement.
         pipelines: by the group of a replica's pipeline, that of the ranks that run one schedule.
         asked_for_data: whether the loop has asked whose data a chunk reads.
+        read_alike: values of forward_only whose first call's data are compared.
 
     Raises:
         ValueError: settings that make no sense.
@@ -81,6 +82,7 @@ class Session:
         self._between_partners: dict[tuple[dist.ProcessGroup, frozenset], Channels] = {}
         self._agreed: set[tuple] = set()
         self.asked_for_data = False
+        self.read_alike: set[bool] = set()
         self.pipelines: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         self.guests: list[Guest] = []
         for guest in self.programs.guests:

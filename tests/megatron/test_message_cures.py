@@ -1522,7 +1522,8 @@ ROWS = {f'{kind}: {name}': row for kind, rows in TABLES.items() for name, row in
 # statements whose cure another test applies
 ELSEWHERE = {
     'mcore/replicas.py _both': 'test_two_way_training.py::test_what_cannot_work',
-    'mcore/replicas.py require_asked': 'test_two_way_training.py::test_what_cannot_work',
+    'mcore/reading.py require_asked': 'test_two_way_training.py::test_what_cannot_work',
+    'mcore/reading.py _require_same': 'test_two_way_training.py::test_data_of_the_wrong_replica',
     'mcore/building.py _require_chunk': 'test_built.py::test_a_model_that_is_not_told',
     'mcore/iteration/built.py require_all_layers': 'test_other_scripts.py::test_images',
     'mcore/iteration/built.py _require_layout': 'test_built.py::test_a_loop',

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
-from contextlib import ExitStack
+import re
+import runpy
+from contextlib import ExitStack, redirect_stdout
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from example import MODEL, run
+import torch
+import torch.distributed as dist
+from example import MODEL, forget_groups, run
 from grids import grid
 from models import Job, check, train
+from paths import ROOT
 from supported import TOLERANCE, refuses, supports
 
 import megatron_zbpp
@@ -169,28 +175,84 @@ def test_what_cannot_work(ranks, data, tmp_path, family, p, more, changes, messa
     assert all(message in (each or '') for each in found), found
 
 
-def with_own_data(argv, metrics):
-    """On each rank: the example's training, each chunk on its own replica's data."""
+def shortest_program(schedule):
+    """On each rank: what examples/gpt/minimal.py prints with a schedule on two replicas."""
+    said = io.StringIO()
+    program = runpy.run_path(str(ROOT / 'examples/gpt/minimal.py'))
+    settings = {'SCHEDULE': schedule, 'REPLICAS': 2, 'ITERATIONS': 2, 'SEQUENCE': 16}
+    program['main'].__globals__.update(settings, TEXT=torch.arange(2000) ** 2 % 251)
+    with (
+        mock.patch.object(dist, 'init_process_group'),
+        mock.patch.object(dist, 'destroy_process_group'),
+        redirect_stdout(said),
+    ):
+        program['main']()
+    forget_groups()
+    return re.findall(r'(iteration .*\| loss .*?) \|', said.getvalue())
+
+
+def test_shortest_program(ranks):
+    """Each chunk reads what it should: the losses of both replicas are those of one way."""
+    found, expected = (
+        sorted(ranks(4).run(shortest_program, name)) for name in ('dualpipe', 'dualpipe-v')
+    )
+    assert found == expected and [len(lines) for lines in found] == [0, 0, 2, 2]
+    assert found[2] != found[3], 'replicas have other data'
+
+
+def changed(change, argv, metrics):
+    """On each rank: the example's training after a change to what tells replicas apart."""
     from example import train
     from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
 
     from megatron_zbpp.mcore import replicas
 
-    def own(session, chunk):
-        session.asked_for_data = True
+    reads, step = replicas.data_parallel_rank, schedules.forward_step
+
+    def own_data(session, chunk):
+        reads(session, chunk)
         return parallel_state.get_data_parallel_rank()
 
-    with mock.patch.object(replicas, 'data_parallel_rank', own):
-        train(argv, metrics)
+    def exchanged_on_one_rank(session, chunk):
+        return reads(session, chunk) ^ (dist.get_rank() == 2)
+
+    def over_both(step_func, data, model, num_microbatches, *more, **options):
+        return step(step_func, data, model, 2 * num_microbatches, *more, **options)
+
+    place, name, new = {
+        'own data': (replicas, 'data_parallel_rank', own_data),
+        'routes': (replicas, 'data_parallel_rank', exchanged_on_one_rank),
+        'over 2m': (schedules, 'forward_step', over_both),
+    }[change]
+    with mock.patch.object(place, name, new):
+        return said(train, argv, metrics)
 
 
-def test_a_chunk_on_its_own_replica_s_data_trains_something_else(trained, ranks, data, tmp_path):
-    """So these tests see whose data it reads."""
+def trained_with(change, ranks, data, metrics):
     argv = [*MODEL, '--pipeline-model-parallel-size', 2, '--num-layers', 8, '--data-path', data]
     argv += ['--global-batch-size', 8, '--train-iters', 3, '--clip-grad', NO_CLIPPING]
     argv += ['--pipeline-schedule', 'chimera']
+    return ranks(4).run(changed, change, list(map(str, argv)), metrics)
+
+
+@refuses('a loop whose chunks read the data of other replicas', 'labels would be others')
+@pytest.mark.parametrize('change', ['own data', 'routes'])
+def test_data_of_the_wrong_replica(ranks, data, tmp_path, change):
+    """One error on all ranks of the pipeline names both, before anything is updated."""
+    found = set(trained_with(change, ranks, data, tmp_path / 'metrics'))
+    assert len(found) == 1, found
+    (message,) = found
+    assert message.startswith(
+        "data of rank 3 are wrong because in its microbatch 0 item['tokens'], item['labels'] are "
+        'not those of rank 2, whose microbatches it goes on with: let each chunk read the data of'
+    ), message
+    assert not (tmp_path / 'metrics').exists()
+
+
+def test_a_loss_over_both_ways_trains_something_else(trained, ranks, data, tmp_path):
+    """So these tests see what a loss is divided by."""
     metrics = tmp_path / 'metrics'
-    ranks(4).run(with_own_data, list(map(str, argv)), metrics)
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    losses = tuple(line['loss'] for line in lines if 'loss' in line)
-    assert len(losses) == 3 and losses != trained('megatron', 2, 4, layers=8).losses
+    assert trained_with('over 2m', ranks, data, metrics) == [None] * 4
+    states = json.loads(metrics.read_text().splitlines()[-1])['optimizer_sha256']
+    assert states != trained('megatron', 2, 4, layers=8).optimizer

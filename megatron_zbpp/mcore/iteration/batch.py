@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
@@ -22,6 +22,9 @@ from megatron_zbpp.post_validation import protocol
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.observe.measure import Iteration
 
+if TYPE_CHECKING:
+    from megatron_zbpp.mcore.reading import Reading
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -33,6 +36,7 @@ class Batch:
     call: Call
     lowered: Lowered
     executor: Executor
+    reading: Reading | None = None  # where what chunks read is compared
 
     def timed(self) -> contextlib.AbstractContextManager[None]:
         """Enter Megatron's own timer around the passes."""
@@ -59,6 +63,8 @@ class Batch:
     def finish(self, session: Session) -> list[Any]:
         """Do what comes after the passes; return the loss function's results on the last rank."""
         config, arguments = self.config, self.call.arguments
+        if self.reading is not None:
+            self.reading.compare(self.lowered.placement, self.pipeline, session.collective)
         own_offloading.end(config, session.announced)
         if config.finalize_model_grads_func is not None and not arguments.forward_only:
             with session.watchdog.collective(

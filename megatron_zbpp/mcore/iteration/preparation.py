@@ -30,6 +30,7 @@ from megatron_zbpp.runtime.clock import clock_for
 from megatron_zbpp.runtime.executor import Executor
 
 if TYPE_CHECKING:
+    from megatron_zbpp.mcore.reading import Reading
     from megatron_zbpp.runtime.activations.store import ActivationStore
 
 
@@ -71,7 +72,13 @@ def prepare(
         new = models if models[0] not in session.compared else []
         sliced.require(unwrap_model(new), arguments)
         make = functools.partial(sliced.SlicedStage, cuts, session.slicing)
-    stages = _stages(make, call, next_iteration, lowered.placement, rank, one)
+    reading = None
+    if call.num_replicas > 1 and arguments.forward_only not in session.read_alike:
+        from megatron_zbpp.mcore.reading import Reading
+
+        reading = Reading()
+        session.read_alike.add(arguments.forward_only)
+    stages = _stages(make, call, next_iteration, lowered.placement, rank, one, reading)
     if models[0] not in session.compared:
         session.compared.add(models[0])
         collective = session.watchdog.collective
@@ -90,7 +97,7 @@ def prepare(
         combined.as_one if as_one else None,
         tables,
     )
-    return Batch(groups, pipeline, config, call, lowered, executor), count
+    return Batch(groups, pipeline, config, call, lowered, executor, reading), count
 
 
 def _allow(session: Session, arguments: Arguments, config: Any, num_ranks: int) -> None:
@@ -225,6 +232,7 @@ def _stages(
     placement: Placement,
     rank: int,
     one: Placement,
+    reading: Reading | None,
 ) -> dict[int, ModelStage]:
     """Return the stages of this rank by number; `one` is where a replica has them.
 
@@ -240,11 +248,14 @@ def _stages(
             f'rank {rank} has {len(models)} model chunks, but the schedule places {len(held)} '
             'there: build as many as the num_chunks of what megatron_zbpp.enable() returns'
         )
+    data = list(map(next_iteration.replayed, call.arguments.iterators))
+    if reading is not None:
+        data = list(map(reading.of, held, data))
     return {
         stage: make(
             call,
             models[chunk],
-            next_iteration.replayed(call.arguments.iterators[chunk]),
+            data[chunk],
             chunk if len(held) > 1 else None,
             stage == placement.num_stages - 1,
         )
