@@ -244,7 +244,7 @@ def _propose_slices(args: Namespace) -> list[Count]:
         )
     )
     best = fewest(found)
-    args.slices = slicing.Slices(best.slices, best.sizes if best.slices > 1 else ())
+    args.slices = best.sizes if best.slices > 1 else 1
     return found
 
 

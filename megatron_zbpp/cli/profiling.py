@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import docstring_parser
@@ -15,12 +15,11 @@ from megatron_zbpp.cli.printing import print_json, print_table, write
 from megatron_zbpp.ir import B, F, Placement, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.devices import Devices
-from megatron_zbpp.partitioning.fitting import fit_attention, fit_layers
+from megatron_zbpp.partitioning.fitting import fit_layers
 from megatron_zbpp.partitioning.layers import Layers
-from megatron_zbpp.partitioning.shapes import MODELS, OWN_FIELDS, Shape, layers_of
+from megatron_zbpp.partitioning.shapes import MODELS, OWN_FIELDS, Shape, attention_of, layers_of
 from megatron_zbpp.partitioning.speeds import measured_devices
 from megatron_zbpp.render.scene import number
-from megatron_zbpp.techniques.slices.balance import Attention
 
 # Fields of `Shape`: all but the model have an option.
 _SIZES = tuple(each for each in fields(Shape) if each.name != 'model')
@@ -91,15 +90,6 @@ def profile(args: Namespace) -> None:
     _print(made, note)
     for file in filter(None, (args.output, args.write_devices)):
         print(f'wrote {file}')
-
-
-def attention_of(shape: Shape) -> Attention:
-    """Return what F of decoder layers is made of, by that of sequences twice as long."""
-    times: dict[int, float] = {}
-    for tokens in (shape.seq, 2 * shape.seq):
-        _, *layers, _ = layers_of(replace(shape, seq=tokens))
-        times[tokens] = sum(layer.forward for layer in layers if layer.kind != 'm')
-    return fit_attention(times, shape.seq)
 
 
 def _refuse_what_is_not_read(args: Namespace) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import replace
-from typing import NamedTuple
 
 from megatron_zbpp.cli import values
 from megatron_zbpp.ir import Schedule
@@ -12,24 +11,16 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.fitting import fit_attention
 from megatron_zbpp.techniques.slices.balance import Attention, balanced, in_parts
 from megatron_zbpp.techniques.slices.graph import Slicing, sized
-from megatron_zbpp.techniques.slices.sizes import number_of, sizes_of, slices_of
+from megatron_zbpp.techniques.slices.sizes import (
+    AUTO,
+    Slices,
+    ToFind,
+    number_of,
+    sizes_of,
+    slices_of,
+)
 
-AUTO, BALANCED = 'auto', 'balanced'
 Measured = dict[int, float]
-
-
-class Slices(NamedTuple):
-    """`--slices`: how many, or which.
-
-    Attributes:
-        number: of them; 0: as many as pay.
-        sizes: tokens of each; none: they are equal, or to be balanced.
-        balanced: they are to take equal times.
-    """
-
-    number: int
-    sizes: tuple[int, ...] = ()
-    balanced: bool = False
 
 
 def add_slices(parser: ArgumentParser, auto: bool = False) -> None:
@@ -58,17 +49,14 @@ def add_slices(parser: ArgumentParser, auto: bool = False) -> None:
 
 
 def _slices(text: str, auto: bool) -> Slices:
-    if auto and text == AUTO:
-        return Slices(0, balanced=True)
-    word, colon, number = text.partition(':')
-    if colon:
-        values.require(text, word == BALANCED, 'give balanced:N, such as balanced:4')
-        return Slices(values.count(number), balanced=True)
     try:
         found = slices_of(text)
     except ValueError as error:
         raise ArgumentTypeError(f'{text!r} is not possible: {error}') from error
-    return Slices(number_of(found), found if isinstance(found, tuple) else ())
+    if not number_of(found):
+        cure = 'give auto, and --least-slice TOKENS' if auto else 'give how many, or balanced:N'
+        values.require(text, auto and found == ToFind(), cure)
+    return found
 
 
 def _attention(text: str) -> float | Measured:
@@ -81,7 +69,7 @@ def _attention(text: str) -> float | Measured:
 def number(args: Namespace) -> int | None:
     """Return n as it was asked for; None: it was not."""
     asked: Slices | None = getattr(args, 'slices', None)
-    return asked and asked.number
+    return None if asked is None else number_of(asked)
 
 
 def attention(args: Namespace) -> Attention:
@@ -114,17 +102,17 @@ def sizes(args: Namespace, costs: Costs) -> tuple[int, ...]:
         ValueError: those asked for are not of such a sequence.
     """
     asked: Slices | None = getattr(args, 'slices', None)
-    if asked is None:
-        return ()
-    if asked.balanced:
-        tokens = length(args, f'--slices {BALANCED}:{asked.number}')
+    if isinstance(asked, ToFind):
+        tokens = length(args, f'--slices {asked}')
         return balanced(asked.number, tokens, attention(args), costs)
-    if asked.sizes and args.seq_length not in (None, sum(asked.sizes)):
+    if not isinstance(asked, tuple):
+        return ()
+    if args.seq_length not in (None, sum(asked)):
         raise ValueError(
-            f'--slices of {sum(asked.sizes)} tokens in all, but --seq-length is '
+            f'--slices of {sum(asked)} tokens in all, but --seq-length is '
             f'{args.seq_length}: give sizes that sum to it'
         )
-    return asked.sizes
+    return asked
 
 
 def costs_in_slices(args: Namespace, costs: Costs, slices: int, own: tuple[int, ...]) -> Costs:

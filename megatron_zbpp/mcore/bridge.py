@@ -101,8 +101,13 @@ def prepare(config: Any, settings: Settings) -> Settings:
     reasons = dict.fromkeys(map(str, _refused(config, args, placement, programs)))
     if reasons:
         raise NotImplementedError(f'with schedule {programs.key}, ' + '. '.join(reasons))
+    counts = sizes.microbatches(args, int(os.environ.get('WORLD_SIZE', 1)))
+    settings, found = preflight.with_slices(settings, args, ranks, counts)
+    if found:
+        job_log.info(found)
+        programs = Programs(settings)
     programs.join(getattr(args, refusals.OVERLAP, False))
-    for count in sorted(sizes.microbatches(args, int(os.environ.get('WORLD_SIZE', 1)))):
+    for count in sorted(counts):
         programs.lowered(ranks, count, forward_only=False)
     taken = (_transformer(config), config.comm_overlap)
     words = (each for held in taken for each in superseded.drop(held, programs.splits(ranks)))

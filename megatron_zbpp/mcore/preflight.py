@@ -6,11 +6,14 @@ The flags, `zbpp doctor`, Megatron Bridge and each first call of a size ask, of 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from megatron_zbpp.emulation import cpu, te
 from megatron_zbpp.mcore import own_offloading, refusals
 from megatron_zbpp.mcore.programs import Programs
+from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.techniques.slices.sizes import ToFind
 
 
 def refused(
@@ -49,6 +52,20 @@ def refused(
             programs.mirrored(num_ranks),
         )
     )
+
+
+def with_slices(
+    settings: Settings, model: Any, num_ranks: int, counts: Collection[int]
+) -> tuple[Settings, str]:
+    """Return settings with the tokens of slices that are to be found, and what to say of them.
+
+    Settings that have them, or ask for none, stay as they are: see `slice_choice.settled`.
+    """
+    if not isinstance(settings.sliced, ToFind) or not counts:
+        return settings, ''
+    from megatron_zbpp.mcore.slice_choice import settled
+
+    return settled(settings, model, num_ranks, counts)
 
 
 def machine() -> dict[str, bool]:

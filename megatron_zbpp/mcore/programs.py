@@ -21,7 +21,9 @@ from megatron_zbpp.techniques import find as find_technique
 from megatron_zbpp.techniques import placed_in_turn
 from megatron_zbpp.techniques.amounts import ALL
 from megatron_zbpp.techniques.composition import techniques_of
-from megatron_zbpp.techniques.slices.sizes import cuts_of, number_of, sizes_of
+from megatron_zbpp.techniques.slices.sizes import Slices, ToFind, cuts_of, number_of, sizes_of
+
+_SOME = 2  # slices, where it does not matter how many
 
 
 class Family(NamedTuple):
@@ -71,8 +73,12 @@ class Programs:
         else:
             slices = number_of(settings.sliced or find(settings.schedule).default_slices)
             self.source = Family(
-                settings.schedule, settings.num_chunks, settings.memory_limit, slices
+                settings.schedule,
+                settings.num_chunks,
+                settings.memory_limit,
+                slices or _SOME,  # until they are found
             )
+        self._slices = settings.sliced
         self._amounts, self._freeze = settings.amounts, settings.freeze_plan
         self._receives = settings.message_receives
         self._early = settings.post_validation is not None
@@ -95,7 +101,8 @@ class Programs:
             return agreement.fingerprint(self.source) + more
         _, num_chunks, memory_limit, slices = self.source
         name = self._family(self.together)
-        more += f' in {slices} slices' if slices > 1 else ''
+        asked = self._settings.sliced
+        more += f' in {asked if isinstance(asked, ToFind) else slices} slices' if slices > 1 else ''
         chunks = f' with {num_chunks} chunks a rank' if num_chunks else ''
         limit = f' within {memory_limit:g}' if memory_limit else ''
         return name + chunks + limit + more + (' to plan from' if self._to_plan_from else '')
@@ -190,7 +197,7 @@ class Programs:
             return for_megatron(self.source)
         _, num_chunks, memory_limit, slices = self.source
         make = build
-        if slices > 1:
+        if slices > 1 or find(self.source.name).default_slices > 1:
             from megatron_zbpp.techniques.slices.place import in_slices
 
             make = functools.partial(in_slices, num_slices=slices)
@@ -241,17 +248,31 @@ class Programs:
 
         Args:
             settings: Megatron's arguments or config, which say who shares sequences out.
-            length: tokens of a sequence; None: not known, and nothing is returned.
+            length: tokens of a sequence; None: not known. Then nothing is returned, nor before
+                slices that are to be found are.
 
         Raises:
             ValueError: sequences of that length cannot be sliced so.
         """
-        if length is None:
+        if length is None or isinstance(self._slices, ToFind):
             return ()
         shared = getattr(settings, 'sequence_parallel', False)
         ranks = getattr(settings, 'tensor_model_parallel_size', 1) if shared else 1
         own = sizes_of(self.source.graph) if isinstance(self.source, Schedule) else ()
-        return cuts_of(self._settings.sliced or own or self.num_slices, length, ranks)
+        return cuts_of(self._slices or own or self.num_slices, length, ranks)
+
+    @property
+    def to_find_slices(self) -> bool:
+        """True while it is open which slices sequences have."""
+        return isinstance(self._slices, ToFind)
+
+    def slice_by(self, slices: Slices) -> None:
+        """Cut sequences so from now on: what was to be found."""
+        self._slices = slices
+        if isinstance(self.source, Family):
+            self.source = self.source._replace(num_slices=number_of(slices))
+        for known in (self._parts_of, self._lowered, self._in_order_of, self._fingerprints):
+            known.clear()
 
     @property
     def num_slices(self) -> int:

@@ -16,7 +16,7 @@ from megatron_zbpp.schedules import Family, checked_chunks, find, require_no_lim
 from megatron_zbpp.techniques import ASKED
 from megatron_zbpp.techniques import find as find_technique
 from megatron_zbpp.techniques.composition import require_trained
-from megatron_zbpp.techniques.slices.sizes import Slices, number_of, slices_of
+from megatron_zbpp.techniques.slices.sizes import Slices, ToFind, number_of, slices_of
 
 if TYPE_CHECKING:
     from megatron_zbpp.partitioning.freeze_plans import FreezePlan
@@ -80,14 +80,16 @@ class Settings:
     """Chunks of each rank whose forwards keep only their input, and run again before their
     backward: half (those that wait longest), all, or how many. They run again in bubbles first.
     Chunks that run again are not offloaded. Losses stay the same to the bit."""
-    slices: int | str | Sequence[int] | None = option(
+    slices: int | str | Sequence[int] | ToFind | None = option(
         None,
-        '--pipeline-slices N|SIZE,SIZE,...',
+        '--pipeline-slices N|SIZE,SIZE,...|balanced:N|auto',
         page='[long context](long-context.md)',
     )
     """Slices of each sequence, whose forwards and backwards follow one another: bubble and memory
     fall with their number. How many, as equal as can be, or the tokens of each. The last slice goes
-    back first. Losses are those of whole sequences but for rounding."""
+    back first. Losses are those of whole sequences but for rounding. balanced:N finds the sizes
+    that take equal times by the shape of the model, auto also how many, of 4096 tokens or more;
+    auto:TOKENS of as many."""
     message_ctas: int = option(
         MessageKernels.ctas,
         '--pipeline-message-ctas N',
@@ -195,7 +197,7 @@ class Settings:
     @property
     def sliced(self) -> Slices | None:
         """How many slices sequences have, or how long ones; None: what the schedule says."""
-        assert self.slices is None or isinstance(self.slices, int | tuple)  # it was read
+        assert self.slices is None or isinstance(self.slices, int | tuple | ToFind)  # it was read
         return self.slices
 
     @property
@@ -239,12 +241,13 @@ class Settings:
                 'slices: auto plans whole sequences: name a schedule, or give a plan that zbpp '
                 'plan --slices has made'
             )
-        if isinstance(self.schedule, Schedule) and number_of(found) != (
-            has := self.schedule.graph.num_slices
-        ):
+        if not isinstance(self.schedule, Schedule):
+            return
+        has = self.schedule.graph.num_slices
+        if number_of(found) != has and (number_of(found) or has == 1):
             raise ValueError(
-                f'slices: the schedule that is given has {has}, not {number_of(found)}: give '
-                f'tokens of {has}, or leave it out'
+                f'slices: the schedule that is given has {has}, not {found}: give tokens of {has}, '
+                'or leave it out'
             )
 
     def _require_amounts(self) -> None:

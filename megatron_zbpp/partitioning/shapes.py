@@ -14,7 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from math import isfinite
 
+from megatron_zbpp.partitioning.fitting import fit_attention
 from megatron_zbpp.partitioning.layers import Layer, Layers
+from megatron_zbpp.techniques.slices.balance import Attention
 
 MODELS = ('gpt', 'llama', 'mla', 'moe', 'hybrid')
 # fields that some models only have
@@ -191,6 +193,15 @@ def layers_of(shape: Shape) -> Layers:
     ahead = sparse + _linear(2 * shape.hidden, shape.hidden) + _head(shape)
     more = [_layer(shape, 'm', ahead)] * shape.mtp
     return Layers((_embedding(shape), *body, *more, _loss(shape)))
+
+
+def attention_of(shape: Shape) -> Attention:
+    """Return what F of decoder layers is made of, by that of sequences twice as long."""
+    times: dict[int, float] = {}
+    for tokens in (shape.seq, 2 * shape.seq):
+        _, *layers, _ = layers_of(replace(shape, seq=tokens))
+        times[tokens] = sum(layer.forward for layer in layers if layer.kind != 'm')
+    return fit_attention(times, shape.seq)
 
 
 def _linear(inputs: float, outputs: float) -> _Part:

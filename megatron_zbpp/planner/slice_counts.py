@@ -6,7 +6,8 @@ few tokens keep no device busy. So: the fewest whose best schedule is hardly lon
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from megatron_zbpp.planner.limits import Candidate, Limit, activation_limits, with_room
@@ -64,29 +65,45 @@ def slice_counts(
     Raises:
         ValueError: a microbatch does not fit.
     """
-    slices = 1
     units = num_microbatches * max(3 * each.num_stages for each, _ in candidates)
-    while slices == 1 or (slices * least <= length and slices * units <= _MOST_PASSES):
-        sizes = (length,)
-        if slices > 1:
-            try:
-                sizes = balanced(slices, length, attention, candidates[0][1])
-            except ValueError:  # the last ones would have no tokens
-                return
-        own = [(placement, in_parts(costs, sizes, attention)) for placement, costs in candidates]
-        found = _best(own, num_microbatches, sizes, memory_limit, objective)
+    best = partial(_best, candidates, num_microbatches, attention, memory_limit, objective)
+    cut = partial(balanced, length=length, attention=attention, costs=candidates[0][1])
+    for sizes in doubled(cut, length, least, units):
+        found = best(sizes)
         if found is not None:
             yield found
+
+
+def doubled(
+    cut: Callable[[int], tuple[int, ...]], length: int, least: int, units: int
+) -> Iterator[tuple[int, ...]]:
+    """Yield the tokens of 1, 2, 4, ... slices, as many as there are tokens and time for.
+
+    Args:
+        cut: returns the tokens of so many slices.
+        length: tokens of a sequence.
+        least: tokens of a slice, as a mean of all.
+        units: passes of whole sequences.
+    """
+    yield (length,)
+    slices = 2
+    while slices * least <= length and slices * units <= _MOST_PASSES:
+        try:
+            yield cut(slices)
+        except ValueError:  # the last ones would have no tokens
+            return
         slices *= 2
 
 
 def _best(
     candidates: Sequence[Candidate],
     num_microbatches: int,
-    sizes: tuple[int, ...],
+    attention: Attention,
     limit: Limit,
     objective: str,
+    sizes: tuple[int, ...],
 ) -> Count | None:
+    candidates = [(placement, in_parts(costs, sizes, attention)) for placement, costs in candidates]
     graphs = Slicing(len(sizes), sizes) if len(sizes) > 1 else None
     best: Count | None = None
     for placement, costs in with_room(candidates, limit, graphs):

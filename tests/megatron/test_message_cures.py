@@ -299,6 +299,8 @@ BIG = (
     '--num-layers 800 --hidden-size 65536 --num-attention-heads 64 --seq-length 1048576'
 )
 
+FOUND = '--pipeline-schedule zb-v --pipeline-slices auto --seq-length 512'
+SHAPE = '--hidden-size 64 --num-attention-heads 4'
 LONG = '--pipeline-schedule zb-v --seq-length 16 --pipeline-slices {}'.format
 
 FLAGS = {
@@ -307,6 +309,17 @@ FLAGS = {
         flags(LONG('8,4')), 'give sizes that sum to that', flags(LONG('8,4,4')), flags(LONG(2))
     ),
     'no slices': row(flags(LONG('8,x')), 'give how many, such as 4', flags(LONG(4))),
+    'slices to be found, of a model of unknown size': row(
+        flags(FOUND),
+        'give the tokens of each slice',
+        flags(f'{FOUND} {SHAPE}'),
+        flags(FOUND.replace('auto', '256,256')),
+    ),
+    'slices to be found, of sequences of unknown length': row(
+        flags(f'{SHAPE} {FOUND.partition("--seq")[0]}'),
+        'give it, or the tokens of each slice',
+        flags(f'{SHAPE} {FOUND}'),
+    ),
     'slices of auto': row(
         flags('--pipeline-schedule auto --seq-length 16 --pipeline-slices 2'),
         'name a schedule, or give a plan that zbpp plan --slices has made',

@@ -142,13 +142,17 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
     reasons = preflight.refused(args, programs, ranks, **preflight.machine())
     if reasons:
         raise NotImplementedError('with --pipeline-schedule, ' + '. '.join(map(str, reasons)))
+    counts = sizes.microbatches(args, world)
+    settings, found = preflight.with_slices(settings, args, ranks, counts)
+    if found:
+        job_log.info(found)
     plugin = enabled.switch(replace(settings, flags=vars(args)))
     if settings.post_validation is not None and sizes.disable_rerun_checks(args, sys.argv):
         job_log.info(
             '--rerun-mode disabled, or all ranks would wait for each other in each iteration'
         )
     plugin.session.programs.join(getattr(args, refusals.OVERLAP, False))
-    for num_microbatches in sorted(sizes.microbatches(args, world)):
+    for num_microbatches in sorted(counts):
         lowered = plugin.session.programs.lowered(ranks, num_microbatches, forward_only=False)
         require_host_memory(args, lowered.schedule, os.environ)
     sizes.place_layers(args, placement)

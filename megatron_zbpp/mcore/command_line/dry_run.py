@@ -142,6 +142,12 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     programs.join(getattr(args, refusals.OVERLAP, False))
     counts = _microbatches(line, parallel['data'])
     notes += superseded.drop(line.args)
+    on_cpu, with_te = line.on_cpu, not te.missing()
+    refused = preflight.refused(args, programs, placement.num_ranks, None, on_cpu, with_te)
+    if not refused:
+        settings, found = preflight.with_slices(settings, args, placement.num_ranks, counts)
+        programs = Programs(settings) if found else programs
+        notes += [found] if found else []
     for name in settings.amounts if counts else ():
         if find_technique(name).moves:
             notes.append(_of_copies(name, programs, placement.num_ranks, counts[-1]))
@@ -166,13 +172,7 @@ def dry_run_of(line: LaunchLine) -> DryRun:
         tuple(layers),
         tuple(_simulated(programs, placement.num_ranks, count, counted) for count in counts),
         layer_memory(line.args),
-        preflight.refused(
-            args,
-            programs,
-            placement.num_ranks,
-            on_cpu=line.on_cpu,
-            with_te=not te.missing(),
-        ),
+        refused,
         tuple(notes),
     )
 

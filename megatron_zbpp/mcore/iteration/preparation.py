@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,6 +29,7 @@ from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.runtime.channels import Message
 from megatron_zbpp.runtime.clock import clock_for
 from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.log import job_log
 
 if TYPE_CHECKING:
     from megatron_zbpp.mcore.reading import Reading
@@ -54,12 +56,14 @@ def prepare(
     call = Call(
         arguments, session.store, groups.cp.size(), _device(), session.programs.num_replicas
     )
+    _find_slices(session, arguments, config, groups.pp.size())
     cuts = session.programs.cuts(config, arguments.seq_length)
     messages = [
         _message(arguments, config, groups, call.device, end - start)
         for start, end in itertools.pairwise(cuts)
     ]
-    lowered = _agreed(session, arguments, config, messages[0], groups.pp.size(), pipeline)
+    shape = messages[0], cuts
+    lowered = _agreed(session, arguments, config, shape, groups.pp.size(), pipeline)
     as_one = session.programs.together and not arguments.forward_only
     if as_one:
         combined.require(unwrap_model(models), arguments.forward_step_func)
@@ -111,17 +115,32 @@ def _allow(session: Session, arguments: Arguments, config: Any, num_ranks: int) 
     programs.join(getattr(config, refusals.OVERLAP, False))
 
 
+def _find_slices(session: Session, arguments: Arguments, config: Any, num_ranks: int) -> None:
+    """Settle on slices at the first call, where they are to be found, and say which."""
+    if not session.programs.to_find_slices:
+        return
+    told = SimpleNamespace(**vars(config), seq_length=arguments.seq_length)
+    counts = [arguments.num_microbatches]
+    settings, found = preflight.with_slices(session.settings, told, num_ranks, counts)
+    assert settings.sliced is not None
+    session.programs.slice_by(settings.sliced)
+    job_log.info(found)
+
+
 def _agreed(
     session: Session,
     arguments: Arguments,
     config: Any,
-    message: Message,
+    shape: tuple[Message, Sequence[int]],
     num_ranks: int,
     pipeline: torch.distributed.ProcessGroup,
 ) -> Lowered:
     """Return the programs of all ranks, once they have found that they mean the same."""
     sizes = num_ranks, arguments.num_microbatches
+    message, cuts = shape
     alike = agreement(sizes[1], len(arguments.models), message, arguments.forward_only, config)
+    if len(cuts) > 2:
+        alike['first tokens of slices'] = cuts
     alike['side task'] = session.filler is not None
     for guest in session.guests:
         alike |= guest.fingerprint()

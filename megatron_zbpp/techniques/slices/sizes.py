@@ -3,21 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import cast
 
 from megatron_zbpp.ir.graph import Graph
 
-Slices = int | tuple[int, ...]
-"""How many slices, as equal as can be; or the tokens of each."""
+AUTO, BALANCED = 'auto', 'balanced'
+LEAST = 4096  # tokens, a careful guess: docs/long-context.md
+
+
+@dataclass(frozen=True)
+class ToFind:
+    """Slices of equal times, whose sizes are to be found.
+
+    Attributes:
+        number: of them; 0: as many as pay.
+        least: then, tokens of a slice, as a mean of all.
+    """
+
+    number: int = 0
+    least: int = LEAST
+
+    def __str__(self) -> str:
+        if self.number:
+            return f'{BALANCED}:{self.number}'
+        return AUTO if self.least == LEAST else f'{AUTO}:{self.least}'
+
+
+Slices = int | tuple[int, ...] | ToFind
+"""How many slices, as equal as can be; or the tokens of each; or what finds them."""
 
 
 def slices_of(asked: object) -> Slices:
-    """Return what is asked for: a number, or tokens of each slice, in text as `1024,512,512`.
+    """Return what is asked for: a number, tokens of each slice, in text as `1024,512,512`, or text.
+
+    That is `balanced:4`, `auto`, or `auto:2048` with the fewest tokens of a slice.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is none of them.
     """
+    if isinstance(asked, ToFind):
+        return asked
+    word, colon, number = str(asked).partition(':')
+    if word == AUTO and not colon:
+        return ToFind()
+    if word in (AUTO, BALANCED) and (told := _whole(number)):
+        return ToFind(least=told) if word == AUTO else ToFind(told)
     words: Iterable[object] = [asked]
     if isinstance(asked, str):
         words = asked.split(',')
@@ -27,7 +59,7 @@ def slices_of(asked: object) -> Slices:
     if not found or min(found) < 1:
         raise ValueError(
             f'slices is {asked!r}: give how many, such as 4, or the tokens of each, such as '
-            '1024,512,512'
+            '1024,512,512, or balanced:4, or auto'
         )
     return found[0] if len(found) == 1 else found
 
@@ -40,11 +72,13 @@ def _whole(value: object) -> int:
 
 
 def number_of(slices: Slices) -> int:
-    """Return how many slices there are."""
+    """Return how many slices there are; 0: that is to be found."""
+    if isinstance(slices, ToFind):
+        return slices.number
     return slices if isinstance(slices, int) else len(slices)
 
 
-def cuts_of(slices: Slices, length: int, multiple: int = 1) -> tuple[int, ...]:
+def cuts_of(slices: int | tuple[int, ...], length: int, multiple: int = 1) -> tuple[int, ...]:
     """Return the first token of each slice, and behind them the tokens of a sequence.
 
     Args:

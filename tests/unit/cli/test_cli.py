@@ -853,7 +853,7 @@ def test_the_share_of_attention_by_shape(zbpp) -> None:
     [
         ('plan --slices auto', '--slices auto needs --seq-length'),
         ('plan --slices balanced:3', '--slices balanced:3 needs --seq-length'),
-        ('plan --slices 3:4', 'give balanced:N, such as balanced:4'),
+        ('plan --slices 3:4', 'or balanced:4, or auto'),
         ('plan --slices 3 --attention 8=2,9=3', '--attention by lengths needs --seq-length'),
         ('plan --slices 3 --attention 8=2 --seq-length 8', 'by two lengths or more'),
         ('plan --slices 3 --attention 1.5', "'1.5' is not possible"),
@@ -864,7 +864,8 @@ def test_the_share_of_attention_by_shape(zbpp) -> None:
         ('plan --slices balanced:9 --seq-length 1024', '9 are too many for balanced slices'),
         ('plan --slices auto --frontier 2,3', '--slices auto is for one memory limit'),
         ('plan --slices auto --seq-length 8 --actions offload --memory-limit 3', 'leave --actions'),
-        ('simulate --schedule zb-v --slices auto', "slices is 'auto': give how many"),
+        ('simulate --schedule zb-v --slices auto', 'give how many, or balanced:N'),
+        ('plan --slices auto:2048', 'give auto, and --least-slice TOKENS'),
     ],
 )
 def test_sizes_of_slices_that_are_refused(refusal, words, says) -> None:
