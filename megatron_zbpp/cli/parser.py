@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from megatron_zbpp.analysis.checker import ScheduleError
 from megatron_zbpp.cli import (
     arguments,
+    benching,
     commands,
     comparing,
     partitioning,
@@ -33,7 +34,7 @@ from megatron_zbpp.techniques import ASKED, find
 from megatron_zbpp.version import __version__
 
 # Commands whose numbers, if they take any, are no times.
-_TIMELESS = frozenset({'', 'list', 'check', 'doctor', 'partition', 'profile'})
+_TIMELESS = frozenset({'', 'list', 'check', 'doctor', 'bench', 'partition', 'profile'})
 _ALONE = ('-h', '--help', '--version')  # take no command
 
 _EXAMPLES = """
@@ -57,6 +58,7 @@ zbpp partition layers.json --pp 4 --microbatches 8 --placements loop --exact
 zbpp bubbles --schedule 1f1b --pp 4 --microbatches 8 --json
 zbpp freeze --schedule zb-h1 --pp 4 --microbatches 8 --most 0.5
 zbpp doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py --pipeline-schedule zb-v ...
+zbpp bench -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
 zbpp check plan.json                                   ours, a plan's or torch's CSV
 zbpp convert --file plan.json --to torch-csv -o plan.csv
 zbpp convert --schedule zb-v --pp 4 --microbatches 8 -o zb-v.html
@@ -285,6 +287,12 @@ _COMMANDS: tuple[tuple[Any, ...], ...] = (
         side_work.add_freeze,
     ),
     ('doctor', commands.doctor, 'what is installed, and what a job would run', _add_doctor),
+    (
+        'bench',
+        benching.bench,
+        "your launch line by stock's schedule and by ours: time, memory, losses",
+        benching.add_bench,
+    ),
     ('convert', commands.convert, 'write a schedule in another format', _add_case, _add_convert),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -52,13 +53,14 @@ WALK = {  # by tests/megatron/test_unbalanced_page.py, with those between
     c.line for c in COMMANDS if c.page.stem == 'unbalanced' and 'megatron_zbpp.launch' in c.line
 }
 LAUNCH = [c.line for c in COMMANDS if 'megatron_zbpp.launch' in c.line and c.line not in WALK]
+BENCH = [c.line for c in COMMANDS if c.line.startswith('zbpp bench')]
 INSTALL = [c.line for c in COMMANDS if c.line.startswith('pip install')]
 BENCHMARKS = [
     c.line
     for c in COMMANDS
     if c.line.startswith('python scripts/benchmark') and c.line not in ELSEWHERE
 ]
-APART = {*ELSEWHERE, *LAUNCH, *WALK, *INSTALL, *BENCHMARKS}
+APART = {*ELSEWHERE, *LAUNCH, *BENCH, *WALK, *INSTALL, *BENCHMARKS}
 TOGETHER = {  # of each page, in one folder, as they use each other's files
     page: lines
     for page in pages.PAGES
@@ -91,6 +93,33 @@ def test_launch_command(command):
     done = run([*launch, *arguments], cwd=ROOT, timeout=150)
     assert done.returncode == 0, done.stderr
     assert re.search(r'iteration +2/ +2 \|.*lm loss: [\d.E+-]+ \|', done.stdout)
+
+
+@needs_training
+@pytest.mark.parametrize('command', BENCH)
+def test_bench_command(command, tmp_path):
+    """On two ranks of the CPU: from one checkpoint, stock and a V print the same losses."""
+    small = '--cpu --iterations 2 --rounds 1 --schedules zb-v --json'.split()
+    at = command.replace('/path/to/Megatron-LM/pretrain_gpt.py', str(SCRIPT))
+    at = at.replace('--nproc-per-node 8', '--standalone --nproc-per-node 2')
+    at = at.replace('-size 8', '-size 2')
+    filling = [*COMMON, '--train-iters', '2', '--global-batch-size', '4']
+    before, _, line = at.replace('...', shlex.join(filling)).partition(' -- torchrun ')
+    zbpp, name = before.split()
+    torchrun = [sys.executable, '-m', 'torch.distributed.run']
+    words = [
+        Path(sys.executable).with_name(zbpp),
+        name,
+        *small,
+        '--',
+        *torchrun,
+        *shlex.split(line),
+    ]
+    done = run(words, cwd=tmp_path, timeout=250)
+    assert done.returncode == 0, done.stderr
+    stock, ours = json.loads(done.stdout)['schedules']
+    assert ours['losses_equal'] and len(ours['losses']) == 2 == len(set(ours['losses']))
+    assert 0 < ours['idle_all_ranks'] < 1 and stock['idle_all_ranks'] is None
 
 
 @pytest.mark.parametrize('command', BENCHMARKS)

@@ -42,8 +42,16 @@ PRINTED = (
     f'freeze --schedule zb-h1 {SHAPE}',
     'doctor',
     f'{JOB} zb-v',
+    'bench --rounds 1 --iterations 2 --schedules zb-v -- sh job.sh megatron_zbpp.launch job.py',
     f'convert --schedule zb-v {SHAPE} --to torch-csv -o other.csv',
 )
+
+TAKE_MEGATRON = ('doctor', 'bench')
+LOGGED = """
+for step in 1 2
+do echo " iteration $step/ 2 | elapsed time per iteration (ms): 12.5 | lm loss: 5.1E+00 |"
+done
+"""
 
 
 @pytest.fixture
@@ -54,6 +62,7 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.setenv('COLUMNS', '80')
     (tmp_path / 'times.json').write_text('{"F": [3, 2], "B": [3, 2], "W": [3, 2]}')
     assert main([*PROFILE.split(), '-o', 'layers.json']) == 0
+    (tmp_path / 'job.sh').write_text(LOGGED)
     assert main(f'convert --schedule zb-h1 {SHAPE} --to json -o plan.json'.split()) == 0
     return tmp_path
 
@@ -72,7 +81,7 @@ def errors(name: str, value: object) -> list[str]:
 def test_json_is_as_the_schema_says(line, folder, capsys):
     """Each object, each of its names, and no other."""
     name = line.split()[0]
-    if name == 'doctor':  # Megatron may have been imported here, which it asks for CUDA
+    if name in TAKE_MEGATRON:  # Megatron may have been imported here, which it asks for CUDA
         command = [sys.executable, '-m', 'megatron_zbpp.cli', *words(line, '--json')]
         text = subprocess.run(command, capture_output=True, text=True).stdout
     else:
@@ -103,7 +112,7 @@ def test_what_doctor_refuses():
     assert not errors('doctor', json.loads(json.dumps(report)))
 
 
-@pytest.mark.parametrize('line', [line for line in PRINTED if not line.startswith('doctor')])
+@pytest.mark.parametrize('line', [line for line in PRINTED if line.split()[0] not in TAKE_MEGATRON])
 def test_tables_align_in_80_columns(line, folder, capsys):
     """With each schedule that there is; cells of a column end at one place."""
     capsys.readouterr()

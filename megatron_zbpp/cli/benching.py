@@ -1,0 +1,288 @@
+"""`zbpp bench`: a launch line by its own schedule and by ours, in turns, from one checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+from megatron_zbpp.cli import values
+from megatron_zbpp.cli.partitioning import gib
+from megatron_zbpp.cli.printing import print_json, print_table, print_wrapped
+from megatron_zbpp.cli.progress import progress
+from megatron_zbpp.render.bars import bars_png
+from megatron_zbpp.schedules import find
+
+if TYPE_CHECKING:
+    from megatron_zbpp.mcore.command_line.bench import Bench, Printed
+
+_RUNS, _START = 'runs.json', 'start'
+
+
+def add_bench(command: ArgumentParser) -> None:
+    """Add what `zbpp bench` takes."""
+    command.add_argument(
+        '--schedules',
+        type=values.names,
+        default=['zb-h1', 'zb-v', 'auto'],
+        metavar='NAME,...',
+        help='beside the one of the line; auto: one that is planned from the times of the first '
+        'iterations. Default zb-h1,zb-v,auto',
+    )
+    command.add_argument(
+        '--iterations', type=values.count, default=20, metavar='N', help='of a run; default 20'
+    )
+    command.add_argument(
+        '--warmup',
+        type=values.whole,
+        metavar='N',
+        help='iterations of a run that no time is taken of; default: half of them',
+    )
+    command.add_argument(
+        '--rounds',
+        type=values.count,
+        default=3,
+        metavar='N',
+        help='runs of each schedule, in turns; default 3',
+    )
+    command.add_argument('--cpu', action='store_true', help='run on CPU and gloo')
+    command.add_argument(
+        '-o',
+        '--output',
+        metavar='FOLDER',
+        default='zbpp-bench',
+        help='of logs and results; a bench that was stopped goes on there. Default zbpp-bench',
+    )
+    command.add_argument('line', nargs='*', metavar='-- LAUNCH LINE', help='torchrun and all')
+
+
+def bench(args: Namespace) -> int:
+    """Return 0, 1 where a run failed, or 130 where Ctrl-C ended the bench; prints what ran."""
+    from megatron_zbpp.mcore.command_line.bench import OWN, Bench  # takes torch and Megatron
+
+    names = [name if name == 'auto' else find(name).name for name in args.schedules]
+    schedules = list(dict.fromkeys([OWN, *names]))
+    job, folder = Bench.of(args.line, args.cpu), Path(args.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    warmup = args.iterations // 2 if args.warmup is None else args.warmup
+    runs = _Runs(folder, [*args.line, *(['--cpu'] if args.cpu else [])], args.iterations)
+    status = 0
+    turns = itertools.product(range(args.rounds), schedules)
+    missing = [(name, turn) for turn, name in turns if not runs.has(name, turn)]
+    try:
+        start = job.load or (_written_start(job, folder) if missing else '')
+        with progress('runs', 'run', len(missing)) as done:
+            for k, (name, turn) in enumerate(missing, 1):
+                _say(f'{name}, run {turn + 1} of {args.rounds}')
+                log = folder / f'{name.replace(" ", "-")}-{turn + 1}.log'
+                runs.add(name, turn, _run(job.run(name, args.iterations, start), log))
+                done(k / len(missing))
+        shutil.rmtree(folder / _START, ignore_errors=True)
+    except KeyboardInterrupt:
+        _say(f'interrupted: this ran by then; the same command with -o {folder} goes on')
+        status = 128 + signal.SIGINT
+    rows = [_row(name, runs.of(name), job, warmup) for name in schedules if runs.of(name)]
+    if not rows:
+        return status
+    _judge(rows, job)
+    picture = _draw(rows, folder, job)
+    if args.json:
+        told = {'schedules': rows, 'iterations': args.iterations, 'warmup': warmup}
+        print_json({**told, 'picture': picture})
+    else:
+        _print(rows, job)
+        print(f'wrote {picture}' if picture else 'no picture: pip install matplotlib')
+    return status or int(any(row['error'] for row in rows))
+
+
+class _Runs:
+    """What ran, in a file: so that a bench that was stopped goes on."""
+
+    def __init__(self, folder: Path, line: Sequence[str], iterations: int) -> None:
+        self._file = folder / _RUNS
+        self._of: dict[str, Any] = {'line': list(line), 'iterations': iterations}
+        self._found: dict[str, list[Any]] = {}
+        if not self._file.exists():
+            return
+        known = json.loads(self._file.read_text(encoding='utf-8'))
+        for key, value in self._of.items():
+            if known.get(key) != value:
+                raise ValueError(
+                    f'-o {folder} has runs of other {key}: name another folder, or delete it'
+                )
+        self._found = known['runs']
+
+    def has(self, name: str, turn: int) -> bool:
+        """Return whether that run has ended, well or not."""
+        return turn < len(self._found.get(name, ()))
+
+    def of(self, name: str) -> list[Any]:
+        """Return the runs of a schedule."""
+        return self._found.get(name, [])
+
+    def add(self, name: str, turn: int, found: Any) -> None:
+        """Keep what a run left."""
+        assert turn == len(self.of(name)), 'runs of a schedule end in order'
+        self._found.setdefault(name, []).append(found)
+        text = json.dumps({**self._of, 'runs': self._found}, indent=1)
+        self._file.write_text(text, encoding='utf-8')
+
+
+def _written_start(job: Bench, folder: Path) -> str:
+    """Return the folder of the checkpoint that all runs begin with; writes it if need be.
+
+    Raises:
+        ValueError: its run failed.
+    """
+    start = folder / _START
+    if not (start / 'latest_checkpointed_iteration.txt').exists():
+        _say("a checkpoint, by Megatron's own schedule")
+        log = folder / 'start.log'
+        found = _run(job.start(str(start)), log)
+        if found['error']:
+            raise ValueError(f'the launch line fails: {found["error"]}: see {log}')
+    return str(start)
+
+
+def _run(words: Sequence[str], log: Path) -> dict[str, Any]:
+    """Run a launch line to its end and return what it printed, which goes to `log`, too."""
+    from megatron_zbpp.mcore.command_line.bench import Printed
+
+    printed = Printed()
+    with log.open('w', encoding='utf-8') as file:
+        file.write(f'$ {shlex.join(words)}\n')
+        with subprocess.Popen(
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors='replace',
+            start_new_session=True,
+        ) as process:
+            assert process.stdout is not None
+            try:
+                for line in process.stdout:
+                    file.write(line)
+                    printed.read(line)
+                code = process.wait()
+            except BaseException:
+                os.killpg(process.pid, signal.SIGTERM)
+                raise
+    return _left(printed, code)
+
+
+def _left(printed: Printed, code: int) -> dict[str, Any]:
+    """Return what is kept of a run."""
+    failed = bool(code) or not printed.steps
+    return {
+        'seconds': [step.seconds for step in printed.steps],
+        'losses': [step.loss for step in printed.steps],
+        'idle': [step.idle for step in printed.steps],
+        'peak_bytes': printed.peak_bytes,
+        'error': printed.said if failed else None,
+    }
+
+
+def _row(name: str, runs: Sequence[Any], job: Bench, warmup: int) -> dict[str, Any]:
+    """Return the figures of a schedule: medians over its runs."""
+    good = [run for run in runs if not run['error']]
+    error = next((run['error'] for run in runs if run['error']), None)
+    times = [median(run['seconds'][warmup:] or run['seconds']) for run in good]
+    seconds = median(times) if times else None
+    idle = [share for run in good for share in run['idle'][warmup:] if share is not None]
+    peaks = [run['peak_bytes'] for run in good if run['peak_bytes'] is not None]
+    return {
+        'name': name,
+        'runs': times,
+        'seconds': seconds,
+        'spread': (max(times) - min(times)) / seconds if seconds else None,
+        'tokens_a_second': job.tokens / seconds if seconds and job.tokens else None,
+        'idle_all_ranks': fmean(idle) if idle else None,
+        'peak_bytes': max(peaks, default=None),
+        'losses': good[0]['losses'] if good else [],
+        'error': error,
+    }
+
+
+def _judge(rows: list[dict[str, Any]], job: Bench) -> None:
+    """Add to each row its gain over the first, and whether losses are that one's."""
+    first = rows[0]
+    dropout = any(
+        getattr(job.line.args, name, 0) for name in ('hidden_dropout', 'attention_dropout')
+    )
+    for row in rows:
+        both = row['seconds'] and first['seconds']
+        row['gain'] = 1 - row['seconds'] / first['seconds'] if both else None
+        equal = row['losses'] == first['losses'] if both else None
+        row['losses_equal'] = equal
+        row['why'] = 'dropout draws other masks' if equal is False and dropout else None
+
+
+def _draw(rows: Sequence[dict[str, Any]], folder: Path, job: Bench) -> str | None:
+    """Return the path of the picture; None: there is no matplotlib, or nothing to draw."""
+    runs = {row['name']: [1e3 * each for each in row['runs']] for row in rows if row['runs']}
+    if not runs or find_spec('matplotlib') is None:
+        return None
+    path, where = folder / 'bench.png', ', CPU' if job.line.on_cpu else ''
+    bars_png(runs, path, f'{Path(job.script).name} on {job.line.world_size} ranks{where}')
+    return str(path)
+
+
+def _print(rows: list[dict[str, Any]], job: Bench) -> None:
+    """Print a line a schedule, what failed, and the words to put into one's script."""
+
+    def cell(value: float | None, text: str) -> str:
+        return '-' if value is None else text.format(value)
+
+    heads = ('schedule', 'ms/step', 'spread', 'gain', 'tokens/s', 'idle', 'peak', 'losses')
+    said = {None: '-', True: 'equal', False: 'differ'}
+    print_table(
+        heads,
+        [
+            (
+                row['name'],
+                cell(row['seconds'] and row['seconds'] * 1e3, '{:.1f}'),
+                cell(row['spread'], '{:.1%}'),
+                cell(row['gain'], '{:.1%}'),
+                cell(row['tokens_a_second'], '{:.0f}'),
+                cell(row['idle_all_ranks'], '{:.1%}'),
+                '-' if row['peak_bytes'] is None else gib(row['peak_bytes']),
+                said[row['losses_equal']],
+            )
+            for row in rows
+        ],
+    )
+    if job.line.on_cpu:
+        print_wrapped('CPU figures: not what a GPU gains')
+    own = ' '.join(job.own) or "Megatron's own schedule"
+    print_wrapped(
+        f'{rows[0]["name"]}: {own}. Gain: time saved against it; spread: longest less shortest of '
+        'the runs, over their median; idle: share of all GPU time; peak: most that tensors take on '
+        'a GPU; losses: as printed, each step'
+    )
+    for why in dict.fromkeys(filter(None, (row['why'] for row in rows))):
+        print_wrapped(f'losses differ: {why}')
+    for row in rows:
+        if row['error']:
+            print_wrapped(f'{row["name"]} failed: {row["error"]}')
+    best = max(rows, key=lambda row: row['gain'] or 0.0)
+    if best is not rows[0]:
+        print_wrapped(f'for your script: -m megatron_zbpp.launch before {job.script}, and behind')
+        print(f'    --pipeline-schedule {best["name"]}')
+    else:
+        print('no schedule is faster than that of the line')
+
+
+def _say(text: str) -> None:
+    print(f'zbpp: {text}', file=sys.stderr)

@@ -1,0 +1,206 @@
+"""Launch lines of a bench, made of a user's own, and what a run of one printed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron_zbpp.mcore.command_line import launch_line
+from megatron_zbpp.mcore.command_line.flags import FLAGS
+from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
+
+OWN = 'as it is'  # the schedule of the line: Megatron's own, or what its flags name
+_LAUNCHER = 'megatron_zbpp.launch'
+# Flags of a job, with what they are followed by, that a bench sets itself or has no use for.
+_SET = (
+    'train-iters train-samples exit-interval exit-duration-in-mins log-interval save save-interval '
+    'save-retain-interval load ckpt-step eval-iters tensorboard-dir wandb-project '
+    'wandb-exp-name wandb-save-dir one-logger-project pipeline-schedule pipeline-schedule-file'
+).split()
+_SWITCHES = ('--finetune', '--no-load-optim', '--no-load-rng', '--skip-train')
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A launch line, divided.
+
+    Attributes:
+        launcher: what starts the script, our launcher included.
+        script: its path.
+        flags: of the script, without those that a bench sets.
+        line: what was read of it.
+        own: the words that name the line's own schedule; none: Megatron's.
+        load: the checkpoint that it begins with; None: it starts from scratch.
+    """
+
+    launcher: tuple[str, ...]
+    script: str
+    flags: tuple[str, ...]
+    line: LaunchLine
+    own: tuple[str, ...]
+    load: str | None
+
+    @classmethod
+    def of(cls, words: Sequence[str], cpu: bool = False) -> Bench:
+        """Return the bench of a launch line.
+
+        Args:
+            words: `torchrun ... pretrain_gpt.py FLAG ...`.
+            cpu: whether to run on the CPU.
+
+        Raises:
+            ValueError: there is no script, or flags that make no sense.
+        """
+        at = next((k for k, word in enumerate(words) if word.endswith('.py')), None)
+        if at is None:
+            raise ValueError(
+                'the launch line names no script: give all of it, such as torchrun '
+                '--nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...'
+            )
+        launcher, flags = list(words[:at]), list(words[at + 1 :])
+        if _LAUNCHER not in launcher:
+            launcher += ['-m', _LAUNCHER] if launcher else ['python', '-m', _LAUNCHER]
+        if cpu and '--cpu' not in launcher:
+            launcher.append('--cpu')
+        line = launch_line.read([*launcher, words[at], *flags])
+        given = {each.dest: getattr(line.args, each.dest) for each in FLAGS}
+        named = [given['pipeline_schedule'], given['pipeline_schedule_file']]
+        own = _named(*named) if any(named) else ()
+        return cls(
+            tuple(launcher),
+            words[at],
+            tuple(_without(flags, _SET, _SWITCHES)),
+            line,
+            own,
+            getattr(line.args, 'load', None) or _value(flags, '--load'),
+        )
+
+    @property
+    def tokens(self) -> int | None:
+        """Of a step; None: the line does not say."""
+        batch, length = self.line.args.global_batch_size, self.line.args.seq_length
+        return batch * length if batch and length else None
+
+    def start(self, folder: str) -> list[str]:
+        """Return the line that writes the checkpoint from which all runs begin, by stock."""
+        made = ['--save', folder, '--save-interval', '1', '--no-save-optim', '--no-save-rng']
+        return self._line(self._plain(), 1, [*made, '--ckpt-format', 'torch_dist'])
+
+    def run(self, schedule: str, iterations: int, start: str) -> list[str]:
+        """Return the line of one run.
+
+        Args:
+            schedule: the name of one, or `OWN`.
+            iterations: that it trains.
+            start: the folder of the checkpoint that it begins with.
+        """
+        named = self.own if schedule == OWN else ('--pipeline-schedule', schedule)
+        flags = [*self.flags, *named] if named else self._plain()
+        own = [] if start == self.load else ['--ckpt-format', 'torch_dist']
+        loads = ['--load', start, '--finetune', '--no-load-optim', '--no-load-rng', *own]
+        return self._line(flags, iterations, loads)
+
+    def _plain(self) -> list[str]:
+        """Return flags without any of ours."""
+        switches = [each.name for each in FLAGS if not each.unit]
+        return list(_without(self.flags, (f.name[2:] for f in FLAGS if f.unit), switches))
+
+    def _line(self, flags: Iterable[str], iterations: int, more: Sequence[str]) -> list[str]:
+        found = [*self.launcher, self.script, *flags, *self._length(iterations)]
+        return [*found, '--log-interval', '1', '--eval-iters', '0', *more]
+
+    def _length(self, iterations: int) -> list[str]:
+        """Return how long to train, with the learning rates of the line's own length."""
+        args = self.line.args
+        samples, own = (getattr(args, name, None) for name in ('train_samples', 'train_iters'))
+        if samples:
+            decay = getattr(args, 'lr_decay_samples', None) or samples
+            count = iterations * (args.global_batch_size or 1)
+            return ['--train-samples', str(count), '--lr-decay-samples', str(decay)]
+        decay = getattr(args, 'lr_decay_iters', None) or own
+        return [
+            *('--train-iters', str(iterations)),
+            *(['--lr-decay-iters', str(decay)] if decay else []),
+        ]
+
+
+def _named(schedule: str | None, file: str | None) -> tuple[str, ...]:
+    return ('--pipeline-schedule-file', file) if file else ('--pipeline-schedule', schedule or '')
+
+
+def _without(flags: Iterable[str], valued: Iterable[str], switches: Iterable[str]) -> Iterator[str]:
+    """Yield words without these flags, and without the values behind the first kind."""
+    valued, switches = {f'--{name}' for name in valued}, set(switches)
+    dropping = False
+    for word in flags:
+        if word.startswith('--'):
+            name = word.partition('=')[0]
+            dropping = name in valued
+            if dropping or name in switches:
+                continue
+        elif dropping:
+            continue
+        yield word
+
+
+def _value(flags: Sequence[str], name: str) -> str | None:
+    """Return the word behind a flag."""
+    for at, word in enumerate(flags):
+        if word.startswith(f'{name}='):
+            return word.partition('=')[2]
+        if word == name:
+            return flags[at + 1] if at + 1 < len(flags) else None
+    return None
+
+
+class Step(NamedTuple):
+    """One iteration as Megatron logged it.
+
+    Attributes:
+        seconds: that it took.
+        loss: as printed; None: it printed none.
+        idle: share of all GPU time; None: Megatron's own schedule ran, which does not tell.
+    """
+
+    seconds: float
+    loss: str | None
+    idle: float | None
+
+
+_STEP = re.compile(r' iteration +\d+/ *\d+ \|.*elapsed time per iteration \(ms\): ([\d.]+)')
+_LOSS = re.compile(r' lm loss: (\S+)')
+_IDLE = re.compile(r' idle GPU time: ([\d.]+)%')
+_PEAK = re.compile(r' max allocated: ([\d.]+)')
+_ERROR = re.compile(r'(?:\w*Error|\berror): \S')
+_MIB = 2**20
+
+
+@dataclass
+class Printed:
+    """What a run has printed so far.
+
+    Attributes:
+        steps: iterations.
+        peak_bytes: most that a GPU's tensors took; None: nothing told it.
+        said: its last line, or the first that names an error.
+    """
+
+    steps: list[Step] = field(default_factory=list[Step])
+    peak_bytes: float | None = None
+    said: str = 'it printed nothing'
+    _failed: bool = False
+
+    def read(self, line: str) -> None:
+        """Take a line of output."""
+        if not self._failed and line.strip():
+            self.said, self._failed = line.strip(), _ERROR.search(line) is not None
+        if peak := _PEAK.search(line):
+            most = max(self.peak_bytes or 0.0, float(peak[1]) * _MIB)
+            self.peak_bytes = most or None  # a CPU tells 0
+        if step := _STEP.search(line):
+            loss, idle = _LOSS.search(line), _IDLE.search(line)
+            self.steps.append(
+                Step(float(step[1]) / 1e3, loss and loss[1], float(idle[1]) / 100 if idle else None)
+            )
