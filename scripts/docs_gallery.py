@@ -17,6 +17,7 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.render.svg import svg
 from megatron_zbpp.schedules import Family, own_families
+from megatron_zbpp.techniques.updates.steady_state import steady_state
 
 RANKS, MICROBATCHES = 4, 8
 _FAMILIES = own_families(every=True)
@@ -30,7 +31,9 @@ microbatches with F = B = W = 1: each rank's passes, and below them the activati
 busiest rank; *idle GPU time* the share of all ranks' time that is lost. *Memory* is in
 activations of one microbatch on a full rank. In formulas v is the number of chunks a rank,
 n that of slices of a sequence, 4 here: `3F1.2` is slice 2 of microbatch 1. Slices are planned,
-simulated and drawn; training takes whole sequences so far.
+simulated and drawn; training takes whole sequences so far. [Asynchronous](asynchronous.md)
+schedules never drain: of those the bubble is that of a call in the middle, a line marks a step, and
+shades tell versions of the weights.
 
 Other numbers: `zbpp show --schedule NAME --pp P --microbatches M`, or `zbpp compare`.
 
@@ -92,6 +95,10 @@ def _section(family: Family) -> str:
 def _facts(family: Family) -> tuple[str, ...]:
     """Return the bubbles of window and makespan, what all ranks idle, and the peak memory."""
     timeline, costs = _case(family)
+    steady = steady_state(timeline)
+    if steady is not None:
+        held = f'{max(peak(timeline.schedule, costs)):g}'
+        return f'{steady.bubble:.1%} (of a call)', '–', '–', held  # noqa: RUF001
     shares = timeline.bubble_window, timeline.bubble_makespan, timeline.idle_all_ranks
     return *(f'{share:.1%}' for share in shares), f'{max(peak(timeline.schedule, costs)):g}'
 

@@ -14,7 +14,6 @@ from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.cli import inputs
 from megatron_zbpp.cli.comparing import compare_partitions
 from megatron_zbpp.cli.printing import (
-    HEADS,
     draw,
     facts,
     gained,
@@ -22,11 +21,12 @@ from megatron_zbpp.cli.printing import (
     idle_text,
     legend,
     picture_format,
+    print_asynchronous,
     print_json,
     print_summary,
     print_table,
     print_wrapped,
-    row,
+    rows,
     shape,
     takes_colours,
     write,
@@ -49,14 +49,15 @@ def list_families(args: Namespace) -> None:
         for entry in entries:
             entry |= {key: str(entry[key]) for key in ('bubble', 'memory')}
         for entry, family in zip(entries, listed, strict=True):
-            entry['copies'] = family.num_routes
+            entry |= {'copies': family.num_routes, 'asynchronous': family.asynchronous}
         return print_json({'schedules': entries})
     for family in listed:
         aliases = f'  (also {", ".join(family.aliases)})' if family.aliases else ''
         print_wrapped(f'{family.name}{aliases}')
         print_wrapped(f'    {family.summary}')
         copies = f'; {family.num_routes} copies of the weights' if family.num_routes > 1 else ''
-        print_wrapped(f'    bubble {family.bubble}; peak memory {family.memory}{copies}')
+        late = '; asynchronous: trains another model' if family.asynchronous else ''
+        print_wrapped(f'    bubble {family.bubble}; peak memory {family.memory}{copies}{late}')
         print_wrapped(f'    {family.source}')
 
 
@@ -95,10 +96,12 @@ def show(args: Namespace) -> None:
     print_wrapped(legend(case.schedule))
     found = facts(case, timeline, args.against)
     print(
-        f'makespan {number(timeline.makespan)}{gained(found)}, '
+        f'makespan {number(timeline.makespan)}{"" if "period" in found else gained(found)}, '
         f'peak activations {number(max(found["peak_activations"]))}'
     )
     print(idle_text(found['idle_all_ranks'], found['idle_parts']))
+    if 'period' in found:
+        print_asynchronous(found)
 
 
 def simulate_case(args: Namespace) -> None:
@@ -158,18 +161,27 @@ def compare(args: Namespace) -> None:
             raise ValueError(f"--{flag} goes with --layers-file: name the file of a model's layers")
     picture = picture_format(args.output) if args.output else None
     found, skipped = inputs.load_cases(args)
-    ran = ((name, case.timeline) for name, case in found.items())
-    timelines = dict(sorted(ran, key=lambda item: item[1].makespan))
+    timelines = {name: case.timeline for name, case in found.items()}
+    known = {
+        name: facts(found[name], timeline, args.against) for name, timeline in timelines.items()
+    }
+    names = sorted(known, key=lambda name: known[name].get('period', known[name]['makespan']))
     if picture:
-        draw(args.output, picture, found, timelines, inputs.heading(args))
-    rows = [facts(found[name], timeline, args.against) for name, timeline in timelines.items()]
+        shown = {name: timelines[name] for name in names}
+        draw(args.output, picture, found, shown, inputs.heading(args))
+    schedules = [known[name] for name in names]
     if args.json:
         left_out = [{'name': name, 'reason': reason} for name, reason in skipped.items()]
-        return print_json({'schedules': rows, 'skipped': left_out, 'picture': args.output})
-    print_table(HEADS, list(map(row, rows)))
+        return print_json({'schedules': schedules, 'skipped': left_out, 'picture': args.output})
+    print_table(*rows(schedules))
     print_wrapped(f'gain: time saved against {args.against}; {MEANING}')
-    if more := [found['name'] for found in rows if found['copies'] > 1]:
+    if more := [found['name'] for found in schedules if found['copies'] > 1]:
         print(f'two copies of the weights on the ranks together: {", ".join(more)}')
+    if late := [found['name'] for found in schedules if 'period' in found]:
+        print_wrapped(
+            f'asynchronous, train another model: {", ".join(late)}; period: time of a call of '
+            f'{args.microbatches} microbatches once the pipeline is full, and bubble that of it'
+        )
     for name, reason in skipped.items():
         print(f'without {name}: {reason}')
     if args.output:

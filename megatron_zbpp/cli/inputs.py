@@ -24,6 +24,8 @@ from megatron_zbpp.techniques import ASKED, placed_in_turn
 from megatron_zbpp.techniques import find as find_technique
 from megatron_zbpp.techniques.offload.copies import with_copies
 from megatron_zbpp.techniques.slices.place import in_slices, unsuited
+from megatron_zbpp.techniques.updates.steady_state import with_weight_copies
+from megatron_zbpp.techniques.updates.versions import updates_of
 from megatron_zbpp.techniques.vocabulary.place import in_shards, with_shard_times
 
 IN_FILE = 'file'  # of --vocab-parallel: times of S and T are in that of --times
@@ -96,6 +98,7 @@ def load_case(args: Namespace, name: str | None = None) -> Case:
             f'--copy-ratio {args.copy_ratio:g}, but {case.schedule.name} copies nothing: give '
             '--offload, or a schedule that moves activations, such as po-f or bpipe'
         )
+    case = Case(case.schedule, with_weight_copies(case.costs, case.schedule))
     check(case.schedule, memory_limit=args.memory_limit, costs=case.costs)
     return case
 
@@ -189,9 +192,13 @@ def _generated(args: Namespace, name: str) -> Case:
 
 def _from_file(args: Namespace) -> Case:
     schedule = formats.load(args.file)
+    updates = updates_of(schedule.graph)
     held = {
         '--pp': (args.pp, schedule.num_ranks),
-        '--microbatches': (args.microbatches, schedule.num_microbatches),
+        '--microbatches': (
+            args.microbatches,
+            updates.every if updates else schedule.num_microbatches,
+        ),
         '--vpp': (args.vpp, schedule.placement.num_chunks),
         '--slices': (slicing.number(args), schedule.graph.num_slices),
     }

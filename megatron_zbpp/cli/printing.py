@@ -6,6 +6,7 @@ import json
 import os
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -19,6 +20,8 @@ from megatron_zbpp.render.perfetto import perfetto
 from megatron_zbpp.render.png import timeline_png
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.svg import svg
+from megatron_zbpp.techniques.updates.steady_state import SteadyState, steady_state
+from megatron_zbpp.techniques.updates.versions import updates_of
 
 # of a table of schedules, see `row`; with names as long as there are, a line has 80 columns
 HEADS = ('schedule', 'makespan', 'gain', 'idle', 'window', 'bubble', 'peak')
@@ -61,7 +64,10 @@ def facts(case: Case, timeline: Timeline, against: str) -> dict:
         timeline: simulated by them.
         against: the family to which it is compared.
     """
-    rival = makespan_of(against, case.schedule, case.costs)
+    steady = steady_state(timeline)
+    m = case.schedule.num_microbatches if steady is None else steady.num_microbatches
+    rival = makespan_of(against, replace(case.schedule, num_microbatches=m), case.costs)
+    taken = timeline.makespan if steady is None else steady.period
     return {
         **shape(case.schedule),
         'makespan': timeline.makespan,
@@ -71,9 +77,39 @@ def facts(case: Case, timeline: Timeline, against: str) -> dict:
         'idle_all_ranks': timeline.idle_all_ranks,
         'idle_parts': idle_parts(timeline, case.costs)._asdict(),
         'against': None if rival is None else {'name': against, 'makespan': rival},
-        'gain': None if not rival else 1 - timeline.makespan / rival,
+        'gain': None if not rival else 1 - taken / rival,
         'peak_activations': peak(case.schedule, case.costs),
+        **({} if steady is None else _of_calls(steady)),
     }
+
+
+def _of_calls(steady: SteadyState) -> dict:
+    """Return the facts of an asynchronous schedule."""
+    return {
+        'microbatches_a_call': steady.num_microbatches,
+        'period': steady.period,
+        'bubble_rate_period': steady.bubble,
+        'weight_copies': steady.weight_copies,
+        'delays': [delay._asdict() for delay in steady.delays],
+    }
+
+
+def rows(found: Sequence[dict]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return heads and lines of a table; of asynchronous schedules the period, of a call."""
+    if not any('period' in each for each in found):
+        return HEADS, list(map(row, found))
+    lines = [
+        (
+            each['name'],
+            *('-', row(each)[2], '-', '-', f'{each["bubble_rate_period"]:.2%}'),
+            number(max(each['peak_activations'])),
+            number(each['period']),
+        )
+        if 'period' in each
+        else (*row(each), '')
+        for each in found
+    ]
+    return (*HEADS, 'period'), lines
 
 
 def row(found: dict) -> tuple[str, ...]:
@@ -95,25 +131,43 @@ def headline(schedule: Schedule) -> str:
     slices = f' of {sizes["slices"]} slices' if sizes['slices'] > 1 else ''
     ways = '' if schedule.placement.is_one_way else ' by turns down and up'
     copies = f', {sizes["copies"]} copies of the weights' if ways else ''
+    updates = updates_of(schedule.graph)
+    m = sizes['microbatches']
+    calls = f'{m // updates.every} calls of {updates.every}' if updates else m
     return (
         f'{sizes["name"]}: {sizes["ranks"]} ranks, {sizes["stages"]} stages '
-        f'({sizes["placement"]}{copies}), {sizes["microbatches"]} microbatches{ways}{slices}, '
+        f'({sizes["placement"]}{copies}), {calls} microbatches{ways}{slices}, '
         f'{sizes["passes"]} passes'
     )
 
 
 def print_summary(found: dict) -> None:
     """Print the facts of one schedule."""
-    print(f'makespan {number(found["makespan"])}{gained(found)}')
+    print(f'makespan {number(found["makespan"])}{"" if "period" in found else gained(found)}')
     print(idle_text(found['idle_all_ranks'], found['idle_parts']))
     print(f'window {number(found["window"])}, bubble {found["bubble_rate_window"]:.2%}')
     print(f'peak activations {number(max(found["peak_activations"]))}\n{MEANING}')
+    if 'period' in found:
+        print_asynchronous(found)
+
+
+def print_asynchronous(found: dict) -> None:
+    """Print what a call takes, and how late gradients are: the model trained is another one."""
+    m, period = found['microbatches_a_call'], number(found['period'])
+    print_wrapped(
+        f'asynchronous: period {period} of a call of {m} microbatches, bubble of it '
+        f'{found["bubble_rate_period"]:.2%}{gained(found)}'
+    )
+    copies = ' '.join(map(str, found['weight_copies']))
+    delays = ' '.join(number(each['mean'], 3) for each in found['delays'])
+    print_wrapped(f'weight copies of each stage {copies}')
+    print_wrapped(f'delay of its forwards in steps, in the mean {delays}')
 
 
 def gained(found: dict) -> str:
     """Return how much less time that is than the rival's; empty: there is none."""
     rival = found['against'] or {'name': '', 'makespan': None}
-    return gain_text(found['makespan'], rival['makespan'], rival['name'])
+    return gain_text(found.get('period', found['makespan']), rival['makespan'], rival['name'])
 
 
 def idle_text(share: float, parts: Mapping[str, float]) -> str:

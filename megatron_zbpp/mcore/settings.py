@@ -15,7 +15,7 @@ from megatron_zbpp.runtime.message_kernels import MessageKernels
 from megatron_zbpp.schedules import Family, checked_chunks, find, require_no_limit
 from megatron_zbpp.techniques import ASKED
 from megatron_zbpp.techniques import find as find_technique
-from megatron_zbpp.techniques.composition import require_trained
+from megatron_zbpp.techniques.composition import require_family_trained, require_trained
 from megatron_zbpp.techniques.slices.sizes import Slices, ToFind, number_of, slices_of
 
 if TYPE_CHECKING:
@@ -181,6 +181,7 @@ class Settings:
             raise ValueError('freeze: it is planned for one schedule: name that instead of auto')
         found = self._family()
         if found is not None:
+            require_family_trained(found)
             object.__setattr__(self, 'schedule', found.name)
             checked_chunks(found, self.num_chunks)
             require_no_limit(found, self.memory_limit)

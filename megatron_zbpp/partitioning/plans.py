@@ -153,6 +153,11 @@ def partition(
                 f'{name} runs both ways, and a partition is for one: take a schedule of one route, '
                 'such as zb-v'
             )
+        if find(name).asynchronous:
+            raise ValueError(
+                f'{name} is asynchronous, and a partition is for one iteration: take a '
+                'synchronous schedule, such as zb-v'
+            )
     finder = Finder(space, tuple(schedules), top, seconds, seed, progress)
     found = finder.find(exact)
     made = _plan(space, found)

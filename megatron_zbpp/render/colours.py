@@ -12,6 +12,7 @@ import colorsys
 from collections.abc import Iterable
 
 from megatron_zbpp.ir import BW, B, F, Kind, Schedule, W
+from megatron_zbpp.techniques.updates.versions import updates_of
 
 HUES = {F: '#1f4fd8', B: '#f28e1c', W: '#35b48f', BW: '#70166f'}
 STRIPES = {F: 0, B: 1, W: 2, BW: 3}
@@ -55,9 +56,16 @@ def legend(schedules: Iterable[Schedule]) -> list[tuple[str, str]]:
         entries.append((f'{name}: {kind.words}{down}', colour(name)))
         if any(placement.num_chunks > 1 for placement in having if placement not in both):
             entries.append((f'{name} of the last chunk', colour(name, 1, 2)))
+        if any(by_version(s) for s in schedules) and not kind.of_weights:
+            entries.append((f'{name} of every other version of the weights', colour(name, 1, 2)))
         if both:
             entries.append((f'{name}, up', colour(name, 1, 2)))
     return [*entries, ('idle', IDLE)]
+
+
+def by_version(schedule: Schedule) -> bool:
+    """Return whether shades tell versions of the weights, and not chunks."""
+    return updates_of(schedule.graph) is not None and schedule.placement.num_chunks == 1
 
 
 def stripes(kind: str, top: float, height: float) -> list[float]:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.timeline import MEANING, Timeline
-from megatron_zbpp.render.colours import HUES, IDLE, STRIPES, ink, legend, stripes
-from megatron_zbpp.render.scene import figures, lanes
+from megatron_zbpp.render.colours import HUES, IDLE, STRIPES, colour, ink, legend, stripes
+from megatron_zbpp.render.scene import figures, lanes, steps
+from megatron_zbpp.techniques.updates.graph import UPDATE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -120,6 +121,9 @@ def _draw(axes: Axes, timeline: Timeline, digit: float) -> None:
                 )  # fmt: skip
         for fill, extents in bars.items():
             axes.broken_barh(extents, (foot, _BAR), facecolors=fill, edgecolors='white', lw=0.3)
+        updates = [bar.start for bar in steps(row.bars)]
+        if updates:
+            axes.vlines(updates, place - 0.5, place + 0.5, colors=colour(UPDATE), lw=1.5)
         if feet:
             axes.hlines(*zip(*feet, strict=True), lw=0.6, alpha=0.6)
     axes.set_ylim(len(rows) - 0.5, -0.5)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import floor, log10
 from typing import NamedTuple
 
 from megatron_zbpp.analysis.memory import highest, live
-from megatron_zbpp.ir import F, Graph, Pass
+from megatron_zbpp.ir import F, Graph, Pass, Schedule
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
-from megatron_zbpp.render.colours import colour
+from megatron_zbpp.render.colours import by_version, colour
+from megatron_zbpp.techniques.updates.graph import UPDATE
+from megatron_zbpp.techniques.updates.steady_state import steady_state
+from megatron_zbpp.techniques.updates.versions import forward_versions
 
 
 class Bar(NamedTuple):
@@ -26,7 +29,7 @@ class Bar(NamedTuple):
 
 def bars(timeline: Timeline) -> list[list[Bar]]:
     """Return the bars of each rank, in time order."""
-    placement = timeline.schedule.placement
+    shade = _shades(timeline.schedule)
     origin = min((spans[0][0] for spans in timeline.spans if spans), default=0.0)
     fill = functools.cache(colour)
     return [
@@ -35,12 +38,26 @@ def bars(timeline: Timeline) -> list[list[Bar]]:
                 p,
                 start - origin,
                 end - origin,
-                fill(p.kind, *placement.shade(p.stage, p.microbatch)),
+                fill(p.kind, *shade(p)),
             )
             for p, (start, end) in zip(order, spans, strict=True)
         ]
         for order, spans in zip(timeline.schedule.passes, timeline.spans, strict=True)
     ]
+
+
+def _shades(schedule: Schedule) -> Callable[[Pass], tuple[int, int]]:
+    """Return the shade of a pass, of so many: by its chunk or route, or by its weights' version."""
+    placement = schedule.placement
+    if not by_version(schedule):
+        return lambda p: placement.shade(p.stage, p.microbatch)
+    versions = {p[1:3]: version for p, version in forward_versions(schedule).items()}
+    return lambda p: (versions.get(p[1:3], 0) % 2, 2)
+
+
+def steps(row: Iterable[Bar]) -> list[Bar]:
+    """Return the updates of the weights that take no time, which pictures show as lines."""
+    return [bar for bar in row if bar.ran.kind == UPDATE and bar.start == bar.end]
 
 
 class Lane(NamedTuple):
@@ -126,6 +143,12 @@ def _steps(changes: list[tuple[float, float]], slack: float) -> list[tuple[float
 
 def figures(timeline: Timeline) -> str:
     """Return what stands above a timeline: its length, and both shares of idle time."""
+    steady = steady_state(timeline)
+    if steady is not None:
+        m, period = steady.num_microbatches, number(steady.period)
+        return (
+            f'asynchronous, a call of {m} microbatches takes {period}, bubble {steady.bubble:.1%}'
+        )
     return (
         f'makespan {number(timeline.makespan)}, idle GPU time {timeline.idle_all_ranks:.1%}, '
         f'bubble {timeline.bubble_makespan:.1%}'

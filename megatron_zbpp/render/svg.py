@@ -12,8 +12,9 @@ from html import escape
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import MEANING, Timeline
-from megatron_zbpp.render.colours import IDLE, ink, legend, stripes
-from megatron_zbpp.render.scene import figures, first_rows, held, lanes, number, ticks
+from megatron_zbpp.render.colours import IDLE, colour, ink, legend, stripes
+from megatron_zbpp.render.scene import figures, first_rows, held, lanes, number, steps, ticks
+from megatron_zbpp.techniques.updates.graph import UPDATE
 
 # Within a rank's row of height 1: where its bars start, how high they are, where memory ends.
 TOP, BAR, BAR_AND_MEMORY, FLOOR = 0.06, 0.88, 0.5, 0.97
@@ -74,6 +75,7 @@ def shapes(timeline: Timeline, costs: Costs | None) -> str:
     height = BAR_AND_MEMORY if costs else BAR
     paths: dict[str, list[str]] = defaultdict(list)
     feet: dict[str, list[str]] = defaultdict(list)
+    marks = ''
     rows = lanes(timeline)
     for place, row in enumerate(rows):
         for bar in row.bars:
@@ -85,18 +87,24 @@ def shapes(timeline: Timeline, costs: Costs | None) -> str:
                 f'M{bar.start:.7g} {y:.7g}h{time:.7g}'
                 for y in stripes(bar.ran.kind, place + TOP, height)
             )
+        marks += ''.join(f'M{bar.start:.7g} {place}v1' for bar in steps(row.bars))
     end, places = timeline.makespan, range(len(rows))
     idle = ''.join(f'M0 {place + TOP:.7g}h{end:.7g}v{height}h{-end:.7g}z' for place in places)
     passes = ''.join(f'<path fill="{fill}" d="{"".join(d)}"/>' for fill, d in paths.items())
     memory = f'<path class="memory" d="{"".join(_curves(timeline, costs))}"/>' if costs else ''
     return (
         f'<path class="idle" fill="{IDLE}" d="{idle}"/><g class="passes">{passes}</g>'
-        f'{"".join(_stripes("".join(d), shade) for shade, d in feet.items())}{memory}'
+        f'{"".join(_stripes("".join(d), shade) for shade, d in feet.items())}'
+        f'{_steps(marks)}{memory}'
     )
 
 
 def _stripes(d: str, shade: str) -> str:
     return f'<path class="stripes" stroke="{shade}" d="{d}"/>' if d else ''
+
+
+def _steps(d: str) -> str:
+    return f'<path fill="none" stroke="{colour(UPDATE)}" stroke-width="3" d="{d}"/>' if d else ''
 
 
 def _curves(timeline: Timeline, costs: Costs) -> Iterator[str]:

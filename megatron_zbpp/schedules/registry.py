@@ -113,6 +113,7 @@ class Family:
         moves: whether it has passes that move activations, beside F, B and W.
         default_slices: the number of slices of a sequence where the caller names none.
         num_routes: ways through the ranks: copies of the weights that all ranks together hold.
+        asynchronous: whether it steps without a flush: what it makes is several calls of m.
     """
 
     name: str
@@ -129,6 +130,7 @@ class Family:
     moves: bool = False
     default_slices: int = 1
     num_routes: int = 1
+    asynchronous: bool = False
 
     def label(self, num_chunks: int) -> str:
         """Return the name, and the chunks per rank where they are not the default: `gis v=4`."""
@@ -170,6 +172,7 @@ _MODULES = {
         'dualpipe',
         'bitpipe',
     ),
+    'techniques.updates.families': ('pipedream', 'pipedream-2bw', 'paci', 'pipemare', 'wpipe'),
 }
 _FAMILIES: dict[str, Family] = {}  # by name, in the order of registration
 _NAMES: dict[str, str] = {}  # of each name and alias, as look-ups compare them, the family's name
@@ -187,6 +190,7 @@ def family(
     min_ranks: int = 1,
     moves: bool = False,
     num_routes: int = 1,
+    asynchronous: bool = False,
 ) -> Callable[[Generator], Generator]:
     """Return a decorator that registers a generator as a family, and give it back unchanged.
 
@@ -207,6 +211,7 @@ def family(
         min_ranks: fewest ranks that it can take.
         moves: whether it has passes that move activations, beside F, B and W.
         num_routes: ways through the ranks; 2 where microbatches run against each other.
+        asynchronous: whether it steps without a flush, and makes several calls of m microbatches.
 
     Raises:
         ValueError: another family has one of the names already.
@@ -238,6 +243,7 @@ def family(
                 moves=moves,
                 default_slices=slices,
                 num_routes=num_routes,
+                asynchronous=asynchronous,
             )
         )
         return generate
@@ -263,12 +269,14 @@ def own_families(every: bool = False) -> tuple[Family, ...]:
     """Return the library's own, in the order of `zbpp list`.
 
     Args:
-        every: those, too, that cut sequences into slices, or have two copies of the weights.
+        every: those, too, that cut sequences into slices, have two copies of the weights, or are
+            asynchronous.
     """
     for module in _MODULES:
         _import_module(module)
     found = (_FAMILIES[name] for names in _MODULES.values() for name in names)
-    return tuple(f for f in found if every or f.default_slices == f.num_routes == 1)
+    plain = (f for f in found if every or f.default_slices == f.num_routes == 1)
+    return tuple(f for f in plain if every or not f.asynchronous)
 
 
 def families() -> Iterator[Family]:

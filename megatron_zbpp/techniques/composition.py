@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.graph import PARTNER, Applied
+from megatron_zbpp.schedules.registry import Family
 from megatron_zbpp.techniques import NAMES
 
 
@@ -35,7 +37,7 @@ _UNTRAINED = {
     'split_vocabulary': Clash(
         'the output layer on all ranks', 'make the schedule without --vocab-parallel'
     ),
-    'updating': Clash('updates inside an iteration', 'take a schedule without passes of kind U'),
+    'updating': Clash('asynchronous updates', 'take a synchronous schedule, such as zb-v'),
 }
 _ONCE = Clash('it is placed once', 'leave it out')
 _LATE = Clash(
@@ -75,9 +77,18 @@ def techniques_of(schedule: Schedule) -> frozenset[str]:
 
 def require_trained(schedule: Schedule) -> None:
     """Raise ValueError for a schedule with what is simulated only; it says the cure."""
-    for name in sorted(techniques_of(schedule) & _UNTRAINED.keys()):
+    _require(schedule.name, techniques_of(schedule))
+
+
+def require_family_trained(family: Family) -> None:
+    """Raise ValueError for a family whose schedules are simulated only; it says the cure."""
+    _require(family.name, {'updating'} if family.asynchronous else set())
+
+
+def _require(schedule: str, techniques: AbstractSet[str]) -> None:
+    for name in sorted(techniques & _UNTRAINED.keys()):
         what, cure = _UNTRAINED[name]
-        raise ValueError(f'{schedule.name} has {what}: simulated, does not train yet: {cure}')
+        raise ValueError(f'{schedule} has {what}: simulated, does not train yet: {cure}')
 
 
 def require_goes_with(schedule: Schedule, name: str) -> None:

@@ -856,6 +856,12 @@ PROGRAMS = {
         'has the output layer on all ranks: simulated, does not train yet: make the schedule w',
         settings(schedule='1f1b'),
     ),
+    'an asynchronous schedule': row(
+        settings(schedule='pipedream-2bw'),
+        'pipedream-2bw has asynchronous updates: simulated, does not train yet: take a synchronous '
+        'schedule, such as zb-v',
+        settings(schedule='zb-v'),
+    ),
     'chunks of a schedule': row(
         settings(schedule=schedule('1f1b'), num_chunks=1),
         'num_chunks: the schedule that is given has its own: leave it out',

@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from megatron_zbpp.analysis.deadlock import Collective, prove
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import Hand, Instruction, Program, Receive, Send
-from megatron_zbpp.ir import F, Graph, Pass, Schedule
+from megatron_zbpp.ir import Graph, Pass, Schedule
 from megatron_zbpp.ir.techniques import applied
-from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.techniques.updates.graph import NORM, UPDATE, updating
+from megatron_zbpp.techniques.updates.steady_state import whole_calls
 from megatron_zbpp.techniques.updates.versions import updates_of
 
 
 @dataclass(frozen=True)
 class Calls:
-    """What each rank runs in each call of an endless schedule.
+    """The program of each rank in each call of an endless schedule.
 
     Attributes:
         num_microbatches: of a call.
@@ -68,37 +68,11 @@ def calls_of(schedule: Schedule) -> Calls:
     m = updates.every
     for call in range(len(parts[0])):
         _require_closed(schedule, call, [own[call] for own in parts])
-    for call in range(2, _whole_calls(schedule)):
+    for call in range(2, whole_calls(schedule)):
         if any(own[call] != _shifted(own[1], (call - 1) * m) for own in parts):
             raise ValueError(f'{schedule.name}: call {call} is not call 1, later: give such orders')
     first, second = (tuple(own[call] for own in parts) for call in range(2))
     return Calls(m, first, second)
-
-
-def period(timeline: Timeline) -> float:
-    """Return the time from one step of a stage to the next, of the last whole call."""
-    schedule = timeline.schedule
-    updates = updates_of(schedule.graph)
-    assert updates is not None
-    m, ran = updates.every, timeline.by_pass
-    last = _whole_calls(schedule) * m - 1
-    steps = (
-        ran[Pass(UPDATE, stage, last)][1] - ran[Pass(UPDATE, stage, last - m)][1]
-        for stage in range(schedule.num_stages)
-    )
-    return max(steps)
-
-
-def _whole_calls(schedule: Schedule) -> int:
-    """Return how many calls run all their forwards: not those with which the order ends."""
-    last, fewest = schedule.num_microbatches - 1, schedule.num_microbatches
-    for order in schedule.passes:
-        steps = Counter[int]()  # by stage
-        for p in order:
-            steps[p.stage] += p.kind == UPDATE
-            if p.kind == F and p.microbatch == last:
-                fewest = min(fewest, steps[p.stage])
-    return fewest
 
 
 def _meeting(graph: Graph) -> Graph:

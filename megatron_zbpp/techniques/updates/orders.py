@@ -1,11 +1,15 @@
-"""WHEN: 1F1B without a flush, for so many calls that the last ones show how it goes on."""
+"""WHEN: orders that never drain, for so many calls that the last ones show how they go on."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from heapq import heappop, heappush
 
 from megatron_zbpp.ir import BW, F, Graph, Pass, Placement, Schedule
 from megatron_zbpp.techniques.updates.graph import UPDATE
+
+_TIMES = {F: 1, BW: 2}
 
 
 def num_calls(num_ranks: int, num_microbatches: int) -> int:
@@ -37,3 +41,74 @@ def _order(stage: int, ahead: int, m: int, total: int) -> Iterator[Pass]:
         yield Pass(BW, stage, j)
         if (j + 1) % m == 0:
             yield Pass(UPDATE, stage, j)
+
+
+def in_two_groups(name: str, graph: Graph, num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return an order of two chunks a rank, where the first runs a batch ahead (WPipe).
+
+    A free rank takes the first of these that is ready: a forward of its second chunk, a backward of
+    it, a forward of its first, a backward of it. A forward waits for the version of its weights,
+    and of a chunk at most p microbatches are between F and BW: of the first, which waits for the
+    second, 3p.
+
+    Args:
+        name: of the schedule.
+        graph: of two stages a rank, whose forwards need the steps of one and of no batch before.
+        num_ranks: p.
+        num_microbatches: of a batch, which is a call.
+    """
+    draft = _Draft(num_ranks, num_microbatches, num_calls(num_ranks, num_microbatches) + 10)
+    placement = Placement.loop(num_ranks, 2)
+    return Schedule.of(name, placement, draft.total, draft.orders(), graph)
+
+
+class _Draft:
+    """Runs two chunks a rank against the clock."""
+
+    def __init__(self, num_ranks: int, num_microbatches: int, calls: int) -> None:
+        self._p, self._m, self.total = num_ranks, num_microbatches, calls * num_microbatches
+        self._ends: dict[Pass, int] = {}
+        self._begun = Counter[tuple[str, int]]()  # by kind and stage
+
+    def orders(self) -> list[list[Pass]]:
+        """Return the order of each rank."""
+        orders: list[list[Pass]] = [[] for _ in range(self._p)]
+        busy, wakes = [0] * self._p, [(0, rank) for rank in range(self._p)]
+        while wakes:
+            now, rank = heappop(wakes)
+            taken = self._ready(rank, now) if busy[rank] <= now else None
+            if taken is None:
+                continue
+            self._begun[taken.kind, taken.stage] += 1
+            busy[rank] = self._ends[taken] = now + _TIMES[taken.kind]
+            orders[rank].append(taken)
+            if taken.kind == BW and (taken.microbatch + 1) % self._m == 0:
+                orders[rank].append(taken._replace(kind=UPDATE))
+            for other in range(self._p):
+                heappush(wakes, (busy[rank], other))
+        return orders
+
+    def _ready(self, rank: int, now: int) -> Pass | None:
+        """Return what `rank` runs next; None: nothing is ready."""
+        for stage in (rank + self._p, rank):
+            for kind in (F, BW):
+                p = Pass(kind, stage, self._begun[kind, stage])
+                needs = self._needs(p)
+                there = (self._ends.get(need, now + 1) <= now for need in needs)
+                if p.microbatch < self.total and self._has_room(p) and all(there):
+                    return p
+        return None
+
+    def _has_room(self, p: Pass) -> bool:
+        held = p.microbatch - self._begun[BW, p.stage]
+        return p.kind != F or held < (3 * self._p if p.stage < self._p else self._p)
+
+    def _needs(self, p: Pass) -> list[Pass]:
+        """Return the passes that come before `p`: those that give its input, and its weights."""
+        kind, stage, j, _ = p
+        if kind == BW:
+            above = [p._replace(stage=stage + 1)] if stage + 1 < 2 * self._p else []
+            return [p._replace(kind=F), *above]
+        batch = j // self._m - (stage < self._p)  # whose weights it takes
+        weights = [Pass(BW, stage, batch * self._m - 1)] if batch > 0 else []
+        return weights + ([p._replace(stage=stage - 1)] if stage else [])

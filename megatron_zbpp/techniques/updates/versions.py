@@ -71,7 +71,7 @@ def copies(schedule: Schedule) -> tuple[int, ...]:
 def _alive(schedule: Schedule, stage: int) -> Iterator[set[int]]:
     """Yield the versions of a stage's weights that a later pass uses, behind each of its passes."""
     updates, uses, newest = _require(schedule), forward_versions(schedule), 0
-    graph, rank = schedule.graph, schedule.placement.first_route[stage]
+    graph, rank = schedule.graph, schedule.placement.only_route[stage]
     own = [p for p in schedule.passes[rank] if p.stage == stage]
     coming = [uses[p] for p in own if p.kind == F][::-1]
     flying: dict[int, int] = {}  # by microbatch between F and B

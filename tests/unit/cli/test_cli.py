@@ -105,6 +105,24 @@ def test_simulate_gives_the_simulators_numbers(zbpp) -> None:
     assert found['critical_path'][-1]['end'] == timeline.makespan
 
 
+def test_asynchronous_schedules_have_a_period(zbpp) -> None:
+    found = zbpp('simulate', '--schedule', 'pipedream', '--pp', 8, '--microbatches', 2, '--json')
+    assert (found['period'], found['bubble_rate_period']) == (6, 0)
+    assert found['weight_copies'] == [5, 4, 4, 3, 3, 2, 2, 1]
+    assert found['delays'][0] == {'least': 3, 'mean': 3.5, 'most': 4}
+    sizes = '--pp', 8, '--microbatches', 8
+    text = zbpp('simulate', '--schedule', 'pipedream-2bw', *sizes)
+    assert '5 calls of 8 microbatches' in text
+    assert 'period 24 of a call of 8 microbatches' in text
+    assert 'weight copies of each stage 2 2 2 2 2 2 2 2' in text
+    table = zbpp('compare', '--schedules', 'zb-v,pipedream-2bw', *sizes)
+    first, second = (line.split() for line in table.splitlines()[1:3])
+    assert (first[0], first[-1]) == ('pipedream-2bw', '24')
+    assert second[:2] == ['zb-v', '27.5']
+    assert 'asynchronous, train another model: pipedream-2bw' in table
+    assert 'asynchronous' not in zbpp('compare', '--schedules', 'zb-v,1f1b', *sizes)
+
+
 def test_simulate_matches_the_papers_formula(zbpp) -> None:
     """ZB-H1 and 1F1B idle for (p-1)(F+B-W) and (p-1)(F+B+W) (arXiv 2401.10241, table 2)."""
     for name, idle in (('zb-h1', 3 * (10 + 12 - 8)), ('1f1b', 3 * 30)):

@@ -33,6 +33,8 @@ def test_two_routes_are_refused_by_name():
         ValueError, match='chimera runs both ways, and a partition is for one: take'
     ):
         partition(Layers((Layer('t'),) * 4), 2, 4, schedules=['chimera'])
+    with pytest.raises(ValueError, match='paci is asynchronous, and a partition is for one iter'):
+        partition(Layers((Layer('t'),) * 4), 2, 4, schedules=['paci'])
 
 
 @pytest.mark.parametrize('asked', ASKED.values(), ids=ASKED.keys())

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 
 from megatron_zbpp.analysis.checker import ScheduleError, check
 from megatron_zbpp.analysis.deadlock import DeadlockError
+from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.program import Send
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import chain
+from megatron_zbpp.render.colours import colour, legend
+from megatron_zbpp.render.scene import bars
+from megatron_zbpp.render.svg import svg
+from megatron_zbpp.schedules import build, names, own_families
 from megatron_zbpp.techniques.updates import calls
-from megatron_zbpp.techniques.updates.calls import calls_of, period
+from megatron_zbpp.techniques.updates.calls import calls_of
 from megatron_zbpp.techniques.updates.graph import NEWEST, STASHED, updating
 from megatron_zbpp.techniques.updates.orders import without_flush
+from megatron_zbpp.techniques.updates.steady_state import steady_state, with_weight_copies
 from megatron_zbpp.techniques.updates.versions import copies, delays, forward_versions
 
 
@@ -90,7 +99,9 @@ def test_a_barrier_at_each_step_costs_more_than_asynchrony_gains(p, m):
         for old in ((), (1,) * p):
             schedule = endless(p, m, everywhere, old)
             check(schedule)
-            assert period(simulate(schedule, Costs.uniform(schedule.placement))) == expected
+            found = steady_state(simulate(schedule, Costs.uniform(schedule.placement)))
+            assert (found.num_microbatches, found.period) == (m, expected)
+            assert found.bubble == pytest.approx(1 - 3 * m / expected)
 
 
 def test_updates_wait_and_are_waited_for_with_their_whole_group():
@@ -156,3 +167,71 @@ def test_calls_that_differ_are_refused():
     check(schedule)
     with pytest.raises(ValueError, match='uneven: call 2 is not call 1, later'):
         calls_of(schedule)
+
+
+def state(name, p, m):
+    schedule = build(name, p, m)
+    check(schedule)
+    return steady_state(simulate(schedule, Costs.uniform(schedule.placement)))
+
+
+def test_families():
+    """By name; what they do not need is not counted as a copy."""
+    for p, m in ((2, 1), (4, 3), (4, 4), (8, 16)):
+        assert state('pipedream-2bw', p, m).weight_copies == (2,) * p
+        assert state('paci', p, m).weight_copies == (1,) * p
+        assert state('pipemare', p, m).weight_copies == (2,) * (p - 1) + (1,)
+        assert [*state('paci', p, m).delays] == [*state('pipedream', p, m).delays]
+        assert state('pipedream', p, m).delays[-1] == (0, 0, 0)
+    with pytest.raises(ValueError, match=r'with 6 microbatches on 8 ranks .* give at least 7'):
+        build('pipedream-2bw', 8, 6)
+
+
+def test_wpipe():
+    """Twice the delay vector 1, 0; periods by list scheduling, and at most 2p activations."""
+    for (p, m), period in {(4, 4): 12.5, (4, 8): 24, (8, 8): 26.5}.items():
+        found = state('wpipe', p, m)
+        assert found.period == period
+        assert found.weight_copies == (2,) * p + (1,) * p
+        assert [each.mean for each in found.delays] == [1] * p + [0] * p
+    for p in (1, 2, 4):
+        for m in range(1, 10):
+            schedule = build('wpipe', p, m)
+            check(schedule)
+            assert max(peak(schedule, Costs.uniform(schedule.placement))) <= 2 * p
+
+
+def test_weights_of_all_copies_count():
+    schedule = build('pipedream', 4, 1)
+    plain = Costs.uniform(schedule.placement)
+    costs = replace(plain, parameters=(8.0,) * 4, amounts={**plain.amounts, 'weights': (2.0,) * 4})
+    counted = with_weight_copies(costs, schedule)
+    assert counted.parameters == (14, 12, 10, 8)
+    assert with_weight_copies(plain, schedule) == plain
+    assert with_weight_copies(costs, build('1f1b', 4, 4)) == costs
+    check(schedule, memory_limit=18, costs=counted)
+    with pytest.raises(
+        ScheduleError, match='rank 0 holds activations of 4 beside parameters of 14'
+    ):
+        check(schedule, memory_limit=17.9, costs=counted)
+
+
+def test_pictures_mark_steps_and_tell_versions():
+    schedule = build('pipedream-2bw', 2, 2)
+    timeline = simulate(schedule, Costs.uniform(schedule.placement))
+    fills = {str(bar.ran): bar.fill for bar in bars(timeline)[0]}
+    assert fills['0F0'] == fills['0F3'] == colour('F', 0, 2) != fills['0F4'] == colour('F', 1, 2)
+    assert fills['0BW4'] == colour('BW', 1, 2)
+    picture = svg({'2bw': timeline})
+    steps = [p for _, p in schedule if p.kind == 'U']
+    (line,) = re.findall(rf'stroke="{colour("U")}" stroke-width="3" d="([^"]*)"', picture)
+    assert line.count('M') == len(steps)
+    assert 'asynchronous, a call of 2 microbatches takes 6, bubble 0.0%' in picture
+    texts = [text for text, _ in legend([schedule])]
+    assert 'F of every other version of the weights' in texts
+
+
+def test_who_never_takes_one():
+    late = [each.name for each in own_families(every=True) if each.asynchronous]
+    assert late == ['pipedream', 'pipedream-2bw', 'paci', 'pipemare', 'wpipe']
+    assert not {*late} & {*names()}
