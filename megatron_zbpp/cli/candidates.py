@@ -20,7 +20,8 @@ from megatron_zbpp.cli.inputs import (
     stages_of,
 )
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.ir.costs import SELECTIVE, Costs
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.costs_file import SELECTIVE
 from megatron_zbpp.ir.graph import HOST, PARTNER, TRANSFERS
 from megatron_zbpp.schedules import FAMILIES
 from megatron_zbpp.schedules import find as find_family

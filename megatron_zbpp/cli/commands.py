@@ -159,7 +159,7 @@ def compare(args: Namespace) -> None:
     ):
         if value is not None:
             raise ValueError(f"--{flag} goes with --layers-file: name the file of a model's layers")
-    picture = picture_format(args.output) if args.output else None
+    picture = picture_format(args.output)
     found, skipped = inputs.load_cases(args)
     timelines = {name: case.timeline for name, case in found.items()}
     known = {

@@ -181,11 +181,7 @@ def partition_layers(args: Namespace) -> int:
     layers = load_layers(args.layers)
     devices = _within(load_devices(args.devices, args.pp), args)
     saved = bool(args.output) and args.output.endswith('.json')
-    picture = (
-        picture_format(args.output, 'name .json, .html, .svg or .png')
-        if (args.output and not saved)
-        else None
-    )
+    picture = picture_format(args.output, 'name .json, .html, .svg or .png', saves=True)
     if args.strategy:
         _refuse_what_a_strategy_ignores(args)
         found, said = partition_by(args.strategy, _space(args, layers, devices))

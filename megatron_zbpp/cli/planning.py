@@ -29,7 +29,7 @@ from megatron_zbpp.cli.printing import (
     write,
 )
 from megatron_zbpp.cli.searching import add_search, searched
-from megatron_zbpp.ir.costs import SELECTIVE
+from megatron_zbpp.ir.costs_file import SELECTIVE
 from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.planner.cache import default_folder, planned
 from megatron_zbpp.planner.frontier import FrontierInterrupted, frontier
@@ -150,9 +150,7 @@ def _print_plan(found: Plan, made: dict) -> None:
 
 def _planned_output(args: Namespace) -> str | None:
     """Return the picture that --output asks for; None: a plan."""
-    if not args.output or args.output.endswith('.json'):
-        return None
-    return picture_format(args.output, 'name .json for the plan, or .html, .svg or .png')
+    return picture_format(args.output, 'name .json for the plan, or .html, .svg or .png', True)
 
 
 def _plan_frontier(args: Namespace) -> int:

@@ -198,12 +198,21 @@ def print_wrapped(text: str) -> None:
     print(textwrap.fill(text, 80, subsequent_indent=indent, break_on_hyphens=False))
 
 
-def picture_format(path: str, cure: str = 'name a .html, .svg or .png file') -> str:
-    """Return the format that a picture's path asks for.
+def picture_format(
+    path: str | None, cure: str = 'name a .html, .svg or .png file', saves: bool = False
+) -> str | None:
+    """Return the format that a picture's path asks for; None: there is no path.
+
+    Args:
+        path: of --output.
+        cure: end of the message.
+        saves: whether a path that ends in .json asks for no picture.
 
     Raises:
-        ValueError: none that there is; the message ends in `cure`.
+        ValueError: none that there is.
     """
+    if not path or (saves and path.endswith('.json')):
+        return None
     suffix = Path(path).suffix[1:].lower()
     if suffix not in ('html', 'svg', 'png'):
         raise ValueError(f'-o {path}: {cure}')

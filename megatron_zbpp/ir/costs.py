@@ -13,12 +13,10 @@ from functools import cached_property
 from math import isfinite
 from typing import Any
 
-from megatron_zbpp.ir import B, F, Graph, Placement, Task, W, strict_json
+from megatron_zbpp.ir import B, F, Graph, Placement, Task, W
 from megatron_zbpp.ir.compiled import compiled
-from megatron_zbpp.ir.graph import BROADCAST, DEVICE, KV, KV_GRADIENT, TRANSFERS, R
+from megatron_zbpp.ir.graph import BROADCAST, DEVICE, KV, KV_GRADIENT, R
 
-SELECTIVE = 'selective'  # of a file: what differs with Megatron's selective recomputation
-_COPIES = frozenset(kind for copies in TRANSFERS.values() for kind in copies)
 _WHOLE = frozenset({F, B, W, KV, KV_GRADIENT})  # they are as no other is
 _EXACT = (F, B, W, 'activation', 'retained')  # of stages alone, as only they have weights
 
@@ -207,29 +205,16 @@ class Costs:
         Args:
             text: of the file.
             selective: whether those with Megatron's selective recomputation, which the file says
-                under `SELECTIVE`; what it is silent of there is as without.
+                under that name; what it is silent of there is as without.
             activation: for where the file is silent.
 
         Raises:
             ValueError: it is not one JSON object, lacks a time, or has a field that is not known or
                 of another type; the message names it.
         """
-        data: Any = strict_json.loads(text)
-        if not strict_json.is_object(data):
-            raise ValueError('costs are one JSON object: {"F": [...], "B": [...], "W": [...]}')
-        strict_json.require(data, {}, {**_BY_STAGE, **_FIELDS, SELECTIVE: strict_json.anything})
-        within = data.pop(SELECTIVE, None)
-        if selective and within is None:
-            raise ValueError(
-                'nothing is said of what passes take with selective recomputation: give '
-                f'"{SELECTIVE}": {{"B": [...], "activation": [...]}}'
-            )
-        data = _by_kind(data)
-        if within is not None:
-            strict_json.require(within, {}, _RECOMPUTED)
-            data = _within(data, _by_kind(within)) if selective else data
-        data['amounts'].setdefault('activation', activation)
-        return cls(**data)
+        from megatron_zbpp.ir import costs_file  # which no run without a file needs
+
+        return cls(**costs_file.read(text, selective, activation))
 
     @classmethod
     def from_fields(cls, data: Any) -> Costs:
@@ -240,12 +225,9 @@ class Costs:
         Raises:
             ValueError: it is none; the message names the field.
         """
-        if strict_json.is_object(data) and 'forward' in data:
-            strict_json.require(data, _OLD_TIMES, {**_BY_STAGE, **_FIELDS})
-            data = _by_kind({_OLD_NAMES.get(name, name): value for name, value in data.items()})
-        else:
-            strict_json.require(data, {'times': _by_name}, _FIELDS)
-        return cls(**data)
+        from megatron_zbpp.ir import costs_file
+
+        return cls(**costs_file.fields(data))
 
     @classmethod
     def uniform(
@@ -387,93 +369,6 @@ class Costs:
                     f'an edge from rank {sender} to rank {receiver}: there are ranks 0 to '
                     f'{placement.num_ranks - 1}'
                 )
-
-
-def _by_kind(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of a file with F, B and W among `times`, activations among `amounts`."""
-    fields = {name: value for name, value in data.items() if name not in _EXACT}
-    for field_name, own in (('times', (F, B, W)), ('amounts', ('activation', 'retained'))):
-        apart = {name: data[name] for name in own if name in data}
-        inside = data.get(field_name, {})
-        for name in apart.keys() & inside.keys():
-            raise ValueError(f'{field_name} of {name} are given twice: leave them out of one')
-        fields[field_name] = {**apart, **inside}
-    return fields
-
-
-def _within(data: dict[str, Any], within: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of selective recomputation, with the times of kinds that it is silent of.
-
-    A copy of less takes less: where nothing else is told, times of copies are as activations.
-    """
-    kinds = dict(data['times'])
-    before, after = data['amounts'].get('activation'), within['amounts'].get('activation')
-    if before and after and len(before) == len(after):
-        shares = [new / old if old else 1.0 for new, old in zip(after, before, strict=True)]
-        for kind in _COPIES & set(kinds):
-            kinds[kind] = [time * share for time, share in zip(kinds[kind], shares, strict=False)]
-    amounts = {**data['amounts'], **within['amounts']}
-    return {**data, 'times': {**kinds, **within['times']}, 'amounts': amounts}
-
-
-def _per_stage(value: Any) -> str | None:
-    """Check numbers of which there are some."""
-    return None if value and _NUMBERS(value) is None else 'a list of numbers, one per stage'
-
-
-def _by_name(value: Any) -> str | None:
-    """Check numbers under names, some under each."""
-    lists = value.values() if strict_json.is_object(value) else (None,)
-    fits = all(_per_stage(entry) is None for entry in lists)
-    return None if fits else 'an object of lists of numbers, such as {"R": [1, 1]}'
-
-
-def _shares_by_name(value: Any) -> str | None:
-    """Check lists of lists of numbers under names."""
-    lists = value.values() if strict_json.is_object(value) else (None,)
-    fits = all(
-        strict_json.is_list(own) and all(_per_stage(e) is None for e in own) for own in lists
-    )
-    return None if fits else 'an object of a list a stage, such as {"F": [[0.6, 0.4], [0.6, 0.4]]}'
-
-
-def _times_by_name(value: Any) -> str | None:
-    """Check one number under each name."""
-    fits = strict_json.is_object(value) and all(
-        strict_json.number(each) is None for each in value.values()
-    )
-    return None if fits else 'an object of numbers, such as {"hidden": 0.1}'
-
-
-def _edge_list(value: Any) -> str | None:
-    """Check latencies between ranks."""
-    fits = strict_json.is_list(value) and all(
-        strict_json.is_list(edge)
-        and len(edge) == 3
-        and all(strict_json.integer(rank) is None for rank in edge[:2])
-        and strict_json.number(edge[2]) is None
-        for edge in value
-    )
-    return None if fits else 'a list of [sender, receiver, latency]'
-
-
-_NUMBERS = strict_json.list_of(strict_json.number, 'numbers')
-_FIELDS: dict[str, strict_json.Check] = {
-    **dict.fromkeys(('comm', 'message', 'together'), strict_json.number),
-    'parameters': _per_stage,
-    'speeds': _NUMBERS,
-    **dict.fromkeys(('times', 'amounts'), _by_name),
-    'parts': _shares_by_name,
-    'edges': _edge_list,
-    'collectives': _times_by_name,
-}
-_BY_STAGE: dict[str, strict_json.Check] = {
-    **dict.fromkeys((F, B, W), _NUMBERS),
-    **dict.fromkeys(('activation', 'retained'), _per_stage),
-}
-_RECOMPUTED = {**_BY_STAGE, 'times': _by_name, 'amounts': _by_name}
-_OLD_NAMES = {'forward': F, 'backward': B, 'weight': W}
-_OLD_TIMES: dict[str, strict_json.Check] = dict.fromkeys(_OLD_NAMES, _NUMBERS)
 
 
 def _require_costs(name: str, values: tuple[float, ...]) -> None:

@@ -124,12 +124,29 @@ def one_of(*values: object) -> Check:
     return fits
 
 
-def list_of(check: Check, entries: str) -> Check:
-    """Return the check of a list, each entry by `check`; `entries` says what they are."""
+def list_of(check: Check, entries: str, filled: bool = False) -> Check:
+    """Return the check of a list, each entry by `check`; `entries` says what they are.
+
+    Args:
+        check: of an entry.
+        entries: for the message.
+        filled: whether an empty list is refused.
+    """
 
     def fits(value: object) -> str | None:
         good = is_list(value) and all(check(entry) is None for entry in value)
+        good = good and (bool(value) or not filled)
         return None if good else f'a list of {entries}'
+
+    return fits
+
+
+def object_of(check: Check, entries: str) -> Check:
+    """Return the check of an object, each value by `check`; `entries` says what they are."""
+
+    def fits(value: object) -> str | None:
+        good = is_object(value) and all(check(entry) is None for entry in value.values())
+        return None if good else f'an object of {entries}'
 
     return fits
 

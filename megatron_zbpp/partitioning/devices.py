@@ -131,7 +131,7 @@ class Devices:
             ValueError: it is not JSON, or not a file of devices; the message names the field.
         """
         data: Any = strict_json.loads(text)
-        strict_json.require(data, {'devices': _entries}, {'latency': _rows, 'bandwidth': _rows})
+        strict_json.require(data, {'devices': _ENTRIES}, {'latency': _ROWS, 'bandwidth': _ROWS})
         found: list[Device] = []
         for entry in data['devices']:
             strict_json.require(entry, {}, _FIELDS)
@@ -143,18 +143,8 @@ class Devices:
         return cls(tuple(found), data.get('latency', ()), data.get('bandwidth', ()))
 
 
-def _entries(value: object) -> str | None:
-    """Check a list that has entries, which are checked one by one."""
-    return None if strict_json.is_list(value) and value else 'a list of devices'
-
-
-def _rows(value: object) -> str | None:
-    """Check a matrix of numbers."""
-    rows = strict_json.list_of(_ROW, 'rows')
-    return None if rows(value) is None else 'a list of rows of numbers'
-
-
-_ROW = strict_json.list_of(strict_json.number, 'numbers')
+_ENTRIES = strict_json.list_of(strict_json.anything, 'devices', filled=True)
+_ROWS = strict_json.list_of(strict_json.list_of(strict_json.number, ''), 'rows of numbers')
 _FIELDS: dict[str, strict_json.Check] = {
     'name': strict_json.text,
     'factor': strict_json.anything,

@@ -156,15 +156,10 @@ class FreezePlan:
         )
 
 
-def _object(value: object) -> str | None:
-    """Check an object whose fields are checked elsewhere."""
-    return None if strict_json.is_object(value) else 'an object of passes and shares'
-
-
 _FIELDS = {
     'format': strict_json.one_of(FORMAT),
     'schedule': strict_json.anything,
-    'ratios': _object,
+    'ratios': strict_json.object_of(strict_json.anything, 'passes and shares'),
     'makespan': strict_json.number,
     'without_freezing': strict_json.number,
     'warm_up': strict_json.integer,

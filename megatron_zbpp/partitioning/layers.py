@@ -137,7 +137,7 @@ class Layers:
             ValueError: it is not JSON, or not a file of layers; the message names the field.
         """
         data: Any = strict_json.loads(text)
-        strict_json.require(data, {'format': strict_json.one_of(FORMAT), 'layers': _entries})
+        strict_json.require(data, {'format': strict_json.one_of(FORMAT), 'layers': _ENTRIES})
         found: list[Layer] = []
         for entry in data['layers']:
             strict_json.require(entry, {'kind': strict_json.text}, _FIELDS)
@@ -154,25 +154,16 @@ class Layers:
         """Return the same layers with all times multiplied."""
         return Layers(
             tuple(
-                replace(
-                    layer,
-                    forward=layer.forward * factor,
-                    backward=layer.backward * factor,
-                    weight=layer.weight * factor,
-                )
+                replace(layer, **{name: getattr(layer, name) * factor for name in _NAMES})
                 for layer in self.layers
             )
         )
 
 
-def _entries(value: object) -> str | None:
-    """Check a list that has entries, which are checked one by one."""
-    return None if strict_json.is_list(value) and value else 'a list of layers'
-
-
 _NAMES = {'forward': 'F', 'backward': 'B', 'weight': 'W'}
 _READ = {short: name for name, short in _NAMES.items()}
 _AMOUNTS = (*_NAMES, 'activation', 'retained', 'parameters', 'output')
+_ENTRIES = strict_json.list_of(strict_json.anything, 'layers', filled=True)
 _FIELDS: dict[str, strict_json.Check] = {
     'count': strict_json.integer,
     **{_NAMES.get(name, name): strict_json.number for name in _AMOUNTS},

@@ -1,0 +1,107 @@
+"""Files of costs: what they may have, and the fields of `Costs` that they say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_zbpp.ir import B, F, W, strict_json
+from megatron_zbpp.ir.graph import TRANSFERS
+
+SELECTIVE = 'selective'  # what differs with Megatron's selective recomputation
+_COPIES = frozenset(kind for copies in TRANSFERS.values() for kind in copies)
+_OWN = {'times': (F, B, W), 'amounts': ('activation', 'retained')}  # may stand outside of them
+
+
+def read(text: str, selective: bool, activation: Sequence[float]) -> dict[str, Any]:
+    """Return the fields of a file: see `Costs.from_json`."""
+    data: Any = strict_json.loads(text)
+    if not strict_json.is_object(data):
+        raise ValueError('costs are one JSON object: {"F": [...], "B": [...], "W": [...]}')
+    strict_json.require(data, {}, {**_BY_STAGE, **_FIELDS, SELECTIVE: strict_json.anything})
+    within = data.pop(SELECTIVE, None)
+    if selective and within is None:
+        raise ValueError(
+            'nothing is said of what passes take with selective recomputation: give '
+            f'"{SELECTIVE}": {{"B": [...], "activation": [...]}}'
+        )
+    data = _by_kind(data)
+    if within is not None:
+        strict_json.require(within, {}, _RECOMPUTED)
+        data = _within(data, _by_kind(within)) if selective else data
+    data['amounts'].setdefault('activation', activation)
+    return data
+
+
+def fields(data: Any) -> dict[str, Any]:
+    """Return the fields, whatever release gave them: see `Costs.from_fields`."""
+    if strict_json.is_object(data) and 'forward' in data:
+        strict_json.require(data, _OLD_TIMES, {**_BY_STAGE, **_FIELDS})
+        data = _by_kind({_OLD_NAMES.get(name, name): value for name, value in data.items()})
+    else:
+        strict_json.require(data, {'times': _BY_NAME}, _FIELDS)
+    return data
+
+
+def _by_kind(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of a file with F, B and W among `times`, activations among `amounts`."""
+    apart_of_all = {name for own in _OWN.values() for name in own}
+    fields = {name: value for name, value in data.items() if name not in apart_of_all}
+    for field_name, own in _OWN.items():
+        apart = {name: data[name] for name in own if name in data}
+        inside = data.get(field_name, {})
+        for name in apart.keys() & inside.keys():
+            raise ValueError(f'{field_name} of {name} are given twice: leave them out of one')
+        fields[field_name] = {**apart, **inside}
+    return fields
+
+
+def _within(data: dict[str, Any], within: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of selective recomputation, with the times of kinds that it is silent of.
+
+    A copy of less takes less: where nothing else is told, times of copies are as activations.
+    """
+    kinds = dict(data['times'])
+    before, after = data['amounts'].get('activation'), within['amounts'].get('activation')
+    if before and after and len(before) == len(after):
+        shares = [new / old if old else 1.0 for new, old in zip(after, before, strict=True)]
+        for kind in _COPIES & set(kinds):
+            kinds[kind] = [time * share for time, share in zip(kinds[kind], shares, strict=False)]
+    amounts = {**data['amounts'], **within['amounts']}
+    return {**data, 'times': {**kinds, **within['times']}, 'amounts': amounts}
+
+
+def _edge_list(value: Any) -> str | None:
+    """Check latencies between ranks."""
+    fits = strict_json.is_list(value) and all(
+        strict_json.is_list(edge)
+        and len(edge) == 3
+        and all(strict_json.integer(rank) is None for rank in edge[:2])
+        and strict_json.number(edge[2]) is None
+        for edge in value
+    )
+    return None if fits else 'a list of [sender, receiver, latency]'
+
+
+_PER_STAGE = strict_json.list_of(strict_json.number, 'numbers, one per stage', filled=True)
+_NUMBERS = strict_json.list_of(strict_json.number, 'numbers')
+_BY_NAME = strict_json.object_of(_PER_STAGE, 'lists of numbers, such as {"R": [1, 1]}')
+_FIELDS: dict[str, strict_json.Check] = {
+    **dict.fromkeys(('comm', 'message', 'together'), strict_json.number),
+    'parameters': _PER_STAGE,
+    'speeds': _NUMBERS,
+    **dict.fromkeys(('times', 'amounts'), _BY_NAME),
+    'parts': strict_json.object_of(
+        strict_json.list_of(_PER_STAGE, ''),
+        'a list a stage, such as {"F": [[0.6, 0.4], [0.6, 0.4]]}',
+    ),
+    'edges': _edge_list,
+    'collectives': strict_json.object_of(strict_json.number, 'numbers, such as {"hidden": 0.1}'),
+}
+_BY_STAGE: dict[str, strict_json.Check] = {
+    **dict.fromkeys((F, B, W), _NUMBERS),
+    **dict.fromkeys(('activation', 'retained'), _PER_STAGE),
+}
+_RECOMPUTED = {**_BY_STAGE, 'times': _BY_NAME, 'amounts': _BY_NAME}
+_OLD_NAMES = {'forward': F, 'backward': B, 'weight': W}
+_OLD_TIMES: dict[str, strict_json.Check] = dict.fromkeys(_OLD_NAMES, _NUMBERS)
