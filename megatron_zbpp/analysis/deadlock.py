@@ -68,6 +68,7 @@ class Collective(NamedTuple):
 
 
 _Program = Sequence[Instruction | Collective]
+_COLLECTIVES = (Collective, Exchange)
 _Connection = tuple[int, bool]  # from which rank, and whether of what forwards have saved
 
 
@@ -118,15 +119,9 @@ class _Replay:
         self._missing = [awaited(program) for program in programs]
         self._spinning = [0] * len(programs)
         self._met: dict[Collective | Exchange, set[int]] = defaultdict(set)
-        ready = deque(range(len(programs)))
-        waiting = [True] * len(programs)  # in `ready`, where each is once
-        while ready:
-            rank = ready.popleft()
-            waiting[rank] = False
-            for woken in self._advance(rank):
-                if not waiting[woken]:
-                    waiting[woken] = True
-                    ready.append(woken)
+        self._ready = deque(range(len(programs)))
+        self._waiting = [True] * len(programs)  # in `_ready`, where each is once
+        self._run()
 
     def stuck(self) -> dict[int, str]:
         """Return where each rank stands that has not reached its end."""
@@ -149,56 +144,69 @@ class _Replay:
             return str(instruction)
         return f'{instruction} for {", ".join(map(str, waited))}'
 
-    def _advance(self, rank: int) -> set[int]:
-        """Run `rank` as far as it goes; return the ranks that may have waited for that."""
-        program, begun = self._programs[rank], self._cursor[rank]
-        missing, spinning, open_here = self._missing[rank], self._spinning, self._open[rank]
-        synchronises, in_order = self._synchronises, self._in_order
-        wakes: set[int] = set()
-        at = begun
-        for at in range(begun, len(program)):
-            instruction = program[at]
-            if type(instruction) is Pass:
-                if (synchronises and spinning[rank]) or (missing and missing.get(instruction)):
-                    break
-            elif type(instruction) is Send:
-                peer = instruction.peer
-                waiting = self._open[peer][rank, instruction.saved]
-                if not waiting:
-                    break
-                self._take(rank, instruction, waiting.popleft())
-                wakes.add(peer)
-            elif type(instruction) is Receive:
-                peer = instruction.peer
-                waiting = open_here[peer, instruction.saved]
-                if in_order and waiting:
-                    break
-                waiting.append(instruction)
-                spinning[rank] += 1
-                wakes.add(peer)
-            elif type(instruction) is Collective or type(instruction) is Exchange:
-                met = self._met[instruction]
-                met.add(rank)
-                if len(met) < instruction.size:
-                    break
-                wakes |= met
-        else:
-            at = len(program)
-        self._cursor[rank] = at
-        wakes.discard(rank)
-        return wakes
+    def _run(self) -> None:
+        """Run each rank as far as it goes, and again those that may have waited for what it did.
 
-    def _take(self, rank: int, send: Send, awaited: Receive) -> None:
-        """Bring what `rank` sends to who awaits it."""
-        peer, consumer = send.peer, send.consumer
-        if awaited.producer != send.producer or awaited.consumer != consumer:
-            raise ValueError(
-                f'rank {rank} sends what {send.producer} made for {consumer} where rank '
-                f'{peer} awaits what {awaited.producer} makes for {awaited.consumer}'
-            )
-        if not self._synchronises:
-            self._missing[peer][consumer] -= 1
-        self._spinning[peer] -= 1
+        It is one loop, as ranks take turns every few instructions.
+        """
+        ready, waiting, spinning, opened = self._ready, self._waiting, self._spinning, self._open
+        synchronises, in_order = self._synchronises, self._in_order
+        while ready:
+            rank = ready.popleft()
+            waiting[rank] = False
+            program, missing, at = self._programs[rank], self._missing[rank], self._cursor[rank]
+            here, end = opened[rank], len(program)
+            while at < end:
+                instruction = program[at]
+                if type(instruction) is Pass:
+                    if (synchronises and spinning[rank]) or (missing and missing.get(instruction)):
+                        break
+                elif type(instruction) is Send:
+                    posted = opened[peer := instruction.peer][rank, instruction.saved]
+                    if not posted:
+                        break
+                    awaited, consumer = posted.popleft(), instruction.consumer
+                    if awaited.producer != instruction.producer or awaited.consumer != consumer:
+                        raise _disagreement(rank, instruction, awaited)
+                    spinning[peer] -= 1
+                    if not synchronises:
+                        self._missing[peer][consumer] -= 1
+                    if not waiting[peer]:
+                        waiting[peer] = True
+                        ready.append(peer)
+                elif type(instruction) is Receive:
+                    posted = here[peer := instruction.peer, instruction.saved]
+                    if in_order and posted:
+                        break
+                    posted.append(instruction)
+                    spinning[rank] += 1
+                    if not waiting[peer]:
+                        waiting[peer] = True
+                        ready.append(peer)
+                elif isinstance(instruction, _COLLECTIVES) and not self._meets(rank, instruction):
+                    break
+                at += 1
+            self._cursor[rank] = at
+
+    def _meets(self, rank: int, collective: Collective | Exchange) -> bool:
+        """Return whether all are there now that `rank` is; wake those that waited."""
+        met = self._met[collective]
+        met.add(rank)
+        if len(met) < collective.size:
+            return False
+        for other in met - {rank}:
+            if not self._waiting[other]:
+                self._waiting[other] = True
+                self._ready.append(other)
+        return True
+
+
+def _disagreement(rank: int, send: Send, awaited: Receive) -> ValueError:
+    """Return the error for a message that is not the one that its receiver awaits."""
+    return ValueError(
+        f'rank {rank} sends what {send.producer} made for {send.consumer} where rank '
+        f'{send.peer} awaits what {awaited.producer} makes for {awaited.consumer}'
+    )
 
 
 def _awaited(program: _Program) -> Counter[Pass]:
@@ -209,10 +217,10 @@ def _awaited(program: _Program) -> Counter[Pass]:
 def _posted_late(program: _Program) -> Counter[Pass]:
     """Count the messages whose receive is posted behind the pass that takes them."""
     ran: set[Pass] = set()
-    late: Counter[Pass] = Counter()
+    late: list[Pass] = []
     for i in program:
         if type(i) is Pass:
             ran.add(i)
         elif type(i) is Receive and i.consumer in ran:
-            late[i.consumer] += 1
-    return late
+            late.append(i.consumer)
+    return Counter(late)

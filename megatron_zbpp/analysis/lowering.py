@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from operator import itemgetter
+from typing import Any
 
 from megatron_zbpp.analysis import collector, departures
 from megatron_zbpp.analysis.deadlock import prove
-from megatron_zbpp.analysis.posting import LATE, Posting, Postponed
+from megatron_zbpp.analysis.posting import EARLY, LATE, Posting, Postponed
 from megatron_zbpp.analysis.program import (
     Begin,
     Exchange,
@@ -43,6 +44,9 @@ from megatron_zbpp.ir.graph import BROADCAST, REDUCE
 # Of a message, in passes of a rank. That there is some puts passes of neighbours that end together
 # into the order in which they really end; how much it is hardly matters.
 _LATENCY = 0.01
+_Taken = tuple[int, str]  # by which pass, and the message's name
+# of a named tuple: takes a third of the time of its constructor
+_NEW: Callable[..., Any] = vars(tuple)['__new__']
 
 
 def lower(schedule: Schedule, receives: str = LATE) -> tuple[Program, ...]:
@@ -56,9 +60,7 @@ def lower(schedule: Schedule, receives: str = LATE) -> tuple[Program, ...]:
         ScheduleError: passes wait for each other across ranks.
     """
     with collector.held_off():
-        writer = _Writer(schedule, receives)
-        writer.write()
-        lowered = tuple(map(tuple, writer.programs))
+        lowered = _Writer(schedule, receives).write()
         prove(lowered)
     return lowered
 
@@ -79,15 +81,17 @@ class _Flow:
         self.passes = list(itertools.chain.from_iterable(schedule.passes))
         self.ranks = [rank for rank, order in enumerate(schedule.passes) for _ in order]
         made = [0] * (flat.num_rows * m)  # by row and microbatch, the pass that makes it
+        messages = _messages(flat)
+        sent = {row for steps in messages.values() for links in steps for row, _, _ in links}
         rows = {
-            kind: [step.rows if step else () for step in flat.steps[kind]] for kind in flat.steps
+            kind: [[row * m for row in step.rows if row in sent] if step else () for step in steps]
+            for kind, steps in flat.steps.items()
         }
         for number, (kind, stage, microbatch, part) in enumerate(self.passes):
             for row in rows[kind][stage * cut + part]:
-                made[row * m + microbatch] = number
-        self.takers: list[tuple[tuple[int, str], ...]] = [()] * len(self.passes)
+                made[row + microbatch] = number
+        self.takers: list[tuple[_Taken, ...]] = [()] * len(self.passes)
         self.givers: list[tuple[int, ...]] = [()] * len(self.passes)
-        messages = _messages(flat)
         for number, (kind, stage, microbatch, part) in enumerate(self.passes):
             for row, back, message in messages[kind][stage * cut + part]:
                 if microbatch >= back:
@@ -124,18 +128,15 @@ class _Writer:
 
     A message has come when its taker runs, and a rank knows that a pass of its peer has run when it
     takes what that peer made later: so each send knows how many of its channel may not have come.
-
-    Attributes:
-        programs: for each rank, its part of that order.
     """
 
     def __init__(self, schedule: Schedule, receives: str) -> None:
-        self.programs: list[list[Instruction]] = [[] for _ in schedule.passes]
+        self._programs: list[list[Instruction]] = [[] for _ in schedule.passes]
         self._schedule, self._flow = schedule, _Flow(schedule)
         # by rank and peer: the last pass of the peer that is known to have run, ...
-        self._latest: list[dict[int, int]] = [{} for _ in self.programs]
+        self._latest: list[dict[int, int]] = [{} for _ in self._programs]
         # ... and the takers of what is on the way there
-        self._under_way: list[dict[int, deque[int]]] = [defaultdict(deque) for _ in self.programs]
+        self._under_way: list[dict[int, deque[int]]] = [defaultdict(deque) for _ in self._programs]
         self._begun, flat = departures.begun(schedule), compiled(schedule.graph)
         self._between_partners = flat.between_partners
         self._coming_back = flat.between_partners & flat.arriving
@@ -145,90 +146,115 @@ class _Writer:
         self._joined = {before[rank] + at for rank, at in schedule.together}
         self._order, spans = _by_end(schedule, self._joined)
         self._posting = Posting(receives, schedule, spans, self._joined)
-        self._postponed = Postponed(self.programs)
+        self._late = receives != EARLY
+        self._postponed = Postponed(self._programs)
         self._collectives = _Collectives(self._flow, schedule)
+        self._apart = self._collectives.messages
+        self._moves = bool(self._begun or self._apart)
 
-    def write(self) -> None:
-        """Write the programs, pass by pass; passes that run as one together."""
-        flow = self._flow
+    def write(self) -> tuple[Program, ...]:
+        """Return the programs, written pass by pass; passes that run as one together."""
+        flow, programs, postponed = self._flow, self._programs, self._postponed
         passes, ranks, takers, givers = flow.passes, flow.ranks, flow.takers, flow.givers
-        joined, following, postponed = self._joined, self._posting.following, self._postponed
-        apart = self._collectives.messages
-        group: list[int] = []
+        joined, following = self._joined, self._posting.following
+        sent_by, posted_behind = postponed.sent_by, postponed.posted_behind
+        group: list[int] = []  # of passes that run as one, so far
         for number in self._order:
-            group.append(number)
-            if number in joined:
-                continue
             rank = ranks[number]
-            program, known = self.programs[rank], self._latest[rank]
-            if postponed.sent_by[rank]:
+            known = self._latest[rank]
+            for giver in givers[number]:
+                peer = ranks[giver]
+                if giver > known.get(peer, -1):
+                    known[peer] = giver
+            if number in joined:
+                group.append(number)
+                continue
+            if sent_by[rank]:
                 postponed.put_sent_by(rank)
-            own = [passes[each] for each in group] if len(group) > 1 else [passes[number]]
-            if self._coming_back:
-                self._bring_back(own, rank)
-            program += [Join(tuple(own)), *own] if len(own) > 1 else own
+            if group or self._coming_back:
+                self._write_passes([*group, number], rank)
+            else:
+                programs[rank].append(passes[number])
             following[rank] = number + 1
-            if number in postponed.senders:
+            if number in posted_behind:
                 postponed.put_behind(number)
-            for each in group:
-                for giver in givers[each]:
-                    peer = ranks[giver]
-                    if giver > known.get(peer, -1):
-                        known[peer] = giver
-            if takers[number] or len(group) > 1:
-                self._hand_on(group, rank)
-            for exchange in self._collectives.completed_by(group) if apart else ():
-                for each in self.programs:
-                    each.append(exchange)
-            if self._begun:
-                self._begin_copies(own, rank)
-            group = []
+            if group or self._apart:
+                self._hand_on_together([*group, number], rank)
+            elif taken := takers[number]:
+                self._hand_on(number, number, taken, taken, rank)
+            if self._moves:
+                self._write_behind([*group, number], rank)
+            group.clear()
+        return tuple(map(tuple, programs))
 
-    def _bring_back(self, own: list[Pass], rank: int) -> None:
-        """Write the messages by which the partner returns what these passes take."""
-        partner = self._partners[rank]
+    def _write_passes(self, group: Sequence[int], rank: int) -> None:
+        """Write passes that run as one, behind what the partner returns for them."""
+        program, partner = self._programs[rank], self._partners[rank]
+        own = [self._flow.passes[each] for each in group]
         for p in own:
             if p.kind in self._coming_back:
                 (left,) = self._schedule.predecessors(p)
-                self.programs[rank].append(Receive(left, p, partner, saved=True))
-                self.programs[partner].append(Send(left, p, rank, saved=True))
+                program.append(Receive(left, p, partner, saved=True))
+                self._programs[partner].append(Send(left, p, rank, saved=True))
+        program += [Join(tuple(own)), *own] if len(own) > 1 else own
 
-    def _hand_on(self, group: list[int], rank: int) -> None:
-        """Write to whom the results go: to passes of the same rank, or by messages."""
-        flow = self._flow
-        passes, ranks, programs = flow.passes, flow.ranks, self.programs
-        handed_on = [(each, taken) for each in group for taken in flow.takers[each]]
-        if apart := self._collectives.messages:
-            handed_on = [each for each in handed_on if each[1][1] not in apart]
-        program, known, under_way = programs[rank], self._latest[rank], self._under_way[rank]
-        for producer, (taker, message) in handed_on:
-            p, peer, consumer = passes[producer], ranks[taker], passes[taker]
+    def _hand_on_together(self, group: Sequence[int], rank: int) -> None:
+        """Write to whom the results of passes that ran as one go, but for collectives."""
+        handed_on = [
+            [taken for taken in self._flow.takers[each] if taken[1] not in self._apart]
+            for each in group
+        ]
+        every = list(itertools.chain(*handed_on))
+        for producer, taken in zip(group, handed_on, strict=True):
+            self._hand_on(producer, group[-1], taken, every, rank)
+
+    def _hand_on(
+        self, producer: int, last: int, taken: Sequence[_Taken], every: Sequence[_Taken], rank: int
+    ) -> None:
+        """Write to whom what `producer` made goes: to passes of the same rank, or by messages.
+
+        It ran as one with others up to the `last`, from which all `every` is taken.
+        """
+        passes, ranks, programs = self._flow.passes, self._flow.ranks, self._programs
+        p, known, under_way = passes[producer], self._latest[rank], self._under_way[rank]
+        behind = None
+        for taker, message in taken:
+            peer, consumer = ranks[taker], passes[taker]
             if peer == rank:
-                program.append(Hand(p, consumer, message))
+                programs[rank].append(Hand(p, consumer, message))
                 continue
             waiting, ran = under_way[peer], known.get(peer, -1)
             while waiting and waiting[0] < ran:
                 waiting.popleft()
             waiting.append(taker)
-            send = Send(p, consumer, peer, len(waiting), False, message)
-            receive = Receive(p, consumer, rank, False, message)
-            behind = self._posting.behind(group[-1], peer, handed_on)
+            send = _NEW(Send, (p, consumer, peer, len(waiting), False, message))
+            receive = _NEW(Receive, (p, consumer, rank, False, message))
+            if self._late:
+                behind = self._posting.behind(last, peer, every)
             if behind is None:
-                program.append(send)
+                programs[rank].append(send)
                 programs[peer].append(receive)
             else:
                 self._postponed.hold(behind, send, receive)
 
+    def _write_behind(self, group: Sequence[int], rank: int) -> None:
+        """Write collectives that these passes complete, and copies that begin behind them."""
+        for exchange in self._collectives.completed_by(group) if self._apart else ():
+            for program in self._programs:
+                program.append(exchange)
+        if self._begun:
+            self._begin_copies([self._flow.passes[each] for each in group], rank)
+
     def _begin_copies(self, own: list[Pass], rank: int) -> None:
         """Write the copies that begin behind these passes: to the host, or to the partner."""
-        program, partner = self.programs[rank], self._partners[rank]
+        program, partner = self._programs[rank], self._partners[rank]
         for leaving in [each for p in own for each in self._begun.get(p, ())]:
             if leaving.kind not in self._between_partners:
                 program.append(Begin(leaving))
                 continue
             (made,) = self._schedule.predecessors(leaving)
             program.append(Send(made, leaving, partner, saved=True))
-            self.programs[partner].append(Receive(made, leaving, rank, saved=True))
+            self._programs[partner].append(Receive(made, leaving, rank, saved=True))
 
 
 class _Collectives:
@@ -286,9 +312,12 @@ def _by_end(schedule: Schedule, joined: Set[int]) -> tuple[list[int], list[tuple
     Those `joined` end together.
     """
     costs = Costs.uniform(schedule.placement, comm=_LATENCY)
-    flat, spans = itertools.chain.from_iterable, simulate(schedule, costs).spans
-    # copies may end behind passes that come after them
-    ends = list(flat(itertools.accumulate(map(itemgetter(1), own), max) for own in spans))
+    spans = simulate(schedule, costs).spans
+    flat = list(itertools.chain.from_iterable(spans))
+    ends = list(map(itemgetter(1), flat))
+    if compiled(schedule.graph).on_copy_engines:  # copies end behind passes that come after them
+        latest = (itertools.accumulate(map(itemgetter(1), own), max) for own in spans)
+        ends = list(itertools.chain.from_iterable(latest))
     for number in sorted(joined, reverse=True):
         ends[number] = ends[number + 1]
-    return sorted(range(len(ends)), key=ends.__getitem__), list(flat(spans))
+    return sorted(range(len(ends)), key=ends.__getitem__), flat

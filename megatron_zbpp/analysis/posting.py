@@ -23,6 +23,7 @@ from megatron_zbpp.ir import Schedule
 # another pass computes while the message travels; so, too, where its taker waits for the message
 EARLY, LATE, LATEST = RECEIVES = ('early', 'late', 'latest')
 _TRAVEL = 0.5  # longest time of a message, in forwards of a stage
+_Held = list[tuple[Send, Receive]]  # of one message, or of none: it has been put
 
 
 def require_known(receives: object, name: str = 'receives') -> None:
@@ -59,38 +60,36 @@ class Posting:
         joined: Set[int],
     ) -> None:
         require_known(receives)
-        self._early = receives == EARLY
         self._travel = _TRAVEL / schedule.placement.num_chunks if receives == LATE else 0.0
-        self._spans, self._joined = spans, joined
-        self._ends = list(itertools.accumulate(map(len, schedule.passes)))  # by rank
-        self.following = [0, *self._ends[:-1]]
+        self._starts, self._ends = zip(*spans, strict=True)
+        self._joined = joined
+        self._behind_all = list(itertools.accumulate(map(len, schedule.passes)))  # by rank
+        self.following = [0, *self._behind_all[:-1]]
 
-    def behind(
-        self, giver: int, peer: int, handed_on: Sequence[tuple[int, tuple[int, str]]]
-    ) -> int | None:
+    def behind(self, giver: int, peer: int, handed_on: Sequence[tuple[int, str]]) -> int | None:
         """Return the pass of `peer` behind which to post what `giver` sends; None: at once.
 
         Args:
             giver: the pass that has just ended.
             peer: a rank that receives.
-            handed_on: what it, and those that ran as one with it, have made, with the pass that
-                takes it; of the latter, those of `peer` count.
+            handed_on: the passes, those of `peer` count, that take what it made and what those
+                made that ran as one with it; each with the message's name.
         """
         first = last = self.following[peer]
-        behind_all = self._ends[peer]
-        if self._early or first == behind_all:
+        behind_all = self._behind_all[peer]
+        if first == behind_all:
             return None
-        joined, spans = self._joined, self._spans
+        joined, starts, ends = self._joined, self._starts, self._ends
         while last in joined:
             last += 1
-        sent, end = spans[giver][1], spans[last][1]
-        if end - sent > sent - spans[first][0]:
+        sent, end = ends[giver], ends[last]
+        if end - sent > sent - starts[first]:
             return None
-        for _, (taker, _) in handed_on:
+        for taker, _ in handed_on:
             while taker - 1 in joined:
                 taker -= 1
             if first <= taker < behind_all and (
-                taker <= last or spans[taker][0] - end < self._travel
+                taker <= last or starts[taker] - end < self._travel
             ):
                 return None
         return last
@@ -103,37 +102,39 @@ class Postponed:
         programs: of all ranks, so far.
 
     Attributes:
-        sent_by: by sender; each with the pass behind which it is posted.
-        senders: by that pass.
+        sent_by: by sender; those that have been put meanwhile are empty.
+        posted_behind: by the pass behind which each is posted, the same.
     """
 
     def __init__(self, programs: list[list[Instruction]]) -> None:
         self._programs = programs
-        self.sent_by: list[list[tuple[int, Send, Receive]]] = [[] for _ in programs]
-        self.senders: dict[int, list[int]] = defaultdict(list)
+        self.sent_by: list[list[_Held]] = [[] for _ in programs]
+        self.posted_behind: dict[int, list[_Held]] = defaultdict(list)
 
     def hold(self, behind: int, send: Send, receive: Receive) -> None:
         """Keep a message until the pass `behind` has run, or its sender's next one is to run."""
-        rank = receive.peer
-        self.sent_by[rank].append((behind, send, receive))
-        self.senders[behind].append(rank)
+        held = [(send, receive)]
+        self.sent_by[receive.peer].append(held)
+        self.posted_behind[behind].append(held)
 
     def put_sent_by(self, rank: int) -> None:
         """Put all that `rank` sends into the programs: its next pass is to run."""
-        for _, send, receive in self.sent_by[rank]:
-            self._put(rank, send, receive)
-        self.sent_by[rank] = []
+        for held in self.sent_by[rank]:
+            self._put(held)
+        self.sent_by[rank].clear()
 
     def put_behind(self, number: int) -> None:
-        """Put what is posted behind that pass into the programs: it has run."""
-        for rank in sorted(self.senders.pop(number)):
-            held, self.sent_by[rank] = self.sent_by[rank], []
-            for each in held:
-                if each[0] == number:
-                    self._put(rank, *each[1:])
-                else:
-                    self.sent_by[rank].append(each)
+        """Put what is posted behind that pass into the programs, by sender: it has run."""
+        posted = [held for held in self.posted_behind.pop(number) if held]
+        for held in sorted(posted, key=_sender) if len(posted) > 1 else posted:
+            self._put(held)
 
-    def _put(self, rank: int, send: Send, receive: Receive) -> None:
-        self._programs[rank].append(send)
-        self._programs[send.peer].append(receive)
+    def _put(self, held: _Held) -> None:
+        if held:
+            send, receive = held.pop()
+            self._programs[receive.peer].append(send)
+            self._programs[send.peer].append(receive)
+
+
+def _sender(held: _Held) -> int:
+    return held[0][1].peer
