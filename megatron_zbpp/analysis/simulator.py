@@ -249,8 +249,11 @@ class _Run:
         start, need = missing[0] if missing else max(found)
         return need, start
 
-    def _group(self, rank: int, first: int) -> list[tuple[int, _Flat]]:
-        """Yield microbatch and table entry of passes that run together from place `first` on."""
+    def _group(self, rank: int, first: int) -> tuple[list[tuple[int, _Flat]], float]:
+        """Return microbatch and table entry of passes that run together from `first` on.
+
+        And the share of their times that they take: alone, where copies wait, all of it.
+        """
         group: list[tuple[int, _Flat]] = []
         for at in itertools.count(first):
             kind, stage, microbatch, part = self.schedule.passes[rank][at]
@@ -258,11 +261,12 @@ class _Run:
             group.append((microbatch, table[kind][stage]))
             if (rank, at) not in self.schedule.together:
                 break
-        return group
+        kinds = [p.kind for p in self.schedule.passes[rank][first : first + len(group)]]
+        return group, self.costs.share_of_pair(kinds) if len(group) > 1 else 1.0
 
     def _joined(self, rank: int, first: int) -> _Flat:
         """Return a group as one, its entries those of its own microbatches and of its place."""
-        group = self._group(rank, first)
+        group, saved = self._group(rank, first)
         own = list(self._filled(rank, first, group))
         needs = [
             (need + mb, edge)
@@ -273,7 +277,6 @@ class _Run:
         needs += [(self.noted[place], 0.0) for place in self.waits.get((rank, first), ())]
         if (rank, first) in self.noted:
             own.append(self.noted[rank, first])
-        saved = self.costs.together if len(group) > 1 else 1.0  # alone it is where copies wait
         duration = saved * sum(flat.duration for _, flat in group)
         return _Flat(*needs[0], tuple(needs[1:]), own[0], tuple(own[1:]), duration)
 
@@ -288,8 +291,9 @@ class _Run:
     def _share(self, spans: list[_Span], rank: int, first: int) -> None:
         """Give each of a group its part of the time, one after the other."""
         start, _ = spans[first]
-        for at, (_, flat) in enumerate(self._group(rank, first), first):
-            end = start + self.costs.together * flat.duration
+        group, saved = self._group(rank, first)
+        for at, (_, flat) in enumerate(group, first):
+            end = start + saved * flat.duration
             spans[at] = start, end
             start = end
 

@@ -86,8 +86,8 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         default=NO_TIMES,
         metavar='F,B,W|FILE',
         help='times of a full rank, or a JSON file of costs: F, B and W by stage, and at will '
-        'activation, retained, parameters, comm, message, edges, speeds, together, times, amounts, '
-        'parts, collectives; default 1,1,1',
+        'activation, retained, parameters, comm, message, edges, speeds, together, pairs, times, '
+        'amounts, parts, collectives; default 1,1,1',
     )
     parser.add_argument(
         '--comm',
@@ -97,10 +97,11 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         '--together',
-        type=values.ratio,
+        type=values.shares,
         metavar='SHARE',
         help='time of a forward and a backward that run as one (dualpipe-v has such pairs), over '
-        'that of both; default: they run apart, or as in FILE',
+        'that of both; or of each kind of pair, which stp has: FB=0.9,FF=0.8,FW=0.95; default: '
+        'they run apart, or as in FILE',
     )
     parser.add_argument(
         '--memory-limit',

@@ -171,7 +171,7 @@ def _generated(args: Namespace, name: str) -> Case:
             f'--together {args.together:g}, but {name} has no forwards and backwards that run as '
             'one: take dualpipe-v, or leave it out'
         )
-    together = 'together' in family.options and (asked or costs.together != 1)
+    together = 'together' in family.options and (asked or costs.together != 1 or costs.pairs)
     planned = copied(args, costs) if family.moves else costs  # its copies have their slots
     schedule = in_slices(
         name,
@@ -181,7 +181,7 @@ def _generated(args: Namespace, name: str) -> Case:
         num_chunks=chunks,
         costs=planned,
         memory_limit=limit,
-        together=together,
+        together=bool(together),
     )
     if slices > 1 and family.default_slices == 1 and limit is None:
         why = unsuited(schedule, build(name, p, m, num_chunks=chunks))
@@ -256,11 +256,11 @@ def costs_of(args: Namespace, placement: Placement, selective: bool = False) -> 
     costs, together = _of_passes(args, placement, selective), getattr(args, 'together', None)
     if together is None:
         return costs
-    if costs.together != 1:
+    if costs.together != 1 or costs.pairs:
         raise ValueError(
             f'--together {together:g}, but the file of --times has {costs.together:g}: drop one'
         )
-    return replace(costs, together=together)
+    return replace(costs, together=float(together), pairs=together.pairs)
 
 
 def _limits(args: Namespace) -> list[float | None]:

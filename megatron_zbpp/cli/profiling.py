@@ -163,6 +163,7 @@ def _require_layers(costs: Costs) -> None:
     given = {
         'speeds': costs.speeds,
         'together': costs.together != 1,
+        'pairs': costs.pairs,
         'times': costs.times.keys() - {F, B, W},
         'amounts': costs.amounts.keys() - {'activation', 'retained'},
     }

@@ -59,7 +59,27 @@ def positive(text: str) -> float:
     return float(text)
 
 
-def ratio(text: str) -> float:
+class Shares(float):
+    """The time of passes that run as one, over that of its parts; `pairs` of other pairs than F, B.
+
+    Of all alike where nothing is said of others.
+    """
+
+    pairs: dict[str, float]
+
+
+def shares(text: str) -> Shares:
+    """Return the share of all pairs, or that of some kinds: FB=0.9,FF=0.8,FW=0.95."""
+    given = dict(part.partition('=')[::2] for part in text.split(',')) if '=' in text else {}
+    known = given.keys() <= {'FB', 'FF', 'FW'}
+    require(text, known, 'give one share, or those of kinds of pairs: FB=0.9,FF=0.8,FW=0.95')
+    found = {name: _ratio(share) for name, share in given.items()}
+    made = Shares(found.pop('FB', 1.0) if given else _ratio(text))
+    made.pairs = dict.fromkeys(('FF', 'FW'), 1.0) | found if given else {}
+    return made
+
+
+def _ratio(text: str) -> float:
     """Return the time of what runs as one, over that of its parts."""
     require(text, 0 < amount(text) <= 2, 'give a share above 0, up to 2; 1 hides nothing')
     return float(text)

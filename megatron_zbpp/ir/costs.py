@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isfinite
@@ -45,6 +45,8 @@ class Costs:
         speeds: per rank, how many times as fast as the times say. Default: 1 each.
         together: time of passes that run as one (`ir.Together`), over the sum of theirs. Default:
             1, nothing is hidden.
+        pairs: the same of pairs other than a forward and a backward: 'FF' of two forwards, 'FW' of
+            a forward and a W. Default: `together`.
         parts: by a name of `times` or `amounts`, and there by stage, the share that each slice of
             the sequence has. Where each slice takes a time of its own, they sum to more than 1.
             R takes those of F, 'kv' and 'kv_gradient', which are of all slices, equal ones, others
@@ -61,6 +63,7 @@ class Costs:
     edges: tuple[tuple[int, int, float], ...] = ()
     speeds: tuple[float, ...] = ()
     together: float = 1.0
+    pairs: Mapping[str, float] = field(default_factory=dict[str, float])
     parts: Mapping[str, tuple[tuple[float, ...], ...]] = field(
         default_factory=dict[str, tuple[tuple[float, ...], ...]]
     )
@@ -86,10 +89,15 @@ class Costs:
         object.__setattr__(self, 'speeds', tuple(self.speeds))
         _require_costs('comm', (self.comm,))
         _require_costs('message', (self.message,))
-        _require_costs('together', (self.together,))
+        _require_costs('together', (self.together, *self.pairs.values()))
         _require_costs('collectives', tuple(self.collectives.values()))
-        if not self.together:
+        if not all((self.together, *self.pairs.values())):
             raise ValueError('together = 0: what runs as one takes time: give a share above 0')
+        if unknown := self.pairs.keys() - {'FF', 'FW'}:
+            raise ValueError(
+                f'pairs has {", ".join(sorted(unknown))}: give FF, FW or both; "together" is of a '
+                'forward and a backward'
+            )
         _require_costs('edges', tuple(latency for _, _, latency in self.edges))
         _require_costs('speeds', self.speeds)
         if 0 in self.speeds:
@@ -327,6 +335,15 @@ class Costs:
                 'give those of as many, or leave "parts" out'
             )
         return shares[task.slice]
+
+    def share_of_pair(self, kinds: Iterable[str]) -> float:
+        """Return the time of passes of these kinds that run as one, over the sum of theirs."""
+        return self.pairs.get(''.join(sorted(kinds)), self.together)
+
+    @property
+    def least_share(self) -> float:
+        """The least that passes take, over the time that they take one by one."""
+        return min(1.0, self.together, *self.pairs.values())
 
     def amount(self, name: str, task: Task) -> float:
         """Return how much of what `ir.graph.Hold` calls `name` the task takes, of all slices."""

@@ -97,7 +97,7 @@ class ActionSearch:
         ]
         self._bounds = [
             max(lower_bound(problem), moving_bound(replace(problem, limits=limits), actions))
-            * min(1.0, problem.costs.together)  # of which passes that run as one take as much
+            * problem.costs.least_share  # of which passes that run as one take as much
             for problem, limits in zip(self._problems, self._limits, strict=True)
         ]
         self._pool: list[Rated] = []

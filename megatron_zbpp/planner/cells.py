@@ -37,7 +37,7 @@ def joined(problem: Problem, found: Schedule) -> Iterator[Joined]:
         problem: what to plan.
         found: the best schedule of it without cells.
     """
-    if problem.costs.together >= 1 or not problem.is_plain or problem.slices > 1:
+    if problem.costs.least_share == 1 or not problem.is_plain or problem.slices > 1:
         return
     candidates = [(None, _side_by_side(found, *kinds)) for kinds in ((F, B), (B, F))]
     for name, schedule in itertools.chain(candidates, _named(problem)):

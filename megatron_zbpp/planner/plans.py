@@ -154,7 +154,7 @@ def _made(searches: list[Search], names: list[Named], budget: Budget) -> Plan:
     schedule = replace(found.schedule, name='planned', phases=())
     check(schedule)
     # cells take no less than this share of what their passes take one by one
-    least = min(search.bound * min(1, search.problem.costs.together) for search in searches)
+    least = min(search.bound * search.problem.costs.least_share for search in searches)
     return Plan(
         schedule,
         found.costs,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import replace
 
 from megatron_zbpp.ir import BW, F, Pass, Phase, Placement, Schedule
+from megatron_zbpp.schedules.construct.cells import joined
 from megatron_zbpp.schedules.construct.phases import first_microbatches, phases
 from megatron_zbpp.schedules.registry import TWO, Formula, family
 
@@ -49,16 +49,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, together: bool = False) ->
     whole = [_in_steps(p, max(m, 2 * p), rank) for rank in range(p)]
     orders = [first_microbatches(found, m) for found in whole]
     schedule = Schedule.of('dualpipe-v', Placement.v(p), m, orders)
-    if not together:
-        return schedule
-    cells = set(itertools.chain.from_iterable(map(_pairs, whole)))
-    joined = (
-        (rank, at)
-        for rank, order in enumerate(schedule.passes)
-        for at, pair in enumerate(itertools.pairwise(order))
-        if pair in cells
-    )
-    return replace(schedule, together=frozenset(joined))
+    return joined(schedule, map(_pairs, whole)) if together else schedule
 
 
 def _pairs(found: Iterable[Phase]) -> list[tuple[Pass, Pass]]:

@@ -157,6 +157,7 @@ _MODULES = {
     'techniques.offload.families': ('po-h', 'po-f'),
     'hanayo': ('hanayo',),
     'dualpipe_v': ('dualpipe-v',),
+    'stp': ('stp',),
     'zeropp': ('zeropp',),
     'techniques.slices.families': (
         'seq1f1b',

@@ -251,6 +251,20 @@ def test_post_validation(ranks, tmp_path):
 
 
 @pytest.mark.full
+@supports('overlapped communication of experts', 'stp')
+def test_stp(ranks, tmp_path):
+    """Its F & B run as one; Megatron has nothing for its F & F and F & W, which run apart."""
+    flags = flags_of('experts', 2)
+    stock = run(ranks(4), *flags, '--save', tmp_path, '--save-interval', 1)
+    given = ['--pipeline-schedule', 'stp', OVERLAP, '--load', tmp_path, '--ckpt-step', 1]
+    ours = run(ranks(4), *flags, *given, event=combined_steps)
+    assert ours.losses == since(1, stock.losses)
+    assert ours.parameters == stock.parameters
+    assert ours.optimizer == stock.optimizer
+    assert all(any(len(step) > 2 for step in steps) for steps in ours.reported)
+
+
+@pytest.mark.full
 @supports('overlapped communication of experts, by a file with such cells', 'dualpipe-v')
 def test_a_file(ranks, tmp_path):
     """A schedule of one's own, without a W, with evaluation between."""

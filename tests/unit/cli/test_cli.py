@@ -433,6 +433,8 @@ def test_refused_schedule_is_drawn(capsys: pytest.CaptureFixture, tmp_path: Path
         (['simulate', *ZB_V, '--times', '1e308,1,1'], ["'1e308'", 'up to']),
         (['simulate', '--schedule', 'dualpipe-v', *SHAPE, '--together', '5'], ["'5'", 'up to 2']),
         (['simulate', '--schedule', 'dualpipe-v', *SHAPE, '--together', '0'], ["'0'", 'above 0']),
+        (['simulate', '--schedule', 'stp', *SHAPE, '--together', 'FB=.9,BB=.8'], ['FB=0.9,FF=']),
+        (['simulate', '--schedule', 'stp', *SHAPE, '--together', 'FF='], ["''", 'from 0 up']),
         (['plan', *SHAPE, '--seconds', '0'], ["'0'", 'above 0']),
         (['partition', os.devnull, *SHAPE], [os.devnull, 'empty']),
         (['simulate', *ZB_V, '--vpp', '3'], ['3 chunks']),
@@ -710,6 +712,29 @@ def test_cells_are_simulated(zbpp, refusal, tmp_path: Path) -> None:
     line = refusal('simulate', '--schedule', 'zb-v', *shape, '--together', 0.9)
     assert 'zb-v has no forwards and backwards that run as one: take dualpipe-v' in line
     assert 'zb-v' in zbpp('compare', '--schedules', 'zb-v,dualpipe-v', *shape, '--together', 0.9)
+
+
+def test_pairs_are_simulated_kind_by_kind(zbpp, refusal, tmp_path: Path) -> None:
+    """As the page has it; by the flag as by the file."""
+    shape = ('--pp', 8, '--microbatches', 24)
+    page = (ROOT / 'docs' / 'choosing.md').read_text()
+
+    def makespan(*given) -> float:
+        return zbpp('simulate', '--schedule', 'stp', *shape, *given, '--json')['makespan']
+
+    assert makespan() == makespan('--together', 1) == 75.5
+    assert makespan('--together', 'FB=0.9') == pytest.approx(72.6)
+    assert '75.5 where pairs hide nothing' in page and '72.6 where' in page
+    assert zbpp('simulate', '--schedule', 'zb-v', *shape, '--json')['window'] == 72
+    file, times = tmp_path / 'costs.json', {kind: [1 / 2] * 16 for kind in 'FBW'}
+    file.write_text(json.dumps({**times, 'together': 0.5, 'pairs': {'FF': 1.5, 'FW': 1.5}}))
+    of_file = makespan('--times', file)
+    assert of_file == pytest.approx(makespan('--together', 'FB=0.5,FF=1.5,FW=1.5'))
+    assert of_file > makespan('--together', 'FB=0.5')
+    twice = ('--schedule', 'stp', *shape, '--times', file, '--together', 0.9)
+    assert '--together 0.9, but the file of --times has 0.5: drop one' in refusal(
+        'simulate', *twice
+    )
 
 
 def test_offload_is_simulated(zbpp) -> None:

@@ -61,7 +61,7 @@ def test_others_have_none():
 
 def test_named_schedules_with_cells_are_candidates_on_their_placement():
     for placement, expected in (
-        (Placement.v(2), {None, 'dualpipe-v'}),
+        (Placement.v(2), {None, 'dualpipe-v', 'stp'}),
         (Placement.loop(2), {None}),
     ):
         costs = replace(Costs.uniform(placement), together=0.8)

@@ -35,6 +35,7 @@ LIBRARY = {
     'bpipe',
     'hanayo',
     'dualpipe-v',
+    'stp',
     'zeropp',
 }
 
