@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron_zbpp.analysis.memory import peak
@@ -38,6 +39,7 @@ from megatron_zbpp.planner.problem import OBJECTIVES
 from megatron_zbpp.planner.slice_counts import Count, fewest, slice_counts
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.techniques import NAMES, find
+from megatron_zbpp.techniques.composition import SLICED
 from megatron_zbpp.techniques.slices.sizes import sizes_of
 
 
@@ -139,7 +141,9 @@ def _print_plan(found: Plan, made: dict) -> None:
     print(f'needs {found.schedule.num_stages} layers or more: {each} on each rank (--vpp)')
     if made['slice_sizes']:
         print(f'slices of {", ".join(map(str, made["slice_sizes"]))} tokens')
-    for technique in found.schedule.graph.techniques if made['slices'] == 1 else ():
+    for technique in found.schedule.graph.techniques:
+        if technique.name == SLICED:
+            continue
         stages, *where = map(str, technique.arguments)
         print(f'{technique.name}{" to the " if where else ""}{"".join(where)}: stages {stages}')
     if made[SELECTIVE]:
@@ -228,19 +232,23 @@ def _propose_slices(args: Namespace) -> list[Count]:
     """Settle on slices where `auto` is asked for; return what each number of them would give."""
     if slicing.number(args) != 0:
         return []
-    if args.actions:
-        raise ValueError('--slices auto plans orders alone: leave --actions out')
-    found = list(
-        slice_counts(
-            candidates(args),
-            args.microbatches,
-            slicing.length(args, '--slices auto'),
-            slicing.attention(args),
-            least=args.least_slice,
-            memory_limit=args.memory_limit,
-            objective=args.objective,
-        )
+    propose = partial(
+        slice_counts,
+        candidates(args),
+        args.microbatches,
+        slicing.length(args, '--slices auto'),
+        slicing.attention(args),
+        least=args.least_slice,
+        objective=args.objective,
     )
+    try:
+        found = list(propose(memory_limit=args.memory_limit))
+    except ValueError:
+        if not args.actions:
+            raise
+        found = []
+    if not found and args.actions:  # which bring down what is above the limit
+        found = list(propose())
     best = fewest(found)
     args.slices = best.sizes if best.slices > 1 else 1
     return found

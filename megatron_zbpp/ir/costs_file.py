@@ -96,7 +96,10 @@ _FIELDS: dict[str, strict_json.Check] = {
         'a list a stage, such as {"F": [[0.6, 0.4], [0.6, 0.4]]}',
     ),
     'edges': _edge_list,
-    'collectives': strict_json.object_of(strict_json.number, 'numbers, such as {"hidden": 0.1}'),
+    **dict.fromkeys(
+        ('collectives', 'pairs'),
+        strict_json.object_of(strict_json.number, 'numbers, such as {"hidden": 0.1}'),
+    ),
 }
 _BY_STAGE: dict[str, strict_json.Check] = {
     **dict.fromkeys((F, B, W), _NUMBERS),

@@ -53,7 +53,8 @@ def settled(
         raise ValueError('--seq-length is missing: give it, or the tokens of each slice')
     attention = _attention(model, length)
     multiple = lcm(TILE, getattr(model, 'tensor_model_parallel_size', 1) or 1)
-    one = Costs.of(*([time] for time in _times(attention)))
+    forward, backward, weight = _times(attention)
+    one = Costs.of([forward], [backward], [weight])
     cut = partial(balanced, length=length, attention=attention, costs=one, multiple=multiple)
     if isinstance(schedule, Schedule):
         sizes, gain = sizes_of(schedule.graph) or cut(schedule.graph.num_slices), ''
@@ -76,7 +77,8 @@ def _attention(model: Any, length: int) -> Attention:
     share = attention_of(shape_of(model, length)).share
     window = getattr(model, 'window_size', None)
     if window:
-        skipped, layers = getattr(model, 'window_attn_skip_freq', None), range(model.num_layers)
+        skipped: Any = getattr(model, 'window_attn_skip_freq', None)
+        layers = range(model.num_layers)
         within = [is_layer_window_attention(window, skipped, layer + 1) for layer in layers]
         windowed = share * sum(within) / len(within)
         share -= windowed

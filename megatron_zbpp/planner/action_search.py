@@ -17,12 +17,12 @@ from random import Random
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.errors import ScheduleError
 from megatron_zbpp.planner.budget import Budget
 from megatron_zbpp.planner.cp_sat import available
-from megatron_zbpp.planner.limits import Candidate, Limit, activation_limits, said
+from megatron_zbpp.planner.limits import Candidate, Graphs, Limit, activation_limits, said
 from megatron_zbpp.planner.lower_bounds import lower_bound
 from megatron_zbpp.planner.moving_bounds import moving_bound
 from megatron_zbpp.planner.named_schedules import variants
@@ -31,7 +31,7 @@ from megatron_zbpp.planner.problem import EPSILON, Problem
 from megatron_zbpp.schedules import FAMILIES
 from megatron_zbpp.techniques import placed_in_turn
 from megatron_zbpp.techniques.base import Technique
-from megatron_zbpp.techniques.composition import techniques_of
+from megatron_zbpp.techniques.composition import SLICED, techniques_of
 
 _KEEP = 'keep'
 
@@ -85,6 +85,7 @@ class ActionSearch:
         limit: Limit,
         objective: str,
         actions: Sequence[Technique],
+        graph: Graphs | None = None,
     ) -> None:
         self.best: Rated | None = None
         self._actions = actions
@@ -92,12 +93,10 @@ class ActionSearch:
         self._exact = actions[0].exact if len(actions) == 1 else ''
         self._limits = [activation_limits(limit, at, costs) for at, costs in candidates]
         self._problems = [
-            Problem(at, num_microbatches, costs, (inf,) * at.num_ranks, objective)
-            for at, costs in candidates
+            _question(at, num_microbatches, costs, objective, graph) for at, costs in candidates
         ]
         self._bounds = [
-            max(lower_bound(problem), moving_bound(replace(problem, limits=limits), actions))
-            * problem.costs.least_share  # of which passes that run as one take as much
+            _bound(problem, limits, actions)
             for problem, limits in zip(self._problems, self._limits, strict=True)
         ]
         self._pool: list[Rated] = []
@@ -111,9 +110,9 @@ class ActionSearch:
     def start(self, schedule: Schedule, name: str | None = None) -> None:
         """Rate a schedule as it is; if it has no actions of its own, `climb` gives it some."""
         for at, problem in enumerate(self._problems):
-            if problem.placement == schedule.placement:
+            if problem.placement == schedule.placement and problem.is_cut_as(schedule):
                 new = self._rate(schedule, (), at, name)
-                if new is not None and not schedule.graph.techniques:
+                if new is not None and problem.has(schedule):
                     self._todo += [(schedule, state, at) for state in self._states(schedule)]
 
     def start_named(self) -> None:
@@ -163,6 +162,8 @@ class ActionSearch:
                 self._rate(answer.schedule, (), at)
 
     def _solvable(self, problem: Problem) -> bool:
+        if problem.slices > 1:
+            return False
         positive = min(problem.durations) > 0
         small = problem.num_passes <= _EXACT_PASSES
         return bool(self._exact) and available() and positive and small
@@ -193,7 +194,7 @@ class ActionSearch:
 
     def _allowed(self, schedule: Schedule) -> bool:
         """Return whether what a named schedule does with activations is among the actions."""
-        return techniques_of(schedule) <= {*self._choices}
+        return techniques_of(schedule) <= {*self._choices, SLICED}
 
     def _states(self, schedule: Schedule) -> Iterator[State]:
         """Yield actions to begin with: of the first chunks, which live long."""
@@ -256,3 +257,20 @@ class ActionSearch:
             except ScheduleError:
                 return
             self.best = rated
+
+
+def _question(
+    at: Placement, num_microbatches: int, costs: Costs, objective: str, graph: Graphs | None
+) -> Problem:
+    """Return the question of orders on a placement, whatever memory they take."""
+    made = graph and graph(at.num_stages)
+    units = num_microbatches * (made.num_slices if made else 1)
+    return Problem(at, units, costs, (inf,) * at.num_ranks, objective, made)
+
+
+def _bound(problem: Problem, limits: Sequence[float], actions: Sequence[Technique]) -> float:
+    """Return a value that nothing is below; that of memory is known of whole sequences."""
+    least = lower_bound(problem)
+    if problem.slices == 1:
+        least = max(least, moving_bound(replace(problem, limits=tuple(limits)), actions))
+    return least * problem.costs.least_share  # of which passes that run as one take as much

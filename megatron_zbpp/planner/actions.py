@@ -26,6 +26,7 @@ from megatron_zbpp.techniques.base import Technique
 
 _ABOVE = (1.0, 1.5, 2.0, 3.0, inf)  # limits of the orders to begin with, over the one asked for
 _ORDERS = 0.5  # share of the time that these get
+_OTHERS = 0.25  # of slices: that of orders under higher limits
 _BRIEF = 0.3  # of what is left, that is searched before
 _EXACT = 0.8  # and of what is left then, that the exact solver gets, where it can do it
 
@@ -55,7 +56,7 @@ def plan_within(
         seconds: see `plan`.
         seed: see `plan`.
         starts: schedules of m microbatches to be at least as good as, where they keep the limit.
-        graph: see `plan`; with `actions` there is none.
+        graph: see `plan`; with `actions` that of slices, or none.
         progress: called now and then with the share of the budget that is spent.
 
     Raises:
@@ -74,20 +75,19 @@ def plan_within(
             graph=graph,
             progress=progress,
         )
-    if graph is not None:
-        raise ValueError('actions are planned for whole sequences of F, B and W: leave them out')
     techniques = _known(candidates, actions, objective)
-    search = ActionSearch(candidates, num_microbatches, memory_limit, objective, techniques)
+    search = ActionSearch(candidates, num_microbatches, memory_limit, objective, techniques, graph)
     repeats = True
     try:
         for schedule in starts:
             search.start(schedule)
         search.start_named()
-        asked = memory_limit, objective, seconds, seed
+        asked = memory_limit, objective, seconds, seed, graph
         for found in _plain_plans(candidates, num_microbatches, *asked):
             search.start(found.schedule)
             repeats = repeats and found.repeats
-        budget = Budget(seconds * (1 - _ORDERS), progress)
+        rest = 1 - _ORDERS - (_OTHERS if graph is not None else 0)
+        budget = Budget(seconds * rest, progress)
         search.climb(budget.split_off(_BRIEF), Random(seed))
         search.solve(budget.split_off(_EXACT))
         search.climb(budget, Random(seed + 1))
@@ -105,17 +105,22 @@ def _plain_plans(
     objective: str,
     seconds: float,
     seed: int,
+    graph: Graphs | None,
 ) -> Iterator[Plan]:
     """Yield plans without actions under limits that actions may bring down to the one asked for."""
-    for higher in _higher(limit, candidates[0][0].num_ranks):
-        if _any_fits(candidates, higher):
+    shares = [_ORDERS / len(_ABOVE)] * len(_ABOVE)
+    if graph is not None:  # orders of slices take longer to find, and fewer need actions
+        shares = [_ORDERS, *[_OTHERS / len(_ABOVE)] * (len(_ABOVE) - 1)]
+    for share, higher in zip(shares, _higher(limit, candidates[0][0].num_ranks), strict=True):
+        if _any_fits(candidates, higher, graph):
             yield plan(
                 candidates,
                 num_microbatches,
                 memory_limit=higher,
                 objective=objective,
-                seconds=seconds * _ORDERS / len(_ABOVE),
+                seconds=seconds * share,
                 seed=seed,
+                graph=graph,
             )
 
 
@@ -126,10 +131,10 @@ def _higher(limit: Limit, num_ranks: int) -> Iterator[list[float]]:
         yield [inf] * num_ranks if above == inf else [above * amount for amount in asked]
 
 
-def _any_fits(candidates: Sequence[Candidate], limits: list[float]) -> bool:
+def _any_fits(candidates: Sequence[Candidate], limits: list[float], graph: Graphs | None) -> bool:
     """Return whether one microbatch without actions fits on any of the candidates."""
     try:
-        return bool(with_room(candidates, limits))
+        return bool(with_room(candidates, limits, graph))
     except ValueError:
         return False
 

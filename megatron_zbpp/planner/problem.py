@@ -24,7 +24,7 @@ from megatron_zbpp.ir import B, F, Graph, Pass, Placement, Schedule, Task, W, ch
 from megatron_zbpp.ir.compiled import Compiled, compiled
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import COMPUTE, DEVICE
-from megatron_zbpp.techniques.slices.graph import of_one_slice
+from megatron_zbpp.techniques.slices.graph import of_one_slice, sliced
 
 Orders = list[list[int]]  # per rank, its queue numbers in the order of their passes
 Ends = list[list[float]]  # per queue, when its microbatches end
@@ -381,6 +381,11 @@ class Problem:
     def has(self, schedule: Schedule) -> bool:
         """Return whether the schedule is of this placement and graph."""
         return schedule.placement == self.placement and schedule.graph == self._graph
+
+    def is_cut_as(self, schedule: Schedule) -> bool:
+        """Return whether a schedule has such slices, whatever else it has."""
+        cut = [each for each in schedule.graph.techniques if each.name == sliced.__name__]
+        return cut == [each for each in self._graph.techniques if each.name == sliced.__name__]
 
     def orders(self, schedule: Schedule) -> Orders:
         """Return the orders of a schedule on this placement."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from grids import grid
 from models import MICROBATCHES, Job, assert_same, train
@@ -10,8 +12,13 @@ from supported import supports
 from test_launch import NO_CLIPPING, PIPELINE
 
 from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.techniques.evict.place import with_eviction
+from megatron_zbpp.techniques.offload.copies import with_copies
+from megatron_zbpp.techniques.slices.balance import Attention, in_parts
+from megatron_zbpp.techniques.slices.graph import Slicing, sized
 from megatron_zbpp.techniques.slices.place import in_slices
 
 SLICES = 4
@@ -76,6 +83,29 @@ def test_every_one(ranks, data, tmp_path, actions, schedule):
 @grid(actions=('recompute', 'offload', 'evict'), schedule=('zb-h1',))
 def test_forwards_ahead(ranks, data, tmp_path, actions, schedule):
     compare(ranks, data, tmp_path, actions, schedule, early=True)
+
+
+@pytest.mark.full
+@supports('slices of sequences as without {action}: planned', 'by `zbpp plan`')
+@grid(action=('offload', 'recompute', 'evict'))
+def test_planned(ranks, data, tmp_path, action):
+    """Of uneven slices, on two stages a rank; the same slices in the order of a name leave it."""
+    graph, placement = Slicing(3, (6, 5, 5)), Placement.v(2)
+    costs = with_copies(Costs.uniform(placement), 0.2, ('E', 'K'))
+    costs = costs.with_times(R=costs.times['F']).with_amounts(input=(0.02,) * 4)
+    costs = in_parts(costs, graph.sizes, Attention())
+    limits = (0.8, 2.5) if action == 'evict' else 0.9
+    asked = {'actions': (action,), 'memory_limit': limits, 'seconds': 0.5, 'graph': graph}
+    made = plan_within([(placement, costs)], MICROBATCHES, **asked).schedule
+    assert {p.kind for _, p in made} >= {{'recompute': 'R', 'offload': 'L', 'evict': 'E'}[action]}
+    plain = in_slices('zb-v', 2, MICROBATCHES, 3)
+    left = []
+    for schedule in (replace(plain, graph=sized(plain.graph, graph.sizes)), made):
+        (file := tmp_path / f'{len(left)}.json').write_text(schedule.to_json())
+        job = Job(te=False, file=str(file))
+        left.append(ranks(2).run(train, job, job.argv('', False, data)))
+    assert_same(left[1], left[0])
+    assert (action != 'recompute') == any(rank.moved for rank in left[1])
 
 
 @pytest.mark.te

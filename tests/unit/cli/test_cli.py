@@ -906,7 +906,6 @@ def test_the_share_of_attention_by_shape(zbpp) -> None:
         ),
         ('plan --slices balanced:9 --seq-length 1024', '9 are too many for balanced slices'),
         ('plan --slices auto --frontier 2,3', '--slices auto is for one memory limit'),
-        ('plan --slices auto --seq-length 8 --actions offload --memory-limit 3', 'leave --actions'),
         ('simulate --schedule zb-v --slices auto', 'give how many, or balanced:N'),
         ('plan --slices auto:2048', 'give auto, and --least-slice TOKENS'),
     ],

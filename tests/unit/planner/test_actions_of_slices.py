@@ -1,0 +1,116 @@
+"""Orders of slices and what is done with their activations: never worse than orders alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from test_actions import costed, does, kept
+
+from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.cli import main
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.planner.actions import plan_within
+from megatron_zbpp.planner.named_schedules import named
+from megatron_zbpp.planner.problem import Problem
+from megatron_zbpp.techniques.slices.balance import Attention, in_parts
+from megatron_zbpp.techniques.slices.graph import Slicing
+
+SIZES = (7, 5, 4)
+LEAST = 1.2  # a microbatch on a rank, with keys, values and their gradients
+EVERY = ('offload', 'recompute', 'evict')
+INSTANCES = [
+    pytest.param(*case, marks=() if at in (0, 7) else pytest.mark.full)
+    for at, case in enumerate(
+        itertools.product(
+            (Placement.v(3), Placement.loop(4)), (2, 4), (LEAST, 1.4, 2.0), (('offload',), EVERY)
+        )
+    )
+]
+
+
+def case(placement, ratio=0.5):
+    """Uneven slices, with keys and values, and all that actions ask for."""
+    _, costs = costed(placement, (1.0, 1.3, 0.8), ratio)
+    held = tuple(0.1 * amount for amount in costs.amounts['activation'])
+    costs = costs.with_amounts(kv=held, kv_gradient=held)
+    return placement, in_parts(costs, SIZES, Attention(0.3))
+
+
+@pytest.mark.parametrize(('placement', 'm', 'limit', 'actions'), INSTANCES)
+def test_never_worse_than_orders_alone(placement, m, limit, actions):
+    """24 instances: half the time is theirs, under the same limit; nor than what has a name."""
+    asked, graph = case(placement), Slicing(3, SIZES)
+    made = plan_within([asked], m, actions=actions, memory_limit=limit, seconds=0.8, graph=graph)
+    kept(made, limit)
+    assert does(made.schedule) <= {'sliced', *actions}
+    assert made.schedule.graph.num_slices == 3 and made.schedule.num_microbatches == m
+    limits, cut = (limit,) * placement.num_ranks, graph(placement.num_stages)
+    for entry in named(Problem(placement, 3 * m, asked[1], limits, graph=cut)):
+        assert made.value <= entry.value + 1e-9, entry.name
+    plain = plan_within([asked], m, memory_limit=limit, seconds=0.4, graph=graph)
+    assert made.value <= plain.value + 1e-9
+
+
+@pytest.mark.parametrize(
+    ('action', 'placement', 'limit'),
+    [
+        ('offload', Placement.v(3), 1.0),
+        ('recompute', Placement.loop(3), 0.9),
+        ('evict', Placement.v(4), (1.1, 2.0, 2.0, 4.0)),
+    ],
+)
+def test_where_one_must_win(action, placement, limit):
+    """Orders alone do not fit: a microbatch does not, as keys and values of a sequence stay."""
+    asked, graph = case(placement, 0.1), Slicing(3, SIZES)
+    made = plan_within([asked], 3, actions=(action,), memory_limit=limit, seconds=0.3, graph=graph)
+    assert {p.kind for _, p in made.schedule} >= set(
+        {'offload': 'OL', 'recompute': 'R', 'evict': 'EK'}[action]
+    )
+    limits = limit if isinstance(limit, tuple) else (limit,) * placement.num_ranks
+    held = peak(made.schedule, made.costs)
+    assert all(a <= b + 1e-9 for a, b in zip(held, limits, strict=True))
+    check(made.schedule)
+    with pytest.raises(ValueError, match='the least that any of these placements needs'):
+        plan_within([asked], 3, memory_limit=limit, seconds=0.3, graph=graph)
+
+
+def test_how_many_slices(capsys):
+    """`auto` counts on actions where nothing fits without."""
+    words = (
+        '--pp',
+        4,
+        '--vpp',
+        2,
+        '--microbatches',
+        2,
+        '--seq-length',
+        8192,
+        '--memory-limit',
+        0.8,
+    )
+    words += (
+        '--slices',
+        'auto',
+        '--least-slice',
+        2048,
+        '--copy-ratio',
+        0.5,
+        '--actions',
+        'offload',
+    )
+    assert main(['plan', *map(str, words), '--seconds', '1', '--no-cache', '--json']) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found['slices'] == 4 and max(found['peak_activations']) <= 0.8
+    assert 'offload' in str(found['schedule']['techniques'])
+
+
+def test_in_words(capsys):
+    words = '--pp 3 --vpp 2 --microbatches 2 --slices 3 --memory-limit 0.8 --copy-ratio 0.1'
+    assert (
+        main(['plan', *words.split(), '--actions', 'offload', '--seconds', '1', '--no-cache']) == 0
+    )
+    said = capsys.readouterr().out
+    assert 'offload to the host: stages' in said and 'sliced' not in said
