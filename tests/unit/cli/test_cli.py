@@ -818,10 +818,6 @@ def test_slices_of_any_schedule(zbpp, tmp_path) -> None:
             'simulate --schedule dualpipe-v --pp 2 --microbatches 4 --slices 2 --together 0.8',
             'passes of slices run one by one',
         ),
-        (
-            'plan --pp 2 --microbatches 2 --slices 2 --memory-limit 1.5 --actions offload',
-            'whole sequences of F, B and W',
-        ),
     ],
 )
 def test_what_slices_do_not_go_with(refusal, zbpp, tmp_path, words, says) -> None:
