@@ -31,7 +31,7 @@ from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import RESOLUTION, highest
 from megatron_zbpp.analysis.posting import LATE
 from megatron_zbpp.analysis.program import Program
-from megatron_zbpp.ir import F, Graph, Need, Pass, Schedule, Task
+from megatron_zbpp.ir import Graph, Need, Pass, Schedule, Task
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.errors import ScheduleError
 
@@ -73,8 +73,8 @@ def check(
     """
     _check_shape(schedule)
     graph = schedule.graph
-    trains = any(p.kind != F for _, p in schedule)
-    wanted = [task for task in graph.needs if trains or task.kind == F]
+    trains = any(p.kind not in graph.evaluated for _, p in schedule)
+    wanted = [task for task in graph.needs if trains or task.kind in graph.evaluated]
     costs = costs or Costs.uniform(schedule.placement)
     with collector.held_off():
         for rank, tasks in enumerate(_by_rank(schedule, wanted)):

@@ -104,7 +104,7 @@ def _choose_in_shards(args: Namespace) -> int:
         return 0
     print(headline(case.schedule))
     print_summary(made)
-    print(f'the best {args.objective} of named schedules with S and T; it does not train yet')
+    print(f'the best {args.objective} of named schedules with S and T')
     if args.output:
         print(f'wrote {args.output}')
     return 0

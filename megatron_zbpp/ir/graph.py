@@ -207,6 +207,11 @@ class Graph:
         return frozenset({*found, *(n for n, kind in self.kinds.items() if found & {*kind.parts})})
 
     @cached_property
+    def evaluated(self) -> frozenset[str]:
+        """Kinds of tasks without a backward: F, and what each rank has one of."""
+        return frozenset({F, *(task.kind for task in self.needs if task.stage >= self.num_stages)})
+
+    @cached_property
     def sites(self) -> range:
         """The stages, and behind them what each rank has one of."""
         return range(1 + max(task.stage for task in self.needs))

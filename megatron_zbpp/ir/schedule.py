@@ -223,8 +223,9 @@ class Schedule:
         )
 
     def forward_only(self) -> Schedule:
-        """Return what is left for evaluation: the forward passes, in their order."""
-        kept = tuple(tuple(p for p in order if p.kind == F) for order in self.passes)
+        """Return what is left for evaluation: passes without a backward, in their order."""
+        kinds = self.graph.evaluated
+        kept = tuple(tuple(p for p in order if p.kind in kinds) for order in self.passes)
         name = f'{self.name} (forward only)'
         return replace(self, name=name, passes=kept, together=frozenset(), phases=())
 

@@ -161,6 +161,7 @@ class Plugin:
             masks.patches(session.programs.placement),
             tied.patches(session.programs.placement),
             _of_slices(session),
+            _of_vocabulary(session),
             log_line.patches(session),
             memory_report.patches(session),
             rank_files.patches(session),
@@ -197,3 +198,11 @@ def _of_slices(session: Session) -> Iterator[Patch]:
         from megatron_zbpp.mcore.patches import slices
 
         yield from slices.patches(session.slicing)
+
+
+def _of_vocabulary(session: Session) -> Iterator[Patch]:
+    """Yield what shards of the output layer replace, and import it for those alone."""
+    if session.programs.shards_vocabulary:
+        from megatron_zbpp.mcore.patches import vocabulary
+
+        yield from vocabulary.patches(session.programs.num_chunks, session.collective)

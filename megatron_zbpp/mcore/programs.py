@@ -20,7 +20,7 @@ from megatron_zbpp.schedules import build, checked_chunks, find
 from megatron_zbpp.techniques import find as find_technique
 from megatron_zbpp.techniques import placed_in_turn
 from megatron_zbpp.techniques.amounts import ALL
-from megatron_zbpp.techniques.composition import techniques_of
+from megatron_zbpp.techniques.composition import VOCABULARY, techniques_of
 from megatron_zbpp.techniques.slices.sizes import Slices, ToFind, cuts_of, number_of, sizes_of
 
 _SOME = 2  # slices, where it does not matter how many
@@ -59,6 +59,7 @@ class Programs:
     Attributes:
         source: a schedule, or the family that makes one.
         together: whether pairs of F and BW are to run as one.
+        shards_vocabulary: whether the output layer is on all ranks.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -80,6 +81,7 @@ class Programs:
             )
         self._slices = settings.sliced
         self._amounts, self._freeze = settings.amounts, settings.freeze_plan
+        self.shards_vocabulary = settings.vocab_parallel is not None
         self._receives = settings.message_receives
         self._early = settings.post_validation is not None
         self._measured: Costs | None = None
@@ -95,6 +97,7 @@ class Programs:
         """The source in words: equal on two ranks exactly if the source is."""
         more = ''.join(f', {name} {amount}' for name, amount in self._amounts.items())
         more += f', receives {self._receives}' if self._receives != LATE else ''
+        more += ', output layer on all ranks' if self.shards_vocabulary else ''
         if self._freeze is not None:
             more += f', freezing {agreement.digest(self._freeze.to_json())}'
         if isinstance(self.source, Schedule):
@@ -175,6 +178,10 @@ class Programs:
                 costs = self._measured
                 amount = ALL if amount == technique.free and costs is None else amount
             schedule = technique.request(schedule, amount, costs)
+        if self.shards_vocabulary and VOCABULARY not in techniques_of(schedule):
+            from megatron_zbpp.techniques.vocabulary.place import with_shards
+
+            schedule = with_shards(schedule)
         return schedule
 
     def _plain(self, num_ranks: int, num_microbatches: int) -> Schedule:

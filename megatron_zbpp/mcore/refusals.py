@@ -16,7 +16,10 @@ from megatron_zbpp.mcore import own_offloading
 from megatron_zbpp.mcore.refusal import HYBRID, RECIPES, Refusal, captured, hybrid, set_in
 from megatron_zbpp.mcore.refusals_of_techniques import (
     ACROSS_REPLICAS,
+    FUSED_LOSS,
     OVERLAP,
+    UNTIED,
+    WITH_SHARDS,
     WITH_SLICES,
     across_replicas,
     with_techniques,
@@ -180,6 +183,8 @@ _BY_VALUE = (
     'context_parallel_size',
     'fp8_recipe',
     'mtp_num_layers',
+    FUSED_LOSS,
+    UNTIED,
     *_WEIGHT_SHARDS,
 )
 
@@ -188,7 +193,7 @@ def settings() -> tuple[str, ...]:
     """Return all that may be refused."""
     tables = (
         *(_WITH_A_SCHEDULE, _IN_ORDER, _WITHOUT_CELLS, _WITH_W, _ON_CPU, _EMULATED),
-        *(WITH_SLICES, ACROSS_REPLICAS),
+        *(WITH_SLICES, WITH_SHARDS, ACROSS_REPLICAS),
     )
     named = (name for table in tables for name in table)
     return tuple(dict.fromkeys((*named, *HYBRID, _SFT, _MASKS, *_MODEL_OPT, *_BY_VALUE)))

@@ -14,7 +14,7 @@ from megatron_zbpp.mcore.refusal import (
     scales_late,
     set_in,
 )
-from megatron_zbpp.techniques.composition import CLASHES, SLICED
+from megatron_zbpp.techniques.composition import CLASHES, SLICED, VOCABULARY
 from megatron_zbpp.techniques.composition import OVERLAP as COMBINED
 
 OVERLAP = 'overlap_moe_expert_parallel_comm'
@@ -52,6 +52,31 @@ WITH_SLICES = {
         'drop --moe-expert-capacity-factor',
     ),
 }
+# what needs the whole output layer, or its logits, on one rank
+_UNDIVIDED = 'or leave out --pipeline-vocab-parallel'
+_LOGITS = 'no rank has the logits of all words'
+WITH_SHARDS = {
+    'mtp_num_layers': (
+        'multi-token prediction runs the output layer again for each depth',
+        'drop --mtp-num-layers',
+    ),
+    'export_kd_teacher_load': (_LOGITS, 'drop --export-kd-teacher-load'),
+    'logits_load_dir': (_LOGITS, 'drop --logits-load-dir'),
+    'use_mup': ('it scales the logits, which shards do not', 'drop --use-mup'),
+    'defer_embedding_wgrad_compute': (
+        'T passes defer the weight gradient of the output layer already',
+        'drop --defer-embedding-wgrad-compute',
+    ),
+    'variable_seq_lengths': (
+        'collectives of hidden states have one length in all microbatches',
+        'pad microbatches to one length',
+    ),
+    'init_model_with_meta_device': (
+        'ranks get their rows of a weight that has values',
+        'drop --init-model-with-meta-device',
+    ),
+}
+FUSED_LOSS, UNTIED = 'cross_entropy_fusion_impl', 'untie_embeddings_and_output_weights'
 _EXPERT_RANKS, _BALANCING = 'expert_model_parallel_size', 'moe_router_load_balancing_type'
 _GLOBAL = 'global_aux_loss'
 ACROSS_REPLICAS = {
@@ -67,6 +92,8 @@ def with_techniques(settings: Any, techniques: Collection[str]) -> Iterator[Refu
     """Yield what does not go with the techniques that a schedule has."""
     if SLICED in techniques:
         yield from _with_slices(settings)
+    if VOCABULARY in techniques:
+        yield from _with_shards(settings)
     if 'recompute' in techniques:
         yield from _with_recomputation(settings)
     if getattr(settings, OVERLAP, False):
@@ -129,6 +156,26 @@ def _sliced_attention(settings: Any) -> Iterator[Refusal]:
     if local and getattr(settings, 'masked_softmax_fusion', False):
         reason = 'its kernel takes square masks'
         yield Refusal('masked_softmax_fusion', True, reason, 'give --no-masked-softmax-fusion')
+
+
+def _with_shards(settings: Any) -> Iterator[Refusal]:
+    """Yield what does not go with the output layer on all ranks."""
+    yield from set_in(WITH_SHARDS, settings, _UNDIVIDED)
+    fusion = getattr(settings, FUSED_LOSS, None)
+    if getattr(settings, 'cross_entropy_loss_fusion', False) and fusion not in (None, 'native'):
+        cure = f'give --cross-entropy-fusion-impl native, {_UNDIVIDED}'
+        yield Refusal(FUSED_LOSS, fusion, 'its kernel takes the logits of all words', cure)
+    if not getattr(settings, UNTIED, True):
+        reason = 'the output layer is the embedding, which is on the first stage alone'
+        yield Refusal(UNTIED, False, reason, f'give --{UNTIED.replace("_", "-")}, {_UNDIVIDED}')
+    if graphs := captured(settings):
+        reason = 'a captured last stage hands on no hidden states'
+        yield Refusal('cuda_graph_impl', graphs, reason, 'give --cuda-graph-impl none')
+    pattern = hybrid(settings)
+    if pattern is not None:
+        reason = 'the output layer of GPTs alone is divided so far'
+        cure = f'have a GPT, {_UNDIVIDED}'
+        yield Refusal(pattern, getattr(settings, pattern), reason, cure)
 
 
 def _with_recomputation(settings: Any) -> Iterator[Refusal]:

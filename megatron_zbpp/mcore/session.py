@@ -21,8 +21,9 @@ from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.post_validation.policy import EarlyStepPolicy
 from megatron_zbpp.post_validation.protocol import PostValidation
-from megatron_zbpp.runtime.channels import Channels
+from megatron_zbpp.runtime.channels import Channels, Message
 from megatron_zbpp.runtime.filler import Filler
+from megatron_zbpp.runtime.groups import beside
 from megatron_zbpp.runtime.guard import agreement
 from megatron_zbpp.runtime.guard.watchdog import Watchdog
 from megatron_zbpp.runtime.log import job_log
@@ -33,6 +34,7 @@ from megatron_zbpp.runtime.weight_grads import WeightGradStore
 if TYPE_CHECKING:
     from megatron_zbpp.mcore.slicing import Running
     from megatron_zbpp.runtime.activations.store import ActivationStore
+    from megatron_zbpp.runtime.collectives import Collectives
 
 
 class Session:
@@ -80,6 +82,8 @@ class Session:
         self._activations: dict[torch.device, ActivationStore] = {}
         self._channels: dict[tuple[dist.ProcessGroup, Placement, bool], Channels] = {}
         self._between_partners: dict[tuple[dist.ProcessGroup, frozenset], Channels] = {}
+        self._beside: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+        self._collectives: dict[tuple[dist.ProcessGroup, tuple], Collectives] = {}
         self._agreed: set[tuple] = set()
         self.asked_for_data = False
         self.read_alike: set[bool] = set()
@@ -155,6 +159,27 @@ class Session:
                 kernels=self.settings.kernels,
             )
         return self._channels[key]
+
+    def collectives(
+        self, pp_group: dist.ProcessGroup, messages: Mapping[str, Message]
+    ) -> Collectives:
+        """Return the collectives among the ranks of a pipeline; made once a group and its messages.
+
+        Args:
+            pp_group: the pipeline's.
+            messages: of each name that is broadcast or reduced, all on one device.
+        """
+        from megatron_zbpp.runtime.collectives import Collectives
+
+        ((device, *_), key) = [each.device for each in messages.values()], tuple(messages.items())
+        with self.collective('making of the group for collectives of the pipeline'):
+            if pp_group not in self._beside:
+                self._beside[pp_group] = beside(pp_group, device, self.settings.kernels)
+            if (pp_group, key) not in self._collectives:
+                ranks = dist.get_process_group_ranks(pp_group)
+                made = Collectives(self._beside[pp_group], ranks, device, messages)
+                self._collectives[pp_group, key] = made
+        return self._collectives[pp_group, key]
 
     def activations(
         self,

@@ -15,7 +15,12 @@ from megatron_zbpp.runtime.message_kernels import MessageKernels
 from megatron_zbpp.schedules import Family, checked_chunks, find, require_no_limit
 from megatron_zbpp.techniques import ASKED
 from megatron_zbpp.techniques import find as find_technique
-from megatron_zbpp.techniques.composition import require_family_trained, require_trained
+from megatron_zbpp.techniques.composition import (
+    VOCABULARY,
+    require_family_trained,
+    require_trained,
+    techniques_of,
+)
 from megatron_zbpp.techniques.slices.sizes import Slices, ToFind, number_of, slices_of
 
 if TYPE_CHECKING:
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
     from megatron_zbpp.techniques.amounts import Amount
 
 AUTO = 'auto'
+OUTPUT = 'output'
 _CLEAN_STEPS = 10
 _PRIORITIES = 'high', 'group'
 
@@ -90,6 +96,13 @@ class Settings:
     back first. Losses are those of whole sequences but for rounding. balanced:N finds the sizes
     that take equal times by the shape of the model, auto also how many, of 4096 tokens or more;
     auto:TOKENS of as many."""
+    vocab_parallel: str | None = option(
+        None,
+        f'--pipeline-vocab-parallel {OUTPUT}',
+        page='[large vocabularies](large-vocabulary.md)',
+    )
+    """Layer that all pipeline ranks share: output, the last one. Each rank has the rows of its
+    words, their logits and gradients. Losses are those of the whole layer but for rounding."""
     message_ctas: int = option(
         MessageKernels.ctas,
         '--pipeline-message-ctas N',
@@ -167,6 +180,7 @@ class Settings:
                 each.require(getattr(self, name), name)
         self._read_slices()
         self._require_amounts()
+        self._require_vocabulary()
         if self.message_priority not in _PRIORITIES:
             raise ValueError(
                 f'message_priority is {self.message_priority!r}: give '
@@ -250,6 +264,43 @@ class Settings:
                 f'slices: the schedule that is given has {has}, not {found}: give tokens of {has}, '
                 'or leave it out'
             )
+
+    def _require_vocabulary(self) -> None:
+        """Raise ValueError for what shards of the output layer do not go with."""
+        source = self.schedule
+        if isinstance(source, Schedule) and VOCABULARY in techniques_of(source):
+            if (VOCABULARY, (source.num_ranks, 2)) in source.graph.techniques:
+                raise ValueError(
+                    f'{source.name} has two barriers a microbatch: the output layer on all ranks '
+                    'trains with one: make the schedule by zbpp plan --vocab-parallel'
+                )
+            object.__setattr__(self, 'vocab_parallel', OUTPUT)
+        if self.vocab_parallel is None:
+            return
+        if self.vocab_parallel != OUTPUT:
+            raise ValueError(f'vocab_parallel is {self.vocab_parallel!r}: give {OUTPUT!r}, or None')
+        others = {
+            'schedule': source == AUTO or self._is_sliced,
+            'slices': self.slices is not None,
+            'freeze': self.freeze is not None,
+            'post_validation': self.post_validation not in (None, False),
+            **dict.fromkeys(self.amounts, True),
+        }
+        for name, asked in others.items():
+            if asked:
+                value = getattr(self, name)
+                shown = value.name if isinstance(value, Schedule) else value
+                raise ValueError(
+                    f'{name} is {shown!r}: it does not train with the output layer on all ranks '
+                    'yet: leave it out, or vocab_parallel'
+                )
+
+    @property
+    def _is_sliced(self) -> bool:
+        """True if the schedule that is asked for has slices, whatever else is asked for."""
+        if isinstance(self.schedule, Schedule):
+            return self.schedule.graph.num_slices > 1
+        return find(self.schedule).default_slices > 1
 
     def _require_amounts(self) -> None:
         """Raise ValueError unless what is asked for of techniques makes sense."""

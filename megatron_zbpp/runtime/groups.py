@@ -78,6 +78,17 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return made[tuple(own)]
 
 
+def beside(
+    group: dist.ProcessGroup, device: torch.device, kernels: MessageKernels = _DEFAULT
+) -> dist.ProcessGroup:
+    """Return another group of the same ranks, for tensors of `device`, made as a host group is."""
+    own, found = dist.get_process_group_ranks(group), group
+    for ranks in _all_like(own):
+        made = dist.new_group(list(ranks), **like(group, device, kernels))
+        found = made if list(ranks) == own else found
+    return found  # pyright: ignore[reportReturnType]
+
+
 def _all_like(own: list[int]) -> list[tuple[int, ...]]:
     """Return the ranks of this pipeline and of all others, in an order that all ranks share."""
     pipelines: list[Any] = [None] * dist.get_world_size()

@@ -6,11 +6,11 @@ import functools
 from dataclasses import dataclass
 
 from megatron_zbpp.analysis.program import Exchange, Hand, Join, Program, Receive
-from megatron_zbpp.ir import B, F, Pass, Together, W
+from megatron_zbpp.ir import B, Pass, Together, W
 from megatron_zbpp.ir.graph import R
 from megatron_zbpp.runtime.activations.moves import Moving
 from megatron_zbpp.runtime.key import Key, key_of
-from megatron_zbpp.runtime.kinds import last, whole
+from megatron_zbpp.runtime.kinds import done_by, last, whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ class Tables:
     @functools.cached_property
     def trains(self) -> bool:
         """True if there are backwards."""
-        return any(p.kind != F for p in self.passes)
+        return any(B in done_by(p) for p in self.passes)
 
     @functools.cached_property
     def last_backwards(self) -> set[Pass]:

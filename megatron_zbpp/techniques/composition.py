@@ -30,13 +30,13 @@ OVERLAP = 'overlap'
 SLICED = 'sliced'
 """Slices of a sequence, by the name of their graph's function."""
 
+VOCABULARY = 'split_vocabulary'
+"""The output layer on all ranks, by the name of its graph's function."""
+
 TRAINED = (*NAMES, SLICED, OVERLAP)
 """Techniques that train, each by itself. Others are planned, simulated and drawn."""
 
 _UNTRAINED = {
-    'split_vocabulary': Clash(
-        'the output layer on all ranks', 'make the schedule without --vocab-parallel'
-    ),
     'updating': Clash('asynchronous updates', 'take a synchronous schedule, such as zb-v'),
 }
 _ONCE = Clash('it is placed once', 'leave it out')

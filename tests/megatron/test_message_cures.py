@@ -15,7 +15,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -146,14 +146,25 @@ def programs(microbatches: int = 4, ranks: int = 2, **given: object) -> Callable
     return run
 
 
-def split() -> object:
+def split(barriers: int = 1) -> object:
     """A schedule with the output layer on all ranks."""
     from megatron_zbpp import build
-    from megatron_zbpp.ir.costs import Costs
-    from megatron_zbpp.techniques.vocabulary.place import in_shards, with_shard_times
+    from megatron_zbpp.techniques.vocabulary.graph import split_vocabulary
+    from megatron_zbpp.techniques.vocabulary.place import with_shards
 
     host = build('1f1b', 2, 4)
-    return in_shards(host, with_shard_times(Costs.uniform(host.placement), host.placement, 0.3))
+    if barriers == 1:
+        return with_shards(host)
+    return replace(host, graph=split_vocabulary(host.graph, 2, barriers))
+
+
+def updating() -> object:
+    """A schedule with updates inside an iteration."""
+    from megatron_zbpp import build
+    from megatron_zbpp.techniques.updates.graph import updating
+
+    host = build('1f1b', 2, 4)
+    return replace(host, graph=updating(host.graph))
 
 
 def recipe(schedule: str = 'zb-v', change: Callable = lambda config: None, **model: object):
@@ -303,7 +314,32 @@ FOUND = '--pipeline-schedule zb-v --pipeline-slices auto --seq-length 512'
 SHAPE = '--hidden-size 64 --num-attention-heads 4'
 LONG = '--pipeline-schedule zb-v --seq-length 16 --pipeline-slices {}'.format
 
+UNTIED = '--untie-embeddings-and-output-weights'
+OUTPUT = f'--pipeline-schedule {{}} --pipeline-vocab-parallel output {UNTIED}'.format
+
 FLAGS = {
+    'another layer': row(
+        flags('--pipeline-schedule zb-v --pipeline-vocab-parallel input'),
+        "--pipeline-vocab-parallel is 'input': give 'output'",
+        flags(OUTPUT('zb-v')),
+    ),
+    **{
+        f'the output layer on all ranks and {asked}': row(
+            flags(f'{OUTPUT(schedule)} --seq-length 16 {asked}'),
+            ': it does not train with the output layer on all ranks yet: leave it out, or --pipe',
+            flags(OUTPUT('zb-v')),
+            flags(f'--pipeline-schedule {schedule} --seq-length 16 {asked}'),
+        )
+        for schedule, asked in (
+            ('zb-v', '--pipeline-offload all'),
+            ('zb-v', '--pipeline-recompute 1'),
+            ('zb-v', '--pipeline-slices 2'),
+            ('zb-v', '--enable-optimizer-post-validation'),
+        )
+    },
+    'the output layer on all ranks and auto': row(
+        flags(OUTPUT('auto')), "--pipeline-schedule is 'auto': it does", flags(OUTPUT('1f1b'))
+    ),
     'too many slices': row(flags(LONG(17)), 'give at most 16', flags(LONG(16))),
     'slices that do not sum': row(
         flags(LONG('8,4')), 'give sizes that sum to that', flags(LONG('8,4,4')), flags(LONG(2))
@@ -851,9 +887,9 @@ PROGRAMS = {
         settings(schedule='zb-v'),
         settings(schedule='zb-1p', memory_limit=3),
     ),
-    'the output layer on all ranks': row(
-        settings(schedule=split),
-        'has the output layer on all ranks: simulated, does not train yet: make the schedule w',
+    'updates': row(
+        settings(schedule=updating),
+        'has asynchronous updates: simulated, does not train yet: take a synchronous schedule',
         settings(schedule='1f1b'),
     ),
     'an asynchronous schedule': row(
@@ -861,6 +897,11 @@ PROGRAMS = {
         'pipedream-2bw has asynchronous updates: simulated, does not train yet: take a synchronous '
         'schedule, such as zb-v',
         settings(schedule='zb-v'),
+    ),
+    'two barriers': row(
+        settings(schedule=functools.partial(split, 2)),
+        'trains with one: make the schedule by zbpp plan --vocab-parallel',
+        settings(schedule=split),
     ),
     'chunks of a schedule': row(
         settings(schedule=schedule('1f1b'), num_chunks=1),
@@ -1095,6 +1136,8 @@ EMULATED = {'on_cpu': True, 'with_te': True}
 EXPERTS = {'overlap_moe_expert_parallel_comm': True}
 RECOMPUTED = {'techniques': {'recompute'}}
 NO_W = {'splits': False}
+SHARDED = {'techniques': {'split_vocabulary'}, 'splits': False}
+FUSED = {'cross_entropy_loss_fusion': True}
 SLICED = {'techniques': {'sliced'}, 'joins': True, 'splits': False}
 DELAYED = {'fp8': 'hybrid', 'fp8_recipe': 'delayed'}
 MASKS = {'reset_attention_mask': True}
@@ -1202,6 +1245,34 @@ REFUSALS = {
             ),
         )
     },
+    'scaled logits': row(
+        refusal(SHARDED, use_mup=True),
+        'drop --use-mup, or leave out --pipeline-vocab-parallel',
+        refusal(SHARDED),
+        refusal(NO_W, use_mup=True),
+    ),
+    'a fused loss': row(
+        refusal(SHARDED, **FUSED, cross_entropy_fusion_impl='te'),
+        'give --cross-entropy-fusion-impl native, or leave out --pipeline-vocab-parallel',
+        refusal(SHARDED, **FUSED, cross_entropy_fusion_impl='native'),
+        refusal(NO_W, **FUSED, cross_entropy_fusion_impl='te'),
+    ),
+    'a tied output layer': row(
+        refusal(SHARDED, untie_embeddings_and_output_weights=False),
+        'give --untie-embeddings-and-output-weights, or leave out --pipeline-vocab-parallel',
+        refusal(SHARDED, untie_embeddings_and_output_weights=True),
+    ),
+    'the output layer on all ranks and graphs': row(
+        refusal(SHARDED, cuda_graph_impl='local'),
+        'give --cuda-graph-impl none',
+        refusal(SHARDED, cuda_graph_impl='none'),
+    ),
+    'the output layer of a hybrid model': row(
+        refusal(SHARDED, hybrid_layer_pattern='*-'),
+        'have a GPT, or leave out --pipeline-vocab-parallel',
+        refusal(SHARDED),
+        refusal(NO_W, hybrid_layer_pattern='*-'),
+    ),
     'slices and fused positions': row(
         refusal(SLICED, multi_latent_attention=True, apply_rope_fusion=True),
         'give --no-rope-fusion',
@@ -1408,6 +1479,27 @@ def one_plans(model: object, forward_step: Callable, overlaps: bool = True) -> C
     return run
 
 
+def last_stage(call: str, asked: bool) -> Callable:
+    """A chunk with a shard of the output layer, called by a schedule or not, for losses or more."""
+
+    def run() -> None:
+        import torch
+
+        from megatron_zbpp.mcore.iteration.vocabulary import require
+        from megatron_zbpp.mcore.vocabulary import OutputShard
+
+        model = torch.nn.Module()
+        model.output_layer = OutputShard.__new__(OutputShard)
+        torch.nn.Module.__init__(model.output_layer)
+        model.output_layer.listening = not asked
+        if call == 'forward':
+            model.output_layer(torch.ones(1))
+        else:
+            require([model], SimpleNamespace(collect_non_loss_data=asked))
+
+    return run
+
+
 def begun_with(function: Callable) -> Callable:
     """A call after one with which the next iteration has begun."""
 
@@ -1507,6 +1599,12 @@ CALLS = {
         'add it, as pretrain_gpt.py has it, or drop --overlap-moe-expert-parallel-comm',
         one_plans(PLANS, lambda data, model, return_schedule_plan: None),
     ),
+    'data beside losses': row(
+        last_stage('require', True), 'leave it out, or leave out', last_stage('require', False)
+    ),
+    'a model by itself': row(
+        last_stage('forward', True), 'run it by a schedule', last_stage('forward', False)
+    ),
     'another function': row(
         begun_with(segment_of), 'pass the same in every iteration', begun_with(data_of)
     ),
@@ -1565,6 +1663,14 @@ ELSEWHERE = {
             'mcore/patches/slices.py _require_slices_alone: attn_mask_type',
         ),
         'test_sliced_models.py::test_refused_at_the_first_call',
+    ),
+    **dict.fromkeys(
+        (
+            'mcore/iteration/vocabulary.py VocabularyStage._step.step',
+            'mcore/iteration/vocabulary.py VocabularyStage.report',
+            'mcore/patches/vocabulary.py divide',
+        ),
+        'test_vocabulary_training.py::test_refused_at_the_first_call',
     ),
     'emulation/cpu.py install': 'test_cpu.py::test_seeds_are_applied',
     'mcore/layout.py require_placed: {reason}': 'test_refusals.py::'

@@ -68,6 +68,7 @@ ASKED = [
     ({}, {'freeze': None}, {'freeze': FREEZING}),
     ({'recompute': 'half'}, {}, {'recompute': 'all'}),
     ({'slices': 4}, {'slices': '4'}, {'slices': [8, 8]}),
+    ({'vocab_parallel': 'output'}, {}, {'vocab_parallel': None}),
     ({'post_validation': 5}, {'kept_gib': None}, {'kept_gib': 2.5}),
     ({'post_validation': 5}, {'check_interval': 10}, {'check_interval': 0}),
     ({}, {'message_ctas': 2}, {'message_ctas': 4}),

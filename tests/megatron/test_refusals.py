@@ -80,7 +80,9 @@ OF_SLICES += ['moe_expert_capacity_factor']
 OF_REPLICAS = ['overlap_grad_reduce', 'overlap_param_gather', 'expert_model_parallel_size']
 OF_REPLICAS += ['moe_router_load_balancing_type']
 OTHERS = ['fp8_recipe', 'mtp_num_layers', 'sft', 'reset_attention_mask', *HYBRID, *OF_SLICES]
-OTHERS += OF_REPLICAS
+OF_SHARDS = ['use_mup', 'defer_embedding_wgrad_compute', 'init_model_with_meta_device']
+OTHERS += [*OF_REPLICAS, *OF_SHARDS, 'cross_entropy_fusion_impl']
+OTHERS += ['untie_embeddings_and_output_weights']
 WITHOUT_TE = [s for s in refusals.settings() if s not in OTHERS]
 CASES = [(setting, value) for setting in WITHOUT_TE for value in VALUES.get(setting, [1])]
 
@@ -111,6 +113,38 @@ def test_refused_with_slices(setting):
     assert not [*refusals.refused(given, **how)]
     (found,) = refusals.refused(given, techniques={'sliced'}, **how)
     assert found.setting == setting and found.cure.endswith('a schedule of whole sequences')
+
+
+SHARDED = [*OF_SHARDS, 'variable_seq_lengths', 'logits_load_dir', 'mtp_num_layers']
+SHARDED += ['export_kd_teacher_load']
+GIVEN = {
+    'cross_entropy_fusion_impl': ({'cross_entropy_loss_fusion': True}, 'te', 'native'),
+    'untie_embeddings_and_output_weights': ({}, False, True),
+    'hybrid_layer_pattern': ({}, '*-', None),
+    **{setting: ({}, 1, None) for setting in SHARDED},
+}
+
+
+def shards(setting):
+    """The case, and what the page of support says of it."""
+    (found,) = refused_with_shards(setting)
+    marks = refuses(f'`--pipeline-vocab-parallel`, `{setting}`', found.reason)
+    return pytest.param(setting, marks=marks, id=setting)
+
+
+def refused_with_shards(setting, cured=False, techniques=('split_vocabulary',)):
+    others, *values = GIVEN[setting]
+    given = SimpleNamespace(**others, **{setting: values[cured]})
+    return [*refusals.refused(given, placement=Placement.loop(2), techniques=techniques)]
+
+
+@pytest.mark.parametrize('setting', [*map(shards, GIVEN)])
+def test_refused_with_shards(setting):
+    """Of the output layer; without them, and with the cure, it is not."""
+    (found,) = refused_with_shards(setting)
+    assert found.setting == setting
+    assert found.cure.endswith('or leave out --pipeline-vocab-parallel')
+    assert refused_with_shards(setting, techniques=()) == refused_with_shards(setting, True) == []
 
 
 # of flags whose setting has another name, what they set; of cures without a flag

@@ -135,6 +135,7 @@ class Job:
         masks: whether attention is given masks, which keep documents apart.
         iterations, microbatches: of the training, and of each replica.
         change: what happens to the layers once they are built: a key of CHANGES.
+        evaluation: whether there is one in the middle, as with dropout.
     """
 
     kind: str = 'dense'
@@ -161,11 +162,12 @@ class Job:
     iterations: int = ITERATIONS
     microbatches: int = MICROBATCHES
     change: str = ''
+    evaluation: bool = False
 
     @property
     def evaluates(self) -> bool:
         """Whether there is an evaluation in the middle."""
-        return self.kind == 'lengths' or self.dropout > 0
+        return self.evaluation or self.kind == 'lengths' or self.dropout > 0
 
     @property
     def size(self) -> int:

@@ -82,11 +82,18 @@ def prepare(
 
         reading = Reading()
         session.read_alike.add(arguments.forward_only)
+    shards = None
+    if session.programs.shards_vocabulary:
+        from megatron_zbpp.mcore.iteration import vocabulary as shards
+
+        shards.require(unwrap_model(models), arguments)
+        make = shards.VocabularyStage
     stages = _stages(make, call, next_iteration, lowered.placement, rank, one, reading)
     if models[0] not in session.compared:
         session.compared.add(models[0])
         collective = session.watchdog.collective
         require_all_layers(unwrap_model(models), one, groups.pp, collective)
+    more = {} if shards is None else shards.of_executor(session, pipeline, messages[0], stages)
     tables, count = lowered.tables(rank, ranks_ahead)
     executor = Executor(
         tables.program,
@@ -100,6 +107,7 @@ def prepare(
         None if arguments.forward_only else session.filler,
         combined.as_one if as_one else None,
         tables,
+        **more,
     )
     return Batch(groups, pipeline, config, call, lowered, executor, reading), count
 

@@ -29,6 +29,9 @@ from megatron_zbpp.techniques.base import lack_of_times
 from megatron_zbpp.techniques.slices.place import with_forwards_earlier
 from megatron_zbpp.techniques.vocabulary.graph import S, T, split_vocabulary
 
+USUAL_SHARE = 0.2
+"""Forward of a rank's shard over that of its layers, where nobody says it."""
+
 _SHARES = 0.0, 0.5, 1.0
 _DIGITS = 9
 
@@ -75,6 +78,12 @@ def with_shard_times(costs: Costs, placement: Placement, share: float) -> Costs:
     behind = (0.0,) * placement.num_stages
     forward, backward, weight = (share * sum(costs.times[kind]) / p for kind in (F, B, W))
     return costs.with_times(S=(*behind, *[forward + backward] * p), T=(*behind, *[weight] * p))
+
+
+def with_shards(host: Schedule) -> Schedule:
+    """Return `host` with the output layer on all ranks where nobody says what that costs."""
+    uniform = Costs.uniform(host.placement)
+    return in_shards(host, with_shard_times(uniform, host.placement, USUAL_SHARE))
 
 
 def in_shards(host: Schedule, costs: Costs, memory_limit: float | None = None) -> Schedule:
