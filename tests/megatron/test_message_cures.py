@@ -1394,7 +1394,7 @@ def of_chunks(count: int) -> Callable:
         call = SimpleNamespace(arguments=given)
         following = SimpleNamespace(replayed=lambda iterator: iterator)
         vee = Placement.v(2)
-        made = preparation._stages(lambda *given: given, call, following, vee, 0, vee)
+        made = preparation._stages(lambda *given: given, call, following, vee, 0, vee, None)
         assert len(made) == 2
 
     return run
