@@ -107,7 +107,7 @@ def bench(args: Namespace) -> int:
 
 
 class _Runs:
-    """What ran, in a file: so that a bench that was stopped goes on."""
+    """Results of runs, in a file: so that a bench that was stopped goes on."""
 
     def __init__(self, folder: Path, line: Sequence[str], iterations: int) -> None:
         self._file = folder / _RUNS

@@ -105,6 +105,19 @@ def line(words: str, sizes: str = SIZES, gpus: int | None = None) -> Callable:
     return run
 
 
+def benched(words: str) -> Callable:
+    """A launch line that `zbpp bench` reads."""
+
+    def run() -> None:
+        from megatron_zbpp.mcore.command_line.bench import Bench
+
+        with mock.patch.dict(os.environ):
+            os.environ.pop('WORLD_SIZE', None)
+            Bench.of(words.split())
+
+    return run
+
+
 def settings(**given: object) -> Callable:
     def run() -> None:
         from megatron_zbpp.mcore.settings import Settings
@@ -704,6 +717,11 @@ LINES = {
         line('--pipeline-shedule zb-v'),
         '--pipeline-shedule is not known: did you mean --pipeline-schedule?',
         line('--pipeline-schedule zb-v'),
+    ),
+    'a bench of flags alone': row(
+        benched(SIZES),
+        'the launch line names no script: give all of it, such as torchrun',
+        benched(f'torchrun pretrain_gpt.py {SIZES}'),
     ),
     'no number': row(
         line('--pipeline-schedule zb-v --pipeline-watchdog-timeout soon'),

@@ -179,7 +179,7 @@ _MIB = 2**20
 
 @dataclass
 class Printed:
-    """What a run has printed so far.
+    """Iterations, memory and errors that a run has printed so far.
 
     Attributes:
         steps: iterations.
