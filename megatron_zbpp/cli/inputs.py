@@ -22,7 +22,7 @@ from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.schedules import build, find, names
 from megatron_zbpp.techniques import ASKED, placed_in_turn
 from megatron_zbpp.techniques import find as find_technique
-from megatron_zbpp.techniques.offload.copies import with_copies
+from megatron_zbpp.techniques.copies import with_copies
 from megatron_zbpp.techniques.slices.place import in_slices, unsuited
 from megatron_zbpp.techniques.updates.steady_state import with_weight_copies
 from megatron_zbpp.techniques.updates.versions import updates_of

@@ -27,7 +27,7 @@ def read(text: str, selective: bool, activation: Sequence[float]) -> dict[str, A
         )
     data = _by_kind(data)
     if within is not None:
-        strict_json.require(within, {}, _RECOMPUTED)
+        strict_json.require(within, {}, _SELECTED)
         data = _within(data, _by_kind(within)) if selective else data
     data['amounts'].setdefault('activation', activation)
     return data
@@ -105,6 +105,6 @@ _BY_STAGE: dict[str, strict_json.Check] = {
     **dict.fromkeys((F, B, W), _NUMBERS),
     **dict.fromkeys(('activation', 'retained'), _PER_STAGE),
 }
-_RECOMPUTED = {**_BY_STAGE, 'times': _BY_NAME, 'amounts': _BY_NAME}
+_SELECTED = {**_BY_STAGE, 'times': _BY_NAME, 'amounts': _BY_NAME}
 _OLD_NAMES = {'forward': F, 'backward': B, 'weight': W}
 _OLD_TIMES: dict[str, strict_json.Check] = dict.fromkeys(_OLD_NAMES, _NUMBERS)

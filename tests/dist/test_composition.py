@@ -30,7 +30,7 @@ from megatron_zbpp.techniques.composition import (
     table,
     techniques_of,
 )
-from megatron_zbpp.techniques.offload.copies import with_copies
+from megatron_zbpp.techniques.copies import with_copies
 from megatron_zbpp.techniques.offload.place import offloaded
 from megatron_zbpp.techniques.recompute.place import recomputed
 

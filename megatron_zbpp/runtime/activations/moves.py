@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from megatron_zbpp.runtime.activations.store import ActivationStore
 
 _OUT, _BACK = TRANSFERS[HOST]
-_EVICT, _FETCH = TRANSFERS[PARTNER]
-KINDS = (_OUT, _BACK, _EVICT, _FETCH)
+_SENT, _FETCHED = TRANSFERS[PARTNER]
+KINDS = (_OUT, _BACK, _SENT, _FETCHED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,14 +42,12 @@ class Moving:
         """Return what moves in the program of a rank."""
         saved = [i for i in program if isinstance(i, Send | Receive) and i.saved]
         sent = {
-            key_of(i.consumer): i
-            for i in saved
-            if isinstance(i, Send) and i.consumer.kind == _EVICT
+            key_of(i.consumer): i for i in saved if isinstance(i, Send) and i.consumer.kind == _SENT
         }
         fetched = {
             key_of(i.consumer): i
             for i in saved
-            if isinstance(i, Receive) and i.consumer.kind == _FETCH
+            if isinstance(i, Receive) and i.consumer.kind == _FETCHED
         }
         copied = {key_of(i) for i in program if isinstance(i, Pass) and i.kind == _OUT}
         return cls(sent, fetched, frozenset({*sent, *copied}))
@@ -74,8 +72,8 @@ class Moves:
         self.actions: dict[str, Callable[[Pass, object], None]] = {
             _OUT: self._leave,
             _BACK: self._begin_back,
-            _EVICT: self._leave,
-            _FETCH: _nothing,  # the receive in front of it has taken the memory
+            _SENT: self._leave,
+            _FETCHED: _nothing,  # the receive in front of it has taken the memory
         }
 
     def held(self, saved: Collection[Key]) -> int:

@@ -6,8 +6,8 @@ from functools import partial
 
 from megatron_zbpp.ir.graph import PARTNER, TRANSFERS
 from megatron_zbpp.techniques.base import Technique, lack_of_times
+from megatron_zbpp.techniques.copies import way_by_copies
 from megatron_zbpp.techniques.evict.place import with_eviction
-from megatron_zbpp.techniques.offload.copies import way_by_copies
 from megatron_zbpp.techniques.offload.graph import offload
 
 TECHNIQUE = Technique(

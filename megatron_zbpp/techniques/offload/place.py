@@ -14,8 +14,8 @@ from megatron_zbpp.ir.graph import HOST, TRANSFERS, R
 from megatron_zbpp.schedules.pipe_offload import planned, po
 from megatron_zbpp.techniques.amounts import Amount, chunks_of
 from megatron_zbpp.techniques.composition import require_goes_with
+from megatron_zbpp.techniques.copies import copy_ratio, with_copies
 from megatron_zbpp.techniques.offload.comb import with_transfers
-from megatron_zbpp.techniques.offload.copies import copy_ratio, with_copies
 from megatron_zbpp.techniques.offload.graph import offload
 
 FREE = 'auto'  # as much as hides behind the passes

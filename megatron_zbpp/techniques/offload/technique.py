@@ -8,7 +8,7 @@ from functools import partial
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST, TRANSFERS
 from megatron_zbpp.techniques.base import Technique, lack_of_times
-from megatron_zbpp.techniques.offload.copies import way_by_copies
+from megatron_zbpp.techniques.copies import way_by_copies
 from megatron_zbpp.techniques.offload.graph import offload
 from megatron_zbpp.techniques.offload.place import FREE, offloaded, with_offload
 

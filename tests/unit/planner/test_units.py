@@ -21,8 +21,8 @@ from megatron_zbpp.planner.moving_bounds import moving_bound
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.schedules import FAMILIES, build
 from megatron_zbpp.techniques import find
+from megatron_zbpp.techniques.copies import copy_ratio
 from megatron_zbpp.techniques.evict.place import with_eviction
-from megatron_zbpp.techniques.offload.copies import copy_ratio
 from megatron_zbpp.techniques.offload.place import offloaded
 from megatron_zbpp.techniques.recompute.place import recomputed
 
