@@ -142,7 +142,7 @@ class _Run:
         return _Engine(rank, places, order, joined, [])
 
     def _table(self, flat: Compiled, route: int, part: int) -> _Table:
-        """Return passes of slice `part` of microbatches on `route`."""
+        """Return the dependencies and times of passes of slice `part` on `route`."""
         placement = self.schedule.placement
 
         def entry(kind: str, stage: int, step: Step) -> _Flat:

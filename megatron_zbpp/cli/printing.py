@@ -42,7 +42,7 @@ def legend(schedule: Schedule) -> str:
 
 
 def shape(schedule: Schedule) -> dict:
-    """Return name and sizes."""
+    """Return name and sizes of a schedule, for JSON."""
     placement = schedule.placement
     return {
         'name': schedule.name,

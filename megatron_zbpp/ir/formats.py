@@ -284,7 +284,7 @@ def _cells(row: str, rank: int) -> Iterator[list[_Action]]:
 
 
 def _action(text: str, rank: int, column: int) -> _Action | None:
-    """Return what one action says; None for what torch's lowering added."""
+    """Return stage, kind and microbatch of one action; None: torch's lowering added it."""
     if _LOWERED.fullmatch(text):
         return None
     if match := _ACTION.fullmatch(text):
@@ -296,7 +296,7 @@ def _action(text: str, rank: int, column: int) -> _Action | None:
 
 
 def _dialect(kinds: set[str]) -> str:
-    """Return the dialect in which `kinds` make sense: in the new one there is no W without I."""
+    """Return the dialect of a file with these kinds of passes: a W without an I is the old one."""
     if {'I', 'BW'} <= kinds:
         raise ValueError(
             "'I' and 'BW' in one file: I is torch's since 2.6, BW from before; use one"
@@ -305,7 +305,7 @@ def _dialect(kinds: set[str]) -> str:
 
 
 def _placement(passes: list[list[Pass]]) -> Placement:
-    """Return which row holds which stage, by its common name if it has one."""
+    """Return the placement of the stages on rows, by its common name if it has one."""
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(passes):
         if not row:

@@ -67,10 +67,10 @@ class RankFiles:
 
     @classmethod
     def by_megatron(cls, args: Any) -> RankFiles:
-        """Return those of Megatron's own schedules, as the arguments of that run tell.
+        """Return the files of a run with one of Megatron's own schedules.
 
         Args:
-            args: saved ones, maybe of another release.
+            args: arguments saved with its checkpoint, maybe by another release.
         """
         ranks = args.pipeline_model_parallel_size
         chunks = getattr(args, 'virtual_pipeline_model_parallel_size', None) or 1

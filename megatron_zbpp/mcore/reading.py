@@ -31,7 +31,7 @@ def require_asked(schedule: str, asked: bool) -> None:
 
 
 class _Noting:
-    """Gives what `source` gives, and notes what tensors are in it."""
+    """Iterates over `source`, and notes digests of the tensors in each item."""
 
     def __init__(self, source: Iterator, noted: list[dict[str, str]]) -> None:
         self._source, self._noted = source, noted

@@ -323,7 +323,7 @@ def meaning(name: str) -> str:
 
 
 def _folder(trace_dir: object) -> Path | None:
-    """Return where to draw, as a path; None: nowhere."""
+    """Return the folder of traces; None: nothing is traced."""
     if trace_dir is None:
         return None
     if not isinstance(trace_dir, str | Path) or not str(trace_dir):
@@ -335,7 +335,7 @@ def _folder(trace_dir: object) -> Path | None:
 
 
 def _freezing(file: object) -> FreezePlan | None:
-    """Return the plan of freezing in a file, or that is given; None: there is no freezing."""
+    """Return the freeze plan, read if a file is given; None: nothing is frozen."""
     if file is None:
         return None
     from megatron_zbpp.partitioning.freeze_plans import FreezePlan

@@ -82,14 +82,14 @@ class FreezePlan:
 
     @cached_property
     def stages(self) -> tuple[float, ...]:
-        """Mean share of each stage, of all its microbatches."""
+        """Mean freeze ratio of each stage over its microbatches."""
         sums = [0.0] * self.schedule.num_stages
         for p, ratio in self.ratios:
             sums[p.stage] += ratio
         return tuple(total / self.schedule.num_microbatches for total in sums)
 
     def share(self, step: int) -> float:
-        """Return how much of the planned shares a step takes, from 0 to 1."""
+        """Return the fraction of the planned ratios that a step freezes, from 0 to 1."""
         start = self.monitoring.stop
         if step < start:
             return 0.0

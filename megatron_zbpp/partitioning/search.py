@@ -220,7 +220,7 @@ class Finder:
         return Partition(placement, tuple(b - a for a, b in pairwise(marks)), order)
 
     def _plan(self, exact: bool) -> None:
-        """Plan on the most promising; with `exact` on every one that may be better, to the end."""
+        """Plan the orders of the most promising partitions; `exact`: of all that may be better."""
         searches = [(self._search(ranked), ranked) for ranked in self._promising()]
         for at, (search, ranked) in enumerate(searches):
             if search.bound >= self.kept[0].value - EPSILON:

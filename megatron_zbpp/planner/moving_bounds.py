@@ -74,7 +74,7 @@ def _bound(problem: Problem, ranks: Sequence[int], actions: Sequence[Technique])
 
 
 def _ways(problem: Problem, stage: int, actions: Sequence[Technique], both: bool) -> Iterator[Way]:
-    """Yield what can be done with the activation of a stage.
+    """Yield the costs of each technique for the activation of a stage.
 
     Args:
         problem: see `moving_bound`.

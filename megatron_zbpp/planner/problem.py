@@ -309,9 +309,9 @@ class Problem:
 
     @cached_property
     def steps(self) -> tuple[tuple[int, ...], ...]:
-        """Changes of a rank's memory by slices, as `times`, in units of the planner's own.
+        """Change of the rank's memory by each slice, by queue as in `times`, in integer units.
 
-        What is held of a whole sequence is the same to all slices, whole units together.
+        Memory of a whole sequence counts in equal parts of whole units on all its slices.
         """
         counts, costs = compiled(self._graph).changes[DEVICE], self.costs
 
@@ -329,12 +329,12 @@ class Problem:
 
     @cached_property
     def changes(self) -> tuple[int, ...]:
-        """Changes by a pass of each queue, in the unit of `steps`; of slices that differ means."""
+        """Mean change of memory by a pass of each queue, in the unit of `steps`."""
         return tuple(round(sum(own) / self.slices) for own in self.steps)
 
     @cached_property
     def raises(self) -> tuple[int, ...]:
-        """Per rank, the most that a B adds to what it holds, in the unit of `changes`."""
+        """Largest increase of each rank's memory by a B, in the unit of `changes`."""
         return tuple(
             max(0, *(self.changes[q] for q in queues if self.tasks[q].kind == B))
             for queues in self.queues

@@ -235,7 +235,7 @@ def _layers(args: Namespace, placement: Placement) -> list[int]:
 
 
 def _others(line: LaunchLine, parallel: dict[str, int]) -> list[str]:
-    """Return what our schedules would gain where Megatron's own runs."""
+    """Return the idle GPU time of our schedules beside that of Megatron's own, where that runs."""
     ranks = parallel['pipeline']
     if ranks == 1 or not line.args.micro_batch_size:
         return []

@@ -184,7 +184,7 @@ def _own_parser() -> argparse.ArgumentParser:
 
 
 def _processes(launcher: list[str]) -> int | None:
-    """Return as many as torchrun would start, or the environment says; None: neither says."""
+    """Return the number of processes of torchrun, or of the environment; None: not known."""
     parser = _Parser(allow_abbrev=False, add_help=False)
     parser.add_argument('--nproc-per-node', '--nproc_per_node', default='1')
     parser.add_argument('--nnodes', default='1')

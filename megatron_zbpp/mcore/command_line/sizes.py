@@ -93,10 +93,10 @@ def _fewer_chunks(args: argparse.Namespace, wanted: int) -> str:
 
 
 def hybrid_layers(args: argparse.Namespace) -> list[int] | None:
-    """Return the layers of each segment of a hybrid model's pattern; None: it is no hybrid model.
+    """Return the number of layers in each segment of a hybrid model's pattern; None: no hybrid.
 
-    The pattern may end in those of multi-token prediction. Without segments it is divided evenly
-    among the ranks.
+    Layers of multi-token prediction at the end of the pattern do not count. A pattern without
+    segments is one; Megatron divides it evenly among the ranks.
     """
     name = refusals.hybrid(args)
     if name is None:

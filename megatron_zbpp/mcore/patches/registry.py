@@ -47,7 +47,7 @@ class Patch:
 
     @property
     def waits(self) -> bool:
-        """True until somebody imports its module."""
+        """True while the module that it patches is not imported."""
         return self.late and self.module not in sys.modules
 
     def find_owner(self) -> Any:
@@ -55,7 +55,7 @@ class Patch:
         return resolve_name(self.owner if ':' in self.owner else f'{self.owner}:')
 
     def problem(self) -> str:
-        """Return why it would have no effect in the installed release; empty: it has one."""
+        """Return the reason why it has no effect in the installed release; empty: it has one."""
         try:
             original = getattr(self.find_owner(), self.name)
             users = {path: inspect.unwrap(resolve_name(path)) for path in self.looked_up_by}

@@ -175,7 +175,7 @@ class ForwardsAhead(NextIteration):
         return (ahead + 1) / max(1, *iteration.record.live)
 
     def run(self, ranks: int) -> None:
-        """Run this rank's part, if so many `ranks` of the chain go ahead; where `possible`."""
+        """Run the forwards of this rank that go ahead if the first `ranks` of the chain do."""
         assert self.latest is not None
         batch, count = prepare(self._session, self, self.latest, ranks)
         if not count:
