@@ -136,6 +136,16 @@ def test_sends_that_wait_for_each_other_are_a_deadlock():
         prove(programs)
 
 
+def test_a_rank_that_waits_at_a_send_waits_for_none_of_its_receives():
+    """Though one is open: it is for a pass that comes later."""
+    a, b = [[Pass('F', stage, i) for i in range(2)] for stage in range(2)]
+    send, other = Send(a[0], b[1], 1), Send(b[0], a[1], 0, saved=True)
+    programs = ((Receive(b[0], a[1], 1), a[0], send, a[1]), (b[0], other, Send(b[0], a[1], 0)))
+    with pytest.raises(DeadlockError) as error:
+        prove(programs)
+    assert error.value.stuck == {0: str(send), 1: str(other)}
+
+
 def test_messages_out_of_order_are_refused():
     a, b = Pass('F', 1, 0), Pass('F', 1, 1)
     made = Pass('F', 0, 0)

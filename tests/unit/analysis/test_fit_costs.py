@@ -93,6 +93,7 @@ def test_slices_are_told_of_the_whole_sequence(whole):
     found = fit(measured)
     assert times(found) == (((1, 1.5), (2.5, 3.25), (0, 0)) if whole else times(costs))
     assert simulate(schedule, found).makespan == measured.makespan
+    assert found.parts['F'] == ((0.5, 0.5), (0.5, 0.5))
 
 
 def test_all_kinds_that_compute():

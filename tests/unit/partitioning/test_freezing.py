@@ -36,6 +36,13 @@ def test_known_answers(case):
         assert all(found.stage(stage) <= most + 1e-6 for stage in range(p))
 
 
+def test_times_in_seconds():
+    """Makespans and times far below one unit are as they are."""
+    third = (1e-3,) * 2
+    found = freeze(build('1f1b', 2, 4), Costs.of(third, third, third), 0.5)
+    assert (found.makespan, found.without) == pytest.approx((12e-3, 15e-3), rel=1e-6)
+
+
 @pytest.mark.parametrize('most', [0.0, 0.5])
 def test_progress(most):
     told = []

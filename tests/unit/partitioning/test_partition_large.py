@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+from math import inf
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from megatron_zbpp import Device, Devices, Layer, Layers, Placement, check, partition
+from megatron_zbpp.partitioning.climb import swapped
+from megatron_zbpp.partitioning.stages import Partition
+
+
+def test_many_devices_change_places_at_distances_that_are_powers_of_two():
+    many = 18
+    devices = Devices(tuple(Device(str(at), (1.0 + at,) * 3) for at in range(many)))
+    space: Any = SimpleNamespace(
+        layers=(Layer('t', 1, 1, 1),), devices=devices, limits=(inf,) * many
+    )
+    partition = Partition(Placement.loop(many), (1,) * many, tuple(range(many)))
+    found = [other.order for other in swapped(space, partition)]
+    apart = [[at for at, device in enumerate(order) if at != device] for order in found]
+    assert {b - a for a, b in apart} == {1, 2, 4, 8, 16}
+    assert len(found) == sum(many - distance for distance in (1, 2, 4, 8, 16))
 
 
 @pytest.mark.full
