@@ -87,6 +87,22 @@ def test_models(ranks, data, job, family):
     check(ranks, data, family, trained, than)
 
 
+@pytest.mark.te
+@supports('GPT of {kind}, two replicas', '{schedule}')
+@pytest.mark.parametrize(
+    ('kind', 'schedule', 'options'),
+    [
+        ('SwiGLU', 'chimera-zb', {}),
+        pytest.param('MLA', 'dualpipe', {'bf16': True, 'fused': True}, marks=pytest.mark.full),
+        pytest.param('grouped experts', 'bitpipe', {'bf16': True}, marks=pytest.mark.full),
+        pytest.param('dense', 'chimera', {'fp8': 'products', 'bf16': True}, marks=pytest.mark.full),
+    ],
+)
+def test_transformer_engine(te_ranks, data, kind, schedule, options):
+    """Of Transformer Engine's layers."""
+    check(te_ranks, data, schedule, Job(kind, dp=2, layers=4, **options))
+
+
 @supports('experts shared out over two replicas', 'dualpipe', TOLERANCE)
 def test_experts_of_both_replicas(ranks, data):
     """From the turn on their tokens come from the replicas in the other order."""
