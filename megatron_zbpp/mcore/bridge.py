@@ -91,6 +91,8 @@ def prepare(config: Any, settings: Settings) -> Settings:
         return settings
     if not isinstance(settings.schedule, Schedule) and settings.num_chunks is None:
         settings = replace(settings, num_chunks=sizes.chunks_for(args, settings.schedule))
+    if settings.same_start is True:
+        settings = replace(settings, same_start=sizes.stock_layout(args) or True)
     programs = Programs(settings)
     if programs.num_replicas > 1:
         raise NotImplementedError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -98,6 +99,27 @@ def segments_module() -> str | None:
         if hasattr(module, SELECT_SEGMENT):
             return name
     return None
+
+
+def models_and_stacks() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return the models whose layers stages share out, and what builds their layers.
+
+    Modules and classes; those of hybrid models have other names from 0.18 on.
+    """
+    models = 'megatron.core.models'
+    hybrid = f'{models}.hybrid.hybrid_model', 'HybridModel'
+    stack = f'{models}.hybrid.hybrid_block', 'HybridStack'
+    if importlib.util.find_spec(f'{models}.hybrid') is None:
+        hybrid = f'{models}.mamba.mamba_model', 'MambaModel'
+        stack = 'megatron.core.ssm.mamba_block', 'MambaStack'
+    return (
+        [
+            (f'{models}.gpt.gpt_model', 'GPTModel'),
+            (f'{models}.bert.bert_model', 'BertModel'),
+            hybrid,
+        ],
+        [('megatron.core.transformer.transformer_block', 'TransformerBlock'), stack],
+    )
 
 
 def hybrid_model() -> str | None:

@@ -137,6 +137,19 @@ class StageLayout(PipelineParallelLayerLayout):
         return chunk or 0
 
 
+def text_of_stages(layout: str | list) -> str:
+    """Return the stages of a layout as Megatron's flag writes them, repetitions written out.
+
+    >>> text_of_stages('Et*2|(t|)*2tL')
+    'Ett|t|t|tL'
+
+    Args:
+        layout: as the flag, or as lists.
+    """
+    (stages,) = PipelineParallelLayerLayout(layout, 1).layout
+    return '|'.join(''.join(LETTERS[layer] for layer in stage) for stage in stages)
+
+
 def text_of(model: torch.nn.Module, placement: Placement) -> str | None:
     """Return the layers of each stage in the language of Megatron's flag, as `Ett|tt|ttL`.
 
@@ -148,7 +161,16 @@ def text_of(model: torch.nn.Module, placement: Placement) -> str | None:
     """
     if not isinstance(model, LanguageModule) or _hybrid(model) is not None:
         return None
-    config = model.config
+    return text_by_config(model.config, placement)
+
+
+def text_by_config(config: Any, placement: Placement) -> str:
+    """Return the layers of each stage of a model that is not hybrid, as `text_of`.
+
+    Args:
+        config: of the model.
+        placement: of the stages.
+    """
     layout = config.pipeline_model_parallel_layout
     if isinstance(layout, StageLayout):
         return '|'.join(''.join(LETTERS[layer] for layer in stage) for stage in layout.stages)

@@ -18,6 +18,7 @@ from megatron_zbpp.mcore.patches import (
     memory_report,
     placement,
     rank_files,
+    same_start,
     tied,
     transformer_engine,
 )
@@ -160,6 +161,7 @@ class Plugin:
             ),
             masks.patches(session.programs.placement),
             tied.patches(session.programs.placement),
+            same_start.patches(session),
             _of_slices(session),
             _of_vocabulary(session),
             log_line.patches(session),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -103,6 +104,21 @@ class Settings:
     )
     """Layer that all pipeline ranks share: output, the last one. Each rank has the rows of its
     words, their logits and gradients. Losses are those of the whole layer but for rounding."""
+    same_start: bool | str = option(
+        True,
+        flag_default=False,
+        parts=(
+            Option(
+                '--no-pipeline-same-start',
+                'Leave each rank its own seeds. By default layers get the initial weights that '
+                'stock Megatron draws for them with the rest of the launch line, wherever the '
+                'schedule places them: losses from scratch are the same.',
+                page='[exactness](exactness.md#training-from-scratch)',
+            ),
+        ),
+    )
+    """As an argument: False. True: those of 1F1B; or the stages of another run of stock Megatron,
+    in the language of its layouts, as Et|t|t|tL."""
     message_ctas: int = option(
         MessageKernels.ctas,
         '--pipeline-message-ctas N',
@@ -187,6 +203,11 @@ class Settings:
                 + ' or '.join(map(repr, _PRIORITIES))
             )
         require_known(self.message_receives, 'message_receives')
+        if not isinstance(self.same_start, bool) and not _is_layout(self.same_start):
+            raise ValueError(
+                f'same_start is {self.same_start!r}: give True, False, or the stages of stock '
+                "Megatron, such as 'Ett|ttL'"
+            )
         if self.flags is not None and not isinstance(self.flags, Mapping):
             raise ValueError(f'flags is {self.flags!r}: give names with values, such as vars(args)')
         object.__setattr__(self, 'trace_dir', _folder(self.trace_dir))
@@ -311,6 +332,11 @@ class Settings:
                     f'{name}: auto plans orders only: name a schedule, or give a plan that '
                     'zbpp plan --actions has made'
                 )
+
+
+def _is_layout(text: object) -> bool:
+    """Return whether `text` has stages of a whole model, in the language of Megatron's layout."""
+    return isinstance(text, str) and re.fullmatch(r'E[t|]*[m|]*L', text) is not None
 
 
 OPTIONS = options_of(Settings)

@@ -12,6 +12,7 @@ from grids import grid
 from nvidia import known, needs_training, run, since
 from supported import TOLERANCE, absent, supports
 from test_launch import MOE, NO_CLIPPING
+from test_same_start import P2, require_same_start
 
 pytestmark = [pytest.mark.te, needs_training]
 
@@ -55,6 +56,14 @@ def test_identical_to_megatron(te_ranks, knows_segments, tmp_path, schedule, cas
     assert ours.losses == since(1, stock.losses)
     assert ours.parameters == stock.parameters
     assert ours.optimizer == stock.optimizer
+
+
+@supports('training from scratch, the same start: HybridModel', 'zb-v')
+@pytest.mark.full
+def test_from_scratch(te_ranks, knows_segments):
+    pattern, *more = PATTERNS['more tokens']
+    flags = [*SPEC, *TE, *more, *P2, '--num-layers', 8, '--hybrid-layer-pattern']
+    require_same_start(te_ranks(2), [*flags, _divided(pattern, 2)], segments=pattern)
 
 
 @supports('HybridModel in slices of sequences: attention, MLP and experts', outcome=TOLERANCE)

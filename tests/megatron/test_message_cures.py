@@ -128,6 +128,17 @@ def settings(**given: object) -> Callable:
     return run
 
 
+def start_like(stock: bool | str) -> Callable:
+    """A model of a V whose start is to equal that of stock Megatron with these stages."""
+
+    def run() -> None:
+        from megatron_zbpp.mcore.same_start.reference import chains_of
+
+        chains_of(stock, ['Et', 't', 't', 'tL'], Placement.v(2).reversed())
+
+    return run
+
+
 def enable(**given: object) -> Callable:
     def run() -> None:
         import megatron_zbpp
@@ -949,6 +960,19 @@ PROGRAMS = {
             ('zb-v', 'message_ctas', 0, 'whole number', 1),
         )
     },
+    'a start': row(
+        settings(same_start='tt|ttL'),
+        'give True, False, or the stages',
+        settings(same_start=True),
+        settings(same_start=False),
+        settings(same_start='Ett|ttL'),
+    ),
+    'a start of another model': row(
+        start_like('Ett|tL'),
+        'give the stages of stock Megatron with as many layers, or leave it True',
+        start_like('Ett|ttL'),
+        start_like(True),
+    ),
     'a priority': row(
         settings(message_priority='low'),
         "give 'high' or 'group'",

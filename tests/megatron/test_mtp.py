@@ -11,6 +11,7 @@ from grids import grid
 from nvidia import needs_training, run, since
 from ranks import Pool, RankError, Ranks
 from supported import refuses, supports
+from test_same_start import P4, require_same_start
 from test_te_launch import TE
 
 pytestmark = needs_training
@@ -48,6 +49,14 @@ def layers(layers_here, record_property) -> Layers:
     if layers_here[1]:
         record_property('te', wheels.NEWEST)
     return layers_here
+
+
+@supports('training from scratch, the same start: multi-token prediction', 'zb-v')
+@pytest.mark.full
+def test_from_scratch(layers):
+    """The last rank draws a copy of the embedding before its layers, some of which others hold."""
+    ranks, te = layers
+    require_same_start(ranks(4), [*MTP, *te, *P4, '--mtp-num-layers', 2])
 
 
 @supports('multi-token prediction, depth {depth}')

@@ -71,6 +71,8 @@ ASKED = [
     ({'vocab_parallel': 'output'}, {}, {'vocab_parallel': None}),
     ({'post_validation': 5}, {'kept_gib': None}, {'kept_gib': 2.5}),
     ({'post_validation': 5}, {'check_interval': 10}, {'check_interval': 0}),
+    ({}, {'same_start': True}, {'same_start': False}),
+    ({'same_start': False}, {}, {'same_start': 'Ett|ttL'}),
     ({}, {'message_ctas': 2}, {'message_ctas': 4}),
     ({}, {'message_priority': 'high'}, {'message_priority': 'group'}),
     ({}, {'message_receives': 'late'}, {'message_receives': 'early'}),

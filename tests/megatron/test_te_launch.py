@@ -14,6 +14,7 @@ from grids import grid
 from nvidia import COMMON, SCRIPT, needs_training, run, since
 from supported import supports
 from test_launch import DISTRIBUTED, LLAMA, MOE, NO_CLIPPING, OVERLAP, PIPELINE, WITHOUT_STATE
+from test_same_start import P2, require_same_start
 from wheels import NEWEST, transformer_engine
 
 pytestmark = [pytest.mark.te, pytest.mark.skipif(CUDA, reason='--cpu is for machines without')]
@@ -50,6 +51,14 @@ def test_identical_to_megatron(te_ranks, tmp_path, case, schedule):
     assert ours.losses == since(0 if sharded else 2, stock.losses)
     assert ours.parameters == stock.parameters
     assert sharded or ours.optimizer == stock.optimizer
+
+
+@supports("training from scratch, the same start: Transformer Engine's layers, {case}", 'zb-v')
+@needs_training
+@pytest.mark.full
+@pytest.mark.parametrize('case', ['grouped experts', 'FP8 weights'])
+def test_from_scratch(te_ranks, case):
+    require_same_start(te_ranks(2), [*P2, *TE, *CASES[case], '--te-rng-tracker'])
 
 
 def test_without_transformer_engine():

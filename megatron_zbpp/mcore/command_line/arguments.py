@@ -130,7 +130,10 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         job_log.warning('one pipeline rank has no pipeline: --pipeline-schedule changes nothing')
         return None
     sizes.require_plain(args)
+    stock = sizes.stock_layout(args)  # before a plan writes its own
     settings, layout = plan_layout.settings_of(args, given)
+    if settings.same_start and stock is not None:
+        settings = replace(settings, same_start=stock)
     if layout is not None:
         job_log.info(f'layers as the plan has them: {layout}')
     ranks, programs = args.pipeline_model_parallel_size, Programs(settings)

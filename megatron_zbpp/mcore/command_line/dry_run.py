@@ -22,6 +22,7 @@ from megatron_zbpp.mcore.command_line.layer_memory import LayerMemory, layer_mem
 from megatron_zbpp.mcore.command_line.naming import by_flags, renaming
 from megatron_zbpp.mcore.post_validation.barriers import barriers
 from megatron_zbpp.mcore.programs import Programs
+from megatron_zbpp.mcore.same_start.losses import losses_from_scratch
 from megatron_zbpp.post_validation.speculative_step import BUFFER_BYTES, KEPT_BYTES
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques import find as find_technique
@@ -148,6 +149,7 @@ def dry_run_of(line: LaunchLine) -> DryRun:
         settings, found = preflight.with_slices(settings, args, placement.num_ranks, counts)
         programs = Programs(settings) if found else programs
         notes += [found] if found else []
+    notes.append(losses_from_scratch(settings, placement, args))
     for name in settings.amounts if counts else ():
         if find_technique(name).moves:
             notes.append(_of_copies(name, programs, placement.num_ranks, counts[-1]))

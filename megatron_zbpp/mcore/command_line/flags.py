@@ -80,5 +80,6 @@ def settings_of(
         source,
         num_chunks,
         post_validation=early and clean_steps,
+        same_start=not given['no_pipeline_same_start'],
         **{name: given[each.dest] for name, each in OPTIONS.items() if each.flag},
     )

@@ -200,6 +200,32 @@ def _place_hybrid(args: argparse.Namespace, name: str, placement: Placement) -> 
     args.overlap_p2p_comm = True  # as for other models
 
 
+def stock_layout(args: argparse.Namespace) -> str | None:
+    """Return the stages of the same launch line without us, in the language of Megatron's layout.
+
+    None where Megatron cannot share out so few layers.
+
+    Raises:
+        ValueError: the arguments do not divide.
+    """
+    given, hybrid = args.pipeline_model_parallel_layout, hybrid_layers(args)
+    where = Placement.loop(args.pipeline_model_parallel_size, num_chunks(args) or 1)
+    mtp = getattr(args, 'mtp_num_layers', None) or 0
+    if hybrid is not None:
+        name = refusals.hybrid(args)
+        counts, total = hybrid, sum(hybrid)
+        mtp = '/' in str(getattr(args, name or ''))
+    elif given is not None:
+        return layout.text_of_stages(given)
+    else:
+        counts, total = [], args.num_layers
+    if total < where.num_stages:
+        return None
+    if len(counts) != where.num_stages:
+        counts = layers_per_stage(total, where, *counted_ends(args), fixed_layers(args, where))
+    return layout_string(counts, mtp)
+
+
 def replicas(args: argparse.Namespace, world_size: int) -> int:
     """Return the data-parallel size."""
     model = (

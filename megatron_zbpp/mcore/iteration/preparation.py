@@ -165,7 +165,10 @@ def _announce(
 ) -> None:
     """Say what runs, before it first does, and tell the guests."""
     session.announced = True
+    from megatron_zbpp.mcore.same_start.losses import losses_from_scratch
+
     announce(lowered.schedule, config)
+    job_log.info(losses_from_scratch(session.settings, one, config))
     chunk = cast(torch.nn.Module, unwrap_model(first_chunk))
 
     def describe() -> ModelLayers:

@@ -113,12 +113,14 @@ class Registry:
             if problem:
                 raise RuntimeError(f'{problem}: the patch would have no effect; please report it')
         functions, attributes = [], []
+        latest: dict[tuple[int, str], Any] = {}  # what several replace, one after another
         for patch in patches:
             if patch.replacement is None:
                 continue
             owner = patch.find_owner()
-            original = getattr(owner, patch.name)
-            ours = patch.replacement(original)
+            place = id(owner), patch.name
+            original = latest.get(place, getattr(owner, patch.name))
+            ours = latest[place] = patch.replacement(original)
             if patch.everywhere:
                 functions.append((original, ours))
             else:
@@ -133,7 +135,7 @@ class Registry:
         if self._forget_imports is not None:
             self._forget_imports()
             self._forget_imports = None
-        for owner, name, original in self.places():
+        for owner, name, original in reversed(self.places()):
             setattr(owner, name, original)
         self._places.clear()
         self._functions.clear()

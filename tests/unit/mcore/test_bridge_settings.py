@@ -47,6 +47,7 @@ def test_what_the_configuration_asks_for_is_in_the_settings():
     asked = Settings('interleaved')
     made = bridge.prepare(config(virtual_pipeline_model_parallel_size=2), asked)
     assert made.num_chunks == 2 and made.flags['num_layers'] == 4
-    assert made == Settings('interleaved', 2) and asked.num_chunks is None
+    assert made == Settings('interleaved', 2, same_start='Et|t|t|tL')
+    assert asked.num_chunks is None
     one = bridge.prepare(config(pipeline_model_parallel_size=1), asked)
     assert one == asked and one.flags['pipeline_model_parallel_size'] == 1

@@ -126,6 +126,11 @@ def test_flags_ask_for_what_enable_asks_for():
         assert made == Settings(schedule, **{'watchdog_timeout': 300, name: value}), name
 
 
+def test_a_switch_that_takes_something_out():
+    assert parsed().same_start is True
+    assert parsed('--no-pipeline-same-start').same_start is False
+
+
 def test_flags_that_together_are_an_option():
     early, steps = (each.name for each in OPTIONS['post_validation'].parts)
     assert parsed(early).post_validation == Settings(post_validation=True).post_validation == 10

@@ -45,6 +45,20 @@ def ours(original):
     return replacement
 
 
+def test_several_patches_of_one_place(folder):
+    """Each wraps what the one before it made; all come out again."""
+    import theirs
+
+    def others(original):
+        return lambda *args: f'theirs around {original(*args)}'
+
+    method, registry = theirs.Owner.method, Registry()
+    registry.install([Patch('theirs:Owner', 'method', each) for each in (ours, others)])
+    assert theirs.Owner().method() == 'theirs around ours for method'
+    registry.undo()
+    assert theirs.Owner.method is method
+
+
 def test_in_and_out(folder):
     import theirs
 

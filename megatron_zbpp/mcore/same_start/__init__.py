@@ -1,0 +1,1 @@
+"""The same start: initial weights that stock Megatron draws, whatever the placement."""

@@ -1,0 +1,40 @@
+"""One line about losses from scratch: those of stock Megatron, or why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.mcore.settings import Settings
+
+_DROPOUTS = 'hidden_dropout', 'attention_dropout'
+
+
+def losses_from_scratch(settings: Settings, placement: Placement, config: Any) -> str:
+    """Return whether they are, and if not, why.
+
+    Args:
+        settings: what was asked for.
+        placement: of the stages of a replica.
+        config: of the model, or Megatron's arguments.
+    """
+    reasons = '; '.join(_reasons(settings, placement, config))
+    if reasons:
+        return f"losses from scratch differ from stock Megatron's: {reasons}"
+    clipped = '' if placement.is_loop else '; steps that are clipped differ in the last bits'
+    return f"losses from scratch are stock Megatron's{clipped}"
+
+
+def _reasons(settings: Settings, placement: Placement, config: Any) -> Iterator[str]:
+    if not settings.same_start and not placement.is_loop:
+        yield 'other ranks draw the initial weights (--no-pipeline-same-start)'
+    dropped = [f'{name} {value}' for name in _DROPOUTS if (value := getattr(config, name, None))]
+    if dropped and placement != Placement.loop(placement.num_ranks):
+        yield f'other ranks draw the masks of {", ".join(dropped)} (zb-h1 keeps them)'
+    if settings.freeze is not None:
+        yield 'freezing trains another model'
+    if settings.slices is not None:
+        yield 'slices round otherwise'
+    if settings.vocab_parallel is not None:
+        yield 'shards of the output layer round otherwise'

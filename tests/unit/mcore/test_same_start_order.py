@@ -1,0 +1,63 @@
+"""The order in which stock Megatron draws the parts of our stages."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir.layout import layers_per_stage, layout_string
+from megatron_zbpp.mcore.same_start.order import Part, can_be_drawn, chains
+
+
+def stages(layers, placement, mtp=0):
+    return layout_string(layers_per_stage(layers, placement), mtp).split('|')
+
+
+def test_a_rank_of_stock_draws_its_stages_in_turn():
+    """Interleaved, a rank has stages that lie apart."""
+    ours = stages(8, Placement.v(2).reversed())
+    assert chains(stages(8, Placement.loop(2, 2)), ours, 2) == (
+        (Part(0, 0), Part(0, 1), Part(0, 2), Part(2, 1), Part(2, 2)),
+        (Part(1, 1), Part(1, 2), Part(3, 1), Part(3, 2), Part(3, 3)),
+    )
+
+
+def test_multi_token_prediction_draws_a_copy_of_the_embedding_first():
+    ours = stages(4, Placement.v(2).reversed(), mtp=1)
+    assert ours == ['Et', 't', 't', 'tmL']
+    _, last = chains(['Ett', 'ttmL'], ours, 2)
+    assert last == (Part(3, 0), Part(2, 1), Part(3, 1), Part(3, 2))
+
+
+@pytest.mark.parametrize('p', [2, 3, 4, 5, 8])
+@pytest.mark.parametrize('chunks', [2, 4])
+def test_whatever_the_layers_of_a_stage(p, chunks):
+    """No part is drawn twice or left out, and nobody waits forever."""
+    placement, draw = Placement.wave(p, chunks).reversed(), Random(p)
+    for _ in range(20):
+        ends = sorted(draw.choices(range(25), k=placement.num_stages - 1))
+        counts = [b - a for a, b in zip([0, *ends], [*ends, 24], strict=True)]
+        ours = layout_string(counts).split('|')
+        for virtual in (1, 3):
+            drawn = chains(stages(24, Placement.loop(p, virtual)), ours, p)
+            parts = [part for chain in drawn for part in chain]
+            assert len(parts) == len({*parts}) == 24 + 2
+            assert can_be_drawn(drawn, placement)
+
+
+def test_ranks_that_would_wait_for_each_other():
+    """Of four chunks a rank, the last begins with what stock draws before the third."""
+    placement = Placement.wave(2, 4).reversed()
+    drawn = chains(['Etttt', 'ttttmL'], stages(8, placement, mtp=1), 2)
+    assert not can_be_drawn(drawn, placement)
+
+
+def test_ends_that_wait_for_each_other():
+    """Where first and last stage are on different ranks, both end together."""
+    placement = Placement.loop(2, 3)
+    drawn = chains(['Ettt', 'tttL'], stages(6, placement), 2)
+    assert not can_be_drawn(drawn, placement)
+    wider = Placement.loop(4, 2)
+    assert can_be_drawn(chains(stages(8, Placement.loop(4)), stages(8, wider), 4), wider)
