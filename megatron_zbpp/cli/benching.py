@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -177,9 +178,18 @@ def _run(words: Sequence[str], log: Path) -> dict[str, Any]:
                     printed.read(line)
                 code = process.wait()
             except BaseException:
-                os.killpg(process.pid, signal.SIGTERM)
+                _end(process)
                 raise
     return _left(printed, code)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a run and all that it started; torchrun needs some time for that."""
+    for number, grace in ((signal.SIGTERM, 60), (signal.SIGKILL, None)):
+        os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace)
+            return
 
 
 def _left(printed: Printed, code: int) -> dict[str, Any]:

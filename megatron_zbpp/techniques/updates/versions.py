@@ -74,13 +74,13 @@ def _alive(schedule: Schedule, stage: int) -> Iterator[set[int]]:
     graph, rank = schedule.graph, schedule.placement.only_route[stage]
     own = [p for p in schedule.passes[rank] if p.stage == stage]
     coming = [uses[p] for p in own if p.kind == F][::-1]
-    flying: dict[int, int] = {}  # by microbatch between F and B
+    flying: dict[tuple[int, int], int] = {}  # by microbatch and slice between F and B
     for p in own:
         newest += graph.kinds[p.kind].of_weights
         if p.kind == F:
-            flying[p.microbatch] = coming.pop()
+            flying[p.microbatch, p.slice] = coming.pop()
         elif any(task.kind == B for task in graph.tasks(*p[:2])):
-            del flying[p.microbatch]
+            del flying[p.microbatch, p.slice]
         stashed = flying.values() if updates.backward == STASHED else ()
         oldest = coming[-1] if updates.delays and coming else newest
         yield {*stashed, *range(oldest, newest + 1)}
