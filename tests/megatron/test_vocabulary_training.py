@@ -11,7 +11,9 @@ import pytest
 import torch
 from grids import grid
 from models import Job, assert_same, train
+from nvidia import needs_training, run, since
 from supported import TOLERANCE, supports
+from test_launch import NO_CLIPPING, PIPELINE
 from test_sliced_models import UNTIED, close
 
 LAYER = 'output_layer'
@@ -71,31 +73,115 @@ def whole(trained, job):
     return [replace(trained[-1], states=states)]
 
 
+def leave(ranks, data, job, schedule):
+    """What a training leaves on each rank."""
+    own = [*job.argv(schedule, False, data), *UNTIED]
+    return ranks(job.size).run(train if schedule == 'megatron' else train_in_shards, job, own)
+
+
 @pytest.fixture(scope='module')
 def trained(ranks, data):
     """`trained(job, schedule)`: what it leaves; trained once."""
-
-    @functools.cache
-    def run(job, schedule):
-        own = [*job.argv(schedule, False, data), *UNTIED]
-        if schedule == 'megatron':
-            return ranks(job.size).run(train, job, own)
-        return ranks(job.size).run(train_in_shards, job, own)
-
-    return run
+    return functools.cache(functools.partial(leave, ranks, data))
 
 
-HOSTS = ('1f1b', 'zb-v', 'zb-h1', 'v-half', 'interleaved')
+def compare(found, stock, job):
+    """Losses, of an evaluation, too, norms (each shard counts once); of one replica, gradients."""
+    relative = 1e-2 if job.bf16 else 1e-6
+    for ours, theirs in zip(found, stock, strict=True):
+        assert ours.norms == pytest.approx(theirs.norms, rel=relative)
+        for loss, told in zip(ours.losses, theirs.losses, strict=True):
+            assert loss == (told and pytest.approx(told, rel=relative))
+    if job.dp == 1:
+        close(whole(found, job), whole(stock, job), relative)
+
+
+HOSTS = ('1f1b', 'zb-v', 'zb-h1')
 
 
 @supports('the output layer on all ranks: GPT', '{schedule}', TOLERANCE)
-@grid(schedule=HOSTS)
+@pytest.mark.parametrize(
+    'schedule',
+    [*HOSTS, *(pytest.param(n, marks=pytest.mark.full) for n in ('v-half', 'interleaved'))],
+)
 def test_close_to_stock(trained, schedule):
-    """Losses, of an evaluation, too, norms (each shard counts once) and gradients; hosts alike."""
+    """And all schedules alike."""
     job = few()
     found = trained(job, schedule)
-    close(whole(found, job), whole(trained(job, 'megatron'), job), 1e-6)
+    compare(found, trained(job, 'megatron'), job)
     assert_same(of_ranks(found), of_ranks(trained(job, HOSTS[0])), job.iterations)
+
+
+JOBS = {
+    'SwiGLU on 4 ranks': few('SwiGLU', pp=4, layers=1),
+    'bf16, distributed optimizer': few(bf16=True, distributed=True, overlap=True, dp=2),
+}
+
+
+@supports('the output layer on all ranks: tensor parallelism, loss by token', 'zb-h1', TOLERANCE)
+def test_tensor_parallelism(trained):
+    job = few('loss by token', tp=2, shared=False)
+    compare(trained(job, 'zb-h1'), trained(job, 'megatron'), job)
+
+
+@pytest.mark.full
+@supports('the output layer on all ranks: {model}', 'zb-h1', TOLERANCE)
+@grid(model=tuple(JOBS))
+def test_models(trained, model):
+    job = JOBS[model]
+    found = trained(job, 'zb-h1')
+    compare(found, trained(job, 'megatron'), job)
+    assert_same(of_ranks(found), of_ranks(trained(job, HOSTS[0])), job.iterations)
+
+
+@pytest.mark.te
+@pytest.mark.full
+@supports("the output layer on all ranks: {kind} of Transformer Engine's", 'zb-v', TOLERANCE)
+@grid(kind=('sequence parallel', 'MLA'))
+def test_te_layers(te_ranks, data, kind):
+    kinds = {'sequence parallel': Job('SwiGLU', tp=2), 'MLA': Job('MLA')}
+    job = replace(kinds[kind], iterations=2, microbatches=4, evaluation=True)
+    found, stock = (leave(te_ranks, data, job, name) for name in ('zb-v', 'megatron'))
+    compare(found, stock, job)
+
+
+OUTPUT = ['--pipeline-vocab-parallel', 'output']
+
+
+@pytest.fixture(scope='module')
+def stock(ranks, tmp_path_factory):
+    """Losses of Megatron's own 1F1B, its flags, and a folder of its checkpoints."""
+    folder = tmp_path_factory.mktemp('stock')
+    flags = [*PIPELINE, *NO_CLIPPING, *UNTIED, '--global-batch-size', 4, '--train-iters', 3]
+    flags += ['--decoupled-lr', 5e-4, '--decoupled-min-lr', 1e-4]
+    return run(ranks(2), *flags, '--save', folder, '--save-interval', 1), flags, folder
+
+
+def near(found, expected, iteration):
+    """Losses and norms after an iteration, as NVIDIA's loop has them."""
+    for at, (loss, *rest) in since(iteration, expected.losses).items():
+        own, *others = found.losses[at]
+        assert float.fromhex(own) == pytest.approx(float.fromhex(loss), rel=1e-6)
+        assert others == rest
+        norms = (float.fromhex(each.grad_norms[at]) for each in (found, expected))
+        assert next(norms) == pytest.approx(next(norms), rel=1e-6)
+
+
+@supports(
+    "NVIDIA's loop: the output layer on all ranks, from and to checkpoints of stock",
+    outcome=TOLERANCE,
+)
+@needs_training
+@pytest.mark.parametrize(
+    'schedule', ['zb-v', *(pytest.param(n, marks=pytest.mark.full) for n in ('1f1b', 'zb-h1'))]
+)
+def test_nvidias_loop(ranks, stock, tmp_path, schedule):
+    """Begins from a checkpoint of Megatron's own 1F1B, which goes on from ours."""
+    expected, flags, folder = stock
+    ours = [*flags, '--pipeline-schedule', schedule, *OUTPUT, '--load', folder, '--ckpt-step', 1]
+    found = run(ranks(2), *ours, '--save', tmp_path, '--save-interval', 1)
+    near(found, expected, 1)
+    near(run(ranks(2), *flags, '--load', tmp_path, '--ckpt-step', 2), expected, 2)
 
 
 def first_call(argv):

@@ -64,6 +64,7 @@ KINDS_OF_SOME['unbalanced experts'] = _EXPERTS | {
 _YARN = {'rotary_scaling_factor': 4.0, 'original_max_position_embeddings': 4, 'beta_fast': 32.0}
 _YARN |= {'beta_slow': 1.0, 'mscale': 1.0, 'mscale_all_dim': 0.0}
 _YARN |= {'correction_range_round_to_int': True}
+KINDS_OF_SOME['loss by token'] = {'calculate_per_token_loss': True}
 KINDS_OF_SOME['one key for all queries'] = {'num_query_groups': 1}
 KINDS_OF_SOME['window'] = {'window_size': (5, 0)}
 KINDS_OF_SOME['MLA with plain RoPE'] = KINDS['MLA'] | {'rope_type': 'rope'}  # else YaRN
@@ -136,6 +137,7 @@ class Job:
         iterations, microbatches: of the training, and of each replica.
         change: what happens to the layers once they are built: a key of CHANGES.
         evaluation: whether there is one in the middle, as with dropout.
+        shared: whether ranks of tensor parallelism share sequences out.
     """
 
     kind: str = 'dense'
@@ -163,6 +165,7 @@ class Job:
     microbatches: int = MICROBATCHES
     change: str = ''
     evaluation: bool = False
+    shared: bool = True
 
     @property
     def evaluates(self) -> bool:
@@ -210,7 +213,7 @@ class Job:
             **own,
             'hidden_dropout': self.dropout,
             'attention_dropout': self.dropout,
-            'sequence_parallel': self.tp > 1,
+            'sequence_parallel': self.tp > 1 and self.shared,
             'context_parallel_size': self.cp,
             'expert_model_parallel_size': self.ep,
             'gradient_accumulation_fusion': self.fused,
