@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import combinations
+from itertools import accumulate, chain, combinations
 from math import ceil, floor, gcd, inf
 from typing import TYPE_CHECKING, Any
 
@@ -56,12 +56,8 @@ def available() -> bool:
 
 
 def can_solve(problem: Problem) -> bool:
-    """Return whether the solver is there and knows what passes hold: limits are of F, B and W.
-
-    It takes the passes of a queue for equal.
-    """
-    known = problem.is_plain or min(problem.caps) == inf
-    return available() and known and problem.even
+    """Return whether the solver is there and knows what passes hold: limits are of F, B and W."""
+    return available() and (problem.is_plain or min(problem.caps) == inf)
 
 
 def solve(
@@ -83,7 +79,7 @@ def solve(
     solver = solver_of(effort, seconds)
     from ortools.sat.python import cp_model
 
-    unit, rounded = unit_of((*problem.durations, *problem.edges))
+    unit, rounded = unit_of((*chain.from_iterable(problem.times), *problem.edges))
     ticks = _ticks(problem, unit)
     scaled = in_ticks(problem, unit, ticks)
     value, ends = replay_whole(scaled, orders)
@@ -152,7 +148,7 @@ def whole(time: float, unit: float) -> float:
 
 def _ticks(problem: Problem, unit: float) -> int:
     """Return how many ticks a unit has: one, or more than there are passes."""
-    if all(whole(time, unit) for time in problem.durations):
+    if all(whole(time, unit) for own in problem.times for time in own):
         return 1
     return 1 + problem.num_queues * problem.num_microbatches
 
@@ -161,20 +157,26 @@ def in_ticks(problem: Problem, unit: float, ticks: int) -> Problem:
     """Return the problem in ticks: whole units, none longer than they were, and one for no time."""
     times: dict[str, list[float]] = {}
     sites = 1 + max(task.stage for task in problem.tasks)
-    for (kind, stage, _), time in zip(problem.tasks, problem.durations, strict=True):
-        own = times.setdefault(kind, [0.0] * sites)
-        own[stage] = problem.slices * (ticks * whole(time, unit) or 1.0)
+    parts = {task.kind: [(1 / problem.slices,) * problem.slices] * sites for task in problem.tasks}
+    for of_slices, own in zip(problem.of_slices, problem.times, strict=True):
+        by_slice = sorted((task.slice, time) for task, time in zip(of_slices, own, strict=True))
+        taken = [ticks * whole(time, unit) or 1.0 for _, time in by_slice]
+        kind, stage, _ = of_slices[0]
+        times.setdefault(kind, [0.0] * sites)[stage] = sum(taken)
+        parts[kind][stage] = tuple(time / sum(taken) for time in taken)
     edges = {
         (problem.ranks[need], rank): ticks * whole(edge, unit)
         for rank, inputs in zip(problem.ranks, problem.inputs, strict=True)
         for need, edge in inputs
         if edge
     }
-    stages = problem.placement.num_stages
+    stages, amounts = problem.placement.num_stages, problem.costs.amounts
+    held = {name: own for name, own in problem.costs.parts.items() if name in amounts}
     costs = Costs(
         {k: tuple(own[:stages] if k in (F, B, W) else own) for k, own in times.items()},
-        amounts=problem.costs.amounts,
+        amounts=amounts,
         edges=tuple((*pair, latency) for pair, latency in edges.items()),
+        parts={**parts, **held},
     )
     return replace(problem, costs=costs)
 
@@ -198,7 +200,10 @@ class Model:
         self.problem = problem
         self.ticks = ticks
         self.horizon = (most + 1) * ticks - 1 + int(max(problem.origins))
-        self.lengths = [int(time) for time in problem.durations]
+        self.lengths = [
+            [round(own[i % len(own)]) for i in range(problem.num_microbatches)]
+            for own in problem.times
+        ]
         self.starts = [self._starts(queue) for queue in range(problem.num_queues)]
         self._order_queues()
         for rank in range(problem.placement.num_ranks):
@@ -209,8 +214,8 @@ class Model:
 
     def hint(self, ends: list[list[float]]) -> None:
         """Start the search from these ends."""
-        for variables, own, length in zip(self.starts, ends, self.lengths, strict=True):
-            for variable, end in zip(variables, own, strict=True):
+        for variables, own, lengths in zip(self.starts, ends, self.lengths, strict=True):
+            for variable, end, length in zip(variables, own, lengths, strict=True):
                 self.model.add_hint(variable, round(end) - length)
 
     def orders(self, solver: cp_model.CpSolver) -> Orders:
@@ -228,16 +233,13 @@ class Model:
                 yield solver.value(variable), queue
 
     def _end(self, queue: int, microbatch: int) -> Any:
-        return self.starts[queue][microbatch] + self.lengths[queue]
+        return self.starts[queue][microbatch] + self.lengths[queue][microbatch]
 
     def _starts(self, queue: int) -> list[cp_model.IntVar]:
-        m, length = self.problem.num_microbatches, self.lengths[queue]
-        first = int(self.problem.arrivals[queue])
-        last = self.horizon - length
-        return [
-            self.model.new_int_var(first + i * length, last - (m - 1 - i) * length, '')
-            for i in range(m)
-        ]
+        first, lengths = round(self.problem.arrivals[queue]), self.lengths[queue]
+        before = [0, *accumulate(lengths)]
+        left = self.horizon - before[-1]
+        return [self.model.new_int_var(first + at, left + at, '') for at in before[: len(lengths)]]
 
     def _order_queues(self) -> None:
         """Keep microbatches of a queue in order, and passes of a microbatch."""
@@ -255,9 +257,9 @@ class Model:
     def _computing(self, rank: int) -> list[cp_model.IntervalVar]:
         """Return when the rank runs passes."""
         return [
-            self.model.new_fixed_size_interval_var(start, self.lengths[queue], '')
+            self.model.new_fixed_size_interval_var(start, length, '')
             for queue in self.problem.queues[rank]
-            for start in self.starts[queue]
+            for start, length in zip(self.starts[queue], self.lengths[queue], strict=True)
         ]
 
     def _limit_memory(self, rank: int) -> None:
@@ -267,6 +269,9 @@ class Model:
         """
         cap, changes = self.problem.caps[rank], self.problem.changes
         if cap == inf:
+            return
+        if not self.problem.even:
+            self._limit_changes(rank, cap)
             return
         forwards, backwards, weights = self.problem.by_stage
         unit = gcd(*(changes[queue] for queue in self.problem.queues[rank])) or 1
@@ -287,6 +292,18 @@ class Model:
                     amounts += [amount // unit] * len(held)
         self.model.add_cumulative(intervals, amounts, int(cap // unit))
 
+    def _limit_changes(self, rank: int, cap: float) -> None:
+        """Add what each pass adds at its start, and take off what it gives back at its end."""
+        times: list[Any] = []
+        amounts: list[int] = []
+        for queue in self.problem.queues[rank]:
+            steps = self.problem.steps[queue]
+            for i, start in enumerate(self.starts[queue]):
+                amount = steps[i % len(steps)]
+                times.append(start if amount > 0 else self._end(queue, i))
+                amounts.append(amount)
+        self.model.add_reservoir_constraint(times, amounts, min(0, sum(amounts)), int(cap))
+
     def _held(self, since: int, until: int, microbatch: int) -> list[cp_model.IntervalVar]:
         """Return the interval from the start of one pass to the end of another."""
         return [self._span(self.starts[since][microbatch], self._end(until, microbatch))]
@@ -297,12 +314,12 @@ class Model:
 
     def _pair_weights(self, rank: int) -> None:
         """Require that Ws that are alike run in the order of their Bs."""
-        if not self.problem.is_plain:
-            return  # they may be needed
+        if not (self.problem.is_plain and self.problem.even):
+            return  # they may be needed, or change places with one of another slice
         _, backwards, weights = self.problem.by_stage
         changes, every = self.problem.changes, range(self.problem.num_microbatches)
         for one, other in combinations(self.problem.placement.stages(rank), 2):
-            alike = {(self.lengths[w], changes[w]) for w in (weights[one], weights[other])}
+            alike = {(self.lengths[w][0], changes[w]) for w in (weights[one], weights[other])}
             if len(alike) > 1:
                 continue
             for i in every:

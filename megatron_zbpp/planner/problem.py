@@ -143,7 +143,7 @@ class Problem:
         return tuple(tuple(q for q, at in enumerate(self.ranks) if at == rank) for rank in ranks)
 
     @cached_property
-    def _of_slices(self) -> tuple[tuple[Task, ...], ...]:
+    def of_slices(self) -> tuple[tuple[Task, ...], ...]:
         """The tasks of each queue for one sequence, in their order."""
         back, slices = self._graph.last_slice_first, range(self.slices)
         return tuple(
@@ -159,7 +159,7 @@ class Problem:
         costs, graph = self.costs, self._graph
         return tuple(
             tuple(costs.duration(graph, *task[:2], rank, task.slice) for task in own)
-            for own, rank in zip(self._of_slices, self.ranks, strict=True)
+            for own, rank in zip(self.of_slices, self.ranks, strict=True)
         )
 
     @cached_property
@@ -324,7 +324,7 @@ class Problem:
                 sum(count * units(name, task) for name, count in counts.get(task, {}).items())
                 for task in own
             )
-            for own in self._of_slices
+            for own in self.of_slices
         )
 
     @cached_property
@@ -356,7 +356,7 @@ class Problem:
     def in_turns(self, rank: int) -> Iterator[Task]:
         """Yield what a rank does for one sequence alone, queue by queue."""
         for queue in self.turns[rank]:
-            yield from self._of_slices[queue]
+            yield from self.of_slices[queue]
 
     @cached_property
     def caps(self) -> tuple[float, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import product
 from math import inf
 
@@ -10,13 +11,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner import cp_sat
 from megatron_zbpp.planner.limits import same_limits
 from megatron_zbpp.planner.lower_bounds import lower_bound
 from megatron_zbpp.planner.plans import plan
-from megatron_zbpp.planner.problem import Problem, replay
+from megatron_zbpp.planner.problem import Problem, replay, replay_whole
+from megatron_zbpp.techniques.slices.balance import Attention, in_parts
+from megatron_zbpp.techniques.slices.graph import Slicing
 
 PLACEMENT, M = Placement.loop(2), 3
 # One microbatch after the other: possible under any limit, and far from the best.
@@ -118,3 +122,25 @@ def test_links_and_speeds_of_their_own(edges, speeds, objective):
     answer = cp_sat.solve(problem, START, lower_bound(problem), enough=1e6, effort=10, seconds=60)
     assert replay(problem, answer.orders)[0] == pytest.approx(best, abs=1e-2)
     assert best - 1e-2 <= answer.bound <= best + 1e-9
+
+
+@pytest.mark.parametrize('limit', [1.3, inf])
+@pytest.mark.parametrize(('sizes', 'share'), [((4, 3, 1), 0.0), ((4, 3, 1), 0.5), ((1, 1, 1), 0.0)])
+def test_slices_that_differ(sizes, share, limit):
+    """Of all orders of one sequence none is better, with keys and values, and none is above."""
+    placement = PLACEMENT
+    costs = Costs.of([1.0, 1.5], [1.2, 1.0], [0.5, 0.5], retained=[1.3, 1.3])
+    costs = costs.with_amounts(kv=[0.1] * 2)
+    costs = in_parts(costs.with_amounts(kv_gradient=[0.1] * 2), sizes, Attention(share))
+    graph = Slicing(M, sizes)(2)
+    problem = Problem(placement, M, costs, (limit, limit), graph=graph)
+    orders = [[0] * M + [2, 4] * M, [1] * M + [3, 5] * M]
+    value, _ = replay_whole(problem, orders)
+    answer = cp_sat.solve(problem, orders, lower_bound(problem), value, 10.0, 600.0)
+    assert answer.orders is not None and problem.fits(answer.orders)
+    check(problem.schedule(answer.orders, 'exact'))
+    found, best = replay_whole(problem, answer.orders)[0], optimum(problem)
+    assert found == pytest.approx(best, rel=1e-3)
+    assert best * 0.999 <= answer.bound <= best + 1e-9
+    free = optimum(replace(problem, limits=(inf, inf)))
+    assert (best > free) == (limit < inf and sizes[0] > sizes[-1])
