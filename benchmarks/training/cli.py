@@ -11,7 +11,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,12 +59,14 @@ class Sample:
         passes: seconds of each pass of any rank, by kind; of ours only.
         makespan: seconds of the passes, from the first to the last; of ours only.
         costs: as its passes took; of ours only.
+        memory: by rank, bytes that it held at most, measured and planned; of one of ours only.
     """
 
     seconds: float
     passes: dict[str, list[float]]
     makespan: float | None = None
     costs: Costs | None = None
+    memory: tuple[tuple[float, float], ...] = ()
 
 
 def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
@@ -74,6 +76,8 @@ def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
         for number in range(job.rounds + 1):
             for index, runner in enumerate(runners):
                 sample = _sample(runner, job)
+                if number == job.rounds:
+                    sample = replace(sample, memory=_memory(job.schedules[index], runner, job))
                 if rank == 0:
                     queue.put((index, sample if number else None))
 
@@ -111,6 +115,22 @@ def _sample(runner: Any, job: Job) -> Sample:
     return Sample(max(times), _together(by_rank), makespan, costs)
 
 
+def _memory(name: str, runner: Any, job: Job) -> tuple[tuple[float, float], ...]:
+    """Return what each rank holds in one more iteration, and what was planned; alike on all."""
+    if name == STOCK:
+        return ()
+    import torch.distributed as dist
+
+    from benchmarks.training.memory import peaks, resident
+
+    with runner.ready():
+        own = resident(runner)
+    gathered: list[Any] = [None] * job.num_ranks
+    dist.all_gather_object(gathered, own)
+    layers = job.layers / job.num_ranks
+    return tuple(peaks(_schedule(name, job), gathered, 2 * 4 * layers * job.sequence * job.hidden))
+
+
 def _together(ranks: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
     kinds = sorted({kind for passes in ranks for kind in passes})
     return {kind: [s for passes in ranks for s in passes.get(kind, [])] for kind in kinds}
@@ -134,6 +154,8 @@ def rows(job: Job, samples: Sequence[Sequence[Sample]]) -> list[dict[str, Any]]:
             'passes_to_fused': _to_fused((F, B, W, BW), taken, fused),
             'to_simulated': _to_simulated(name, job, taken),
             'simulated_live': _live(_schedule(name, job)),
+            'resident': [held for held, _ in taken[-1].memory],
+            'planned': [held for _, held in taken[-1].memory],
         }
         for name, taken in zip(job.schedules, samples, strict=True)
     ]
@@ -169,7 +191,7 @@ def _to_simulated(name: str, job: Job, taken: Sequence[Sample]) -> float | None:
 def table(found: Sequence[dict[str, Any]]) -> str:
     """In the order of the schedules."""
     heads = ('schedule', 'ms/iteration', 'to stock 1F1B', F, B, W, BW, 'backward to fused')
-    heads += ('passes to fused', 'to simulated', 'live')
+    heads += ('passes to fused', 'to simulated', 'live', 'resident, MiB', 'planned, MiB')
     cells = [
         (
             row['schedule'],
@@ -181,6 +203,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
                 for name in ('backward_to_fused', 'passes_to_fused', 'to_simulated')
             ),
             f'{row["simulated_live"]:g}',
+            *(', '.join(f'{held / 2**20:.0f}' for held in row[k]) for k in ('resident', 'planned')),
         )
         for row in found
     ]
@@ -210,7 +233,8 @@ def _parser() -> argparse.ArgumentParser:
         'milliseconds of a pass (schedules with two chunks a rank have half as large ones); all B '
         'and W together over the fused backwards of our 1f1b, and all passes over all of it: '
         'slices compute fewer masked pairs; makespan over that simulated by what passes took; most '
-        'activations of a microbatch that a rank holds, simulated.',
+        'activations of a microbatch that a rank holds, simulated; most that the resident set of '
+        'each rank grows in an iteration, and what is planned by what the first passes hold.',
     )
     add = parser.add_argument
     add('--pp', type=int, default=2, metavar='P', help='ranks, a process each (default: 2)')

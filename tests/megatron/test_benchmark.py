@@ -173,8 +173,11 @@ def test_training(tmp_path):
     kinds = [set(row['pass_ms']) for row in found.values()]
     assert kinds == [set(), {'F', 'BW'}, set('FBW'), set('FBW'), {'F', 'BW'}]
     assert [row['simulated_live'] for row in found.values()] == [2, 2, 2, 2, 1.25]
-    for row in found.values():
+    for name, row in found.items():
         assert (row['to_simulated'] or 1) > 0
+        ranks = 0 if name == 'megatron' else 2
+        assert len(row['resident']) == len(row['planned']) == ranks
+        assert all(held > 0 for held in row['planned'])  # so small, pages may be there already
     assert all(len(row['ms_per_iteration']) == 2 for row in found.values())
     assert found['megatron']['ratio_to_stock'] == found['1f1b']['backward_to_fused'] == 1
     assert found['zb-h1']['backward_to_fused'] > 0
