@@ -15,10 +15,11 @@ from tqdm import tqdm
 from benchmarks.common.realtime import realtime
 from benchmarks.common.spawning import collected
 from benchmarks.pipelines.emulated import Times
-from benchmarks.pipelines.entries import AUTO, EARLY, LIBRARIES, TORCH, Entry, entry, selected
+from benchmarks.pipelines.entries import AUTO, EARLY, LIBRARIES, TORCH, ZBPP, Entry, entry, selected
 from benchmarks.pipelines.measure import Job, checksums_agree, measure
 from benchmarks.pipelines.picture import draw, require_matplotlib
 from benchmarks.pipelines.table import report, rows, table
+from megatron_zbpp.schedules import find
 
 _ABOUT = """\
 Measures pipeline schedules side by side without a GPU: Megatron-Core's own, those of
@@ -126,10 +127,21 @@ def _job(args: argparse.Namespace) -> tuple[Job, dict[str, str]]:
     if args.optimizer:
         if any(text.startswith(TORCH) for text in texts or ()):
             raise ValueError("--optimizer is Megatron's: leave torch's schedules out")
+        both_ways = [name for library, name in chosen if library == ZBPP and _goes_both_ways(name)]
+        if texts and both_ways:
+            raise ValueError(
+                f'--optimizer has no replicas, of which {both_ways[0]} takes two: leave one out'
+            )
         chosen = [(library, name) for library, name in chosen if library != TORCH]
+        chosen = [(library, name) for library, name in chosen if name not in both_ways]
     found, skipped = _entries(chosen, args.pp, args.microbatches, times, strict=bool(texts))
     sizes = args.pp, args.microbatches, times, args.rounds, args.iterations_per_sample
     return Job(tuple(found), *sizes, args.optimizer, args.realtime), skipped
+
+
+def _goes_both_ways(name: str) -> bool:
+    plain = name.removesuffix(EARLY)
+    return plain != AUTO and find(plain).num_routes > 1
 
 
 def _times(text: str) -> Times:

@@ -112,6 +112,8 @@ def entry(
     Raises:
         ValueError: the schedule cannot be had for p and m.
     """
+    if runner == ZBPP and name != AUTO and find(name.removesuffix(EARLY)).num_routes > 1:
+        _require_pairs(name, num_ranks, num_microbatches)
     schedule = _schedule(
         runner, name.removesuffix(EARLY), num_ranks, num_microbatches, times, progress
     )
@@ -119,6 +121,16 @@ def entry(
     timeline = simulate(schedule, costs)
     simulated = max(timeline.windows) if name.endswith(EARLY) else timeline.makespan
     return Entry(runner, name, schedule, simulated, max(peak(schedule, costs)))
+
+
+def _require_pairs(name: str, num_ranks: int, num_microbatches: int) -> None:
+    """Return if there are two replicas, each a pipeline, of as many microbatches."""
+    if num_microbatches % 2 or num_ranks < 4 or name.endswith(EARLY):
+        raise ValueError(
+            f'{name} runs on two replicas of half the ranks, whose steps wait for each other: give '
+            f'at least 4 ranks, not {num_ranks}, an even number of microbatches, not '
+            f'{num_microbatches}, and leave {EARLY} out'
+        )
 
 
 def _schedule(

@@ -74,9 +74,8 @@ class Runner(Protocol):
 
     meter: Meter
 
-    @property
-    def parameters(self) -> Iterator[Any]:
-        """Of this rank, with their gradients in `main_grad` or `grad`."""
+    def gradients(self) -> Iterator[Any]:
+        """Those of this rank's parameters, of the latest iteration."""
 
     def ready(self) -> Any:
         """Return a context around iterations; what it does is not timed."""
@@ -117,13 +116,20 @@ def _runner(entry: Entry, job: Job) -> Runner:
         from benchmarks.pipelines.torch_runner import TorchRunner
 
         return TorchRunner(entry.name, job.num_microbatches, job.times)
-    from benchmarks.pipelines.runners import EmulatedModel, MegatronRunner, ZbppRunner
+    from benchmarks.pipelines.runners import (
+        EmulatedModel,
+        MegatronRunner,
+        TwoWayRunner,
+        ZbppRunner,
+    )
 
     model = EmulatedModel(job.times)
     if entry.runner == MEGATRON:
         return MegatronRunner(entry.schedule, model, job.optimizer)
     name = entry.name.removesuffix(EARLY)
     source = entry.schedule if name == AUTO else name
+    if len(entry.schedule.placement.routes) > 1:
+        return TwoWayRunner(entry.schedule, source, model)
     return ZbppRunner(entry.schedule, source, model, job.optimizer, entry.early)
 
 
@@ -181,8 +187,7 @@ def _agreed_start() -> float:
 
 def _squares(runner: Runner) -> list[float]:
     """Of this rank's gradients of the latest iteration, summed for each layer."""
-    gradients = (getattr(p, 'main_grad', p.grad) for p in runner.parameters)
-    return [g.double().square().sum().item() for g in gradients]
+    return [g.double().square().sum().item() for g in runner.gradients()]
 
 
 def checksums_agree(samples: Sequence[Sample]) -> bool:

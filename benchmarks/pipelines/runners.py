@@ -6,8 +6,9 @@ Importing this imports Megatron: `megatron_zbpp.emulation.cpu.install()` comes b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any, Protocol
 from unittest import mock
 
@@ -18,6 +19,7 @@ from megatron.core.distributed import DistributedDataParallelConfig, finalize_mo
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
 import megatron_zbpp
@@ -112,6 +114,7 @@ class MegatronRunner:
     """
 
     reported: list[dict[str, torch.Tensor]]
+    _groups: Mapping[str, Any] = MappingProxyType({})  # other than Megatron's own
 
     def __init__(self, schedule: Schedule, model: Model, optimizer: bool) -> None:
         self._model = model
@@ -150,6 +153,10 @@ class MegatronRunner:
         """Of this rank; `.main_grad`, or else `.grad`, is their gradient."""
         return (parameter for model in self._models for parameter in model.parameters())
 
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """Those of this rank's parameters, of the latest iteration."""
+        return (getattr(p, 'main_grad', p.grad) for p in self.parameters)
+
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Around iterations: everything is in place for them."""
@@ -179,6 +186,7 @@ class MegatronRunner:
             num_microbatches=self._num_microbatches,
             seq_length=self._model.sequence,
             micro_batch_size=self._model.micro_batch,
+            **self._groups,
         )
 
 
@@ -221,6 +229,38 @@ class ZbppRunner(MegatronRunner):
                 yield
             finally:
                 self.plugin.disable()
+
+
+class TwoWayRunner(ZbppRunner):
+    """A two-way schedule of ours, on pairs of replicas of half as many ranks."""
+
+    def __init__(self, schedule: Schedule, source: str | Schedule, model: Model) -> None:
+        super().__init__(schedule, source, model, optimizer=False)
+        rank, half = dist.get_rank(), dist.get_world_size() // 2
+        placement = self.plugin.session.programs.whole_placement(half)
+        self._build(placement, schedule.num_microbatches // 2, self.plugin.session.store)
+        self._sizes = half, len(self._models)
+        ways = [
+            placement.routes[1][s] == dist.get_rank() for s in placement.stages(dist.get_rank())
+        ]
+        data = [model.data(schedule.num_microbatches) for _ in ways]
+        self._inputs = [
+            itertools.islice(each, up, None, 2) for each, up in zip(data, ways, strict=True)
+        ]
+        self.plugin.session.asked_for_data = True  # as is seen here
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        pipelines = [dist.new_group(list(range(each, 2 * half, 2))) for each in range(2)]
+        pairs = [dist.new_group([2 * k, 2 * k + 1]) for k in range(half)]
+        groups.pp, self._pair = pipelines[rank % 2], pairs[rank // 2]
+        groups.dp = self._pair
+        self._groups = {'pg_collection': groups, 'p2p_communicator': ()}
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """Those of the pair in the mean; both have them: each counts half of their squares."""
+        for gradient in super().gradients():
+            mean = gradient.clone()
+            dist.all_reduce(mean, group=self._pair)
+            yield mean / 2 / 2**0.5
 
 
 @contextmanager

@@ -119,6 +119,10 @@ class TorchRunner:
         chunk = EmulatedChunk(layers, stage == 0, stage == count - 1)
         return PipelineStage(chunk, stage, count, torch.device('cpu'), dw_builder=store.dw_builder)
 
+    def gradients(self) -> Iterator[torch.Tensor | None]:
+        """Those of this rank's parameters, of the latest iteration."""
+        return (parameter.grad for parameter in self.parameters)
+
     @property
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Of this rank, with their gradients."""

@@ -72,6 +72,15 @@ def test_side_by_side(tmp_path):
         assert f'<!-- {said} -->' in drawn, 'told apart without colour'
 
 
+@pytest.mark.full
+def test_both_ways(tmp_path):
+    """The mean of two replicas is what one way has, but for the order of sums."""
+    flags = ['--schedules', 'zb-v,chimera,bitpipe', '--rounds', '1', '--pp', '4']
+    _, result = run(tmp_path, *flags)
+    checksum, *others = [row['checksum'] for row in result['rows']]
+    assert checksum > 0 and others == [pytest.approx(checksum, rel=1e-5)] * 3
+
+
 def test_with_optimizer(tmp_path):
     """Steps that wait for all ranks, and steps that do not."""
     flags = ['--schedules', 'zb-v,zb-v+post-validation', '--rounds', '1', '--optimizer']
@@ -99,6 +108,9 @@ def test_with_optimizer(tmp_path):
         ('--schedules torch:DualPipeV --microbatches 3', 'at least as many microbatches as stages'),
         ('--schedules megatron:interleaved --microbatches 3', 'takes multiples of 2 microbatches'),
         ('--schedules torch --optimizer', "--optimizer is Megatron's"),
+        ('--schedules chimera --optimizer', 'has no replicas, of which chimera takes two'),
+        ('--schedules chimera', 'give at least 4 ranks, not 2'),
+        ('--schedules gems --pp 4 --microbatches 3', 'an even number of microbatches, not 3'),
         ('--json nowhere/result.json', 'there is no folder nowhere'),
         ('--png result.jpg', 'let its name end in .png'),
     ],

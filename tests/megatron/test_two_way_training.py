@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from example import MODEL, forget_groups, run
 from grids import grid
-from models import Job, check, train
+from models import Job, _left, check, train
 from paths import ROOT
 from supported import TOLERANCE, refuses, supports
 
@@ -101,6 +101,34 @@ def test_models(ranks, data, job, family):
 def test_transformer_engine(te_ranks, data, kind, schedule, options):
     """Of Transformer Engine's layers."""
     check(te_ranks, data, schedule, Job(kind, dp=2, layers=4, **options))
+
+
+def bytes_of(models, optimizer):
+    """Of this rank: weights, buffers of gradients, and state of the optimizer."""
+    _, states = _left(models, optimizer)
+    held = [main for _, main, _ in states.values()]
+    held += [value for *_, state in states.values() for value in state.values()]
+    return {
+        'weights': sum(p.nbytes for model in models for p in model.parameters()),
+        'gradients': sum(b.grad_data.nbytes for model in models for b in model.buffers),
+        'state': sum(value.nbytes for value in held if isinstance(value, torch.Tensor)),
+    }, {}
+
+
+def held(job, argv):
+    """On each rank: what a training holds."""
+    with mock.patch('models._left', bytes_of):
+        return train(job, argv).parameters
+
+
+@pytest.mark.parametrize('distributed', [False, True])
+def test_each_rank_holds_what_zb_v_holds(ranks, data, distributed):
+    job = Job(bf16=True, distributed=distributed, iterations=2, microbatches=2, **HALF)
+    found, expected = (
+        ranks(4).run(held, job, job.argv(schedule, False, data))
+        for schedule in ('dualpipe', 'zb-v')
+    )
+    assert found == expected and all(all(own.values()) for own in found)
 
 
 @supports('experts shared out over two replicas', 'dualpipe', TOLERANCE)

@@ -35,6 +35,9 @@ def calls(name: str, p: int, m: int) -> float:
         pytest.param('zb-v', (64, 16), (256, 16), marks=pytest.mark.full),
         ('interleaved', (4, 256), (32, 32)),
         ('dualpipe-v', (4, 256), (16, 64)),
+        ('dualpipe', (4, 256), (16, 64)),
+        ('chimera', (4, 256), (16, 64)),
+        pytest.param('dualpipe', (8, 64), (64, 512), marks=pytest.mark.full),
     ],
     ids=str,
 )
