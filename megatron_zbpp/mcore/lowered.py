@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_zbpp.analysis.program import Begin, Program, Send
 from megatron_zbpp.analysis.run_ahead import passes_run_ahead, split
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.runtime.tables import Tables
 from megatron_zbpp.techniques.two_way.fold import folded, over_replicas
+
+if TYPE_CHECKING:
+    from megatron_zbpp.techniques.updates.calls import Calls
 
 
 def for_megatron(schedule: Schedule) -> Schedule:
@@ -51,11 +55,13 @@ class Lowered:
         schedule: as it was checked.
         programs: of all ranks.
         ahead: how many of its first passes each rank may run before an iteration begins.
+        calls: of an asynchronous schedule, which goes on from call to call; None: it is none.
     """
 
     schedule: Schedule
     programs: tuple[Program, ...]
     ahead: tuple[int, ...]
+    calls: Calls | None = None
 
     @property
     def placement(self) -> Placement:

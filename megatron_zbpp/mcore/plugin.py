@@ -115,6 +115,11 @@ class Plugin:
             raise ValueError('step_seconds is 0: give the seconds that a step takes')
         if memory is not None and (not isinstance(memory, int) or memory < 0):
             raise ValueError(f'memory is {memory!r}: give bytes, from 0 up')
+        if self.session.endless is not None:
+            raise ValueError(
+                f'a side task does not go with {self.session.programs.name}, which is '
+                'asynchronous: take a synchronous schedule, such as zb-v'
+            )
         from megatron_zbpp.guests.side_work.side_task import SideTask, SideWork
 
         work = SideWork(step, step_seconds, margin, memory)

@@ -131,6 +131,11 @@ class Programs:
         return find(self.source.name).num_routes
 
     @property
+    def asynchronous(self) -> bool:
+        """True if the pipeline never drains, and a call goes on where the one before has left."""
+        return not isinstance(self.source, Schedule) and find(self.source.name).asynchronous
+
+    @property
     def name(self) -> str:
         """The name of the schedule or family."""
         return self.source.name
@@ -334,6 +339,8 @@ class Programs:
         """Return the schedule for p ranks and, where that can be chosen, so many microbatches."""
         if isinstance(self.source, Schedule):
             num_microbatches = self.source.num_microbatches // self.num_replicas
+        elif self.asynchronous:  # which some cannot do with fewer
+            num_microbatches = max(num_microbatches, num_ranks)
         return self.schedule(num_ranks, num_microbatches)
 
     def lowered(self, num_ranks: int, num_microbatches: int, forward_only: bool) -> Lowered:
@@ -344,6 +351,8 @@ class Programs:
             ValueError: a guest refuses it.
         """
         key = (num_ranks, num_microbatches, forward_only, self.together)
+        if key not in self._lowered and self.asynchronous:
+            self._lowered[key] = self._endless(num_ranks, num_microbatches, forward_only)
         if key not in self._lowered:
             schedule = self.schedule(num_ranks, num_microbatches)
             for guest in () if forward_only else self.guests:
@@ -354,6 +363,17 @@ class Programs:
             ahead = passes_ahead(schedule) if self.num_replicas == 1 else ()
             self._lowered[key] = Lowered(schedule, programs, ahead)
         return self._lowered[key]
+
+    def _endless(self, num_ranks: int, num_microbatches: int, forward_only: bool) -> Lowered:
+        """Return the programs of an asynchronous schedule; evaluations drain."""
+        if forward_only:
+            schedule = build('1f1b', num_ranks, num_microbatches).forward_only()
+            return Lowered(schedule, check(schedule, receives=self._receives).programs, ())
+        from megatron_zbpp.techniques.updates.calls import calls_of
+
+        schedule = self.schedule(num_ranks, num_microbatches)
+        programs = check(schedule, receives=self._receives).programs
+        return Lowered(schedule, programs, (), calls_of(schedule))
 
     def copy_what_is_free(self, costs: Costs) -> None:
         """Leave on the device from now on what would cost time to copy.

@@ -85,6 +85,26 @@ ACROSS_REPLICAS = {
     _EXPERT_RANKS: 'give 1',
     _BALANCING: 'give --moe-router-load-balancing-type aux_loss',
 }
+# what asynchronous schedules have not been tried with
+_SYNCHRONOUS = 'or take a synchronous schedule, such as zb-v'
+_UNTRIED = 'weights of several versions have not been tried with it'
+WITH_VERSIONS = {
+    'use_distributed_optimizer': 'drop --use-distributed-optimizer',
+    'overlap_grad_reduce': 'drop --overlap-grad-reduce',
+    'overlap_param_gather': 'drop --overlap-param-gather',
+    'recompute_granularity': 'drop --recompute-granularity',
+    'fp16': 'give --bf16',
+    'fp8': 'drop --fp8-format',
+    'fp4': 'drop --fp4-format',
+    'mtp_num_layers': 'drop --mtp-num-layers',
+    'num_moe_experts': 'drop --num-experts',
+    'optimizer_cpu_offload': 'drop --optimizer-cpu-offload',
+    'calculate_per_token_loss': 'drop --calculate-per-token-loss',
+    'fine_grained_activation_offloading': 'drop --fine-grained-activation-offloading',
+    'train_iters': 'train in a loop of your own',
+    'train_samples': 'train in a loop of your own',
+}
+_PARALLEL = 'tensor_model_parallel_size', 'context_parallel_size'
 _OTHER_ORDERS = 'the two replicas of a pair run their stages in other orders, and would deadlock'
 
 
@@ -96,8 +116,27 @@ def with_techniques(settings: Any, techniques: Collection[str]) -> Iterator[Refu
         yield from _with_shards(settings)
     if 'recompute' in techniques:
         yield from _with_recomputation(settings)
+    if 'updating' in techniques:
+        yield from with_versions(settings)
     if getattr(settings, OVERLAP, False):
         yield from _with_cells(techniques)
+
+
+def with_versions(settings: Any) -> Iterator[Refusal]:
+    """Yield what asynchronous schedules do not train with yet.
+
+    Args:
+        settings: Megatron's arguments, or the config of a model or of DDP.
+    """
+    table = {name: (_UNTRIED, cure) for name, cure in WITH_VERSIONS.items()}
+    yield from set_in(table, settings, _SYNCHRONOUS)
+    for setting in _PARALLEL:
+        ranks = getattr(settings, setting, None) or 1
+        if ranks > 1:
+            yield Refusal(setting, ranks, _UNTRIED, f'give 1, {_SYNCHRONOUS}')
+    if graphs := captured(settings):
+        cure = f'give --cuda-graph-impl none, {_SYNCHRONOUS}'
+        yield Refusal('cuda_graph_impl', graphs, 'captured passes have one version', cure)
 
 
 def across_replicas(settings: Any) -> Iterator[Refusal]:

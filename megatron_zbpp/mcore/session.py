@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from megatron_zbpp.mcore.slicing import Running
     from megatron_zbpp.runtime.activations.store import ActivationStore
     from megatron_zbpp.runtime.collectives import Collectives
+    from megatron_zbpp.runtime.endless import EndlessTraining
 
 
 class Session:
@@ -54,6 +55,7 @@ class Session:
         latest: the latest iteration of this rank.
         interval: the iterations of training since the last line of the log.
         announced: whether the user has been told what runs.
+        endless: the calls of an asynchronous schedule; None: it is none.
         compared: models whose layers the ranks have compared with the placement.
         pipelines: by the group of a replica's pipeline, that of the ranks that run one schedule.
         asked_for_data: whether the loop has asked whose data a chunk reads.
@@ -78,6 +80,11 @@ class Session:
         self.latest: Iteration | None = None
         self.interval = Interval()
         self.announced = False
+        self.endless: EndlessTraining | None = None
+        if self.programs.asynchronous:
+            from megatron_zbpp.runtime.endless import EndlessTraining
+
+            self.endless = EndlessTraining()
         self.compared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._activations: dict[torch.device, ActivationStore] = {}
         self._channels: dict[tuple[dist.ProcessGroup, Placement, bool], Channels] = {}

@@ -32,6 +32,16 @@ AUTO = 'auto'
 OUTPUT = 'output'
 _CLEAN_STEPS = 10
 _PRIORITIES = 'high', 'group'
+# not with asynchronous schedules
+_SYNCHRONOUS = (
+    'offload',
+    'recompute',
+    'slices',
+    'vocab_parallel',
+    'freeze',
+    'post_validation',
+    'trace_dir',
+)
 
 
 @dataclass(frozen=True)
@@ -217,6 +227,7 @@ class Settings:
         found = self._family()
         if found is not None:
             require_family_trained(found)
+            self._require_plain(found)
             object.__setattr__(self, 'schedule', found.name)
             checked_chunks(found, self.num_chunks)
             require_no_limit(found, self.memory_limit)
@@ -261,6 +272,15 @@ class Settings:
             if getattr(self, name) is not None:
                 raise ValueError(f'{name}: the schedule that is given has its own: leave it out')
         return None
+
+    def _require_plain(self, family: Family) -> None:
+        """Raise ValueError for what an asynchronous family does not train with."""
+        for name in _SYNCHRONOUS if family.asynchronous else ():
+            if getattr(self, name):
+                raise ValueError(
+                    f'{name} is {getattr(self, name)!r}, but {family.name} is asynchronous: leave '
+                    'it out, or take a synchronous schedule, such as zb-v'
+                )
 
     @property
     def amounts(self) -> dict[str, Amount]:

@@ -177,6 +177,10 @@ class Executor:
         self._run(self.program[:count])
         self._done = count
 
+    def inherit(self, other: Executor) -> None:
+        """Go on with what another one has left: activations saved, messages for later passes."""
+        self._incoming, self._saved = other._incoming, other._saved
+
     def drop(self) -> None:
         """Forget what has been run ahead, once all that was sent for it has arrived.
 

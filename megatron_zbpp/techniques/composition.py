@@ -36,8 +36,14 @@ VOCABULARY = 'split_vocabulary'
 TRAINED = (*NAMES, SLICED, OVERLAP)
 """Techniques that train, each by itself. Others are planned, simulated and drawn."""
 
+ASYNCHRONOUS = 'pipedream', 'pipedream-2bw', 'paci'
+"""Asynchronous families that train, by their names: not their schedules from files."""
+
 _UNTRAINED = {
-    'updating': Clash('asynchronous updates', 'take a synchronous schedule, such as zb-v'),
+    'updating': Clash(
+        'asynchronous updates',
+        f'take a synchronous schedule, such as zb-v, or by its name {", ".join(ASYNCHRONOUS)}',
+    ),
 }
 _ONCE = Clash('it is placed once', 'leave it out')
 _LATE = Clash(
@@ -82,7 +88,8 @@ def require_trained(schedule: Schedule) -> None:
 
 def require_family_trained(family: Family) -> None:
     """Raise ValueError for a family whose schedules are simulated only; it says the cure."""
-    _require(family.name, {'updating'} if family.asynchronous else set())
+    trained = not family.asynchronous or family.name in ASYNCHRONOUS
+    _require(family.name, set() if trained else {'updating'})
 
 
 def _require(schedule: str, techniques: AbstractSet[str]) -> None:

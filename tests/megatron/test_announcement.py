@@ -37,3 +37,11 @@ def test_unequal_layers(ranks):
     assert 'simulated with F = B = W, by layers: idle GPU time ' in uneven[2]
     assert uneven[2].partition('time')[2] != even[2].partition('time')[2]
     assert 'less time than 1f1b' in even[2]
+
+
+def test_an_asynchronous_schedule_says_that_it_trains_another_model(ranks):
+    """With the age of weights and the copies by stage, and the microbatches of a call."""
+    first, _, late, _ = ranks(2).run(told, 'pipedream', 4, 2)[0]
+    assert first.endswith('4 ranks x 1 chunks, 2 microbatches')
+    assert late.startswith('asynchronous, trains another model than 1F1B: weights of forwards are')
+    assert 'are 1.5 1 0.5 0 steps old' in late and 'there are 3 2 2 1 copies' in late

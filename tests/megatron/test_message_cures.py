@@ -784,14 +784,14 @@ LINES = {
 }
 
 
-def plugin(method: str, *given: object, **named: object) -> Callable:
+def plugin(method: str, *given: object, schedule: str = 'zb-v', **named: object) -> Callable:
     """A call of what `enable` returns."""
 
     def run() -> None:
         from megatron_zbpp.mcore.plugin import Plugin
         from megatron_zbpp.mcore.settings import Settings
 
-        getattr(Plugin(Settings('zb-v')), method)(*given, **named)
+        getattr(Plugin(Settings(schedule)), method)(*given, **named)
 
     return run
 
@@ -922,10 +922,18 @@ PROGRAMS = {
         settings(schedule='1f1b'),
     ),
     'an asynchronous schedule': row(
-        settings(schedule='pipedream-2bw'),
-        'pipedream-2bw has asynchronous updates: simulated, does not train yet: take a synchronous '
-        'schedule, such as zb-v',
+        settings(schedule='wpipe'),
+        'wpipe has asynchronous updates: simulated, does not train yet: take a synchronous '
+        'schedule, such as zb-v, or by its name pipedream, pipedream-2bw, paci',
         settings(schedule='zb-v'),
+        settings(schedule='paci'),
+    ),
+    'post-validation of an asynchronous schedule': row(
+        settings(schedule='paci', post_validation=True),
+        'post_validation is True, but paci is asynchronous: leave it out, or take a synchronous '
+        'schedule, such as zb-v',
+        settings(schedule='paci'),
+        settings(schedule='zb-v', post_validation=True),
     ),
     'two barriers': row(
         settings(schedule=functools.partial(split, 2)),
@@ -1105,6 +1113,11 @@ PROGRAMS = {
         'give bytes, from 0 up',
         plugin('side_task', None, 1, memory=0),
     ),
+    'a side task beside an asynchronous schedule': row(
+        plugin('side_task', None, 1, schedule='paci'),
+        'take a synchronous schedule, such as zb-v',
+        plugin('side_task', None, 1),
+    ),
     'a step': row(plugin('resume', -1), 'a whole number from 0 up', plugin('resume', 0)),
     'built without the plugin': row(
         without_plugin(True),
@@ -1177,6 +1190,7 @@ CPU = {'on_cpu': True}
 EMULATED = {'on_cpu': True, 'with_te': True}
 EXPERTS = {'overlap_moe_expert_parallel_comm': True}
 RECOMPUTED = {'techniques': {'recompute'}}
+VERSIONS = {'techniques': {'updating'}}
 NO_W = {'splits': False}
 SHARDED = {'techniques': {'split_vocabulary'}, 'splits': False}
 FUSED = {'cross_entropy_loss_fusion': True}
@@ -1230,6 +1244,23 @@ def offloading(layers: int, *modules: str, on: bool = True) -> Callable:
 
 
 REFUSALS = {
+    'versions of weights and a setting': row(
+        refusal(VERSIONS, use_distributed_optimizer=True),
+        'drop --use-distributed-optimizer, or take a synchronous schedule, such as zb-v',
+        refusal(VERSIONS),
+        refusal({}, use_distributed_optimizer=True),
+    ),
+    'versions of weights and tensor parallelism': row(
+        refusal(VERSIONS, tensor_model_parallel_size=2),
+        'give 1, or take a synchronous schedule, such as zb-v',
+        refusal(VERSIONS, tensor_model_parallel_size=1),
+        refusal({}, tensor_model_parallel_size=2),
+    ),
+    'versions of weights and graphs': row(
+        refusal(VERSIONS | NO_W, cuda_graph_impl='local'),
+        'give --cuda-graph-impl none, or take a synchronous schedule, such as zb-v',
+        refusal(VERSIONS | NO_W, cuda_graph_impl='none'),
+    ),
     'replicas that would wait amid passes': row(
         refusal({'mirrored': False}, overlap_grad_reduce=True),
         'drop --overlap-grad-reduce, or take chimera',

@@ -172,7 +172,11 @@ def dry_run_of(line: LaunchLine) -> DryRun:
         placement.name,
         tuple(map(placement.stages, range(placement.num_ranks))),
         tuple(layers),
-        tuple(_simulated(programs, placement.num_ranks, count, counted) for count in counts),
+        tuple(
+            _simulated(programs, placement.num_ranks, count, counted)
+            for count in counts
+            if not programs.asynchronous  # refused: see `zbpp simulate`
+        ),
         layer_memory(line.args),
         refused,
         tuple(notes),

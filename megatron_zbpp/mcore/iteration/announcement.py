@@ -30,13 +30,16 @@ def lines(schedule: Schedule, config: Any) -> list[str]:
     by_stage = _by_stage(config)
     costs = Costs.by_layers(placement, by_stage or ())
     by_layers = ', by layers' if by_stage and len({*by_stage}) > 1 else ''
-    timeline = simulate(schedule, costs)
+    timeline, late = simulate(schedule, costs), _asynchronous(schedule)
+    m = late[0] if late else schedule.num_microbatches
     found = [
         f'version {__version__}: {schedule.name} on {schedule.num_ranks} ranks x '
-        f'{placement.num_chunks} chunks, {schedule.num_microbatches} microbatches'
+        f'{placement.num_chunks} chunks, {m} microbatches'
         f'{_slices(schedule)}',
         f'layers of each rank, by chunk: {_layers(schedule, config)}',
-        f'simulated with F = B = W{by_layers}: idle GPU time {timeline.idle_all_ranks:.1%}'
+        late[1]
+        if late
+        else f'simulated with F = B = W{by_layers}: idle GPU time {timeline.idle_all_ranks:.1%}'
         f'{gain_text(timeline.makespan, makespan_of(RIVAL, schedule, costs), RIVAL)}',
         f'simulated memory: {max(peak(schedule, costs)):.1f} activations of a microbatch on a full '
         'rank',
@@ -46,13 +49,33 @@ def lines(schedule: Schedule, config: Any) -> list[str]:
             'auxiliary losses of experts are those of each slice, weighed by its tokens: not quite '
             'those of whole sequences'
         )
-    p, m = schedule.num_ranks, schedule.num_microbatches
+    p = schedule.num_ranks
     if placement.is_loop and placement.num_chunks > 1 and m % p:
         found.append(
             f"{m} microbatches are no multiple of {p} ranks: Megatron's own interleaved schedule "
             'refuses them, so that there is no run of it to compare with'
         )
     return found
+
+
+def _asynchronous(schedule: Schedule) -> tuple[int, str] | None:
+    """Return the microbatches of a call, and how it differs from training with Megatron's own.
+
+    None: the schedule is synchronous.
+    """
+    if not any(kind.of_weights for kind in schedule.graph.kinds.values()):
+        return None
+    from megatron_zbpp.techniques.updates.versions import copies, delays, updates_of
+
+    updates = updates_of(schedule.graph)
+    assert updates is not None, 'of our own families'
+    late = ' '.join(f'{each.mean:g}' for each in delays(schedule))
+    kept = ' '.join(map(str, copies(schedule)))
+    return updates.every, (
+        f'asynchronous, trains another model than 1F1B: weights of forwards are {late} steps old '
+        f'in the mean of each stage, of which there are {kept} copies; steps wait for the norm of '
+        'all ranks'
+    )
 
 
 def _slices(schedule: Schedule) -> str:

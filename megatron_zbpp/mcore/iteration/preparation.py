@@ -25,6 +25,7 @@ from megatron_zbpp.mcore.iteration.built import require_all_layers
 from megatron_zbpp.mcore.iteration.ranges import profiled
 from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
 from megatron_zbpp.mcore.lowered import Lowered
+from megatron_zbpp.mcore.refusals_of_techniques import with_versions
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.runtime.channels import Message
 from megatron_zbpp.runtime.clock import clock_for
@@ -34,6 +35,7 @@ from megatron_zbpp.runtime.log import job_log
 if TYPE_CHECKING:
     from megatron_zbpp.mcore.reading import Reading
     from megatron_zbpp.runtime.activations.store import ActivationStore
+    from megatron_zbpp.runtime.endless import EndlessTraining
 
 
 def prepare(
@@ -76,6 +78,9 @@ def prepare(
         new = models if models[0] not in session.compared else []
         sliced.require(unwrap_model(new), arguments)
         make = functools.partial(sliced.SlicedStage, cuts, session.slicing)
+    endless = None if lowered.calls is None else session.endless
+    if endless is not None:
+        make = _versioned(endless, lowered, models, rank)
     reading = None
     if call.num_replicas > 1 and arguments.forward_only not in session.read_alike:
         from megatron_zbpp.mcore.reading import Reading
@@ -95,6 +100,9 @@ def prepare(
         require_all_layers(unwrap_model(models), one, groups.pp, collective)
     more = {} if shards is None else shards.of_executor(session, pipeline, messages[0], stages)
     tables, count = lowered.tables(rank, ranks_ahead)
+    if endless is not None and lowered.calls is not None:
+        given = arguments.num_microbatches, *models, *arguments.iterators
+        tables = endless.next_tables(lowered.calls, rank, given)
     executor = Executor(
         tables.program,
         stages,
@@ -109,6 +117,8 @@ def prepare(
         tables,
         **more,
     )
+    if endless is not None:
+        endless.enter(executor)
     return Batch(groups, pipeline, config, call, lowered, executor, reading), count
 
 
@@ -119,8 +129,24 @@ def _allow(session: Session, arguments: Arguments, config: Any, num_ranks: int) 
     found = [*preflight.refused(config, programs, num_ranks, num_microbatches)]
     if not programs.mirrored(num_ranks):
         found += refusals.across_replicas(getattr(arguments.models[0], 'ddp_config', None))
+    if programs.asynchronous:
+        found += with_versions(getattr(arguments.models[0], 'ddp_config', None))
     refuse_unsupported(config, arguments.adjust_tensor_shapes_fn, found)
     programs.join(getattr(config, refusals.OVERLAP, False))
+
+
+def _versioned(
+    endless: EndlessTraining, lowered: Lowered, models: list[torch.nn.Module], rank: int
+) -> Callable[..., ModelStage]:
+    """Return what makes stages whose passes have the weights that they ask for."""
+    from megatron_zbpp.mcore.iteration.asynchronous import VersionedStage
+    from megatron_zbpp.techniques.updates.versions import updates_of
+
+    updates = updates_of(lowered.schedule.graph)
+    assert updates is not None, 'else there are no calls'
+    parameters = [each for model in models for each in model.parameters()]
+    versions = endless.begin(parameters, updates, lowered.placement.stages(rank)[0])
+    return functools.partial(VersionedStage, versions)
 
 
 def _find_slices(session: Session, arguments: Arguments, config: Any, num_ranks: int) -> None:

@@ -46,8 +46,8 @@ class Call:
         self.num_tokens = torch.zeros([], dtype=torch.int, device=self.device)
 
     def microbatch(self, p: Pass) -> int:
-        """Return the number of the pass's microbatch among those of its replica."""
-        return p.microbatch // self.num_replicas
+        """Return the number of the pass's microbatch among those of its replica in a call."""
+        return p.microbatch // self.num_replicas % self.arguments.num_microbatches
 
     def run_step(self, p: Pass, step: Callable, *arguments: Any) -> Any:
         """Run a step of Megatron's that has the forward `p` in it; return its result.

@@ -116,6 +116,9 @@ class Steps:
             session, next_iteration = self._session, self._next
             if session.latest is None:
                 return original(optimizer)  # no pipeline, or not ours
+            if session.endless is not None:
+                with session.watchdog.collective(STEP):
+                    return session.endless.step(functools.partial(original, optimizer))
             post_validation, call = session.post_validation, next_iteration.latest
             if post_validation is None or call is None or not self._possible_for(optimizer, call):
                 with session.watchdog.collective(STEP):

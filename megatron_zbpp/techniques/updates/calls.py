@@ -29,6 +29,8 @@ class Calls:
         num_microbatches: of a call.
         first: the program of each rank in call 0, which fills the pipeline.
         second: in call 1; those behind it are the same, with later microbatches.
+
+    Steps are no passes of them: they come behind.
     """
 
     num_microbatches: int
@@ -102,10 +104,11 @@ def _parts(program: Program) -> Iterator[Program]:
     """Yield the program of each call: up to a step."""
     part: list[Instruction] = []
     for each in program:
-        part.append(each)
         if isinstance(each, Pass) and each.kind == UPDATE:
             yield tuple(part)
             part = []
+        else:
+            part.append(each)
 
 
 def _require_closed(schedule: Schedule, call: int, parts: Sequence[Program]) -> None:

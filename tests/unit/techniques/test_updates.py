@@ -127,7 +127,7 @@ def test_calls_repeat(p, m, old):
     for rank, order in enumerate(schedule.passes):
         whole = [found.program(rank, call) for call in range(3)]
         ran = [i for program in whole for i in program if isinstance(i, Pass)]
-        assert ran == [*order[: len(ran)]]
+        assert ran == [p for p in order if p.kind != 'U'][: len(ran)]
         forwards = [sum(isinstance(i, Pass) and i.kind == 'F' for i in own) for own in whole]
         assert forwards == [m + p - 1 - rank, m, m]
     sent = [i for i in found.program(0, 1) if isinstance(i, Send)]

@@ -1,0 +1,113 @@
+"""Versions of the weights: the memory that parameters have while a forward or a backward runs.
+
+Autograd's graphs save parameters, or views of their memory. So either each version has memory of
+its own, to which parameters are pointed before a forward and again before its backward, or there is
+one memory, which steps write to unseen by the graphs. To mix both would be silently wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
+
+import torch
+
+from megatron_zbpp.ir import Pass
+from megatron_zbpp.runtime.compat import unseen_by_autograd
+from megatron_zbpp.runtime.key import Key, key_of
+
+Result = TypeVar('Result')
+
+
+class Versions(Protocol):
+    """The versions of the weights of one stage.
+
+    Attributes:
+        most: copies that there were at once.
+    """
+
+    most: int
+
+    def before_forward(self, p: Pass) -> None:
+        """Give parameters the weights of the forward `p`."""
+        ...
+
+    def before_backward(self, p: Pass) -> None:
+        """Give parameters the weights of the backward `p`."""
+        ...
+
+    def step(self, step: Callable[[], Result]) -> Result:
+        """Step the newest weights in place: they are the next version, and parameters have it."""
+        ...
+
+
+class OneStorage:
+    """The newest version alone, for forwards and backwards alike (PACI).
+
+    Args:
+        parameters: of the stage.
+    """
+
+    most = 1
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._parameters = tuple(parameters)
+
+    def before_forward(self, p: Pass) -> None:
+        """Parameters have the newest weights."""
+
+    def before_backward(self, p: Pass) -> None:
+        """Parameters have the newest weights."""
+
+    def step(self, step: Callable[[], Result]) -> Result:
+        with unseen_by_autograd(self._parameters):
+            return step()
+
+
+class Slots:
+    """A backward has the weights of its forward, which are kept (PipeDream, 2BW).
+
+    A step that is skipped leaves the old values under the new number.
+
+    Args:
+        parameters: of the stage.
+        every: microbatches a step.
+        delay: how many steps old the weights of forwards are; None: they have the newest.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], every: int, delay: int | None) -> None:
+        self._parameters = tuple(parameters)
+        self._every, self._delay = every, delay
+        self._slots = {0: [each.data for each in self._parameters]}
+        self._newest = self._current = 0
+        self._flying: dict[Key, int] = {}  # versions of microbatches between F and B
+        self.most = 1
+
+    def before_forward(self, p: Pass) -> None:
+        version = self._newest
+        if self._delay is not None:
+            version = max(p.microbatch // self._every - self._delay, 0)
+        self._flying[key_of(p)] = version
+        self._use(version)
+
+    def before_backward(self, p: Pass) -> None:
+        self._use(self._flying.pop(key_of(p)))
+
+    def step(self, step: Callable[[], Result]) -> Result:
+        old, self._newest = self._newest, self._newest + 1
+        wanted = {*self._flying.values(), *range(self._newest - (self._delay or 0), self._newest)}
+        tensors = self._slots[old]
+        self._slots = {version: self._slots[version] for version in wanted & self._slots.keys()}
+        if old in wanted:
+            tensors = [each.clone() for each in tensors]
+        self._slots[self._newest] = tensors
+        self.most = max(self.most, len(self._slots))
+        self._use(self._newest)
+        with unseen_by_autograd(self._parameters):
+            return step()
+
+    def _use(self, version: int) -> None:
+        if version != self._current:
+            for parameter, data in zip(self._parameters, self._slots[version], strict=True):
+                parameter.data = data
+            self._current = version

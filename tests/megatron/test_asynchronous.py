@@ -1,0 +1,137 @@
+"""Asynchronous schedules leave what Megatron's own 1F1B leaves on weights put in by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from example import MODEL, forget_groups
+from grids import grid
+from supported import supports
+
+ITERATIONS = 5
+
+
+def version_of_forward(method: str, p: int, m: int, stage: int, j: int) -> int:
+    """The version of the weights of a stage that microbatch j of the training uses."""
+    return max(0, j // m - 1 if method == 'pipedream-2bw' else (j - (p - 1 - stage)) // m)
+
+
+class ByHand:
+    """Copies weights into the parameters before each of Megatron's own forward and backward steps.
+
+    It knows the formulas of versions and nothing of orders: batches run one after the other.
+    """
+
+    def __init__(self, method: str, p: int, m: int, stage: int, models: list) -> None:
+        self.method, self.sizes = method, (p, m, stage)
+        self.parameters = [each for model in models for each in model.parameters()]
+        self.history: list[list[torch.Tensor]] = []
+        self.forwards = self.backwards = 0
+
+    def keep(self) -> None:
+        self.history.append([each.data.clone() for each in self.parameters])
+
+    def put(self, version: int) -> None:
+        for parameter, data in zip(self.parameters, self.history[version], strict=True):
+            parameter.data.copy_(data)
+
+    def forward(self, original: Callable, *args: Any, **given: Any) -> Any:
+        self.put(version_of_forward(self.method, *self.sizes, self.forwards))
+        self.forwards += 1
+        return original(*args, **given)
+
+    def backward(self, original: Callable, *args: Any, **given: Any) -> Any:
+        version = version_of_forward(self.method, *self.sizes, self.backwards)
+        self.put(self.backwards // self.sizes[1] if self.method == 'paci' else version)
+        self.backwards += 1
+        return original(*args, **given)
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        from megatron.core.pipeline_parallel import schedules
+
+        steps = {'forward_step': self.forward, 'backward_step': self.backward}
+        with ExitStack() as stack:
+            for name, step in steps.items():
+                ours = partial(step, getattr(schedules, name))
+                stack.enter_context(mock.patch.object(schedules, name, ours))
+            yield
+        self.put(-1)
+
+
+def train(method: str, by_hand: bool, evaluates: bool, argv: list[str]) -> tuple:
+    """Runs on each rank; returns all that is left, and how many copies of weights there were."""
+    import pretrain_gpt as script
+    import report
+    from megatron.core import parallel_state
+
+    schedule = ['--pipeline-schedule', 'megatron' if by_hand else method]
+    with ExitStack() as stack:
+        stack.callback(forget_groups)
+        args = script.parse_args([*argv, *schedule])
+        plugin = script.enable(args, stack)
+        script.initialize(args)
+        models = script.build_model(args)
+        optimizer, scheduler = script.build_optimizer(args, models)
+        dataset = script.build_datasets(args)[0]
+        data, held_out = (script.iterators(args, dataset, at) for at in (0, 100))
+        p, rank = args.pipeline_model_parallel_size, 'get_pipeline_model_parallel_rank'
+        stage = getattr(parallel_state, rank)()
+        hand = ByHand(method, p, args.num_microbatches, stage, models)
+        losses, norms = [], []
+        for iteration in range(args.train_iters):
+            if evaluates and iteration == 3:
+                with torch.no_grad():
+                    losses.append(script.run_batch(args, models, held_out, forward_only=True))
+            for model in models:
+                model.zero_grad_buffer()
+            optimizer.zero_grad()
+            hand.keep()
+            with hand.batch() if by_hand else ExitStack():
+                losses.append(script.run_batch(args, models, data))
+            succeeded, norm, _ = optimizer.step()
+            assert succeeded
+            scheduler.step(increment=1)
+            norms.append(float(norm))
+        left = report.fingerprint(report.by_layer(models), optimizer)
+        most = None if plugin is None else plugin.session.endless.versions.most
+        return losses, norms, left, most, stage
+
+
+def trained(ranks, data, method, p, m, by_hand, evaluates, *more) -> list[tuple]:
+    replicas = 2 if '--replicas' in more and p == 2 else 1
+    argv = [*MODEL, '--num-layers', 2 * p, '--data-path', data, '--log-interval', 1000]
+    argv += ['--pipeline-model-parallel-size', p, '--global-batch-size', m * replicas]
+    argv += ['--train-iters', ITERATIONS, '--lr-warmup-iters', 1, '--clip-grad', 0.5]
+    argv += [word for word in more if word != '--replicas']
+    return ranks(p * replicas).run(train, method, by_hand, evaluates, list(map(str, argv)))
+
+
+COPIES = {(2, 2): (2, 1), (4, 1): (4, 3, 2, 1), (4, 4): (2, 2, 2, 1)}
+
+
+@supports('asynchronous schedules in a loop of your own', 'pipedream-2bw pipedream paci')
+@grid(
+    method=('pipedream-2bw', 'pipedream', 'paci'),
+    sizes=((4, 1), (2, 2), (4, 4)),
+    more=((), ('--bf16',), ('--untie-embeddings-and-output-weights', '--replicas')),
+)
+def test_as_with_weights_put_in_by_hand(ranks, data, method, sizes, more):
+    """Losses, norms, parameters, optimizer state to the bit; clipping is active."""
+    p, m = sizes
+    if method == 'pipedream-2bw':
+        m = max(m, p - 1)
+    evaluates = bool(more)
+    ours = trained(ranks, data, method, p, m, False, evaluates, *more)
+    reference = trained(ranks, data, method, p, m, True, evaluates, *more)
+    for rank, (own, other) in enumerate(zip(ours, reference, strict=True)):
+        assert own[:3] == other[:3], rank
+    assert min(ours[0][1]) > 0.5, 'clipping must have been active'
+    copies = {'paci': (1,) * p, 'pipedream-2bw': (2,) * p}.get(method, COPIES[sizes])
+    stages = [own[4] for own in ours]
+    assert [own[3] for own in ours] == [copies[stage] for stage in stages]

@@ -1,0 +1,93 @@
+"""Versions of weights, and the calls that number them, without a pipeline."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_zbpp.ir import Pass
+from megatron_zbpp.ir.graph import chain
+from megatron_zbpp.runtime.endless import EndlessTraining
+from megatron_zbpp.runtime.versions import OneStorage, Slots
+from megatron_zbpp.techniques.updates.calls import calls_of
+from megatron_zbpp.techniques.updates.graph import updating
+from megatron_zbpp.techniques.updates.orders import without_flush
+from megatron_zbpp.techniques.updates.versions import Updates
+
+
+def forward(j):
+    return Pass('F', 0, j)
+
+
+def backward(j):
+    return Pass('BW', 0, j)
+
+
+def test_a_backward_has_the_weights_of_its_forward():
+    weight = torch.zeros(1, requires_grad=True)
+    versions = Slots([weight], 1, None)
+
+    def step():
+        weight.data += 1
+        return 'stepped'
+
+    graphs = []
+    for j in range(3):
+        versions.before_forward(forward(j))
+        graphs.append((weight * weight).sum())
+        assert versions.step(step) == 'stepped'
+        assert weight.item() == j + 1
+    assert versions.most == 4
+    for j, graph in enumerate(graphs):
+        weight.grad = None
+        versions.before_backward(backward(j))
+        graph.backward()
+        assert weight.grad is not None and weight.grad.item() == 2 * j
+
+
+def test_a_delay_and_a_step_that_is_skipped():
+    """Version 1 is what version 0 was; forwards of batch b have version b-1."""
+    weight = torch.zeros(1)
+    versions = Slots([weight], 2, 1)
+    seen = []
+    for batch, by in enumerate((0, 1, 1, 1)):
+        for j in (2 * batch, 2 * batch + 1):
+            versions.before_forward(forward(j))
+            seen.append(weight.item())
+            versions.before_backward(backward(j))
+        versions.step(lambda by=by: weight.data.add_(by))
+    assert seen == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert versions.most == 2
+
+
+def test_one_storage_is_stepped_unseen():
+    weight = torch.ones(1, requires_grad=True)
+    versions = OneStorage([weight])
+    graph = (weight * weight).sum()
+
+    @torch.no_grad()
+    def step():
+        weight.mul_(3)
+
+    versions.step(step)
+    graph.backward()
+    assert weight.grad is not None and weight.grad.item() == 6
+
+
+def test_calls_have_one_step_and_the_same_inputs():
+    calls = calls_of(without_flush('endless', updating(chain(2), 2), 2))
+    training, iterator = EndlessTraining(), iter(())
+    assert training.step(lambda: 'no call yet') == 'no call yet'
+    training.begin([torch.zeros(1)], Updates(2), 0)
+    first = training.next_tables(calls, 0, (2, iterator))
+    with pytest.raises(ValueError, match=r'0 optimizer steps in 1 calls: .* step once after each'):
+        training.next_tables(calls, 0, (2, iterator))
+    assert training.step(lambda: training.step(lambda: 'inner')) == 'inner'
+    with pytest.raises(ValueError, match='a second optimizer step behind call 1'):
+        training.step(lambda: None)
+    for other in ((3, iterator), (2, iter(()))):
+        with pytest.raises(ValueError, match='not that of the call before, whose forwards'):
+            training.next_tables(calls, 0, other)
+    second = training.next_tables(calls, 0, (2, iterator))
+    assert [str(p) for p in first.passes] == ['0F0', '0F1', '0BW0', '0F2', '0BW1']
+    assert [str(p) for p in second.passes] == ['0F3', '0BW2', '0F4', '0BW3']
