@@ -13,7 +13,7 @@ import recipe
 import wheels
 from gpu import CUDA
 from ranks import Pool, Ranks
-from recipe import ITERATIONS, LORA, MTP, TIED, UNTIED, train
+from recipe import ITERATIONS, LORA, MTP, SCRATCH, TIED, UNTIED, train
 from supported import refuses, supports
 
 from megatron_zbpp.schedules import build
@@ -78,6 +78,19 @@ def test_identical_to_megatron(bridge_ranks, stock, kind, schedule, record_prope
     assert all(theirs.waits[-1] for theirs in expected)
     waiting = not early or (kind in (TIED, MTP) and name != 'zb-v')
     assert all(bool(ours.waits[-1]) == waiting for ours in trained)
+
+
+@supports(WHAT + 'training from scratch, the same start', 'zb-v')
+@pytest.mark.full
+def test_from_scratch(bridge_ranks, tmp_path):
+    """Weights that Megatron draws, and losses, are those of stock Megatron."""
+    bridge_ranks(2).run(recipe.save_weights, tmp_path, UNTIED, timeout=240)
+    stock, ours = (
+        bridge_ranks(2).run(train, tmp_path, schedule, False, SCRATCH, timeout=240)[-1]
+        for schedule in ('megatron', 'zb-v')
+    )
+    assert ours.loaded == stock.loaded and len(stock.loaded) > 4
+    assert ours.losses == stock.losses and ours.weights == stock.weights
 
 
 def enabling(folder, changes, schedule='zb-v'):

@@ -19,6 +19,7 @@ from example import early_steps, forget_groups
 ITERATIONS, MICROBATCHES, LENGTH, VOCABULARY, WIDTH = 4, 5, 16, 64, 32
 UNTIED, TIED = 'a recipe', 'a recipe, tied embeddings'
 LORA, MTP = 'a recipe of LoRA', 'a recipe of multi-token prediction'
+SCRATCH = 'a recipe from scratch'
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def config(weights: Path, kind: str = UNTIED) -> tuple[Any, Any]:
     from megatron.bridge.training import config as of
 
     bridge = AutoBridge.from_hf_pretrained(weights)
-    model = bridge.to_megatron_provider(load_weights=True)
+    model = bridge.to_megatron_provider(load_weights=kind != SCRATCH)
     for name, value in {
         'pipeline_model_parallel_size': dist.get_world_size(),
         'pipeline_dtype': torch.float32,
