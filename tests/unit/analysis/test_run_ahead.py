@@ -10,7 +10,7 @@ from megatron_zbpp.analysis.deadlock import prove
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import Receive, Send
 from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, rank_order, split
-from megatron_zbpp.ir import F, Pass, Placement
+from megatron_zbpp.ir import F, Pass, Placement, Schedule
 from megatron_zbpp.schedules import FAMILIES, build
 
 
@@ -34,6 +34,18 @@ def test_programs_stay_free_of_deadlock_and_in_order(schedule, early):
     prove([begun + rest for begun, rest in parts])
     for program, (begun, rest) in zip(programs, parts, strict=True):
         assert sorted(map(str, program)) == sorted(map(str, begun + rest))
+
+
+def test_what_a_rank_hands_to_itself_may_run_ahead():
+    """Two stages that follow each other on the first rank: both forwards of each microbatch."""
+    orders = [
+        [Pass(kind, stage, i) for i in range(2) for kind in own for stage in stages]
+        for own, stages in ((F, (0, 1)), (F, (2, 3)))
+    ]
+    orders[0] += [Pass('BW', stage, i) for i in range(2) for stage in (1, 0)]
+    orders[1] += [Pass('BW', stage, i) for i in range(2) for stage in (3, 2)]
+    schedule = Schedule.of('own', Placement((0, 0, 1, 1)), 2, orders)
+    assert passes_ahead(schedule) == (4, 0)
 
 
 @settings(max_examples=60)

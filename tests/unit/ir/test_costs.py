@@ -78,6 +78,17 @@ def test_refuses_another_number_of_stages():
         Costs.uniform(Placement.v(2)).require(Placement.loop(2))
 
 
+@pytest.mark.parametrize(('fields', 'message'), [
+    ({'speeds': (1.0,) * 3}, '3 speeds do not fit 2 ranks: give one each'),
+    ({'edges': ((0, 2, 1.0),)}, 'an edge from rank 0 to rank 2: there are ranks 0 to 1'),
+])  # fmt: skip
+def test_refuses_ranks_that_a_placement_has_not(fields, message):
+    one = (1.0, 1.0)
+    with pytest.raises(ValueError, match=message):
+        Costs.of(one, one, one, **fields).require(Placement.loop(2))
+    Costs.of(one, one, one, speeds=one, edges=((0, 1, 1.0),)).require(Placement.loop(2))
+
+
 def test_timeline_measures():
     orders = [[Pass('F', 0, 0), Pass('BW', 0, 0)], [Pass('F', 1, 0), Pass('BW', 1, 0)]]
     schedule = Schedule.of('x', Placement.loop(2), 1, orders)
