@@ -70,7 +70,8 @@ class Shares(float):
 
 def shares(text: str) -> Shares:
     """Return the share of all pairs, or that of some kinds: FB=0.9,FF=0.8,FW=0.95."""
-    given = dict(part.partition('=')[::2] for part in text.split(',')) if '=' in text else {}
+    parts = (part.partition('=') for part in text.split(',') if '=' in text)
+    given = {name: share for name, _, share in parts}
     known = given.keys() <= {'FB', 'FF', 'FW'}
     require(text, known, 'give one share, or those of kinds of pairs: FB=0.9,FF=0.8,FW=0.95')
     found = {name: _ratio(share) for name, share in given.items()}
