@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import megatron_zbpp
@@ -22,7 +23,18 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
+    for add_group in (_add_model, _add_pipeline, _add_training, _add_data):
+        add_group(parser.add_argument)
+    args = parser.parse_args(argv)
+    try:
+        check_args(args, int(os.environ.get('WORLD_SIZE', 1)))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return args
+
+
+def _add_model(add: Callable[..., object]) -> None:
+    """Add the sizes of the model."""
     add('--num-layers', type=int, default=8)
     add('--hidden-size', type=int, default=128)
     add('--num-attention-heads', type=int, default=4)
@@ -30,6 +42,10 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     add('--position-embedding-type', choices=['learned_absolute', 'rope'], default='rope')
     add('--untie-embeddings-and-output-weights', action='store_true')
     add('--bf16', action='store_true')
+
+
+def _add_pipeline(add: Callable[..., object]) -> None:
+    """Add parallelism, the schedule and what goes with it."""
     add('--pipeline-model-parallel-size', type=int, default=1, metavar='P')
     add('--tensor-model-parallel-size', type=int, default=1, metavar='T')
     add('--pipeline-schedule', default='zb-v', help="a schedule's name, or `megatron` for its own")
@@ -49,6 +65,10 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     )
     add('--enable-optimizer-post-validation', action='store_true', help='steps do not wait')
     add('--optimizer-post-validation-clean-steps', type=int, default=10, metavar='N')
+
+
+def _add_training(add: Callable[..., object]) -> None:
+    """Add batches, the optimizer and DDP."""
     add('--micro-batch-size', type=int, default=2)
     add('--global-batch-size', type=int, default=16)
     add('--train-iters', type=int, default=50)
@@ -76,6 +96,10 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
         dest='check_for_nan_in_loss_and_grad',
         help='go on where a loss is NaN or infinite',
     )
+
+
+def _add_data(add: Callable[..., object]) -> None:
+    """Add data, checkpoints and reports."""
     add('--seed', type=int, default=1234)
     add('--data-path', type=Path, metavar='PREFIX', help='of .bin and .idx; default: real text')
     add('--split', default='97,3,0', help='of the data into training, validation and test')
@@ -89,12 +113,6 @@ def parse_args(argv: list[str] | None = None, description: str | None = None) ->
     add('--log-interval', type=int, default=1)
     add('--metrics-file', type=Path, help='a JSON line per iteration; the parameters at the end')
     add('--timeline-file', type=Path, help='the last iteration as measured, as JSON')
-    args = parser.parse_args(argv)
-    try:
-        check_args(args, int(os.environ.get('WORLD_SIZE', 1)))
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    return args
 
 
 def check_args(args: argparse.Namespace, world_size: int) -> None:
