@@ -18,6 +18,11 @@ def test_layers_come_back(name):
     assert Layers.from_json(own.to_json()) == own
 
 
+def test_a_layer_of_which_nothing_is_said_takes_no_time():
+    read = Layers.from_json(HEAD + '[{"kind": "t"}]}').layers
+    assert read == (Layer('t', 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0),)
+
+
 @pytest.mark.parametrize('devices', [NODES, ONE_SLOW, Devices.alike(3)])
 def test_devices_come_back(devices):
     assert Devices.from_json(devices.to_json()) == devices

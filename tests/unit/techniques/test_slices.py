@@ -172,6 +172,9 @@ def test_formulas_of_slices(family):
         _, window, held = facts(made)
         sizes = Sizes(p, m, v, n=n)
         assert held == pytest.approx(family.memory(sizes), abs=1e-5), sizes
+        if least := re.search(r'mn >= (.*)p(.*)\)', family.bubble.text):
+            said = m * n >= eval(f'{least[1] or 1} * p {least[2]}')
+            assert family.bubble.where(sizes) == said, (family.bubble.text, sizes)
         if family.bubble.where(sizes):
             promised += 1
             assert window == pytest.approx(family.bubble(sizes), abs=1e-5), sizes
