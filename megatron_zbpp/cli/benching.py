@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
@@ -163,28 +163,44 @@ def _run(words: Sequence[str], log: Path) -> dict[str, Any]:
     printed = Printed()
     with log.open('w', encoding='utf-8') as file:
         file.write(f'$ {shlex.join(words)}\n')
-        with subprocess.Popen(
-            words,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors='replace',
-            start_new_session=True,
-        ) as process:
+        with contextlib.ExitStack() as running:
+            with _interrupted_later():  # else a run could begin that nobody ends
+                process = running.enter_context(
+                    subprocess.Popen(
+                        words,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.STDOUT,
+                        text=True,
+                        errors='replace',
+                        start_new_session=True,
+                    )
+                )
+                running.callback(_end, process)
             assert process.stdout is not None
-            try:
-                for line in process.stdout:
-                    file.write(line)
-                    printed.read(line)
-                code = process.wait()
-            except BaseException:
-                _end(process)
-                raise
+            for line in process.stdout:
+                file.write(line)
+                printed.read(line)
+            code = process.wait()
     return _left(printed, code)
 
 
+@contextlib.contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """Put Ctrl-C off to the end of the block."""
+    asked: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        raise KeyboardInterrupt
+
+
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a run and all that it started; torchrun needs some time for that."""
+    """End a run that goes on, and all that it started; torchrun needs some time for that."""
+    if process.poll() is not None:
+        return
     for number, grace in ((signal.SIGTERM, 60), (signal.SIGKILL, None)):
         os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
