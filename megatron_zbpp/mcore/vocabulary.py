@@ -163,6 +163,21 @@ def losses_of(whole: torch.Tensor) -> torch.Tensor:
     return total.log() + top - found
 
 
+@torch.no_grad()
+def weight_gradient(made: Logits, whole: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the shard's rows, into what S has left.
+
+    Args:
+        made: by S; its softmax is written over.
+        whole: statistics of all shards.
+        weights: gradients of the losses of tokens, (N,).
+    """
+    rows = torch.arange(len(weights), device=weights.device)
+    gradient = made.softmax.mul_(share(made.statistics, whole))
+    gradient[rows, made.targets] -= made.here.to(gradient.dtype)
+    return gradient.mul_(weights[:, None]).to(made.hidden.dtype).t() @ made.hidden
+
+
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Return the tensors of all ranks of a group."""
     if group.size() == 1:

@@ -318,3 +318,57 @@ def test_refused_at_the_first_call(ranks, data):
     for name, said in SAID.items():
         assert said in found[name]
         assert 'leave out --pipeline-vocab-parallel' in found[name]
+
+
+def beside_megatrons(argv):
+    """Runs on ranks that share out words: (ours, Megatron's) loss, gradient of input and weight."""
+    from types import SimpleNamespace
+
+    import pretrain_gpt as script
+    import torch.distributed as dist
+    from example import forget_groups
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_zbpp.mcore import vocabulary
+
+    script.initialize(script.parse_args(argv))
+    try:
+        group = parallel_state.get_tensor_model_parallel_group()
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+        config.init_method = functools.partial(torch.nn.init.normal_, std=0.5)
+        layer = tensor_parallel.ColumnParallelLinear(
+            8, 24, config=config, init_method=config.init_method, bias=False, tp_group=group
+        )
+        drawing = torch.Generator().manual_seed(3)
+        hidden = torch.randn(16, 1, 8, generator=drawing).requires_grad_()
+        targets = torch.randint(24, (16, 1), generator=drawing)
+        weights = torch.rand(16, generator=drawing)
+        losses = tensor_parallel.vocab_parallel_cross_entropy(layer(hidden)[0], targets)
+        (losses[:, 0] * weights).sum().backward()
+
+        alone = SimpleNamespace(mp=group, tp=SimpleNamespace(size=lambda: 1))
+        model = SimpleNamespace(config=config, vocab_size=24, pg_collection=alone)
+        shard = vocabulary.OutputShard(model, layer.weight.detach().clone())
+        made, part = shard(hidden.detach()[:, 0], targets=targets[:, 0])
+        whole = vocabulary.combined(vocabulary.gathered(made.statistics, group))
+        alpha = vocabulary.share(made.statistics, whole)
+        of_input = (part.away * alpha - part.there) * weights[:, None]
+        dist.all_reduce(of_input, group=group)
+        of_weight = vocabulary.weight_gradient(made, whole, weights)
+        return (
+            (vocabulary.losses_of(whole), losses.detach()[:, 0]),
+            (of_input, hidden.grad[:, 0]),
+            (of_weight, layer.weight.grad),
+        )
+    finally:
+        forget_groups()
+
+
+def test_as_megatrons_own_shards(ranks, data):
+    """Of tensor parallelism, over the same ranks and for the same hidden states."""
+    argv = few(pp=1, tp=2).argv('megatron', False, data)
+    for found in ranks(2).run(beside_megatrons, argv):
+        for ours, theirs in found:
+            assert theirs.abs().max() > 0.01
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)

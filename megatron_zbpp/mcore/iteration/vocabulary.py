@@ -27,6 +27,7 @@ from megatron_zbpp.mcore.vocabulary import (
     gathered,
     losses_of,
     share,
+    weight_gradient,
 )
 from megatron_zbpp.runtime.actions import Action, Inputs, Outputs
 from megatron_zbpp.runtime.channels import Message
@@ -284,11 +285,7 @@ class Shards:
         if given.forward_only or not weight.requires_grad:
             return {}
         last = p.microbatch == given.num_microbatches - 1
-        with torch.no_grad():
-            rows = torch.arange(len(weights), device=weights.device)
-            gradient = made.softmax.mul_(share(made.statistics, whole))
-            gradient[rows, made.targets] -= made.here.to(gradient.dtype)
-            gradient = gradient.mul_(weights[:, None]).to(weight.dtype).t() @ made.hidden
+        gradient = weight_gradient(made, whole, weights)
         with self._stage.grad_sync(last):  # hooks of DDP see it as any other gradient
             weight.view_as(weight).backward(gradient)
         return {}
