@@ -208,6 +208,16 @@ def test_nvidias_loop(ranks, stock, tmp_path, schedule, more):
     near(run(ranks(2), *flags, '--load', tmp_path, '--ckpt-step', 2), expected, 2)
 
 
+@pytest.mark.full
+@supports("NVIDIA's loop: the output layer on all ranks, from scratch", outcome=TOLERANCE)
+@needs_training
+@grid(schedule=('zb-v', '1f1b'))
+def test_from_scratch(ranks, stock, schedule):
+    """Weights begin as stock draws them."""
+    expected, flags, _ = stock()
+    near(run(ranks(2), *flags, '--pipeline-schedule', schedule, *OUTPUT), expected, 0)
+
+
 def first_call(argv):
     """Runs on a rank that is a whole pipeline: what is said of what cannot be, and of the cures."""
     from types import SimpleNamespace
