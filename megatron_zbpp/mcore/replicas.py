@@ -53,8 +53,7 @@ def pipeline(session: Session, groups: ProcessGroupCollection) -> dist.ProcessGr
         from megatron_zbpp.mcore.reading import require_asked
 
         require_pairs(session.programs, groups.dp.size())
-        apart, replicas = groups.dp.size() // copies, dist.get_process_group_ranks(groups.dp)
-        pair, pipeline = replicas[groups.dp.rank() % apart :: apart], groups.pp
+        pair, pipeline = _pair(groups.dp, copies), groups.pp
         found: list[Any] = [None] * dist.get_world_size()
         with session.collective('groups of the ranks of two replicas'):
             own = dist.get_process_group_ranks(pipeline), pair, _reads_unasked(session, pipeline)
@@ -65,6 +64,12 @@ def pipeline(session: Session, groups: ProcessGroupCollection) -> dist.ProcessGr
                 if dist.get_rank() in ranks:
                     session.pipelines[groups.pp] = cast(dist.ProcessGroup, group)
     return session.pipelines[groups.pp]
+
+
+def _pair(replicas: dist.ProcessGroup, copies: int) -> list[int]:
+    """Return this rank and those of the other replicas that run one schedule with it."""
+    apart = replicas.size() // copies
+    return dist.get_process_group_ranks(replicas)[replicas.rank() % apart :: apart]
 
 
 def _both(found: list[Any], own: list[int]) -> tuple[int, ...]:

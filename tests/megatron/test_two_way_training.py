@@ -264,7 +264,12 @@ def changed(change, argv, metrics):
     def over_both(step_func, data, model, num_microbatches, *more, **options):
         return step(step_func, data, model, 2 * num_microbatches, *more, **options)
 
+    def neighbours(group, copies):
+        first = group.rank() // copies * copies
+        return dist.get_process_group_ranks(group)[first : first + copies]
+
     place, name, new = {
+        'group': (replicas, '_pair', neighbours),
         'own data': (replicas, 'data_parallel_rank', own_data),
         'routes': (replicas, 'data_parallel_rank', exchanged_on_one_rank),
         'over 2m': (schedules, 'forward_step', over_both),
@@ -273,11 +278,11 @@ def changed(change, argv, metrics):
         return said(train, argv, metrics)
 
 
-def trained_with(change, ranks, data, metrics):
+def trained_with(change, ranks, data, metrics, size=4):
     argv = [*MODEL, '--pipeline-model-parallel-size', 2, '--num-layers', 8, '--data-path', data]
     argv += ['--global-batch-size', 8, '--train-iters', 3, '--clip-grad', NO_CLIPPING]
     argv += ['--pipeline-schedule', 'chimera']
-    return ranks(4).run(changed, change, list(map(str, argv)), metrics)
+    return ranks(size).run(changed, change, list(map(str, argv)), metrics)
 
 
 @refuses('a loop whose chunks read the data of other replicas', 'labels would be others')
@@ -292,6 +297,13 @@ def test_data_of_the_wrong_replica(ranks, data, tmp_path, change):
         'not those of rank 2, whose microbatches it goes on with: let each chunk read the data of'
     ), message
     assert not (tmp_path / 'metrics').exists()
+
+
+@pytest.mark.full
+def test_the_group_of_the_wrong_replica(ranks, data, tmp_path):
+    """Of four: the first runs with the second, not with the third, whose data it reads."""
+    found = trained_with('group', ranks, data, tmp_path / 'metrics', size=8)
+    assert all('whose microbatches it goes on with' in (each or '') for each in found), found
 
 
 def test_a_loss_over_both_ways_trains_something_else(trained, ranks, data, tmp_path):
