@@ -89,8 +89,6 @@ ACROSS_REPLICAS = {
 _SYNCHRONOUS = 'or take a synchronous schedule, such as zb-v'
 _UNTRIED = 'weights of several versions have not been tried with it'
 WITH_VERSIONS = {
-    'use_distributed_optimizer': 'drop --use-distributed-optimizer',
-    'overlap_grad_reduce': 'drop --overlap-grad-reduce',
     'overlap_param_gather': 'drop --overlap-param-gather',
     'recompute_granularity': 'drop --recompute-granularity',
     'fp16': 'give --bf16',
@@ -104,7 +102,6 @@ WITH_VERSIONS = {
     'train_iters': 'train in a loop of your own',
     'train_samples': 'train in a loop of your own',
 }
-_PARALLEL = 'tensor_model_parallel_size', 'context_parallel_size'
 _OTHER_ORDERS = 'the two replicas of a pair run their stages in other orders, and would deadlock'
 
 
@@ -130,10 +127,9 @@ def with_versions(settings: Any) -> Iterator[Refusal]:
     """
     table = {name: (_UNTRIED, cure) for name, cure in WITH_VERSIONS.items()}
     yield from set_in(table, settings, _SYNCHRONOUS)
-    for setting in _PARALLEL:
-        ranks = getattr(settings, setting, None) or 1
-        if ranks > 1:
-            yield Refusal(setting, ranks, _UNTRIED, f'give 1, {_SYNCHRONOUS}')
+    ranks = getattr(settings, 'context_parallel_size', None) or 1
+    if ranks > 1:
+        yield Refusal('context_parallel_size', ranks, _UNTRIED, f'give 1, {_SYNCHRONOUS}')
     if graphs := captured(settings):
         cure = f'give --cuda-graph-impl none, {_SYNCHRONOUS}'
         yield Refusal('cuda_graph_impl', graphs, 'captured passes have one version', cure)

@@ -31,19 +31,26 @@ class EndlessTraining:
         self._stepping = False
         self._given: tuple[object, ...] = ()
 
-    def begin(self, parameters: Sequence[torch.Tensor], updates: Updates, stage: int) -> Versions:
+    def begin(
+        self,
+        parameters: Sequence[torch.Tensor],
+        updates: Updates,
+        stage: int,
+        buffered: bool = False,
+    ) -> Versions:
         """Return the versions of the weights, made in the first call.
 
         Args:
             parameters: of the stage.
             updates: how they are updated.
             stage: of this rank.
+            buffered: whether steps write to buffers that parameters are views of.
         """
         if self.versions is None:
             delay = updates.delays[stage] if updates.delays else None
             self.versions = OneStorage(parameters)
             if updates.backward == STASHED:
-                self.versions = Slots(parameters, updates.every, delay)
+                self.versions = Slots(parameters, updates.every, delay, buffered)
         return self.versions
 
     def next_tables(self, calls: Calls, rank: int, given: tuple[object, ...]) -> Tables:

@@ -73,13 +73,23 @@ class Slots:
         parameters: of the stage.
         every: microbatches a step.
         delay: how many steps old the weights of forwards are; None: they have the newest.
+        buffered: whether steps write to the memory that parameters have at first, wherever they are
+            pointed to: that of the distributed optimizer's buffers. It is one copy more.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], every: int, delay: int | None) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        every: int,
+        delay: int | None,
+        buffered: bool = False,
+    ) -> None:
         self._parameters = tuple(parameters)
         self._every, self._delay = every, delay
-        self._slots = {0: [each.data for each in self._parameters]}
-        self._newest = self._current = 0
+        self._stepped = [each.data for each in self._parameters] if buffered else None
+        self._slots = {0: _copied(self._stepped) if self._stepped else self._data()}
+        self._newest, self._current = 0, -1
+        self._use(0)
         self._flying: dict[Key, int] = {}  # versions of microbatches between F and B
         self.most = 1
 
@@ -98,16 +108,30 @@ class Slots:
         wanted = {*self._flying.values(), *range(self._newest - (self._delay or 0), self._newest)}
         tensors = self._slots[old]
         self._slots = {version: self._slots[version] for version in wanted & self._slots.keys()}
-        if old in wanted:
-            tensors = [each.clone() for each in tensors]
+        if self._stepped is not None:
+            with unseen_by_autograd(self._parameters):
+                result = step()
+            self._put(_copied(self._stepped))
+            return result
+        self._put(_copied(tensors) if old in wanted else tensors)
+        with unseen_by_autograd(self._parameters):
+            return step()
+
+    def _put(self, tensors: list[torch.Tensor]) -> None:
+        """Make `tensors` the newest version, and what parameters have."""
         self._slots[self._newest] = tensors
         self.most = max(self.most, len(self._slots))
         self._use(self._newest)
-        with unseen_by_autograd(self._parameters):
-            return step()
+
+    def _data(self) -> list[torch.Tensor]:
+        return [each.data for each in self._parameters]
 
     def _use(self, version: int) -> None:
         if version != self._current:
             for parameter, data in zip(self._parameters, self._slots[version], strict=True):
                 parameter.data = data
             self._current = version
+
+
+def _copied(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [each.clone() for each in tensors]

@@ -104,34 +104,53 @@ def train(method: str, by_hand: bool, evaluates: bool, argv: list[str]) -> tuple
 
 
 def trained(ranks, data, method, p, m, by_hand, evaluates, *more) -> list[tuple]:
-    replicas = 2 if '--replicas' in more and p == 2 else 1
+    replicas = 2 if '--replicas' in more else 1
+    shards = 2 if '--tensor-model-parallel-size' in more else 1
     argv = [*MODEL, '--num-layers', 2 * p, '--data-path', data, '--log-interval', 1000]
     argv += ['--pipeline-model-parallel-size', p, '--global-batch-size', m * replicas]
     argv += ['--train-iters', ITERATIONS, '--lr-warmup-iters', 1, '--clip-grad', 0.5]
     argv += [word for word in more if word != '--replicas']
-    return ranks(p * replicas).run(train, method, by_hand, evaluates, list(map(str, argv)))
+    return ranks(p * replicas * shards).run(train, method, by_hand, evaluates, list(map(str, argv)))
 
 
 COPIES = {(2, 2): (2, 1), (4, 1): (4, 3, 2, 1), (4, 4): (2, 2, 2, 1)}
+METHODS = ('pipedream-2bw', 'pipedream', 'paci')
+SETTINGS = {
+    'two replicas, distributed optimizer, overlapped reduction, bf16': (
+        '--replicas --bf16 --use-distributed-optimizer --overlap-grad-reduce'
+    ),
+    'tensor parallel 2': '--tensor-model-parallel-size 2',
+    'two replicas': '--replicas --untie-embeddings-and-output-weights',
+}
 
 
-@supports('asynchronous schedules in a loop of your own', 'pipedream-2bw pipedream paci')
+def require_equal(ranks, data, method, p, m, evaluates, *more) -> None:
+    ours = trained(ranks, data, method, p, m, False, evaluates, *more)
+    reference = trained(ranks, data, method, p, m, True, evaluates, *more)
+    for rank, (own, other) in enumerate(zip(ours, reference, strict=True)):
+        assert own[:3] == other[:3], rank
+    assert min(ours[0][1]) > 0.5, 'clipping must have been active'
+    fixed = {'paci': (1,) * p, 'pipedream-2bw': (2,) * p}
+    copies = fixed.get(method) or COPIES[p, m]
+    assert [own[3] for own in ours] == [copies[own[4]] for own in ours]
+
+
+@supports('asynchronous, beside 1F1B with weights put in by hand', ' '.join(METHODS))
 @grid(
-    method=('pipedream-2bw', 'pipedream', 'paci'),
+    method=METHODS,
     sizes=((4, 1), (2, 2), (4, 4)),
-    more=((), ('--bf16',), ('--untie-embeddings-and-output-weights', '--replicas')),
+    more=((), ('--bf16',), ('--untie-embeddings-and-output-weights',)),
 )
 def test_as_with_weights_put_in_by_hand(ranks, data, method, sizes, more):
     """Losses, norms, parameters, optimizer state to the bit; clipping is active."""
     p, m = sizes
     if method == 'pipedream-2bw':
         m = max(m, p - 1)
-    evaluates = bool(more)
-    ours = trained(ranks, data, method, p, m, False, evaluates, *more)
-    reference = trained(ranks, data, method, p, m, True, evaluates, *more)
-    for rank, (own, other) in enumerate(zip(ours, reference, strict=True)):
-        assert own[:3] == other[:3], rank
-    assert min(ours[0][1]) > 0.5, 'clipping must have been active'
-    copies = {'paci': (1,) * p, 'pipedream-2bw': (2,) * p}.get(method, COPIES[sizes])
-    stages = [own[4] for own in ours]
-    assert [own[3] for own in ours] == [copies[stage] for stage in stages]
+    require_equal(ranks, data, method, p, m, bool(more), *more)
+
+
+@supports('asynchronous: {setting}', ' '.join(METHODS))
+@grid(method=METHODS, setting=tuple(SETTINGS))
+def test_beside_other_parallelism(ranks, data, method, setting):
+    """The same on several ranks a stage, whose optimizer may write to buffers."""
+    require_equal(ranks, data, method, 2, 2, True, *SETTINGS[setting].split())

@@ -1245,16 +1245,16 @@ def offloading(layers: int, *modules: str, on: bool = True) -> Callable:
 
 REFUSALS = {
     'versions of weights and a setting': row(
-        refusal(VERSIONS, use_distributed_optimizer=True),
-        'drop --use-distributed-optimizer, or take a synchronous schedule, such as zb-v',
+        refusal(VERSIONS, fp16=True),
+        'give --bf16, or take a synchronous schedule, such as zb-v',
         refusal(VERSIONS),
-        refusal({}, use_distributed_optimizer=True),
+        refusal({}, fp16=True),
     ),
-    'versions of weights and tensor parallelism': row(
-        refusal(VERSIONS, tensor_model_parallel_size=2),
+    'versions of weights and context parallelism': row(
+        refusal(VERSIONS, context_parallel_size=2),
         'give 1, or take a synchronous schedule, such as zb-v',
-        refusal(VERSIONS, tensor_model_parallel_size=1),
-        refusal({}, tensor_model_parallel_size=2),
+        refusal(VERSIONS, context_parallel_size=1),
+        refusal({}, context_parallel_size=2),
     ),
     'versions of weights and graphs': row(
         refusal(VERSIONS | NO_W, cuda_graph_impl='local'),

@@ -145,7 +145,8 @@ def _versioned(
     updates = updates_of(lowered.schedule.graph)
     assert updates is not None, 'else there are no calls'
     parameters = [each for model in models for each in model.parameters()]
-    versions = endless.begin(parameters, updates, lowered.placement.stages(rank)[0])
+    buffered = getattr(getattr(models[0], 'ddp_config', None), 'use_distributed_optimizer', False)
+    versions = endless.begin(parameters, updates, lowered.placement.stages(rank)[0], buffered)
     return functools.partial(VersionedStage, versions)
 
 

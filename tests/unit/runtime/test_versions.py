@@ -91,3 +91,17 @@ def test_calls_have_one_step_and_the_same_inputs():
     second = training.next_tables(calls, 0, (2, iterator))
     assert [str(p) for p in first.passes] == ['0F0', '0F1', '0BW0', '0F2', '0BW1']
     assert [str(p) for p in second.passes] == ['0F3', '0BW2', '0F4', '0BW3']
+
+
+def test_steps_of_buffers_are_copied_out_of_them():
+    """The optimizer writes to its buffer, wherever parameters are pointed to."""
+    buffer = torch.zeros(2)
+    weight = buffer[:1]
+    versions = Slots([weight], 1, None, buffered=True)
+    versions.before_forward(forward(0))
+    versions.step(lambda: buffer.add_(1))
+    assert weight.item() == 1 and versions.most == 2
+    versions.before_backward(backward(0))
+    assert weight.item() == 0
+    buffer.add_(5)
+    assert weight.item() == 0
