@@ -109,7 +109,8 @@ class _Chunks:
         if config.pipeline_model_parallel_size == 1 or not dist.is_initialized():
             return None
         groups = given.get('pg_collection')
-        group = getattr(groups, 'pp', None) or parallel_state.get_pipeline_model_parallel_group()
+        own = getattr(groups, 'pp', None)
+        group: Any = own or parallel_state.get_pipeline_model_parallel_group()
         chunk = given.get('vp_stage')
         chunk = (chunk_being_built() if chunk is None else chunk) or 0
         placement = self._session.programs.placement(group.size())

@@ -17,7 +17,7 @@ import numpy as np
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore.left_behind import random_states, set_random_states
 from megatron_zbpp.mcore.same_start.order import Chains, Part
-from megatron_zbpp.runtime.compat import Store, another_client, default_store
+from megatron_zbpp.runtime.compat import another_client, default_store
 
 Collective = Callable[[str], AbstractContextManager[None]]
 _Link = tuple[int, int]  # a stock rank, and how many parts it has drawn
@@ -47,7 +47,7 @@ class Drawing:
         }
         self._kept: dict[_Link, Any] = {}
         self._part: Part | None = None
-        self._store: Store | None = None
+        self._store: Any = None
         self._own = _states()
         self._hand_over((rank, 0), self._own)
 
@@ -111,7 +111,7 @@ class Drawing:
     def _key(self, link: _Link) -> str:
         return f'{self._name} {link[0]} {link[1]}'
 
-    def _client(self) -> Store:
+    def _client(self) -> Any:
         if self._store is None:  # one for itself: a get would keep other threads waiting
             self._store = another_client(default_store())
         return self._store
