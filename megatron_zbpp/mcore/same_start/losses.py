@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_zbpp.ir import Placement
-from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.mcore.settings import AUTO, Settings
+from megatron_zbpp.schedules import find
 
 _DROPOUTS = 'hidden_dropout', 'attention_dropout'
 
@@ -32,6 +33,9 @@ def _reasons(settings: Settings, placement: Placement, config: Any) -> Iterator[
     dropped = [f'{name} {value}' for name in _DROPOUTS if (value := getattr(config, name, None))]
     if dropped and placement != Placement.loop(placement.num_ranks):
         yield f'other ranks draw the masks of {", ".join(dropped)} (zb-h1 keeps them)'
+    name = settings.schedule
+    if isinstance(name, str) and name != AUTO and find(name).asynchronous:
+        yield f'{name} is asynchronous: gradients are of older weights'
     if settings.freeze is not None:
         yield 'freezing trains another model'
     if settings.slices is not None:
