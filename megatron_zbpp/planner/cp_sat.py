@@ -176,7 +176,7 @@ def in_ticks(problem: Problem, unit: float, ticks: int) -> Problem:
         {k: tuple(own[:stages] if k in (F, B, W) else own) for k, own in times.items()},
         amounts=amounts,
         edges=tuple((*pair, latency) for pair, latency in edges.items()),
-        parts={**parts, **held},
+        parts={**{kind: tuple(own) for kind, own in parts.items()}, **held},
     )
     return replace(problem, costs=costs)
 
