@@ -89,7 +89,7 @@ class OutputShard(ColumnParallelLinear):
         }
         for name, value in marks.items():
             setattr(self.weight, name, value)
-        self.tp = model.pg_collection.tp
+        self.tp, self.place = model.pg_collection.tp, model.pg_collection.mp.rank()
         self.listening = False
         self.taken: Taken | None = None
 
@@ -124,7 +124,7 @@ class OutputShard(ColumnParallelLinear):
         with torch.no_grad():
             softmax = (hidden @ self.weight.t()).float()
             words = softmax.size(1)
-            targets = targets - words * dist.get_rank(self.tp_group)
+            targets = targets - words * self.place
             here = (targets >= 0) & (targets < words)
             targets = targets.clamp(0, words - 1)
             found = softmax.gather(1, targets[:, None])[:, 0] * here

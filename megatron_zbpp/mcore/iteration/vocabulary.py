@@ -277,6 +277,7 @@ class Shards:
         """T: the gradient of the shard, and on the rank of the loss the losses."""
         ((statistics,),) = inputs.values()
         made, weights = self._kept.pop(p.microbatch)
+        assert isinstance(statistics, tuple), 'of all ranks'
         whole = combined(statistics)
         if self._loss is not None:
             losses = losses_of(whole).view(self._rows).transpose(0, 1).contiguous()
