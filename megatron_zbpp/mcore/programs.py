@@ -191,6 +191,11 @@ class Programs:
 
     def _plain(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """Return the schedule as its source has it."""
+        if num_ranks == 1 and self.num_replicas > 1:
+            raise ValueError(
+                f'{self.name} needs at least 2 pipeline ranks a replica, not 1: use more pipeline '
+                'ranks or another schedule, such as 1f1b'
+            )
         if isinstance(self.source, Schedule):
             for what, has, needed in (
                 ('pipeline ranks', self.source.num_ranks // self.num_replicas, num_ranks),

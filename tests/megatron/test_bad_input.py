@@ -83,6 +83,11 @@ def parse(argv):
     [
         ({'num_layers': 3}, 2, ('3 layers cannot be placed on 4 stages', '--num-layers')),
         ({'pipeline_model_parallel_size': 1}, 1, ('zb-v needs at least 2 ranks, not 1',)),
+        (
+            {'pipeline_model_parallel_size': 1, 'pipeline_schedule': 'dualpipe'},
+            2,
+            ('dualpipe needs at least 2 pipeline ranks a replica, not 1',),
+        ),
         ({'global_batch_size': 0}, 2, ('--global-batch-size 0 is not a positive multiple',)),
         (
             {'global_batch_size': 3, 'micro_batch_size': 2},

@@ -1069,6 +1069,12 @@ PROGRAMS = {
         programs(schedule='zb-v', ranks=2),
         programs(schedule='1f1b', ranks=1),
     ),
+    'one rank of each replica': row(
+        programs(schedule='dualpipe', ranks=1),
+        'dualpipe needs at least 2 pipeline ranks a replica, not 1: use more pipeline ranks or',
+        programs(schedule='dualpipe', ranks=2),
+        programs(schedule='1f1b', ranks=1),
+    ),
     'no microbatches': row(
         programs(0, schedule='zb-v'), 'give at least 1', programs(1, schedule='zb-v')
     ),

@@ -16,7 +16,7 @@ from test_launch import CONTEXT, FULL, LLAMA, MOE, NO_CLIPPING, SEQUENCE, TENSOR
 pytestmark = needs_training
 
 BASE = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 8, *NO_CLIPPING]
-BASE += ['--num-layers', 4, '--train-iters', 4]
+BASE += ['--num-layers', 8, '--train-iters', 4]
 EXPERTS = [*MOE, '--disable-bias-linear']
 FP16 = ['--fp16', '--initial-loss-scale', 1024, '--hysteresis', 1]
 RECOMPUTE = [*FULL, 'uniform', '--recompute-num-layers', 1]
@@ -27,6 +27,7 @@ GROWING = 'growing batches, evaluation of more microbatches'
 CASES = {
     'odd microbatches, learned positions': (4, ['--global-batch-size', 10]),
     'Llama': (4, LLAMA),
+    'data in cycles': (4, ['--dataloader-type', 'cyclic']),
     'tensor parallelism': (8, TENSOR),
     'sequence parallelism': (8, SEQUENCE),
     'experts': (4, EXPERTS),

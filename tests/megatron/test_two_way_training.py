@@ -52,7 +52,7 @@ def assert_same(found, expected):
 
 
 @supports('GPT, fp32, two replicas', '{family}')
-@grid(family=FAMILIES, shape=((2, 4), (2, 5), (2, 2), (4, 4), (2, 1)))
+@grid(family=FAMILIES, shape=((2, 4), (2, 5), (2, 2), (4, 4), (2, 1), (2, 8), (4, 8)))
 def test_identical_to_megatron(trained, family, shape):
     layers = 4 * shape[0]
     assert_same(trained(family, *shape, layers=layers), trained('megatron', *shape, layers=layers))
