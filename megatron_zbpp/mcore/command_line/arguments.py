@@ -134,26 +134,26 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
     settings, layout = plan_layout.settings_of(args, given)
     if settings.same_start and stock is not None:
         settings = replace(settings, same_start=stock)
-    if layout is not None:
-        job_log.info(f'layers as the plan has them: {layout}')
+    notes = [] if layout is None else [f'layers as the plan has them: {layout}']
     ranks, programs = args.pipeline_model_parallel_size, Programs(settings)
     world = int(os.environ.get('WORLD_SIZE', 1))
     replicas.require_pairs(programs, sizes.replicas(args, world))
     placement, splits = programs.placement(ranks), programs.splits(ranks)
-    for each in superseded.drop(args, splits):
-        job_log.info(each)
+    notes += superseded.drop(args, splits)
     reasons = preflight.refused(args, programs, ranks, **preflight.machine())
     if reasons:
         raise NotImplementedError('with --pipeline-schedule, ' + '. '.join(map(str, reasons)))
     counts = sizes.microbatches(args, world)
     settings, found = preflight.with_slices(settings, args, ranks, counts)
-    if found:
-        job_log.info(found)
+    notes += [found] if found else []
+    before = enabled.plugin  # Megatron's loop parses its arguments twice from 0.19 on
     plugin = enabled.switch(replace(settings, flags=vars(args)))
     if settings.post_validation is not None and sizes.disable_rerun_checks(args, sys.argv):
-        job_log.info(
+        notes.append(
             '--rerun-mode disabled, or all ranks would wait for each other in each iteration'
         )
+    for note in notes if plugin is not before else ():
+        job_log.info(note)
     plugin.session.programs.join(getattr(args, refusals.OVERLAP, False))
     for num_microbatches in sorted(counts):
         lowered = plugin.session.programs.lowered(ranks, num_microbatches, forward_only=False)

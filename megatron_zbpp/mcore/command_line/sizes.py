@@ -203,10 +203,7 @@ def _place_hybrid(args: argparse.Namespace, name: str, placement: Placement) -> 
 def stock_layout(args: argparse.Namespace) -> str | None:
     """Return the stages of the same launch line without us, in the language of Megatron's layout.
 
-    None where Megatron cannot share out so few layers.
-
-    Raises:
-        ValueError: the arguments do not divide.
+    None where Megatron cannot share out its layers so: then there is no such training.
     """
     given, hybrid = args.pipeline_model_parallel_layout, hybrid_layers(args)
     where = Placement.loop(args.pipeline_model_parallel_size, num_chunks(args) or 1)
@@ -222,7 +219,11 @@ def stock_layout(args: argparse.Namespace) -> str | None:
     if total < where.num_stages:
         return None
     if len(counts) != where.num_stages:
-        counts = layers_per_stage(total, where, *counted_ends(args), fixed_layers(args, where))
+        fixed = fixed_layers(args, where)
+        try:
+            counts = layers_per_stage(total, where, *counted_ends(args), fixed)
+        except ValueError:
+            return None  # stages of ours may do, or are refused by their own numbers
     return layout_string(counts, mtp)
 
 
