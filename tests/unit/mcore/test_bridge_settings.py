@@ -51,3 +51,11 @@ def test_what_the_configuration_asks_for_is_in_the_settings():
     assert asked.num_chunks is None
     one = bridge.prepare(config(pipeline_model_parallel_size=1), asked)
     assert one == asked and one.flags['pipeline_model_parallel_size'] == 1
+
+
+def test_slices_are_found_from_the_configuration():
+    """Sizes and number, before the model is built, as by the flag."""
+    shape = {'hidden_size': 64, 'num_attention_heads': 4, 'ffn_hidden_size': 256}
+    made = prepare(config(seq_length=4096, **shape), 'zb-v', slices='auto:1024')
+    assert sum(made.slices) == 4096 and len(made.slices) > 1
+    assert made.slices[0] > made.slices[-1], 'later ones attend to more'
