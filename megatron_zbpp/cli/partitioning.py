@@ -81,7 +81,7 @@ def add_case(command: ArgumentParser) -> None:
     command.add_argument(
         '--placements',
         metavar='NAME,...',
-        help='that may be used: loop, loop2, v, wave4, ...; default loop,v,loop2',
+        help='that may be used, all of one way: loop, loop2, v, wave4, ...; default loop,v,loop2',
     )
     command.add_argument(
         '--memory-limit',

@@ -316,7 +316,7 @@ def add_planning(parser: ArgumentParser) -> None:
         type=_placements,
         default=list(PLACEMENTS),
         metavar='NAME,...',
-        help='that may be used: loop, v, wave; default all',
+        help='that may be used, all of one way: loop, v, wave; default all',
     )
     more = '; with --frontier a picture of it beside the named schedules (.png, .svg)'
     add_search(parser, OBJECTIVES, 20.0, more)
