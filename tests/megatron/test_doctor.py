@@ -329,7 +329,8 @@ def test_by_megatrons_own_parser(ranks):
     refused = [each['setting'] for each in line['refused']]
     assert code == 1 and refused == ['tp_comm_overlap', 'mtp_num_layers']
     assert line['layers'] == [1, *[2] * 7, *[1] * 7, 0]
-    (note,) = line['notes']
+    note, scratch = line['notes']
+    assert scratch.startswith('losses from scratch ')
     assert note == (
         'no flags of Megatron, unless the script adds them: --mistaken '
         '--untie-embedding-and-output-weights (did you mean --untie-embeddings-and-output-weights?)'

@@ -86,7 +86,7 @@ def test_example(tmp_path, data):
     said = outcome(block, tmp_path, data)
     assert trained(said)
     told = [line for line in said.splitlines() if line.startswith('megatron_zbpp')]
-    assert len(told) == 4, 'one rank says what runs, once'
+    assert len(told) == 5, 'one rank says what runs, once'
     assert told[0].endswith(': zb-v on 2 ranks x 2 chunks, 4 microbatches')
     assert told[1] == 'megatron_zbpp: layers of each rank, by chunk: 2+2, 2+2'
     assert ': simulated with F = B = W: bubble ' in told[2] and 'activations' in told[3]
@@ -95,7 +95,7 @@ def test_example(tmp_path, data):
 def test_minimal(tmp_path, data):
     (block,) = [block for block in BLOCKS if 'minimal.py' in block]
     said = outcome(block, tmp_path, data)
-    losses = list(map(float, re.findall(r'\| loss ([\d.]+) \| pipeline bubble', said)))
+    losses = list(map(float, re.findall(r'\| loss ([\d.]+) \| idle GPU time', said)))
     assert len(losses) == 10 and 5.0 < losses[0] < 6.0 and losses[-1] < losses[0] - 0.5, said
 
 

@@ -132,14 +132,20 @@ class _Chunks:
 
     def _first(self, group: dist.ProcessGroup, stages: list[str]) -> Drawing | None:
         """Return the drawing of a model that is about to be built; None: it draws as it will."""
-        from megatron_zbpp.mcore.same_start.drawing import Drawing
+        from megatron_zbpp.mcore.same_start.drawing import Drawing, say_the_same
         from megatron_zbpp.mcore.same_start.reference import chains_of
 
         placement = self._session.programs.placement(group.size())
         number = _begun[group] = _begun.get(group, 0) + 1
-        chains = chains_of(self._session.settings.same_start, stages, placement)
-        if chains is None:
-            return None
+        asked, collective = self._session.settings.same_start, self._session.collective
         pipeline = '-'.join(map(str, dist.get_process_group_ranks(group)))
         name = f'megatron_zbpp same start {pipeline} {number}'
-        return Drawing(name, group.rank(), placement, chains, self._session.collective)
+        said = f'{asked} {"|".join(stages)}'
+        if not say_the_same(name, group.rank(), group.size(), said, collective):
+            return (
+                None  # layers of ranks are compared, and differences named, before the first pass
+            )
+        chains = chains_of(asked, stages, placement)
+        if chains is None:
+            return None
+        return Drawing(name, group.rank(), placement, chains, collective)

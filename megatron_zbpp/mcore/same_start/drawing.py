@@ -117,6 +117,22 @@ class Drawing:
         return self._store
 
 
+def say_the_same(name: str, rank: int, num_ranks: int, text: str, collective: Collective) -> bool:
+    """Return whether all ranks of a pipeline give the same text: else they would wait for ever.
+
+    Args:
+        name: of the model, as `Drawing` has it.
+        rank: of the pipeline.
+        num_ranks: of the pipeline.
+        text: that this rank gives.
+        collective: lets the watchdog watch the wait.
+    """
+    store = another_client(default_store())
+    store.set(f'{name} rank {rank}', text)
+    with collective('stages of a model as its ranks have them'):
+        return len({bytes(store.get(f'{name} rank {each}')) for each in range(num_ranks)}) == 1
+
+
 def _states() -> tuple:
     """Return the states of Python, numpy and torch, those that Megatron tracks included."""
     return random.getstate(), np.random.get_state(), random_states()
