@@ -89,7 +89,7 @@ def test_example(tmp_path, data):
     assert len(told) == 5, 'one rank says what runs, once'
     assert told[0].endswith(': zb-v on 2 ranks x 2 chunks, 4 microbatches')
     assert told[1] == 'megatron_zbpp: layers of each rank, by chunk: 2+2, 2+2'
-    assert ': simulated with F = B = W: bubble ' in told[2] and 'activations' in told[3]
+    assert ': simulated with F = B = W: idle GPU time ' in told[2] and 'activations' in told[3]
 
 
 def test_minimal(tmp_path, data):
