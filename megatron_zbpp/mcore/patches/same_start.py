@@ -139,7 +139,8 @@ class _Chunks:
         number = _begun[group] = _begun.get(group, 0) + 1
         asked, collective = self._session.settings.same_start, self._session.collective
         pipeline = '-'.join(map(str, dist.get_process_group_ranks(group)))
-        name = f'megatron_zbpp same start {pipeline} {number}'
+        # groups that replace others have names of their own: what those left is not read again
+        name = f'megatron_zbpp same start {pipeline} {group.group_name} {number}'
         said = f'{asked} {"|".join(stages)}'
         if not say_the_same(name, group.rank(), group.size(), said, collective):
             return (
