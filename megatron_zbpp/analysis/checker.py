@@ -254,7 +254,7 @@ def _microbatches(schedule: Schedule, rank: int, task: Task) -> Sequence[int]:
 
 
 def _done_without(schedule: Schedule, rank: int, p: Pass, need: Need) -> bool:
-    """Return whether the microbatch of `p` does without what it needs, as it may."""
+    """Return whether the schedule leaves out an optional task that `p` would need."""
     kinds = schedule.graph.kinds
     if not kinds[need.task.kind].optional or kinds[p.kind].optional:
         return False

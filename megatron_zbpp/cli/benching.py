@@ -19,8 +19,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from megatron_zbpp.cli import values
-from megatron_zbpp.cli.partitioning import gib
-from megatron_zbpp.cli.printing import print_json, print_table, print_wrapped
+from megatron_zbpp.cli.printing import gib, print_json, print_table, print_wrapped
 from megatron_zbpp.cli.progress import progress
 from megatron_zbpp.render.bars import bars_png
 from megatron_zbpp.schedules import find
@@ -256,7 +255,7 @@ def _judge(rows: list[dict[str, Any]], job: Bench) -> None:
 
 
 def _draw(rows: Sequence[dict[str, Any]], folder: Path, job: Bench) -> str | None:
-    """Return the path of the picture; None: there is no matplotlib, or nothing to draw."""
+    """Draw the runs, and return the picture's path; None: no matplotlib, or no runs."""
     runs = {row['name']: [1e3 * each for each in row['runs']] for row in rows if row['runs']}
     if not runs or find_spec('matplotlib') is None:
         return None

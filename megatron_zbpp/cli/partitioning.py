@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_zbpp.analysis.gain import idle_parts
 from megatron_zbpp.cli import values
 from megatron_zbpp.cli.printing import (
+    gib,
     headline,
     idle_text,
     picture_format,
@@ -293,11 +294,6 @@ def _print_ranks(found: PartitionPlan, timeline: Timeline, devices: Devices) -> 
         memory = [amount(most), *([amount(static), amount(most + static)] if has else [])]
         rows.append([rank, name, own, number(timeline.busy(rank)), *memory])
     print_table(heads, rows)
-
-
-def gib(amount: float) -> str:
-    """Return bytes for people."""
-    return f'{amount / 2**30:.2f} GiB'
 
 
 def _draw(args: Namespace, to: str, found: PartitionPlan) -> None:

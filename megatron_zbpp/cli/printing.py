@@ -178,6 +178,11 @@ def idle_text(share: float, parts: Mapping[str, float]) -> str:
     return f'idle GPU time {share:.2%}{f": {told}" if told else ""}'
 
 
+def gib(amount: float) -> str:
+    """Return bytes for people."""
+    return f'{amount / 2**30:.2f} GiB'
+
+
 def print_json(value: dict) -> None:
     """Print one JSON object."""
     print(json.dumps(value))
@@ -201,7 +206,7 @@ def print_wrapped(text: str) -> None:
 def picture_format(
     path: str | None, cure: str = 'name a .html, .svg or .png file', saves: bool = False
 ) -> str | None:
-    """Return the format that a picture's path asks for; None: there is no path.
+    """Return the format of a picture by the suffix of its path; None: no path.
 
     Args:
         path: of --output.

@@ -97,7 +97,7 @@ class RankFiles:
         return {'schedule': self.schedule, 'layers': [list(rank) for rank in self.layers]}
 
     def same_layers(self, other: RankFiles) -> bool:
-        """Return whether each file of one holds what it holds of the other."""
+        """Return whether both sets of files have the same layers by rank."""
         return self.layers == other.layers
 
     def difference(self, other: RankFiles) -> str:

@@ -22,7 +22,7 @@ from megatron_zbpp.schedules import FAMILIES
 
 
 class Joined(NamedTuple):
-    """A schedule with cells, of some family or (None) of what was found, and what it takes."""
+    """A schedule with cells, its value and its costs; `name` is its family, None a search's."""
 
     value: float
     name: str | None

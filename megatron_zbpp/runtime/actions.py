@@ -60,7 +60,7 @@ def reject_unsupported(
 
 
 def reject_collectives(program: Iterable[Instruction]) -> None:
-    """Return if a program has no collectives, for which there is no group.
+    """Refuse a program with collectives: an executor without their group cannot run them.
 
     Raises:
         NotImplementedError: names the first.

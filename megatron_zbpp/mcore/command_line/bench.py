@@ -53,27 +53,25 @@ class Bench:
         Raises:
             ValueError: there is no script, or flags that make no sense.
         """
-        at = next((k for k, word in enumerate(words) if word.endswith('.py')), None)
-        if at is None:
+        launcher, script, flags = launch_line.divided(words)
+        if script is None:
             raise ValueError(
                 'the launch line names no script: give all of it, such as torchrun '
                 '--nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...'
             )
-        launcher, flags = list(words[:at]), list(words[at + 1 :])
         if _LAUNCHER not in launcher:
             launcher += ['-m', _LAUNCHER] if launcher else ['python', '-m', _LAUNCHER]
         if cpu and '--cpu' not in launcher:
             launcher.append('--cpu')
-        line = launch_line.read([*launcher, words[at], *flags])
-        given = {each.dest: getattr(line.args, each.dest) for each in FLAGS}
-        named = [given['pipeline_schedule'], given['pipeline_schedule_file']]
-        own = _named(*named) if any(named) else ()
+        line = launch_line.read([*launcher, script, *flags])
+        name, file = line.args.pipeline_schedule, line.args.pipeline_schedule_file
+        own = ('--pipeline-schedule-file', file) if file else ('--pipeline-schedule', name)
         return cls(
             tuple(launcher),
-            words[at],
+            script,
             tuple(_without(flags, _SET, _SWITCHES)),
             line,
-            own,
+            own if file or name else (),
             getattr(line.args, 'load', None) or _value(flags, '--load'),
         )
 
@@ -124,10 +122,6 @@ class Bench:
             *('--train-iters', str(iterations)),
             *(['--lr-decay-iters', str(decay)] if decay else []),
         ]
-
-
-def _named(schedule: str | None, file: str | None) -> tuple[str, ...]:
-    return ('--pipeline-schedule-file', file) if file else ('--pipeline-schedule', schedule or '')
 
 
 def _without(flags: Iterable[str], valued: Iterable[str], switches: Iterable[str]) -> Iterator[str]:

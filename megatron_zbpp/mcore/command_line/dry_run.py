@@ -287,7 +287,11 @@ def _of_copies(name: str, programs: Programs, num_ranks: int, num_microbatches: 
 def _simulated(
     programs: Programs, num_ranks: int, num_microbatches: int, layers: list[int]
 ) -> Simulated:
-    """Raise ValueError where there is no such schedule."""
+    """Simulate one iteration.
+
+    Raises:
+        ValueError: the schedule does not exist for these sizes.
+    """
     schedule = programs.lowered(num_ranks, num_microbatches, forward_only=False).schedule
     costs = Costs.by_layers(schedule.placement, layers)
     timeline = simulate(schedule, costs)

@@ -98,7 +98,7 @@ def read(words: Sequence[str], gpus: int | None = None) -> LaunchLine:
     Raises:
         ValueError: words that make no sense.
     """
-    launcher, flags = _divided(words)
+    launcher, _, flags = divided(words)
     lacks = _lacks()
     parser = _own_parser() if lacks else _megatrons_parser()
     on_cpu = '--cpu' in launcher
@@ -137,12 +137,12 @@ def _nearest(word: str, known: Collection[str], cutoff: float) -> str | None:
     return near[0] if near and name.startswith('--') else None
 
 
-def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return what launches the script, and the script's own words."""
+def divided(words: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
+    """Return the words before a script, its path (None: flags alone), and the words behind it."""
     for index, word in enumerate(words):
         if word.endswith('.py') and not word.startswith('-'):
-            return list(words[:index]), list(words[index + 1 :])
-    return [], list(words)
+            return list(words[:index]), word, list(words[index + 1 :])
+    return [], None, list(words)
 
 
 def _lacks() -> str:

@@ -71,34 +71,19 @@ def prepare(
         combined.require(unwrap_model(models), arguments.forward_step_func)
     if not arguments.forward_only and not session.announced:
         _announce(session, lowered, one, config, models[0])
-    make: Callable[..., ModelStage] = combined.CombinedStage if as_one else ModelStage
-    if len(messages) > 1:
-        from megatron_zbpp.mcore.iteration import sliced
-
-        new = models if models[0] not in session.compared else []
-        sliced.require(unwrap_model(new), arguments)
-        make = functools.partial(sliced.SlicedStage, cuts, session.slicing)
     endless = None if lowered.calls is None else session.endless
-    if endless is not None:
-        make = _versioned(endless, lowered, models, rank)
-    reading = None
-    if call.num_replicas > 1 and arguments.forward_only not in session.read_alike:
-        from megatron_zbpp.mcore.reading import Reading
-
-        reading = Reading()
-        session.read_alike.add(arguments.forward_only)
-    shards = None
-    if session.programs.shards_vocabulary:
-        from megatron_zbpp.mcore.iteration import vocabulary as shards
-
-        shards.require(unwrap_model(models), arguments)
-        make = shards.VocabularyStage
+    make = _maker(session, arguments, lowered, cuts, rank)
+    reading = _reading(session, call)
     stages = _stages(make, call, next_iteration, lowered.placement, rank, one, reading)
     if models[0] not in session.compared:
         session.compared.add(models[0])
         collective = session.watchdog.collective
         require_all_layers(unwrap_model(models), one, groups.pp, collective)
-    more = {} if shards is None else shards.of_executor(session, pipeline, messages[0], stages)
+    more: dict[str, Any] = {}
+    if session.programs.shards_vocabulary:
+        from megatron_zbpp.mcore.iteration import vocabulary
+
+        more = vocabulary.of_executor(session, pipeline, messages[0], stages)
     tables, count = lowered.tables(rank, ranks_ahead)
     if endless is not None and lowered.calls is not None:
         given = arguments.num_microbatches, *models, *arguments.iterators
@@ -133,6 +118,43 @@ def _allow(session: Session, arguments: Arguments, config: Any, num_ranks: int) 
         found += with_versions(getattr(arguments.models[0], 'ddp_config', None))
     refuse_unsupported(config, arguments.adjust_tensor_shapes_fn, found)
     programs.join(getattr(config, refusals.OVERLAP, False))
+
+
+def _maker(
+    session: Session, arguments: Arguments, lowered: Lowered, cuts: Sequence[int], rank: int
+) -> Callable[..., ModelStage]:
+    """Return what makes a stage, by what its passes do beside Megatron's own.
+
+    Raises:
+        NotImplementedError: the model or the call cannot.
+    """
+    models, programs = arguments.models, session.programs
+    if len(cuts) > 2:
+        from megatron_zbpp.mcore.iteration import sliced
+
+        new = models if models[0] not in session.compared else []
+        sliced.require(unwrap_model(new), arguments)
+        return functools.partial(sliced.SlicedStage, cuts, session.slicing)
+    if lowered.calls is not None and session.endless is not None:
+        return _versioned(session.endless, lowered, models, rank)
+    if programs.shards_vocabulary:
+        from megatron_zbpp.mcore.iteration import vocabulary
+
+        vocabulary.require(unwrap_model(models), arguments)
+        return vocabulary.VocabularyStage
+    as_one = programs.together and not arguments.forward_only
+    return combined.CombinedStage if as_one else ModelStage
+
+
+def _reading(session: Session, call: Call) -> Reading | None:
+    """Return what notes the data of a two-way pipeline's first calls; None: nothing to compare."""
+    forward_only = call.arguments.forward_only
+    if call.num_replicas == 1 or forward_only in session.read_alike:
+        return None
+    from megatron_zbpp.mcore.reading import Reading
+
+    session.read_alike.add(forward_only)
+    return Reading()
 
 
 def _versioned(

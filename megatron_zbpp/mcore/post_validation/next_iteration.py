@@ -200,7 +200,7 @@ class ForwardsAhead(NextIteration):
             self._drop(begun[0])
 
     def close(self) -> None:
-        """Let go of models and activations, on all ranks: there is no next iteration for now.
+        """Drop models and activations on all ranks, until there is another iteration.
 
         Data that was drawn for it stays here, for when the same iterator is trained with again.
         """

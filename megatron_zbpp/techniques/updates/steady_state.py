@@ -36,7 +36,7 @@ def steady_state(timeline: Timeline) -> SteadyState | None:
     """Return the steady state of a schedule; None: it has no updates, or too few calls."""
     schedule = timeline.schedule
     updates = updates_of(schedule.graph)
-    calls = whole_calls(schedule)
+    calls = 0 if updates is None else whole_calls(schedule)
     if updates is None or calls < 2:
         return None
     m, ran = updates.every, timeline.by_pass

@@ -62,15 +62,17 @@ def delays(schedule: Schedule) -> tuple[Delay, ...]:
 def copies(schedule: Schedule) -> tuple[int, ...]:
     """Return by stage how many copies of its weights there are at most, beside fp32 main ones."""
     backward, late = _require(schedule).backward, delays(schedule)
+    uses = forward_versions(schedule)
     return tuple(
-        max(map(len, _alive(schedule, stage))) + (backward == CORRECTED and late[stage].most > 0)
+        max(map(len, _alive(schedule, uses, stage)))
+        + (backward == CORRECTED and late[stage].most > 0)
         for stage in range(schedule.num_stages)
     )
 
 
-def _alive(schedule: Schedule, stage: int) -> Iterator[set[int]]:
+def _alive(schedule: Schedule, uses: dict[Pass, int], stage: int) -> Iterator[set[int]]:
     """Yield the versions of a stage's weights that a later pass uses, behind each of its passes."""
-    updates, uses, newest = _require(schedule), forward_versions(schedule), 0
+    updates, newest = _require(schedule), 0
     graph, rank = schedule.graph, schedule.placement.only_route[stage]
     own = [p for p in schedule.passes[rank] if p.stage == stage]
     coming = [uses[p] for p in own if p.kind == F][::-1]
