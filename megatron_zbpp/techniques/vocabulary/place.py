@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, W
+from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, Task, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.errors import ScheduleError
 from megatron_zbpp.techniques.base import lack_of_times
@@ -44,7 +44,7 @@ class _Reference(NamedTuple):
         spans: of its passes.
         made: when the last stage's forwards end, by unit (microbatch and slice) in order.
         taken: when its backwards begin, by unit.
-        longest: time of the longest S.
+        longest: time of the longest S, by slice.
         period: time of a unit on a mean rank.
     """
 
@@ -52,7 +52,7 @@ class _Reference(NamedTuple):
     spans: Sequence[Sequence[tuple[float, float]]]
     made: Sequence[float]
     taken: Sequence[float]
-    longest: float
+    longest: list[float]
     period: float
 
 
@@ -177,7 +177,10 @@ def _reference(host: Schedule, costs: Costs, share: float) -> _Reference | None:
         elif q.stage == n - 1 and q.kind in back:
             taken[q.microbatch * slices + q.slice] = start
     period = sum(sum(whole.times[kind]) for kind in (F, B, W)) / host.num_ranks / slices
-    return _Reference(host, spans, made, taken, max(costs.times[S][n:]) / slices, period)
+    longest = [
+        max(costs.times[S][n:]) * costs.share(S, Task(S, n, part), slices) for part in range(slices)
+    ]
+    return _Reference(host, spans, made, taken, longest, period)
 
 
 def _placed(reference: _Reference, logits: float, gradient: float) -> Schedule:
@@ -190,8 +193,9 @@ def _placed(reference: _Reference, logits: float, gradient: float) -> Schedule:
     """
     host, n = reference.host, reference.host.num_stages
     slices, made, taken = host.graph.num_slices, reference.made, reference.taken
+    longest = reference.longest * host.num_microbatches
     apart = [
-        max(0.0, end - begin - reference.longest) for begin, end in zip(made, taken, strict=True)
+        max(0.0, end - begin - own) for begin, end, own in zip(made, taken, longest, strict=True)
     ]
     # of a microbatch the last slice, whose backward is the first, has the least time
     least = [min(apart[at - at % slices :][:slices]) for at in range(len(apart))]

@@ -16,6 +16,10 @@ from megatron_zbpp.cli import main
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build, names
+from megatron_zbpp.techniques.copies import with_copies
+from megatron_zbpp.techniques.offload.place import offloaded
+from megatron_zbpp.techniques.recompute.place import recomputed
+from megatron_zbpp.techniques.slices.balance import Attention, balanced, in_parts
 from megatron_zbpp.techniques.slices.place import in_slices
 from megatron_zbpp.techniques.vocabulary.graph import S, T
 from megatron_zbpp.techniques.vocabulary.place import in_shards, with_shard_times
@@ -93,6 +97,51 @@ def test_slices_of_a_host_keep_their_bubble(name):
             own = [(p.microbatch, p.slice) for p in order if p.kind == kind]
             assert own == sorted(own) and len(own) == 16
     assert made == Schedule.from_json(made.to_json())
+
+
+@pytest.mark.parametrize(('name', 'most'), [('1f1b', 1.04), ('zb-v', 0.4), ('v-half', 0.75)])
+def test_slices_of_unlike_sizes(name, most):
+    """S and T take as long as their slice has tokens; each has the time that its own S leaves."""
+    host, attention = in_slices(name, 4, 4, 8), Attention(0.6)
+    plain = Costs.uniform(host.placement)
+    sizes = balanced(8, 65536, attention, plain)
+    plain = in_parts(plain, sizes, attention)
+    costs = with_shard_times(plain, host.placement, 0.8)
+    made = in_shards(host, costs)
+    check(made)
+    assert bubble(made, costs) <= most
+    for p, (start, end) in simulate(made, costs).by_pass.items():
+        if p.kind in (S, T):
+            length = {S: 1.6, T: 0.8}[p.kind] * sizes[p.slice] / 65536
+            assert end - start == pytest.approx(length)
+    assert max(peak(made, costs)) <= max(peak(host, plain)) + 2 * sizes[0] / 65536
+
+
+@pytest.mark.parametrize('slices', [1, 4])
+@pytest.mark.parametrize('name', ['1f1b', 'zb-v', 'interleaved'])
+def test_activations_leave_or_are_made_again_beside_shards(name, slices):
+    """The output layer's own stage, too: S keeps what it has got, and waits for no R."""
+    made, costs = shared(in_slices(name, 4, 4, slices), 0.3)
+    costs = with_copies(costs, 0.3)
+    again = recomputed(made, 'all', costs)
+    assert sum(peak(again, costs)) < sum(peak(made, costs))
+    for other in (again, offloaded(made, 'all', costs), offloaded(again, 'half', costs)):
+        check(other)
+        assert max(peak(other, costs)) <= max(peak(made, costs))
+        assert {p.kind for _, p in other} & {'O', 'R'}
+        assert other == Schedule.from_json(other.to_json())
+        shards = [[p for p in order if p.kind in (S, T)] for order in other.passes]
+        assert shards == [[p for p in order if p.kind in (S, T)] for order in made.passes]
+
+
+def test_stages_of_a_partition():
+    """Of unlike stages the slowest rank alone is busy all the time."""
+    host = in_slices('zb-h1', 4, 4, 4)
+    plain = Costs.by_layers(host.placement, (3, 4, 4, 5))
+    costs = with_shard_times(plain, host.placement, 0.3)
+    made = in_shards(host, costs)
+    check(made)
+    assert bubble(made, costs) <= bubble(host, plain)
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.full) for name in HOSTS[2:]]
