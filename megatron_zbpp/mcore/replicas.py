@@ -93,8 +93,10 @@ def _both(found: list[Any], own: list[int]) -> tuple[int, ...]:
 
 def _reads_unasked(session: Session, pipeline: dist.ProcessGroup) -> bool:
     """Return whether a chunk here reads data, and the loop has not asked whose."""
-    ends = session.programs.placement(pipeline.size()).only_route
-    return pipeline.rank() in (ends[0], ends[-1]) and not session.asked_for_data
+    where = session.programs.placement(pipeline.size())
+    chunks = enumerate(where.stages(pipeline.rank()))
+    reading = {chunk for chunk, stage in chunks if stage in (0, where.num_stages - 1)}
+    return not reading <= session.chunks_asked_for
 
 
 def data_parallel_rank(session: Session, chunk: int) -> int:
@@ -104,8 +106,9 @@ def data_parallel_rank(session: Session, chunk: int) -> int:
         session: whose schedule runs.
         chunk: its index among the chunks of this rank.
     """
-    programs, session.asked_for_data = session.programs, True
-    replica = parallel_state.get_data_parallel_rank()
+    programs = session.programs
+    session.chunks_asked_for.add(chunk)
+    replica = parallel_state.get_data_parallel_group().rank()
     copies, ranks = programs.num_replicas, parallel_state.get_pipeline_model_parallel_world_size()
     if copies == 1 or ranks == 1:
         return replica

@@ -58,7 +58,7 @@ class Session:
         endless: the calls of an asynchronous schedule; None: it is none.
         compared: models whose layers the ranks have compared with the placement.
         pipelines: by the group of a replica's pipeline, that of the ranks that run one schedule.
-        asked_for_data: whether the loop has asked whose data a chunk reads.
+        chunks_asked_for: chunks of which the loop has asked whose data they read.
         read_alike: values of forward_only whose first call's data are compared.
 
     Raises:
@@ -92,7 +92,7 @@ class Session:
         self._beside: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         self._collectives: dict[tuple[dist.ProcessGroup, tuple], Collectives] = {}
         self._agreed: set[tuple] = set()
-        self.asked_for_data = False
+        self.chunks_asked_for: set[int] = set()
         self.read_alike: set[bool] = set()
         self.pipelines: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         self.guests: list[Guest] = []

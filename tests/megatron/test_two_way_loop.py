@@ -8,7 +8,8 @@ import itertools
 import events
 import pytest
 from nvidia import known, needs_training, run, since
-from supported import TOLERANCE, absent, supports
+from ranks import RankError
+from supported import TOLERANCE, absent, refuses, supports
 from test_hybrid import PATTERNS, SPEC, TE
 from test_hybrid import _divided as divided_among
 from test_launch import CONTEXT, FULL, LLAMA, MOE, NO_CLIPPING, SEQUENCE, TENSOR
@@ -64,6 +65,9 @@ def stock(ranks, tmp_path_factory):
     def trained(case):
         size, flags = CASES[case]
         flags = [*BASE, *flags]
+        if case == GROWING and '--step-batch-size-schedule' not in ranks(2).run(known)[0]:
+            at = flags.index('--train-iters')  # until 0.17
+            flags[at : at + 2] = ['--train-samples', 24, '--lr-warmup-iters', 0]
         folder = tmp_path_factory.mktemp('stock')
         saving = ['--save', folder, '--save-interval', 2]
         run_of = run(ranks(size), *flags, *saving, event=event_of(case, 3))
@@ -96,6 +100,37 @@ def test_identical_to_megatron(ranks, stock, case, schedule):
     if case == GROWING:
         losses = ours.reported[-1]
         assert losses and losses == expected.reported[-1][-len(losses) :]
+
+
+EXTERNAL = ['--dataloader-type', 'external']
+
+
+@supports("NVIDIA's loop: loaders of one's own, two-way")
+@pytest.mark.parametrize(
+    ('asks', 'schedule'),
+    [
+        ('megatron_zbpp', 'dualpipe'),
+        pytest.param('Megatron', 'dualpipe', marks=pytest.mark.full),
+        pytest.param('Megatron', 'bitpipe', marks=pytest.mark.full),
+    ],
+)
+def test_external_loaders(ranks, stock, asks, schedule):
+    """A provider that asks for its data-parallel rank is told that of the chunk it builds for."""
+    expected, flags = stock(FIRST[0])
+    given = [*EXTERNAL, '--pipeline-schedule', schedule]
+    ours = run(ranks(4), *flags, *given, event=events.OwnLoaders(asks))
+    assert ours.losses == since(2, expected.losses)
+    assert ours.parameters == expected.parameters
+    assert ours.optimizer == expected.optimizer
+
+
+@refuses("NVIDIA's loop: loaders of one's own that do not ask, two-way", 'labels would be others')
+def test_external_loaders_that_do_not_ask(ranks):
+    given = [*BASE, *EXTERNAL, '--pipeline-schedule', 'dualpipe']
+    with pytest.raises(
+        RankError, match=r'this loop never asked whose: take megatron_zbpp\.data_par'
+    ):
+        run(ranks(4), *given, event=events.OwnLoaders('group'))
 
 
 @supports("NVIDIA's loop: checkpoints go from one way to two and back", 'dualpipe chimera')

@@ -299,6 +299,46 @@ class Dumps:
 
 
 @dataclass(frozen=True)
+class OwnLoaders:
+    """The script's provider gives loaders of its own, in Megatron's order of samples: what
+    --dataloader-type external is for.
+
+    Attributes:
+        asks: for the data-parallel rank: 'Megatron', 'megatron_zbpp', or the 'group'.
+    """
+
+    asks: str
+
+    @contextmanager
+    def __call__(self, training: Any) -> Iterator[None]:
+        from megatron.core import parallel_state
+        from torch.utils.data import DataLoader
+
+        import megatron_zbpp
+
+        original = training.build_train_valid_test_datasets
+        rank_of = {
+            'Megatron': lambda _: parallel_state.get_data_parallel_rank(),
+            'megatron_zbpp': megatron_zbpp.data_parallel_rank,
+            'group': lambda _: parallel_state.get_data_parallel_group().rank(),
+        }[self.asks]
+
+        def build_train_valid_test_datasets(provider, *sizes):
+            train, *others = original(provider, *sizes)
+            if train is None:
+                return train, *others
+            replicas = parallel_state.get_data_parallel_world_size()
+            first = rank_of(provider.keywords.get('vp_stage'))
+            first += training.get_args().consumed_train_samples
+            return iter(DataLoader(train, sampler=range(first, len(train), replicas))), *others
+
+        with mock.patch.object(
+            training, 'build_train_valid_test_datasets', build_train_valid_test_datasets
+        ):
+            yield
+
+
+@dataclass(frozen=True)
 class Faulty:
     """Megatron doubts the losses of one iteration: it runs again, then saves and exits, to be
     resumed in the middle of its batch.

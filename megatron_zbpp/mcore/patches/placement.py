@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -259,17 +260,35 @@ def _with_data_on_rank_0(reads: Reads, original: Callable) -> Callable:
     def build_train_valid_test_data_loaders(*args: Any, **kwargs: Any) -> Any:
         provider = args[0] if args else next(iter(kwargs.values()))
         chunk = getattr(provider, 'keywords', {}).get('vp_stage')
-        asked = parallel_state.get_data_parallel_rank
-        if chunk is not None:
-            own, replica = asked(), reads(chunk)
-            parallel_state.get_data_parallel_rank = lambda *a, **k: (
-                replica if (found := asked(*a, **k)) == own else found
-            )
         _building.append(True)
         try:
-            return original(*args, **kwargs)
+            if chunk is None:
+                return original(*args, **kwargs)
+            with _replica_of(chunk, reads):
+                loaders = original(*args, **kwargs)
         finally:
-            parallel_state.get_data_parallel_rank = asked
             _building.pop()
+        train, valid, test = loaders
+        if all(each is None for each in (train, test, *(valid or ()))):
+            reads(chunk)  # nothing here has to ask
+        return loaders
 
     return build_train_valid_test_data_loaders
+
+
+@contextmanager
+def _replica_of(chunk: int, reads: Reads) -> Iterator[None]:
+    """Answer who asks for the data-parallel rank with that of the replica that a chunk reads."""
+    original = parallel_state.get_data_parallel_rank
+    own = original()
+
+    @functools.wraps(original)
+    def get_data_parallel_rank(with_context_parallel: bool = False, **more: Any) -> int:
+        apart = parallel_state.get_context_parallel_world_size() if with_context_parallel else 1
+        return original(with_context_parallel, **more) + apart * (reads(chunk) - own)
+
+    parallel_state.get_data_parallel_rank = get_data_parallel_rank
+    try:
+        yield
+    finally:
+        parallel_state.get_data_parallel_rank = original
