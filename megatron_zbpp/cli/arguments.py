@@ -14,6 +14,7 @@ from megatron_zbpp.cli.inputs import IN_FILE, StageCosts, Times
 from megatron_zbpp.cli.slicing import add_slices
 from megatron_zbpp.mcore.settings import meaning
 from megatron_zbpp.schedules import find
+from megatron_zbpp.techniques.composition import OUTPUT, SHARED_LAYERS
 
 NO_TIMES = Times(1.0, 1.0, 1.0)  # --times where it is not given
 
@@ -68,6 +69,13 @@ def add_vocabulary(parser: argparse.ArgumentParser) -> None:
         help='the output layer on all ranks, as passes S and T: forward of a shard over that of a '
         f'full rank, or {IN_FILE} if that of --times has times of S and T; default: it is part of '
         'the last stage',
+    )
+    parser.add_argument(
+        '--vocab-layers',
+        choices=SHARED_LAYERS,
+        default=OUTPUT,
+        help='layers on all ranks with --vocab-parallel; input: the word embedding, as passes D, I '
+        'and J; default output',
     )
 
 

@@ -22,10 +22,12 @@ from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.schedules import build, find, names
 from megatron_zbpp.techniques import ASKED, placed_in_turn
 from megatron_zbpp.techniques import find as find_technique
+from megatron_zbpp.techniques.composition import BOTH, OUTPUT
 from megatron_zbpp.techniques.copies import with_copies
 from megatron_zbpp.techniques.slices.place import in_slices, unsuited
 from megatron_zbpp.techniques.updates.steady_state import with_weight_copies
 from megatron_zbpp.techniques.updates.versions import updates_of
+from megatron_zbpp.techniques.vocabulary.embedding import in_embedding_shards
 from megatron_zbpp.techniques.vocabulary.place import in_shards, with_shard_times
 
 IN_FILE = 'file'  # of --vocab-parallel: times of S and T are in that of --times
@@ -82,6 +84,7 @@ def load_case(args: Namespace, name: str | None = None) -> Case:
     """Return the schedule that is asked for (or that of family `name`), checked, with costs."""
     asked, name = name is None, name or args.schedule
     case = _generated(args, name) if name else _from_file(args)
+    require_share(args)
     if getattr(args, 'vocab_parallel', None) is not None:
         case = _in_shards(args, case)
     copies = bool(compiled(case.schedule.graph).on_copy_engines)
@@ -103,6 +106,16 @@ def load_case(args: Namespace, name: str | None = None) -> Case:
     return case
 
 
+def require_share(args: Namespace) -> None:
+    """Raise ValueError for layers on all ranks of which nobody says what they cost."""
+    layers = getattr(args, 'vocab_layers', OUTPUT)
+    if layers != OUTPUT and args.vocab_parallel is None:
+        raise ValueError(
+            f'--vocab-layers {layers} needs the cost of the output layer: give --vocab-parallel '
+            f'SHARE, or {IN_FILE}'
+        )
+
+
 def _in_shards(args: Namespace, case: Case) -> Case:
     """Return the case with the output layer on all ranks."""
     placement, costs, share = case.schedule.placement, case.costs, args.vocab_parallel
@@ -111,7 +124,10 @@ def _in_shards(args: Namespace, case: Case) -> Case:
         costs = with_shard_times(costs, placement, share)
     if limit is not None:
         limit = max(0.0, limit - max(costs.static(placement)))
-    return Case(in_shards(case.schedule, costs, limit), costs)
+    made = in_shards(case.schedule, costs, limit)
+    if args.vocab_layers == BOTH:
+        made = in_embedding_shards(made, costs)
+    return Case(made, costs)
 
 
 def copied(args: Namespace, costs: Costs, between: Iterable[str] = ()) -> Costs:

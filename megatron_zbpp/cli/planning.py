@@ -45,6 +45,7 @@ from megatron_zbpp.techniques.slices.sizes import sizes_of
 
 def plan_schedule(args: Namespace) -> int:
     """Return 0, or 130 where Ctrl-C ended the search; prints and writes the best plan."""
+    inputs.require_share(args)
     if args.vocab_parallel is not None:
         return _choose_in_shards(args)
     if args.frontier:

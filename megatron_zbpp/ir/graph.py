@@ -208,8 +208,17 @@ class Graph:
 
     @cached_property
     def evaluated(self) -> frozenset[str]:
-        """Kinds of tasks without a backward: F, and what each rank has one of."""
-        return frozenset({F, *(task.kind for task in self.needs if task.stage >= self.num_stages)})
+        """Kinds of tasks without a backward: F, what each rank has one of, and what these need."""
+        needed: dict[str, set[str]] = {}
+        for task, needs in self.needs.items():
+            own = needed.setdefault(task.kind, set())
+            own |= {need.task.kind for need in needs if not need.back}
+        for _ in needed:
+            for own in needed.values():
+                own |= set().union(*(needed[kind] for kind in own))
+        of_ranks = {task.kind for task in self.needs if task.stage >= self.num_stages}
+        wanted = {F, *of_ranks}.union(*(needed[kind] for kind in (F, *of_ranks)))
+        return frozenset(kind for kind in wanted if kind != B and B not in needed[kind])
 
     @cached_property
     def sites(self) -> range:

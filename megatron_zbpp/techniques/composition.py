@@ -33,6 +33,12 @@ SLICED = 'sliced'
 VOCABULARY = 'split_vocabulary'
 """The output layer on all ranks, by the name of its graph's function."""
 
+EMBEDDING = 'split_embedding'
+"""The word embedding on all ranks beside it, by the name of its graph's function."""
+
+OUTPUT, BOTH = SHARED_LAYERS = 'output', 'input+output'
+"""Layers that all ranks share, as users ask for them."""
+
 TRAINED = (*NAMES, SLICED, OVERLAP)
 """Techniques that train, each by itself. Others are planned, simulated and drawn."""
 

@@ -1,4 +1,4 @@
-"""WHAT shards of the output layer on all ranks make of a graph."""
+"""WHAT shards of the output layer, and of the embedding, on all ranks make of a graph."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ S, T = 'S', 'T'
 HIDDEN, STATISTICS, GRADIENT = 'hidden', 'statistics', 'vocabulary'
 """Messages: the output of the last layer; maxima, sums and logits of the targets, from which each
 rank has the loss; the gradient of the output of the last layer."""
+
+READ, LOOKUP, SCATTER = 'D', 'I', 'J'
+TOKENS, EMBEDDING, EMBEDDING_GRADIENT = 'tokens', 'embedding', 'embedding_gradient'
+"""Messages: the tokens that the first stage reads; the sum of the rows that all shards have of them
+(one has the row, the others zeros); the gradient of that sum."""
 
 
 def split_vocabulary(graph: Graph, ranks: int, barriers: int = 1) -> Graph:
@@ -63,3 +68,48 @@ def split_vocabulary(graph: Graph, ranks: int, barriers: int = 1) -> Graph:
         GRADIENT: Collective(REDUCE, STATISTICS if barriers == 1 else ''),
     }
     return made_of(graph, 'split_vocabulary', (ranks, barriers), needs, holds, kinds, collectives)
+
+
+def split_embedding(graph: Graph, ranks: int) -> Graph:
+    """Return the graph with a shard of the word embedding a rank: I looks up, J is its gradient.
+
+    D reads the tokens of a microbatch on the first stage and tells them to all ranks; I looks them
+    up in its rows; the first stage's F takes the sum. Its B tells the gradient of that to J of all
+    ranks, which comes behind T of its rank: a tied shard has its whole gradient with J.
+
+    Args:
+        graph: with shards of the output layer, as `split_vocabulary` makes it.
+        ranks: of the pipeline, as there.
+
+    Raises:
+        ValueError: the graph has no shards of the output layer.
+    """
+    kinds = {
+        READ: Kind('reading of tokens'),
+        LOOKUP: Kind('rows of a shard of the embedding'),
+        SCATTER: Kind('gradient of a shard of the embedding'),
+    }
+    needs, holds = dict(graph.needs), dict(graph.holds)
+    shards = range(graph.num_stages, graph.num_stages + ranks)
+    for cut in range(graph.num_slices):
+        reading, forward, backward = (Task(kind, 0, cut) for kind in (READ, F, B))
+        needs[reading], holds[reading] = (), ()
+        for shard in shards:
+            rows, gradient = Task(LOOKUP, shard, cut), Task(SCATTER, shard, cut)
+            behind = Task(T, shard, cut)
+            if behind not in needs:
+                raise ValueError(
+                    f'split_embedding: there is no {behind}: the embedding is on all ranks where '
+                    'the output layer is: apply split_vocabulary to as many ranks first'
+                )
+            needs[rows] = (Need(reading, TOKENS),)
+            needs[gradient] = (Need(backward, EMBEDDING_GRADIENT), Need(behind))
+            holds[rows] = holds[gradient] = ()
+        looked_up = tuple(Need(Task(LOOKUP, shard, cut), EMBEDDING) for shard in shards)
+        needs[forward] = (*needs[forward], *looked_up)
+    collectives = {
+        TOKENS: Collective(BROADCAST),
+        EMBEDDING: Collective(REDUCE),
+        EMBEDDING_GRADIENT: Collective(BROADCAST),
+    }
+    return made_of(graph, 'split_embedding', (ranks,), needs, holds, kinds, collectives)

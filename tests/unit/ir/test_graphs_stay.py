@@ -37,6 +37,7 @@ CASES = [
         ((one, TECHNIQUES[one][0]), (other, TECHNIQUES[other][-1]))
         for one, other in itertools.permutations(TECHNIQUES, 2)
     ],
+    (('split_vocabulary', (3, 1)), ('split_embedding', (3,))),
     (),
 ]
 POOLS = DEVICE, HOST, PARTNER

@@ -1,0 +1,66 @@
+"""WHEN shards of the word embedding run: one rule for every schedule with S and T.
+
+That schedule is simulated. I of a microbatch comes where the first stage begins the forward of the
+one two before (D right before it there), J where its B ends, behind T. So the collectives have a
+microbatch's time and more, and cost their latency at both ends of an iteration only. All else
+stays, and everything runs in the order of those starts, so it cannot deadlock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from operator import itemgetter
+
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import B, F, Pass, Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.techniques.vocabulary.graph import LOOKUP, READ, SCATTER, T, split_embedding
+from megatron_zbpp.techniques.vocabulary.place import USUAL_SHARE, with_shard_times
+
+_AHEAD = 2  # microbatches; of one, with chunks, some forwards of the first stage would wait
+
+
+def with_embedding(schedule: Schedule) -> Schedule:
+    """Return a schedule with S and T that has the embedding on all ranks, of usual costs."""
+    uniform = Costs.uniform(schedule.placement)
+    costs = with_shard_times(uniform, schedule.placement, USUAL_SHARE)
+    return in_embedding_shards(schedule, costs)
+
+
+def in_embedding_shards(schedule: Schedule, costs: Costs) -> Schedule:
+    """Return the orders of a schedule with S and T, with D, I and J in them.
+
+    Args:
+        schedule: with the output layer on all ranks.
+        costs: of its stages and shards; D, I and J take no time unless they have some.
+    """
+    n, spans = schedule.num_stages, simulate(schedule, costs).spans
+    first = schedule.placement.rank_of(0, 0)
+    own = list(zip(schedule.passes[first], spans[first], strict=True))
+    forwards = [(start, q) for q, (start, _) in own if q.stage == 0 and q.kind == F]
+    doers = schedule.graph.doers[B]
+    backwards = [(end, q) for q, (_, end) in own if q.stage == 0 and q.kind in doers]
+    orders: list[tuple[Pass, ...]] = []
+    for rank, order in enumerate(schedule.passes):
+        entries = [
+            (span[0], 2, at, q) for at, (q, span) in enumerate(zip(order, spans[rank], strict=True))
+        ]
+        behind_t = {(q.microbatch, q.slice): entry[0] for *entry, q in entries if q.kind == T}
+        for turn, (_, q) in enumerate(forwards):
+            start = forwards[turn - _AHEAD][0] if turn >= _AHEAD else -1.0
+            if rank == first:
+                entries.append((start, 0, turn, q._replace(kind=READ)))
+            entries.append((start, 1, turn, q._replace(kind=LOOKUP, stage=n + rank)))
+        latest = 0.0
+        for turn, (end, q) in enumerate(backwards):
+            latest = max(latest, end, behind_t[q.microbatch, q.slice])
+            entries.append((latest, 3, turn, q._replace(kind=SCATTER, stage=n + rank)))
+        entries.sort(key=itemgetter(0, 1, 2))
+        orders.append(tuple(entry[-1] for entry in entries))
+    return replace(
+        schedule,
+        name=f'{schedule.name} and embedding',
+        passes=tuple(orders),
+        graph=split_embedding(schedule.graph, schedule.num_ranks),
+        phases=(),
+    )
