@@ -338,6 +338,7 @@ def enable(args: argparse.Namespace, stack: ExitStack) -> Any | None:
         offload=args.pipeline_offload,
         freeze=args.pipeline_freeze,
         recompute=args.pipeline_recompute,
+        clip=args.pipeline_clip,
         flags=vars(args),
         post_validation=(
             args.enable_optimizer_post_validation and args.optimizer_post_validation_clean_steps

@@ -23,7 +23,7 @@ from megatron_zbpp.mcore.patches import (
     transformer_engine,
 )
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
-from megatron_zbpp.mcore.post_validation import split_step, stepping
+from megatron_zbpp.mcore.post_validation import late_step, split_step, stepping
 from megatron_zbpp.mcore.post_validation.next_iteration import ForwardsAhead
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.settings import Settings
@@ -145,6 +145,16 @@ class Plugin:
         for guest in self.session.guests:
             guest.resume(step)
 
+    def finish_step(self) -> None:
+        """Take the optimizer step that is begun, if one is; parameters then have its weights.
+
+        Only `pipedream-2bw` leaves one until the next call needs it. Evaluation and checkpoints of
+        Megatron's do this by themselves; a loop of one's own calls it on all ranks before it reads
+        weights.
+        """
+        if self.session.endless is not None:
+            self.session.endless.finish_step()
+
     @property
     def enabled(self) -> bool:
         """True while it is in place."""
@@ -175,6 +185,7 @@ class Plugin:
             bridge_checkpoints.patches(session),
             split_step.patches(),
             stepping.patches(self._steps, session.post_validation),
+            late_step.patches(session),
         )
 
     def install(self) -> None:

@@ -97,6 +97,7 @@ class Programs:
         """The source in words: equal on two ranks exactly if the source is."""
         more = ''.join(f', {name} {amount}' for name, amount in self._amounts.items())
         more += f', receives {self._receives}' if self._receives != LATE else ''
+        more += f', clipping {self._settings.clip}' if self._settings.clip else ''
         more += ', output layer on all ranks' if self.shards_vocabulary else ''
         if self._freeze is not None:
             more += f', freezing {agreement.digest(self._freeze.to_json())}'

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_zbpp.guests.base import Guest
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.mcore.programs import Programs
-from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.mcore.settings import STAGE, Settings
 from megatron_zbpp.post_validation.policy import EarlyStepPolicy
 from megatron_zbpp.post_validation.protocol import PostValidation
 from megatron_zbpp.runtime.channels import Channels, Message
@@ -84,7 +84,7 @@ class Session:
         if self.programs.asynchronous:
             from megatron_zbpp.runtime.endless import EndlessTraining
 
-            self.endless = EndlessTraining()
+            self.endless = EndlessTraining(late=settings.clip is None)
         self.compared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._activations: dict[torch.device, ActivationStore] = {}
         self._channels: dict[tuple[dist.ProcessGroup, Placement, bool], Channels] = {}
@@ -249,6 +249,13 @@ class Session:
     def counting(self) -> bool:
         """True while bytes are worth counting, for what is still to be planned."""
         return any(guest.counting for guest in self.guests)
+
+    @property
+    def clips_by_stage(self) -> bool:
+        """Whether each stage clips gradients by their own norm."""
+        if self.endless is None or self.endless.late:
+            return False
+        return self.settings.clip in (None, STAGE)
 
     @property
     def overlaps(self) -> bool:

@@ -32,6 +32,8 @@ AUTO = 'auto'
 OUTPUT = 'output'
 _CLEAN_STEPS = 10
 _PRIORITIES = 'high', 'group'
+STAGE = 'stage'
+CLIPPING = STAGE, 'global'
 # not with asynchronous schedules
 _SYNCHRONOUS = (
     'offload',
@@ -129,6 +131,12 @@ class Settings:
     )
     """As an argument: False. True: those of 1F1B; or the stages of another run of stock Megatron,
     in the language of its layouts, as Et|t|t|tL."""
+    clip: str | None = option(
+        None, f'--pipeline-clip {"|".join(CLIPPING)}', page='[steps](asynchronous.md#steps)'
+    )
+    """Norm by which asynchronous schedules clip gradients: stage, that of the stage's own; global,
+    that of all, for which each step waits. The default is stage, and for pipedream-2bw the norm of
+    all, which its late steps do not wait for."""
     message_ctas: int = option(
         MessageKernels.ctas,
         '--pipeline-message-ctas N',
@@ -212,6 +220,8 @@ class Settings:
                 f'message_priority is {self.message_priority!r}: give '
                 + ' or '.join(map(repr, _PRIORITIES))
             )
+        if self.clip not in (None, *CLIPPING):
+            raise ValueError(f'clip is {self.clip!r}: give ' + ' or '.join(map(repr, CLIPPING)))
         require_known(self.message_receives, 'message_receives')
         if not isinstance(self.same_start, bool) and not _is_layout(self.same_start):
             raise ValueError(
@@ -225,6 +235,11 @@ class Settings:
         if self.freeze is not None and self.schedule == AUTO:
             raise ValueError('freeze: it is planned for one schedule: name that instead of auto')
         found = self._family()
+        if self.clip is not None and (found is None or not found.asynchronous):
+            raise ValueError(
+                f'clip is {self.clip!r}, but the schedule is synchronous and clips as Megatron '
+                'does: leave it out'
+            )
         if found is not None:
             require_family_trained(found)
             self._require_plain(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,12 +20,19 @@ Result = TypeVar('Result')
 class EndlessTraining:
     """The calls of one training, which go on where the one before has left.
 
+    Args:
+        late: whether steps are taken when their weights are needed, where delays leave the time.
+
     Attributes:
         versions: of the weights of this rank's stage; made in the first call.
+        late: whether they are: once a call has run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, late: bool = False) -> None:
         self.versions: Versions | None = None
+        self.late = late
+        self._unfinished: Callable[[], Any] | None = None
+        self._result: Any = None  # of the latest step
         self._running: Executor | None = None
         self._calls = self._steps = 0
         self._stepping = False
@@ -48,9 +55,10 @@ class EndlessTraining:
         """
         if self.versions is None:
             delay = updates.delays[stage] if updates.delays else None
+            self.late = self.late and steps_late(updates)
             self.versions = OneStorage(parameters)
             if updates.backward == STASHED:
-                self.versions = Slots(parameters, updates.every, delay, buffered)
+                self.versions = Slots(parameters, updates.every, delay, buffered, self.finish_step)
         return self.versions
 
     def next_tables(self, calls: Calls, rank: int, given: tuple[object, ...]) -> Tables:
@@ -86,8 +94,17 @@ class EndlessTraining:
             executor.inherit(self._running)
         self._running = executor
 
-    def step(self, step: Callable[[], Result]) -> Result:
+    def step(
+        self, step: Callable[[], Result], begin: Callable[[], Callable[[], Result]] | None = None
+    ) -> Result:
         """Take the step behind a call; steps within it are its parts.
+
+        Args:
+            step: takes it.
+            begin: begins it, and returns what takes the rest; None: it cannot be divided.
+
+        Returns:
+            The result of the step. If it is only begun here, of the step before, but for the first.
 
         Raises:
             ValueError: the call has had its step.
@@ -99,12 +116,42 @@ class EndlessTraining:
                 f'a second optimizer step behind call {self._calls}: an asynchronous schedule '
                 'numbers weights by calls; train one model with one optimizer'
             )
+        self._steps += 1
+        if begin is None or not self.late:
+            return self._take(step)
+        self.finish_step()  # of the call before, where no forward has needed it
+        self._unfinished = begin()
+        if self._steps == 1:
+            self.finish_step()
+        return self._result
+
+    @property
+    def unfinished(self) -> bool:
+        """True while a step is begun and not yet taken."""
+        return self._unfinished is not None
+
+    def finish_step(self) -> None:
+        """Take the step that is begun, if one is; parameters then have the newest weights.
+
+        It waits for the ranks that have not begun it.
+        """
+        if self._unfinished is not None:
+            rest, self._unfinished = self._unfinished, None
+            self._take(rest)
+
+    def _take(self, step: Callable[[], Result]) -> Result:
+        assert self.versions is not None, 'there is one behind a call alone'
         self._stepping = True
         try:
-            return self.versions.step(step)
+            self._result = self.versions.step(step)
         finally:
             self._stepping = False
-            self._steps += 1
+        return self._result
+
+
+def steps_late(updates: Updates) -> bool:
+    """Return whether the weights that a step makes are needed within the next call or later."""
+    return bool(updates.delays) and min(updates.delays) > 0
 
 
 def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:

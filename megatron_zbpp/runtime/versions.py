@@ -75,6 +75,7 @@ class Slots:
         delay: how many steps old the weights of forwards are; None: they have the newest.
         buffered: whether steps write to the memory that parameters have at first, wherever they are
             pointed to: that of the distributed optimizer's buffers. It is one copy more.
+        finish_step: takes the step that is still to be taken, where a forward needs its weights.
     """
 
     def __init__(
@@ -83,9 +84,11 @@ class Slots:
         every: int,
         delay: int | None,
         buffered: bool = False,
+        finish_step: Callable[[], object] = lambda: None,
     ) -> None:
         self._parameters = tuple(parameters)
         self._every, self._delay = every, delay
+        self._finish_step = finish_step
         self._stepped = [each.data for each in self._parameters] if buffered else None
         self._slots = {0: _copied(self._stepped) if self._stepped else self._data()}
         self._newest, self._current = 0, -1
@@ -97,6 +100,8 @@ class Slots:
         version = self._newest
         if self._delay is not None:
             version = max(p.microbatch // self._every - self._delay, 0)
+        if version > self._newest:
+            self._finish_step()
         self._flying[key_of(p)] = version
         self._use(version)
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from example import MODEL, forget_groups
 from grids import grid
@@ -64,12 +65,25 @@ class ByHand:
         self.put(-1)
 
 
+def without(argv: list[str], flag: str, default: str) -> tuple[list[str], str]:
+    """Return the words without a flag that the script does not have, and its value."""
+    if flag not in argv:
+        return argv, default
+    at = argv.index(flag)
+    return argv[:at] + argv[at + 2 :], argv[at + 1]
+
+
+def configured(original: Callable, name: str, **given: Any) -> Any:
+    return original(**given | {'optimizer': name})
+
+
 def train(method: str, by_hand: bool, evaluates: bool, argv: list[str]) -> tuple:
     """Runs on each rank; returns all that is left, and how many copies of weights there were."""
     import pretrain_gpt as script
     import report
     from megatron.core import parallel_state
 
+    argv, optimizer = without(argv, '--optimizer', 'adam')
     schedule = ['--pipeline-schedule', 'megatron' if by_hand else method]
     with ExitStack() as stack:
         stack.callback(forget_groups)
@@ -77,30 +91,42 @@ def train(method: str, by_hand: bool, evaluates: bool, argv: list[str]) -> tuple
         plugin = script.enable(args, stack)
         script.initialize(args)
         models = script.build_model(args)
-        optimizer, scheduler = script.build_optimizer(args, models)
+        config = partial(configured, script.OptimizerConfig, optimizer)
+        with mock.patch.object(script, 'OptimizerConfig', config):
+            stepping, scheduler = script.build_optimizer(args, models)
         dataset = script.build_datasets(args)[0]
+        if by_hand and clips_by_stage(method, args):
+            for leaf in stepping.chained_optimizers:
+                of_stage = parallel_state.get_tensor_and_data_parallel_group
+                plain = parallel_state.get_tensor_model_parallel_group()
+                sharded = args.use_distributed_optimizer
+                leaf.grad_stats_parallel_group = of_stage() if sharded else plain
         data, held_out = (script.iterators(args, dataset, at) for at in (0, 100))
         p, rank = args.pipeline_model_parallel_size, 'get_pipeline_model_parallel_rank'
         stage = getattr(parallel_state, rank)()
         hand = ByHand(method, p, args.num_microbatches, stage, models)
-        losses, norms = [], []
+        losses, norms, late = [], [], []
         for iteration in range(args.train_iters):
             if evaluates and iteration == 3:
                 with torch.no_grad():
                     losses.append(script.run_batch(args, models, held_out, forward_only=True))
             for model in models:
                 model.zero_grad_buffer()
-            optimizer.zero_grad()
+            stepping.zero_grad()
             hand.keep()
             with hand.batch() if by_hand else ExitStack():
                 losses.append(script.run_batch(args, models, data))
-            succeeded, norm, _ = optimizer.step()
+            late.append(plugin is not None and plugin.session.endless.unfinished)
+            succeeded, norm, _ = stepping.step()
             assert succeeded
             scheduler.step(increment=1)
             norms.append(float(norm))
-        left = report.fingerprint(report.by_layer(models), optimizer)
+            late.append(plugin is not None and plugin.session.endless.unfinished)
+        if plugin is not None:
+            plugin.finish_step()
+        left = report.fingerprint(report.by_layer(models), stepping)
         most = None if plugin is None else plugin.session.endless.versions.most
-        return losses, norms, left, most, stage
+        return losses, norms, left, most, stage, late
 
 
 def trained(ranks, data, method, p, m, by_hand, evaluates, *more) -> list[tuple]:
@@ -113,6 +139,25 @@ def trained(ranks, data, method, p, m, by_hand, evaluates, *more) -> list[tuple]
     return ranks(p * replicas * shards).run(train, method, by_hand, evaluates, list(map(str, argv)))
 
 
+def clips_by_stage(method: str, args: Any) -> bool:
+    """Whether stages clip by norms of their own: tied embeddings need one for both copies."""
+    if method == 'pipedream-2bw':
+        return args.pipeline_clip == 'stage'
+    return args.untie_embeddings_and_output_weights and args.pipeline_clip != 'global'
+
+
+def taken_late(late: bool, last: bool, evaluates: bool) -> list[bool]:
+    """Whether a step is still to be taken, before and behind each step of the program.
+
+    The first waits. Ranks that run ahead have taken it within the call, as all have that evaluate.
+    """
+    found = []
+    for iteration in range(ITERATIONS):
+        taken = iteration < 2 or not last or (evaluates and iteration == 3)
+        found += [not taken, iteration > 0] if late else [False, False]
+    return found
+
+
 COPIES = {(2, 2): (2, 1), (4, 1): (4, 3, 2, 1), (4, 4): (2, 2, 2, 1)}
 METHODS = ('pipedream-2bw', 'pipedream', 'paci')
 SETTINGS = {
@@ -121,14 +166,24 @@ SETTINGS = {
     ),
     'tensor parallel 2': '--tensor-model-parallel-size 2',
     'two replicas': '--replicas --untie-embeddings-and-output-weights',
+    'SGD, bf16': '--optimizer sgd --bf16',
+    'norm of all, for which steps wait': (
+        '--untie-embeddings-and-output-weights --pipeline-clip global'
+    ),
+    'Muon': '--optimizer muon',
 }
 
 
 def require_equal(ranks, data, method, p, m, evaluates, *more) -> None:
     ours = trained(ranks, data, method, p, m, False, evaluates, *more)
     reference = trained(ranks, data, method, p, m, True, evaluates, *more)
+    late = method == 'pipedream-2bw' and '--pipeline-clip' not in more
     for rank, (own, other) in enumerate(zip(ours, reference, strict=True)):
-        assert own[:3] == other[:3], rank
+        norms = other[1]
+        if late:  # of the step before
+            norms = [norms[0], *norms[:-1]]
+        assert (own[0], own[1], own[2]) == (other[0], norms, other[2]), rank
+        assert own[5] == taken_late(late, last=own[4] == p - 1, evaluates=evaluates), rank
     assert min(ours[0][1]) > 0.5, 'clipping must have been active'
     fixed = {'paci': (1,) * p, 'pipedream-2bw': (2,) * p}
     copies = fixed.get(method) or COPIES[p, m]
@@ -153,4 +208,6 @@ def test_as_with_weights_put_in_by_hand(ranks, data, method, sizes, more):
 @grid(method=METHODS, setting=tuple(SETTINGS))
 def test_beside_other_parallelism(ranks, data, method, setting):
     """The same on several ranks a stage, whose optimizer may write to buffers."""
+    if setting == 'Muon':
+        pytest.importorskip('emerging_optimizers')
     require_equal(ranks, data, method, 2, 2, True, *SETTINGS[setting].split())

@@ -191,6 +191,19 @@ def updating() -> object:
     return replace(host, graph=updating(host.graph))
 
 
+def clipped_by(norm: str | None) -> Callable:
+    """Stages that cannot have norms of their own."""
+
+    def run() -> None:
+        from megatron_zbpp.mcore.post_validation.stage_norm import StageNorms
+        from megatron_zbpp.mcore.session import Session
+        from megatron_zbpp.mcore.settings import Settings
+
+        StageNorms(Session(Settings('paci', clip=norm))).decide(['embeddings are tied'])
+
+    return run
+
+
 def recipe(schedule: str = 'zb-v', change: Callable = lambda config: None, **model: object):
     """Megatron-Bridge's configuration, checked."""
 
@@ -452,6 +465,20 @@ FLAGS = {
         "--pipeline-message-priority is 'low': give 'high' or 'group'",
         flags('--pipeline-schedule zb-v --pipeline-message-priority high'),
         flags('--pipeline-schedule zb-v --pipeline-message-priority group'),
+    ),
+    'a norm to clip by': row(
+        settings(schedule='paci', clip='rank'),
+        "give 'stage' or 'global'",
+        settings(schedule='paci', clip='stage'),
+        settings(schedule='paci', clip='global'),
+    ),
+    'a norm of a synchronous schedule': row(
+        settings(schedule='zb-v', clip='stage'),
+        'clips as Megatron does: leave it out',
+        settings(schedule='zb-v'),
+    ),
+    'a norm that stages cannot have': row(
+        clipped_by('stage'), "give 'global', which waits", clipped_by('global'), clipped_by(None)
     ),
     'receives': row(
         flags('--pipeline-schedule zb-v --pipeline-message-receives soon'),

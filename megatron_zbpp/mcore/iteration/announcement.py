@@ -12,6 +12,13 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.runtime.log import job_log
 from megatron_zbpp.version import __version__
 
+# whether steps are taken late
+_NORMS = {
+    False: 'each step makes the weights of the next forward',
+    True: 'steps are taken within the next call, once the norm of all gradients is there, so that '
+    'norm and success in the log are of the step before',
+}
+
 
 def announce(schedule: Schedule, config: Any) -> None:
     """Log what runs, on the first rank of the job.
@@ -65,6 +72,7 @@ def _asynchronous(schedule: Schedule) -> tuple[int, str] | None:
     """
     if not any(kind.of_weights for kind in schedule.graph.kinds.values()):
         return None
+    from megatron_zbpp.runtime.endless import steps_late
     from megatron_zbpp.techniques.updates.versions import copies, delays, updates_of
 
     updates = updates_of(schedule.graph)
@@ -73,8 +81,8 @@ def _asynchronous(schedule: Schedule) -> tuple[int, str] | None:
     kept = ' '.join(map(str, copies(schedule)))
     return updates.every, (
         f'asynchronous, trains another model than 1F1B: weights of forwards are {late} steps old '
-        f'in the mean of each stage, of which there are {kept} copies; steps wait for the norm of '
-        'all ranks'
+        f'in the mean of each stage, of which there are {kept} copies; '
+        + _NORMS[steps_late(updates)]
     )
 
 

@@ -72,6 +72,8 @@ def prepare(
     if not arguments.forward_only and not session.announced:
         _announce(session, lowered, one, config, models[0])
     endless = None if lowered.calls is None else session.endless
+    if endless is None and session.endless is not None:
+        session.endless.finish_step()  # an evaluation has the newest weights
     make = _maker(session, arguments, lowered, cuts, rank)
     reading = _reading(session, call)
     stages = _stages(make, call, next_iteration, lowered.placement, rank, one, reading)
@@ -168,6 +170,9 @@ def _versioned(
     assert updates is not None, 'else there are no calls'
     parameters = [each for model in models for each in model.parameters()]
     buffered = getattr(getattr(models[0], 'ddp_config', None), 'use_distributed_optimizer', False)
+    if endless.versions is None:
+        for model in unwrap_model(models):
+            model.register_state_dict_pre_hook(lambda *_: endless.finish_step())
     versions = endless.begin(parameters, updates, lowered.placement.stages(rank)[0], buffered)
     return functools.partial(VersionedStage, versions)
 

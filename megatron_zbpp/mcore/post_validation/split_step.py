@@ -100,6 +100,11 @@ class SplitStep:
         self._clipped = False
 
     def begin(self, possible: bool) -> float:
+        self.begin_reductions()
+        overflowed = any(reduction.local for reduction in self._overflows.values())
+        return self._of_stage(possible and not overflowed)
+
+    def begin_reductions(self) -> None:
         """Make gradients ready to step with, but for clipping."""
         for at, leaf in enumerate(self._leaves):
             overflow = self._prepare(leaf)
@@ -114,18 +119,16 @@ class SplitStep:
         if self._leaves[0].config.log_num_zeros_in_grad:
             with _asked(_COUNT, self._begin_count(getattr(module, _COUNT))):
                 self._optimizer.count_zeros()
-        overflowed = any(reduction.local for reduction in self._overflows.values())
-        return self._of_stage(possible and not overflowed)
 
     def _prepare(self, leaf: MegatronOptimizer) -> bool | None:
         """Prepare gradients by Megatron's step; return if they overflow, None: nobody looks."""
         scaler = getattr(leaf, 'grad_scaler', None)
         with ExitStack() as stack:
             stack.enter_context(
-                _replaced(leaf, 'get_grad_stats_parallel_group', lambda: self._alone)
+                replaced(leaf, 'get_grad_stats_parallel_group', lambda: self._alone)
             )
             if scaler is not None:
-                stack.enter_context(_replaced(scaler, 'update', lambda _: None))
+                stack.enter_context(replaced(scaler, 'update', lambda _: None))
             overflow = leaf.prepare_grads()
         return None if scaler is None else overflow
 
@@ -133,7 +136,7 @@ class SplitStep:
         def get_grad_norm_fp32(
             grads: Any, norm_type: float = 2, grad_stats_parallel_group: Any = None
         ) -> float:
-            with _replaced(clip_grads, compat.SCALE_BY_TENSOR, None):
+            with replaced(clip_grads, compat.SCALE_BY_TENSOR, None):
                 norm = original(grads, norm_type, grad_stats_parallel_group=self._alone)
             # the root of a float32, in float64: its square rounds to that float32 again
             self._norms.append(
@@ -202,10 +205,10 @@ class SplitStep:
         with ExitStack() as stack:
             for at, leaf in enumerate(self._leaves):
                 prepared = _prepared(leaf, overflows.get(at))
-                stack.enter_context(_replaced(leaf, 'prepare_grads', prepared))
+                stack.enter_context(replaced(leaf, 'prepare_grads', prepared))
             for leaf, speculative in zip(self._leaves, self._speculative, strict=False):
                 step = self._stepping(speculative, leaf.optimizer.step)
-                stack.enter_context(_replaced(leaf.optimizer, 'step', step))
+                stack.enter_context(replaced(leaf.optimizer, 'step', step))
             answer = _answering(norms, getattr(module, _NORM))
             stack.enter_context(_asked(_NORM, answer))
             counted = self._counted(zeros, getattr(module, _COUNT))
@@ -220,7 +223,7 @@ class SplitStep:
         """Return the step by Megatron's own code, watched."""
         scale = self._optimizer.get_loss_scale()
         clip = getattr(module, _CLIP)
-        with _replaced(module, _CLIP, self._watching(clip)):
+        with replaced(module, _CLIP, self._watching(clip)):
             result = self._original(self._optimizer)
         # Megatron's scalers make a new one: its value would have to be waited for
         same_scale = scale is self._optimizer.get_loss_scale()
@@ -304,12 +307,12 @@ def _asked(name: str, replacement: Callable) -> Iterator[None]:
     with ExitStack() as stack:
         for owner in _ASKING:
             if name in vars(owner):
-                stack.enter_context(_replaced(owner, name, replacement))
+                stack.enter_context(replaced(owner, name, replacement))
         yield
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, replacement: Callable | None) -> Iterator[None]:
+def replaced(owner: Any, name: str, replacement: Callable | None) -> Iterator[None]:
     """Let `owner` have `replacement` by that name while this lasts."""
     own = vars(owner).get(name, _ABSENT)
     setattr(owner, name, replacement)

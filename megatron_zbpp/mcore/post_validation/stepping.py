@@ -18,7 +18,9 @@ from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.post_validation import split_step, waiting
 from megatron_zbpp.mcore.post_validation.barriers import WAIT
 from megatron_zbpp.mcore.post_validation.kept_state import most_kept
+from megatron_zbpp.mcore.post_validation.late_step import LateSteps
 from megatron_zbpp.mcore.post_validation.next_iteration import ForwardsAhead
+from megatron_zbpp.mcore.post_validation.stage_norm import StageNorms
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.partial_state import PartialReduction
 from megatron_zbpp.post_validation.protocol import STEP, PostValidation
@@ -103,6 +105,7 @@ class Steps:
     def __init__(self, session: Session, next_iteration: ForwardsAhead) -> None:
         self._session = session
         self._next = next_iteration
+        self._late, self._stage_norms = LateSteps(session), StageNorms(session)
         self._possible = False
         self._optimizer: weakref.ref[MegatronOptimizer] | None = None
         self._alone: Any = None  # a group of this rank only
@@ -117,8 +120,9 @@ class Steps:
             if session.latest is None:
                 return original(optimizer)  # no pipeline, or not ours
             if session.endless is not None:
-                with session.watchdog.collective(STEP):
-                    return session.endless.step(functools.partial(original, optimizer))
+                with session.watchdog.collective(STEP), self._stage_norms.clipping(optimizer):
+                    begin = self._late.begin(optimizer, original)
+                    return session.endless.step(functools.partial(original, optimizer), begin)
             post_validation, call = session.post_validation, next_iteration.latest
             if post_validation is None or call is None or not self._possible_for(optimizer, call):
                 with session.watchdog.collective(STEP):

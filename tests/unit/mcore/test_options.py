@@ -110,6 +110,7 @@ def test_flags_ask_for_what_enable_asks_for():
         'recompute': ('zb-v', 'half', 'half'),
         'slices': ('zb-v', '8,4', (8, 4)),
         'vocab_parallel': ('1f1b', 'output', 'output'),
+        'clip': ('paci', 'global', 'global'),
         'message_ctas': ('zb-v', '4', 4),
         'message_priority': ('zb-v', 'group', 'group'),
         'message_receives': ('zb-v', 'early', 'early'),
