@@ -49,7 +49,10 @@ def one_f_one_b_pb(
     m = num_microbatches
     held = costs.amounts['activation'] if costs is not None else (1.0,) * num_ranks
     limit = inf if memory_limit is None else memory_limit
-    flying = (_flying(rank, num_ranks, m, held[rank], limit) for rank in range(num_ranks))
+    flying = (
+        in_flight(min(2 * (num_ranks - rank) - 1, m), rank, held[rank], limit)
+        for rank in range(num_ranks)
+    )
     # a rank that runs more before its first backward than the one before it would wait for ever
     orders = (
         one_forward_one_backward([rank], [m], ahead=most - 1)
@@ -58,16 +61,16 @@ def one_f_one_b_pb(
     return Schedule.of('1f1b-pb', Placement.loop(num_ranks), m, orders)
 
 
-def _flying(rank: int, p: int, m: int, activation: float, limit: float) -> int:
-    """Return the most microbatches that a rank has in flight.
+def in_flight(wanted: int, rank: int, activation: float, limit: float) -> int:
+    """Return how many microbatches a rank has in flight: those wanted, or what the limit holds.
 
     Raises:
         ValueError: the limit does not hold one.
     """
-    room = int(limit / activation + 1e-9) if activation and limit < inf else m
+    room = int(limit / activation + 1e-9) if activation and limit < inf else wanted
     if room < 1:
         raise ValueError(
             f'memory limit {limit:g} does not hold one microbatch of rank {rank}, '
             f'{activation:g}: give more'
         )
-    return min(2 * (p - rank) - 1, room, m)
+    return min(wanted, room)

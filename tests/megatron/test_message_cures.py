@@ -431,7 +431,7 @@ FLAGS = {
     'a limit of none': row(
         flags('--pipeline-schedule zb-h1 --pipeline-schedule-memory-limit 2'),
         '--pipeline-schedule-memory-limit (given 2.0): leave it out, or use one that does: '
-        '1f1b-pb, zb-1p, zb-2p',
+        '1f1b-pb, kfkb, zb-1p, zb-2p',
         flags('--pipeline-schedule zb-h1'),
         flags('--pipeline-schedule zb-1p --pipeline-schedule-memory-limit 2'),
     ),

@@ -258,6 +258,18 @@ def test_names_of_other_runtimes_are_understood():
     assert find('zbv-formatted').name == 'zb-v' and find('zero-bubble').name == 'zb-h1'
 
 
+def test_schedules_beside_those_of_languages_are_there():
+    """On the page of planning: names that one can give, and passes that a file can have."""
+    page = (ROOT / 'docs' / 'planning.md').read_text()
+    section = page.partition('## What schedule languages express')[2].partition('\n## ')[0]
+    cells = [line.split('|')[2] for line in section.splitlines() if line.startswith('|')]
+    words = re.findall(r'`([\w-]+)`', ''.join(cells))
+    no_names = {'placement', 'passes', 'auto', *(word for word in words if word.isupper())}
+    named = set(words) - no_names
+    assert len(named) > 12 and all(find(name) for name in named)
+    assert {word for word in words if word.isupper()} <= {*'FBWROLEK', 'BW'}
+
+
 def test_every_picture_is_shown():
     shown = {Path(found).name for page in pages.PAGES for found in LINK.findall(page.read_text())}
     pictures = {picture.name for picture in (ROOT / 'docs' / 'pictures').iterdir()}

@@ -27,7 +27,8 @@ def others(schedule: Schedule) -> tuple[tuple[Pass, ...], ...]:
     return tuple(tuple(p for p in order if p.kind not in 'EK') for order in schedule.passes)
 
 
-@pytest.mark.parametrize('name', names(plain=True))
+# 2bp holds the most behind its last B, for W: none of that can leave
+@pytest.mark.parametrize('name', [name for name in names(plain=True) if name != '2bp'])
 def test_any_schedule(name):
     """The first rank may hold less than it would: it may run, by all rules, and holds less.
 

@@ -98,10 +98,12 @@ def test_orders_as_published():
     ]
 
 
+# those that recompute by their own order cannot be cut
+CUT = [name for name in names() if name not in ('merak', 'varuna')]
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 7), st.integers(1, 7))
 
 
-@given(st.sampled_from(names()), SHAPES, st.data())
+@given(st.sampled_from(CUT), SHAPES, st.data())
 def test_every_family_runs_in_slices(name, shape, data):
     """It does not deadlock, does each task once, and each stage in the order of units."""
     p, m, n = shape

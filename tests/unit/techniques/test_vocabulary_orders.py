@@ -25,7 +25,7 @@ from megatron_zbpp.techniques.vocabulary.graph import S, T
 from megatron_zbpp.techniques.vocabulary.place import in_shards, with_shard_times
 
 HOSTS = '1f1b', 'zb-h1', 'zb-v', 'v-half', 'interleaved'
-PLAIN = [name for name in names() if name not in ('bpipe', 'po-h', 'po-f')]
+PLAIN = names(plain=True)
 # p, forward of a shard, bubble: of the orders of arXiv 2411.05288, or squeezed blocks if better
 TABLE = [
     (4, 0.1, 8.8),
