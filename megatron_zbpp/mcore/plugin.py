@@ -23,7 +23,7 @@ from megatron_zbpp.mcore.patches import (
     transformer_engine,
 )
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
-from megatron_zbpp.mcore.post_validation import late_step, split_step, stepping
+from megatron_zbpp.mcore.post_validation import split_step, stepping
 from megatron_zbpp.mcore.post_validation.next_iteration import ForwardsAhead
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.settings import Settings
@@ -185,7 +185,7 @@ class Plugin:
             bridge_checkpoints.patches(session),
             split_step.patches(),
             stepping.patches(self._steps, session.post_validation),
-            late_step.patches(session),
+            _of_late_steps(session),
         )
 
     def install(self) -> None:
@@ -224,3 +224,11 @@ def _of_vocabulary(session: Session) -> Iterator[Patch]:
         from megatron_zbpp.mcore.patches import vocabulary
 
         yield from vocabulary.patches(session.programs.num_chunks, session.collective)
+
+
+def _of_late_steps(session: Session) -> Iterator[Patch]:
+    """Yield what steps that are taken late replace, and import it for those alone."""
+    if session.endless is not None:
+        from megatron_zbpp.mcore.post_validation import late_step
+
+        yield from late_step.patches(session.endless)

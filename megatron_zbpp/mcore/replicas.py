@@ -108,7 +108,7 @@ def data_parallel_rank(session: Session, chunk: int) -> int:
     """
     programs = session.programs
     session.chunks_asked_for.add(chunk)
-    replica = parallel_state.get_data_parallel_group().rank()
+    replica = dist.get_rank(cast(dist.ProcessGroup, parallel_state.get_data_parallel_group()))
     copies, ranks = programs.num_replicas, parallel_state.get_pipeline_model_parallel_world_size()
     if copies == 1 or ranks == 1:
         return replica

@@ -252,7 +252,7 @@ class Session:
 
     @property
     def clips_by_stage(self) -> bool:
-        """Whether each stage clips gradients by their own norm."""
+        """True if each stage clips gradients by their own norm."""
         if self.endless is None or self.endless.late:
             return False
         return self.settings.clip in (None, STAGE)

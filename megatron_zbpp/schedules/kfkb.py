@@ -82,7 +82,8 @@ def _fits(k: int, m: int, held: tuple[float, ...], limit: float) -> bool:
 
 def _orders(m: int, k: int, held: tuple[float, ...], limit: float) -> list[list[Phase]]:
     """Return each rank's order: the forwards of the ranks behind it, then k and k by turns."""
-    p, orders, most = len(held), [], m
+    p, most = len(held), m
+    orders: list[list[Phase]] = []
     for rank, activation in enumerate(held):
         most = min(most, in_flight(min(k * (p - rank), m), rank, activation, limit))
         ahead = max(0, most - k)

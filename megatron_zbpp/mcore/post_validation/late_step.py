@@ -27,6 +27,7 @@ from megatron_zbpp.mcore.post_validation import waiting
 from megatron_zbpp.mcore.post_validation.split_step import SplitStep
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.protocol import STEP
+from megatron_zbpp.runtime.endless import EndlessTraining
 from megatron_zbpp.runtime.log import job_log
 
 # what a scheduler writes into groups of parameters between the two halves
@@ -47,11 +48,12 @@ _READERS = (
 )
 
 
-def patches(session: Session) -> Iterator[Patch]:
-    """Yield what reads weights for a checkpoint: behind the step that is still to be taken."""
-    endless = session.endless
-    if endless is None:
-        return
+def patches(endless: EndlessTraining) -> Iterator[Patch]:
+    """Yield what reads weights for a checkpoint: behind the step that is still to be taken.
+
+    Args:
+        endless: the calls of the training.
+    """
 
     def behind(original: Callable) -> Callable:
         @functools.wraps(original)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -92,12 +93,13 @@ def _refusal(optimizer: MegatronOptimizer) -> str | None:
 
 def _of_stage(leaf: MegatronOptimizer) -> dist.ProcessGroup | None:
     """Return the ranks of this stage among those that share the norm; None: no group is these."""
-    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    stage: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    tensor: Any = parallel_state.get_tensor_model_parallel_group()
     everyone = dist.get_process_group_ranks(
         leaf.get_grad_stats_parallel_group() or dist.group.WORLD
     )
     ranks = {*dist.get_process_group_ranks(stage)} & {*everyone}
-    for group in (stage, parallel_state.get_tensor_model_parallel_group()):
+    for group in (stage, tensor):
         if {*dist.get_process_group_ranks(group)} == ranks:
             return group
     return None

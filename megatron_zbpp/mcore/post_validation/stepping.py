@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,16 @@ from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.post_validation import split_step, waiting
 from megatron_zbpp.mcore.post_validation.barriers import WAIT
 from megatron_zbpp.mcore.post_validation.kept_state import most_kept
-from megatron_zbpp.mcore.post_validation.late_step import LateSteps
 from megatron_zbpp.mcore.post_validation.next_iteration import ForwardsAhead
-from megatron_zbpp.mcore.post_validation.stage_norm import StageNorms
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.partial_state import PartialReduction
 from megatron_zbpp.post_validation.protocol import STEP, PostValidation
 from megatron_zbpp.post_validation.views import SharedViews
 from megatron_zbpp.runtime.log import job_log
+
+if TYPE_CHECKING:
+    from megatron_zbpp.mcore.post_validation.late_step import LateSteps
+    from megatron_zbpp.mcore.post_validation.stage_norm import StageNorms
 
 # NVIDIA's training loops: where they make ranks agree
 _LOOPS = ('megatron.training.utils', 'megatron.bridge.training.utils.train_utils')
@@ -105,11 +107,18 @@ class Steps:
     def __init__(self, session: Session, next_iteration: ForwardsAhead) -> None:
         self._session = session
         self._next = next_iteration
-        self._late, self._stage_norms = LateSteps(session), StageNorms(session)
         self._possible = False
         self._optimizer: weakref.ref[MegatronOptimizer] | None = None
         self._alone: Any = None  # a group of this rank only
         self._reductions: dict[dist.ProcessGroup, PartialReduction] = {}
+
+    @functools.cached_property
+    def _asynchronous(self) -> tuple[LateSteps, StageNorms]:
+        """Those who begin steps of an asynchronous schedule, and clip its gradients."""
+        from megatron_zbpp.mcore.post_validation.late_step import LateSteps
+        from megatron_zbpp.mcore.post_validation.stage_norm import StageNorms
+
+        return LateSteps(self._session), StageNorms(self._session)
 
     def stepping(self, original: Callable) -> Callable:
         """Return `original`, the `step` of a class of optimizers, behind our decision."""
@@ -120,8 +129,9 @@ class Steps:
             if session.latest is None:
                 return original(optimizer)  # no pipeline, or not ours
             if session.endless is not None:
-                with session.watchdog.collective(STEP), self._stage_norms.clipping(optimizer):
-                    begin = self._late.begin(optimizer, original)
+                late, norms = self._asynchronous
+                with session.watchdog.collective(STEP), norms.clipping(optimizer):
+                    begin = late.begin(optimizer, original)
                     return session.endless.step(functools.partial(original, optimizer), begin)
             post_validation, call = session.post_validation, next_iteration.latest
             if post_validation is None or call is None or not self._possible_for(optimizer, call):
