@@ -7,7 +7,8 @@ a share of them in F and the rest in B. There S of a microbatch begins on all ra
 the time between that forward and that backward, T behind that backward by a share of the time of a
 microbatch. Everything then runs in the order of those starts, so it cannot deadlock.
 
-Of all shares that are tried the shortest schedule is taken; of equals that with the least memory.
+Of all shares that are tried the shortest schedule is taken; of equals that with the least memory,
+and of those that in which the fewest logits wait for T: nobody needs to say what they take.
 (Vocabulary Parallelism, arXiv 2411.05288, inserts whole periods into a building block by hand.)
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, product
 from math import inf
 from operator import itemgetter
 from typing import NamedTuple
@@ -102,7 +103,7 @@ def in_shards(host: Schedule, costs: Costs, memory_limit: float | None = None) -
     _require_plain(host)
     if lack := lack_of_times(costs, (S, T)):
         raise ValueError(lack)
-    best: tuple[float, float] = (inf, inf)
+    best: tuple[float, float, float] = (inf, inf, inf)
     found, least = None, inf
     for made in _ways(host, costs):
         try:
@@ -113,14 +114,22 @@ def in_shards(host: Schedule, costs: Costs, memory_limit: float | None = None) -
             continue
         held = max(peak(made, costs))
         least = min(least, held)
-        if (makespan, held) < best and (memory_limit is None or held <= memory_limit):
-            best, found = (makespan, held), made
+        own = makespan, held, _most_logits(made)
+        if own < best and (memory_limit is None or held <= memory_limit):
+            best, found = own, made
     if found is None:
         raise ValueError(
             f'memory limit {memory_limit:g}: {host.name} with the output layer on all ranks holds '
             f'at least {least:g}: raise the limit'
         )
     return found
+
+
+def _most_logits(schedule: Schedule) -> int:
+    """Return of how many units a rank has logits at most, whatever they take."""
+    change = {S: 1, T: -1}
+    orders = ([change.get(p.kind, 0) for p in order] for order in schedule.passes)
+    return max(max(accumulate(order)) for order in orders)
 
 
 def _require_plain(host: Schedule) -> None:

@@ -144,6 +144,16 @@ def test_stages_of_a_partition():
     assert bubble(made, costs) <= bubble(host, plain)
 
 
+@pytest.mark.parametrize(('name', 'most'), [('1f1b', 2), ('zb-h1', 1)])
+def test_of_equal_orders_that_with_fewest_logits(name, most):
+    """Though nobody has said what they take."""
+    made, _ = shared(build(name, 4, 12), 0.2)
+    for order in made.passes:
+        kinds = [p.kind for p in order]
+        held = [kinds[:at].count(S) - kinds[:at].count(T) for at in range(len(kinds) + 1)]
+        assert max(held) == most
+
+
 SLOW = [pytest.param(name, marks=pytest.mark.full) for name in HOSTS[2:]]
 
 
