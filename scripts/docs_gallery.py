@@ -30,10 +30,10 @@ microbatches with F = B = W = 1: each rank's passes, and below them the activati
 [post-validation](post-validation.md); *makespan*: of all ranks. *Bubble* is the idle share of the
 busiest rank; *idle GPU time* the share of all ranks' time that is lost. *Memory* is in
 activations of one microbatch on a full rank. In formulas v is the number of chunks a rank,
-n that of slices of a sequence, 4 here: `3F1.2` is slice 2 of microbatch 1. Slices are planned,
-simulated and drawn; training takes whole sequences so far. [Asynchronous](asynchronous.md)
-schedules never drain: of those the bubble is that of a call in the middle, a line marks a step, and
-shades tell versions of the weights.
+n that of slices of a sequence, 4 here: `3F1.2` is slice 2 of microbatch 1. S and T, of the output
+layer on all ranks, take no time here. [Asynchronous](asynchronous.md) schedules
+never drain: of those the bubble is that of a call in the middle, a line marks a step, and shades
+tell versions of the weights.
 
 Other numbers: `zbpp show --schedule NAME --pp P --microbatches M`, or `zbpp compare`.
 

@@ -13,7 +13,7 @@ from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli import slicing
 from megatron_zbpp.cli.progress import progress
-from megatron_zbpp.ir import Placement, Schedule, formats, strict_json
+from megatron_zbpp.ir import B, F, Placement, Schedule, W, formats, strict_json
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST, TRANSFERS
@@ -22,12 +22,14 @@ from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.schedules import build, find, names
 from megatron_zbpp.techniques import ASKED, placed_in_turn
 from megatron_zbpp.techniques import find as find_technique
-from megatron_zbpp.techniques.composition import BOTH, OUTPUT
+from megatron_zbpp.techniques.base import lack_of_times
+from megatron_zbpp.techniques.composition import BOTH, OUTPUT, VOCABULARY, techniques_of
 from megatron_zbpp.techniques.copies import with_copies
 from megatron_zbpp.techniques.slices.place import in_slices, unsuited
 from megatron_zbpp.techniques.updates.steady_state import with_weight_copies
 from megatron_zbpp.techniques.updates.versions import updates_of
 from megatron_zbpp.techniques.vocabulary.embedding import in_embedding_shards
+from megatron_zbpp.techniques.vocabulary.graph import S, T
 from megatron_zbpp.techniques.vocabulary.place import in_shards, with_shard_times
 
 IN_FILE = 'file'  # of --vocab-parallel: times of S and T are in that of --times
@@ -118,16 +120,43 @@ def require_share(args: Namespace) -> None:
 
 def _in_shards(args: Namespace, case: Case) -> Case:
     """Return the case with the output layer on all ranks."""
-    placement, costs, share = case.schedule.placement, case.costs, args.vocab_parallel
-    limit = args.memory_limit
-    if share != IN_FILE:
-        costs = with_shard_times(costs, placement, share)
+    placement = case.schedule.placement
+    costs = _with_shard_times(args, case.costs, placement)
+    limit, made = args.memory_limit, case.schedule
     if limit is not None:
         limit = max(0.0, limit - max(costs.static(placement)))
-    made = in_shards(case.schedule, costs, limit)
+    if VOCABULARY not in techniques_of(made):
+        made = in_shards(made, costs, limit)
     if args.vocab_layers == BOTH:
         made = in_embedding_shards(made, costs)
     return Case(made, costs)
+
+
+def _with_whole_layer(args: Namespace, costs: Costs) -> Costs:
+    """Return costs whose last stage has the output layer, if its shards are weighed against it."""
+    share = getattr(args, 'whole_layer', None)
+    if share is None:
+        return costs
+    if share == IN_FILE:
+        if lack := lack_of_times(costs, (S, T)):
+            raise ValueError(lack)
+        logits, weight = (sum(costs.times[kind][costs.num_stages :]) for kind in (S, T))
+        more = {F: logits / 2, B: logits / 2, W: weight}
+    else:
+        more = {kind: share * sum(costs.times[kind]) for kind in (F, B, W)}
+    return costs.with_times(
+        **{
+            kind: (*own[:-1], own[-1] + more[kind])
+            for kind, own in costs.times.items()
+            if kind in more
+        }
+    )
+
+
+def _with_shard_times(args: Namespace, costs: Costs, placement: Placement) -> Costs:
+    """Return costs with the times of S and T that are asked for."""
+    share = args.vocab_parallel
+    return costs if share in (None, IN_FILE) else with_shard_times(costs, placement, share)
 
 
 def copied(args: Namespace, costs: Costs, between: Iterable[str] = ()) -> Costs:
@@ -177,7 +206,7 @@ def _generated(args: Namespace, name: str) -> Case:
     slices = slicing.number(args) or family.default_slices
     require_size(p * m * chunks * slices)
     # a stage's share does not depend on its place
-    costs = costs_of(args, Placement.loop(p, chunks))
+    costs = _with_whole_layer(args, costs_of(args, Placement.loop(p, chunks)))
     limit = args.memory_limit if 'memory_limit' in family.options else None
     if limit is not None:
         limit = max(0.0, limit - max(costs.static(Placement.loop(p, chunks))))
@@ -189,6 +218,8 @@ def _generated(args: Namespace, name: str) -> Case:
         )
     together = 'together' in family.options and (asked or costs.together != 1 or costs.pairs)
     planned = copied(args, costs) if family.moves else costs  # its copies have their slots
+    if family.in_shards and hasattr(args, 'vocab_parallel'):
+        planned = _with_shard_times(args, planned, Placement.loop(p, chunks))
     schedule = in_slices(
         name,
         p,

@@ -168,17 +168,18 @@ class Session:
         return self._channels[key]
 
     def collectives(
-        self, pp_group: dist.ProcessGroup, messages: Mapping[str, Message]
+        self, pp_group: dist.ProcessGroup, messages: Mapping[str, tuple[Message, ...]]
     ) -> Collectives:
         """Return the collectives among the ranks of a pipeline; made once a group and its messages.
 
         Args:
             pp_group: the pipeline's.
-            messages: of each name that is broadcast or reduced, all on one device.
+            messages: of each name that is broadcast or reduced, by slice; all on one device.
         """
         from megatron_zbpp.runtime.collectives import Collectives
 
-        ((device, *_), key) = [each.device for each in messages.values()], tuple(messages.items())
+        key = tuple(messages.items())
+        device = next(iter(messages.values()))[0].device
         with self.collective('making of the group for collectives of the pipeline'):
             if pp_group not in self._beside:
                 self._beside[pp_group] = beside(pp_group, device, self.settings.kernels)

@@ -214,7 +214,6 @@ class Settings:
                 each.require(getattr(self, name), name)
         self._read_slices()
         self._require_amounts()
-        self._require_vocabulary()
         if self.message_priority not in _PRIORITIES:
             raise ValueError(
                 f'message_priority is {self.message_priority!r}: give '
@@ -246,6 +245,9 @@ class Settings:
             object.__setattr__(self, 'schedule', found.name)
             checked_chunks(found, self.num_chunks)
             require_no_limit(found, self.memory_limit)
+            if found.in_shards:
+                object.__setattr__(self, 'vocab_parallel', OUTPUT)
+        self._require_vocabulary()
         if isinstance(self.post_validation, bool):
             steps = _CLEAN_STEPS if self.post_validation else None
             object.__setattr__(self, 'post_validation', steps)
@@ -336,8 +338,7 @@ class Settings:
         if self.vocab_parallel != OUTPUT:
             raise ValueError(f'vocab_parallel is {self.vocab_parallel!r}: give {OUTPUT!r}, or None')
         others = {
-            'schedule': source == AUTO or self._is_sliced,
-            'slices': self.slices is not None,
+            'schedule': source == AUTO,
             'freeze': self.freeze is not None,
             'post_validation': self.post_validation not in (None, False),
             **dict.fromkeys(self.amounts, True),
@@ -350,13 +351,6 @@ class Settings:
                     f'{name} is {shown!r}: it does not train with the output layer on all ranks '
                     'yet: leave it out, or vocab_parallel'
                 )
-
-    @property
-    def _is_sliced(self) -> bool:
-        """True if the schedule that is asked for has slices, whatever else is asked for."""
-        if isinstance(self.schedule, Schedule):
-            return self.schedule.graph.num_slices > 1
-        return find(self.schedule).default_slices > 1
 
     def _require_amounts(self) -> None:
         """Raise ValueError unless what is asked for of techniques makes sense."""

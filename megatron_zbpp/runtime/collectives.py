@@ -80,7 +80,8 @@ class Collectives:
         group: of the pipeline's ranks; for nothing else.
         ranks: the global rank of each pipeline rank.
         device: where what is exchanged lives.
-        messages: of each name that is broadcast or reduced; of the latter the dtype counts.
+        messages: of each name that is broadcast or reduced, one a slice of the sequence; of what is
+            reduced the dtype counts.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Collectives:
         group: dist.ProcessGroup,
         ranks: Sequence[int],
         device: torch.device,
-        messages: Mapping[str, Message],
+        messages: Mapping[str, Sequence[Message]],
     ) -> None:
         self._group, self._ranks, self._messages = group, ranks, messages
         self._places = [dist.get_group_rank(group, rank) for rank in ranks]
@@ -132,13 +133,16 @@ class Collectives:
         assert exchange.root is not None
         tensor = own
         if tensor is None:
-            message = self._messages[exchange.message]
+            message = self._of_slice(exchange)
             assert message.shape is not None, 'collectives have fixed shapes'
             tensor = torch.empty(message.shape, dtype=message.dtype, device=message.device)
         tensor = tensor.detach().contiguous()
         source = self._ranks[exchange.root]
         work = dist.broadcast(tensor, source, group=self._group, async_op=True)
         return Pending([tensor], work, tuple)  # pyright: ignore[reportArgumentType]
+
+    def _of_slice(self, exchange: Exchange) -> Message:
+        return self._messages[exchange.message][exchange.producers[0].slice]
 
     def _gather(self, exchange: Exchange, own: torch.Tensor, _: object) -> Pending:
         tensors = [torch.empty_like(own) for _ in self._ranks]
@@ -159,7 +163,7 @@ class Collectives:
         own = own.contiguous()
         target = self._ranks[exchange.root]
         work = dist.reduce(own, target, group=self._group, async_op=True)
-        message = self._messages[exchange.message]
+        message = self._of_slice(exchange)
         return Pending([own], work, lambda found: [each.to(message.dtype) for each in found])  # pyright: ignore[reportArgumentType]
 
 

@@ -114,6 +114,7 @@ class Family:
         default_slices: the number of slices of a sequence where the caller names none.
         num_routes: ways through the ranks: copies of the weights that all ranks together hold.
         asynchronous: whether it steps without a flush: what it makes is several calls of m.
+        in_shards: whether its schedules have the output layer on all ranks.
     """
 
     name: str
@@ -131,6 +132,7 @@ class Family:
     default_slices: int = 1
     num_routes: int = 1
     asynchronous: bool = False
+    in_shards: bool = False
 
     def label(self, num_chunks: int) -> str:
         """Return the name, and the chunks per rank where they are not the default: `gis v=4`."""
@@ -168,6 +170,7 @@ _MODULES = {
         'seq-zb-v',
         'seq1f1b-interleaved',
     ),
+    'techniques.vocabulary.families': ('slimpipe',),
     'techniques.two_way.families': (
         'chimera',
         'chimera-zb',
@@ -195,6 +198,7 @@ def family(
     moves: bool = False,
     num_routes: int = 1,
     asynchronous: bool = False,
+    in_shards: bool = False,
 ) -> Callable[[Generator], Generator]:
     """Return a decorator that registers a generator as a family, and give it back unchanged.
 
@@ -216,6 +220,7 @@ def family(
         moves: whether it has passes that move activations, beside F, B and W.
         num_routes: ways through the ranks; 2 where microbatches run against each other.
         asynchronous: whether it steps without a flush, and makes several calls of m microbatches.
+        in_shards: whether its schedules have the output layer on all ranks.
 
     Raises:
         ValueError: another family has one of the names already.
@@ -248,6 +253,7 @@ def family(
                 default_slices=slices,
                 num_routes=num_routes,
                 asynchronous=asynchronous,
+                in_shards=in_shards,
             )
         )
         return generate

@@ -95,7 +95,7 @@ def fail():
     gather = Exchange('all-gather', 'statistics', None, own, own)
     reduce = Exchange('reduce', 'vocabulary', 1, own, own[1:], after='statistics')
     message = Message((2,), torch.float32, CPU)
-    collectives = Collectives(dist.new_group(), (0, 1), CPU, {'vocabulary': message})
+    collectives = Collectives(dist.new_group(), (0, 1), CPU, {'vocabulary': (message,)})
     collectives.begin(gather, torch.ones(2))
 
     def part(gathered):

@@ -370,7 +370,6 @@ FLAGS = {
         for schedule, asked in (
             ('zb-v', '--pipeline-offload all'),
             ('zb-v', '--pipeline-recompute 1'),
-            ('zb-v', '--pipeline-slices 2'),
             ('zb-v', '--enable-optimizer-post-validation'),
         )
     },
@@ -1772,7 +1771,7 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(
         (
-            'mcore/iteration/vocabulary.py VocabularyStage._step.step',
+            'mcore/iteration/vocabulary.py VocabularyStage._step.checked',
             'mcore/iteration/vocabulary.py VocabularyStage.report',
             'mcore/patches/vocabulary.py divide',
         ),

@@ -20,7 +20,7 @@ LAYER = 'output_layer'
 few = functools.partial(Job, te=False, iterations=2, microbatches=4, evaluation=True)
 
 
-def train_in_shards(job, argv):
+def train_in_shards(job, argv, slices=None):
     """`train`; whole layers are drawn, and then divided."""
     import pretrain_gpt as script
     import report
@@ -45,7 +45,8 @@ def train_in_shards(job, argv):
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(vocabulary, 'divide', divide_drawn))
         stack.enter_context(mock.patch.object(script, 'draw_weights', draw_others))
-        enable = functools.partial(megatron_zbpp.enable, vocab_parallel='output')
+        more = {'vocab_parallel': 'output', 'slices': slices}
+        enable = functools.partial(megatron_zbpp.enable, **more)
         stack.enter_context(mock.patch.object(megatron_zbpp, 'enable', enable))
         return train(job, argv)
 
@@ -73,10 +74,12 @@ def whole(trained, job):
     return [replace(trained[-1], states=states)]
 
 
-def leave(ranks, data, job, schedule):
+def leave(ranks, data, job, schedule, slices=None):
     """What a training leaves on each rank."""
     own = [*job.argv(schedule, False, data), *UNTIED]
-    return ranks(job.size).run(train if schedule == 'megatron' else train_in_shards, job, own)
+    if schedule == 'megatron':
+        return ranks(job.size).run(train, job, own)
+    return ranks(job.size).run(train_in_shards, job, own, slices)
 
 
 @pytest.fixture(scope='module')
@@ -110,6 +113,16 @@ def test_close_to_stock(trained, schedule):
     found = trained(job, schedule)
     compare(found, trained(job, 'megatron'), job)
     assert_same(of_ranks(found), of_ranks(trained(job, HOSTS[0])), job.iterations)
+
+
+@supports('the output layer on all ranks, in {slices} slices: GPT', '{schedule}', TOLERANCE)
+@grid(schedule=(*HOSTS[:2], 'slimpipe'), slices=(4, '5,3,6,2'))
+def test_slices_close_to_stock(trained, schedule, slices):
+    """Stock has whole sequences, and the whole layer; all schedules are alike."""
+    job = few()
+    found = trained(job, schedule, slices)
+    compare(found, trained(job, 'megatron'), job)
+    assert_same(of_ranks(found), of_ranks(trained(job, HOSTS[0], slices)), job.iterations)
 
 
 JOBS = {
@@ -271,7 +284,7 @@ def first_call(argv):
         arguments = Arguments(forward_step_func=forward_step, **given)
         call = Call(arguments, WeightGradStore(), 1, torch.device('cpu'))
         stage = vocabulary.VocabularyStage(call, arguments.model, None, None, True)
-        actions = vocabulary.Shards([stage], (4, 1)).actions
+        actions = vocabulary.Shards([stage], [(4, 1)]).actions
         packed = stage.forward(Pass(F, 0, 0), None)
         made = actions[S](Pass(S, 1, 0), {'hidden': [packed]})
         actions[T](Pass(T, 1, 0), {'statistics': [(made['statistics'],)]})

@@ -112,7 +112,7 @@ def executor(schedule: Schedule, channels=None, group=None, on=CPU, clock=None, 
     message = Message((ROWS, WIDTH), torch.float32, on)
     group = group or dist.new_group()
     ranks = range(schedule.num_ranks)
-    collectives = Collectives(group, ranks, on, {HIDDEN: message, GRADIENT: message})
+    collectives = Collectives(group, ranks, on, {HIDDEN: (message,), GRADIENT: (message,)})
     made = Executor(
         programs[rank],
         {rank: stage},

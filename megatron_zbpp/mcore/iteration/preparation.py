@@ -85,7 +85,7 @@ def prepare(
     if session.programs.shards_vocabulary:
         from megatron_zbpp.mcore.iteration import vocabulary
 
-        more = vocabulary.of_executor(session, pipeline, messages[0], stages)
+        more = vocabulary.of_executor(session, pipeline, messages, stages)
     tables, count = lowered.tables(rank, ranks_ahead)
     if endless is not None and lowered.calls is not None:
         given = arguments.num_microbatches, *models, *arguments.iterators
@@ -131,18 +131,24 @@ def _maker(
         NotImplementedError: the model or the call cannot.
     """
     models, programs = arguments.models, session.programs
+    if programs.shards_vocabulary:
+        from megatron_zbpp.mcore.iteration import vocabulary
+
+        vocabulary.require(unwrap_model(models), arguments)
     if len(cuts) > 2:
         from megatron_zbpp.mcore.iteration import sliced
 
         new = models if models[0] not in session.compared else []
         sliced.require(unwrap_model(new), arguments)
-        return functools.partial(sliced.SlicedStage, cuts, session.slicing)
+        stage = sliced.SlicedStage
+        if programs.shards_vocabulary:
+            from megatron_zbpp.mcore.iteration import sliced_vocabulary
+
+            stage = sliced_vocabulary.SlicedVocabularyStage
+        return functools.partial(stage, cuts, session.slicing)
     if lowered.calls is not None and session.endless is not None:
         return _versioned(session.endless, lowered, models, rank)
     if programs.shards_vocabulary:
-        from megatron_zbpp.mcore.iteration import vocabulary
-
-        vocabulary.require(unwrap_model(models), arguments)
         return vocabulary.VocabularyStage
     as_one = programs.together and not arguments.forward_only
     return combined.CombinedStage if as_one else ModelStage

@@ -98,8 +98,9 @@ class VocabularyStage(ModelStage):
     def __init__(self, *of_stage: Any) -> None:
         super().__init__(*of_stage)
         self._forwards: dict[Key, _Forward] = {}
-        # by microbatch: the program's loss function, and gradients of all losses
-        self._called: dict[int, tuple[Any, torch.Tensor]] = {}
+        # by microbatch: the program's loss function, and gradients of the losses of each slice
+        self._loss_functions: dict[int, Any] = {}
+        self._weights: dict[int, list[torch.Tensor]] = {}
         self._differs: torch.Tensor | None = None
 
     @property
@@ -125,7 +126,7 @@ class VocabularyStage(ModelStage):
             shard.listening, shard.taken = False, None
         assert taken is not None, 'the step has looked'
         weights = self._gradient(taken.losses, loss)
-        self._called[p.microbatch] = self._called[p.microbatch][0], weights
+        self._weights.setdefault(p.microbatch, []).append(weights)
         targets, rows = (
             _own_rows(each.transpose(0, 1), taken.hidden.size(0), shard.tp)
             for each in (taken.labels, weights)
@@ -137,11 +138,12 @@ class VocabularyStage(ModelStage):
         return packed, num_tokens * 0
 
     def _step(self, p: Pass) -> Callable:
+        step = super()._step(p)
         if not self._is_last:
-            return super()._step(p)
+            return step
 
-        def step(data: Iterator | None, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-            output, loss_func = self.call.arguments.forward_step_func(data, model)
+        def checked(data: Iterator | None, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            output, loss_func = step(data, model)
             taken = shard_of(model).taken
             if taken is None or output is not taken.losses:
                 raise NotImplementedError(
@@ -149,10 +151,14 @@ class VocabularyStage(ModelStage):
                     'forward_step call the model with labels and return what it gives, '
                     f'{_DROP}'
                 )
-            self._called[p.microbatch] = loss_func, taken.losses
+            self._remember(p, loss_func)
             return output, loss_func
 
-        return step
+        return checked
+
+    def _remember(self, p: Pass, loss_func: Any) -> None:
+        """Keep the first loss function of a microbatch: the program's own, of whole sequences."""
+        self._loss_functions.setdefault(p.microbatch, loss_func)
 
     def _gradient(self, losses: torch.Tensor, loss: Any) -> torch.Tensor:
         """Return the gradient of the losses of tokens; zeros where nothing trains."""
@@ -182,7 +188,8 @@ class VocabularyStage(ModelStage):
         Raises:
             NotImplementedError: their gradients are not those that shards have been told.
         """
-        loss_func, weights = self._called.pop(microbatch)
+        loss_func = self._loss_functions.pop(microbatch)
+        weights = torch.cat(self._weights.pop(microbatch), 1)
         call, given = self.call, self.call.arguments
         losses.requires_grad_(not given.forward_only)
         loss, num_tokens = schedules.forward_step(
@@ -213,7 +220,7 @@ class VocabularyStage(ModelStage):
 def of_executor(
     session: Session,
     pipeline: dist.ProcessGroup,
-    message: Message,
+    of_slices: Sequence[Message],
     stages: Mapping[int, ModelStage],
 ) -> dict[str, Any]:
     """Return what the executor gets for S and T.
@@ -221,17 +228,17 @@ def of_executor(
     Args:
         session: that keeps the collectives.
         pipeline: ranks of it.
-        message: what neighbours exchange.
+        of_slices: what neighbours exchange, by slice; one: sequences are whole.
         stages: of this rank, in the order of its chunks.
     """
     own = [stage for stage in stages.values() if isinstance(stage, VocabularyStage)]
     config = own[-1].config
     shared = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    messages = exchanged(message, shared)
-    rows = messages[GRADIENT].shape
-    assert rows is not None, 'it has one'
+    found = [exchanged(message, shared) for message in of_slices]
+    messages = {name: tuple(each[name] for each in found) for name in found[0]}
+    shapes = [message.shape or () for message in messages[GRADIENT]]
     return {
-        'actions': Shards(own, rows[:-1]).actions,
+        'actions': Shards(own, [shape[:-1] for shape in shapes]).actions,
         'collectives': session.collectives(pipeline, messages),
     }
 
@@ -241,14 +248,15 @@ class Shards:
 
     Args:
         stages: of this rank, in the order of its chunks.
-        rows: of a microbatch: (sequence, micro batch).
+        rows: of each slice: (its tokens, micro batch).
     """
 
-    def __init__(self, stages: Sequence[VocabularyStage], rows: tuple[int, ...]) -> None:
+    def __init__(self, stages: Sequence[VocabularyStage], rows: Sequence[tuple[int, ...]]) -> None:
         self._stage, self._rows = stages[-1], rows
         self._loss = next((stage for stage in stages if stage.is_last), None)
         self._call: Call = self._stage.call
-        self._kept: dict[int, tuple[Logits, torch.Tensor]] = {}
+        self._kept: dict[Key, tuple[Logits, torch.Tensor]] = {}
+        self._losses: dict[int, list[torch.Tensor]] = {}  # by microbatch, of slices so far
 
     @property
     def actions(self) -> dict[str, Action]:
@@ -260,32 +268,35 @@ class Shards:
         shard = shard_of(self._stage.model)
         ((packed,),) = inputs.values()
         assert isinstance(packed, torch.Tensor)
-        if packed.size(0) != self._rows[0]:
+        rows = self._rows[p.slice]
+        if packed.size(0) != rows[0]:
             packed = torch.cat(gathered(packed, shard.tp))
         hidden, targets, weights = _unpacked(packed)
         made, (away, there) = shard(hidden, targets=targets)
         own = made.statistics
-        self._kept[p.microbatch] = made, weights
+        self._kept[key_of(p)] = made, weights
 
         def part(statistics: Sequence[torch.Tensor]) -> torch.Tensor:
             found = away * share(own, combined(statistics)) - there
-            return found.to(away.dtype).view(*self._rows, -1)
+            return found.to(away.dtype).view(*rows, -1)
 
         return {STATISTICS: combined(gathered(own, shard.tp)), GRADIENT: part}  # pyright: ignore[reportReturnType]
 
     def _weight_gradient(self, p: Pass, inputs: Inputs) -> Outputs:
         """T: the gradient of the shard, and on the rank of the loss the losses."""
         ((statistics,),) = inputs.values()
-        made, weights = self._kept.pop(p.microbatch)
+        made, weights = self._kept.pop(key_of(p))
         assert isinstance(statistics, tuple), 'of all ranks'
         whole = combined(statistics)
         if self._loss is not None:
-            losses = losses_of(whole).view(self._rows).transpose(0, 1).contiguous()
-            self._loss.report(p.microbatch, losses)
+            losses = losses_of(whole).view(self._rows[p.slice]).transpose(0, 1)
+            self._losses.setdefault(p.microbatch, []).append(losses)
+            if p.slice == len(self._rows) - 1:
+                self._loss.report(p.microbatch, torch.cat(self._losses.pop(p.microbatch), 1))
         given, weight = self._call.arguments, shard_of(self._stage.model).weight
         if given.forward_only or not weight.requires_grad:
             return {}
-        last = p.microbatch == given.num_microbatches - 1
+        last = (p.microbatch, p.slice) == (given.num_microbatches - 1, len(self._rows) - 1)
         gradient = weight_gradient(made, whole, weights)
         with self._stage.grad_sync(last):  # hooks of DDP see it as any other gradient
             weight.view_as(weight).backward(gradient)

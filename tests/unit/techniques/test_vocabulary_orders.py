@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import pytest
 from two_ways import two_ways
@@ -15,7 +16,7 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli import main
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.schedules import build, names
+from megatron_zbpp.schedules import Sizes, build, find, names
 from megatron_zbpp.techniques.copies import with_copies
 from megatron_zbpp.techniques.offload.place import offloaded
 from megatron_zbpp.techniques.recompute.place import recomputed
@@ -154,6 +155,37 @@ def test_of_equal_orders_that_with_fewest_logits(name, most):
         assert max(held) == most
 
 
+def test_slimpipe():
+    """The interleaved form in slices, as it is, with S and T; about one microbatch is held."""
+    family, reached = find('slimpipe'), 0
+    for p, m, n, v in ((2, 3, 2, 2), (4, 1, 4, 2), (4, 4, 8, 2), (3, 3, 5, 3), (4, 4, 4, 1)):
+        made = build('slimpipe', p, m, num_slices=n, num_chunks=v)
+        check(made)
+        host = in_slices('interleaved', p, m, n, num_chunks=v)
+        for own, before in zip(made.passes, host.passes, strict=True):
+            kept = [q for q in own if q.kind not in (S, T)]
+            assert {*kept} == {*before} and [q for q in kept if q.kind != 'F'] == [
+                q for q in before if q.kind != 'F'
+            ]
+        sizes, plain = Sizes(p, m, v, n=n), Costs.uniform(made.placement)
+        window = max(simulate(made, plain).windows) - 3 * m
+        assert window == pytest.approx(family.bubble(sizes)) and family.bubble.where(sizes)
+        held = max(peak(made, plain))
+        assert held <= family.memory(sizes) and family.memory.where(sizes)
+        reached += held > family.memory(sizes) - 1 / (n * v) - 1e-6
+        costs = with_shard_times(plain, made.placement, 0.3)
+        assert bubble(build('slimpipe', p, m, num_slices=n, num_chunks=v, costs=costs), costs) <= (
+            family.bubble(sizes) + 1e-6
+        )
+    assert reached
+    sizes = Sizes(8, 48, 2, 2, 3, 1.5, n=8)
+    for formula in (family.bubble, family.memory):  # its text computes its number
+        term = re.split(r' \(m?n >=', formula.text.removeprefix('at most '))[0]
+        term = re.sub(r'(?<=[\dpnvW)])(?=[pnvF(])', '*', term)
+        assert eval(term, sizes._asdict()) == pytest.approx(formula(sizes)), formula.text
+    assert build('slimpipe', 4, 4).graph.num_slices == 4
+
+
 SLOW = [pytest.param(name, marks=pytest.mark.full) for name in HOSTS[2:]]
 
 
@@ -239,9 +271,8 @@ def test_command_line(capsys, tmp_path):
     assert run(capsys, line)['makespan'] == facts['makespan']
     sliced = run(capsys, f'simulate --schedule 1f1b {shape} --slices 4 --vocab-parallel 0.3')
     assert sliced['makespan'] == pytest.approx(8 * 3.9 + 8.4 / 4)
-    assert run(capsys, f'plan {shape} --slices 2 --vpp 1 --vocab-parallel 0.3')['slices'] == 2
-    assert main(f'plan {shape} --slices auto --vocab-parallel 0.3'.split()) == 2
-    assert '--slices auto with --vocab-parallel is not planned yet' in capsys.readouterr().err
+    slim = run(capsys, f'simulate --schedule slimpipe {shape} --slices 8 --vocab-parallel 0.3')
+    assert slim['makespan'] == pytest.approx(8 * 3.9 + 9 / 16) and slim['name'] == 'slimpipe'
     made = tmp_path / 'plan.json'
     line = f'convert --schedule zb-v {shape} --vocab-parallel 0.3 --to json -o {made}'
     assert main(line.split()) == main(['check', str(made)]) == 0
