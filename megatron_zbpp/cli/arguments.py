@@ -60,15 +60,23 @@ def add_shape(
         parser.add_argument('--vpp', type=chunks, metavar='V,...', help=f'{text}; default 1,2,4')
 
 
-def add_vocabulary(parser: argparse.ArgumentParser) -> None:
-    """Add the output layer on all ranks."""
+def add_vocabulary(
+    parser: argparse.ArgumentParser, share: Callable[[str], object] | None = None
+) -> None:
+    """Add the output layer on all ranks.
+
+    Args:
+        parser: of a command.
+        share: reads what is asked for, auto:SHARE, too; None: no such choice is to be had.
+    """
+    choice = f'|auto:SHARE|auto:{IN_FILE}' if share else ''
     parser.add_argument(
         '--vocab-parallel',
-        type=_shard,
-        metavar=f'SHARE|{IN_FILE}',
+        type=share or shard,
+        metavar=f'SHARE|{IN_FILE}{choice}',
         help='the output layer on all ranks, as passes S and T: forward of a shard over that of a '
-        f'full rank, or {IN_FILE} if that of --times has times of S and T; default: it is part of '
-        'the last stage',
+        f'full rank, or {IN_FILE} if that of --times has times of S and T'
+        f'{"; auto: where it pays" if share else ""}; default: it is part of the last stage',
     )
     parser.add_argument(
         '--vocab-layers',
@@ -79,7 +87,8 @@ def add_vocabulary(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _shard(text: str) -> float | str:
+def shard(text: str) -> float | str:
+    """Return the share of a shard, or where its times are."""
     try:
         return text if text == IN_FILE else values.amount(text)
     except argparse.ArgumentTypeError as error:

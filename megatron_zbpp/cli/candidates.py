@@ -24,17 +24,14 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.costs_file import SELECTIVE
 from megatron_zbpp.ir.graph import HOST, PARTNER, TRANSFERS
 from megatron_zbpp.schedules import FAMILIES
-from megatron_zbpp.schedules import find as find_family
 from megatron_zbpp.techniques import NAMES, find
 
-# that keep their bubble with the output layer on all ranks
-_HOSTS = '1f1b', 'zb-h1', 'zb-v', 'v-half', 'v-min', 'interleaved', 'zb-interleaved'
 _COPY = tuple(name for name in NAMES if find(name).moves)
 
 
 def named_cases(args: Namespace) -> Iterator[tuple[str, Case]]:
     """Yield each named schedule that can be had with chunks that `plan` may use, and its label."""
-    for family, chunks in itertools.product(FAMILIES, _allowed_chunks(args)):
+    for family, chunks in itertools.product(FAMILIES, allowed_chunks(args)):
         if chunks < family.default_chunks == 2 and 'num_chunks' in family.options:
             continue  # of one chunk a rank there are others, as good
         plain = Namespace(**{**vars(args), 'vpp': chunks, 'memory_limit': None})
@@ -42,27 +39,9 @@ def named_cases(args: Namespace) -> Iterator[tuple[str, Case]]:
             yield family.label(chunks), load_case(plain, family.name)
 
 
-def hosts_in_shards(args: Namespace) -> Iterator[Case]:
-    """Yield schedules with the output layer on all ranks, within the memory limit.
-
-    Raises:
-        ValueError: there is none; it says why the last one cannot be.
-    """
-    why, found = '', False
-    for name, chunks in itertools.product(_HOSTS, _allowed_chunks(args)):
-        if chunks in find_family(name).chunks:
-            try:
-                yield load_case(Namespace(**{**vars(args), 'vpp': chunks}), name)
-                found = True
-            except ValueError as error:
-                why = str(error).partition('\n')[0]
-    if not found:
-        raise ValueError(f'none of {", ".join(_HOSTS)}: {why or "--vpp: give 1 or 2"}')
-
-
 def candidates(args: Namespace) -> list[tuple[Placement, Costs]]:
     """Return the placements that `plan` may use, each once, with the costs of their stages."""
-    allowed = _allowed_chunks(args)
+    allowed = allowed_chunks(args)
     placements = {}
     for asked in allowed:
         chunks = chunks_of(args.times, args.pp, asked, asked)
@@ -127,7 +106,7 @@ def with_selective(args: Namespace, placement: Placement, selective: bool = True
     return found.with_times(**{**copies, **found.times})
 
 
-def _allowed_chunks(args: Namespace) -> list[int]:
+def allowed_chunks(args: Namespace) -> list[int]:
     """Return the chunks per rank that `plan` may use."""
     stages = stages_of(args.times)
     allowed = args.vpp or ([1, 2, 4] if stages is None else [stages // args.pp])

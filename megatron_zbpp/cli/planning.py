@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from megatron_zbpp.analysis.memory import peak
-from megatron_zbpp.cli import arguments, inputs, slicing, values
+from megatron_zbpp.cli import arguments, inputs, shard_planning, slicing, values
 from megatron_zbpp.cli.candidates import (
     candidates,
-    hosts_in_shards,
     named_cases,
     with_selective,
 )
@@ -47,7 +46,12 @@ def plan_schedule(args: Namespace) -> int:
     """Return 0, or 130 where Ctrl-C ended the search; prints and writes the best plan."""
     inputs.require_share(args)
     if args.vocab_parallel is not None:
-        return _choose_in_shards(args)
+        picture = _planned_output(args)
+        case, made, status = shard_planning.plan_in_shards(args)
+        _write_plan(args, picture, case.schedule.name, case, made)
+        if args.output and not args.json:
+            print(f'wrote {args.output}')
+        return status
     if args.frontier:
         return _plan_frontier(args)
     picture = _planned_output(args)
@@ -79,50 +83,12 @@ def plan_schedule(args: Namespace) -> int:
     return status
 
 
-def _choose_in_shards(args: Namespace) -> int:
-    """Take the best schedule that has the output layer on all ranks: their orders are not searched.
-
-    Raises:
-        ValueError: none fits, or what else is asked for is planned without it only.
-    """
-    for flag, value in (
-        ('--frontier', args.frontier),
-        ('--actions', args.actions),
-        ('--slices auto', slicing.number(args) == 0),
-    ):
-        if value:
-            raise ValueError(f'{flag} with --vocab-parallel is not planned yet: leave one out')
-    picture = _planned_output(args)
-    case = min(hosts_in_shards(args), key=lambda case: _length(args, case))
-    made = {
-        **facts(case, case.timeline, args.against),
-        'objective': args.objective,
-        'schedule': json.loads(case.schedule.to_json()),
-    }
-    _write_plan(args, picture, case.schedule.name, case, made)
-    if args.json:
-        print_json(made)
-        return 0
-    print(headline(case.schedule))
-    print_summary(made)
-    print(f'the best {args.objective} of named schedules with S and T')
-    if args.output:
-        print(f'wrote {args.output}')
-    return 0
-
-
 def _write_plan(args: Namespace, picture: str | None, name: str, case: Case, made: dict) -> None:
     """Write the file that is asked for: a picture in that format, or else the plan."""
     if picture is not None:
         draw(args.output, picture, {name: case}, {name: case.timeline}, inputs.heading(args))
     elif args.output:
         write(args.output, json.dumps(made, indent=1))
-
-
-def _length(args: Namespace, case: Case) -> float:
-    """Return what is to be least."""
-    timeline = case.timeline
-    return max(timeline.windows) if args.objective == 'window' else timeline.makespan
 
 
 def _print_plan(found: Plan, made: dict) -> None:
@@ -307,7 +273,7 @@ def add_planning(parser: ArgumentParser) -> None:
     """Add what `plan` takes."""
     arguments.add_shape(parser, required=True, chunks=values.counts)
     arguments.add_costs(parser)
-    arguments.add_vocabulary(parser)
+    arguments.add_vocabulary(parser, shard_planning.share_or_auto)
     arguments.add_against(parser)
     arguments.add_renamed(
         parser,

@@ -44,6 +44,7 @@ PLAN_FIELDS = (
     'slices',
     'slice_sizes',
     'slice_counts',
+    'ways',
     'copies',
     'placement',
     'passes',

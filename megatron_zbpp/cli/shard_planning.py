@@ -1,0 +1,232 @@
+"""`zbpp plan --vocab-parallel`: the output layer on all ranks, or whole where that is no worse."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+from megatron_zbpp.cli import arguments, slicing
+from megatron_zbpp.cli.candidates import allowed_chunks
+from megatron_zbpp.cli.inputs import Case, costs_of, load_case
+from megatron_zbpp.cli.printing import (
+    facts,
+    headline,
+    print_json,
+    print_summary,
+    print_table,
+    print_wrapped,
+)
+from megatron_zbpp.cli.searching import searched
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.planner.plans import Plan, PlanningInterrupted, plan
+from megatron_zbpp.planner.slice_counts import doubled
+from megatron_zbpp.render.scene import number
+from megatron_zbpp.schedules import find
+from megatron_zbpp.techniques.composition import OUTPUT
+from megatron_zbpp.techniques.slices.balance import balanced
+from megatron_zbpp.techniques.slices.sizes import AUTO, sizes_of
+
+# that keep their bubble with the output layer on all ranks
+_HOSTS = '1f1b', 'zb-h1', 'zb-v', 'v-half', 'v-min', 'interleaved', 'zb-interleaved'
+_HARDLY = 0.01  # of a value: for less neither slices nor shards are worth their passes
+_ON_ALL, _WHOLE = 'on all ranks', 'whole'
+
+
+class Undecided(NamedTuple):
+    """`--vocab-parallel auto:SHARE`: shards only if they pay.
+
+    Attributes:
+        share: forward of a shard over that of a rank's layers, or where its times are.
+    """
+
+    share: float | str
+
+    def __str__(self) -> str:
+        return f'{AUTO}:{self.share}'
+
+
+class Way(NamedTuple):
+    """The best named schedule of some slices, and with shards or without.
+
+    Attributes:
+        slices: how many.
+        layer: where the output layer is.
+        value: makespan or window.
+        case: the schedule.
+        others: further schedules of the same.
+    """
+
+    slices: int
+    layer: str
+    value: float
+    case: Case
+    others: tuple[Case, ...]
+
+
+def share_or_auto(text: str) -> float | str | Undecided:
+    """Return the share of a shard, or where its times are; undecided where that is asked for."""
+    word, colon, told = text.partition(':')
+    if not colon or word != AUTO:
+        told = text
+    try:
+        share = arguments.shard(told)
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(f'{error}, or {AUTO}:0.2') from error
+    return share if told == text else Undecided(share)
+
+
+def plan_in_shards(args: Namespace) -> tuple[Case, dict, int]:
+    """Return a plan, what is said of it, and the exit status; prints it.
+
+    Raises:
+        ValueError: nothing fits, or what else is asked for is planned without shards only.
+    """
+    for flag, value in (('--frontier', args.frontier), ('--actions', args.actions)):
+        if value:
+            raise ValueError(f'{flag} with --vocab-parallel is not planned yet: leave one out')
+    ways = _ways(args)
+    best = choose(ways)
+    found, status = searched(
+        'planning',
+        'this is the best plan',
+        lambda done: _searched(args, best, done),
+        lambda e: e.best if isinstance(e, PlanningInterrupted) else None,
+    )
+    case = Case(found.schedule, found.costs)
+    made = {
+        **facts(case, case.timeline, args.against),
+        'objective': args.objective,
+        'lower_bound': found.lower_bound,
+        'gap': found.gap,
+        'best_named': {'name': best.case.schedule.name, args.objective: best.value},
+        'slice_sizes': sizes_of(found.schedule.graph),
+        'ways': [
+            {
+                'slices': each.slices,
+                'output_layer': each.layer,
+                'name': each.case.schedule.name,
+                args.objective: each.value,
+            }
+            for each in ways
+        ],
+        'schedule': json.loads(found.schedule.to_json()),
+    }
+    print_json(made) if args.json else _print(args, found, made, ways, best)
+    return case, made, status
+
+
+def _ways(args: Namespace) -> list[Way]:
+    """Return the best named schedule of each number of slices, with shards and without.
+
+    Raises:
+        ValueError: there is none; it says why the last one cannot be.
+    """
+    found, why = list[Way](), ''
+    asked = args.vocab_parallel
+    for sizes in _sizes(args):
+        given = {**vars(args)} if sizes is None else {**vars(args), 'slices': sizes}
+        kinds = {_ON_ALL: {'vocab_parallel': getattr(asked, 'share', asked)}}
+        if isinstance(asked, Undecided):
+            kinds[_WHOLE] = {
+                'vocab_parallel': None,
+                'vocab_layers': OUTPUT,
+                'whole_layer': asked.share,
+            }
+        for layer, more in kinds.items():
+            cases = list[Case]()
+            for name, chunks in product(_HOSTS, allowed_chunks(args)):
+                if chunks not in find(name).chunks:
+                    continue
+                try:
+                    with warnings.catch_warnings(action='ignore'):  # of what slices do not suit
+                        wanted = Namespace(**{**given, **more, 'vpp': chunks})
+                        cases.append(load_case(wanted, name))
+                except ValueError as error:
+                    why = str(error).partition('\n')[0]
+            if cases:
+                cases.sort(key=partial(_length, args))
+                value = _length(args, cases[0])
+                slices = cases[0].schedule.graph.num_slices
+                found.append(Way(slices, layer, value, cases[0], tuple(cases[1:])))
+    if not found:
+        raise ValueError(f'none of {", ".join(_HOSTS)}: {why or "--vpp: give 1 or 2"}')
+    return found
+
+
+def _sizes(args: Namespace) -> Iterator[int | tuple[int, ...] | None]:
+    """Yield the slices to try; None: those that are asked for."""
+    if slicing.number(args) != 0:
+        yield None
+        return
+    length = slicing.length(args, '--slices auto')
+    first = costs_of(args, Placement.loop(args.pp, allowed_chunks(args)[0]))
+    cut = partial(balanced, length=length, attention=slicing.attention(args), costs=first)
+    units = args.microbatches * args.pp * max(allowed_chunks(args)) * 5
+    for sizes in doubled(cut, length, args.least_slice, units):
+        yield sizes if len(sizes) > 1 else 1
+
+
+def choose(ways: list[Way]) -> Way:
+    """Return the way with the fewest slices, whole if it may be, that is hardly longer than any."""
+    shortest = min(each.value for each in ways)
+    enough = [each for each in ways if each.value <= shortest * (1 + _HARDLY)]
+    return min(enough, key=lambda each: (each.slices, each.layer == _ON_ALL, each.value))
+
+
+def _length(args: Namespace, case: Case) -> float:
+    """Return what is to be least."""
+    timeline = case.timeline
+    return max(timeline.windows) if args.objective == 'window' else timeline.makespan
+
+
+def _searched(args: Namespace, best: Way, progress: Callable[[float], None]) -> Plan:
+    """Return the best order that a search finds on the placement of the best named schedule."""
+    schedule, costs = best.case
+    same = [each.schedule for each in best.others if each.schedule.graph == schedule.graph]
+    return plan(
+        [(schedule.placement, costs)],
+        args.microbatches,
+        memory_limit=args.memory_limit,
+        objective=args.objective,
+        seconds=args.seconds,
+        seed=args.seed,
+        starts=[schedule, *(each for each in same if each.placement == schedule.placement)],
+        graph=(lambda _: schedule.graph) if schedule.graph.techniques else None,
+        progress=progress,
+    )
+
+
+def _print(args: Namespace, found: Plan, made: dict, ways: list[Way], best: Way) -> None:
+    print(headline(found.schedule))
+    print_summary(made)
+    print(f'lower bound of the {found.objective} {number(found.lower_bound)}, gap {found.gap:.2%}')
+    print(f'best named schedule: {best.case.schedule.name}, {number(best.value)}')
+    if made['slice_sizes']:
+        print(f'slices of {", ".join(map(str, made["slice_sizes"]))} tokens')
+    if len(ways) > 1:
+        rows = [(w.slices, w.layer, w.case.schedule.name, number(w.value)) for w in ways]
+        print_table(('slices', 'output layer', 'best named', found.objective), rows)
+        print_wrapped(_why(ways, best, found.value))
+
+
+def _why(ways: list[Way], best: Way, value: float) -> str:
+    """Return what the choice gains over whole sequences, and over a whole layer; and why."""
+    first = min(ways, key=lambda each: (each.slices, each.layer == _ON_ALL))
+    if (best.slices, best.layer) == (first.slices, first.layer):
+        said = f'output layer {best.layer}: slices or shards gain less than {_HARDLY:.0%}'
+    else:
+        cut = f'in {best.slices} slices, ' if best.slices > 1 else ''
+        said = f'{cut}output layer {best.layer}: {1 - value / first.value:.1%} less than '
+        said += f'{first.layer}' + (', and whole sequences' if first.slices == 1 else '')
+    whole = next((each for each in ways if each.layer == _WHOLE), None)
+    if whole is None:
+        return said
+    schedule, timeline = whole.case.schedule, whole.case.timeline
+    busy = [timeline.busy(rank) for rank in range(schedule.num_ranks)]
+    more = max(busy) * len(busy) / sum(busy)
+    return f'{said}; a whole layer keeps its rank busy {more:.2f} times as long as the mean'
