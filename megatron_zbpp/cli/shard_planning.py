@@ -97,7 +97,9 @@ def plan_in_shards(args: Namespace) -> tuple[Case, dict, int]:
         lambda done: _searched(args, best, done),
         lambda e: e.best if isinstance(e, PlanningInterrupted) else None,
     )
-    case = Case(found.schedule, found.costs)
+    case, asked = Case(found.schedule, found.costs), args.vocab_parallel
+    args.slices = found.schedule.graph.num_slices  # what it has come to, for headings
+    args.vocab_parallel = getattr(asked, 'share', asked) if best.layer == _ON_ALL else None
     made = {
         **facts(case, case.timeline, args.against),
         'objective': args.objective,
