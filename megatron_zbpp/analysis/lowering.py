@@ -24,7 +24,7 @@ from typing import Any
 
 from megatron_zbpp.analysis import collector, departures
 from megatron_zbpp.analysis.deadlock import prove
-from megatron_zbpp.analysis.posting import EARLY, LATE, Posting, Postponed
+from megatron_zbpp.analysis.posting import EARLY, LATE, LATEST, Posting, Postponed
 from megatron_zbpp.analysis.program import (
     Begin,
     Exchange,
@@ -54,11 +54,14 @@ def lower(schedule: Schedule, receives: str = LATE) -> tuple[Program, ...]:
 
     Args:
         schedule: a complete schedule (`check` tells).
-        receives: when they are posted: one of `posting.RECEIVES`.
+        receives: when they are posted: one of `posting.RECEIVES`. Those of two ways are the latest:
+            with one open, a rank could not meet the other that holds its stage behind a pass.
 
     Raises:
         ScheduleError: passes wait for each other across ranks.
     """
+    if not schedule.placement.is_one_way:
+        receives = LATEST
     with collector.held_off():
         lowered = _Writer(schedule, receives).write()
         prove(lowered)

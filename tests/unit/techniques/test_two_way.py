@@ -1,15 +1,19 @@
-"""Two-way pipelines: numbers of the papers' tables, symmetry, and what must not be."""
+"""Two-way pipelines: any number of microbatches, symmetry, and what must not be."""
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 
 import pytest
 from grids import grid
 
 from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.deadlock import Collective, DeadlockError, prove
+from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.mirrored import is_mirrored
+from megatron_zbpp.analysis.program import Instruction
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import F, Pass, Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
@@ -21,131 +25,51 @@ from megatron_zbpp.schedules import Formula, Sizes, build, own_families
 from megatron_zbpp.techniques.two_way.unfold import unfolded
 
 FAMILIES = {each.name: each for each in own_families(every=True) if each.num_routes > 1}
-EQUAL, FUSED = (1, 1, 1), (1, 0.5, 0.5)  # F = B = W; a backward takes as long as a forward
+EQUAL = (1, 1, 1)
 families = pytest.mark.parametrize('family', FAMILIES.values(), ids=lambda each: each.name)
-
-
-def facts(name: str, p: int, m: int, times=EQUAL, **options) -> tuple[float, float, float]:
-    """Idle time of the makespan, and the least and the most that a rank holds."""
-    schedule = build(name, p, m, **options)
-    check(schedule)
-    costs = Costs.uniform(schedule.placement, *times)
-    held = peak(schedule, costs)
-    idle = simulate(schedule, costs).makespan - m * sum(times)
-    return tuple(round(each, 6) for each in (idle, min(held), max(held)))
-
-
-# p and m: bubble where F = BW, where BW = 2F, of doubling where BW = 2F, peaks, and of doubling
-CHIMERA = {
-    (4, 2): (4, 6, None, (2, 2), None),
-    (4, 4): (2, 4, None, (3, 4), None),
-    (4, 8): (2, 6, 3, (3, 4), (7, 8)),
-    (4, 16): (2, 10, 3, (3, 4), (7, 8)),
-    (8, 4): (10, 16, None, (3, 4), None),
-    (8, 8): (6, 12, None, (5, 8), None),
-    (8, 16): (6, 18, 9, (5, 8), (13, 16)),
-    (8, 32): (6, 30, 9, (5, 8), (13, 16)),
-    (16, 16): (14, 28, None, (9, 16), None),
-    (16, 32): (14, 42, 21, (9, 16), (25, 32)),
-    (16, 64): (14, 70, 21, (9, 16), (25, 32)),
-}
-
-
-@pytest.mark.parametrize('sizes', CHIMERA, ids=str)
-def test_chimera(sizes):
-    fused, split, doubling, held, doubled = CHIMERA[sizes]
-    assert facts('chimera', *sizes, FUSED) == (fused, *held)
-    assert facts('chimera', *sizes) == (split, *held)
-    if doubling is not None:
-        assert facts('chimera-doubling', *sizes) == (doubling, *doubled)
-
-
-def test_profile_of_chimera():
-    schedule = build('chimera', 8, 16)
-    assert peak(schedule, Costs.uniform(schedule.placement)) == (5, 6, 7, 8, 8, 7, 6, 5)
-
-
-def test_split_backwards_keep_the_bubble_of_chimera():
-    """As if F took the time of BW, whatever m is, in the same memory."""
-    unequal = {(8, 8): 7.2, (8, 16): 8.4, (8, 32): 10.8, (4, 4): 2.4, (4, 8): 2.8, (4, 16): 3.6}
-    for (p, m), bubble in unequal.items():
-        *_, held = CHIMERA[p, m][:4]
-        assert facts('chimera-zb', p, m) == (p - 2, *held)
-        assert facts('chimera-zb', p, m, (1, 1.2, 0.8)) == (bubble, *held)
-
-
-def test_gems():
-    table = {
-        2: {2: 11, 8: 41, 32: 161},
-        4: {2: 21, 8: 75, 32: 291},
-        8: {2: 41, 8: 143, 32: 551},
-        16: {2: 81, 8: 279, 32: 1071},
-    }
-    for p, row in table.items():
-        for m, makespan in row.items():
-            assert facts('gems', p, m) == (makespan - 3 * m, 1, 1)
-            assert facts('gems', p, m, FUSED)[0] == 2 * p + (m - 1) * (p + 1) - 2 * m
-
-
-@pytest.mark.parametrize('p', [4, 8, 16])
-def test_dualpipe(p):
-    for m in (2 * p, 3 * p + 2):
-        whole = p // 2 - 1
-        assert facts('dualpipe', p, m) == (whole, p + 1, p + 1)
-        assert facts('dualpipe', p, m, (1, 1, 0.7))[0] == round(1.3 * whole, 6)
-        unequal = 10.2 if p == 16 else round(1.4 * whole, 6)
-        assert facts('dualpipe', p, m, (1, 1.2, 0.8))[0] == unequal
-        assert facts('dualpipe', p, m, together=True) == (p - 2, p + 1, p + 1)
-
-
-def test_bitpipe():
-    """In chunks, of which a full rank has two: bubbles where F = BW, where BW = 2F, and peaks."""
-    table = {
-        4: ((4, 8, 16), 2, (4, 6, 10), (7, 8)),
-        6: ((6, 12, 24), 4, (8, 12, 20), (10, 12)),
-        8: ((8, 16, 32), 6, (12, 18, 30), (13, 16)),
-        16: ((16, 32, 64), 14, (28, 42, 70), (25, 32)),
-    }
-    for p, (microbatches, fused, split, held) in table.items():
-        for m, bubble in zip(microbatches, split, strict=True):
-            chunks = tuple(each / 2 for each in held)
-            assert facts('bitpipe', p, m) == (bubble / 2, *chunks)
-            assert facts('bitpipe', p, m, FUSED) == (fused / 2, *chunks)
-
-
-def test_at_equal_ranks_weights_and_batch():
-    """On 8 ranks, in times of one of 8 stages; one way: two replicas of 4 ranks, half the batch."""
-    table = {
-        'zb-v': (27, 51, 8),
-        'dualpipe': (None, 51, 9),
-        'bitpipe': (30, 57, 8),
-        'interleaved': (33, 57, 11),
-        'chimera': (36, 66, 8),
-        '1f1b-v': (39, 63, 6),
-        'chimera-doubling': (39, 57, 16),
-        '1f1b': (42, 66, 8),
-        'gems': (143, 279, 1),
-    }
-    for name, (few, many, held) in table.items():
-        ways = FAMILIES[name].num_routes if name in FAMILIES else 1
-        for batch, makespan in ((8, few), (16, many)):
-            schedule = build(name, 4 * ways, batch * ways // 2)
-            times = [3 - ways] * 3  # of a full rank
-            costs = Costs.uniform(schedule.placement, *times)
-            if makespan is not None:
-                assert round(simulate(schedule, costs).makespan, 6) == makespan, name
-        assert max(peak(schedule, costs)) * (3 - ways) == held, name
 
 
 @families
 def test_any_number_of_microbatches(family):
     """It is valid, and mirrored where both ways have as many; GEMS never is."""
-    for p, m in product((2, 4, 6, 8), range(1, 20)):
+    for p, m in [*product((2, 4, 6, 8), range(1, 20)), (12, 7), (16, 1), (16, 33)]:
         schedule = build(family.name, p, m)
         check(schedule)
         assert schedule.num_microbatches == m
         assert not schedule.placement.is_one_way
         assert is_mirrored(schedule) == (m % 2 == 0 and family.name != 'gems'), (p, m)
+
+
+def meeting_replicas(schedule: Schedule) -> list[list[Instruction | Collective]]:
+    """Programs in which the ranks that hold a stage meet in each of its passes, and behind it."""
+    where = schedule.placement
+    held = [where.stages(rank) for rank in range(where.num_ranks)]
+    programs = []
+    for own, program in zip(held, lower(schedule), strict=True):
+        pair = tuple(rank for rank, stages in enumerate(held) if stages == own)
+        counts: Counter[tuple[str, int]] = Counter()
+        programs.append([])
+        for each in program:
+            if not isinstance(each, Pass):
+                programs[-1].append(each)
+                continue
+            counts[each.kind, each.stage] += 1
+            name = f'{each.kind} {counts[each.kind, each.stage]} of stage {each.stage}'
+            inside, behind = (Collective(f'{where} {name}', pair) for where in ('in', 'behind'))
+            programs[-1] += inside, each, behind
+    return programs
+
+
+@families
+@pytest.mark.parametrize('p', [4, 8])
+def test_replicas_meet_in_passes(family, p):
+    """Experts shared out over a pair, or its reductions: they end where the ways are mirrored."""
+    schedule = build(family.name, p, 2 * p)
+    if family.name == 'gems':
+        with pytest.raises(DeadlockError):
+            prove(meeting_replicas(schedule))
+    else:
+        prove(meeting_replicas(schedule))
 
 
 def test_one_way_is_mirrored():
