@@ -339,6 +339,7 @@ def enable(args: argparse.Namespace, stack: ExitStack) -> Any | None:
         freeze=args.pipeline_freeze,
         recompute=args.pipeline_recompute,
         clip=args.pipeline_clip,
+        async_warmup_steps=args.pipeline_async_warmup_steps,
         flags=vars(args),
         post_validation=(
             args.enable_optimizer_post_validation and args.optimizer_post_validation_clean_steps

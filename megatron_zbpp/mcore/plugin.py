@@ -185,7 +185,6 @@ class Plugin:
             bridge_checkpoints.patches(session),
             split_step.patches(),
             stepping.patches(self._steps, session.post_validation),
-            _of_late_steps(session),
         )
 
     def install(self) -> None:
@@ -224,11 +223,3 @@ def _of_vocabulary(session: Session) -> Iterator[Patch]:
         from megatron_zbpp.mcore.patches import vocabulary
 
         yield from vocabulary.patches(session.programs.num_chunks, session.collective)
-
-
-def _of_late_steps(session: Session) -> Iterator[Patch]:
-    """Yield what steps that are taken late replace, and import it for those alone."""
-    if session.endless is not None:
-        from megatron_zbpp.mcore.post_validation import late_step
-
-        yield from late_step.patches(session.endless)

@@ -324,6 +324,17 @@ class Programs:
         self.together = bool(asked) and self.joins
 
     @property
+    def corrects_weights(self) -> bool:
+        """True if backwards use corrected weights (PipeMare)."""
+        if not self.asynchronous:
+            return False
+        from megatron_zbpp.techniques.updates.graph import CORRECTED
+        from megatron_zbpp.techniques.updates.versions import updates_of
+
+        updates = updates_of(self.schedule(2, 2).graph)
+        return updates is not None and updates.backward == CORRECTED
+
+    @property
     def joins(self) -> bool:
         """True if there are pairs of F and BW that can run as one."""
         if isinstance(self.source, Schedule):
@@ -349,16 +360,26 @@ class Programs:
             num_microbatches = max(num_microbatches, num_ranks)
         return self.schedule(num_ranks, num_microbatches)
 
-    def lowered(self, num_ranks: int, num_microbatches: int, forward_only: bool) -> Lowered:
+    def lowered(
+        self, num_ranks: int, num_microbatches: int, forward_only: bool, draining: bool = False
+    ) -> Lowered:
         """Return the checked programs, kept or made now.
+
+        Args:
+            num_ranks: p.
+            num_microbatches: m.
+            forward_only: whether there are no backwards.
+            draining: whether an asynchronous schedule warms up, by a synchronous one.
 
         Raises:
             ScheduleError: the schedule is not valid.
             ValueError: a guest refuses it.
         """
+        if draining or (forward_only and self.asynchronous):
+            return self._draining(num_ranks, num_microbatches, forward_only)
         key = (num_ranks, num_microbatches, forward_only, self.together)
         if key not in self._lowered and self.asynchronous:
-            self._lowered[key] = self._endless(num_ranks, num_microbatches, forward_only)
+            self._lowered[key] = self._endless(num_ranks, num_microbatches)
         if key not in self._lowered:
             schedule = self.schedule(num_ranks, num_microbatches)
             for guest in () if forward_only else self.guests:
@@ -370,11 +391,18 @@ class Programs:
             self._lowered[key] = Lowered(schedule, programs, ahead)
         return self._lowered[key]
 
-    def _endless(self, num_ranks: int, num_microbatches: int, forward_only: bool) -> Lowered:
-        """Return the programs of an asynchronous schedule; evaluations drain."""
-        if forward_only:
-            schedule = build('1f1b', num_ranks, num_microbatches).forward_only()
-            return Lowered(schedule, check(schedule, receives=self._receives).programs, ())
+    def _draining(self, num_ranks: int, num_microbatches: int, forward_only: bool) -> Lowered:
+        """Return 1F1B: evaluations drain, and so does what warms up."""
+        key = (num_ranks, num_microbatches, forward_only, True)
+        if key not in self._lowered:
+            schedule = build('1f1b', num_ranks, num_microbatches)
+            schedule = schedule.forward_only() if forward_only else schedule
+            programs = check(schedule, receives=self._receives).programs
+            self._lowered[key] = Lowered(schedule, programs, ())
+        return self._lowered[key]
+
+    def _endless(self, num_ranks: int, num_microbatches: int) -> Lowered:
+        """Return the programs of an asynchronous schedule."""
         from megatron_zbpp.techniques.updates.calls import calls_of
 
         schedule = self.schedule(num_ranks, num_microbatches)

@@ -84,7 +84,7 @@ class Session:
         if self.programs.asynchronous:
             from megatron_zbpp.runtime.endless import EndlessTraining
 
-            self.endless = EndlessTraining(late=settings.clip is None)
+            self.endless = EndlessTraining(settings.clip is None, settings.async_warmup_steps)
         self.compared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._activations: dict[torch.device, ActivationStore] = {}
         self._channels: dict[tuple[dist.ProcessGroup, Placement, bool], Channels] = {}
@@ -254,7 +254,7 @@ class Session:
     @property
     def clips_by_stage(self) -> bool:
         """True if each stage clips gradients by their own norm."""
-        if self.endless is None or self.endless.late:
+        if self.endless is None or self.endless.versions is None or self.endless.late:
             return False
         return self.settings.clip in (None, STAGE)
 

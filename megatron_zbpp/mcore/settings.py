@@ -34,6 +34,7 @@ _CLEAN_STEPS = 10
 _PRIORITIES = 'high', 'group'
 STAGE = 'stage'
 CLIPPING = STAGE, 'global'
+_PIPEMARE = '[PipeMare](asynchronous.md#pipemare)'
 # not with asynchronous schedules
 _SYNCHRONOUS = (
     'offload',
@@ -137,6 +138,17 @@ class Settings:
     """Norm by which asynchronous schedules clip gradients: stage, that of the stage's own; global,
     that of all, for which each step waits. The default is stage, and for pipedream-2bw the norm of
     all, which its late steps do not wait for."""
+    anneal_steps: int | None = option(None, '--pipeline-anneal-steps K', least=0, page=_PIPEMARE)
+    """Optimizer steps over which pipemare anneals learning rates, which begin divided by the delay
+    of each stage (T1). 0: they are not divided. The default is five times the warm-up of the
+    learning rate, or, without one, a quarter of its decay."""
+    correction_decay: float = option(
+        0.135, '--pipeline-correction-decay D', least=0.0, page=_PIPEMARE
+    )
+    """Decay, over the delay of a stage, of the average of steps by which pipemare corrects the
+    weights of backwards (T2): above 0, below 1."""
+    async_warmup_steps: int = option(0, '--pipeline-async-warmup-steps T', least=0, page=_PIPEMARE)
+    """Optimizer steps that an asynchronous schedule first takes synchronously, with 1F1B (T3)."""
     message_ctas: int = option(
         MessageKernels.ctas,
         '--pipeline-message-ctas N',
@@ -221,6 +233,10 @@ class Settings:
             )
         if self.clip not in (None, *CLIPPING):
             raise ValueError(f'clip is {self.clip!r}: give ' + ' or '.join(map(repr, CLIPPING)))
+        if not 0 < self.correction_decay < 1:
+            raise ValueError(
+                f'correction_decay is {self.correction_decay!r}: give a number above 0, below 1'
+            )
         require_known(self.message_receives, 'message_receives')
         if not isinstance(self.same_start, bool) and not _is_layout(self.same_start):
             raise ValueError(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
-
-import torch
 
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.tables import Tables
-from megatron_zbpp.runtime.versions import OneStorage, Slots, Versions
+from megatron_zbpp.runtime.versions import Versions
 from megatron_zbpp.techniques.updates.calls import Calls
-from megatron_zbpp.techniques.updates.graph import STASHED
 from megatron_zbpp.techniques.updates.versions import Updates
 
 Result = TypeVar('Result')
@@ -22,43 +19,41 @@ class EndlessTraining:
 
     Args:
         late: whether steps are taken when their weights are needed, where delays leave the time.
+        warm_up: how many calls run a synchronous schedule first.
 
     Attributes:
         versions: of the weights of this rank's stage; made in the first call.
         late: whether they are: once a call has run.
+        tau: mean delay of the forwards of this rank's stage, in steps.
     """
 
-    def __init__(self, late: bool = False) -> None:
+    def __init__(self, late: bool = False, warm_up: int = 0) -> None:
         self.versions: Versions | None = None
-        self.late = late
+        self.late, self.tau = late, 0.0
         self._unfinished: Callable[[], Any] | None = None
         self._result: Any = None  # of the latest step
         self._running: Executor | None = None
+        self._warm_up, self._warm = warm_up, 0  # calls that are to be synchronous, that were
         self._calls = self._steps = 0
         self._stepping = False
         self._given: tuple[object, ...] = ()
 
-    def begin(
-        self,
-        parameters: Sequence[torch.Tensor],
-        updates: Updates,
-        stage: int,
-        buffered: bool = False,
-    ) -> Versions:
+    def warms_up(self) -> bool:
+        """Return whether the call that begins is synchronous, and count it."""
+        warms_up = self._warm < self._warm_up
+        self._warm += warms_up
+        return warms_up
+
+    def begin(self, updates: Updates, make: Callable[[], Versions]) -> Versions:
         """Return the versions of the weights, made in the first call.
 
         Args:
-            parameters: of the stage.
             updates: how they are updated.
-            stage: of this rank.
-            buffered: whether steps write to buffers that parameters are views of.
+            make: makes them.
         """
         if self.versions is None:
-            delay = updates.delays[stage] if updates.delays else None
             self.late = self.late and steps_late(updates)
-            self.versions = OneStorage(parameters)
-            if updates.backward == STASHED:
-                self.versions = Slots(parameters, updates.every, delay, buffered, self.finish_step)
+            self.versions = make()
         return self.versions
 
     def next_tables(self, calls: Calls, rank: int, given: tuple[object, ...]) -> Tables:
@@ -124,6 +119,16 @@ class EndlessTraining:
         if self._steps == 1:
             self.finish_step()
         return self._result
+
+    @property
+    def stepping(self) -> bool:
+        """True within a step."""
+        return self._stepping
+
+    @property
+    def steps(self) -> int:
+        """Steps that the program has taken, synchronous ones too."""
+        return self._warm + self._steps
 
     @property
     def unfinished(self) -> bool:

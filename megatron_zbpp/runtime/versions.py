@@ -64,6 +64,63 @@ class OneStorage:
             return step()
 
 
+class Corrected:
+    """The newest version; backwards have an estimate of their forward's from it (PipeMare's T2).
+
+    The estimate is w - tau d, with d <- g d + (1-g)(w' - w) for each step from w to w' and
+    g = decay^(1/tau). It is copied into the memory of the parameters for each backward, and the
+    newest back for each forward.
+
+    Args:
+        parameters: of the stage.
+        stepped: what the optimizer steps of each, in float32: the parameter itself, or its main
+            copy.
+        tau: mean delay of forwards, in steps; more than 0.
+        decay: of d over tau steps.
+    """
+
+    most = 2
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        stepped: Iterable[torch.Tensor],
+        tau: float,
+        decay: float,
+    ) -> None:
+        self._parameters, self._stepped = tuple(parameters), tuple(stepped)
+        self._tau, self._kept = tau, decay ** (1 / tau)
+        self._averages = [torch.zeros_like(each.data) for each in self._stepped]
+        self._others = [each.data.clone() for each in self._parameters]  # not in parameters now
+        self._corrected = False  # what parameters have
+
+    def before_forward(self, p: Pass) -> None:
+        self._hold(corrected=False)
+
+    def before_backward(self, p: Pass) -> None:
+        self._hold(corrected=True)
+
+    def step(self, step: Callable[[], Result]) -> Result:
+        self._hold(corrected=False)
+        old = [each.data.clone() for each in self._stepped]
+        with unseen_by_autograd((*self._parameters, *self._stepped)):
+            result = step()
+        of_each = zip(self._stepped, old, self._averages, self._others, strict=True)
+        for new, before, average, other in of_each:
+            average.mul_(self._kept).add_((new.data - before) * (1 - self._kept))
+            other.copy_(new.data - self._tau * average)
+        return result
+
+    def _hold(self, corrected: bool) -> None:
+        """Exchange the contents of parameters, where they have the others."""
+        if corrected != self._corrected:
+            for parameter, other in zip(self._parameters, self._others, strict=True):
+                held = parameter.data.clone()
+                parameter.data.copy_(other)
+                other.copy_(held)
+            self._corrected = corrected
+
+
 class Slots:
     """A backward has the weights of its forward, which are kept (PipeDream, 2BW).
 

@@ -42,7 +42,7 @@ OUTPUT, BOTH = SHARED_LAYERS = 'output', 'input+output'
 TRAINED = (*NAMES, SLICED, OVERLAP)
 """Techniques that train, each by itself. Others are planned, simulated and drawn."""
 
-ASYNCHRONOUS = 'pipedream', 'pipedream-2bw', 'paci'
+ASYNCHRONOUS = 'pipedream', 'pipedream-2bw', 'paci', 'pipemare'
 """Asynchronous families that train, by their names: not their schedules from files."""
 
 _UNTRAINED = {

@@ -48,9 +48,16 @@ class ByHand:
 
     def backward(self, original: Callable, *args: Any, **given: Any) -> Any:
         version = version_of_forward(self.method, *self.sizes, self.backwards)
-        self.put(self.backwards // self.sizes[1] if self.method == 'paci' else version)
+        self.put_back(self.backwards // self.sizes[1] if self.method == 'paci' else version)
         self.backwards += 1
         return original(*args, **given)
+
+    def put_back(self, version: int) -> None:
+        self.put(version)
+
+    @contextmanager
+    def rates(self, optimizer: Any, step: int) -> Iterator[None]:
+        yield
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -63,6 +70,41 @@ class ByHand:
                 stack.enter_context(mock.patch.object(schedules, name, ours))
             yield
         self.put(-1)
+
+
+class PipeMare(ByHand):
+    """PipeMare's formulas: T1's rates, T2's weights of backwards. tau is the delay of a stage."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        p, m, stage = self.sizes
+        self.tau, self.decay, self.annealed = (p - 1 - stage) / m, 0.135, 5
+        self.main = [getattr(each, 'main_param', each) for each in self.parameters]
+        self.newest = [each.data.clone() for each in self.main]
+        self.delta = [torch.zeros_like(each) for each in self.newest]
+
+    def keep(self) -> None:
+        super().keep()
+        before, self.newest = self.newest, [each.data.clone() for each in self.main]
+        if self.tau:
+            gamma = self.decay ** (1 / self.tau)
+            moved = [new - old for new, old in zip(self.newest, before, strict=True)]
+            both = zip(self.delta, moved, strict=True)
+            self.delta = [gamma * delta + (1 - gamma) * by for delta, by in both]
+
+    def put_back(self, version: int) -> None:
+        for each, new, delta in zip(self.parameters, self.newest, self.delta, strict=True):
+            each.data.copy_(new - self.tau * delta)
+
+    @contextmanager
+    def rates(self, optimizer: Any, step: int) -> Iterator[None]:
+        groups = optimizer.param_groups
+        rates = [group['lr'] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group['lr'] = rate / max(self.tau, 1) ** (1 - min(step / self.annealed, 1))
+        yield
+        for group, rate in zip(groups, rates, strict=True):
+            group['lr'] = rate
 
 
 def without(argv: list[str], flag: str, default: str) -> tuple[list[str], str]:
@@ -104,7 +146,8 @@ def train(method: str, by_hand: bool, evaluates: bool, argv: list[str]) -> tuple
         data, held_out = (script.iterators(args, dataset, at) for at in (0, 100))
         p, rank = args.pipeline_model_parallel_size, 'get_pipeline_model_parallel_rank'
         stage = getattr(parallel_state, rank)()
-        hand = ByHand(method, p, args.num_microbatches, stage, models)
+        by = PipeMare if method == 'pipemare' else ByHand
+        hand = by(method, p, args.num_microbatches, stage, models)
         losses, norms, late = [], [], []
         for iteration in range(args.train_iters):
             if evaluates and iteration == 3:
@@ -113,11 +156,14 @@ def train(method: str, by_hand: bool, evaluates: bool, argv: list[str]) -> tuple
             for model in models:
                 model.zero_grad_buffer()
             stepping.zero_grad()
-            hand.keep()
-            with hand.batch() if by_hand else ExitStack():
+            puts = by_hand and iteration >= args.pipeline_async_warmup_steps
+            if puts:
+                hand.keep()
+            with hand.batch() if puts else ExitStack():
                 losses.append(script.run_batch(args, models, data))
             late.append(plugin is not None and plugin.session.endless.unfinished)
-            succeeded, norm, _ = stepping.step()
+            with hand.rates(stepping, iteration) if puts else ExitStack():
+                succeeded, norm, _ = stepping.step()
             assert succeeded
             scheduler.step(increment=1)
             norms.append(float(norm))
@@ -146,20 +192,20 @@ def clips_by_stage(method: str, args: Any) -> bool:
     return args.untie_embeddings_and_output_weights and args.pipeline_clip != 'global'
 
 
-def taken_late(late: bool, last: bool, evaluates: bool) -> list[bool]:
+def taken_late(late: bool, last: bool, evaluates: bool, warm: int) -> list[bool]:
     """Whether a step is still to be taken, before and behind each step of the program.
 
     The first waits. Ranks that run ahead have taken it within the call, as all have that evaluate.
     """
     found = []
     for iteration in range(ITERATIONS):
-        taken = iteration < 2 or not last or (evaluates and iteration == 3)
-        found += [not taken, iteration > 0] if late else [False, False]
+        taken = iteration < 2 + warm or not last or (evaluates and iteration == 3)
+        found += [not taken, iteration > warm] if late else [False, False]
     return found
 
 
 COPIES = {(2, 2): (2, 1), (4, 1): (4, 3, 2, 1), (4, 4): (2, 2, 2, 1)}
-METHODS = ('pipedream-2bw', 'pipedream', 'paci')
+METHODS = ('pipedream-2bw', 'pipedream', 'paci', 'pipemare')
 SETTINGS = {
     'two replicas, distributed optimizer, overlapped reduction, bf16': (
         '--replicas --bf16 --use-distributed-optimizer --overlap-grad-reduce'
@@ -170,6 +216,7 @@ SETTINGS = {
     'norm of all, for which steps wait': (
         '--untie-embeddings-and-output-weights --pipeline-clip global'
     ),
+    'two synchronous steps first': '--pipeline-async-warmup-steps 2',
     'Muon': '--optimizer muon',
 }
 
@@ -178,14 +225,15 @@ def require_equal(ranks, data, method, p, m, evaluates, *more) -> None:
     ours = trained(ranks, data, method, p, m, False, evaluates, *more)
     reference = trained(ranks, data, method, p, m, True, evaluates, *more)
     late = method == 'pipedream-2bw' and '--pipeline-clip' not in more
+    warm = 2 if '--pipeline-async-warmup-steps' in more else 0
     for rank, (own, other) in enumerate(zip(ours, reference, strict=True)):
         norms = other[1]
-        if late:  # of the step before
-            norms = [norms[0], *norms[:-1]]
+        if late:  # of the step before, but for the first
+            norms = [*norms[: warm + 1], *norms[warm:-1]]
         assert (own[0], own[1], own[2]) == (other[0], norms, other[2]), rank
-        assert own[5] == taken_late(late, last=own[4] == p - 1, evaluates=evaluates), rank
+        assert own[5] == taken_late(late, own[4] == p - 1, evaluates, warm), rank
     assert min(ours[0][1]) > 0.5, 'clipping must have been active'
-    fixed = {'paci': (1,) * p, 'pipedream-2bw': (2,) * p}
+    fixed = {'paci': (1,) * p, 'pipemare': (2,) * (p - 1) + (1,), 'pipedream-2bw': (2,) * p}
     copies = fixed.get(method) or COPIES[p, m]
     assert [own[3] for own in ours] == [copies[own[4]] for own in ours]
 
@@ -204,8 +252,13 @@ def test_as_with_weights_put_in_by_hand(ranks, data, method, sizes, more):
     require_equal(ranks, data, method, p, m, bool(more), *more)
 
 
+def _has_weights(method: str, setting: str) -> bool:
+    """Whether a rank has all the weights of its stage in float32, as PipeMare needs them."""
+    return method != 'pipemare' or 'distributed' not in setting
+
+
 @supports('asynchronous: {setting}', ' '.join(METHODS))
-@grid(method=METHODS, setting=tuple(SETTINGS))
+@grid(_has_weights, method=METHODS, setting=tuple(SETTINGS))
 def test_beside_other_parallelism(ranks, data, method, setting):
     """The same on several ranks a stage, whose optimizer may write to buffers."""
     if setting == 'Muon':

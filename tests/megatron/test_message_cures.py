@@ -191,6 +191,40 @@ def updating() -> object:
     return replace(host, graph=updating(host.graph))
 
 
+def versions(sharded: bool) -> Callable:
+    """Weights of PipeMare, whose optimizer has shards of them or all."""
+
+    def run() -> None:
+        import torch
+
+        from megatron_zbpp import build
+        from megatron_zbpp.mcore.iteration.asynchronous import make_versions
+        from megatron_zbpp.mcore.session import Session
+        from megatron_zbpp.mcore.settings import Settings
+
+        model = torch.nn.Linear(1, 1)
+        model.ddp_config = SimpleNamespace(use_distributed_optimizer=sharded)
+        session = Session(Settings('pipemare'))
+        make_versions(session, build('pipemare', 2, 2), 0, [model])
+
+    return run
+
+
+def annealed(steps: int | None) -> Callable:
+    """A step of PipeMare without a scheduler."""
+
+    def run() -> None:
+        from megatron_zbpp.mcore.post_validation.annealed_rates import AnnealedRates
+        from megatron_zbpp.mcore.session import Session
+        from megatron_zbpp.mcore.settings import Settings
+
+        rates = AnnealedRates(Session(Settings('pipemare', anneal_steps=steps)))
+        with rates.annealed(SimpleNamespace(param_groups=[{'lr': 1.0}])):
+            pass
+
+    return run
+
+
 def clipped_by(norm: str | None) -> Callable:
     """Stages that cannot have norms of their own."""
 
@@ -464,20 +498,6 @@ FLAGS = {
         "--pipeline-message-priority is 'low': give 'high' or 'group'",
         flags('--pipeline-schedule zb-v --pipeline-message-priority high'),
         flags('--pipeline-schedule zb-v --pipeline-message-priority group'),
-    ),
-    'a norm to clip by': row(
-        settings(schedule='paci', clip='rank'),
-        "give 'stage' or 'global'",
-        settings(schedule='paci', clip='stage'),
-        settings(schedule='paci', clip='global'),
-    ),
-    'a norm of a synchronous schedule': row(
-        settings(schedule='zb-v', clip='stage'),
-        'clips as Megatron does: leave it out',
-        settings(schedule='zb-v'),
-    ),
-    'a norm that stages cannot have': row(
-        clipped_by('stage'), "give 'global', which waits", clipped_by('global'), clipped_by(None)
     ),
     'receives': row(
         flags('--pipeline-schedule zb-v --pipeline-message-receives soon'),
@@ -950,7 +970,7 @@ PROGRAMS = {
     'an asynchronous schedule': row(
         settings(schedule='wpipe'),
         'wpipe has asynchronous updates: simulated, does not train yet: take a synchronous '
-        'schedule, such as zb-v, or by its name pipedream, pipedream-2bw, paci',
+        'schedule, such as zb-v, or by its name pipedream, pipedream-2bw, paci, pipemare',
         settings(schedule='zb-v'),
         settings(schedule='paci'),
     ),
@@ -1012,6 +1032,31 @@ PROGRAMS = {
         "give 'high' or 'group'",
         settings(message_priority='high'),
         settings(message_priority='group'),
+    ),
+    'a norm to clip by': row(
+        settings(schedule='paci', clip='rank'),
+        "give 'stage' or 'global'",
+        settings(schedule='paci', clip='stage'),
+        settings(schedule='paci', clip='global'),
+    ),
+    'a norm of a synchronous schedule': row(
+        settings(schedule='zb-v', clip='stage'),
+        'clips as Megatron does: leave it out',
+        settings(schedule='zb-v'),
+    ),
+    'a norm that stages cannot have': row(
+        clipped_by('stage'), "give 'global', which waits", clipped_by('global'), clipped_by(None)
+    ),
+    "a decay of PipeMare's": row(
+        settings(schedule='pipemare', correction_decay=1.0),
+        'give a number above 0, below 1',
+        settings(schedule='pipemare', correction_decay=0.5),
+    ),
+    'shards of weights that are corrected': row(
+        versions(True), 'drop --use-distributed-optimizer, or take paci', versions(False)
+    ),
+    'rates without a scheduler': row(
+        annealed(None), 'give the steps over which', annealed(5), annealed(0)
     ),
     'receives': row(
         settings(message_receives='soon'),

@@ -5,10 +5,44 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.utils import unwrap_model
 
-from megatron_zbpp.ir import Pass
+from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.mcore.iteration.stages import ModelStage
-from megatron_zbpp.runtime.versions import Versions
+from megatron_zbpp.mcore.session import Session
+from megatron_zbpp.runtime.versions import Corrected, OneStorage, Slots, Versions
+from megatron_zbpp.techniques.updates.graph import CORRECTED, STASHED
+from megatron_zbpp.techniques.updates.versions import delays, updates_of
+
+
+def make_versions(
+    session: Session, schedule: Schedule, rank: int, models: list[torch.nn.Module]
+) -> Versions:
+    """Return the versions of the weights of this rank's stage, before the first call.
+
+    Raises:
+        NotImplementedError: the optimizer has a part of the weights alone, of which T2 needs all.
+    """
+    endless, updates = session.endless, updates_of(schedule.graph)
+    assert endless is not None and updates is not None, 'else there is one version'
+    for model in unwrap_model(models):
+        model.register_state_dict_pre_hook(lambda *_: endless.finish_step())
+    (stage,) = schedule.placement.stages(rank)
+    tau = endless.tau = delays(schedule)[stage].mean
+    parameters = [each for model in models for each in model.parameters()]
+    buffered = getattr(getattr(models[0], 'ddp_config', None), 'use_distributed_optimizer', False)
+    if updates.backward == STASHED:
+        delay = updates.delays[stage] if updates.delays else None
+        return Slots(parameters, updates.every, delay, buffered, endless.finish_step)
+    if updates.backward == CORRECTED and buffered:
+        raise NotImplementedError(
+            'use_distributed_optimizer does not go with pipemare, since a rank needs all of the '
+            'weights to correct them: drop --use-distributed-optimizer, or take paci'
+        )
+    if updates.backward == CORRECTED and tau > 0:
+        stepped = [getattr(each, 'main_param', each) for each in parameters]
+        return Corrected(parameters, stepped, tau, session.settings.correction_decay)
+    return OneStorage(parameters)
 
 
 class VersionedStage(ModelStage):

@@ -35,7 +35,6 @@ from megatron_zbpp.runtime.log import job_log
 if TYPE_CHECKING:
     from megatron_zbpp.mcore.reading import Reading
     from megatron_zbpp.runtime.activations.store import ActivationStore
-    from megatron_zbpp.runtime.endless import EndlessTraining
 
 
 def prepare(
@@ -72,7 +71,7 @@ def prepare(
     if not arguments.forward_only and not session.announced:
         _announce(session, lowered, one, config, models[0])
     endless = None if lowered.calls is None else session.endless
-    if endless is None and session.endless is not None:
+    if arguments.forward_only and session.endless is not None:
         session.endless.finish_step()  # an evaluation has the newest weights
     make = _maker(session, arguments, lowered, cuts, rank)
     reading = _reading(session, call)
@@ -147,7 +146,7 @@ def _maker(
             stage = sliced_vocabulary.SlicedVocabularyStage
         return functools.partial(stage, cuts, session.slicing)
     if lowered.calls is not None and session.endless is not None:
-        return _versioned(session.endless, lowered, models, rank)
+        return _versioned(session, lowered, models, rank)
     if programs.shards_vocabulary:
         return vocabulary.VocabularyStage
     as_one = programs.together and not arguments.forward_only
@@ -166,21 +165,17 @@ def _reading(session: Session, call: Call) -> Reading | None:
 
 
 def _versioned(
-    endless: EndlessTraining, lowered: Lowered, models: list[torch.nn.Module], rank: int
+    session: Session, lowered: Lowered, models: list[torch.nn.Module], rank: int
 ) -> Callable[..., ModelStage]:
     """Return what makes stages whose passes have the weights that they ask for."""
-    from megatron_zbpp.mcore.iteration.asynchronous import VersionedStage
+    from megatron_zbpp.mcore.iteration.asynchronous import VersionedStage, make_versions
     from megatron_zbpp.techniques.updates.versions import updates_of
 
     updates = updates_of(lowered.schedule.graph)
-    assert updates is not None, 'else there are no calls'
-    parameters = [each for model in models for each in model.parameters()]
-    buffered = getattr(getattr(models[0], 'ddp_config', None), 'use_distributed_optimizer', False)
-    if endless.versions is None:
-        for model in unwrap_model(models):
-            model.register_state_dict_pre_hook(lambda *_: endless.finish_step())
-    versions = endless.begin(parameters, updates, lowered.placement.stages(rank)[0], buffered)
-    return functools.partial(VersionedStage, versions)
+    endless = session.endless
+    assert updates is not None and endless is not None, 'else there are no calls'
+    make = functools.partial(make_versions, session, lowered.schedule, rank, models)
+    return functools.partial(VersionedStage, endless.begin(updates, make))
 
 
 def _find_slices(session: Session, arguments: Arguments, config: Any, num_ranks: int) -> None:
@@ -213,7 +208,8 @@ def _agreed(
     for guest in session.guests:
         alike |= guest.fingerprint()
     session.agree(alike | session.programs.fingerprint(*sizes), pipeline)
-    return session.programs.lowered(*sizes, arguments.forward_only)
+    warm = not arguments.forward_only and session.endless is not None and session.endless.warms_up()
+    return session.programs.lowered(*sizes, arguments.forward_only, warm)
 
 
 def _announce(
@@ -227,7 +223,14 @@ def _announce(
     session.announced = True
     from megatron_zbpp.mcore.same_start.losses import losses_from_scratch
 
-    announce(lowered.schedule, config)
+    schedule = lowered.schedule
+    if session.endless is not None and lowered.calls is None:
+        sizes = schedule.num_ranks, schedule.num_microbatches
+        job_log.info(
+            '%d optimizer steps of %s before', session.settings.async_warmup_steps, schedule.name
+        )
+        schedule = session.programs.lowered(*sizes, forward_only=False).schedule
+    announce(schedule, config)
     job_log.info(losses_from_scratch(session.settings, one, config))
     chunk = cast(torch.nn.Module, unwrap_model(first_chunk))
 

@@ -26,8 +26,7 @@ from megatron_zbpp.post_validation.views import SharedViews
 from megatron_zbpp.runtime.log import job_log
 
 if TYPE_CHECKING:
-    from megatron_zbpp.mcore.post_validation.late_step import LateSteps
-    from megatron_zbpp.mcore.post_validation.stage_norm import StageNorms
+    from megatron_zbpp.mcore.post_validation.asynchronous_steps import AsynchronousSteps
 
 # NVIDIA's training loops: where they make ranks agree
 _LOOPS = ('megatron.training.utils', 'megatron.bridge.training.utils.train_utils')
@@ -42,6 +41,8 @@ def patches(steps: Steps, post_validation: PostValidation | None) -> Iterator[Pa
     NVIDIA's training loops make ranks agree on results that they have in common, and take the time
     of an iteration behind a barrier.
     """
+    if steps.asynchronous is not None:
+        yield from steps.asynchronous.patches()
     for owner in split_step.STEPPING:
         yield Patch(f'{owner.__module__}:{owner.__name__}', 'step', steps.stepping)
     if post_validation is None:
@@ -102,23 +103,23 @@ class Steps:
     Args:
         session: of the iterations.
         next_iteration: what is run of the next iteration.
+
+    Attributes:
+        asynchronous: those of an asynchronous schedule; None: it is none.
     """
 
     def __init__(self, session: Session, next_iteration: ForwardsAhead) -> None:
         self._session = session
         self._next = next_iteration
+        self.asynchronous: AsynchronousSteps | None = None
+        if session.endless is not None:
+            from megatron_zbpp.mcore.post_validation.asynchronous_steps import AsynchronousSteps
+
+            self.asynchronous = AsynchronousSteps(session, session.endless)
         self._possible = False
         self._optimizer: weakref.ref[MegatronOptimizer] | None = None
         self._alone: Any = None  # a group of this rank only
         self._reductions: dict[dist.ProcessGroup, PartialReduction] = {}
-
-    @functools.cached_property
-    def _asynchronous(self) -> tuple[LateSteps, StageNorms]:
-        """Those who begin steps of an asynchronous schedule, and clip its gradients."""
-        from megatron_zbpp.mcore.post_validation.late_step import LateSteps
-        from megatron_zbpp.mcore.post_validation.stage_norm import StageNorms
-
-        return LateSteps(self._session), StageNorms(self._session)
 
     def stepping(self, original: Callable) -> Callable:
         """Return `original`, the `step` of a class of optimizers, behind our decision."""
@@ -128,11 +129,8 @@ class Steps:
             session, next_iteration = self._session, self._next
             if session.latest is None:
                 return original(optimizer)  # no pipeline, or not ours
-            if session.endless is not None:
-                late, norms = self._asynchronous
-                with session.watchdog.collective(STEP), norms.clipping(optimizer):
-                    begin = late.begin(optimizer, original)
-                    return session.endless.step(functools.partial(original, optimizer), begin)
+            if self.asynchronous is not None:
+                return self.asynchronous.step(optimizer, original)
             post_validation, call = session.post_validation, next_iteration.latest
             if post_validation is None or call is None or not self._possible_for(optimizer, call):
                 with session.watchdog.collective(STEP):

@@ -8,7 +8,7 @@ import torch
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.ir.graph import chain
 from megatron_zbpp.runtime.endless import EndlessTraining
-from megatron_zbpp.runtime.versions import OneStorage, Slots
+from megatron_zbpp.runtime.versions import Corrected, OneStorage, Slots
 from megatron_zbpp.techniques.updates.calls import calls_of
 from megatron_zbpp.techniques.updates.graph import updating
 from megatron_zbpp.techniques.updates.orders import without_flush
@@ -78,7 +78,7 @@ def test_calls_have_one_step_and_the_same_inputs():
     calls = calls_of(without_flush('endless', updating(chain(2), 2), 2))
     training, iterator = EndlessTraining(), iter(())
     assert training.step(lambda: 'no call yet') == 'no call yet'
-    training.begin([torch.zeros(1)], Updates(2), 0)
+    training.begin(Updates(2), lambda: OneStorage([torch.zeros(1)]))
     first = training.next_tables(calls, 0, (2, iterator))
     with pytest.raises(ValueError, match=r'0 optimizer steps in 1 calls: .* step once after each'):
         training.next_tables(calls, 0, (2, iterator))
@@ -105,3 +105,52 @@ def test_steps_of_buffers_are_copied_out_of_them():
     assert weight.item() == 0
     buffer.add_(5)
     assert weight.item() == 0
+
+
+def test_a_step_that_is_taken_when_its_weights_are_needed():
+    """The first at once; of the next, the result is that of the one before until it is taken."""
+    weight, stepped = torch.zeros(1), []
+    training = EndlessTraining(late=True)
+    calls = calls_of(without_flush('endless', updating(chain(1), 1, delays=(1,)), 1))
+
+    def begin(call: int):
+        def take() -> int:
+            stepped.append(call)
+            weight.data += 1
+            return call
+
+        return lambda: take
+
+    updates = Updates(1, delays=(1,))
+    versions = training.begin(
+        updates, lambda: Slots([weight], 1, 1, finish_step=training.finish_step)
+    )
+    for call in range(3):
+        training.next_tables(calls, 0, (1,))
+        versions.before_forward(forward(call))
+        assert weight.item() == max(call - 1, 0)
+        versions.before_backward(backward(call))
+        assert training.step(lambda: -1, begin(call)) == max(call - 1, 0)
+        assert stepped == list(range(max(call, 1)))
+        assert training.unfinished == (call > 0)
+    versions.before_forward(forward(3))  # of call 4, ahead
+    assert stepped == [0, 1] and weight.item() == 2
+    training.finish_step()
+    assert stepped == [0, 1, 2] and weight.item() == 3
+    assert versions.most == 2
+
+
+def test_backwards_on_corrected_weights():
+    """By the formula of the paper; forwards and steps have the newest."""
+    weight = torch.full((1,), 4.0)
+    versions = Corrected([weight], [weight], tau=2.0, decay=0.25)
+    for by, corrected in ((0.0, 4.0), (2.0, 6 - 2 * 1.0), (1.0, 7 - 2 * (0.5 + 0.5))):
+        versions.step(lambda by=by: weight.data.add_(by))
+        newest = weight.item()
+        versions.before_backward(backward(0))
+        assert weight.item() == corrected
+        versions.before_backward(backward(1))
+        assert weight.item() == corrected
+        versions.before_forward(forward(2))
+        assert weight.item() == newest
+        versions.before_backward(backward(2))
