@@ -145,7 +145,8 @@ def _ways(args: Namespace) -> list[Way]:
                 if chunks not in find(name).chunks:
                     continue
                 try:
-                    with warnings.catch_warnings(action='ignore'):  # of what slices do not suit
+                    with warnings.catch_warnings():
+                        warnings.simplefilter('ignore')  # of what slices do not suit
                         wanted = Namespace(**{**given, **more, 'vpp': chunks})
                         cases.append(load_case(wanted, name))
                 except ValueError as error:

@@ -1,4 +1,4 @@
-"""Optimizer steps of an asynchronous schedule: when they are taken, how they clip, at which rates."""
+"""Optimizer steps of asynchronous schedules: when they are taken, how they clip, at what rates."""
 
 from __future__ import annotations
 
