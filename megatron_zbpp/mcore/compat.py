@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,6 +68,19 @@ def rerun_mode() -> str | None:
     if machine is None or machine.get_mode() == rerun_state_machine.RerunMode.DISABLED:
         return None
     return machine.get_mode().value
+
+
+@contextmanager
+def another_rerun_machine() -> Iterator[None]:
+    """Let loss functions check their results by a machine of which nothing is kept."""
+    own = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
+    if own is not None:
+        other = rerun_state_machine.RerunStateMachine()
+        rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE = other
+    try:
+        yield
+    finally:
+        rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE = own
 
 
 def hooks_want_gradients(models: Iterable[torch.nn.Module]) -> bool:

@@ -57,6 +57,7 @@ class Session:
         announced: whether the user has been told what runs.
         endless: the calls of an asynchronous schedule; None: it is none.
         compared: models whose layers the ranks have compared with the placement.
+        trained: models that have had their first iteration of training.
         pipelines: by the group of a replica's pipeline, that of the ranks that run one schedule.
         chunks_asked_for: chunks of which the loop has asked whose data they read.
         read_alike: values of forward_only whose first call's data are compared.
@@ -86,6 +87,7 @@ class Session:
 
             self.endless = EndlessTraining(settings.clip is None, settings.async_warmup_steps)
         self.compared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.trained: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._activations: dict[torch.device, ActivationStore] = {}
         self._channels: dict[tuple[dist.ProcessGroup, Placement, bool], Channels] = {}
         self._between_partners: dict[tuple[dist.ProcessGroup, frozenset], Channels] = {}

@@ -44,6 +44,7 @@ _SYNCHRONOUS = (
     'freeze',
     'post_validation',
     'trace_dir',
+    'prewarm',
 )
 
 
@@ -149,6 +150,25 @@ class Settings:
     weights of backwards (T2): above 0, below 1."""
     async_warmup_steps: int = option(0, '--pipeline-async-warmup-steps T', least=0, page=_PIPEMARE)
     """Optimizer steps that an asynchronous schedule first takes synchronously, with 1F1B (T3)."""
+    prewarm: bool | None = option(
+        None,
+        flag_default=False,
+        parts=(
+            Option(
+                '--pipeline-prewarm',
+                'Run the chunks of each rank once before the first iteration, on all ranks at the '
+                'same time: kernels are compiled and communicators made once, and not rank after '
+                'rank. Nothing else changes, to the bit. By default on GPUs.',
+                page='[the first iteration](first-iteration.md)',
+            ),
+            Option(
+                '--no-pipeline-prewarm',
+                'Leave that out, on GPUs, too.',
+                page='[the first iteration](first-iteration.md)',
+            ),
+        ),
+    )
+    """None: on GPUs."""
     message_ctas: int = option(
         MessageKernels.ctas,
         '--pipeline-message-ctas N',
@@ -243,6 +263,8 @@ class Settings:
                 f'same_start is {self.same_start!r}: give True, False, or the stages of stock '
                 "Megatron, such as 'Ett|ttL'"
             )
+        if self.prewarm not in (None, True, False):
+            raise ValueError(f'prewarm is {self.prewarm!r}: give True, False, or None')
         if self.flags is not None and not isinstance(self.flags, Mapping):
             raise ValueError(f'flags is {self.flags!r}: give names with values, such as vars(args)')
         object.__setattr__(self, 'trace_dir', _folder(self.trace_dir))

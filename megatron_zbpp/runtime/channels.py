@@ -60,12 +60,13 @@ class Incoming(NamedTuple):
     """A receive that has been posted."""
 
     tensor: torch.Tensor
-    work: dist.Work
+    work: dist.Work | None = None  # None: it is here
     device: torch.device | None = None  # where it belongs, if it comes by way of the host
 
     def wait(self) -> torch.Tensor:
         """Return the tensor, arrived (on CUDA: for whatever the current stream does next)."""
-        self.work.wait()
+        if self.work is not None:
+            self.work.wait()
         return self.tensor if self.device is None else self.tensor.to(self.device)
 
 

@@ -19,9 +19,11 @@ class Tables:
 
     Attributes:
         program: of the rank.
+        completes: whether gradients are complete behind the last passes.
     """
 
     program: Program
+    completes: bool = True
 
     @functools.cached_property
     def passes(self) -> tuple[Pass, ...]:
@@ -83,12 +85,12 @@ class Tables:
     @functools.cached_property
     def last_backwards(self) -> set[Pass]:
         """Passes after which what B accumulates by itself (norms, embeddings) is complete."""
-        return last(self.passes, B)
+        return last(self.passes, B) if self.completes else set()
 
     @functools.cached_property
     def last_weights(self) -> set[Pass]:
         """Passes after which what waits for W is complete."""
-        return last(self.passes, W)
+        return last(self.passes, W) if self.completes else set()
 
     @functools.cached_property
     def recomputed(self) -> frozenset[Key]:

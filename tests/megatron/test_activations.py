@@ -64,7 +64,7 @@ def iteration(argv):
     import torch
 
     import megatron_zbpp
-    from megatron_zbpp.mcore.iteration import preparation
+    from megatron_zbpp.mcore.iteration import executors
 
     args = pretrain_gpt.parse_args(argv)
     with megatron_zbpp.enable(args.pipeline_schedule) as plugin:
@@ -73,7 +73,7 @@ def iteration(argv):
         pretrain_gpt.build_optimizer(args, models)
         data = pretrain_gpt.iterators(args, pretrain_gpt.build_datasets(args)[0], 0)
         held = Bytes(plugin.session.store, [p for model in models for p in model.parameters()])
-        clock = mock.patch.object(preparation, 'clock_for', lambda *_, **__: SamplingClock(held))
+        clock = mock.patch.object(executors, 'clock_for', lambda *_, **__: SamplingClock(held))
         hooks = torch.autograd.graph.saved_tensors_hooks(held.pack, lambda holder: holder.tensor)
         with clock, hooks:
             pretrain_gpt.run_batch(args, models, data)

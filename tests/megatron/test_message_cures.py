@@ -499,6 +499,35 @@ FLAGS = {
         flags('--pipeline-schedule zb-v --pipeline-message-priority high'),
         flags('--pipeline-schedule zb-v --pipeline-message-priority group'),
     ),
+<<<<<<< HEAD
+=======
+    'the first iteration, both ways': row(
+        flags('--pipeline-schedule zb-v --pipeline-prewarm --no-pipeline-prewarm'),
+        'give one of them',
+        flags('--pipeline-schedule zb-v --pipeline-prewarm'),
+        flags('--pipeline-schedule zb-v --no-pipeline-prewarm'),
+    ),
+    'the first iteration, or not': row(
+        settings(prewarm='GPU'),
+        'give True, False, or None',
+        settings(prewarm=True),
+        settings(prewarm=False),
+    ),
+    'a norm to clip by': row(
+        settings(schedule='paci', clip='rank'),
+        "give 'stage' or 'global'",
+        settings(schedule='paci', clip='stage'),
+        settings(schedule='paci', clip='global'),
+    ),
+    'a norm of a synchronous schedule': row(
+        settings(schedule='zb-v', clip='stage'),
+        'clips as Megatron does: leave it out',
+        settings(schedule='zb-v'),
+    ),
+    'a norm that stages cannot have': row(
+        clipped_by('stage'), "give 'global', which waits", clipped_by('global'), clipped_by(None)
+    ),
+>>>>>>> b85fd1c (The first iteration in parallel: all ranks run their chunks once, at the same time, and nothing of it is left)
     'receives': row(
         flags('--pipeline-schedule zb-v --pipeline-message-receives soon'),
         "--pipeline-message-receives is 'soon': give 'early', 'late' or 'latest'",
@@ -1540,12 +1569,8 @@ def of_chunks(count: int) -> Callable:
 
         from megatron_zbpp.mcore.iteration import preparation
 
-        given = SimpleNamespace(models=[Module()] * count, iterators=[None] * count)
-        call = SimpleNamespace(arguments=given)
-        following = SimpleNamespace(replayed=lambda iterator: iterator)
         vee = Placement.v(2)
-        made = preparation._stages(lambda *given: given, call, following, vee, 0, vee, None)
-        assert len(made) == 2
+        preparation._require_built([Module()] * count, vee.stages(0), 0, vee)
 
     return run
 
@@ -1791,6 +1816,7 @@ ELSEWHERE = {
     'mcore/replicas.py _both': 'test_two_way_training.py::test_what_cannot_work',
     'mcore/reading.py require_asked': 'test_two_way_training.py::test_what_cannot_work',
     'mcore/reading.py _require_same': 'test_two_way_training.py::test_data_of_the_wrong_replica',
+    'mcore/iteration/prewarm.py prewarmed': 'test_prewarm.py::test_failing_inside',
     'mcore/building.py _require_chunk': 'test_built.py::test_a_model_that_is_not_told',
     'mcore/iteration/built.py require_all_layers': 'test_other_scripts.py::test_images',
     'mcore/iteration/built.py _require_layout': 'test_built.py::test_a_loop',

@@ -40,7 +40,7 @@ def emulated(device):
     from torch.distributed import distributed_c10d
 
     from devtools import nccl
-    from megatron_zbpp.mcore.iteration import preparation
+    from megatron_zbpp.mcore.iteration import executors
 
     made = []
 
@@ -52,7 +52,7 @@ def emulated(device):
         mock.patch.object(dist, 'new_group', new_group),
         mock.patch.object(distributed_c10d, 'new_group', new_group),
         mock.patch.object(torch.cuda, 'synchronize', device.synchronize),
-        mock.patch.object(preparation, 'profiled', device.passing),
+        mock.patch.object(executors, 'profiled', device.passing),
     ):
         yield
     assert nccl.NAME in made

@@ -51,7 +51,7 @@ def iteration(job, argv, schedule):
     import torch
 
     import megatron_zbpp
-    from megatron_zbpp.mcore.iteration import preparation, sliced
+    from megatron_zbpp.mcore.iteration import executors, sliced
     from megatron_zbpp.mcore.slicing import Kept
 
     attending = weakref.WeakSet()
@@ -72,7 +72,7 @@ def iteration(job, argv, schedule):
         data = script.iterators(args, script.build_datasets(args)[0], 0)
         parameters = [p for model in models for p in model.parameters()]
         held = BytesOfSlices(plugin.session.store, parameters, attending)
-        clock = mock.patch.object(preparation, 'clock_for', lambda *_, **__: SamplingClock(held))
+        clock = mock.patch.object(executors, 'clock_for', lambda *_, **__: SamplingClock(held))
         hooks = torch.autograd.graph.saved_tensors_hooks(held.pack, lambda holder: holder.tensor)
         with clock, hooks, mock.patch.object(sliced, 'Kept', kept):
             script.run_batch(args, models, data)

@@ -58,6 +58,14 @@ def read(args: argparse.Namespace) -> Mapping[str, Any] | None:
     return values
 
 
+def _prewarm(given: Mapping[str, Any]) -> bool | None:
+    """Return what two switches ask for; None: neither does."""
+    on, off = given['pipeline_prewarm'], given['no_pipeline_prewarm']
+    if on and off:
+        raise ValueError('--pipeline-prewarm and --no-pipeline-prewarm: give one of them')
+    return True if on else False if off else None
+
+
 def settings_of(
     given: Mapping[str, Any], source: str | Schedule, num_chunks: int | None
 ) -> Settings:
@@ -81,5 +89,6 @@ def settings_of(
         num_chunks,
         post_validation=early and clean_steps,
         same_start=not given['no_pipeline_same_start'],
+        prewarm=_prewarm(given),
         **{name: given[each.dest] for name, each in OPTIONS.items() if each.flag},
     )

@@ -22,19 +22,16 @@ from megatron_zbpp.mcore.iteration.announcement import announce
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.iteration.batch import Batch, NextIteration
 from megatron_zbpp.mcore.iteration.built import require_all_layers
-from megatron_zbpp.mcore.iteration.ranges import profiled
+from megatron_zbpp.mcore.iteration.executors import Data, Executors
 from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
 from megatron_zbpp.mcore.lowered import Lowered
 from megatron_zbpp.mcore.refusals_of_techniques import with_versions
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.runtime.channels import Message
-from megatron_zbpp.runtime.clock import clock_for
-from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.log import job_log
 
 if TYPE_CHECKING:
     from megatron_zbpp.mcore.reading import Reading
-    from megatron_zbpp.runtime.activations.store import ActivationStore
 
 
 def prepare(
@@ -75,37 +72,50 @@ def prepare(
         session.endless.finish_step()  # an evaluation has the newest weights
     make = _maker(session, arguments, lowered, cuts, rank)
     reading = _reading(session, call)
-    stages = _stages(make, call, next_iteration, lowered.placement, rank, one, reading)
+    held = lowered.placement.stages(rank)
+    _require_built(models, held, rank, one)
     if models[0] not in session.compared:
         session.compared.add(models[0])
         collective = session.watchdog.collective
         require_all_layers(unwrap_model(models), one, groups.pp, collective)
-    more: dict[str, Any] = {}
-    if session.programs.shards_vocabulary:
-        from megatron_zbpp.mcore.iteration import vocabulary
-
-        more = vocabulary.of_executor(session, pipeline, messages, stages)
     tables, count = lowered.tables(rank, ranks_ahead)
     if endless is not None and lowered.calls is not None:
         given = arguments.num_microbatches, *models, *arguments.iterators
         tables = endless.next_tables(lowered.calls, rank, given)
-    executor = Executor(
-        tables.program,
-        stages,
-        session.channels(pipeline, lowered.placement, call.device, messages[0].shape is None),
-        messages if len(messages) > 1 else messages[0],
-        session.store,
-        clock_for(call.device, counting=session.counting),
-        profiled,
-        _activations(session, lowered, call, pipeline, stages.values()),
-        None if arguments.forward_only else session.filler,
-        combined.as_one if as_one else None,
-        tables,
-        **more,
-    )
+    executors = Executors(session, lowered, pipeline, messages, make)
+    data = [next_iteration.replayed(iterator) for iterator in arguments.iterators]
+    if not arguments.forward_only and models[0] not in session.trained:
+        session.trained.add(models[0])
+        data = _prewarmed(executors, call, config, data)
+    if reading is not None:
+        data = list(map(reading.of, held, data))
+    executor = executors.executor(call, data, tables)
     if endless is not None:
         endless.enter(executor)
     return Batch(groups, pipeline, config, call, lowered, executor, reading), count
+
+
+def _require_built(
+    models: Sequence[torch.nn.Module], held: Sequence[int], rank: int, one: Placement
+) -> None:
+    """Raise ValueError unless the chunks of this rank were built for the stages that it holds."""
+    for model in models:
+        layout.require_placed(cast(torch.nn.Module, unwrap_model(model)), one)
+    if len(models) != len(held):
+        raise ValueError(
+            f'rank {rank} has {len(models)} model chunks, but the schedule places {len(held)} '
+            'there: build as many as the num_chunks of what megatron_zbpp.enable() returns'
+        )
+
+
+def _prewarmed(executors: Executors, call: Call, config: Any, data: Data) -> Data:
+    """Return the data of the first iteration, prepared in parallel where that is asked for."""
+    asked = executors.session.settings.prewarm
+    if asked is False or (asked is None and call.device.type == 'cpu'):
+        return data
+    from megatron_zbpp.mcore.iteration.prewarm import prewarmed
+
+    return prewarmed(executors, call, config, data)
 
 
 def _allow(session: Session, arguments: Arguments, config: Any, num_ranks: int) -> None:
@@ -242,23 +252,6 @@ def _announce(
         guest.starts(describe)
 
 
-def _activations(
-    session: Session,
-    lowered: Lowered,
-    call: Call,
-    pp_group: torch.distributed.ProcessGroup,
-    stages: Iterable[ModelStage],
-) -> ActivationStore | None:
-    """Return what moves activations, where the schedule does and there is a backward."""
-    if call.arguments.forward_only or not lowered.moves:
-        return None
-    store = session.activations(call.device, pp_group, lowered.partners)
-    store.tell(everything=torch.distributed.get_rank() == 0)
-    parameters = (p for model in call.arguments.models for p in model.parameters())
-    store.keep(parameters, [stage.shared for stage in stages])
-    return store
-
-
 def _device() -> torch.device:
     """Return this rank's, where Megatron puts what it receives, wherever parameters are."""
     return torch.empty(0, device=torch.cuda.current_device()).device
@@ -316,41 +309,3 @@ def refuse_unsupported(
             'adjust_tensor_shapes_fn does not work with this schedule: its shapes are for ranks, '
             "not for stages; use Megatron's own schedule"
         )
-
-
-def _stages(
-    make: Callable[..., ModelStage],
-    call: Call,
-    next_iteration: NextIteration,
-    placement: Placement,
-    rank: int,
-    one: Placement,
-    reading: Reading | None,
-) -> dict[int, ModelStage]:
-    """Return the stages of this rank by number; `one` is where a replica has them.
-
-    Raises:
-        ValueError: the model was not built for this placement.
-    """
-    held = placement.stages(rank)
-    models = call.arguments.models
-    for model in models:
-        layout.require_placed(cast(torch.nn.Module, unwrap_model(model)), one)
-    if len(models) != len(held):
-        raise ValueError(
-            f'rank {rank} has {len(models)} model chunks, but the schedule places {len(held)} '
-            'there: build as many as the num_chunks of what megatron_zbpp.enable() returns'
-        )
-    data = list(map(next_iteration.replayed, call.arguments.iterators))
-    if reading is not None:
-        data = list(map(reading.of, held, data))
-    return {
-        stage: make(
-            call,
-            models[chunk],
-            data[chunk],
-            chunk if len(held) > 1 else None,
-            stage == placement.num_stages - 1,
-        )
-        for chunk, stage in enumerate(held)
-    }

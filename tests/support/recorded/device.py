@@ -333,9 +333,9 @@ def _words() -> array:
 @contextlib.contextmanager
 def passes() -> Iterator[None]:
     """Name the passes of Megatron's iterations in the log."""
-    from megatron_zbpp.mcore.iteration import preparation
+    from megatron_zbpp.mcore.iteration import executors
 
-    with mock.patch.object(preparation, 'profiled', within):
+    with mock.patch.object(executors, 'profiled', within):
         yield
 
 

@@ -133,6 +133,9 @@ def test_flags_ask_for_what_enable_asks_for():
 def test_a_switch_that_takes_something_out():
     assert parsed().same_start is True
     assert parsed('--no-pipeline-same-start').same_start is False
+    assert parsed().prewarm is None
+    assert parsed('--no-pipeline-prewarm').prewarm is False
+    assert parsed('--pipeline-prewarm').prewarm is True
 
 
 def test_flags_that_together_are_an_option():

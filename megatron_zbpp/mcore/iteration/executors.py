@@ -1,0 +1,128 @@
+"""Make what runs the passes of a call on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_zbpp.mcore.iteration import combined
+from megatron_zbpp.mcore.iteration.ranges import profiled
+from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
+from megatron_zbpp.mcore.lowered import Lowered
+from megatron_zbpp.mcore.session import Session
+from megatron_zbpp.runtime.channels import Channels, Message
+from megatron_zbpp.runtime.clock import clock_for
+from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.tables import Tables
+
+if TYPE_CHECKING:
+    from megatron_zbpp.runtime.activations.store import ActivationStore
+
+Data = Sequence[Iterator | None]
+"""What the chunks of a rank read."""
+
+
+@dataclass(frozen=True)
+class Executors:
+    """Makes executors of the programs that the ranks have agreed upon.
+
+    Attributes:
+        session: whose schedule it is.
+        lowered: the programs.
+        pipeline: the group of their ranks.
+        messages: what neighbours exchange, by slice.
+        make: makes a stage.
+    """
+
+    session: Session
+    lowered: Lowered
+    pipeline: torch.distributed.ProcessGroup
+    messages: Sequence[Message]
+    make: Callable[..., ModelStage]
+
+    def executor(self, call: Call, data: Data, tables: Tables) -> Executor:
+        """Return what runs a call beside the other ranks.
+
+        Args:
+            call: what is asked for.
+            data: of the chunks.
+            tables: of the program of this rank.
+        """
+        session, lowered, training = self.session, self.lowered, not call.arguments.forward_only
+        stages = self._stages(call, data)
+        varying = self.messages[0].shape is None
+        return self._made(
+            stages,
+            tables,
+            session.channels(self.pipeline, lowered.placement, call.device, varying),
+            activations=_activations(session, lowered, call, self.pipeline, stages.values()),
+            side=session.filler if training else None,
+            together=combined.as_one if session.programs.together and training else None,
+        )
+
+    def alone(self, call: Call, data: Data, tables: Tables, nobody: Channels) -> Executor:
+        """Return what runs passes of this rank without the others, activations where they are.
+
+        Args:
+            call: what is asked for.
+            data: of the chunks.
+            tables: of the passes.
+            nobody: channels to no rank.
+        """
+        return self._made(self._stages(call, data), tables, nobody)
+
+    def _made(
+        self, stages: dict[int, ModelStage], tables: Tables, channels: Channels, **more: Any
+    ) -> Executor:
+        session, messages = self.session, self.messages
+        if session.programs.shards_vocabulary:
+            from megatron_zbpp.mcore.iteration import vocabulary
+
+            more |= vocabulary.of_executor(session, self.pipeline, messages, stages)
+        call = next(iter(stages.values())).call
+        return Executor(
+            tables.program,
+            stages,
+            channels,
+            messages if len(messages) > 1 else messages[0],
+            session.store,
+            clock_for(call.device, counting=session.counting),
+            profiled,
+            tables=tables,
+            **more,
+        )
+
+    def _stages(self, call: Call, data: Data) -> dict[int, ModelStage]:
+        """Return the stages of this rank by number."""
+        placement, models = self.lowered.placement, call.arguments.models
+        held = placement.stages(self.pipeline.rank())
+        return {
+            stage: self.make(
+                call,
+                models[chunk],
+                data[chunk],
+                chunk if len(held) > 1 else None,
+                stage == placement.num_stages - 1,
+            )
+            for chunk, stage in enumerate(held)
+        }
+
+
+def _activations(
+    session: Session,
+    lowered: Lowered,
+    call: Call,
+    pp_group: torch.distributed.ProcessGroup,
+    stages: Iterable[ModelStage],
+) -> ActivationStore | None:
+    """Return what moves activations, where the schedule does and there is a backward."""
+    if call.arguments.forward_only or not lowered.moves:
+        return None
+    store = session.activations(call.device, pp_group, lowered.partners)
+    store.tell(everything=torch.distributed.get_rank() == 0)
+    parameters = (p for model in call.arguments.models for p in model.parameters())
+    store.keep(parameters, [stage.shared for stage in stages])
+    return store
