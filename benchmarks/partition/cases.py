@@ -13,6 +13,7 @@ from megatron_zbpp.partitioning.layers import Layer, Layers
 from megatron_zbpp.partitioning.plans import PartitionPlan, partition
 from megatron_zbpp.partitioning.stages import Partition, stage_costs
 from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques.vocabulary.place import in_shards
 
 MEGATRON, ZBPP = 'megatron', 'zbpp'
 
@@ -28,6 +29,7 @@ class Entry:
         cuts: layers of each stage in model order.
         layout: the same, in the language of Megatron's flag.
         predicted: seconds of an iteration.
+        shard: seconds of S and of T of each rank, where the output layer is on all of them.
     """
 
     runner: str
@@ -36,6 +38,7 @@ class Entry:
     cuts: tuple[int, ...]
     layout: str
     predicted: float
+    shard: tuple[float, float] | None = None
 
     @property
     def title(self) -> str:
@@ -108,6 +111,24 @@ def _even(known: Known, m: int, runner: str, name: str) -> Entry:
     costs = stage_costs(layers, devices, Partition(own.placement, cuts, tuple(range(len(devices)))))
     timeline = simulate(own, costs)
     return Entry(runner, f'{name}, even', own, cuts, layers.text(cuts), timeline.makespan)
+
+
+def sharded(known: Known, m: int, name: str) -> Entry:
+    """Return a schedule of ours with the output layer on all ranks, and the other layers even."""
+    *others, head = known.layers.layers
+    trunk, p = Layers(tuple(others)), len(known.devices)
+    host = for_megatron(build(name, p, m))
+    cuts = _evenly(trunk, host.num_stages)
+    partition = Partition(host.placement, cuts, tuple(range(p)))
+    shard = (head.forward + head.backward) / p, head.weight / p
+    behind = (0.0,) * host.num_stages
+    logits, gradient = ((*behind, *[time] * p) for time in shard)
+    costs = stage_costs(trunk, known.devices, partition).with_times(S=logits, T=gradient)
+    schedule = in_shards(host, costs)
+    whole = *cuts[:-1], cuts[-1] + 1
+    makespan = simulate(schedule, costs).makespan
+    layout = known.layers.text(whole)
+    return Entry(ZBPP, f'{name}, shards', schedule, cuts, layout, makespan, shard)
 
 
 def _evenly(layers: Layers, stages: int) -> tuple[int, ...]:

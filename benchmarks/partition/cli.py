@@ -13,7 +13,16 @@ from typing import Any
 from benchmarks.common.spawning import collected
 from benchmarks.common.tables import aligned
 from benchmarks.partition import profiles
-from benchmarks.partition.cases import Entry, Known, entries, gpt, machines, scaled
+from benchmarks.partition.cases import (
+    MEGATRON,
+    Entry,
+    Known,
+    entries,
+    gpt,
+    machines,
+    scaled,
+    sharded,
+)
 from benchmarks.partition.measured import Gpt
 from benchmarks.partition.place import Place, made
 from benchmarks.partition.run import Job, Sample, alike, measure
@@ -33,6 +42,11 @@ a GPT whose head takes as long as three layers:
 the costs measured on a real GPT with 40,000 words, by least squares, beside those of its shape:
 
     python scripts/benchmark_partition.py --measure --hidden-size 1024 --words 40000
+
+the output layer on all ranks, beside the even split and the best layout of stock 1F1B:
+
+    python scripts/benchmark_partition.py --pp 8 --layers 32 --microbatches 32 --head 16 \\
+        --shards 1f1b,zb-v
 
 a rank that takes half as long again; two hosts with a link of 20 Mbit/s (Linux, as root):
 
@@ -66,6 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 known, found = _emulated(args, devices)
             chosen = entries(known, args.microbatches, args.planning, fused)
+            if args.shards:
+                chosen = [each for each in chosen if each.runner == MEGATRON]
+            whole = len(chosen)
+            names = args.shards.split(',') if args.shards else []
+            chosen += [sharded(known, args.microbatches, name) for name in names]
             job = Job(
                 tuple(chosen),
                 known.layers,
@@ -84,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = _rows(chosen, samples)
     print(_table(rows))
     what = 'losses' if args.real else 'gradients'
-    if not alike(samples):
+    # with shards the loss is another one, of a small output layer
+    if not (alike(samples[:whole]) and alike(samples[whole:])):
         print(f'{what} differ: they did not do the same work')
         return 1
     print(f'all did the same work: {what} are equal to the bit')
@@ -189,6 +209,8 @@ def _check_real(args: argparse.Namespace) -> None:
     Raises:
         ValueError: one is not.
     """
+    if args.real and args.shards:
+        raise ValueError('--shards is of emulated passes: leave it or --real out')
     if not args.real:
         if args.share is not None:
             raise ValueError('--share is of real passes: give --real')
@@ -222,6 +244,8 @@ def _parser() -> argparse.ArgumentParser:
     add('--layers', type=int, default=8, help='(default: 8)')
     add('--head', type=float, default=3.0, metavar='N', help='layers that the output layer takes '
         'as long as (default: 3)')  # fmt: skip
+    add('--shards', metavar='NAME,...', help='these with the output layer on all ranks, in place '
+        'of zb-v and the plan; emulated')  # fmt: skip
     add('--measure', action='store_true', help='the costs, on a real GPT')
     add('--real', action='store_true', help='profile, partition and train that GPT: real passes')
     add('--share', type=float, metavar='S', help='of --real: of a processor, for each rank: a '

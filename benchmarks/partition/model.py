@@ -8,21 +8,37 @@ from __future__ import annotations
 import itertools
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from benchmarks.partition.measured import HEAD
 from benchmarks.partition.measured import Gpt as Sizes
-from benchmarks.pipelines.emulated import SHAPE, EmulatedChunk, EmulatedLayer, Meter, Start, Times
+from benchmarks.pipelines.emulated import (
+    SHAPE,
+    EmulatedChunk,
+    EmulatedLayer,
+    Meter,
+    Start,
+    Times,
+    starting,
+)
 from benchmarks.pipelines.runners import EmulatedModel
 from benchmarks.training.model import Gpt
 from megatron_zbpp.ir import Placement
+from megatron_zbpp.mcore.iteration import vocabulary
+from megatron_zbpp.mcore.vocabulary import OutputShard
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
+
+_WORDS = 4  # of a rank's shard, where passes are emulated
 
 
 class BusyMeter(Meter):
@@ -85,6 +101,60 @@ class UnevenModel(EmulatedModel):
         shape = self.sequence, *SHAPE[1:]
         found = [torch.randn(shape, generator=generator) for _ in range(num_microbatches)]
         return itertools.cycle(found)
+
+
+class ShardedModel(UnevenModel):
+    """The same with a small output layer on all ranks, whose S and T take their times.
+
+    Args:
+        shard: seconds of S and of T.
+        given: of `UnevenModel`.
+    """
+
+    def __init__(self, shard: tuple[float, float], *given: Any) -> None:
+        super().__init__(*given)
+        self._shard = shard
+
+    def chunks(self, placement: Placement, store: WeightGradStore) -> list[EmulatedChunk]:
+        chunks = super().chunks(placement, store)
+        last = chunks[-1]
+        last.pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        last.vocab_size = placement.num_ranks * _WORDS
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        rows = torch.randn(_WORDS, SHAPE[-1], generator=generator)
+        shard = last.output_layer = OutputShard(last, rows)
+        shard.forward = self._slept(shard.forward, self._shard[0])
+        return chunks
+
+    def forward_step(self, data: Iterator[torch.Tensor], model: EmulatedChunk) -> tuple:
+        output = model(next(data))
+        if not model.post_process:
+            return output, None
+        labels = torch.zeros(output.shape[1::-1], dtype=torch.long)
+        return model.output_layer.loss(labels, model.output_layer(output)[0]), _sum
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        slept = self._slept(vocabulary.weight_gradient, self._shard[1])
+        with super().ready(), mock.patch.object(vocabulary, 'weight_gradient', slept):
+            yield
+
+    def _slept(self, function: Callable, seconds: float) -> Callable:
+        """Return a function that takes so long; the model's own call of the layer does not."""
+
+        def run(*given: Any, **named: Any) -> Any:
+            start = starting()
+            found = function(*given, **named)
+            if named or len(given) > 1:
+                self.meter.fill(start, seconds)
+            return found
+
+        return run
+
+
+def _sum(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = losses.sum()
+    return loss, {'loss': loss.detach().clone()}
 
 
 class LaidOutGpt(Gpt):

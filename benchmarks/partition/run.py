@@ -83,12 +83,13 @@ def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
 
 
 def _runner(entry: Entry, job: Job, factor: float) -> Any:
-    from benchmarks.partition.model import LaidOutGpt, UnevenModel
+    from benchmarks.partition.model import LaidOutGpt, ShardedModel, UnevenModel
     from benchmarks.pipelines.runners import MegatronRunner, ZbppRunner
 
     if job.gpt is None:
         busy = job.busy and factor != 1
-        model = UnevenModel(job.layers, entry.cuts, factor, job.rows, busy)
+        given = job.layers, entry.cuts, factor, job.rows, busy
+        model = UnevenModel(*given) if entry.shard is None else ShardedModel(entry.shard, *given)
     else:
         model = LaidOutGpt(job.gpt, entry.layout)
     if entry.runner == MEGATRON:

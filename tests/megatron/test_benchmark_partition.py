@@ -44,6 +44,18 @@ def test_costs_partition_iterations(tmp_path):
     assert result['layout'] == 'Ett|ttL' and len(result['stages_s']) == 2
 
 
+def test_shards(tmp_path):
+    """The output layer on all ranks beside stock's layouts: S and T take their times."""
+    text, result = run(tmp_path, '--head', '2', '--shards', '1f1b,zb-v')
+    assert 'gradients are equal to the bit' in text
+    even, stock, shards, v = result['rows']
+    assert [row['name'] for row in (shards, v)] == ['1f1b, shards', 'zb-v, shards']
+    assert stock['layout'] == 'Ettt|tL' and even['layout'] == shards['layout'] == 'Ett|ttL'
+    assert v['predicted_ms'] < shards['predicted_ms'] < stock['predicted_ms']
+    for row in result['rows']:
+        assert row['median_ms'] > 0.99 * row['predicted_ms']
+
+
 @pytest.mark.full
 @pytest.mark.skipif(two_hosts.missing() is not None, reason=f'no two hosts: {two_hosts.missing()}')
 def test_two_hosts(tmp_path):
@@ -136,6 +148,7 @@ def test_ranks_share_no_more_than_there_is():
     ('flags', 'said'),
     [
         (['--share', '0.4'], '--share is of real passes'),
+        (['--real', '--shards', 'zb-v'], '--shards is of emulated passes'),
         (['--real', '--measure'], '--measure is of emulated passes'),
         (['--real', '--slow', '1:2'], 'with --real a slow rank has a smaller share'),
         (['--real', '--share', '0.1', '--realtime'], 'leave --realtime out'),
