@@ -11,6 +11,7 @@
 #              nccl     2 and 4 ranks of NCCL on this one GPU: bits, hangs, memory
 #              micro    what spinning receives cost, how long a send waits; copies; early steps
 #              slices   attention of slices of a sequence by each kernel; a layer by tokens
+#              shards   S and T of a shard of the output layer; collectives among ranks of NCCL
 #              stage    the benchmark of one stage; takes the arguments
 #   LIMIT    seconds after which a stage is ended (default: 600)
 #   NO_VENV  1: no virtual environment, for a PYTHON that is in one with torch: what it lacks goes
@@ -39,14 +40,14 @@ VENV=${VENV:-.venv-gpu}
 NO_VENV=${NO_VENV:-}
 REHEARSE=${REHEARSE:-}
 LIMIT=${LIMIT:-600}
-STAGES=${STAGES:-tests streams nccl micro slices stage}
+STAGES=${STAGES:-tests streams nccl micro slices shards stage}
 WHEELS=${WHEELS:-${PIP_FIND_LINKS:-}}
 TESTS=${TESTS:-}
 
 for stage in $STAGES; do
     case $stage in
-    tests | streams | nccl | micro | slices | stage) ;;
-    *) echo "gpu_check.sh: STAGES has $stage: give some of tests streams nccl micro slices stage" >&2 && exit 2 ;;
+    tests | streams | nccl | micro | slices | shards | stage) ;;
+    *) echo "gpu_check.sh: STAGES has $stage: give some of tests streams nccl micro slices shards stage" >&2 && exit 2 ;;
     esac
 done
 if [ "$REHEARSE" = 1 ]; then
@@ -155,12 +156,19 @@ stage_slices() {
     done
 }
 
+stage_shards() {
+    local sizes=()
+    [ "$REHEARSE" != 1 ] || sizes=(--ranks 2 --words 512 --hidden 32 --tokens 64)
+    run 'shards of the output layer' "$name.shards.txt" \
+        "$python" -m benchmarks.one_gpu.shards --logs "$name.shards.logs" "${sizes[@]}"
+}
+
 stage_stage() { # more models, and predictions of more ranks, take longer than a stage may
     run 'benchmark of one stage' "$name.table.txt" "$python" scripts/benchmark_gpt.py --single-gpu \
         --models 1.5b,6.2b --predict-ranks 8,16 --json "$name.json" --png "$name.png" "$@"
 }
 
-rm -f "$name".{streams,nccl,micro,slices,table}.txt
+rm -f "$name".{streams,nccl,micro,slices,shards,table}.txt
 for stage in $STAGES; do
     case $stage in
     tests) stage_tests ;;
@@ -168,6 +176,7 @@ for stage in $STAGES; do
     nccl) stage_nccl ;;
     micro) stage_micro ;;
     slices) stage_slices ;;
+    shards) stage_shards ;;
     stage) stage_stage "$@" ;;
     esac
 done
@@ -187,7 +196,7 @@ done
     for what in "${!results[@]}"; do
         echo "- $what: ${results[$what]}"
     done | sort
-    for file in "$name".{streams,nccl,micro,slices}.txt; do
+    for file in "$name".{streams,nccl,micro,slices,shards}.txt; do
         [ ! -f "$file" ] || { echo && echo '```' && cat "$file" && echo '```'; }
     done
     if [ -f "$name.table.txt" ]; then
@@ -199,7 +208,7 @@ done
         echo '```'
     fi
 } > "$name.md"
-rm -f "$name".{streams,nccl,micro,slices,table}.txt
+rm -f "$name".{streams,nccl,micro,slices,shards,table}.txt
 if [ "$REHEARSE" = 1 ]; then
     echo "gpu_check.sh: rehearsed without a GPU, which measures nothing: see $name.md" >&2
 else

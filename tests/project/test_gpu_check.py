@@ -75,6 +75,7 @@ def test_order(check):
         '-m benchmarks.one_gpu.copies --mib 1024',
         'scripts/benchmark_step.py --parameters 1000',
         *(f'-m benchmarks.one_gpu.slices --attention {kernel}' for kernel in KERNELS),
+        '-m benchmarks.one_gpu.shards',
         'scripts/benchmark_gpt.py --single-gpu',
     ]
     assert report.startswith('# NVIDIA H100, ') and 'a table' in report
@@ -84,14 +85,14 @@ def test_order(check):
 
 def test_without_transformer_engine(check):
     done, ran, report = check(te='no')
-    assert done.returncode == 0 and len(ran) == 11
+    assert done.returncode == 0 and len(ran) == 12
     assert 'Transformer Engine: not run: it cannot be imported' in report
 
 
 def test_a_failure_is_told(check):
     """And does not keep the rest from running."""
     done, ran, report = check(fails='-m gpu')
-    assert done.returncode == 1 and len(ran) == 13
+    assert done.returncode == 1 and len(ran) == 14
     assert '- tests on a GPU: FAILED (1): ' in report and '3 passed' in report
 
 
@@ -140,6 +141,7 @@ REHEARSED = {
     'nccl': (REHEARSAL, 'p2, megatron: done', 'p2, zb-v: done'),
     'micro': (REHEARSAL, 'nothing spins here', 'two streams: ', 'validated later ms'),
     'slices': (REHEARSAL, 'torch: slices differ by', 'right', 'flash: Transformer Engine', 'ms'),
+    'shards': (REHEARSAL, 'S: ', 'T: ', 'reduction of the gradient, 2 ranks: ', 'right'),
     'stage': ('predicted', 'zb-v'),
 }
 
