@@ -9,8 +9,10 @@ from megatron_zbpp.cli import values
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.fitting import fit_attention
+from megatron_zbpp.techniques.composition import techniques_of
 from megatron_zbpp.techniques.slices.balance import Attention, balanced, in_parts
-from megatron_zbpp.techniques.slices.graph import Slicing, sized
+from megatron_zbpp.techniques.slices.exchange import exchanged
+from megatron_zbpp.techniques.slices.graph import Slicing, exchanging_context, sized
 from megatron_zbpp.techniques.slices.sizes import (
     AUTO,
     Slices,
@@ -45,6 +47,19 @@ def add_slices(parser: ArgumentParser, auto: bool = False) -> None:
         metavar='SHARE|TOKENS=F,...',
         help='share of attention in F of a whole sequence, or F as measured at two lengths or '
         'more: the later slices take longer; default 0',
+    )
+    if not auto:
+        _add_exchange(parser)
+
+
+def _add_exchange(parser: ArgumentParser) -> None:
+    """Add context exchange, which is simulated only."""
+    parser.add_argument(
+        '--context-exchange',
+        type=values.amount,
+        metavar='TIME',
+        help='ranks even out the attention of equal slices (SlimPipe): time that a pass waits for '
+        'each block of a slice by a slice that moves; simulated, does not train',
     )
 
 
@@ -127,7 +142,16 @@ def in_their_sizes(args: Namespace, schedule: Schedule, costs: Costs) -> tuple[S
     own, slices = sizes(args, costs), schedule.graph.num_slices
     if own and slices > 1:
         schedule = replace(schedule, graph=sized(schedule.graph, own))
-    own = sizes_of(schedule.graph)
+    own, wire = sizes_of(schedule.graph), getattr(args, 'context_exchange', None)
+    if wire is not None:
+        if own or slices == 1:
+            raise ValueError(
+                f'--context-exchange {wire:g} needs slices of one size: give --slices N, or leave '
+                'it out'
+            )
+        if exchanging_context.__name__ not in techniques_of(schedule):
+            schedule = replace(schedule, graph=exchanging_context(schedule.graph))
+        return schedule, exchanged(costs, schedule.placement, slices, attention(args), wire)
     return schedule, costs_in_slices(args, costs, slices, own)
 
 

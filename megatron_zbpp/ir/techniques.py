@@ -24,6 +24,7 @@ _MODULES = {
     'recompute': 'recompute',
     'offload': 'offload',
     'sliced': 'slices',
+    'exchanging_context': 'slices',
     'split_embedding': 'vocabulary',
     'split_vocabulary': 'vocabulary',
     'updating': 'updates',

@@ -50,6 +50,10 @@ _UNTRAINED = {
         'asynchronous updates',
         f'take a synchronous schedule, such as zb-v, or by its name {", ".join(ASYNCHRONOUS)}',
     ),
+    'exchanging_context': Clash(
+        'context exchange',
+        'make it without --context-exchange, of slices that take equal times: --slices balanced:N',
+    ),
 }
 _ONCE = Clash('it is placed once', 'leave it out')
 _LATE = Clash(

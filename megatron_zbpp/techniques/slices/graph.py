@@ -55,6 +55,15 @@ def _keys_and_values(task: Task, slices: int) -> tuple[Hold, ...]:
     return tuple(Hold(DEVICE, name, count) for name, count in found.items())
 
 
+def exchanging_context(graph: Graph) -> Graph:
+    """Say that ranks even out the attention of equal slices: see `exchange`, which has the plan.
+
+    What travels for it begins and ends within one forward or backward, so tasks and their needs
+    stay. (SlimPipe, arXiv 2504.14519.)
+    """
+    return made_of(graph, 'exchanging_context', (), graph.needs, graph.holds, {})
+
+
 class Slicing(NamedTuple):
     """Makes the graph of a plain pipeline whose sequences are sliced, for any number of stages."""
 
@@ -69,7 +78,8 @@ def of_one_slice(graph: Graph) -> Graph:
     """Return the graph of what each slice goes through: that of which `sliced` made this one."""
     if graph.num_slices == 1:
         return graph
-    others = [each for each in graph.techniques if each.name != sliced.__name__]
+    cut = sliced.__name__, exchanging_context.__name__
+    others = [each for each in graph.techniques if each.name not in cut]
     return applied(graph.num_stages, others)
 
 

@@ -137,7 +137,7 @@ def _require_plain(host: Schedule) -> None:
     why = None
     if not host.placement.is_one_way:
         why = 'it has two routes'
-    elif others := {each.name for each in host.graph.techniques} - {'sliced'}:
+    elif others := {each.name for each in host.graph.techniques} - {'sliced', 'exchanging_context'}:
         why = f'it has {min(others)} already'
     elif host.together:
         why = 'it has passes that run as one'
