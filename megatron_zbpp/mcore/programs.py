@@ -175,6 +175,10 @@ class Programs:
 
     def _with_techniques(self, schedule: Schedule, copies: bool = True) -> Schedule:
         """Return it with the techniques that were asked for; some without those that copy."""
+        if self.shards_vocabulary and VOCABULARY not in techniques_of(schedule):
+            from megatron_zbpp.techniques.vocabulary.place import with_shards
+
+            schedule = with_shards(schedule)
         for technique in placed_in_turn(map(find_technique, self._amounts)):
             if technique.moves and not copies:
                 continue
@@ -184,10 +188,6 @@ class Programs:
                 costs = self._measured
                 amount = ALL if amount == technique.free and costs is None else amount
             schedule = technique.request(schedule, amount, costs)
-        if self.shards_vocabulary and VOCABULARY not in techniques_of(schedule):
-            from megatron_zbpp.techniques.vocabulary.place import with_shards
-
-            schedule = with_shards(schedule)
         return schedule
 
     def _plain(self, num_ranks: int, num_microbatches: int) -> Schedule:

@@ -379,7 +379,6 @@ class Settings:
             'schedule': source == AUTO,
             'freeze': self.freeze is not None,
             'post_validation': self.post_validation not in (None, False),
-            **dict.fromkeys(self.amounts, True),
         }
         for name, asked in others.items():
             if asked:

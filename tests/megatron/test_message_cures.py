@@ -402,8 +402,6 @@ FLAGS = {
             flags(f'--pipeline-schedule {schedule} --seq-length 16 {asked}'),
         )
         for schedule, asked in (
-            ('zb-v', '--pipeline-offload all'),
-            ('zb-v', '--pipeline-recompute 1'),
             ('zb-v', '--enable-optimizer-post-validation'),
         )
     },

@@ -20,7 +20,7 @@ LAYER = 'output_layer'
 few = functools.partial(Job, te=False, iterations=2, microbatches=4, evaluation=True)
 
 
-def train_in_shards(job, argv, slices=None):
+def train_in_shards(job, argv, slices=None, **techniques):
     """`train`; whole layers are drawn, and then divided."""
     import pretrain_gpt as script
     import report
@@ -45,7 +45,7 @@ def train_in_shards(job, argv, slices=None):
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(vocabulary, 'divide', divide_drawn))
         stack.enter_context(mock.patch.object(script, 'draw_weights', draw_others))
-        more = {'vocab_parallel': 'output', 'slices': slices}
+        more = {'vocab_parallel': 'output', 'slices': slices, **techniques}
         enable = functools.partial(megatron_zbpp.enable, **more)
         stack.enter_context(mock.patch.object(megatron_zbpp, 'enable', enable))
         return train(job, argv)
@@ -74,12 +74,12 @@ def whole(trained, job):
     return [replace(trained[-1], states=states)]
 
 
-def leave(ranks, data, job, schedule, slices=None):
+def leave(ranks, data, job, schedule, slices=None, **techniques):
     """What a training leaves on each rank."""
     own = [*job.argv(schedule, False, data), *UNTIED]
     if schedule == 'megatron':
         return ranks(job.size).run(train, job, own)
-    return ranks(job.size).run(train_in_shards, job, own, slices)
+    return ranks(job.size).run(functools.partial(train_in_shards, **techniques), job, own, slices)
 
 
 @pytest.fixture(scope='module')
@@ -123,6 +123,16 @@ def test_slices_close_to_stock(trained, schedule, slices):
     found = trained(job, schedule, slices)
     compare(found, trained(job, 'megatron'), job)
     assert_same(of_ranks(found), of_ranks(trained(job, HOSTS[0], slices)), job.iterations)
+
+
+@supports('the output layer on all ranks, beside {technique}: GPT', '{schedule}', TOLERANCE)
+@grid(technique=('recompute', 'offload'), schedule=('1f1b', 'zb-v'), slices=(4, None))
+def test_activations_elsewhere(trained, technique, schedule, slices):
+    """To the bit as with all that is kept, the stage before the output layer included."""
+    job = few()
+    found = trained(job, schedule, slices, **{technique: 'all'})
+    kept = trained(job, HOSTS[0], slices)
+    assert_same(of_ranks(found), of_ranks(kept), job.iterations)
 
 
 JOBS = {

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_zbpp.ir import Pass
+from megatron_zbpp.ir import F, Pass
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
 from megatron_zbpp.mcore.session import Session
@@ -101,6 +101,7 @@ class VocabularyStage(ModelStage):
         # by microbatch: the program's loss function, and gradients of the losses of each slice
         self._loss_functions: dict[int, Any] = {}
         self._weights: dict[int, list[torch.Tensor]] = {}
+        self._latest: Any = None  # loss function: of a slice, or of a whole sequence
         self._differs: torch.Tensor | None = None
 
     @property
@@ -125,14 +126,19 @@ class VocabularyStage(ModelStage):
         finally:
             shard.listening, shard.taken = False, None
         assert taken is not None, 'the step has looked'
+        trains, saved = not self.call.arguments.forward_only, torch.is_grad_enabled()
+        if trains and not saved:  # it will run again: of this F only losses have a graph
+            with torch.enable_grad():
+                loss, _ = self._loss(taken.losses, self._latest, [])
         weights = self._gradient(taken.losses, loss)
-        self._weights.setdefault(p.microbatch, []).append(weights)
+        if p.kind == F:
+            self._weights.setdefault(p.microbatch, []).append(weights)
         targets, rows = (
             _own_rows(each.transpose(0, 1), taken.hidden.size(0), shard.tp)
             for each in (taken.labels, weights)
         )
         packed = _packed(taken.hidden, targets, rows)
-        if not self.call.arguments.forward_only:
+        if trains and saved:
             self._forwards[key_of(p)] = _Forward(taken.hidden, rows[..., None])
             self.release(taken.hidden)
         return packed, num_tokens * 0
@@ -152,6 +158,7 @@ class VocabularyStage(ModelStage):
                     f'{_DROP}'
                 )
             self._remember(p, loss_func)
+            self._latest = loss_func
             return output, loss_func
 
         return checked
@@ -182,6 +189,21 @@ class VocabularyStage(ModelStage):
             gradient = (own * weights).to(own.dtype)
         return super().backward(p, received, output, gradient)
 
+    def _loss(self, losses: torch.Tensor, loss_func: Any, results: list[Any]) -> Any:
+        """Return the loss of a microbatch and its tokens, as Megatron weighs them."""
+        return schedules.forward_step(
+            lambda data, model: (losses, loss_func),
+            None,
+            self.model,
+            self.call.arguments.num_microbatches,
+            None,
+            results,
+            self.config,
+            cp_group_size=self.call.cp_size,
+            vp_stage=self.vp_stage,
+            is_last_stage=True,
+        )
+
     def report(self, microbatch: int, losses: torch.Tensor) -> None:
         """Give the losses of tokens, (micro batch, sequence), to the program's loss function.
 
@@ -190,20 +212,9 @@ class VocabularyStage(ModelStage):
         """
         loss_func = self._loss_functions.pop(microbatch)
         weights = torch.cat(self._weights.pop(microbatch), 1)
-        call, given = self.call, self.call.arguments
+        given = self.call.arguments
         losses.requires_grad_(not given.forward_only)
-        loss, num_tokens = schedules.forward_step(
-            lambda data, model: (losses, loss_func),
-            None,
-            self.model,
-            given.num_microbatches,
-            None,
-            call.results,
-            self.config,
-            cp_group_size=call.cp_size,
-            vp_stage=self.vp_stage,
-            is_last_stage=True,
-        )
+        loss, num_tokens = self._loss(losses, loss_func, self.call.results)
         self.count(num_tokens)
         if given.forward_only:
             return
