@@ -77,9 +77,8 @@ def iteration(argv):
         hooks = torch.autograd.graph.saved_tensors_hooks(held.pack, lambda holder: holder.tensor)
         with clock, hooks:
             pretrain_gpt.run_batch(args, models, data)
-        schedule = plugin.session.programs.schedule(
-            args.pipeline_model_parallel_size, args.num_microbatches
-        )
+        sizes = args.pipeline_model_parallel_size, args.num_microbatches
+        schedule = plugin.session.programs.lowered(*sizes, forward_only=False).schedule
     forget_groups()
     record = plugin.latest.record
     assert held.count() == (0, 0), 'something outlived the iteration'
@@ -98,6 +97,18 @@ def test_live_activations(ranks, data, p, schedule, m):
     simulated = live(schedule, Costs.uniform(schedule.placement))
     for rank, (_, counted, held) in enumerate(results):
         assert [count / chunks for count in counted] == pytest.approx(simulated[rank])
+        check_bytes(schedule, rank, held)
+
+
+def test_live_activations_of_two_ways(ranks, data):
+    """As the published table has it: one more than there are ranks, on each of them."""
+    p, m = 2, 4
+    argv = [*MODEL, '--num-layers', 4, '--pipeline-model-parallel-size', p]
+    argv += ['--pipeline-schedule', 'dualpipe', '--global-batch-size', 2 * m, '--data-path', data]
+    results = ranks(2 * p).run(iteration, list(map(str, argv)))
+    assert [max(counted) for _, counted, _ in results] == [2 * p + 1] * 4
+    for rank, (schedule, counted, held) in enumerate(results):
+        assert tuple(counted) == live(schedule, Costs.uniform(schedule.placement))[rank]
         check_bytes(schedule, rank, held)
 
 

@@ -165,6 +165,7 @@ def test_what_cannot_work(bridge_ranks, stock, changes, message):
     assert all(isinstance(each, str) and re.search(message, each) for each in found), found
 
 
+@refuses(WHAT + 'two-way schedules', 'its recipes do not ask whose data a chunk reads')
 def test_two_routes_are_refused(bridge_ranks, stock):
     for schedule in ('chimera', build('chimera', 4, 4)):
         found = bridge_ranks(2).run(enabling, stock(UNTIED)[0], {}, schedule)

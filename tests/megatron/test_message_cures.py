@@ -1371,6 +1371,23 @@ REFUSALS = {
         refusal({'mirrored': False}),
         refusal({}, overlap_grad_reduce=True),
     ),
+    'replicas that would gather amid passes': row(
+        refusal({'mirrored': False}, overlap_param_gather=True),
+        'drop --overlap-param-gather, or take chimera',
+        refusal({}, overlap_param_gather=True),
+    ),
+    'replicas that share experts amid passes': row(
+        refusal({'mirrored': False}, expert_model_parallel_size=2),
+        'give 1, or take chimera',
+        refusal({'mirrored': False}, expert_model_parallel_size=1),
+        refusal({}, expert_model_parallel_size=2),
+    ),
+    'replicas that balance experts amid passes': row(
+        refusal({'mirrored': False}, moe_router_load_balancing_type=['global_aux_loss']),
+        'give --moe-router-load-balancing-type aux_loss, or take chimera',
+        refusal({'mirrored': False}, moe_router_load_balancing_type='aux_loss'),
+        refusal({}, moe_router_load_balancing_type=['global_aux_loss']),
+    ),
     'graphs': row(
         refusal({}, cuda_graph_impl='local'),
         'give --cuda-graph-impl none, or local with a schedule without W passes, such as 1f1b',

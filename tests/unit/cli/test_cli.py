@@ -105,6 +105,28 @@ def test_simulate_gives_the_simulators_numbers(zbpp) -> None:
     assert found['critical_path'][-1]['end'] == timeline.makespan
 
 
+def test_two_ways_hold_copies_of_the_weights(zbpp, tmp_path) -> None:
+    """Said wherever they are named; a file of one simulates as its name does."""
+    sizes, said = ('--pp', 4, '--microbatches', 8), 'copies of the weights'
+    listed = {entry['name']: entry['copies'] for entry in zbpp('list', '--json')['schedules']}
+    assert (listed['chimera'], listed['zb-v']) == (2, 1)
+    text = ' '.join(zbpp('list').split())
+    assert text.count(f'2 {said}') == sum(copies == 2 for copies in listed.values()) == 6
+    named = zbpp('simulate', '--schedule', 'chimera', *sizes, '--json')
+    assert (named['copies'], named['makespan'], max(named['peak_activations'])) == (2, 30, 4)
+    assert f'(two-way, 2 {said}), 8 microbatches by turns down and up' in zbpp(
+        'simulate', '--schedule', 'chimera', *sizes
+    )
+    file = tmp_path / 'chimera.json'
+    file.write_text(build('chimera', 4, 8).to_json())
+    of_file = zbpp('simulate', '--file', file, '--json')
+    assert {**of_file, 'against': named['against'], 'gain': named['gain']} == named
+    compared = zbpp('compare', '--schedules', 'zb-v,chimera', *sizes)
+    assert f'two {said} on the ranks together: chimera' in ' '.join(compared.split())
+    rows = zbpp('compare', '--schedules', 'zb-v,chimera', *sizes, '--json')['schedules']
+    assert {row['name']: row['copies'] for row in rows} == {'zb-v': 1, 'chimera': 2}
+
+
 def test_asynchronous_schedules_have_a_period(zbpp) -> None:
     found = zbpp('simulate', '--schedule', 'pipedream', '--pp', 8, '--microbatches', 2, '--json')
     assert (found['period'], found['bubble_rate_period']) == (6, 0)
