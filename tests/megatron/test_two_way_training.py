@@ -18,7 +18,8 @@ from example import MODEL, forget_groups, run
 from grids import grid
 from models import Job, _left, check, train
 from paths import ROOT
-from supported import TOLERANCE, refuses, supports
+from supported import TOLERANCE, WAITS, refuses, supports
+from test_log_line import printed
 
 import megatron_zbpp
 
@@ -159,6 +160,21 @@ def test_clipping_is_that_of_a_v(trained, family):
     expected = trained('1f1b-v', 2, 4, *clip)
     assert expected.parameters != trained('megatron', 2, 4).parameters, 'clipping must be active'
     assert trained(family, 2, 4, *clip) == expected
+
+
+@supports('optimizer steps that would be validated later, two replicas', 'dualpipe', WAITS)
+def test_steps_wait_for_all_ranks(trained, ranks, data, tmp_path):
+    """As no rank is the first; it is said once."""
+    metrics = tmp_path / 'metrics'
+    argv = [*MODEL, '--pipeline-model-parallel-size', 2, '--num-layers', 8, '--data-path', data]
+    argv += ['--global-batch-size', 8, '--train-iters', 3, '--clip-grad', NO_CLIPPING]
+    argv += ['--pipeline-schedule', 'dualpipe', '--enable-optimizer-post-validation']
+    argv += ['--optimizer-post-validation-clean-steps', 1]
+    found = ranks(4).run(printed, list(map(str, argv)), metrics)
+    said = [line for _, errors in found for line in errors if 'no rank is the first' in line]
+    assert len(said) == 1 and 'microbatches go both ways' in said[0]
+    states = json.loads(metrics.read_text().splitlines()[-1])['optimizer_sha256']
+    assert states == trained('megatron', 2, 4, layers=8).optimizer
 
 
 @supports('four replicas', '{family}')
