@@ -15,7 +15,17 @@ from tqdm import tqdm
 from benchmarks.common.realtime import realtime
 from benchmarks.common.spawning import collected
 from benchmarks.pipelines.emulated import Times
-from benchmarks.pipelines.entries import AUTO, EARLY, LIBRARIES, TORCH, ZBPP, Entry, entry, selected
+from benchmarks.pipelines.entries import (
+    AUTO,
+    EARLY,
+    LIBRARIES,
+    TORCH,
+    ZBPP,
+    Entry,
+    entry,
+    is_asynchronous,
+    selected,
+)
 from benchmarks.pipelines.measure import Job, checksums_agree, measure
 from benchmarks.pipelines.picture import draw, require_matplotlib
 from benchmarks.pipelines.table import report, rows, table
@@ -36,6 +46,11 @@ optimizer steps that wait for all ranks beside those that do not:
 
     python scripts/benchmark_pipelines.py --pp 4 --microbatches 16 --optimizer \\
         --iterations-per-sample 4 --schedules zb-v,zb-v+post-validation,zb-2p,zb-2p+post-validation
+
+asynchronous schedules, which do neither, and train another model:
+
+    python scripts/benchmark_pipelines.py --pp 4 --microbatches 4 --optimizer \\
+        --iterations-per-sample 8 --schedules zb-h1,zb-v,zb-v+post-validation,pipedream-2bw
 
 columns: median of the samples; what the simulator predicts, with messages that take no time, and
 the ratio to it; bubble, the share of the iteration in which a rank idles; ratio to Megatron's 1F1B;
@@ -118,8 +133,12 @@ def _job(args: argparse.Namespace) -> tuple[Job, dict[str, str]]:
     _check_outputs(args)
     with realtime(args.realtime):
         pass  # may it be had?
+    stepping = args.optimizer and args.iterations_per_sample >= 3
+    if not texts and not stepping:
+        chosen = [each for each in chosen if not is_asynchronous(*each)]
     early = [name for _, name in chosen if name.endswith(EARLY)]
-    if early and (not args.optimizer or args.iterations_per_sample < 3):
+    early += [each[1] for each in chosen if is_asynchronous(*each)]
+    if early and not stepping:
         raise ValueError(
             f'{early[0]} is about steps between iterations: give --optimizer and '
             '--iterations-per-sample 3 or more'

@@ -13,6 +13,9 @@ from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner.cache import default_folder, planned
 from megatron_zbpp.schedules import build, find, names
+from megatron_zbpp.techniques.composition import require_family_trained
+from megatron_zbpp.techniques.updates.steady_state import steady_state
+from megatron_zbpp.techniques.updates.versions import updates_of
 
 MEGATRON, TORCH, ZBPP = LIBRARIES = ('megatron', 'torch', 'zbpp')
 AUTO = 'auto'
@@ -31,7 +34,7 @@ class Entry:
         name: of the schedule, there; ours may end in `EARLY`.
         schedule: the same as a value: what is simulated.
         simulated: seconds of an iteration; messages take no time. Where steps do not wait: of the
-            longest window of a rank.
+            longest window of a rank; of an asynchronous schedule: of a call in the middle.
         peak: most activations that a rank holds, of one microbatch on a full rank.
     """
 
@@ -49,6 +52,20 @@ class Entry:
     def early(self) -> bool:
         """Whether optimizer steps do not wait for all ranks."""
         return self.name.endswith(EARLY)
+
+    @property
+    def passes(self) -> int:
+        """Most passes of a rank in an iteration."""
+        updates = updates_of(self.schedule.graph)
+        if updates is None:
+            return max(map(len, self.schedule.passes))
+        return 2 * updates.every
+
+
+def is_asynchronous(runner: str, name: str) -> bool:
+    """Return whether the schedule steps as it goes: it runs with steps alone."""
+    plain = name.removesuffix(EARLY)
+    return runner == ZBPP and plain != AUTO and find(plain).asynchronous
 
 
 def known() -> dict[str, tuple[str, ...]]:
@@ -114,12 +131,16 @@ def entry(
     """
     if runner == ZBPP and name != AUTO and find(name.removesuffix(EARLY)).num_routes > 1:
         _require_pairs(name, num_ranks, num_microbatches)
+    if is_asynchronous(runner, name):
+        require_family_trained(find(name))
     schedule = _schedule(
         runner, name.removesuffix(EARLY), num_ranks, num_microbatches, times, progress
     )
     costs = _costs(schedule.placement, times)
     timeline = simulate(schedule, costs)
+    steady = steady_state(timeline)
     simulated = max(timeline.windows) if name.endswith(EARLY) else timeline.makespan
+    simulated = simulated if steady is None else steady.period
     return Entry(runner, name, schedule, simulated, max(peak(schedule, costs)))
 
 

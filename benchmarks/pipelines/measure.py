@@ -139,7 +139,7 @@ def _sample(runner: Runner, job: Job) -> Sample:
 
     gc.collect()
     meter = runner.meter
-    meter.live, meter.peak, meter.awake = 0, 0, 0.0
+    meter.peak, meter.awake = meter.live, 0.0  # asynchronous schedules have some in flight
     with runner.ready(), realtime(job.realtime):
         start = _agreed_start()
         sleep_until(start)

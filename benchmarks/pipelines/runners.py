@@ -29,6 +29,7 @@ from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.mcore.lowered import for_megatron
 from megatron_zbpp.mcore.patches import slices
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
+from megatron_zbpp.techniques.updates.versions import updates_of
 
 _CHUNK = f'{emulated.__name__}:EmulatedChunk'  # of which slices are cut, as of a GPTModel
 
@@ -142,8 +143,9 @@ class MegatronRunner:
         no_syncs = [model.no_sync for model in self._models]
         config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
         config.finalize_model_grads_func = finalize_model_grads
-        # so high that the norm is computed and never exceeds it: gradients stay for the checksum
-        settings = OptimizerConfig(optimizer='adam', lr=1e-6, clip_grad=1e9)
+        # so high that the norm is computed and never exceeds it: gradients stay for the checksum,
+        # as do weights, of which asynchronous schedules use older ones
+        settings = OptimizerConfig(optimizer='adam', lr=0.0, clip_grad=1e9)
         optimizer = get_megatron_optimizer(settings, self._models)
         config.grad_scale_func = optimizer.scale_loss
         return optimizer
@@ -214,9 +216,10 @@ class ZbppRunner(MegatronRunner):
     ) -> None:
         self._model = model
         with model.ready():
-            self.plugin = megatron_zbpp.enable(source, post_validation=early and 1)
-        placement = for_megatron(schedule).placement
-        self._build(placement, schedule.num_microbatches, self.plugin.session.store)
+            self.plugin = megatron_zbpp.enable(source, post_validation=early and 1, anneal_steps=0)
+        placement, updates = for_megatron(schedule).placement, updates_of(schedule.graph)
+        m = schedule.num_microbatches if updates is None else updates.every  # of one of its calls
+        self._build(placement, m, self.plugin.session.store)
         self._optimizer = self._train() if optimizer else None
         self.plugin.disable()
 

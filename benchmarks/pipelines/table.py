@@ -28,7 +28,7 @@ def rows(job: Job, samples: Sequence[Sequence[Sample]]) -> list[Row]:
 def _row(job: Job, entry: Entry, samples: Sequence[Sample], reference: float) -> Row:
     seconds = median(sample.seconds for sample in samples)
     ideal = job.num_microbatches * job.times.total
-    passes = max(map(len, entry.schedule.passes))
+    passes = entry.passes
     waits = [sample.core_wait for sample in samples]
     return {
         'runner': entry.runner,

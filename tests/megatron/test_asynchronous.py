@@ -264,3 +264,13 @@ def test_beside_other_parallelism(ranks, data, method, setting):
     if setting == 'Muon':
         pytest.importorskip('emerging_optimizers')
     require_equal(ranks, data, method, 2, 2, True, *SETTINGS[setting].split())
+
+
+def test_at_rate_zero_all_are_1f1b(ranks, data):
+    """Weights do not move: losses, gradients and what the optimizer keeps are those of 1F1B."""
+    still = ['--lr', 0, '--min-lr', 0]
+    _, *others = METHODS
+    stock = trained(ranks, data, 'paci', 2, 2, True, False, *still)
+    for method in others:
+        ours = trained(ranks, data, method, 2, 2, False, False, *still)
+        assert [own[:3] for own in ours] == [other[:3] for other in stock], method

@@ -83,12 +83,16 @@ def test_both_ways(tmp_path):
 
 def test_with_optimizer(tmp_path):
     """Steps that wait for all ranks, and steps that do not."""
-    flags = ['--schedules', 'zb-v,zb-v+post-validation', '--rounds', '1', '--optimizer']
+    names = 'zb-v,zb-v+post-validation,pipedream-2bw'
+    flags = ['--schedules', names, '--rounds', '1', '--optimizer']
     _, result = run(tmp_path, *flags, '--iterations-per-sample', '3')
-    stock, ours, early = result['rows']
+    stock, ours, early, late = result['rows']
     assert stock['optimizer'] and ours['optimizer'] and early['optimizer']
     assert ours['checksum'] == pytest.approx(stock['checksum'], rel=1e-5)
     assert early['checksum'] == ours['checksum']
+    assert late['checksum'] == pytest.approx(stock['checksum'], rel=1e-5), 'at rate 0'
+    work = late['m'] * sum(late['times_ms'])
+    assert late['simulated_ms'] == pytest.approx(work), 'a call has no bubble'
     assert early['simulated_ms'] <= ours['simulated_ms'], 'the window, not the makespan'
 
 
@@ -102,6 +106,7 @@ def test_with_optimizer(tmp_path):
         ('--times-ms 1,0,1', '--times-ms 1,0,1: give numbers above 0'),
         ('--times-ms 1,nan,1', '--times-ms 1,nan,1: give numbers above 0'),
         ('--schedules zb-v+post-validation --optimizer', '--iterations-per-sample 3 or more'),
+        ('--schedules paci', 'paci is about steps between iterations: give --optimizer'),
         ('--schedules zb-w', "unknown schedule 'zb-w'"),
         ('--schedules torch:ZBV', 'did you mean torch:ZBVZeroBubble?'),
         ('--schedules pipedream:1f1b', 'known are megatron, torch, zbpp'),
