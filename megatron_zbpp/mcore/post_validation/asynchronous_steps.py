@@ -1,4 +1,4 @@
-"""Optimizer steps of asynchronous schedules: when they are taken, how they clip, at what rates."""
+"""Optimizer steps of an asynchronous schedule: when they are taken, their clipping and rates."""
 
 from __future__ import annotations
 
