@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_zbpp.analysis.program import Begin, Program, Send
 from megatron_zbpp.analysis.run_ahead import passes_run_ahead, split
@@ -47,6 +47,15 @@ def one_replica(placement: Placement) -> Placement:
     return one if one.only_route[-1] == one.num_ranks - 1 else one.reversed()
 
 
+class Size(NamedTuple):
+    """The size of a call, by which programs are kept."""
+
+    num_ranks: int
+    num_microbatches: int
+    forward_only: bool
+    together: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Lowered:
     """A checked schedule as programs, in Megatron's ranks.
@@ -66,6 +75,11 @@ class Lowered:
     @property
     def placement(self) -> Placement:
         return self.schedule.placement
+
+    @functools.cached_property
+    def num_passes(self) -> int:
+        """Passes of all ranks."""
+        return sum(map(len, self.schedule.passes))
 
     @functools.cached_property
     def moves(self) -> bool:

@@ -199,6 +199,7 @@ class Plugin:
         """Take everything out again; later calls do nothing."""
         if self.enabled:
             self._next.close()
+            self.session.programs.cache.drop()
             self.session.watchdog.stop()
             self._registry.undo()
 

@@ -13,7 +13,8 @@ from megatron_zbpp.guests.base import Guest
 from megatron_zbpp.ir import Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore import guests, own_offloading
-from megatron_zbpp.mcore.lowered import Lowered, for_megatron, one_replica
+from megatron_zbpp.mcore.lowered import Lowered, Size, for_megatron, one_replica
+from megatron_zbpp.mcore.program_cache import ProgramCache
 from megatron_zbpp.mcore.settings import AUTO, Settings
 from megatron_zbpp.runtime.guard import agreement
 from megatron_zbpp.schedules import build, checked_chunks, find
@@ -58,6 +59,7 @@ class Programs:
 
     Attributes:
         source: a schedule, or the family that makes one.
+        cache: programs by their sizes.
         together: whether pairs of F and BW are to run as one.
         shards_vocabulary: whether the output layer is on all ranks.
     """
@@ -85,7 +87,7 @@ class Programs:
         self._receives = settings.message_receives
         self._early = settings.post_validation is not None
         self._measured: Costs | None = None
-        self._lowered: dict[tuple[int, int, bool, bool], Lowered] = {}
+        self.cache = ProgramCache(self._make)
         self._placements: dict[int, Placement] = {}
         self._planned: dict[tuple[int, int], Schedule] = {}
         self._parts_of: dict[int, _Parts] = {}
@@ -289,8 +291,9 @@ class Programs:
         self._slices = slices
         if isinstance(self.source, Family):
             self.source = self.source._replace(num_slices=number_of(slices))
-        for known in (self._parts_of, self._lowered, self._in_order_of, self._fingerprints):
+        for known in (self._parts_of, self._in_order_of, self._fingerprints):
             known.clear()
+        self.cache.drop()
 
     @property
     def num_slices(self) -> int:
@@ -375,31 +378,31 @@ class Programs:
             ScheduleError: the schedule is not valid.
             ValueError: a guest refuses it.
         """
-        if draining or (forward_only and self.asynchronous):
+        drains = draining or (forward_only and self.asynchronous)  # has no pairs that run as one
+        together = self.together or drains
+        return self.cache.get(Size(num_ranks, num_microbatches, forward_only, together))
+
+    def _make(self, size: Size) -> Lowered:
+        """Return the checked programs of a size; see `lowered`."""
+        num_ranks, num_microbatches, forward_only, together = size
+        if self.asynchronous and together:
             return self._draining(num_ranks, num_microbatches, forward_only)
-        key = (num_ranks, num_microbatches, forward_only, self.together)
-        if key not in self._lowered and self.asynchronous:
-            self._lowered[key] = self._endless(num_ranks, num_microbatches)
-        if key not in self._lowered:
-            schedule = self.schedule(num_ranks, num_microbatches)
-            for guest in () if forward_only else self.guests:
-                if why := guest.refuses(schedule):
-                    raise ValueError(why)
-            schedule = schedule.forward_only() if forward_only else schedule
-            programs = check(schedule, receives=self._receives).programs
-            ahead = passes_ahead(schedule) if self.num_replicas == 1 else ()
-            self._lowered[key] = Lowered(schedule, programs, ahead)
-        return self._lowered[key]
+        if self.asynchronous:
+            return self._endless(num_ranks, num_microbatches)
+        schedule = self.schedule(num_ranks, num_microbatches)
+        for guest in () if forward_only else self.guests:
+            if why := guest.refuses(schedule):
+                raise ValueError(why)
+        schedule = schedule.forward_only() if forward_only else schedule
+        programs = check(schedule, receives=self._receives).programs
+        ahead = passes_ahead(schedule) if self.num_replicas == 1 else ()
+        return Lowered(schedule, programs, ahead)
 
     def _draining(self, num_ranks: int, num_microbatches: int, forward_only: bool) -> Lowered:
         """Return 1F1B: evaluations drain, and so does what warms up."""
-        key = (num_ranks, num_microbatches, forward_only, True)
-        if key not in self._lowered:
-            schedule = build('1f1b', num_ranks, num_microbatches)
-            schedule = schedule.forward_only() if forward_only else schedule
-            programs = check(schedule, receives=self._receives).programs
-            self._lowered[key] = Lowered(schedule, programs, ())
-        return self._lowered[key]
+        schedule = build('1f1b', num_ranks, num_microbatches)
+        schedule = schedule.forward_only() if forward_only else schedule
+        return Lowered(schedule, check(schedule, receives=self._receives).programs, ())
 
     def _endless(self, num_ranks: int, num_microbatches: int) -> Lowered:
         """Return the programs of an asynchronous schedule."""
@@ -417,15 +420,14 @@ class Programs:
         """
         self._measured = costs
         self._parts_of.clear()
-        self._lowered.clear()
+        self.cache.drop()
 
     def replace(self, planned: Schedule) -> None:
         """Run `planned` from now on where it has the right size."""
         size = planned.num_ranks, planned.num_microbatches
         self._planned[size] = planned
         self._parts_of.clear()
-        for key in [key for key in self._lowered if key[:2] == size]:
-            del self._lowered[key]
+        self.cache.drop(lambda kept: kept[:2] == size)
 
 
 def start_family(num_chunks: int | None, together: bool = False) -> str:

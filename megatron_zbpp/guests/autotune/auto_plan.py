@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from statistics import median
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,6 +30,19 @@ from megatron_zbpp.runtime.log import rank_log
 from megatron_zbpp.runtime.observe.measure import Iteration
 
 _UNKNOWN = ModelLayers(None, alike=True)
+_OF_SIZE = (  # what is known for one number of microbatches
+    '_seen',
+    '_spans',
+    '_found',
+    '_planner',
+    '_search',
+    'planned',
+    'costs',
+    '_original',
+    '_measured_before',
+    '_predicted',
+    '_settled',
+)
 _WAITING, _KEEP = '', 'keep'  # what the planning rank may say instead of a schedule
 
 
@@ -62,10 +76,12 @@ class AutoPlan(Guest):
     costs: Costs | None = None
     layers: ModelLayers = _UNKNOWN
     _num_microbatches: int = 0
+    _sizes: dict[int, dict[str, Any]] = field(default_factory=dict)
     _seen: int = 0
     _spans: list[float] = field(default_factory=list)
     _found: list[Measured] = field(default_factory=list)
     _planner: BackgroundSearch | None = None
+    _search: partial[str] | None = None
     _original: Schedule | None = None
     _measured_before: list[float] = field(default_factory=list)
     _predicted: float = 0.0
@@ -91,9 +107,9 @@ class AutoPlan(Guest):
         schedule = iteration.schedule
         if schedule.num_microbatches != self._num_microbatches:  # the batch size has changed
             self._begin(schedule.num_microbatches)
+        if self._partition is not None and self._partition.finished():
+            self._partition = None
         if self._settled or schedule.num_ranks == 1:
-            if self._partition is not None and self._partition.finished():
-                self._partition = None
             return None
         self._seen += 1
         if self._seen <= WARM_UP:
@@ -106,13 +122,16 @@ class AutoPlan(Guest):
         return self._ask(schedule)
 
     def _begin(self, num_microbatches: int) -> None:
-        """Forget what was for another batch size; end a planner that still runs for it."""
-        for search in (self._planner, self._partition):
-            if search is not None:
-                search.end()
-        self._planner = self._partition = self.planned = self.costs = None
-        self._num_microbatches, self._seen, self._settled = num_microbatches, 0, False
-        self._spans, self._found = [], []
+        """Go on with what is known for so many microbatches, or begin anew.
+
+        Each number is measured and planned for by itself: calls of others may come between.
+        """
+        self._sizes[self._num_microbatches] = {name: getattr(self, name) for name in _OF_SIZE}
+        other = AutoPlan()
+        known = self._sizes.pop(num_microbatches, {name: getattr(other, name) for name in _OF_SIZE})
+        self._num_microbatches = num_microbatches
+        for name, value in known.items():
+            setattr(self, name, value)
 
     def _measure(self, iteration: Iteration) -> None:
         """Add what all pipelines measured; start planning when there is enough of it."""
@@ -140,7 +159,15 @@ class AutoPlan(Guest):
         placement = placement.reversed() if _mirrored(schedule) else placement
         inputs = placement, self.costs, schedule.num_microbatches, limit
         search = partial(schedule_text, *inputs, self.seconds, self.objective)
-        self._planner = BackgroundSearch.start('the planner', search, self.seconds, self.say)
+        self._search = search
+        self._launch()
+
+    def _launch(self) -> None:
+        """Start the search that is to be, unless one for another number of microbatches runs."""
+        others = [each['_planner'] for each in self._sizes.values()]
+        if self._search is not None and all(each is None or each.ended() for each in others):
+            search, self._search = self._search, None
+            self._planner = BackgroundSearch.start('the planner', search, self.seconds, self.say)
 
     def _ask(self, schedule: Schedule) -> Schedule | None:
         """Return what the first rank's planner says: nothing yet, keep, or a schedule."""
@@ -158,9 +185,10 @@ class AutoPlan(Guest):
 
     def _poll(self, schedule: Schedule) -> str:
         """Return what the planner says; whatever becomes of it, training goes on."""
+        self._launch()
         planner, costs = self._planner, self.costs
         assert costs is not None  # `_start` has them
-        if planner is not None and not planner.ended():
+        if self._search is not None or (planner is not None and not planner.ended()):
             return _WAITING
         text = None if planner is None else planner.answer()
         try:
@@ -208,6 +236,8 @@ class AutoPlan(Guest):
         self._settled = True
         if dist.get_rank() != 0 or self.layers.layout is None or self.costs is None:
             return
+        if self._partition is not None:
+            return  # one that was begun for another number of microbatches
         if (self._original or schedule).together:
             self.say('auto: looks for no other partition of the layers: it knows no cells')
             return

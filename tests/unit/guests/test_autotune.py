@@ -134,8 +134,8 @@ def test_cells_are_planned_by_what_they_take(share, cells):
 
 
 @pytest.mark.parametrize('settled', [False, True])
-def test_another_batch_size_begins_anew(monkeypatch, settled):
-    """What is planned meanwhile would be for the old one."""
+def test_each_batch_size_is_planned_for_by_itself(monkeypatch, settled):
+    """A planner for one goes on while calls of another are measured, and what it knows stays."""
     auto = AutoPlan()
     assert auto.after(SimpleNamespace(schedule=build('zb-v', 2, 4)), None) is None
     monkeypatch.setattr(
@@ -145,7 +145,18 @@ def test_another_batch_size_begins_anew(monkeypatch, settled):
     auto.planned, auto._settled = build('zb-v', 2, 4), settled
     assert not auto.counting
     assert auto.after(SimpleNamespace(schedule=build('zb-v', 2, 6)), None) is None
-    assert planner.ended() and auto.counting and auto.planned is None
+    assert not planner.ended() and auto.counting and auto.planned is None and auto._seen == 1
+    auto._search = partial(str)
+    auto._launch()
+    assert auto._planner is None, 'one planner at a time'
+    planner.end()
+    auto._launch()
+    assert auto._planner is not None and auto._search is None
+    auto._planner.end()
+    auto._begin(4)
+    assert auto._planner is planner and auto.planned is not None and auto._settled is settled
+    auto._begin(6)
+    assert auto._seen == 1 and auto.planned is None
 
 
 def test_a_slow_replica_is_named(monkeypatch):

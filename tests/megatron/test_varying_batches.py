@@ -1,0 +1,87 @@
+"""Batches whose number of microbatches differs from call to call, as packed sequences have them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from random import Random
+
+import pytest
+from example import MODEL, early_steps, forget_groups
+from supported import supports
+from test_several_models import batches
+
+
+def trained(argv, counts):
+    """Losses in hex, hashes of weights, steps taken early, and the sizes whose programs are kept.
+
+    Args:
+        argv: of the example.
+        counts: microbatches of each step.
+    """
+    import pretrain_gpt as script
+    import report
+
+    from megatron_zbpp.mcore import enabled
+
+    try:
+        with ExitStack() as stack:
+            args = script.parse_args(list(map(str, argv)))
+            script.enable(args, stack)
+            script.initialize(args)
+            models = script.build_model(args)
+            optimizer, _ = script.build_optimizer(args, models)
+            data = [batches(100, args.seq_length, 1) for _ in models]
+            losses = []
+            for count in counts:
+                args.num_microbatches = count
+                for model in models:
+                    model.zero_grad_buffer()
+                optimizer.zero_grad()
+                loss = script.run_batch(args, models, data)
+                assert optimizer.step()[0]
+                losses.append(None if loss is None else loss.hex())
+            hashes = report.fingerprint(report.by_layer(models), optimizer)
+            known = set()
+            if enabled.plugin is not None:
+                cache = enabled.plugin.session.programs.cache
+                cache.ahead.wait()
+                known = {size.num_microbatches for size in cache.sizes if not size.forward_only}
+            return losses, hashes, early_steps(), known
+    finally:
+        forget_groups()
+
+
+@supports('a number of microbatches that differs from call to call', '{schedule}')
+@pytest.mark.parametrize(
+    ('schedule', 'p', 'steps'),
+    [
+        ('zb-2p+post-validation', 2, 7),
+        ('auto', 2, 7),
+        *(
+            pytest.param(schedule, p, 50, marks=pytest.mark.full)
+            for schedule in ('zb-v', 'zb-2p+post-validation', 'auto', 'interleaved')
+            for p in (2, 4)
+        ),
+    ],
+)
+def test_as_stock(ranks, tmp_path, schedule, p, steps):
+    """Random numbers from 1 to 3p; iteration 5 is traced with as many as it has."""
+    random = Random(55)  # of p = 2 the first 7 are 1, 2, 2, 6, 3, 1, 6
+    counts = [random.randint(1, 3 * p) for _ in range(steps)]
+    name, _, early = schedule.partition('+')
+    argv = [*MODEL, '--num-layers', 2 * p, '--pipeline-model-parallel-size', p, '--clip-grad', 1e9]
+    argv += ['--global-batch-size', 3 * p, '--train-iters', steps]
+    post = ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 1]
+    flags = ['--pipeline-schedule', name, *(post if early else [])]
+    stock = ranks(p).run(trained, [*argv, '--pipeline-schedule', 'megatron'], counts)
+    ours = ranks(p).run(trained, [*argv, *flags, '--pipeline-trace-dir', tmp_path], counts)
+    assert len(set(stock[-1][0])) == steps
+    assert [left[:2] for left in ours] == [left[:2] for left in stock]
+    assert any(left[2] for left in ours) == bool(early)
+    between = set(range(min(counts), max(counts) + 1))
+    assert [left[3] for left in ours] == [between] * p and between > set(counts[:7])
+    traced = json.loads((tmp_path / 'pipeline.perfetto.json').read_text())['traceEvents']
+    ran = [event['name'] for event in traced if event['ph'] == 'X']
+    forwards = [name for name in ran if name.startswith('0F')]
+    assert len(forwards) == counts[4] or schedule == 'auto', 'drawn again after a switch'
