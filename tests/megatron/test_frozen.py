@@ -61,7 +61,25 @@ def freeze(chunks, kind):
                 attention.linear_qkv = adapted(attention.linear_qkv, config, 3 * config.hidden_size)
 
 
-def trained(argv, kind):
+def run_layers_again(chunks):
+    """Megatron's full recomputation, layer by layer."""
+    for chunk in chunks:
+        chunk.config.recompute_granularity = 'full'
+        chunk.config.recompute_method, chunk.config.recompute_num_layers = 'uniform', 1
+
+
+def without_gradients(models):
+    """Which parameters that train have gradients of zeros alone, by layer in the model."""
+    found = set()
+    for model in models:
+        for layer in model.module.decoder.layers:
+            training = [p for p in layer.parameters() if p.requires_grad]
+            if training and not any(p.main_grad.any() for p in training):
+                found.add(layer.layer_number)
+    return found
+
+
+def trained(argv, kind, again=False):
     """Losses of the last rank in hex, hashes of all weights, and how many waited in each W."""
     import pretrain_gpt as script
     import report
@@ -73,6 +91,8 @@ def trained(argv, kind):
     def draw_weights(chunks, seed, original=script.draw_weights):
         freeze(chunks, kind)
         original(chunks, seed)
+        if again:
+            run_layers_again(chunks)
 
     def run(store, key, original=WeightGradStore.run):
         waited.append(len(store._pending[key]))
@@ -100,7 +120,8 @@ def trained(argv, kind):
                 losses.append(loss and loss.hex())
             hashes = report.fingerprint(report.by_layer(models), optimizer)
             passes = plugin.latest.record.passes if plugin else ()
-            return losses, hashes, waited, sum(p.kind == 'W' for p in passes)
+            count = sum(p.kind == 'W' for p in passes)
+            return losses, hashes, waited, count, without_gradients(models)
     finally:
         forget_groups()
 
@@ -118,3 +139,23 @@ def test_identical_to_megatron(ranks, data, kind):
         assert [rank[:2] for rank in ours] == [rank[:2] for rank in stock], schedule
         assert all(rank[3] for rank in ours), 'there are W passes'
         assert {count for rank in ours for count in rank[2]} == WAITED[kind][schedule]
+
+
+@supports("frozen weights: adapters, with Megatron's full recomputation", 'zb-h1')
+def test_adapters_and_full_recomputation(ranks, data):
+    """With a frozen embedding no layer of the first stage gets gradients: that is Megatron's own.
+
+    Its checkpoint gives gradients where its input has some, and what a frozen embedding gives has
+    none (Megatron-Bridge's issue 1750). A V has fewer layers in that stage, so more of them train.
+    """
+    argv = [*MODEL, '--num-layers', 4, '--pipeline-model-parallel-size', 2, '--clip-grad', 1e9]
+    argv += ['--global-batch-size', 4, '--train-iters', STEPS, '--data-path', data]
+    argv += ['--untie-embeddings-and-output-weights', '--pipeline-schedule']
+    stock, ours, v = (
+        ranks(2).run(trained, [*argv, schedule], 'adapters', True)
+        for schedule in ('megatron', 'zb-h1', 'zb-v')
+    )
+    assert [rank[:2] for rank in ours] == [rank[:2] for rank in stock]
+    assert len({*stock[-1][0]}) == STEPS
+    for found, first in ((stock, {1, 2}), (ours, {1, 2}), (v, {1})):
+        assert set().union(*(rank[4] for rank in found)) == first, 'limits.md tells of it'
