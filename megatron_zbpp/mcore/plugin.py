@@ -32,6 +32,7 @@ from megatron_zbpp.runtime.observe.measure import Figures, Iteration
 
 if TYPE_CHECKING:
     from megatron_zbpp.guests.side_work.side_work import SideWork
+    from megatron_zbpp.mcore.iteration.asynchronous import ForwardsInFlight
 
 
 class Plugin:
@@ -51,8 +52,10 @@ class Plugin:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.session = Session(settings)
-        self._next = ForwardsAhead(self.session)
-        self._steps = stepping.Steps(self.session, self._next)
+        ahead = ForwardsAhead(self.session)
+        self._steps = stepping.Steps(self.session, ahead)
+        self._flight = _in_flight(self.session)
+        self._next = self._flight or ahead
         self._registry = Registry()
 
     @property
@@ -125,6 +128,17 @@ class Plugin:
         work = SideWork(step, step_seconds, margin, memory)
         self.session.invite(SideTask(work))
         return work
+
+    def drop_forwards(self) -> None:
+        """Drop the forwards of later batches that an asynchronous schedule has run.
+
+        They run again in the next call, on what they have read and with the weights that they had.
+        All ranks call this between a step and a call that is given another data iterator, or
+        before an evaluation that reads that of training. Nothing is dropped of a synchronous
+        schedule.
+        """
+        if self._flight is not None:
+            self._flight.drop()
 
     def resume(self, step: int) -> None:
         """Say how many steps a training has taken that goes on from a checkpoint.
@@ -208,6 +222,15 @@ class Plugin:
 
     def __exit__(self, *_: object) -> None:
         self.disable()
+
+
+def _in_flight(session: Session) -> ForwardsInFlight | None:
+    """Return what an asynchronous schedule has in flight, imported for those alone."""
+    if session.endless is None:
+        return None
+    from megatron_zbpp.mcore.iteration.asynchronous import ForwardsInFlight
+
+    return ForwardsInFlight(session)
 
 
 def _of_slices(session: Session) -> Iterator[Patch]:

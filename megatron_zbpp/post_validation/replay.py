@@ -54,6 +54,11 @@ class ReplayIterator:
         """Keep nothing for a `rewind`: there will be none."""
         self._kept = None
 
+    def forget_until(self, given: int) -> None:
+        """Keep for a `rewind` only what came behind the first `given` items since `mark`."""
+        if self._kept is not None:
+            del self._kept[: given - (self.given - len(self._kept))]
+
     def rewind(self) -> None:
         """Give everything since `mark` again."""
         self._drawn.extendleft(reversed(self._kept or []))

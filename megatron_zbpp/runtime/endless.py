@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from megatron_zbpp.ir import Pass
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.tables import Tables
 from megatron_zbpp.runtime.versions import Versions
@@ -35,8 +36,9 @@ class EndlessTraining:
         self._running: Executor | None = None
         self._warm_up, self._warm = warm_up, 0  # calls that are to be synchronous, that were
         self._calls = self._steps = 0
+        self._first = 0  # the call that has filled the pipeline
+        self._every = 0  # microbatches of a call since
         self._stepping = False
-        self._given: tuple[object, ...] = ()
 
     def warms_up(self) -> bool:
         """Return whether the call that begins is synchronous, and count it."""
@@ -56,16 +58,18 @@ class EndlessTraining:
             self.versions = make()
         return self.versions
 
-    def next_tables(self, calls: Calls, rank: int, given: tuple[object, ...]) -> Tables:
+    def next_tables(self, calls: Calls, rank: int) -> Tables:
         """Return what this call runs.
+
+        Where the one before had another number of microbatches, the pipeline fills anew: the
+        program has dropped what was in flight (`drop`).
 
         Args:
             calls: of the schedule.
             rank: in the pipeline.
-            given: what the program passes in each call: it has to be the same.
 
         Raises:
-            ValueError: it is another, or the call before had no optimizer step.
+            ValueError: the call before had no optimizer step.
         """
         if self._steps != self._calls:
             raise ValueError(
@@ -73,21 +77,41 @@ class EndlessTraining:
                 'numbers weights by calls; step once after each call, or take a synchronous '
                 'schedule, such as zb-v'
             )
-        if self._calls and not _same(given, self._given):
-            raise ValueError(
-                'the number of microbatches, the data iterator or the model is not that of the '
-                'call before, whose forwards have begun this one: pass the same in every call, or '
-                'take a synchronous schedule, such as zb-v'
-            )
-        self._given = given
+        if self._running is None and self.versions is not None:
+            self._first = self._calls
+            self.versions.restart(self._calls, calls.num_microbatches)
+        self._every = calls.num_microbatches
         self._calls += 1
-        return Tables(calls.program(rank, self._calls - 1))
+        return Tables(calls.program(rank, self._calls - 1 - self._first))
 
     def enter(self, executor: Executor) -> None:
         """Let `executor` go on with what the call before has left."""
         if self._running is not None:
             executor.inherit(self._running)
         self._running = executor
+
+    def is_ahead(self, p: Pass) -> bool:
+        """Return whether the forward is of a batch behind that of the call."""
+        return p.microbatch >= (self._calls - self._first) * self._every
+
+    @property
+    def begun_with_next_call(self) -> int:
+        """Microbatches of all batches up to the next call's, since the pipeline has filled."""
+        return (self._calls - self._first + 1) * self._every
+
+    def drop(self) -> None:
+        """Forget forwards of later batches: they run again, with the versions that they had."""
+        if self._running is not None:
+            self._running.drop()
+        self._running = None
+
+    def close(self) -> None:
+        """Drop those, and leave parameters as their optimizer knows them: this training ends."""
+        self.drop()
+        if self.versions is not None:
+            self.versions.close()
+        self.versions = None
+        self._calls = self._steps = 0
 
     def step(
         self, step: Callable[[], Result], begin: Callable[[], Callable[[], Result]] | None = None
@@ -157,9 +181,3 @@ class EndlessTraining:
 def steps_late(updates: Updates) -> bool:
     """Return whether the weights that a step makes are needed within the next call or later."""
     return bool(updates.delays) and min(updates.delays) > 0
-
-
-def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
-    return len(one) == len(other) and all(
-        a is b or (isinstance(a, int) and a == b) for a, b in zip(one, other, strict=True)
-    )

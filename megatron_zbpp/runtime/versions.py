@@ -40,6 +40,19 @@ class Versions(Protocol):
         """Step the newest weights in place: they are the next version, and parameters have it."""
         ...
 
+    def restart(self, batch: int, every: int) -> None:
+        """Forget forwards without a backward: microbatch 0 is now the first one of `batch`.
+
+        Args:
+            batch: how many batches of the training came before.
+            every: microbatches a batch from now on.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave parameters as the optimizer made them, with the newest weights alone."""
+        ...
+
 
 class OneStorage:
     """The newest version alone, for forwards and backwards alike (PACI).
@@ -62,6 +75,12 @@ class OneStorage:
     def step(self, step: Callable[[], Result]) -> Result:
         with unseen_by_autograd(self._parameters):
             return step()
+
+    def restart(self, batch: int, every: int) -> None:
+        """Parameters have the newest weights."""
+
+    def close(self) -> None:
+        """Parameters have the newest weights."""
 
 
 class Corrected:
@@ -111,6 +130,12 @@ class Corrected:
             other.copy_(new.data - self._tau * average)
         return result
 
+    def restart(self, batch: int, every: int) -> None:
+        """Parameters have the newest weights."""
+
+    def close(self) -> None:
+        self._hold(corrected=False)
+
     def _hold(self, corrected: bool) -> None:
         """Exchange the contents of parameters, where they have the others."""
         if corrected != self._corrected:
@@ -129,7 +154,9 @@ class Slots:
     Args:
         parameters: of the stage.
         every: microbatches a step.
-        delay: how many steps old the weights of forwards are; None: they have the newest.
+        delay: how many steps old the weights of forwards are; None: they have the newest at their
+            place in the endless order.
+        ahead: forwards of later batches that are run before a step, in that order.
         buffered: whether steps write to the memory that parameters have at first, wherever they are
             pointed to: that of the distributed optimizer's buffers. It is one copy more.
         finish_step: takes the step that is still to be taken, where a forward needs its weights.
@@ -141,10 +168,11 @@ class Slots:
         every: int,
         delay: int | None,
         buffered: bool = False,
+        ahead: int = 0,
         finish_step: Callable[[], object] = lambda: None,
     ) -> None:
         self._parameters = tuple(parameters)
-        self._every, self._delay = every, delay
+        self._first, self._every, self._delay, self._ahead = 0, every, delay, ahead
         self._finish_step = finish_step
         self._stepped = [each.data for each in self._parameters] if buffered else None
         self._slots = {0: _copied(self._stepped) if self._stepped else self._data()}
@@ -154,9 +182,9 @@ class Slots:
         self.most = 1
 
     def before_forward(self, p: Pass) -> None:
-        version = self._newest
-        if self._delay is not None:
-            version = max(p.microbatch // self._every - self._delay, 0)
+        late = self._ahead if self._delay is None else self._delay * self._every
+        version = self._first + (p.microbatch - late) // self._every
+        version = max(version, min(self._slots))  # where a training begins, older ones are equal
         if version > self._newest:
             self._finish_step()
         self._flying[key_of(p)] = version
@@ -178,6 +206,15 @@ class Slots:
         self._put(_copied(tensors) if old in wanted else tensors)
         with unseen_by_autograd(self._parameters):
             return step()
+
+    def restart(self, batch: int, every: int) -> None:
+        self._flying.clear()  # their versions stay until the next step
+        self._first, self._every = batch, every
+
+    def close(self) -> None:
+        self._use(self._newest)
+        for parameter, data in zip(self._parameters, self._stepped or (), strict=False):
+            parameter.data = data
 
     def _put(self, tensors: list[torch.Tensor]) -> None:
         """Make `tensors` the newest version, and what parameters have."""

@@ -1,48 +1,167 @@
-"""A model chunk whose passes have the version of the weights that they ask for."""
+"""Asynchronous schedules: passes with versions of the weights, and forwards of later batches."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.utils import unwrap_model
 
-from megatron_zbpp.ir import Pass, Schedule
+from megatron_zbpp.ir import Pass
+from megatron_zbpp.mcore.iteration.arguments import Arguments
+from megatron_zbpp.mcore.iteration.batch import NextIteration
 from megatron_zbpp.mcore.iteration.stages import ModelStage
+from megatron_zbpp.mcore.left_behind import random_states, same_states, set_random_states
+from megatron_zbpp.mcore.lowered import Lowered
 from megatron_zbpp.mcore.session import Session
+from megatron_zbpp.post_validation.replay import ReplayIterator
+from megatron_zbpp.runtime.endless import EndlessTraining
 from megatron_zbpp.runtime.versions import Corrected, OneStorage, Slots, Versions
 from megatron_zbpp.techniques.updates.graph import CORRECTED, STASHED
 from megatron_zbpp.techniques.updates.versions import delays, updates_of
 
+_SIZES = 'num_microbatches', 'seq_length', 'micro_batch_size', 'decoder_seq_length'
 
-def make_versions(
-    session: Session, schedule: Schedule, rank: int, models: list[torch.nn.Module]
-) -> Versions:
-    """Return the versions of the weights of this rank's stage, before the first call.
 
-    Raises:
-        NotImplementedError: the optimizer has a part of the weights alone, of which T2 needs all.
+class _Point(NamedTuple):
+    """Where a forward in flight began."""
+
+    random: tuple  # states
+    given: dict[int, int]  # items of each replayed iterator since its mark
+
+
+class ForwardsInFlight(NextIteration):
+    """The forwards of later batches that a call runs, and what they have read and drawn.
+
+    Between two calls the program finds random states as if they had not run. Where the next call
+    is of another size or model, they are dropped, and what they have read is given again; all
+    ranks see that.
+
+    Args:
+        session: of an asynchronous schedule.
     """
-    endless, updates = session.endless, updates_of(schedule.graph)
-    assert endless is not None and updates is not None, 'else there is one version'
-    for model in unwrap_model(models):
-        model.register_state_dict_pre_hook(lambda *_: endless.finish_step())
-    (stage,) = schedule.placement.stages(rank)
-    tau = endless.tau = delays(schedule)[stage].mean
-    parameters = [each for model in models for each in model.parameters()]
-    buffered = getattr(getattr(models[0], 'ddp_config', None), 'use_distributed_optimizer', False)
-    if updates.backward == STASHED:
-        delay = updates.delays[stage] if updates.delays else None
-        return Slots(parameters, updates.every, delay, buffered, endless.finish_step)
-    if updates.backward == CORRECTED and buffered:
-        raise NotImplementedError(
-            'use_distributed_optimizer does not go with pipemare, since a rank needs all of the '
-            'weights to correct them: drop --use-distributed-optimizer, or take paci'
-        )
-    if updates.backward == CORRECTED and tau > 0:
-        stepped = [getattr(each, 'main_param', each) for each in parameters]
-        return Corrected(parameters, stepped, tau, session.settings.correction_decay)
-    return OneStorage(parameters)
+
+    def __init__(self, session: Session) -> None:
+        assert session.endless is not None, 'of an asynchronous schedule'
+        self._session, self._endless = session, session.endless
+        self._latest: Arguments | None = None  # whose forwards are in flight
+        # by identity of their iterators, which they hold
+        self._replayed: dict[int, ReplayIterator] = {}
+        self._points: dict[int, _Point] = {}  # by microbatch in flight
+        self._behind: tuple = ()  # random states behind those
+        self._runs = False  # a call has begun and not ended
+
+    def replayed(self, iterator: Iterator | None) -> Iterator | None:
+        """Return what the chunks read instead of `iterator`, in training and evaluation alike."""
+        if iterator is None:
+            return None
+        return self._replayed.setdefault(id(iterator), ReplayIterator(iterator))
+
+    def take(self, arguments: Arguments) -> None:
+        """Make the forwards in flight those of this call, or drop them.
+
+        Raises:
+            ValueError: a data iterator is another one, or evaluation reads that of training.
+        """
+        latest = self._latest
+        if arguments.forward_only:
+            self._require_free(arguments)
+            return
+        if latest is not None and not all(map(_is, latest.models, arguments.models)):
+            self.close()
+        elif latest is not None and any(
+            getattr(latest, size) != getattr(arguments, size) for size in _SIZES
+        ):
+            self.drop()
+        elif latest is not None:
+            if not all(map(_is, latest.iterators, arguments.iterators)):
+                raise ValueError(
+                    'the data iterator is not that of the call before, whose forwards have begun '
+                    "this one: pass the same in every call, or have all ranks call the plugin's "
+                    'drop_forwards() first'
+                )
+            self._go_on()
+        self._latest, self._runs = arguments, True
+        used = {id(iterator) for iterator in arguments.iterators}
+        self._replayed = {i: t for i, t in self._replayed.items() if i in used or not t.idle}
+
+    def _require_free(self, arguments: Arguments) -> None:
+        """Raise where an evaluation would read behind what forwards in flight have read."""
+        replays = (self._replayed.get(id(iterator)) for iterator in arguments.iterators)
+        if any(each is not None and not each.idle for each in replays):
+            raise ValueError(
+                'the data iterator of an evaluation is that of training, of which forwards of the '
+                "next batch have read: give it its own, or have all ranks call the plugin's "
+                'drop_forwards() first'
+            )
+
+    def _go_on(self) -> None:
+        """Keep what forwards in flight have read and drawn: their batch begins."""
+        if self._points and same_states(random_states(), self._first.random):
+            set_random_states(*self._behind)
+        begun = self._endless.begun_with_next_call
+        self._points = {j: point for j, point in self._points.items() if j >= begun}
+        for i, replay in self._replayed.items():
+            if self._points:
+                replay.forget_until(self._first.given.get(i, 0))
+            else:
+                replay.forget()
+
+    @property
+    def _first(self) -> _Point:
+        return self._points[min(self._points)]
+
+    def before_forward(self, p: Pass) -> None:
+        """Take note of random states and data before a forward of a later batch."""
+        if not self._points:
+            for replay in self._replayed.values():
+                replay.mark(keep=True)
+        given = {i: replay.given for i, replay in self._replayed.items()}
+        self._points[p.microbatch] = _Point(random_states(), given)
+
+    def stands(self) -> bool:
+        """Return True: no passes are run again; those of a call have ended."""
+        if self._runs and self._points:
+            self._behind = random_states()
+            set_random_states(*self._first.random)
+        self._runs = False
+        return True
+
+    def drop(self) -> None:
+        """Drop what is in flight, on all ranks; what it has read is given again."""
+        if not self._runs:  # else a call has failed, and no more messages come
+            with self._session.watchdog.collective('messages of forwards that are dropped'):
+                self._endless.drop()
+        for replay in self._replayed.values():
+            replay.rewind()
+        self._latest = None
+        self._points.clear()
+
+    def close(self) -> None:
+        """Drop what is in flight, and leave parameters as their optimizer knows them."""
+        if self._runs:
+            return
+        self._endless.finish_step()
+        self.drop()
+        self._endless.close()
+
+    def possible(self) -> bool:
+        """Return False: steps do not let forwards go ahead, calls do."""
+        return False
+
+    def run(self, ranks: int) -> None:
+        """Run nothing."""
+
+    def settle(self, clean: bool) -> None:
+        """Drop what is in flight where the program says that its batch does not come."""
+        if not clean:
+            self.drop()
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
 
 
 class VersionedStage(ModelStage):
@@ -50,15 +169,25 @@ class VersionedStage(ModelStage):
 
     Args:
         versions: of the weights.
+        endless: knows which forwards are of later batches.
+        flight: takes note of those.
         of_stage: arguments of `ModelStage`.
     """
 
-    def __init__(self, versions: Versions, *of_stage: Any) -> None:
+    def __init__(
+        self,
+        versions: Versions,
+        endless: EndlessTraining,
+        flight: ForwardsInFlight,
+        *of_stage: Any,
+    ) -> None:
         super().__init__(*of_stage)
-        self._versions = versions
+        self._versions, self._endless, self._flight = versions, endless, flight
 
     def forward(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
         self._versions.before_forward(p)
+        if self._endless.is_ahead(p):
+            self._flight.before_forward(p)
         return super().forward(p, received)
 
     def backward(
@@ -70,3 +199,59 @@ class VersionedStage(ModelStage):
     ) -> torch.Tensor | None:
         self._versions.before_backward(p)
         return super().backward(p, received, output, gradient)
+
+
+def make_versions(
+    session: Session, lowered: Lowered, rank: int, models: list[torch.nn.Module]
+) -> Versions:
+    """Return the versions of the weights of this rank's stage, before the first call.
+
+    Raises:
+        NotImplementedError: the optimizer has a part of the weights alone, of which T2 needs all.
+    """
+    schedule, calls = lowered.schedule, lowered.calls
+    endless, updates = session.endless, updates_of(schedule.graph)
+    assert endless is not None and updates is not None, 'else there is one version'
+    assert calls is not None, 'of an asynchronous schedule'
+    for model in unwrap_model(models):
+        model.register_state_dict_pre_hook(lambda *_: endless.finish_step())
+    (stage,) = schedule.placement.stages(rank)
+    tau = endless.tau = delays(schedule)[stage].mean
+    parameters = [each for model in models for each in model.parameters()]
+    buffered = getattr(getattr(models[0], 'ddp_config', None), 'use_distributed_optimizer', False)
+    if updates.backward == STASHED:
+        delay = updates.delays[stage] if updates.delays else None
+        ahead, finish = calls.ahead(rank), endless.finish_step
+        return Slots(parameters, updates.every, delay, buffered, ahead, finish)
+    if updates.backward == CORRECTED and buffered:
+        raise NotImplementedError(
+            'use_distributed_optimizer does not go with pipemare, since a rank needs all of the '
+            'weights to correct them: drop --use-distributed-optimizer, or take paci'
+        )
+    if updates.backward == CORRECTED and tau > 0:
+        stepped = [getattr(each, 'main_param', each) for each in parameters]
+        return Corrected(parameters, stepped, tau, session.settings.correction_decay)
+    return OneStorage(parameters)
+
+
+def maker(
+    session: Session,
+    flight: NextIteration,
+    lowered: Lowered,
+    models: list[torch.nn.Module],
+    rank: int,
+) -> Callable[..., ModelStage]:
+    """Return what makes stages whose passes have the weights that they ask for.
+
+    Args:
+        session: of an asynchronous schedule.
+        flight: takes note of forwards of later batches.
+        lowered: programs of the call.
+        models: the chunks of this rank.
+        rank: in the pipeline.
+    """
+    endless, updates = session.endless, updates_of(lowered.schedule.graph)
+    assert endless is not None and updates is not None, 'of an asynchronous schedule'
+    assert isinstance(flight, ForwardsInFlight), 'as the plugin chooses'
+    make = functools.partial(make_versions, session, lowered, rank, models)
+    return functools.partial(VersionedStage, endless.begin(updates, make), endless, flight)

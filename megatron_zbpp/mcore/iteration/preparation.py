@@ -70,7 +70,7 @@ def prepare(
     endless = None if lowered.calls is None else session.endless
     if arguments.forward_only and session.endless is not None:
         session.endless.finish_step()  # an evaluation has the newest weights
-    make = _maker(session, arguments, lowered, cuts, rank)
+    make = _maker(session, next_iteration, arguments, lowered, cuts, rank)
     reading = _reading(session, call)
     held = lowered.placement.stages(rank)
     _require_built(models, held, rank, one)
@@ -80,8 +80,7 @@ def prepare(
         require_all_layers(unwrap_model(models), one, groups.pp, collective)
     tables, count = lowered.tables(rank, ranks_ahead)
     if endless is not None and lowered.calls is not None:
-        given = arguments.num_microbatches, *models, *arguments.iterators
-        tables = endless.next_tables(lowered.calls, rank, given)
+        tables = endless.next_tables(lowered.calls, rank)
     executors = Executors(session, lowered, pipeline, messages, make)
     data = [next_iteration.replayed(iterator) for iterator in arguments.iterators]
     if not arguments.forward_only and models[0] not in session.trained:
@@ -132,7 +131,12 @@ def _allow(session: Session, arguments: Arguments, config: Any, num_ranks: int) 
 
 
 def _maker(
-    session: Session, arguments: Arguments, lowered: Lowered, cuts: Sequence[int], rank: int
+    session: Session,
+    next_iteration: NextIteration,
+    arguments: Arguments,
+    lowered: Lowered,
+    cuts: Sequence[int],
+    rank: int,
 ) -> Callable[..., ModelStage]:
     """Return what makes a stage, by what its passes do beside Megatron's own.
 
@@ -156,7 +160,9 @@ def _maker(
             stage = sliced_vocabulary.SlicedVocabularyStage
         return functools.partial(stage, cuts, session.slicing)
     if lowered.calls is not None and session.endless is not None:
-        return _versioned(session, lowered, models, rank)
+        from megatron_zbpp.mcore.iteration import asynchronous
+
+        return asynchronous.maker(session, next_iteration, lowered, models, rank)
     if programs.shards_vocabulary:
         return vocabulary.VocabularyStage
     as_one = programs.together and not arguments.forward_only
@@ -172,20 +178,6 @@ def _reading(session: Session, call: Call) -> Reading | None:
 
     session.read_alike.add(forward_only)
     return Reading()
-
-
-def _versioned(
-    session: Session, lowered: Lowered, models: list[torch.nn.Module], rank: int
-) -> Callable[..., ModelStage]:
-    """Return what makes stages whose passes have the weights that they ask for."""
-    from megatron_zbpp.mcore.iteration.asynchronous import VersionedStage, make_versions
-    from megatron_zbpp.techniques.updates.versions import updates_of
-
-    updates = updates_of(lowered.schedule.graph)
-    endless = session.endless
-    assert updates is not None and endless is not None, 'else there are no calls'
-    make = functools.partial(make_versions, session, lowered.schedule, rank, models)
-    return functools.partial(VersionedStage, endless.begin(updates, make))
 
 
 def _find_slices(session: Session, arguments: Arguments, config: Any, num_ranks: int) -> None:

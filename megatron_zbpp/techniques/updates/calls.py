@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from megatron_zbpp.analysis.deadlock import Collective, prove
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.program import Hand, Instruction, Program, Receive, Send
-from megatron_zbpp.ir import Graph, Pass, Schedule
+from megatron_zbpp.ir import F, Graph, Pass, Schedule
 from megatron_zbpp.ir.techniques import applied
 from megatron_zbpp.techniques.updates.graph import NORM, UPDATE, updating
 from megatron_zbpp.techniques.updates.steady_state import whole_calls
@@ -42,6 +42,11 @@ class Calls:
         if call == 0:
             return self.first[rank]
         return _shifted(self.second[rank], (call - 1) * self.num_microbatches)
+
+    def ahead(self, rank: int) -> int:
+        """Return how many forwards of later batches `rank` runs in a call."""
+        passes = (i for i in self.first[rank] if isinstance(i, Pass))
+        return sum(p.kind == F and p.microbatch >= self.num_microbatches for p in passes)
 
 
 def calls_of(schedule: Schedule) -> Calls:

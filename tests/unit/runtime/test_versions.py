@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.ir.graph import chain
 from megatron_zbpp.runtime.endless import EndlessTraining
+from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.versions import Corrected, OneStorage, Slots
 from megatron_zbpp.techniques.updates.calls import calls_of
 from megatron_zbpp.techniques.updates.graph import updating
@@ -74,21 +77,61 @@ def test_one_storage_is_stepped_unseen():
     assert weight.grad is not None and weight.grad.item() == 6
 
 
-def test_calls_have_one_step_and_the_same_inputs():
+def test_forwards_that_run_again_have_the_versions_that_they_had():
+    """With other numbers behind a restart, and in batches of another size."""
+    weight = torch.zeros(1)
+    versions = Slots([weight], 2, None, ahead=3)
+    seen = []
+
+    def run(j):
+        versions.before_forward(forward(j))
+        seen.append(int(weight))
+
+    for j in range(5):
+        run(j)
+    for batch in range(2):
+        for j in (2 * batch, 2 * batch + 1):
+            versions.before_backward(backward(j))
+        versions.step(lambda: weight.data.add_(1))
+        run(2 * batch + 5)
+        run(2 * batch + 6)
+    in_flight = seen[4:7]
+    versions.restart(2, 2)
+    del seen[:]
+    for j in range(3):
+        run(j)
+    assert seen == in_flight == [0, 1, 1]
+    versions.restart(2, 3)
+    del seen[:]
+    for j in range(4):
+        run(j)
+    assert seen == [1, 1, 1, 2]
+
+
+def test_parameters_end_in_the_memory_that_their_optimizer_knows():
+    buffer = torch.zeros(2)
+    weight = buffer[:1]
+    versions = Slots([weight], 1, None, buffered=True)
+    versions.before_forward(forward(0))
+    versions.step(lambda: buffer.add_(1))
+    versions.close()
+    buffer.add_(1)
+    assert weight.item() == 2
+
+
+def test_calls_have_one_step():
     calls = calls_of(without_flush('endless', updating(chain(2), 2), 2))
-    training, iterator = EndlessTraining(), iter(())
+    training = EndlessTraining()
     assert training.step(lambda: 'no call yet') == 'no call yet'
     training.begin(Updates(2), lambda: OneStorage([torch.zeros(1)]))
-    first = training.next_tables(calls, 0, (2, iterator))
+    first = training.next_tables(calls, 0)
     with pytest.raises(ValueError, match=r'0 optimizer steps in 1 calls: .* step once after each'):
-        training.next_tables(calls, 0, (2, iterator))
+        training.next_tables(calls, 0)
     assert training.step(lambda: training.step(lambda: 'inner')) == 'inner'
     with pytest.raises(ValueError, match='a second optimizer step behind call 1'):
         training.step(lambda: None)
-    for other in ((3, iterator), (2, iter(()))):
-        with pytest.raises(ValueError, match='not that of the call before, whose forwards'):
-            training.next_tables(calls, 0, other)
-    second = training.next_tables(calls, 0, (2, iterator))
+    training.enter(cast(Executor, object()))
+    second = training.next_tables(calls, 0)
     assert [str(p) for p in first.passes] == ['0F0', '0F1', '0BW0', '0F2', '0BW1']
     assert [str(p) for p in second.passes] == ['0F3', '0BW2', '0F4', '0BW3']
 

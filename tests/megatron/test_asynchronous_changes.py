@@ -1,0 +1,209 @@
+"""Asynchronous schedules where a training changes between two calls: batch, data, evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+from example import MODEL, forget_groups
+from grids import grid
+from supported import supports
+from test_asynchronous import ByHand
+
+from megatron_zbpp.ir import Pass
+
+METHODS = 'pipedream-2bw', 'pipedream', 'paci'
+ITERATIONS, GROWS, EVALUATES, OTHER_DATA, OTHER_MODEL = 7, 2, 3, 4, 5
+
+
+class ByFormula(ByHand):
+    """Weights of batches that may have other sizes.
+
+    The pipeline fills anew where that changes, and where data does: PACI has no older weights then.
+    """
+
+    number, filled = -1, 0
+
+    def version(self, i: int) -> int:
+        p, m, stage = self.sizes
+        if self.method == 'pipedream-2bw':
+            return max(0, self.number - 1)
+        newest_in_order = self.number + (i - (p - 1 - stage)) // m
+        return max(self.filled if self.method == 'paci' else 0, newest_in_order)
+
+    def begin(self, m: int, fills: bool) -> None:
+        p, _, stage = self.sizes
+        self.sizes, self.number = (p, m, stage), self.number + 1
+        self.filled = self.number if fills else self.filled
+        self.forwards = self.backwards = 0
+
+    def forward(self, original: Callable, *args: Any, **given: Any) -> Any:
+        self.put(self.version(self.forwards))
+        self.forwards += 1
+        return original(*args, **given)
+
+    def backward(self, original: Callable, *args: Any, **given: Any) -> Any:
+        self.put(self.number if self.method == 'paci' else self.version(self.backwards))
+        self.backwards += 1
+        return original(*args, **given)
+
+
+@contextmanager
+def evaluation(models: list):
+    for model in models:
+        model.eval()
+    with torch.no_grad():
+        yield
+    for model in models:
+        model.train()
+
+
+def draws() -> str:
+    """What a checkpoint would have of random states."""
+    from megatron_zbpp.mcore.left_behind import random_states
+
+    host, device, tracked = random_states()
+    found = [host, device, *(tracked[name] for name in sorted(tracked))]
+    return hashlib.sha256(b''.join(each.numpy().tobytes() for each in found)).hexdigest()
+
+
+def train(method: str, by_hand: bool, argv: list[str]) -> tuple:
+    """Runs on each rank; returns all that is left, and random states between iterations."""
+    import pretrain_gpt as script
+    import report
+    from megatron.core import parallel_state
+
+    schedule = ['--pipeline-schedule', 'megatron' if by_hand else method]
+    made = script.TransformerConfig
+
+    def config(**given: Any) -> Any:
+        return made(**{**given, 'hidden_dropout': 0.1})
+
+    with ExitStack() as stack:
+        stack.callback(forget_groups)
+        stack.enter_context(mock.patch.object(script, 'TransformerConfig', config))
+        args = script.parse_args([*argv, *schedule])
+        plugin = script.enable(args, stack)
+        script.initialize(args)
+
+        def build() -> tuple:
+            models = script.build_model(args)
+            return models, *script.build_optimizer(args, models)
+
+        models, optimizer, scheduler = build()
+        dataset = script.build_datasets(args)[0]
+        data, others, held_out = (script.iterators(args, dataset, at) for at in (0, 50, 100))
+        p, rank = args.pipeline_model_parallel_size, 'get_pipeline_model_parallel_rank'
+        sizes = p, args.num_microbatches, getattr(parallel_state, rank)()
+        hand = ByFormula(method, *sizes, models)
+        losses, norms, states, left = [], [[]], [], []
+        for iteration in range(args.train_iters):
+            if iteration == GROWS:
+                args.num_microbatches += 1
+            if iteration == EVALUATES:
+                with evaluation(models):
+                    losses.append(script.run_batch(args, models, held_out, forward_only=True))
+            if iteration == OTHER_DATA:
+                if plugin is not None:
+                    plugin.drop_forwards()
+                data = others
+            if iteration == OTHER_MODEL:
+                left.append((models, optimizer))
+                norms.append([])
+                models, optimizer, scheduler = build()
+                sizes = p, args.num_microbatches, sizes[2]
+                hand = ByFormula(method, *sizes, models)
+            for model in models:
+                model.zero_grad_buffer()
+            optimizer.zero_grad()
+            hand.keep()
+            hand.begin(args.num_microbatches, iteration in (0, GROWS, OTHER_DATA))
+            with hand.batch() if by_hand else ExitStack():
+                losses.append(script.run_batch(args, models, data))
+            succeeded, norm, _ = optimizer.step()
+            assert succeeded
+            scheduler.step(increment=1)
+            norms[-1].append(float(norm))
+            states.append(draws())
+        left.append((models, optimizer))
+        if plugin is not None:  # the program goes on without it
+            plugin.disable()
+        for model in models:
+            model.zero_grad_buffer()
+        losses.append(script.run_batch(args, models, held_out, forward_only=True))
+        return norms, losses, states, [report.fingerprint(report.by_layer(m), o) for m, o in left]
+
+
+@supports(
+    'asynchronous: batches that grow, other data and models, evaluation, dropout', ' '.join(METHODS)
+)
+@grid(
+    method=METHODS,
+    sizes=((2, 2), (4, 1), (2, 1)),
+    more=((), ('--bf16', '--use-distributed-optimizer')),
+)
+def test_what_is_in_flight_runs_again(ranks, data, method, sizes, more):
+    """Losses, random states, parameters and optimizer state to the bit, as by the formula."""
+    p, m = sizes
+    if method == 'pipedream-2bw':
+        m = max(m, p - 1)
+    argv = [*MODEL, '--num-layers', p, '--data-path', data, '--log-interval', 1000]
+    argv += ['--pipeline-model-parallel-size', p, '--global-batch-size', m, *more]
+    argv += ['--train-iters', ITERATIONS, '--lr-warmup-iters', 1, '--clip-grad', 0.5]
+    argv = list(map(str, argv))
+    ours = ranks(p).run(train, method, False, argv)
+    reference = ranks(p).run(train, method, True, argv)
+    for rank, (own, other) in enumerate(zip(ours, reference, strict=True)):
+        late = method == 'pipedream-2bw'  # norms are those of the step before
+        norms = [[each[0], *each[:-1]] if late else each for each in other[0]]
+        assert own == (norms, *other[1:]), rank
+
+
+def read_in_flight() -> list[str]:
+    """On a rank with a pipeline of its own; returns messages of what is refused."""
+    from megatron_zbpp.mcore.iteration.arguments import Arguments
+    from megatron_zbpp.mcore.iteration.asynchronous import ForwardsInFlight
+
+    calls = SimpleNamespace(drop=lambda: None, begun_with_next_call=1)
+    watchdog = SimpleNamespace(collective=lambda what: ExitStack())
+    flight: Any = ForwardsInFlight(cast(Any, SimpleNamespace(endless=calls, watchdog=watchdog)))
+    model, data, other = torch.nn.Linear(1, 1), iter(range(9)), iter(range(9))
+    sizes = {'num_microbatches': 2, 'seq_length': 8, 'micro_batch_size': 1}
+    call = partial(Arguments, forward_step_func=print, model=model, **sizes)
+    refused = []
+
+    def train_on(iterator, reads):
+        flight.take(call(data_iterator=iterator))
+        found = [next(flight.replayed(iterator)) for _ in range(reads)]
+        flight.before_forward(Pass('F', 0, 0))
+        assert flight.stands()
+        return [*found, next(flight.replayed(iterator))]
+
+    def refuse(**given):
+        with pytest.raises(ValueError, match='drop_forwards') as error:
+            flight.take(call(**given))
+        refused.append(str(error.value))
+
+    assert train_on(data, 2) == [0, 1, 2]
+    refuse(data_iterator=data, forward_only=True)
+    flight.take(call(data_iterator=other, forward_only=True))
+    refuse(data_iterator=other)
+    flight.drop()
+    assert train_on(other, 2) == [0, 1, 2]
+    flight.drop()
+    assert train_on(data, 2) == [2, 3, 4]
+    assert train_on(data, 1) == [5, 6]
+    return refused
+
+
+def test_data_that_forwards_in_flight_have_read(ranks):
+    """Refused on the rank that sees it, unless what is in flight is dropped first."""
+    (refused,) = ranks(1).run(read_in_flight)
+    assert ['evaluation' in each for each in refused] == [True, False]
