@@ -99,6 +99,11 @@ def prepare(config: Any, settings: Settings) -> Settings:
             f'with schedule {programs.key}, a chunk may read the data of another replica, which '
             "Megatron-Bridge's recipes do not know: take a schedule of one route, such as zb-v"
         )
+    if programs.asynchronous:
+        raise NotImplementedError(
+            f'schedule {programs.key} is asynchronous, which nobody has tried in Megatron-Bridge: '
+            "train in NVIDIA's loop or your own, or take a synchronous schedule, such as zb-v"
+        )
     placement = programs.placement(ranks)
     reasons = dict.fromkeys(map(str, _refused(config, args, placement, programs)))
     if reasons:

@@ -198,7 +198,7 @@ class Plugin:
             rank_files.patches(session),
             bridge_checkpoints.patches(session),
             split_step.patches(),
-            stepping.patches(self._steps, session.post_validation),
+            stepping.patches(self._steps),
         )
 
     def install(self) -> None:

@@ -99,8 +99,6 @@ WITH_VERSIONS = {
     'optimizer_cpu_offload': 'drop --optimizer-cpu-offload',
     'calculate_per_token_loss': 'drop --calculate-per-token-loss',
     'fine_grained_activation_offloading': 'drop --fine-grained-activation-offloading',
-    'train_iters': 'train in a loop of your own',
-    'train_samples': 'train in a loop of your own',
 }
 _OTHER_ORDERS = 'the two replicas of a pair run their stages in other orders, and would deadlock'
 
@@ -130,6 +128,9 @@ def with_versions(settings: Any) -> Iterator[Refusal]:
     ranks = getattr(settings, 'context_parallel_size', None) or 1
     if ranks > 1:
         yield Refusal('context_parallel_size', ranks, _UNTRIED, f'give 1, {_SYNCHRONOUS}')
+    if (mode := getattr(settings, 'rerun_mode', None)) not in (None, 'disabled'):
+        reason = 'forwards of the next batch have read data when an iteration is to run again'
+        yield Refusal('rerun_mode', mode, reason, f'give --rerun-mode disabled, {_SYNCHRONOUS}')
     if graphs := captured(settings):
         cure = f'give --cuda-graph-impl none, {_SYNCHRONOUS}'
         yield Refusal('cuda_graph_impl', graphs, 'captured passes have one version', cure)

@@ -1260,6 +1260,9 @@ RECIPES = {
     'microbatches that go both ways': row(
         recipe('chimera'), 'take a schedule of one route, such as zb-v', recipe()
     ),
+    'versions of weights': row(
+        recipe('paci'), 'or take a synchronous schedule, such as zb-v', recipe()
+    ),
     'a hybrid model': row(
         recipe(hybrid_layer_pattern='M*M-'),
         'take a schedule that has one, such as zb-h1',
@@ -1359,6 +1362,12 @@ REFUSALS = {
         'give 1, or take a synchronous schedule, such as zb-v',
         refusal(VERSIONS, context_parallel_size=1),
         refusal({}, context_parallel_size=2),
+    ),
+    'versions of weights and iterations that run again': row(
+        refusal(VERSIONS, rerun_mode='validate_results'),
+        'give --rerun-mode disabled, or take a synchronous schedule, such as zb-v',
+        refusal(VERSIONS, rerun_mode='disabled'),
+        refusal({}, rerun_mode='validate_results'),
     ),
     'versions of weights and graphs': row(
         refusal(VERSIONS | NO_W, cuda_graph_impl='local'),

@@ -140,6 +140,11 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
     replicas.require_pairs(programs, sizes.replicas(args, world))
     placement, splits = programs.placement(ranks), programs.splits(ranks)
     notes += superseded.drop(args, splits)
+    overlaps = settings.post_validation is not None or programs.asynchronous
+    if overlaps and sizes.disable_rerun_checks(args, sys.argv):
+        notes.append(
+            '--rerun-mode disabled, or all ranks would wait for each other in each iteration'
+        )
     reasons = preflight.refused(args, programs, ranks, **preflight.machine())
     if reasons:
         raise NotImplementedError('with --pipeline-schedule, ' + '. '.join(map(str, reasons)))
@@ -148,10 +153,6 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
     notes += [found] if found else []
     before = enabled.plugin  # Megatron's loop parses its arguments twice from 0.19 on
     plugin = enabled.switch(replace(settings, flags=vars(args)))
-    if settings.post_validation is not None and sizes.disable_rerun_checks(args, sys.argv):
-        notes.append(
-            '--rerun-mode disabled, or all ranks would wait for each other in each iteration'
-        )
     for note in notes if plugin is not before else ():
         job_log.info(note)
     plugin.session.programs.join(getattr(args, refusals.OVERLAP, False))

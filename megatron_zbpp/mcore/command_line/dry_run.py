@@ -144,6 +144,9 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     counts = _microbatches(line, parallel['data'])
     notes += superseded.drop(line.args)
     on_cpu, with_te = line.on_cpu, not te.missing()
+    overlaps = settings.post_validation is not None or programs.asynchronous
+    if overlaps:
+        sizes.disable_rerun_checks(line.args, line.words)
     refused = preflight.refused(args, programs, placement.num_ranks, None, on_cpu, with_te)
     if not refused:
         settings, found = preflight.with_slices(settings, args, placement.num_ranks, counts)
@@ -153,9 +156,9 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     for name in settings.amounts if counts else ():
         if find_technique(name).moves:
             notes.append(_of_copies(name, programs, placement.num_ranks, counts[-1]))
-    if settings.post_validation is not None:
-        sizes.disable_rerun_checks(line.args, line.words)
+    if overlaps:
         notes += [f'all ranks wait: {each}' for each in barriers(line.args, placement)]
+    if settings.post_validation is not None:
         notes.append(
             f'an early step takes {(KEPT_BYTES + BUFFER_BYTES) >> 20} MiB more on each rank, and '
             'more for its optimizer state where memory is free then, up to '

@@ -1,4 +1,4 @@
-"""Optimizer steps of an asynchronous schedule: when they are taken, their clipping and rates."""
+"""Optimizer steps of an asynchronous schedule: when, clipped by which norm, at which rates."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ class AsynchronousSteps:
         """Yield what else is replaced."""
         yield from late_step.patches(self._endless)
         yield from self._rates.patches()
+
+    @property
+    def agreed(self) -> bool:
+        """True if ranks need not ask each other for the result of the latest step."""
+        return self._late.possible or self._norms.possible
 
     def step(self, optimizer: MegatronOptimizer, original: Callable[[Any], Any]) -> Any:
         """Take the step behind a call, or begin it.

@@ -80,6 +80,11 @@ class LateSteps:
         self._alone: Any = None  # a group of this rank only
         self._possible: bool | None = None
 
+    @property
+    def possible(self) -> bool:
+        """True once steps have been found to be taken so."""
+        return bool(self._possible)
+
     def begin(
         self, optimizer: MegatronOptimizer, original: Callable[[Any], Any]
     ) -> Callable[[], Callable[[], Any]] | None:

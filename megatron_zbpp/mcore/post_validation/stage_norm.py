@@ -29,6 +29,11 @@ class StageNorms:
         self._session = session
         self._possible: bool | None = None
 
+    @property
+    def possible(self) -> bool:
+        """True once steps have been found to clip so."""
+        return bool(self._possible)
+
     @contextmanager
     def clipping(self, optimizer: MegatronOptimizer) -> Iterator[None]:
         """Let a step take norms of its stage alone, where that was asked for and is possible."""

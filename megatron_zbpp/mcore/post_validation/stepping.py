@@ -21,7 +21,7 @@ from megatron_zbpp.mcore.post_validation.kept_state import most_kept
 from megatron_zbpp.mcore.post_validation.next_iteration import ForwardsAhead
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.partial_state import PartialReduction
-from megatron_zbpp.post_validation.protocol import STEP, PostValidation
+from megatron_zbpp.post_validation.protocol import STEP
 from megatron_zbpp.post_validation.views import SharedViews
 from megatron_zbpp.runtime.log import job_log
 
@@ -35,8 +35,8 @@ _LOOPS = ('megatron.training.utils', 'megatron.bridge.training.utils.train_utils
 _VIEWS = 'megatron.bridge.data.iterator_utils', 'make_data_iterator_list'
 
 
-def patches(steps: Steps, post_validation: PostValidation | None) -> Iterator[Patch]:
-    """Yield what steps; with post-validation, what would wait for all ranks around that.
+def patches(steps: Steps) -> Iterator[Patch]:
+    """Yield what steps; where steps do not wait for all ranks, what would wait around them.
 
     NVIDIA's training loops make ranks agree on results that they have in common, and take the time
     of an iteration behind a barrier.
@@ -45,15 +45,15 @@ def patches(steps: Steps, post_validation: PostValidation | None) -> Iterator[Pa
         yield from steps.asynchronous.patches()
     for owner in split_step.STEPPING:
         yield Patch(f'{owner.__module__}:{owner.__name__}', 'step', steps.stepping)
-    if post_validation is None:
+    if not steps.may_not_wait:
         return
-    without_barrier = functools.partial(_without_barrier, post_validation)
+    without_barrier = functools.partial(_without_barrier, steps)
     yield Patch('megatron.core.timers:Timer', 'elapsed', without_barrier)
     for name, same in (
         ('logical_and_across_model_parallel_group', lambda value: value is True),
         ('reduce_max_stat_across_model_parallel_group', _as_float32),
     ):
-        without_reduction = functools.partial(_without_reduction, post_validation, same)
+        without_reduction = functools.partial(_without_reduction, steps, same)
         for module in _LOOPS:
             yield Patch(module, name, without_reduction, everywhere=True, late=True)
     yield Patch(*_VIEWS, _the_same_views, everywhere=True, late=True)
@@ -64,12 +64,10 @@ def _as_float32(value: float | None) -> float | None:
     return None if value is None else torch.tensor(value, dtype=torch.float32).item()
 
 
-def _without_reduction(
-    post_validation: PostValidation, same: Callable, original: Callable
-) -> Callable:
+def _without_reduction(steps: Steps, same: Callable, original: Callable) -> Callable:
     @functools.wraps(original)
     def reduce(value: Any, *args: Any, **kwargs: Any) -> Any:
-        if post_validation.agreed:
+        if steps.agreed:
             return same(value)
         return original(value, *args, **kwargs)
 
@@ -89,10 +87,10 @@ def _the_same_views(original: Callable) -> Callable:
     return make_data_iterator_list
 
 
-def _without_barrier(post_validation: PostValidation, original: Callable) -> Callable:
+def _without_barrier(steps: Steps, original: Callable) -> Callable:
     @functools.wraps(original)
     def elapsed(self: Any, reset: bool = True, barrier: bool = False) -> float:
-        return original(self, reset=reset, barrier=barrier and not post_validation.agreed)
+        return original(self, reset=reset, barrier=barrier and not steps.agreed)
 
     return elapsed
 
@@ -120,6 +118,19 @@ class Steps:
         self._optimizer: weakref.ref[MegatronOptimizer] | None = None
         self._alone: Any = None  # a group of this rank only
         self._reductions: dict[dist.ProcessGroup, PartialReduction] = {}
+
+    @property
+    def may_not_wait(self) -> bool:
+        """True if steps are asked for that do not wait for all ranks."""
+        return self._session.post_validation is not None or self.asynchronous is not None
+
+    @property
+    def agreed(self) -> bool:
+        """True if ranks need not ask each other for the result of the latest step."""
+        if self.asynchronous is not None:
+            return self.asynchronous.agreed
+        post_validation = self._session.post_validation
+        return post_validation is not None and post_validation.agreed
 
     def stepping(self, original: Callable) -> Callable:
         """Return `original`, the `step` of a class of optimizers, behind our decision."""
