@@ -11,7 +11,7 @@ FLAGS = """--untie-embeddings-and-output-weights --position-embedding-type rope
     --clip-grad 1e9 --global-batch-size 6 --train-iters 3 --num-layers 4""".split()
 
 
-@supports('stages without layers, {layout}', '{schedule}')
+@supports('stages without layers in a layout', '{schedule}')
 @grid(layout=('E|tttt||L', 'Ett||tt|L'), schedule=('zb-h1', '1f1b'))
 def test_identical_to_megatron(ranks, layout, schedule):
     flags = [*FLAGS, '--pipeline-model-parallel-size', 4]
