@@ -250,7 +250,7 @@ class TwoWayRunner(ZbppRunner):
         self._inputs = [
             itertools.islice(each, up, None, 2) for each, up in zip(data, ways, strict=True)
         ]
-        self.plugin.session.asked_for_data = True  # as is seen here
+        self.plugin.session.chunks_asked_for.add(0)  # as is seen here
         groups = ProcessGroupCollection.use_mpu_process_groups()
         pipelines = [dist.new_group(list(range(each, 2 * half, 2))) for each in range(2)]
         pairs = [dist.new_group([2 * k, 2 * k + 1]) for k in range(half)]

@@ -96,7 +96,7 @@ def _reads_unasked(session: Session, pipeline: dist.ProcessGroup) -> bool:
     where = session.programs.placement(pipeline.size())
     chunks = enumerate(where.stages(pipeline.rank()))
     reading = {chunk for chunk, stage in chunks if stage in (0, where.num_stages - 1)}
-    return not reading <= session.chunks_asked_for
+    return bool(reading) and reading.isdisjoint(session.chunks_asked_for)
 
 
 def data_parallel_rank(session: Session, chunk: int) -> int:
