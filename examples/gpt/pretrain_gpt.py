@@ -390,6 +390,8 @@ def train(args: argparse.Namespace) -> None:
                 checkpoints.save(args, models, optimizer, scheduler, iteration)
             if leaving:
                 break
+        if plugin is not None:
+            plugin.finish_step()  # the last one of an asynchronous schedule may be begun only
     hashes = report.fingerprint(report.by_layer(models), optimizer)
     report.write_line(args.metrics_file, hashes)
     if args.timeline_file is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.tables import Tables
@@ -25,12 +27,14 @@ class EndlessTraining:
     Attributes:
         versions: of the weights of this rank's stage; made in the first call.
         late: whether they are: once a call has run.
+        loaded: older weights of a checkpoint, by age from 1 and identity of parameters.
         tau: mean delay of the forwards of this rank's stage, in steps.
     """
 
     def __init__(self, late: bool = False, warm_up: int = 0) -> None:
         self.versions: Versions | None = None
         self.late, self.tau = late, 0.0
+        self.loaded: list[dict[int, torch.Tensor]] = []
         self._unfinished: Callable[[], Any] | None = None
         self._result: Any = None  # of the latest step
         self._running: Executor | None = None
@@ -56,6 +60,7 @@ class EndlessTraining:
         if self.versions is None:
             self.late = self.late and steps_late(updates)
             self.versions = make()
+            self.loaded = []
         return self.versions
 
     def next_tables(self, calls: Calls, rank: int) -> Tables:

@@ -7,7 +7,7 @@ one memory, which steps write to unseen by the graphs. To mix both would be sile
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -157,6 +157,9 @@ class Slots:
         delay: how many steps old the weights of forwards are; None: they have the newest at their
             place in the endless order.
         ahead: forwards of later batches that are run before a step, in that order.
+        ages: how many older versions a training needs to go on as if it had not ended, alike on all
+            stages.
+        loaded: those of such a training, by age from 1 and identity of parameters.
         buffered: whether steps write to the memory that parameters have at first, wherever they are
             pointed to: that of the distributed optimizer's buffers. It is one copy more.
         finish_step: takes the step that is still to be taken, where a forward needs its weights.
@@ -170,12 +173,16 @@ class Slots:
         buffered: bool = False,
         ahead: int = 0,
         finish_step: Callable[[], object] = lambda: None,
+        ages: int = 0,
+        loaded: Sequence[Mapping[int, torch.Tensor]] = (),
     ) -> None:
         self._parameters = tuple(parameters)
         self._first, self._every, self._delay, self._ahead = 0, every, delay, ahead
-        self._finish_step = finish_step
+        self._finish_step, self.ages = finish_step, ages
         self._stepped = [each.data for each in self._parameters] if buffered else None
         self._slots = {0: _copied(self._stepped) if self._stepped else self._data()}
+        for at, weights in enumerate(loaded):
+            self._slots[-1 - at] = [weights[id(each)] for each in self._parameters]
         self._newest, self._current = 0, -1
         self._use(0)
         self._flying: dict[Key, int] = {}  # versions of microbatches between F and B
@@ -206,6 +213,11 @@ class Slots:
         self._put(_copied(tensors) if old in wanted else tensors)
         with unseen_by_autograd(self._parameters):
             return step()
+
+    def older(self, age: int) -> dict[int, torch.Tensor]:
+        """Return the weights of so many steps ago by identity of parameters, or the oldest kept."""
+        tensors = self._slots[max(self._newest - age, min(self._slots))]
+        return {id(p): data for p, data in zip(self._parameters, tensors, strict=True)}
 
     def restart(self, batch: int, every: int) -> None:
         self._flying.clear()  # their versions stay until the next step

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from example import MODEL, forget_groups
+from example import MODEL, forget_groups, run
 from grids import grid
 from supported import supports
 from test_asynchronous import ByHand
@@ -207,3 +207,44 @@ def test_data_that_forwards_in_flight_have_read(ranks):
     """Refused on the rank that sees it, unless what is in flight is dropped first."""
     (refused,) = ranks(1).run(read_in_flight)
     assert ['evaluation' in each for each in refused] == [True, False]
+
+
+@supports('asynchronous: checkpoints hold older weights', ' '.join(METHODS[:2]))
+@grid(
+    method=METHODS[:2],
+    more=('--bf16', '--untie-embeddings-and-output-weights'),
+)
+def test_resumed_as_if_never_ended(ranks, data, tmp_path, method, more):
+    """And Megatron loads them; from its own, versions are equal at first."""
+    p, pool = 2, ranks(2)
+    common = ['--num-layers', p, '--pipeline-model-parallel-size', p, '--global-batch-size', 2]
+    common += ['--data-path', data, '--clip-grad', 0.5, '--train-iters', 6, *more.split()]
+    ours = ['--pipeline-schedule', method, '--pipeline-clip', 'global']
+    whole = run(pool, tmp_path, *common, *ours)
+    ends = [*common, '--save', tmp_path / 'checkpoint', '--exit-interval', 3]
+    before = run(pool, tmp_path, *ends, *ours)
+    loads = [*common, '--load', tmp_path / 'checkpoint']
+    after = run(pool, tmp_path, *loads, *ours)
+    assert before.losses + after.losses == whole.losses
+    assert before.grad_norms + after.grad_norms == whole.grad_norms
+    assert after.parameters == whole.parameters
+    assert after.optimizer == whole.optimizer
+    megatron = run(pool, tmp_path, *loads, '--pipeline-schedule', 'megatron')
+    assert len(megatron.losses) == 3 and megatron.losses[1:] != after.losses[1:]
+
+
+@supports("asynchronous: from a checkpoint of Megatron's own")
+def test_versions_are_equal_at_first_where_a_checkpoint_has_no_older_ones(ranks, data, tmp_path):
+    """The first batch trains on what was loaded, as by 1F1B: its loss and norm are the same."""
+    pool = ranks(2)
+    common = ['--num-layers', 2, '--pipeline-model-parallel-size', 2, '--global-batch-size', 2]
+    common += ['--data-path', data, '--train-iters', 5]
+    ends = [*common, '--save', tmp_path / 'checkpoint', '--exit-interval', 3]
+    run(pool, tmp_path, *ends, '--pipeline-schedule', 'megatron')
+    loads = [*common, '--load', tmp_path / 'checkpoint']
+    stock, ours = (
+        run(pool, tmp_path, *loads, '--pipeline-schedule', each)
+        for each in ('megatron', 'pipedream-2bw')
+    )
+    assert ours.losses[0] == stock.losses[0] and ours.grad_norms[0] == stock.grad_norms[0]
+    assert ours.parameters != stock.parameters

@@ -222,7 +222,9 @@ def make_versions(
     if updates.backward == STASHED:
         delay = updates.delays[stage] if updates.delays else None
         ahead, finish = calls.ahead(rank), endless.finish_step
-        return Slots(parameters, updates.every, delay, buffered, ahead, finish)
+        ages = max(updates.delays, default=-(-calls.ahead(0) // updates.every))
+        sizes = updates.every, delay, buffered, ahead
+        return Slots(parameters, *sizes, finish, ages, endless.loaded)
     if updates.backward == CORRECTED and buffered:
         raise NotImplementedError(
             'use_distributed_optimizer does not go with pipemare, since a rank needs all of the '
