@@ -401,9 +401,7 @@ FLAGS = {
             flags(OUTPUT('zb-v')),
             flags(f'--pipeline-schedule {schedule} --seq-length 16 {asked}'),
         )
-        for schedule, asked in (
-            ('zb-v', '--enable-optimizer-post-validation'),
-        )
+        for schedule, asked in (('zb-v', '--enable-optimizer-post-validation'),)
     },
     'the output layer on all ranks and auto': row(
         flags(OUTPUT('auto')), "--pipeline-schedule is 'auto': it does", flags(OUTPUT('1f1b'))
@@ -497,8 +495,6 @@ FLAGS = {
         flags('--pipeline-schedule zb-v --pipeline-message-priority high'),
         flags('--pipeline-schedule zb-v --pipeline-message-priority group'),
     ),
-<<<<<<< HEAD
-=======
     'the first iteration, both ways': row(
         flags('--pipeline-schedule zb-v --pipeline-prewarm --no-pipeline-prewarm'),
         'give one of them',
@@ -511,21 +507,6 @@ FLAGS = {
         settings(prewarm=True),
         settings(prewarm=False),
     ),
-    'a norm to clip by': row(
-        settings(schedule='paci', clip='rank'),
-        "give 'stage' or 'global'",
-        settings(schedule='paci', clip='stage'),
-        settings(schedule='paci', clip='global'),
-    ),
-    'a norm of a synchronous schedule': row(
-        settings(schedule='zb-v', clip='stage'),
-        'clips as Megatron does: leave it out',
-        settings(schedule='zb-v'),
-    ),
-    'a norm that stages cannot have': row(
-        clipped_by('stage'), "give 'global', which waits", clipped_by('global'), clipped_by(None)
-    ),
->>>>>>> b85fd1c (The first iteration in parallel: all ranks run their chunks once, at the same time, and nothing of it is left)
     'receives': row(
         flags('--pipeline-schedule zb-v --pipeline-message-receives soon'),
         "--pipeline-message-receives is 'soon': give 'early', 'late' or 'latest'",

@@ -169,7 +169,9 @@ def test_a_step_that_is_taken_when_its_weights_are_needed():
         updates, lambda: Slots([weight], 1, 1, finish_step=training.finish_step)
     )
     for call in range(3):
-        training.next_tables(calls, 0, (1,))
+        training.next_tables(calls, 0)
+        if not call:
+            training.enter(cast(Executor, object()))
         versions.before_forward(forward(call))
         assert weight.item() == max(call - 1, 0)
         versions.before_backward(backward(call))
