@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import fsum
 from typing import NamedTuple
 
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import B, F, Schedule, W
+from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.schedules import build, find
@@ -64,16 +63,14 @@ def makespan_of(name: str, schedule: Schedule, costs: Costs) -> float | None:
         None: the output layer is on all ranks and not in the times of the last stage, the stages
         do not become those of the family, or it takes no such number of microbatches.
     """
-    p, m, stages = schedule.num_ranks, schedule.num_microbatches, schedule.num_stages
-    wanted = p * find(name).default_chunks
-    if costs.num_stages != stages or (stages % wanted and wanted % stages):
+    p, m = schedule.num_ranks, schedule.num_microbatches
+    alike = costs.joined(p * find(name).default_chunks)
+    if costs.num_stages != schedule.num_stages or alike is None:
         return None
-    f, b, w = (_divided(costs.times[kind], wanted) for kind in (F, B, W))
     try:
         rival = build(name, p, m)
     except ValueError:
         return None
-    alike = Costs.of(f, b, w, costs.comm, costs.message, edges=costs.edges, speeds=costs.speeds)
     return simulate(rival, alike).makespan
 
 
@@ -87,12 +84,3 @@ def gain_text(makespan: float, rival: float | None, name: str) -> str:
         return ''
     share = 1 - makespan / rival
     return f', {abs(share):.1%} {"less" if share >= 0 else "more"} time than {name}'
-
-
-def _divided(times: Sequence[float], stages: int) -> list[float]:
-    """Return times of `stages` stages of the same model."""
-    if stages > len(times):
-        parts = stages // len(times)
-        return [time / parts for time in times for _ in range(parts)]
-    joined = len(times) // stages
-    return [fsum(times[at : at + joined]) for at in range(0, len(times), joined)]

@@ -76,7 +76,7 @@ class _Engine(NamedTuple):
     done: list[_Span]
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Run each rank's order as early as its dependencies allow.
 
     A message between ranks takes `costs.edge`, which occupies no device; between stages on one rank
@@ -85,12 +85,14 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
     Args:
         schedule: one that `check` accepts; otherwise only deadlock is noticed.
-        costs: of its stages.
+        costs: of its stages. None: those that it was planned for; else F, B and W of a full rank
+            take 1 each.
 
     Raises:
         ScheduleError: no rank can go on; it names each one's next pass and what that waits for.
         ValueError: `costs` has another number of stages.
     """
+    costs = costs or Costs.known(schedule)
     costs.require(schedule.placement)
     run = _Run(schedule, costs)
     run.to_the_end()

@@ -10,13 +10,11 @@ from typing import Any
 
 from megatron_zbpp.analysis.gain import RIVAL
 from megatron_zbpp.cli import values
-from megatron_zbpp.cli.inputs import IN_FILE, StageCosts, Times
+from megatron_zbpp.cli.inputs import IN_FILE, NO_TIMES, StageCosts, Times
 from megatron_zbpp.cli.slicing import add_slices
 from megatron_zbpp.mcore.settings import meaning
 from megatron_zbpp.schedules import find
 from megatron_zbpp.techniques.composition import OUTPUT, SHARED_LAYERS
-
-NO_TIMES = Times(1.0, 1.0, 1.0)  # --times where it is not given
 
 
 def add_renamed(

@@ -20,6 +20,8 @@ from megatron_zbpp.cli.printing import (
     headline,
     idle_text,
     legend,
+    peak_head,
+    peak_text,
     picture_format,
     print_asynchronous,
     print_json,
@@ -29,6 +31,7 @@ from megatron_zbpp.cli.printing import (
     rows,
     shape,
     takes_colours,
+    with_layers,
     write,
 )
 from megatron_zbpp.ir import formats
@@ -97,7 +100,7 @@ def show(args: Namespace) -> None:
     found = facts(case, timeline, args.against)
     print(
         f'makespan {number(timeline.makespan)}{"" if "period" in found else gained(found)}, '
-        f'peak activations {number(max(found["peak_activations"]))}'
+        f'{peak_text(found, case.units)}'
     )
     print(idle_text(found['idle_all_ranks'], found['idle_parts']))
     if 'period' in found:
@@ -120,29 +123,30 @@ def simulate_case(args: Namespace) -> None:
     busy = [timeline.busy(rank) for rank in range(case.schedule.num_ranks)]
     idle = [window - own for window, own in zip(timeline.windows, busy, strict=True)]
     print(headline(case.schedule))
-    print_summary(found)
+    print_summary(found, case.units)
     waits = [step for step in path if step.waited == 'communication']
     print(f'critical path: {len(path)} passes, {len(waits)} messages, from {path[0].ran}', end=' ')
     print(f'to {path[-1].ran}\n')
-    heads = ['rank', 'window', 'busy', 'idle in it', 'peak activations']
-    columns = [timeline.windows, busy, idle, peaks]
+    heads = ['rank', 'window', 'busy', 'idle in it', peak_head(case.units)]
+    columns = [timeline.windows, busy, idle, [case.units.scaled(most) for most in peaks]]
     host = [max(held, default=0.0) for held in live(case.schedule, case.costs, HOST)]
     if any(host):
         heads.append('on the host')
-        columns.append(host)
+        columns.append([case.units.scaled(most) for most in host])
     rows = [(rank, *map(number, cells)) for rank, cells in enumerate(zip(*columns, strict=True))]
-    print_table(heads, rows)
+    print_table(*with_layers(args.file, case.schedule, heads, rows))
 
 
 def check_file(args: Namespace) -> None:
     """Prove that a file's schedule can run, or raises ScheduleError."""
-    schedule = formats.load(args.file)
+    plan = formats.load_plan(args.file)
+    schedule = plan.schedule
     if args.slices not in (None, schedule.graph.num_slices):
         raise ValueError(
             f'--slices {args.slices}, but {args.file} has {schedule.graph.num_slices}: leave '
             '--slices out'
         )
-    check(schedule, memory_limit=args.memory_limit)
+    check(schedule, memory_limit=args.memory_limit, costs=schedule.costs)
     if args.json:
         return print_json({'valid': True, **shape(schedule)})
     print(f'valid: {headline(schedule)}')
@@ -159,6 +163,9 @@ def compare(args: Namespace) -> None:
     ):
         if value is not None:
             raise ValueError(f"--{flag} goes with --layers-file: name the file of a model's layers")
+    for flag, size in (('pp', args.pp), ('microbatches', args.microbatches)):
+        if size is None and args.file is None:
+            raise ValueError(f'--{flag} is missing: give a number from 1 up, or --file of a plan')
     picture = picture_format(args.output)
     found, skipped = inputs.load_cases(args)
     timelines = {name: case.timeline for name, case in found.items()}
@@ -173,7 +180,9 @@ def compare(args: Namespace) -> None:
     if args.json:
         left_out = [{'name': name, 'reason': reason} for name, reason in skipped.items()]
         return print_json({'schedules': schedules, 'skipped': left_out, 'picture': args.output})
-    print_table(*rows(schedules))
+    print_table(*rows(schedules, inputs.units_of(args)))
+    if isinstance(args.times, inputs.PlanCosts):
+        print_wrapped('other schedules: stages of the plan joined, or cut into equal parts')
     print_wrapped(f'gain: time saved against {args.against}; {MEANING}')
     if more := [found['name'] for found in schedules if found['copies'] > 1]:
         print(f'two copies of the weights on the ranks together: {", ".join(more)}')
@@ -193,15 +202,24 @@ def convert(args: Namespace) -> None:
     to = _format(args.output, args.to)
     case = inputs.load_case(args)
     if to == 'json':
-        write(args.output, case.schedule.to_json())
+        write(args.output, _kept(args, case))
     elif to == 'torch-csv':
         write(args.output, formats.to_torch_csv(case.schedule, args.dialect))
     else:
         name = case.schedule.name
-        draw(args.output, to, {name: case}, {name: case.timeline}, inputs.heading(args))
+        draw(args.output, to, {name: case}, {name: case.timeline}, inputs.heading(args, case))
     if args.json:
         return print_json({'written': args.output, 'to': to, **shape(case.schedule)})
     print(f'wrote {args.output}')
+
+
+def _kept(args: Namespace, case: inputs.Case) -> str:
+    """Return the schedule as JSON; of a plan with all that its file has."""
+    fields = formats.load_plan(args.file).fields if args.file else {}
+    if 'costs' not in fields:
+        return case.schedule.to_json()
+    now = formats.memory_of_plan(case.costs, case.units)
+    return json.dumps({**fields, 'schedule': json.loads(case.schedule.to_json()), **now}, indent=1)
 
 
 def _format(file: str, asked: str | None) -> str:

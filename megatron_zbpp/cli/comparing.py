@@ -7,7 +7,8 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from megatron_zbpp.cli import values
-from megatron_zbpp.cli.arguments import NO_TIMES, add_renamed
+from megatron_zbpp.cli.arguments import add_renamed
+from megatron_zbpp.cli.inputs import NO_TIMES
 from megatron_zbpp.cli.partitioning import load_devices, load_layers
 from megatron_zbpp.cli.printing import print_json, print_table
 from megatron_zbpp.cli.progress import progress
@@ -97,7 +98,11 @@ def _refuse_what_is_not_read(args: Namespace) -> None:
         raise ValueError(
             f'--layers-file draws no picture: leave -o {args.output} out; --csv has the rows'
         )
+    if args.pp is None or args.microbatches is None:
+        missing = '--pp' if args.pp is None else '--microbatches'
+        raise ValueError(f'--layers-file needs {missing}: give a number from 1 up')
     cures = {
+        'file': 'partitions have their named schedules',
         'times': 'the file of layers has them',
         'comm': '--latencies says what a message takes',
         'vpp': 'schedules have their usual chunks',

@@ -16,7 +16,9 @@ from megatron_zbpp.cli.progress import progress
 from megatron_zbpp.ir import B, F, Placement, Schedule, W, formats, strict_json
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.formats import BYTES, MANY, UNITS, PlanFile, Units
 from megatron_zbpp.ir.graph import HOST, TRANSFERS
+from megatron_zbpp.ir.plan_costs import in_reverse
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.schedules import build, find, names
@@ -50,6 +52,9 @@ class Times(NamedTuple):
     weight: float
 
 
+NO_TIMES = Times(1.0, 1.0, 1.0)  # --times where it is not given
+
+
 class StageCosts(NamedTuple):
     """`--times` of a file: costs of each stage in model order, as it says them."""
 
@@ -71,11 +76,19 @@ class StageCosts(NamedTuple):
         return cls(text, Costs.from_json(text).num_stages)
 
 
+class PlanCosts(NamedTuple):
+    """Costs of a plan, for named schedules beside it: of each stage, or of those that they join."""
+
+    costs: Costs
+    units: Units
+
+
 class Case(NamedTuple):
-    """A checked schedule, and what its passes cost."""
+    """A checked schedule, what its passes cost, and in which units."""
 
     schedule: Schedule
     costs: Costs
+    units: Units = UNITS
 
     @property
     def timeline(self) -> Timeline:
@@ -84,9 +97,10 @@ class Case(NamedTuple):
 
 def load_case(args: Namespace, name: str | None = None) -> Case:
     """Return the schedule that is asked for (or that of family `name`), checked, with costs."""
-    asked, name = name is None, name or args.schedule
+    asked, name = name is None, name or getattr(args, 'schedule', None)
     case = _generated(args, name) if name else _from_file(args)
     require_share(args)
+    planned = case.schedule.costs is not None
     if getattr(args, 'vocab_parallel', None) is not None:
         case = _in_shards(args, case)
     copies = bool(compiled(case.schedule.graph).on_copy_engines)
@@ -94,16 +108,19 @@ def load_case(args: Namespace, name: str | None = None) -> Case:
         amount = getattr(args, technique.name, None)
         if amount is not None and technique.request is not None:
             costs = copied(args, case.costs) if technique.moves else case.costs
-            case = Case(technique.request(case.schedule, amount, costs), costs)
+            case = case._replace(
+                schedule=technique.request(case.schedule, amount, costs), costs=costs
+            )
     flat = compiled(case.schedule.graph)
     if copies:
-        case = Case(case.schedule, copied(args, case.costs, flat.between_partners))
+        case = case._replace(costs=copied(args, case.costs, flat.between_partners))
     elif not flat.on_copy_engines and asked and getattr(args, 'copy_ratio', None) is not None:
         raise ValueError(
             f'--copy-ratio {args.copy_ratio:g}, but {case.schedule.name} copies nothing: give '
             '--offload, or a schedule that moves activations, such as po-f or bpipe'
         )
-    case = Case(case.schedule, with_weight_copies(case.costs, case.schedule))
+    if not planned:  # else they are in the costs of the plan
+        case = case._replace(costs=with_weight_copies(case.costs, case.schedule))
     check(case.schedule, memory_limit=args.memory_limit, costs=case.costs)
     return case
 
@@ -129,7 +146,7 @@ def _in_shards(args: Namespace, case: Case) -> Case:
         made = in_shards(made, costs, limit)
     if args.vocab_layers == BOTH:
         made = in_embedding_shards(made, costs)
-    return Case(made, costs)
+    return case._replace(schedule=made, costs=costs)
 
 
 def _with_whole_layer(args: Namespace, costs: Costs) -> Costs:
@@ -179,10 +196,17 @@ def copied(args: Namespace, costs: Costs, between: Iterable[str] = ()) -> Costs:
 def load_cases(args: Namespace) -> tuple[dict[str, Case], dict[str, str]]:
     """Return the cases to compare, and for each family that has none the reason why.
 
+    A plan's file comes first; then `args` get its sizes and costs.
+
     Raises:
         ValueError: nothing is left to compare, or a name is not known.
     """
     found, skipped = {}, {}
+    if args.file is not None:
+        case = load_case(args)
+        name = Path(args.file).stem
+        found[name] = case._replace(schedule=replace(case.schedule, name=name))
+        _take_sizes(args, case)
     wanted = args.schedules or names()
     with progress('schedules', 'it', len(wanted)) as done:
         for k, name in enumerate(wanted, 1):
@@ -195,6 +219,19 @@ def load_cases(args: Namespace) -> tuple[dict[str, Case], dict[str, str]]:
     if not found:
         raise ValueError(f'no schedule fits: {next(iter(skipped.values()))}')
     return found, skipped
+
+
+def _take_sizes(args: Namespace, case: Case) -> None:
+    """Write the sizes of a file into the arguments, and the costs of a plan."""
+    schedule, updates = case.schedule, updates_of(case.schedule.graph)
+    args.pp = schedule.num_ranks
+    args.microbatches = updates.every if updates else schedule.num_microbatches
+    if args.slices is None and schedule.graph.num_slices > 1:
+        args.slices = schedule.graph.num_slices
+    if schedule.costs is not None and args.times is NO_TIMES:
+        down = schedule.placement.rank_of(0, 0) == 0
+        costs = case.costs if down else in_reverse(case.costs, schedule.num_ranks)
+        args.times, args.comm, args.together = PlanCosts(costs, case.units), None, None
 
 
 def _generated(args: Namespace, name: str) -> Case:
@@ -234,11 +271,12 @@ def _generated(args: Namespace, name: str) -> Case:
         why = unsuited(schedule, build(name, p, m, num_chunks=chunks))
         if why is not None:
             warnings.warn(why, stacklevel=2)
-    return Case(*slicing.in_their_sizes(args, schedule, costs))
+    return Case(*slicing.in_their_sizes(args, schedule, costs), units=units_of(args))
 
 
 def _from_file(args: Namespace) -> Case:
-    schedule = formats.load(args.file)
+    plan = formats.load_plan(args.file)
+    schedule = plan.schedule
     updates = updates_of(schedule.graph)
     held = {
         '--pp': (args.pp, schedule.num_ranks),
@@ -252,16 +290,45 @@ def _from_file(args: Namespace) -> Case:
     for flag, (asked, found) in held.items():
         if asked not in (None, found):
             raise ValueError(f'{flag} {asked}, but {args.file} has {found}: leave {flag} out')
-    costs = costs_of(args, schedule.placement)
+    if schedule.costs is not None and args.times is NO_TIMES:
+        return Case(schedule, _planned_costs(args, plan, schedule.costs), plan.units)
+    if plan.lacks and args.times is NO_TIMES:
+        warnings.warn(f'{args.file}: {plan.lacks}', stacklevel=2)
+    costs, schedule = costs_of(args, schedule.placement), replace(schedule, costs=None)
     return Case(*slicing.in_their_sizes(args, schedule, costs))
 
 
-def heading(args: Namespace) -> str:
-    """Return what all schedules of a picture have in common: sizes and times."""
+def _planned_costs(args: Namespace, plan: PlanFile, costs: Costs) -> Costs:
+    """Return the costs of a plan, with what the command line adds.
+
+    Raises:
+        ValueError: it says something that the plan has.
+    """
+    if slicing.attention(args).share:
+        raise ValueError(
+            f'--attention, but the costs of {args.file} have it: leave it out, or give --times'
+        )
+    if isinstance(args.memory_limit, Bytes) and plan.units.memory != BYTES:
+        raise ValueError(
+            f'a memory limit in bytes, but {args.file} counts {plan.units.memory}: give a number '
+            'of those'
+        )
+    return _with_pairs(args, _with_comm(args, costs, args.file), args.file)
+
+
+def heading(args: Namespace, case: Case | None = None) -> str:
+    """Return what all schedules of a picture have in common: sizes and times.
+
+    Args:
+        args: of the command.
+        case: that is drawn alone; None: there are several.
+    """
     sizes = {'p': args.pp, 'm': args.microbatches, 'n': slicing.number(args)}
     parts = [f'{name} = {size}' for name, size in sizes.items() if size is not None]
     if isinstance(args.times, StageCosts):
         parts.append('times of each stage from a file')
+    elif isinstance(args.times, PlanCosts) or (case and case.schedule.costs is not None):
+        parts.append('times of the plan')
     else:
         parts.append('F, B, W = ' + ', '.join(f'{time:g}' for time in args.times))
     if getattr(args, 'vocab_parallel', None) not in (None, IN_FILE):
@@ -273,12 +340,14 @@ def heading(args: Namespace) -> str:
     return f'{", ".join(parts)}; simulated'
 
 
-def stages_of(times: Times | StageCosts) -> int | None:
+def stages_of(times: Times | StageCosts | PlanCosts) -> int | None:
     """Return of how many stages they are; None: of one full rank."""
     return times.num_stages if isinstance(times, StageCosts) else None
 
 
-def chunks_of(times: Times | StageCosts, p: int, asked: int | None, default: int) -> int:
+def chunks_of(
+    times: Times | StageCosts | PlanCosts, p: int, asked: int | None, default: int
+) -> int:
     """Return v: what is asked for, or follows from the times of all stages, or the default."""
     stages = stages_of(times)
     if stages is None:
@@ -300,22 +369,46 @@ def costs_of(args: Namespace, placement: Placement, selective: bool = False) -> 
     """
     if any(isinstance(limit, Bytes) for limit in _limits(args)):
         _require_bytes(args.times)
-    costs, together = _of_passes(args, placement, selective), getattr(args, 'together', None)
+    return _with_pairs(args, _of_passes(args, placement, selective), 'the file of --times')
+
+
+def _with_pairs(args: Namespace, costs: Costs, source: str) -> Costs:
+    """Return `costs` with the times of passes that run as one, where they have none."""
+    together = getattr(args, 'together', None)
     if together is None:
         return costs
     if costs.together != 1 or costs.pairs:
-        raise ValueError(
-            f'--together {together:g}, but the file of --times has {costs.together:g}: drop one'
-        )
+        raise ValueError(f'--together {together:g}, but {source} has {costs.together:g}: drop one')
     return replace(costs, together=float(together), pairs=together.pairs)
+
+
+def _with_comm(args: Namespace, costs: Costs, source: str) -> Costs:
+    """Return `costs` with the latency of messages, where they have none."""
+    if args.comm is None:
+        return costs
+    if costs.comm:
+        raise ValueError(f'--comm {args.comm}, but {source} has {costs.comm}: drop one')
+    return replace(costs, comm=args.comm)
+
+
+def units_of(args: Namespace) -> Units:
+    """Return the units of a plan: those of --times, which are bytes where they are as many."""
+    if isinstance(args.times, PlanCosts):
+        return args.times.units
+    in_bytes = any(isinstance(limit, Bytes) for limit in _limits(args))
+    if isinstance(args.times, StageCosts):
+        in_bytes |= max(Costs.from_json(args.times.text).amounts['activation']) >= MANY
+    return UNITS._replace(memory=BYTES) if in_bytes else UNITS
 
 
 def _limits(args: Namespace) -> list[float | None]:
     return [args.memory_limit, *(getattr(args, 'frontier', None) or ())]
 
 
-def _require_bytes(times: Times | StageCosts) -> None:
+def _require_bytes(times: Times | StageCosts | PlanCosts) -> None:
     """Raise ValueError unless costs say how many bytes a stage holds."""
+    if isinstance(times, PlanCosts) and times.units.memory == BYTES:
+        return
     told: Any = strict_json.loads(times.text) if isinstance(times, StageCosts) else {}
     told = {**told, **told.get('amounts', {})}
     missing = [name for name in ('activation', 'parameters') if name not in told]
@@ -328,6 +421,11 @@ def _require_bytes(times: Times | StageCosts) -> None:
 
 
 def _of_passes(args: Namespace, placement: Placement, selective: bool) -> Costs:
+    if isinstance(args.times, PlanCosts):
+        own, stages = args.times.costs, placement.num_stages
+        if (joined := own.joined(stages)) is None:
+            raise ValueError(f'{own.num_stages} stages of the plan do not make {stages}')
+        return joined
     if not isinstance(args.times, StageCosts):
         return Costs.uniform(placement, *args.times, comm=args.comm or 0.0)
     if args.times.num_stages != placement.num_stages:
@@ -338,11 +436,7 @@ def _of_passes(args: Namespace, placement: Placement, selective: bool) -> Costs:
     shares = Costs.uniform(placement).amounts['activation']
     costs = Costs.from_json(args.times.text, selective, shares)
     costs.require(placement)
-    if args.comm is None:
-        return costs
-    if costs.comm:
-        raise ValueError(f'--comm {args.comm}, but the file of --times has {costs.comm}: drop one')
-    return replace(costs, comm=args.comm)
+    return _with_comm(args, costs, 'the file of --times')
 
 
 def require_size(chunk_microbatches: int) -> None:

@@ -213,7 +213,12 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--schedules', type=values.names, metavar='NAME,...', help='default: all that can be built'
     )
-    arguments.add_shape(parser, required=True)
+    parser.add_argument(
+        '--file',
+        metavar='FILE',
+        help='a plan beside them, whose sizes and costs they take; or another schedule',
+    )
+    arguments.add_shape(parser, required=False)
     arguments.add_costs(parser)
     arguments.add_vocabulary(parser)
     arguments.add_against(parser)

@@ -21,6 +21,7 @@ from megatron_zbpp.cli.printing import (
 )
 from megatron_zbpp.cli.searching import add_search, searched
 from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir.formats import BYTES, fields_of_plan
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.layers import Layers
@@ -38,8 +39,6 @@ from megatron_zbpp.render.html import html
 from megatron_zbpp.render.png import timeline_png
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.svg import svg
-
-_BYTES = 2**20  # what holds as much is told in bytes, not in activations
 
 
 def add_partition(command: ArgumentParser) -> None:
@@ -103,7 +102,7 @@ def load_layers(path: str) -> Layers:
         OSError: it cannot be read.
         ValueError: it has none; the message names the file.
     """
-    return _read(path, Layers.from_json)
+    return _read(path, Layers.from_json, 'layers')
 
 
 def load_devices(path: str | None, ranks: int | None) -> Devices:
@@ -117,15 +116,18 @@ def load_devices(path: str | None, ranks: int | None) -> Devices:
         if ranks is None:
             raise ValueError('--pp or --devices: say how many ranks there are')
         return Devices.alike(ranks)
-    devices = _read(path, Devices.from_json)
+    devices = _read(path, Devices.from_json, 'devices')
     if ranks not in (None, len(devices)):
         raise ValueError(f'--pp {ranks}, but {path} has {len(devices)} devices: leave --pp out')
     return devices
 
 
-def _read(path: str, reader: Callable):
+def _read(path: str, reader: Callable, name: str):
+    """Return what a file has, or under `name` that of a plan."""
     try:
-        return reader(Path(path).read_text(encoding='utf-8'))
+        text = Path(path).read_text(encoding='utf-8')
+        kept = fields_of_plan(text).get(name)
+        return reader(text if kept is None else json.dumps(kept))
     except UnicodeDecodeError as error:
         raise ValueError(f'{path}: not text: give a file of JSON') from error
     except ValueError as error:
@@ -181,13 +183,12 @@ def partition_layers(args: Namespace) -> int:
     """Return 0, or 130 where Ctrl-C ended the search; prints and writes the best plan."""
     layers = load_layers(args.layers)
     devices = _within(load_devices(args.devices, args.pp), args)
-    saved = bool(args.output) and args.output.endswith('.json')
     picture = picture_format(args.output, 'name .json, .html, .svg or .png', saves=True)
     if args.strategy:
         _refuse_what_a_strategy_ignores(args)
         found, said = partition_by(args.strategy, _space(args, layers, devices))
         print(said, file=sys.stderr if args.json else sys.stdout)
-        return _finish(args, found, devices, saved, picture)
+        return _finish(args, found, layers, devices, picture)
     found, status = searched(
         'partitioning',
         'this is the best partition',
@@ -209,7 +210,7 @@ def partition_layers(args: Namespace) -> int:
         ),
         lambda e: e.best if isinstance(e, PartitionInterrupted) else None,
     )
-    return _finish(args, found, devices, saved, picture) or status
+    return _finish(args, found, layers, devices, picture) or status
 
 
 def _refuse_what_a_strategy_ignores(args: Namespace) -> None:
@@ -239,14 +240,15 @@ def _space(args: Namespace, layers: Layers, devices: Devices) -> Space:
 
 
 def _finish(
-    args: Namespace, found: PartitionPlan, devices: Devices, saved: bool, picture: str | None
+    args: Namespace, found: PartitionPlan, layers: Layers, devices: Devices, picture: str | None
 ) -> int:
     """Print and write a plan; return 0."""
-    if saved:
-        write(args.output, json.dumps(found.facts(), indent=1))
-    elif picture is not None:
+    made = found.facts(layers, devices)
+    if picture is not None:
         _draw(args, picture, found)
-    print_json(found.facts()) if args.json else _print(found, devices)
+    elif args.output:
+        write(args.output, json.dumps(made, indent=1))
+    print_json(made) if args.json else _print(found, devices)
     if args.output and not args.json:
         print(f'wrote {args.output}')
     return 0
@@ -281,8 +283,7 @@ def _print(found: PartitionPlan, devices: Devices) -> None:
 def _print_ranks(found: PartitionPlan, timeline: Timeline, devices: Devices) -> None:
     """Print a line a rank: its device, layers, work and memory."""
     held, peaks = found.layout.split('|'), found.peak_activations
-    most_held = max(most + static for most, static in zip(peaks, found.parameters, strict=True))
-    amount = gib if most_held >= _BYTES else number
+    amount = gib if found.units.memory == BYTES else number
     has = any(found.parameters)
     heads = ['rank', 'device', 'layers', 'busy', 'peak activations']
     heads += ['parameters', 'memory'] if has else []
@@ -301,6 +302,6 @@ def _draw(args: Namespace, to: str, found: PartitionPlan) -> None:
     name, heading = found.layout, f'{found.layout}; predicted'
     timelines, costs = {name: found.timeline}, {name: found.costs}
     if to == 'png':
-        return timeline_png(timelines, args.output, 'units of the layers', heading=heading)
+        return timeline_png(timelines, args.output, found.units.time, heading=heading)
     picture: Callable[..., str] = {'html': html, 'svg': svg}[to]
     write(args.output, picture(timelines, costs, heading=heading))

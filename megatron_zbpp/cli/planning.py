@@ -15,7 +15,7 @@ from megatron_zbpp.cli.candidates import (
     named_cases,
     with_selective,
 )
-from megatron_zbpp.cli.inputs import PLACEMENTS, Case
+from megatron_zbpp.cli.inputs import PLACEMENTS, Case, units_of
 from megatron_zbpp.cli.printing import (
     draw,
     facts,
@@ -30,6 +30,7 @@ from megatron_zbpp.cli.printing import (
 )
 from megatron_zbpp.cli.searching import add_search, searched
 from megatron_zbpp.ir.costs_file import SELECTIVE
+from megatron_zbpp.ir.formats import Units, memory_of_plan
 from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.planner.cache import default_folder, planned
 from megatron_zbpp.planner.frontier import FrontierInterrupted, frontier
@@ -94,7 +95,7 @@ def _write_plan(args: Namespace, picture: str | None, name: str, case: Case, mad
 def _print_plan(found: Plan, made: dict) -> None:
     """Print how good a plan is, and the chunks, slices and techniques that it needs."""
     print(headline(found.schedule))
-    print_summary(made)
+    print_summary(made, Units(**made['units']))
     print(f'lower bound of the {found.objective} {number(found.lower_bound)}, gap {found.gap:.2%}')
     if found.best_named is None:
         print('no named schedule fits the memory limit')
@@ -256,6 +257,7 @@ def _plan_facts(args: Namespace, found: Plan, cached: bool, counts: Sequence[Cou
         'slice_sizes': sizes_of(found.schedule.graph),
         'slice_counts': [each._asdict() for each in counts],
         'schedule': json.loads(found.schedule.to_json()),
+        **memory_of_plan(found.costs, units_of(args)),
     }
 
 

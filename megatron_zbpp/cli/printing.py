@@ -14,6 +14,7 @@ from megatron_zbpp.analysis.gain import gain_text, idle_parts, makespan_of
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.cli.inputs import Case
 from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.formats import BYTES, UNITS, Units, load_plan
 from megatron_zbpp.ir.timeline import MEANING, Timeline
 from megatron_zbpp.render.html import html
 from megatron_zbpp.render.perfetto import perfetto
@@ -25,7 +26,6 @@ from megatron_zbpp.techniques.updates.versions import updates_of
 
 # of a table of schedules, see `row`; with names as long as there are, a line has 80 columns
 HEADS = ('schedule', 'makespan', 'gain', 'idle', 'window', 'bubble', 'peak')
-_UNIT = 'units of --times'
 
 
 def takes_colours(stream: TextIO) -> bool:
@@ -94,10 +94,17 @@ def _of_calls(steady: SteadyState) -> dict:
     }
 
 
-def rows(found: Sequence[dict]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def rows(
+    found: Sequence[dict], units: Units = UNITS
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return heads and lines of a table; of asynchronous schedules the period, of a call."""
+    found = [
+        {**each, 'peak_activations': list(map(units.scaled, each['peak_activations']))}
+        for each in found
+    ]
+    heads = (*HEADS[:-1], 'peak, GiB' if units.memory == BYTES else HEADS[-1])
     if not any('period' in each for each in found):
-        return HEADS, list(map(row, found))
+        return heads, list(map(row, found))
     lines = [
         (
             each['name'],
@@ -109,7 +116,7 @@ def rows(found: Sequence[dict]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
         else (*row(each), '')
         for each in found
     ]
-    return (*HEADS, 'period'), lines
+    return (*heads, 'period'), lines
 
 
 def row(found: dict) -> tuple[str, ...]:
@@ -141,14 +148,37 @@ def headline(schedule: Schedule) -> str:
     )
 
 
-def print_summary(found: dict) -> None:
+def print_summary(found: dict, units: Units = UNITS) -> None:
     """Print the facts of one schedule."""
     print(f'makespan {number(found["makespan"])}{"" if "period" in found else gained(found)}')
     print(idle_text(found['idle_all_ranks'], found['idle_parts']))
     print(f'window {number(found["window"])}, bubble {found["bubble_rate_window"]:.2%}')
-    print(f'peak activations {number(max(found["peak_activations"]))}\n{MEANING}')
+    print(f'{peak_text(found, units)}\n{MEANING}')
     if 'period' in found:
         print_asynchronous(found)
+
+
+def peak_head(units: Units) -> str:
+    """Return the head of a column of `peak` in `units`."""
+    return 'peak, GiB' if units.memory == BYTES else 'peak activations'
+
+
+def peak_text(found: dict, units: Units) -> str:
+    """Return the most that a rank holds."""
+    most = number(units.scaled(max(found['peak_activations'])))
+    return f'peak memory {most} GiB' if units.memory == BYTES else f'peak activations {most}'
+
+
+def with_layers(
+    file: str | None, schedule: Schedule, heads: list[str], rows: Sequence[tuple[object, ...]]
+) -> tuple[list[str], list[tuple[object, ...]]]:
+    """Return a table of ranks with the layers of each, where a plan's file has a layout."""
+    layout = load_plan(file).layout if file else None
+    if layout is None:
+        return heads, list(rows)
+    held, placement = layout.split('|'), schedule.placement
+    own = [' '.join(held[s] for s in placement.stages(rank)) for rank in range(len(rows))]
+    return [*heads, 'layers'], [(*row, text) for row, text in zip(rows, own, strict=True)]
 
 
 def print_asynchronous(found: dict) -> None:
@@ -229,12 +259,13 @@ def draw(
 ) -> None:
     """Write the picture of `timelines` in format `to`."""
     costs = {name: case.costs for name, case in shown.items()}
+    unit = next(iter(shown.values())).units.time
     if to == 'perfetto':
         return write(path, perfetto(timelines, costs))
     if to == 'png':
-        return timeline_png(timelines, path, _UNIT, heading=heading)
+        return timeline_png(timelines, path, unit, heading=heading)
     picture: Callable[..., str] = {'html': html, 'svg': svg}[to]
-    write(path, picture(timelines, costs, heading=f'{heading}, time in {_UNIT}'))
+    write(path, picture(timelines, costs, heading=f'{heading}, time in {unit}'))
 
 
 def write(path: str, text: str) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megatron_zbpp.cli import arguments, slicing
 from megatron_zbpp.cli.candidates import allowed_chunks
-from megatron_zbpp.cli.inputs import Case, costs_of, load_case
+from megatron_zbpp.cli.inputs import Case, costs_of, load_case, units_of
 from megatron_zbpp.cli.printing import (
     facts,
     headline,
@@ -23,6 +23,7 @@ from megatron_zbpp.cli.printing import (
 )
 from megatron_zbpp.cli.searching import searched
 from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir.formats import memory_of_plan
 from megatron_zbpp.planner.plans import Plan, PlanningInterrupted, plan
 from megatron_zbpp.planner.slice_counts import doubled
 from megatron_zbpp.render.scene import number
@@ -117,6 +118,7 @@ def plan_in_shards(args: Namespace) -> tuple[Case, dict, int]:
             for each in ways
         ],
         'schedule': json.loads(found.schedule.to_json()),
+        **memory_of_plan(found.costs, units_of(args)),
     }
     print_json(made) if args.json else _print(args, found, made, ways, best)
     return case, made, status

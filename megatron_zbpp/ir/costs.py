@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import isfinite
-from typing import Any
+from math import fsum, isfinite
+from typing import TYPE_CHECKING, Any
 
 from megatron_zbpp.ir import B, F, Graph, Placement, Task, W
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.graph import BROADCAST, DEVICE, KV, KV_GRADIENT, R
+
+if TYPE_CHECKING:
+    from megatron_zbpp.ir import Schedule
 
 _WHOLE = frozenset({F, B, W, KV, KV_GRADIENT})  # they are as no other is
 _EXACT = (F, B, W, 'activation', 'retained')  # of stages alone, as only they have weights
@@ -271,6 +274,40 @@ class Costs:
             return cls.uniform(placement)
         shares = tuple(count * placement.num_ranks / total for count in layers)
         return cls.of(shares, shares, shares, activation=shares)
+
+    @classmethod
+    def known(cls, schedule: Schedule, layers: Sequence[int] = ()) -> Costs:
+        """Return the costs that `schedule` was planned for, else those by `layers` of stages."""
+        return schedule.costs or cls.by_layers(schedule.placement, layers)
+
+    def joined(self, stages: int) -> Costs | None:
+        """Return the costs of as many stages of the same model; None: they do not join so.
+
+        Neighbours are joined, or each is cut into equal parts. Kinds of passes other than F, B and
+        W are left out, as are parts of slices.
+        """
+        own = self.num_stages
+        if stages % own and own % stages:
+            return None
+
+        def joined(values: Sequence[float]) -> list[float]:
+            if stages > own:
+                parts = stages // own
+                return [value / parts for value in values for _ in range(parts)]
+            each = own // stages
+            return [fsum(values[at : at + each]) for at in range(0, own, each)]
+
+        f, b, w = (joined(self.times[kind]) for kind in (F, B, W))
+        amounts = {name: joined(self.amounts[name]) for name in ('activation', 'retained')}
+        return Costs(
+            {F: tuple(f), B: tuple(b), W: tuple(w)},
+            {name: tuple(values) for name, values in amounts.items()},
+            self.comm,
+            self.message,
+            tuple(joined(self.parameters)),
+            self.edges,
+            self.speeds,
+        )
 
     @property
     def num_stages(self) -> int:

@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, Together, W, strict_json
+from megatron_zbpp.ir.costs import Costs
 
 _KINDS = {
     'new': {'F': F, 'I': B, 'W': W, 'B': BW},
@@ -65,12 +66,16 @@ PLAN_FIELDS = (
     'cached',
     'selective',
     'schedule',
+    'costs',
+    'units',
     'timeline',
     'spans',
     # of `zbpp partition`
     'cuts',
     'device_order',
     'layout',
+    'layers',
+    'devices',
 )
 
 _ACTION = re.compile(r'(\d+)(F|I|BW|B|W)(\d+)', re.ASCII)
@@ -88,19 +93,41 @@ _ANY_PASS = re.compile(r'[0-9][A-Z]+[0-9]', re.ASCII)
 _Action = tuple[int, str, int]  # stage, kind in the file's dialect, microbatch
 
 
+class Units(NamedTuple):
+    """Units of the numbers of costs."""
+
+    time: str = 'units of --times'
+    memory: str = 'activations of one microbatch on a full rank'
+
+    def scaled(self, amount: float) -> float:
+        """Return an amount of memory as people read it: in GiB where it is bytes."""
+        return amount / 2**30 if self.memory == BYTES else amount
+
+
+BYTES = 'bytes'  # as a unit of memory
+MANY = 2**20  # what holds as much is in bytes, not in activations
+UNITS = Units()
+
+
 @dataclass(frozen=True)
 class PlanFile:
     """The content of a schedule's or a plan's file, for the training that runs it.
 
     Attributes:
-        schedule: passes of each rank.
+        schedule: passes of each rank, with the costs for which it was planned.
         layout: of the layers, as text such as Ett|ttL, from `zbpp partition`; None: it has none.
         selective: whether it is for a run with Megatron's selective recomputation.
+        units: of the costs.
+        lacks: note to the user, where a plan of an older release has no costs; else empty.
+        fields: all that the plan's file has, as JSON; empty: it is the file of a schedule.
     """
 
     schedule: Schedule
     layout: str | None = None
     selective: bool = False
+    units: Units = UNITS
+    lacks: str = ''
+    fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def load(path: str | Path) -> Schedule:
@@ -164,7 +191,52 @@ def _from_json(text: str) -> PlanFile:
     layout = data.get('layout')
     if layout is not None and strict_json.text(layout) is not None:
         raise ValueError(f'layout {layout!r} is not a text such as Ett|ttL')
-    return PlanFile(Schedule.from_object(data['schedule']), layout, data.get('selective') is True)
+    schedule, costs = Schedule.from_object(data['schedule']), data.get('costs')
+    lacks = ''
+    if costs is not None:
+        schedule = replace(schedule, costs=_costs(costs, schedule.placement))
+    elif 'makespan' in data:
+        lacks = (
+            'a plan of an older release, which lacks the costs that it was made for: here F = B '
+            '= W on equal stages; plan anew, or give zbpp --times'
+        )
+    units = _units(data['units']) if 'units' in data else UNITS
+    return PlanFile(schedule, layout, data.get('selective') is True, units, lacks, data)
+
+
+def fields_of_plan(text: str) -> Mapping[str, Any]:
+    """Return the fields of a plan's file; none if it is the file of something else."""
+    data: Any = strict_json.loads(text)
+    return data if strict_json.is_object(data) and 'schedule' in data else {}
+
+
+def _costs(data: Any, placement: Placement) -> Costs:
+    """Return the costs of a plan.
+
+    Raises:
+        ValueError: they are none, or of other stages or ranks.
+    """
+    try:
+        costs = Costs.from_fields(data)
+        costs.require(placement)
+    except ValueError as error:
+        raise ValueError(f'costs: {error}') from error
+    return costs
+
+
+def _units(data: Any) -> Units:
+    try:
+        strict_json.require(data, {}, dict.fromkeys(Units._fields, strict_json.text))
+    except ValueError as error:
+        raise ValueError(f'units: {error}') from error
+    return Units(**data)
+
+
+def memory_of_plan(costs: Costs, units: Units) -> dict[str, Any]:
+    """Return what a plan's file remembers beside its schedule: costs and their units."""
+    from megatron_zbpp.ir import plan_costs  # which no run without a file needs
+
+    return {'costs': plan_costs.written(costs), 'units': units._asdict()}
 
 
 def to_torch_csv(schedule: Schedule, dialect: str = 'new') -> str:

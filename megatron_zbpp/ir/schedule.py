@@ -11,12 +11,15 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_zbpp.ir import strict_json
 from megatron_zbpp.ir.graph import BW, Applied, B, F, Graph, Need, Task, chain
 from megatron_zbpp.ir.placement import Placement
 from megatron_zbpp.ir.techniques import applied
+
+if TYPE_CHECKING:
+    from megatron_zbpp.ir.costs import Costs
 
 _FORMATS = ('megatron_zbpp.schedule/1', 'megatron_zbpp.schedule/2')
 _PASS = re.compile(r'(\d+)([A-Z]+)(\d+)(?:\.(\d+))?', re.ASCII)
@@ -95,6 +98,8 @@ class Schedule:
         together: (rank, index of the first) of passes that run as one with the one behind them.
         phases: for each rank, (index of its first pass, label) of each phase, where a family names
             them. They are for people: neither files nor comparisons know them.
+        costs: for which it was planned, where its file says so; None: unknown. Comparisons do not
+            know them.
     """
 
     name: str
@@ -104,6 +109,7 @@ class Schedule:
     graph: Graph = None  # type: ignore[assignment]  # filled below
     together: frozenset[tuple[int, int]] = frozenset()
     phases: tuple[tuple[tuple[int, str], ...], ...] = field(default=(), compare=False, repr=False)
+    costs: Costs | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.graph is None:  # pyright: ignore[reportUnnecessaryComparison]
@@ -220,7 +226,15 @@ class Schedule:
             passes=passes,
             together=frozenset((last - rank, at) for rank, at in self.together),
             phases=self.phases[::-1],
+            costs=self._costs_in_reverse(),
         )
+
+    def _costs_in_reverse(self) -> Costs | None:
+        if self.costs is None:
+            return None
+        from megatron_zbpp.ir.plan_costs import in_reverse  # which no run without a plan needs
+
+        return in_reverse(self.costs, self.num_ranks)
 
     def forward_only(self) -> Schedule:
         """Return what is left for evaluation: passes without a backward, in their order."""

@@ -11,6 +11,7 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.formats import BYTES, MANY, Units, memory_of_plan
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.partitioning.bounds import Bounds
 from megatron_zbpp.partitioning.devices import Devices
@@ -70,9 +71,22 @@ class PartitionPlan:
         """The most that the value may be above the optimum, as a share of the bound."""
         return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
 
-    def facts(self) -> dict[str, Any]:
-        """Return what `zbpp partition --json` prints, and a plan's file holds."""
+    @property
+    def units(self) -> Units:
+        """Units of its numbers: bytes, where ranks hold as many as no number of activations."""
+        held = zip(self.peak_activations, self.parameters, strict=True)
+        most = max(peak + static for peak, static in held)
+        return Units('units of the layers', BYTES if most >= MANY else 'units of the layers')
+
+    def facts(self, layers: Layers | None = None, devices: Devices | None = None) -> dict[str, Any]:
+        """Return what `zbpp partition --json` prints, and a plan's file holds.
+
+        Args:
+            layers: for which it was made; None: they are not written.
+            devices: the same.
+        """
         timeline = self.timeline
+        inputs = {'layers': layers, 'devices': devices}
         return {
             'makespan': timeline.makespan,
             'window': max(timeline.windows),
@@ -82,6 +96,8 @@ class PartitionPlan:
             'layout': self.layout,
             'peak_activations': self.peak_activations,
             'schedule': json.loads(self.schedule.to_json()),
+            **memory_of_plan(self.costs, self.units),
+            **{name: json.loads(own.to_json()) for name, own in inputs.items() if own is not None},
         }
 
 

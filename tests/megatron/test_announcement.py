@@ -39,6 +39,25 @@ def test_unequal_layers(ranks):
     assert 'less time than 1f1b' in even[2]
 
 
+def told_of_a_plan():
+    """The banner of a plan whose second stage takes four times as long."""
+    from dataclasses import replace
+    from types import SimpleNamespace
+
+    from megatron_zbpp import Costs, build
+    from megatron_zbpp.mcore.iteration.announcement import lines
+
+    made = build('zb-h1', 2, 4)
+    costs = Costs.of([1, 4], [1, 4], [1, 4], activation=[8, 8])
+    return lines(replace(made, costs=costs), SimpleNamespace(num_layers=8))
+
+
+def test_a_plan_is_told_by_its_own_costs(ranks):
+    found = ranks(2).run(told_of_a_plan)[0]
+    assert 'simulated with the costs of the plan: idle GPU time 38.8%' in found[2]
+    assert found[3] == 'simulated memory: 16 in the unit of the plan'
+
+
 def test_an_asynchronous_schedule_says_that_it_trains_another_model(ranks):
     """With the age of weights and the copies by stage, and the microbatches of a call."""
     first, _, late, _ = ranks(2).run(told, 'pipedream', 4, 2)[0]

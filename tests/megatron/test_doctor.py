@@ -75,6 +75,29 @@ def test_command():
     assert '  megatron.core.parallel_state.initialize_model_parallel\n' in told
 
 
+def test_a_plan_is_simulated_by_its_own_costs(ranks, tmp_path):
+    """Doctor and `zbpp simulate` say the same; of a plan of an older release what it lacks."""
+    from megatron_zbpp import Costs, build, simulate
+    from megatron_zbpp.ir.formats import UNITS, memory_of_plan
+
+    made = build('zb-h1', 2, 4)
+    costs = Costs.of([1, 4], [1, 4], [1, 4], comm=0.5)
+    fields = {'makespan': 0, 'schedule': json.loads(made.to_json())}
+    plan, old = tmp_path / 'plan.json', tmp_path / 'old.json'
+    plan.write_text(json.dumps(fields | memory_of_plan(costs, UNITS)))
+    old.write_text(json.dumps(fields))
+    words = [*SIZES[:8], '--micro-batch-size', 2, '--global-batch-size', 8]
+    words += ['--pipeline-model-parallel-size', 2, '--pipeline-schedule-file']
+    _, found = report(ranks, '--gpus', 2, '--', *words, plan)
+    (ours,) = found['launch_line']['iterations']
+    assert ours['planned'] and ours['makespan'] == simulate(made, costs).makespan
+    (_, text, _), _ = ranks(2).run(doctor, ['--gpus', 2, '--', *words, plan])
+    assert '4 microbatches (costs of the plan, simulated): makespan ' in text
+    (_, text, errors), _ = ranks(2).run(doctor, ['--gpus', 2, '--', *words, old])
+    assert '(F = B = W = 1, simulated)' in text
+    assert 'a plan of an older release, which lacks the costs' in errors
+
+
 def test_installation(ranks):
     import torch
 

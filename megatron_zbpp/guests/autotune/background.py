@@ -65,7 +65,7 @@ def partition_text(
         keep_order=True,
         seconds=seconds,
     )
-    return json.dumps(found.facts(), indent=1)
+    return json.dumps(found.facts(layers, devices), indent=1)
 
 
 class BackgroundSearch:

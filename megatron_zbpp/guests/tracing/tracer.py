@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -25,8 +25,9 @@ _DRAWN = 5  # the iteration to draw: the first ones are slower than others
 class Tracer(Guest):
     """Draws one iteration of the first pipeline, and one more after a switch to a planned schedule.
 
-    `planned` is the schedule as the simulator has it: with the times that it was planned for; a
-    schedule by name was planned for none, and takes those that were measured.
+    `planned` is the schedule as the simulator has it: with the times that it was planned for, those
+    of a file in the unit of what was measured; a schedule by name was planned for none, and takes
+    those that were measured.
 
     Args:
         folder: takes `pipeline.html`, `pipeline.perfetto.json`, and the times of the stages in
@@ -54,8 +55,10 @@ class Tracer(Guest):
 
     def draw(self, measured: Timeline) -> None:
         """Write the files."""
-        fitted = fit(measured, latency(measured))
-        planned = simulate(measured.schedule, self._costs or fitted)
+        fitted, own = fit(measured, latency(measured)), measured.schedule.costs
+        planned = simulate(measured.schedule, self._costs or own or fitted)
+        if self._costs is None and own is not None:
+            planned = _scaled(planned, measured)
         lines = {'planned': planned, 'measured': measured}
         if self._before is not None:
             lines[f'measured before, {self._before.schedule.name}'] = self._before
@@ -64,12 +67,26 @@ class Tracer(Guest):
         title = f'{measured.schedule.name}, iteration {_DRAWN}{after}'
         took = 'this iteration' if self._costs is None else 'the iterations before the switch'
         heading = f'planned: simulated, with the times that passes took in {took}'
+        if self._costs is None and own is not None:
+            heading = (
+                'planned: simulated, with the times of the plan, all longer or shorter by one '
+                'factor: passes take as long as they took, in sum'
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         page = html(lines, costs, title, unit='s', heading=heading)
         (self.folder / 'pipeline.html').write_text(page)
         (self.folder / 'stages.json').write_text(_stages(fitted))
         trace = {name: line for name, line in lines.items() if line is not planned}
         (self.folder / 'pipeline.perfetto.json').write_text(perfetto(trace, costs))
+
+
+def _scaled(planned: Timeline, measured: Timeline) -> Timeline:
+    """Return `planned` in seconds, its passes together as long as those of `measured`."""
+    ranks = range(measured.schedule.num_ranks)
+    ours, theirs = (sum(map(line.busy, ranks)) for line in (planned, measured))
+    factor = theirs / ours if ours else 1.0
+    scaled = tuple(tuple((a * factor, b * factor) for a, b in own) for own in planned.spans)
+    return replace(planned, spans=scaled)
 
 
 def _stages(costs: Costs) -> str:

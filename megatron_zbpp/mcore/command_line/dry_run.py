@@ -35,7 +35,7 @@ _NO_PIPELINE = 'one pipeline rank has no pipeline: --pipeline-schedule changes n
 class Simulated:
     """An iteration where F, B and W of a rank with the mean of layers take 1 each.
 
-    Stages take as long as they have layers; messages take nothing.
+    Stages take as long as they have layers; messages take nothing. Or by the costs of a plan.
 
     Attributes:
         microbatches: of the iteration.
@@ -46,6 +46,7 @@ class Simulated:
         idle_all_ranks: share of all ranks' time that no pass takes.
         rival: makespan of 1F1B for the same model; None: it has none.
         peaks: most activations of each rank, in those of one microbatch on a full rank.
+        planned: whether by the costs of the plan that is run, in its units.
     """
 
     microbatches: int
@@ -56,6 +57,7 @@ class Simulated:
     idle_all_ranks: float
     rival: float | None
     peaks: tuple[float, ...]
+    planned: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,9 @@ class DryRun:
         of_layers = ' on a mean rank, by layers' if len({*self.layers}) > 1 else ''
         for each in self.iterations:
             gained = gain_text(each.makespan, each.rival, RIVAL)
+            times = 'costs of the plan' if each.planned else f'F = B = W = 1{of_layers}'
             found.append(
-                f'{each.microbatches} microbatches (F = B = W = 1{of_layers}, simulated): makespan '
+                f'{each.microbatches} microbatches ({times}, simulated): makespan '
                 f'{each.makespan:g}{gained}, idle GPU time {each.idle_all_ranks:.1%}; window '
                 f'{each.window:g}, bubble {each.bubble_window:.1%}; peak activations '
                 f'{max(each.peaks):g}'
@@ -296,7 +299,7 @@ def _simulated(
         ValueError: the schedule does not exist for these sizes.
     """
     schedule = programs.lowered(num_ranks, num_microbatches, forward_only=False).schedule
-    costs = Costs.by_layers(schedule.placement, layers)
+    costs = Costs.known(schedule, layers)
     timeline = simulate(schedule, costs)
     return Simulated(
         num_microbatches,
@@ -307,4 +310,5 @@ def _simulated(
         timeline.idle_all_ranks,
         makespan_of(RIVAL, schedule, costs),
         peak(schedule, costs),
+        schedule.costs is not None,
     )

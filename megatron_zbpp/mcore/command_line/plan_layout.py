@@ -13,6 +13,7 @@ from megatron_zbpp.mcore import layout, refusals
 from megatron_zbpp.mcore.command_line import flags, sizes
 from megatron_zbpp.mcore.command_line.messages import flag
 from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.runtime.log import job_log
 
 
 def settings_of(args: argparse.Namespace, given: Mapping[str, Any]) -> tuple[Settings, str | None]:
@@ -43,6 +44,8 @@ def settings_of(args: argparse.Namespace, given: Mapping[str, Any]) -> tuple[Set
             f"{file} was planned with Megatron's selective recomputation, without which it holds "
             'more: give --recompute-granularity selective, or plan without --actions selective'
         )
+    if source.lacks:
+        job_log.warning(f'{file}: {source.lacks}')
     if source.layout is not None:
         _take_layout(args, source.layout, file)
     schedule = source.schedule

@@ -35,8 +35,9 @@ def lines(schedule: Schedule, config: Any) -> list[str]:
     """Return schedule and sizes, layers of each rank, simulated bubble, simulated memory."""
     placement = schedule.placement
     by_stage = _by_stage(config)
-    costs = Costs.by_layers(placement, by_stage or ())
+    costs = Costs.known(schedule, by_stage or ())
     by_layers = ', by layers' if by_stage and len({*by_stage}) > 1 else ''
+    times = f'F = B = W{by_layers}' if schedule.costs is None else 'the costs of the plan'
     timeline, late = simulate(schedule, costs), _asynchronous(schedule)
     m = late[0] if late else schedule.num_microbatches
     found = [
@@ -46,10 +47,9 @@ def lines(schedule: Schedule, config: Any) -> list[str]:
         f'layers of each rank, by chunk: {_layers(schedule, config)}',
         late[1]
         if late
-        else f'simulated with F = B = W{by_layers}: idle GPU time {timeline.idle_all_ranks:.1%}'
+        else f'simulated with {times}: idle GPU time {timeline.idle_all_ranks:.1%}'
         f'{gain_text(timeline.makespan, makespan_of(RIVAL, schedule, costs), RIVAL)}',
-        f'simulated memory: {max(peak(schedule, costs)):.1f} activations of a microbatch on a full '
-        'rank',
+        f'simulated memory: {_held(schedule, max(peak(schedule, costs)))}',
     ]
     if schedule.graph.num_slices > 1 and getattr(config, 'num_moe_experts', None):
         found.append(
@@ -63,6 +63,12 @@ def lines(schedule: Schedule, config: Any) -> list[str]:
             'refuses them, so that there is no run of it to compare with'
         )
     return found
+
+
+def _held(schedule: Schedule, most: float) -> str:
+    if schedule.costs is None:
+        return f'{most:.1f} activations of a microbatch on a full rank'
+    return f'{most:.4g} in the unit of the plan'
 
 
 def _asynchronous(schedule: Schedule) -> tuple[int, str] | None:

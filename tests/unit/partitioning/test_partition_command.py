@@ -14,7 +14,7 @@ from megatron_zbpp.partitioning import plans
 
 KEYS = {
     'makespan', 'window', 'lower_bound', 'cuts', 'device_order', 'layout', 'peak_activations',
-    'schedule',
+    'schedule', 'costs', 'units', 'layers', 'devices',
 }  # fmt: skip
 
 
