@@ -62,7 +62,7 @@ def test_bytes_on_the_command_line(tmp_path, capsys):
         return printed.err or printed.out
 
     costs.write_text(FILE % ', "parameters": [34e9, 30e9]')
-    assert 'peak activations 12000000000' in said(*case, costs, '--memory-limit', '47GB')
+    assert 'peak memory 11.176 GiB' in said(*case, costs, '--memory-limit', '47GB')
     assert 'is below 31.67 GiB of weights' in said(*case, costs, '--memory-limit', '30GiB')
     costs.write_text(FILE % '')
     assert 'says nothing of parameters' in said(*case, costs, '--memory-limit', '60GiB')
