@@ -137,11 +137,12 @@ def layout_for(
         ScheduleError: the schedule is not valid.
         ValueError: no such schedule, or too few layers for so many stages.
     """
-    from megatron_zbpp.ir import Placement
+    from megatron_zbpp.ir import Placement, strict_json
     from megatron_zbpp.ir.layout import ModelLayout, layers_per_stage
     from megatron_zbpp.mcore.programs import Programs
     from megatron_zbpp.mcore.settings import Settings
 
+    strict_json.require_whole(num_ranks=num_ranks, num_layers=num_layers)
     if isinstance(schedule, Placement):
         placement = schedule
     else:

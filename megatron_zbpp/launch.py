@@ -39,6 +39,10 @@ def main(argv: list[str] | None = None) -> None:
     """
     parser = _parser()
     args = parser.parse_args(argv)
+    if '--cpu' in args.arguments:
+        parser.exit(
+            2, f'{parser.prog}: error: --cpu is no flag of {args.script}: write it before\n'
+        )
     if not args.script.is_file():
         hint = 'give the path of a training script of Megatron-LM'
         parser.exit(2, f'{parser.prog}: error: no script {args.script}: {hint}\n')

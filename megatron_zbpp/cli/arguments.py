@@ -38,7 +38,9 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     """Add which schedule: a name and its shape, or a file."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument('--schedule', metavar='NAME', help='see zbpp list')
-    source.add_argument('--file', metavar='FILE', help='our JSON, a plan, or the CSV of torch')
+    source.add_argument(
+        '--file', type=values.path, metavar='FILE', help='our JSON, a plan, or the CSV of torch'
+    )
     add_shape(parser, required=False)
 
 

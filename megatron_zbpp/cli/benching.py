@@ -60,6 +60,7 @@ def add_bench(command: ArgumentParser) -> None:
     command.add_argument(
         '-o',
         '--output',
+        type=values.path,
         metavar='FOLDER',
         default='zbpp-bench',
         help='of logs and results; a bench that was stopped goes on there. Default zbpp-bench',

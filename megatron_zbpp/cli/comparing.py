@@ -30,11 +30,15 @@ def add_comparison(command: ArgumentParser) -> None:
         '--layers-file',
         '--layers',
         'layers',
+        type=values.path,
         metavar='FILE',
         help='of a model, as for zbpp partition: compare on partitions of it, not on --times',
     )
     command.add_argument(
-        '--devices', metavar='FILE', help='with --layers-file: as for zbpp partition'
+        '--devices',
+        type=values.path,
+        metavar='FILE',
+        help='with --layers-file: as for zbpp partition',
     )
     command.add_argument(
         '--latencies',
@@ -43,7 +47,10 @@ def add_comparison(command: ArgumentParser) -> None:
         help='with --layers-file: times of a message; default 0',
     )
     command.add_argument(
-        '--csv', metavar='FILE', help='with --layers-file: where to write the rows'
+        '--csv',
+        type=values.path,
+        metavar='FILE',
+        help='with --layers-file: where to write the rows',
     )
 
 

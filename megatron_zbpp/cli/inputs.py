@@ -97,8 +97,9 @@ class Case(NamedTuple):
 
 def load_case(args: Namespace, name: str | None = None) -> Case:
     """Return the schedule that is asked for (or that of family `name`), checked, with costs."""
-    asked, name = name is None, name or getattr(args, 'schedule', None)
-    case = _generated(args, name) if name else _from_file(args)
+    asked = name is None
+    name = getattr(args, 'schedule', None) if name is None else name
+    case = _from_file(args) if name is None else _generated(args, name)
     require_share(args)
     planned = case.schedule.costs is not None
     if getattr(args, 'vocab_parallel', None) is not None:

@@ -57,7 +57,7 @@ zbpp partition layers.json --devices devices.json --microbatches 8 --memory-limi
 zbpp partition layers.json --pp 4 --microbatches 8 --placements loop --exact
 zbpp bubbles --schedule 1f1b --pp 4 --microbatches 8 --json
 zbpp freeze --schedule zb-h1 --pp 4 --microbatches 8 --most 0.5
-zbpp doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py --pipeline-schedule zb-v ...
+zbpp doctor -- torchrun --nproc-per-node 8 -m megatron_zbpp.launch pretrain_gpt.py ...
 zbpp bench -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
 zbpp check plan.json                                   ours, a plan's or torch's CSV
 zbpp convert --file plan.json --to torch-csv -o plan.csv
@@ -96,6 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = f'{error.filename}: ' if error.filename else ''
         return _complain(f'{where}{error.strerror}: give another path')
+    except ModuleNotFoundError as error:
+        package = (error.name or '').partition('.')[0]
+        cure = f': pip install {package}, or run zbpp where the job runs' if package else ''
+        return _complain(f'{error}{cure}')
     except (ValueError, ImportError) as error:
         return _complain(str(error))
     return status or 0
@@ -199,7 +203,9 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('file', metavar='FILE', help='our JSON, a plan, or the CSV of torch')
+    parser.add_argument(
+        'file', type=values.path, metavar='FILE', help='our JSON, a plan, or the CSV of torch'
+    )
     parser.add_argument('--slices', type=values.count, metavar='N', help='of each sequence')
     parser.add_argument(
         '--memory-limit',
@@ -215,6 +221,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         '--file',
+        type=values.path,
         metavar='FILE',
         help='a plan beside them, whose sizes and costs they take; or another schedule',
     )
@@ -222,7 +229,9 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     arguments.add_costs(parser)
     arguments.add_vocabulary(parser)
     arguments.add_against(parser)
-    parser.add_argument('-o', '--output', metavar='FILE', help='picture: .html, .svg or .png')
+    parser.add_argument(
+        '-o', '--output', type=values.path, metavar='FILE', help='picture: .html, .svg or .png'
+    )
     comparing.add_comparison(parser)
 
 
@@ -237,7 +246,9 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--to', choices=[*commands.FORMATS], help='format; default: as the name of the file ends'
     )
-    parser.add_argument('-o', '--output', metavar='FILE', required=True, help='where to')
+    parser.add_argument(
+        '-o', '--output', type=values.path, metavar='FILE', required=True, help='where to'
+    )
     parser.add_argument(
         '--dialect',
         choices=formats.DIALECTS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from megatron_zbpp.cli.printing import (
     write,
 )
 from megatron_zbpp.cli.searching import add_search, searched
-from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir import Placement, strict_json
 from megatron_zbpp.ir.formats import BYTES, fields_of_plan
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.partitioning.devices import Devices
@@ -39,6 +40,8 @@ from megatron_zbpp.render.html import html
 from megatron_zbpp.render.png import timeline_png
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.svg import svg
+
+_KINDS = frozenset('EtmLM*-GD')  # letters of layers in Megatron's layouts and patterns
 
 
 def add_partition(command: ArgumentParser) -> None:
@@ -68,8 +71,12 @@ def add_partition(command: ArgumentParser) -> None:
 
 def add_case(command: ArgumentParser) -> None:
     """Add layers, devices, microbatches and what limits them."""
-    command.add_argument('layers', metavar='LAYERS', help='costs of the layers, JSON')
-    command.add_argument('--devices', metavar='FILE', help='factors, memory and links, JSON')
+    command.add_argument(
+        'layers', type=values.path, metavar='LAYERS', help='costs of the layers, JSON'
+    )
+    command.add_argument(
+        '--devices', type=values.path, metavar='FILE', help='factors, memory and links, JSON'
+    )
     command.add_argument('--pp', type=values.ranks, metavar='P', help='ranks; default: --devices')
     command.add_argument(
         '--microbatches',
@@ -131,7 +138,34 @@ def _read(path: str, reader: Callable, name: str):
     except UnicodeDecodeError as error:
         raise ValueError(f'{path}: not text: give a file of JSON') from error
     except ValueError as error:
-        raise ValueError(f'{path}: {error}') from error
+        raise ValueError(f'{path}: {error}{_what_it_is(text, name)}') from error
+
+
+def _what_it_is(text: str, wanted: str) -> str:
+    """Return what a file is that is not what is wanted; empty: nothing that is known."""
+    try:
+        data = strict_json.loads(text)
+    except ValueError:
+        return ''
+    own = strict_json.is_object(data) and wanted in data
+    return '' if own else strict_json.other_kind(data, '', ': ')
+
+
+def _require_work(layers: Layers) -> None:
+    """Return if there is something to divide; say which layers Megatron has no letter for.
+
+    Raises:
+        ValueError: all layers take no time.
+    """
+    if not any(layer.time for layer in layers):
+        raise ValueError('no layer takes time: give F, B and W above 0 for some, zbpp profile does')
+    unknown = sorted({layer.kind for layer in layers} - _KINDS)
+    if unknown:
+        warnings.warn(
+            f'kinds {", ".join(unknown)}: layouts of Megatron know E, t, m and L, of hybrid models '
+            f'{", ".join(sorted(_KINDS - set("EtmL")))}: this plan is for comparison only',
+            stacklevel=2,
+        )
 
 
 def placements_of(text: str | None, layers: Layers, ranks: int) -> list[Placement]:
@@ -182,6 +216,7 @@ def _within(devices: Devices, args: Namespace) -> Devices:
 def partition_layers(args: Namespace) -> int:
     """Return 0, or 130 where Ctrl-C ended the search; prints and writes the best plan."""
     layers = load_layers(args.layers)
+    _require_work(layers)
     devices = _within(load_devices(args.devices, args.pp), args)
     picture = picture_format(args.output, 'name .json, .html, .svg or .png', saves=True)
     if args.strategy:

@@ -323,7 +323,10 @@ def add_planning(parser: ArgumentParser) -> None:
     )
     caching = parser.add_mutually_exclusive_group()
     caching.add_argument(
-        '--cache', metavar='FOLDER', help='of plans; default ~/.cache/megatron_zbpp/plans'
+        '--cache',
+        type=values.path,
+        metavar='FOLDER',
+        help='of plans; default ~/.cache/megatron_zbpp/plans',
     )
     caching.add_argument('--no-cache', action='store_true', help='plan anew and keep nothing')
 

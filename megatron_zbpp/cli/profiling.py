@@ -37,6 +37,7 @@ def add_profile(command: ArgumentParser) -> None:
     said = {param.arg_name: param.description or '' for param in params}
     for each in _SIZES:
         kind = {'int': values.count, 'float': values.amount, 'str': str}[str(each.type)]
+        kind = values.layers if each.name == 'layers' else kind
         default = 'needed' if each.default is MISSING else f'default {each.default}'
         meaning = ' '.join(said[each.name].split()).rstrip('.')
         common = {
@@ -55,9 +56,12 @@ def add_profile(command: ArgumentParser) -> None:
         help='measured: a layout such as Ett|ttL, and the times of its stages as for --times',
     )
     command.add_argument('--constant', action='store_true', help='a stage has a time of its own')
-    command.add_argument('-o', '--output', metavar='FILE', help='the file of layers to write')
+    command.add_argument(
+        '-o', '--output', type=values.path, metavar='FILE', help='the file of layers to write'
+    )
     command.add_argument(
         '--write-devices',
+        type=values.path,
         metavar='FILE',
         help='with --stages of one stage a rank: the file of devices to write, with factors of '
         'ranks that take longer for the same layers, and what messages took',

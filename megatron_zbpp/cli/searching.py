@@ -35,17 +35,22 @@ def add_search(
     )
     command.add_argument(
         '--seconds',
-        type=values.positive,
+        type=values.seconds,
         default=seconds,
         metavar='N',
         help=f'at most; default {seconds:g}',
     )
     command.add_argument(
-        '--seed', type=int, default=0, metavar='N', help='another one searches elsewhere; default 0'
+        '--seed',
+        type=values.whole,
+        default=0,
+        metavar='N',
+        help='another one searches elsewhere; default 0',
     )
     command.add_argument(
         '-o',
         '--output',
+        type=values.path,
         metavar='FILE',
         help='the plan (.json, for --pipeline-schedule-file) or its picture (.html, .svg, .png)'
         f'{more}',

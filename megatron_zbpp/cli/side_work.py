@@ -44,7 +44,9 @@ def add_freeze(command: ArgumentParser) -> None:
         metavar='N',
         help='steps of monitoring, and half of those in which shares grow; default 100',
     )
-    command.add_argument('-o', '--output', metavar='FILE', help='the plan, for --pipeline-freeze')
+    command.add_argument(
+        '-o', '--output', type=values.path, metavar='FILE', help='the plan, for --pipeline-freeze'
+    )
 
 
 def bubbles(args: Namespace) -> None:

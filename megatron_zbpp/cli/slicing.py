@@ -64,6 +64,7 @@ def _add_exchange(parser: ArgumentParser) -> None:
 
 
 def _slices(text: str, auto: bool) -> Slices:
+    values.require(text, text.isascii(), 'give a number such as 4')
     try:
         found = slices_of(text)
     except ValueError as error:

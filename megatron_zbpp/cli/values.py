@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import re
-from math import isfinite
+from math import isfinite, nan
 
 from megatron_zbpp.planner.limits import Bytes
 
 MOST_RANKS = 4096  # of a pipeline: drawn or simulated within seconds
 _MOST = 1e30  # of any number: sums and products of such are numbers, too
+_MOST_COUNTED = 10**12  # of microbatches, tokens, words, steps
+_MOST_LAYERS = 10_000  # of a model: each has its costs
+_WEEK = 7 * 24 * 3600  # in seconds
 _BYTES = re.compile(r'([0-9.]+(?:e[0-9]+)?) ?(B|[kKMGT]B|[KMGT]iB)', re.ASCII)
 
 
@@ -21,14 +24,31 @@ def require(text: str, ok: bool, cure: str) -> None:
 
 def count(text: str) -> int:
     """Return a whole number from 1 up."""
-    require(text, text.isdecimal() and int(text) > 0, 'give a whole number from 1 up')
+    require(text, _digits(text) and int(text) > 0, 'give a whole number from 1 up')
+    require(text, int(text) <= _MOST_COUNTED, f'give at most {_MOST_COUNTED}')
     return int(text)
 
 
 def whole(text: str) -> int:
     """Return a whole number from 0 up."""
-    require(text, text.isdecimal(), 'give a whole number from 0 up')
+    require(text, _digits(text), 'give a whole number from 0 up')
     return int(text)
+
+
+def _digits(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
+
+
+def layers(text: str) -> int:
+    """Return a number of layers of a model."""
+    require(text, count(text) <= _MOST_LAYERS, f'give at most {_MOST_LAYERS} layers')
+    return int(text)
+
+
+def path(text: str) -> str:
+    """Return the path of a file."""
+    require(text, bool(text.strip()) and text.isprintable(), 'give the path of a file')
+    return text
 
 
 def ranks(text: str) -> int:
@@ -45,12 +65,18 @@ def counts(text: str) -> list[int]:
 def amount(text: str) -> float:
     """Return a number from 0 up."""
     try:
-        value = float(text)
+        value = float(text) if text.isascii() else nan
     except ValueError:
-        value = float('nan')
+        value = nan
     require(text, isfinite(value) and value >= 0, 'give a number from 0 up')
     require(text, value <= _MOST, f'give a number up to {_MOST:g}')
     return value
+
+
+def seconds(text: str) -> float:
+    """Return a time that a search may take."""
+    require(text, positive(text) <= _WEEK, f'give at most {_WEEK} seconds, a week')
+    return float(text)
 
 
 def positive(text: str) -> float:
@@ -96,7 +122,7 @@ def names(text: str) -> list[str]:
 def share(text: str) -> float:
     """Return a number from 0 to 1."""
     try:
-        value = float(text)
+        value = float(text) if text.isascii() else -1.0
     except ValueError:
         value = -1.0
     require(text, 0 <= value <= 1, 'give a number from 0 to 1')

@@ -279,11 +279,14 @@ class Schedule:
             ValueError: it says none; the message names the field.
         """
         if not strict_json.is_object(data) or 'format' not in data:
-            raise ValueError(f'not a schedule: no "format": "{_FORMATS[-1]}" in it')
+            raise ValueError(
+                f'not a schedule: no "format": "{_FORMATS[-1]}" in it'
+                + strict_json.other_kind(data, '', ': ')
+            )
         if data['format'] not in _FORMATS:
             raise ValueError(
-                f'format {data["format"]!r} is not one of {", ".join(_FORMATS)}: is the file of a '
-                'newer release?'
+                f'format {data["format"]!r} is not one of {", ".join(_FORMATS)}: '
+                + strict_json.other_kind(data, 'is the file of a newer release?')
             )
         strict_json.require(
             data,

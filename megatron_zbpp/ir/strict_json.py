@@ -16,6 +16,15 @@ from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any, TypeGuard
 
+# Files by fields that no other kind has.
+_KINDS = (
+    ({'schedule', 'makespan'}, 'a plan, for --file'),
+    ({'layers'}, 'a file of layers, for zbpp partition'),
+    ({'devices'}, 'a file of devices, for --devices'),
+    ({'passes', 'placement'}, 'a schedule, for --file'),
+    ({'F', 'B', 'W'}, 'a file of costs, for --times'),
+    ({'times', 'amounts'}, 'a file of costs, for --times'),
+)
 _DIGITS = 18  # of an integer: less than what a float or a machine's integer can hold
 Check = Callable[[object], str | None]  # what a value should be, where it is not
 
@@ -52,6 +61,28 @@ def printable(text: str) -> str:
 def is_object(value: object) -> TypeGuard[dict[str, Any]]:
     """Return whether `value` is what JSON calls an object."""
     return isinstance(value, dict)
+
+
+def require_whole(**values: object) -> None:
+    """Raise ValueError unless all values are whole numbers; the message names the argument."""
+    for name, value in values.items():
+        if integer(value) is not None:
+            raise ValueError(f'{name} is {value!r}: give a whole number, such as 4')
+
+
+def other_kind(data: object, otherwise: str, before: str = '') -> str:
+    """Return what a file is that was given for another, and the cure.
+
+    Args:
+        data: of the file.
+        otherwise: to return where it is of no known kind.
+        before: that comes before the answer.
+    """
+    found = set(data) if is_object(data) else set[str]()
+    for fields, what in _KINDS:
+        if fields <= found:
+            return f'{before}it is {what}'
+    return otherwise
 
 
 def is_list(value: object) -> TypeGuard[list[Any]]:

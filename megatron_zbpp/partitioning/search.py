@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
-from math import inf
+from math import fsum, inf
 
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.ir.formats import MANY
 from megatron_zbpp.partitioning.bounds import Bounds
 from megatron_zbpp.partitioning.climb import climb
 from megatron_zbpp.partitioning.ranking import Ranked, rank
@@ -107,14 +108,7 @@ class Finder:
         try:
             self._rank(self._budget.split_off(share), exact)
             if not self.kept:
-                most = ', '.join(
-                    f'{each:g}' for each in {d.memory: 0 for d in self.space.devices.devices}
-                )
-                raise ValueError(
-                    f'no partition holds one microbatch on every rank within its memory of {most} '
-                    '(in the unit of the layers): give more memory, more pipeline ranks, or '
-                    'smaller microbatches'
-                )
+                raise ValueError(_no_room(self.space))
             if self._plans:
                 self._plan(exact)
         except KeyboardInterrupt:
@@ -317,3 +311,22 @@ def schedule_of(ranked: Ranked) -> Schedule:
     schedule = ranked.schedule or ranked.problem.schedule(ranked.orders, 'planned')
     check(schedule)
     return schedule
+
+
+def _no_room(space: Space) -> str:
+    """Return why no partition fits the memory, with a number below which none does."""
+    devices, limits = space.devices.devices, space.limits
+    with_parameters = any(device.memory < inf for device in devices)
+    each = [
+        layer.activation + (layer.parameters if with_parameters else 0.0) for layer in space.layers
+    ]
+    least = max(*each, fsum(each) / len(devices))
+    most = {min(own.memory, limit): 0 for own, limit in zip(devices, limits, strict=True)}
+    more = ' with parameters' if with_parameters else ''
+    unit = ', which is bytes: 70GiB is more than 70' if least >= MANY else ''
+    return (
+        'no partition holds one microbatch on every rank within its memory of '
+        f'{", ".join(f"{own:g}" for own in most)} (in the unit of the layers{unit}): some rank '
+        f'takes {least:.5g} or more{more}; give more memory, more pipeline ranks, or smaller '
+        'microbatches'
+    )

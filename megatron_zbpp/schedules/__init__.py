@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir import Schedule, strict_json
 from megatron_zbpp.schedules.registry import (
     Family,
     Formula,
@@ -78,6 +78,7 @@ def build(
         ValueError: an unknown name, a value that the family cannot take, or a family of somebody
             else's that makes no such schedule.
     """
+    strict_json.require_whole(num_ranks=num_ranks, num_microbatches=num_microbatches)
     found = find(name)
     if num_ranks < found.min_ranks:
         raise ValueError(

@@ -383,6 +383,8 @@ BIG = (
 
 FOUND = '--pipeline-schedule zb-v --pipeline-slices auto --seq-length 512'
 SHAPE = '--hidden-size 64 --num-attention-heads 4'
+STOCK = ROOT / 'tests' / 'support' / 'commands.py'  # any script without a word of ours
+PATCHED = ROOT / 'examples' / 'gpt' / 'pretrain_gpt.py'
 LONG = '--pipeline-schedule zb-v --seq-length 16 --pipeline-slices {}'.format
 
 UNTIED = '--untie-embeddings-and-output-weights'
@@ -782,6 +784,17 @@ LINES = {
         line('--pipeline-shedule zb-v'),
         '--pipeline-shedule is not known: did you mean --pipeline-schedule?',
         line('--pipeline-schedule zb-v'),
+    ),
+    'a script that does not know our flags': row(
+        line(f'torchrun {STOCK} --pipeline-schedule zb-v'),
+        'does not know --pipeline-schedule: write -m megatron_zbpp.launch before it',
+        line(f'torchrun -m megatron_zbpp.launch {STOCK} --pipeline-schedule zb-v'),
+        line(f'torchrun {PATCHED} --pipeline-schedule zb-v'),
+    ),
+    "the launcher's option behind the script": row(
+        line(f'torchrun -m megatron_zbpp.launch {STOCK} --cpu --pipeline-schedule zb-v'),
+        'is no flag of',
+        line(f'torchrun -m megatron_zbpp.launch --cpu {STOCK} --pipeline-schedule zb-v'),
     ),
     'a bench of flags alone': row(
         benched(SIZES),

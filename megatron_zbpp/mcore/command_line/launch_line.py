@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from megatron_zbpp.emulation.flags import cpu_flags
@@ -98,7 +99,8 @@ def read(words: Sequence[str], gpus: int | None = None) -> LaunchLine:
     Raises:
         ValueError: words that make no sense.
     """
-    launcher, _, flags = divided(words)
+    launcher, script, flags = divided(words)
+    _require_launcher(launcher, script, flags)
     lacks = _lacks()
     parser = _own_parser() if lacks else _megatrons_parser()
     on_cpu = '--cpu' in launcher
@@ -109,6 +111,29 @@ def read(words: Sequence[str], gpus: int | None = None) -> LaunchLine:
         () if lacks else tuple(_hinted(word, parser._option_string_actions) for word in unknown)
     )
     return LaunchLine(args, hinted, lacks, world_size, on_cpu, tuple(flags))
+
+
+def _require_launcher(launcher: list[str], script: str | None, flags: list[str]) -> None:
+    """Return if the script will know our flags, as far as can be seen here.
+
+    Raises:
+        ValueError: it will not, or an option of the launcher stands behind it.
+    """
+    if script is None:
+        return
+    if '--cpu' in flags and 'megatron_zbpp.launch' in launcher:
+        raise ValueError(
+            f'launch line: --cpu is no flag of {script}: write it before, behind '
+            'megatron_zbpp.launch'
+        )
+    path, asked = Path(script), any(word.startswith('--pipeline-schedule') for word in flags)
+    if not asked or 'megatron_zbpp.launch' in launcher or not path.is_file():
+        return
+    if 'megatron_zbpp' not in path.read_text(encoding='utf-8', errors='replace'):
+        raise ValueError(
+            f'launch line: {script} does not know --pipeline-schedule: write -m '
+            f'megatron_zbpp.launch before it, or patch it (patches/apply.py)'
+        )
 
 
 def require_spelt(unknown: Sequence[str]) -> None:

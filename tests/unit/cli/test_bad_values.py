@@ -1,0 +1,212 @@
+"""Whatever is given to an option of `zbpp`: a result, or one line that names the option and a cure.
+
+Each option of each command is found in the parser, so a new one is tested without a word here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_zbpp import build, layout_for
+from megatron_zbpp.cli import main
+from megatron_zbpp.cli.parser import _COMMANDS, _parser
+
+SHAPE = '--pp 2 --microbatches 4'
+# a line of each command to which an option is added; `doctor` and `bench` take Megatron and a job
+LINES = {
+    'list': 'list',
+    'show': f'show --schedule zb-v {SHAPE}',
+    'simulate': f'simulate --schedule zb-v {SHAPE}',
+    'check': 'check plan.json',
+    'compare': f'compare --schedules zb-v,1f1b {SHAPE}',
+    'plan': f'plan {SHAPE} --seconds 0.02',
+    'partition': f'partition layers.json {SHAPE} --seconds 0.02',
+    'profile': 'profile --model gpt --num-layers 4 --hidden 64 --heads 2 --vocab 128 --seq 32 '
+    '--tflops 1',
+    'bubbles': f'bubbles --schedule 1f1b {SHAPE}',
+    'freeze': f'freeze --schedule zb-h1 {SHAPE}',
+    'convert': f'convert --schedule zb-v {SHAPE} -o out.json',
+}
+# no number, count, share, amount of memory, name or file is any of these
+WRONG = ('', ' ', 'x', '-1', 'nan', 'inf', '-inf', '1e308', '1e400', '٣', '1,,2', 'x=1', '1=')
+WRONG += ('0x10', '1GiBi', 'no/such.json', 'folder', 'empty.json', 'other.json', 'a\x1b[2J')
+# what some options may be, and others not
+ODD = ('0', '1', '0.5', '2', '7', '9' * 30, '1,2', '1GiB', 'auto', 'all', 'half', 'balanced:2')
+ODD += (
+    'balanced:0',
+    'auto:0',
+    'plan.json',
+    'layers.json',
+    'times.json',
+    'zb-v',
+    'loop,v',
+    'FB=0.5',
+)
+WRITTEN = ('output', 'csv', 'write_devices', 'cache')  # files that need not be there
+SLOW = {('plan', text) for text in ('7', '1,2', '9' * 30)}  # seconds of search
+TEXTS = {'pattern', 'stages'}  # with a language of their own
+
+
+def options() -> list[tuple[str, argparse.Action]]:
+    """Each option with a value, and its command."""
+    (commands,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return [
+        (name, action)
+        for name, parser in commands.choices.items()
+        if name in LINES
+        for action in parser._actions
+        if action.option_strings and action.nargs != 0 and action.help is not argparse.SUPPRESS
+    ]
+
+
+OPTIONS = options()
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    """Has files of each kind."""
+    folder, before = tmp_path_factory.mktemp('files'), Path.cwd()
+    os.chdir(folder)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.setenv('XDG_CACHE_HOME', str(folder))
+        Path('folder').mkdir()
+        Path('empty.json').touch()
+        Path('other.json').write_text('{"a": [1]}')
+        Path('times.json').write_text('{"F": [1, 1], "B": [1, 1], "W": [1, 1]}')
+        assert main([*LINES['profile'].split(), '-o', 'layers.json']) == 0
+        assert main('convert --schedule zb-v --pp 2 --microbatches 4 -o plan.json'.split()) == 0
+        yield folder
+        os.chdir(before)
+
+
+def said(words: list[str]) -> tuple[int, str, str]:
+    """The exit code, what was printed, and the errors; notes and progress left out."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+    ):
+        try:
+            code = main(words)
+        except SystemExit as end:  # argparse
+            code = int(end.code or 0)
+    lines = [line for line in errors.getvalue().splitlines() if ': note: ' not in line]
+    return code, out.getvalue(), '\n'.join(lines)
+
+
+def refused_or_done(words: list[str]) -> int:
+    code, out, errors = said(words)
+    assert code in (0, 2), (words, code, errors)
+    if code == 0:
+        assert out, words
+    else:
+        assert errors.count('\n') == 0 and errors.startswith('zbpp'), (words, errors)
+        assert ':' in errors and errors.isprintable(), (words, errors)
+    return code
+
+
+def line(name: str, action: argparse.Action, text: str) -> list[str]:
+    words, flag = LINES[name].split(), action.option_strings[-1]
+    if flag in words:
+        at = words.index(flag)
+        words[at : at + 2] = []
+    if action.dest == 'file':
+        words = [name]
+    return [*words, f'{flag}={text}' if flag.startswith('--') else f'{flag}{text}']
+
+
+DRAWN = [each for each in OPTIONS for _ in range(1 if each[0] == 'plan' else 3)]
+# the same draws each time: --hypothesis-seed and more examples are for hands
+FEW = settings(
+    max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+
+
+@FEW
+@given(st.sampled_from(DRAWN), st.sampled_from(WRONG + ODD) | st.text(max_size=6))
+def test_any_value(folder, option, text):
+    name, action = option
+    clobbers = action.dest in WRITTEN and text.endswith('.json')
+    if action.dest != 'seconds' and not clobbers and (name, text) not in SLOW:
+        refused_or_done(line(name, action, text))
+
+
+@FEW
+@given(st.sampled_from(DRAWN), st.sampled_from(WRONG))
+def test_what_makes_no_sense_is_refused(folder, option, text):
+    """Not taken in silence."""
+    name, action = option
+    if action.dest not in (*WRITTEN, *TEXTS):
+        assert refused_or_done(line(name, action, text)) == 2, (name, action.dest, text)
+
+
+def test_all_commands_are_walked():
+    assert set(LINES) | {'doctor', 'bench'} == {name for name, *_ in _COMMANDS}
+    assert len(OPTIONS) > 100
+    for words in LINES.values():
+        assert all(action is not None for action in words.split())
+
+
+@pytest.mark.parametrize(
+    ('words', 'told'),
+    [
+        ('show --file layers.json', 'it is a file of layers, for zbpp partition'),
+        ('check times.json', 'it is a file of costs, for --times'),
+        (f'partition plan.json {SHAPE}', 'it is a schedule, for --file'),
+        ('partition layers.json --devices layers.json --microbatches 4', 'it is a file of layers'),
+        (
+            f'partition layers.json {SHAPE} --memory-limit 7 --seconds 0.1',
+            'takes 1.495e+05 or more',
+        ),
+        (f'partition zero.json {SHAPE} --seconds 0.1', 'no layer takes time'),
+        (f'show --schedule= {SHAPE}', "unknown schedule ''"),
+        (f'plan {SHAPE} --seconds 1e9', 'give at most 604800 seconds, a week'),
+        (f'compare --schedules 1f1b {SHAPE} --output=', 'give the path of a file'),
+        ('profile --model gpt --num-layers 100000', 'give at most 10000 layers'),
+        (f'show --schedule zb-v {SHAPE} --times ٣,1,1', 'give a number from 0 up'),
+    ],
+)
+def test_kinds_of_errors(folder, words, told):
+    """Each of these was silence, a hang, a traceback or a riddle once."""
+    layers = json.loads(Path('layers.json').read_text())
+    for layer in layers['layers']:
+        layer |= dict.fromkeys('FBW', 0)
+    Path('zero.json').write_text(json.dumps(layers))
+    code, _, errors = said(words.split())
+    assert code == 2 and told in errors and errors.count('\n') == 0, errors
+
+
+def test_layers_that_megatron_has_no_letter_for(folder, capsys):
+    text = Path('layers.json').read_text().replace('"kind": "t"', '"kind": "q"')
+    Path('q.json').write_text(text)
+    assert main(f'partition q.json {SHAPE} --seconds 0.1'.split()) == 0
+    assert 'note: kinds q: layouts of Megatron know E, t, m and L' in capsys.readouterr().err
+
+
+def test_sizes_in_python():
+    for call in (
+        lambda: build('zb-v', 4.0, 8),
+        lambda: build('zb-v', 4, '8'),
+        lambda: layout_for('zb-v', '4', 8),
+        lambda: layout_for('zb-v', 4, None),
+    ):
+        with pytest.raises(ValueError, match=r'num_\w+ is .*: give a whole number, such as 4'):
+            call()
+
+
+def test_a_package_that_is_not_here_is_named_with_its_cure(monkeypatch, capsys):
+    missing = ModuleNotFoundError("No module named 'torch'", name='torch')
+    absent = mock.Mock(side_effect=missing)
+    monkeypatch.setattr('megatron_zbpp.cli.commands.inputs.load_case', absent)
+    assert main(f'show --schedule zb-v {SHAPE}'.split()) == 2
+    cure = 'pip install torch, or run zbpp where the job runs'
+    assert capsys.readouterr().err == f"zbpp: No module named 'torch': {cure}\n"
