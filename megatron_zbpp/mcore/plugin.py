@@ -246,4 +246,7 @@ def _of_vocabulary(session: Session) -> Iterator[Patch]:
     if session.programs.shards_vocabulary:
         from megatron_zbpp.mcore.patches import vocabulary
 
-        yield from vocabulary.patches(session.programs.num_chunks, session.collective)
+        programs = session.programs
+        yield from vocabulary.patches(
+            programs.num_chunks, session.collective, programs.shards_embedding
+        )

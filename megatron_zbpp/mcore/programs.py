@@ -21,7 +21,7 @@ from megatron_zbpp.schedules import build, checked_chunks, find
 from megatron_zbpp.techniques import find as find_technique
 from megatron_zbpp.techniques import placed_in_turn
 from megatron_zbpp.techniques.amounts import ALL
-from megatron_zbpp.techniques.composition import VOCABULARY, techniques_of
+from megatron_zbpp.techniques.composition import BOTH, EMBEDDING, VOCABULARY, techniques_of
 from megatron_zbpp.techniques.slices.sizes import Slices, ToFind, cuts_of, number_of, sizes_of
 
 _SOME = 2  # slices, where it does not matter how many
@@ -62,6 +62,7 @@ class Programs:
         cache: programs by their sizes.
         together: whether pairs of F and BW are to run as one.
         shards_vocabulary: whether the output layer is on all ranks.
+        shards_embedding: whether the word embedding is, too.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -84,6 +85,7 @@ class Programs:
         self._slices = settings.sliced
         self._amounts, self._freeze = settings.amounts, settings.freeze_plan
         self.shards_vocabulary = settings.vocab_parallel is not None
+        self.shards_embedding = settings.vocab_parallel == BOTH
         self._receives = settings.message_receives
         self._early = settings.post_validation is not None
         self._measured: Costs | None = None
@@ -101,6 +103,7 @@ class Programs:
         more += f', receives {self._receives}' if self._receives != LATE else ''
         more += f', clipping {self._settings.clip}' if self._settings.clip else ''
         more += ', output layer on all ranks' if self.shards_vocabulary else ''
+        more += ' with the embedding' if self.shards_embedding else ''
         if self._freeze is not None:
             more += f', freezing {agreement.digest(self._freeze.to_json())}'
         if isinstance(self.source, Schedule):
@@ -181,6 +184,10 @@ class Programs:
             from megatron_zbpp.techniques.vocabulary.place import with_shards
 
             schedule = with_shards(schedule)
+        if self.shards_embedding and EMBEDDING not in techniques_of(schedule):
+            from megatron_zbpp.techniques.vocabulary.embedding import with_embedding
+
+            schedule = with_embedding(schedule)
         for technique in placed_in_turn(map(find_technique, self._amounts)):
             if technique.moves and not copies:
                 continue

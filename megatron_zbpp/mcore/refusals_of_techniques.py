@@ -14,7 +14,7 @@ from megatron_zbpp.mcore.refusal import (
     scales_late,
     set_in,
 )
-from megatron_zbpp.techniques.composition import CLASHES, SLICED, VOCABULARY
+from megatron_zbpp.techniques.composition import BOTH, CLASHES, EMBEDDING, SLICED, VOCABULARY
 from megatron_zbpp.techniques.composition import OVERLAP as COMBINED
 
 OVERLAP = 'overlap_moe_expert_parallel_comm'
@@ -108,7 +108,7 @@ def with_techniques(settings: Any, techniques: Collection[str]) -> Iterator[Refu
     if SLICED in techniques:
         yield from _with_slices(settings)
     if VOCABULARY in techniques:
-        yield from _with_shards(settings)
+        yield from _with_shards(settings, EMBEDDING in techniques)
     if 'recompute' in techniques:
         yield from _with_recomputation(settings)
     if 'updating' in techniques:
@@ -194,16 +194,22 @@ def _sliced_attention(settings: Any) -> Iterator[Refusal]:
         yield Refusal('masked_softmax_fusion', True, reason, 'give --no-masked-softmax-fusion')
 
 
-def _with_shards(settings: Any) -> Iterator[Refusal]:
-    """Yield what does not go with the output layer on all ranks."""
+def _with_shards(settings: Any, of_both: bool) -> Iterator[Refusal]:
+    """Yield what does not go with the output layer on all ranks.
+
+    Args:
+        settings: Megatron's arguments, or the config of a model.
+        of_both: whether the embedding is on all ranks, too.
+    """
     yield from set_in(WITH_SHARDS, settings, _UNDIVIDED)
     fusion = getattr(settings, FUSED_LOSS, None)
     if getattr(settings, 'cross_entropy_loss_fusion', False) and fusion not in (None, 'native'):
         cure = f'give --cross-entropy-fusion-impl native, {_UNDIVIDED}'
         yield Refusal(FUSED_LOSS, fusion, 'its kernel takes the logits of all words', cure)
-    if not getattr(settings, UNTIED, True):
+    if not of_both and not getattr(settings, UNTIED, True):
         reason = 'the output layer is the embedding, which is on the first stage alone'
-        yield Refusal(UNTIED, False, reason, f'give --{UNTIED.replace("_", "-")}, {_UNDIVIDED}')
+        cure = f'give --pipeline-vocab-parallel {BOTH}, or --{UNTIED.replace("_", "-")}'
+        yield Refusal(UNTIED, False, reason, f'{cure}, {_UNDIVIDED}')
     if graphs := captured(settings):
         reason = 'a captured last stage hands on no hidden states'
         yield Refusal('cuda_graph_impl', graphs, reason, 'give --cuda-graph-impl none')

@@ -17,6 +17,10 @@ from megatron_zbpp.schedules import Family, checked_chunks, find, require_no_lim
 from megatron_zbpp.techniques import ASKED
 from megatron_zbpp.techniques import find as find_technique
 from megatron_zbpp.techniques.composition import (
+    BOTH,
+    EMBEDDING,
+    OUTPUT,
+    SHARED_LAYERS,
     VOCABULARY,
     require_family_trained,
     require_trained,
@@ -29,7 +33,6 @@ if TYPE_CHECKING:
     from megatron_zbpp.techniques.amounts import Amount
 
 AUTO = 'auto'
-OUTPUT = 'output'
 _CLEAN_STEPS = 10
 _PRIORITIES = 'high', 'group'
 STAGE = 'stage'
@@ -113,11 +116,12 @@ class Settings:
     auto:TOKENS of as many."""
     vocab_parallel: str | None = option(
         None,
-        f'--pipeline-vocab-parallel {OUTPUT}',
+        f'--pipeline-vocab-parallel {"|".join(SHARED_LAYERS)}',
         page='[large vocabularies](large-vocabulary.md)',
     )
-    """Layer that all pipeline ranks share: output, the last one. Each rank has the rows of its
-    words, their logits and gradients. Losses are those of the whole layer but for rounding."""
+    """Layers that all pipeline ranks share: output, the last one, and input, the word embedding,
+    with which tied ones train, too. Each rank has the rows of its words, their logits and
+    gradients. Losses are those of the whole layer but for rounding."""
     same_start: bool | str = option(
         True,
         flag_default=False,
@@ -370,11 +374,13 @@ class Settings:
                     f'{source.name} has two barriers a microbatch: the output layer on all ranks '
                     'trains with one: make the schedule by zbpp plan --vocab-parallel'
                 )
-            object.__setattr__(self, 'vocab_parallel', OUTPUT)
+            found = BOTH if EMBEDDING in techniques_of(source) else self.vocab_parallel or OUTPUT
+            object.__setattr__(self, 'vocab_parallel', found)
         if self.vocab_parallel is None:
             return
-        if self.vocab_parallel != OUTPUT:
-            raise ValueError(f'vocab_parallel is {self.vocab_parallel!r}: give {OUTPUT!r}, or None')
+        if self.vocab_parallel not in SHARED_LAYERS:
+            known = ', '.join(map(repr, SHARED_LAYERS))
+            raise ValueError(f'vocab_parallel is {self.vocab_parallel!r}: give {known}, or None')
         others = {
             'schedule': source == AUTO,
             'freeze': self.freeze is not None,
@@ -388,6 +394,15 @@ class Settings:
                     f'{name} is {shown!r}: it does not train with the output layer on all ranks '
                     'yet: leave it out, or vocab_parallel'
                 )
+        if isinstance(source, Schedule):
+            sliced = source.graph.num_slices > 1
+        else:
+            sliced = find(source).default_slices > 1
+        if self.vocab_parallel == BOTH and (sliced or self.slices is not None):
+            raise ValueError(
+                f'vocab_parallel is {BOTH!r}: it does not train in slices yet: give {OUTPUT!r}, or '
+                'a schedule of whole sequences without slices'
+            )
 
     def _require_amounts(self) -> None:
         """Raise ValueError unless what is asked for of techniques makes sense."""

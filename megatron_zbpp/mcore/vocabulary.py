@@ -1,8 +1,9 @@
-"""A shard of the output layer: rows of its weight, and what Algorithm 2 makes of them.
+"""Shards of the output layer and of the embedding: rows, and what is made of them.
 
-(Vocabulary Parallelism, arXiv 2411.05288.) With Y = X W^T of the rows of this rank, a token has its
-largest logit m, the sum s of exp(Y - m), and the logit t of its target, 0 where that is in another
-shard. Of all shards M = max m, sum S = sum s exp(m - M), loss = log S + M - sum t; and the softmax
+(Vocabulary Parallelism, arXiv 2411.05288, of which Algorithm 2.) With Y = X W^T of the rows of
+this rank, a token has its largest logit m, the sum s of exp(Y - m), and the logit t of its target,
+0 where that is in another shard. Of all shards M = max m, sum S = sum s exp(m - M),
+loss = log S + M - sum t; and the softmax
 over all words is that over the shard times alpha = s exp(m - M) / S.
 """
 
@@ -13,7 +14,23 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    VocabParallelEmbedding,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+
+_EMBEDDING = 'embedding.word_embeddings.weight'
+# as Megatron marks the weights of both layers
+_MARKS = {
+    'tensor_model_parallel': True,
+    'partition_dim': 0,
+    'partition_stride': 1,
+    'allreduce': True,
+    'is_embedding_or_output_parameter': True,
+}
 
 
 class Taken(NamedTuple):
@@ -65,10 +82,13 @@ class OutputShard(ColumnParallelLinear):
 
     Args:
         model: whose output layer it is.
-        rows: of its weight.
+        rows: of its weight; None: those of a tied embedding.
+        tied: the shard of that.
     """
 
-    def __init__(self, model: Any, rows: torch.Tensor) -> None:
+    def __init__(
+        self, model: Any, rows: torch.Tensor | None, tied: InputShard | None = None
+    ) -> None:
         super().__init__(
             model.config.hidden_size,
             model.vocab_size,
@@ -78,20 +98,25 @@ class OutputShard(ColumnParallelLinear):
             skip_weight_param_allocation=True,
             tp_group=model.pg_collection.mp,
         )
-        self.weight = torch.nn.Parameter(rows)
-        # as Megatron marks an output layer's
-        marks = {
-            'tensor_model_parallel': True,
-            'partition_dim': 0,
-            'partition_stride': 1,
-            'allreduce': True,
-            'is_embedding_or_output_parameter': True,
-        }
-        for name, value in marks.items():
-            setattr(self.weight, name, value)
+        self.weight = None if rows is None else _parameter(rows)
+        self._tied = () if tied is None else (tied,)  # no module of this one
+        if self._tied:  # what checkpoints have of it is in the embedding
+            self._register_load_state_dict_pre_hook(_without_weight)
         self.tp, self.place = model.pg_collection.tp, model.pg_collection.mp.rank()
         self.listening = False
         self.taken: Taken | None = None
+
+    @property
+    def is_tied(self) -> bool:
+        """True if the embedding has the same rows."""
+        return bool(self._tied)
+
+    @property
+    def rows(self) -> torch.nn.Parameter:
+        """The weight of its words."""
+        found = self._tied[0].weight if self._tied else self.weight
+        assert found is not None, 'of a tied embedding, else its own'
+        return found
 
     def forward(
         self,
@@ -122,7 +147,7 @@ class OutputShard(ColumnParallelLinear):
 
     def _logits(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[Logits, Part]:
         with torch.no_grad():
-            softmax = (hidden @ self.weight.t()).float()
+            softmax = (hidden @ self.rows.t()).float()
             words = softmax.size(1)
             targets = targets - words * self.place
             here = (targets >= 0) & (targets < words)
@@ -131,18 +156,127 @@ class OutputShard(ColumnParallelLinear):
             most = softmax.max(1).values
             sums = softmax.sub_(most[:, None]).exp_().sum(1)
             softmax.div_(sums[:, None])
-            away = softmax.to(self.weight.dtype) @ self.weight
-            there = self.weight[targets] * here[:, None]
+            away = softmax.to(self.rows.dtype) @ self.rows
+            there = self.rows[targets] * here[:, None]
             own = torch.stack([most, sums, found])
             return Logits(hidden, softmax, targets, here, own), Part(away, there)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return what checkpoints hold of it; words may be padded otherwise in others."""
+        if self._tied:
+            return self._sharded_copy(*args, **kwargs)
         found = super().sharded_state_dict(*args, **kwargs)
         for key, tensor in found.items():
             if key.endswith('weight'):
                 tensor.allow_shape_mismatch = True
         return found
+
+    def _sharded_copy(
+        self, prefix: str = '', sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return the rows of a tied embedding as those of a further copy, as Megatron has it."""
+        groups = metadata['dp_cp_group']
+        copy = make_tp_sharded_tensor_for_checkpoint(
+            tensor=self.rows.detach(),
+            key=prefix.removesuffix('output_layer.') + _EMBEDDING,
+            replica_id=(1, 0, groups.rank()),
+            allow_shape_mismatch=True,
+            prepend_offsets=sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=groups,
+        )
+        return {f'{prefix}weight': copy}
+
+
+def _without_weight(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    state_dict.pop(f'{prefix}weight', None)
+
+
+def _parameter(rows: torch.Tensor) -> torch.nn.Parameter:
+    made = torch.nn.Parameter(rows)
+    for name, value in _MARKS.items():
+        setattr(made, name, value)
+    return made
+
+
+class InputShard(VocabParallelEmbedding):
+    """The rows of the word embedding that this rank has; on the first stage, what all have found.
+
+    Args:
+        groups: of the model's ranks.
+        rows: of the embedding's weight; None: another chunk of this rank has them.
+        whole: the embedding as Megatron made it, on the first stage.
+
+    Attributes:
+        given: in a forward of the first stage, the sum of the rows that the shards of the pipeline
+            have of its tokens, (micro batch, sequence, hidden size).
+    """
+
+    def __init__(
+        self, groups: Any, rows: torch.Tensor | None, whole: VocabParallelEmbedding | None
+    ) -> None:
+        torch.nn.Module.__init__(self)  # Megatron's draws rows
+        self.weight = None if rows is None else _parameter(rows)  # pyright: ignore[reportAttributeAccessIssue]
+        self.tp_group, self.tp, self.place = groups.mp, groups.tp, groups.mp.rank()
+        self.reduce_scatter_embeddings = whole is not None and whole.reduce_scatter_embeddings
+        self.given: torch.Tensor | None = None
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the tokens, which the shards have been asked for before.
+
+        Raises:
+            NotImplementedError: a model is called, and not by a schedule.
+        """
+        if self.given is None:
+            raise NotImplementedError(
+                'the embedding is on all pipeline ranks, and the model was called by itself: '
+                'run it by a schedule, or leave out --pipeline-vocab-parallel'
+            )
+        if self.reduce_scatter_embeddings:
+            rows = self.given.transpose(0, 1).contiguous()
+            return reduce_scatter_to_sequence_parallel_region(rows, group=self.tp)
+        return reduce_from_tensor_model_parallel_region(self.given, group=self.tp)
+
+    def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the tokens, zeros where another shard has them."""
+        places, here = self._places(tokens)
+        return torch.nn.functional.embedding(places, self.weight) * here[..., None]
+
+    def scatter(self, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add the gradient of what was looked up to that of the rows; hooks of DDP see it."""
+        places, here = self._places(tokens)
+        with torch.enable_grad():
+            rows = torch.nn.functional.embedding(places, self.weight)
+        rows.backward(gradient * here[..., None])
+
+    def summed(
+        self, found: torch.Tensor | None, tokens: torch.Tensor, gradient: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the sum `found` (None: none) of gradients and of one more, in fp32."""
+        places, here = self._places(tokens)
+        if found is None:
+            found = torch.zeros_like(self.weight, dtype=torch.float32)
+        rows = (gradient * here[..., None]).flatten(0, 1).to(found.dtype)
+        return found.index_add_(0, places.flatten(), rows)
+
+    @torch.no_grad()
+    def add(self, gradient: torch.Tensor) -> None:
+        """Add to the gradient that T has left; no hook sees it."""
+        left = getattr(self.weight, 'main_grad', None)
+        left = self.weight.grad if left is None else left
+        assert left is not None, 'T comes before'
+        left.add_(gradient)
+
+    def _places(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the places of tokens among the rows, and whether they are there."""
+        words = self.weight.size(0)
+        places = tokens - words * self.place
+        here = (places >= 0) & (places < words)
+        return places.clamp(0, words - 1), here
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what checkpoints hold of it."""
+        return {} if self.weight is None else super().sharded_state_dict(*args, **kwargs)
 
 
 def combined(statistics: Sequence[torch.Tensor]) -> torch.Tensor:

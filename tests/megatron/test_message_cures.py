@@ -389,6 +389,7 @@ LONG = '--pipeline-schedule zb-v --seq-length 16 --pipeline-slices {}'.format
 
 UNTIED = '--untie-embeddings-and-output-weights'
 OUTPUT = f'--pipeline-schedule {{}} --pipeline-vocab-parallel output {UNTIED}'.format
+EMBEDDING = f'--pipeline-schedule {{}} --pipeline-vocab-parallel input+output {UNTIED}'.format
 
 FLAGS = {
     'another layer': row(
@@ -396,6 +397,15 @@ FLAGS = {
         "--pipeline-vocab-parallel is 'input': give 'output'",
         flags(OUTPUT('zb-v')),
     ),
+    **{
+        f'the embedding on all ranks and {asked}': row(
+            flags(f'{EMBEDDING(schedule)} --seq-length 16 {asked}'),
+            "is 'input+output': it does not train in slices yet: give 'output', or",
+            flags(EMBEDDING('zb-v')),
+            flags(f'{OUTPUT(schedule)} --seq-length 16 {asked}'),
+        )
+        for schedule, asked in (('zb-v', '--pipeline-slices 4'), ('seq1f1b', ''))
+    },
     **{
         f'the output layer on all ranks and {asked}': row(
             flags(f'{OUTPUT(schedule)} --seq-length 16 {asked}'),
@@ -1294,6 +1304,7 @@ RECOMPUTED = {'techniques': {'recompute'}}
 VERSIONS = {'techniques': {'updating'}}
 NO_W = {'splits': False}
 SHARDED = {'techniques': {'split_vocabulary'}, 'splits': False}
+BOTH_SHARDED = {'techniques': {'split_vocabulary', 'split_embedding'}, 'splits': False}
 FUSED = {'cross_entropy_loss_fusion': True}
 SLICED = {'techniques': {'sliced'}, 'joins': True, 'splits': False}
 DELAYED = {'fp8': 'hybrid', 'fp8_recipe': 'delayed'}
@@ -1456,8 +1467,10 @@ REFUSALS = {
     ),
     'a tied output layer': row(
         refusal(SHARDED, untie_embeddings_and_output_weights=False),
-        'give --untie-embeddings-and-output-weights, or leave out --pipeline-vocab-parallel',
+        'give --pipeline-vocab-parallel input+output, or --untie-embeddings-and-output-weights, or '
+        'leave out --pipeline-vocab-parallel',
         refusal(SHARDED, untie_embeddings_and_output_weights=True),
+        refusal(BOTH_SHARDED, untie_embeddings_and_output_weights=False),
     ),
     'the output layer on all ranks and graphs': row(
         refusal(SHARDED, cuda_graph_impl='local'),
@@ -1862,6 +1875,8 @@ ELSEWHERE = {
         (
             'mcore/iteration/vocabulary.py VocabularyStage._step.checked',
             'mcore/iteration/vocabulary.py VocabularyStage.report',
+            'mcore/iteration/embedding.py EmbeddingStage._tokens',
+            'mcore/vocabulary.py InputShard.forward',
             'mcore/patches/vocabulary.py divide',
         ),
         'test_vocabulary_training.py::test_refused_at_the_first_call',
@@ -1881,6 +1896,7 @@ ELSEWHERE = {
 UNTRIED = {
     '__init__.py __getattr__': "Python's own words for a name that a module lacks",
     'mcore/command_line/arguments.py _preparing.parse_known_args': 'ends what has been told',
+    'mcore/iteration/embedding.py EmbeddingStage._tokens.stop': 'ends a call of the program',
     'mcore/iteration/completeness.py _looking': 'a layer that nobody knows yet: it is reported',
     'mcore/iteration/preparation.py refuse_unsupported: adjust_tensor': 'the cure is a program '
     'without the plugin',

@@ -16,11 +16,12 @@ from supported import TOLERANCE, absent, supports
 from test_launch import NO_CLIPPING, PIPELINE
 from test_sliced_models import UNTIED, close
 
-LAYER = 'output_layer'
+OUTPUT, BOTH = 'output', 'input+output'
+WEIGHTS = ('output_layer', 'weight'), ('embedding', 'word_embeddings.weight')
 few = functools.partial(Job, te=False, iterations=2, microbatches=4, evaluation=True)
 
 
-def train_in_shards(job, argv, slices=None, **techniques):
+def train_in_shards(layers, slices, job, argv, **techniques):
     """`train`; whole layers are drawn, and then divided."""
     import pretrain_gpt as script
     import report
@@ -31,31 +32,37 @@ def train_in_shards(job, argv, slices=None, **techniques):
     seed = script.parse_args(argv).seed
     draw, divide, by_layer = script.draw_weights, vocabulary.divide, report.by_layer
 
-    def divide_drawn(model):
-        draw([model], seed)
-        divide(model)
+    def divide_drawn(model, both=False, first=None):
+        draw([model] if first in (None, model) else [model, first], seed)
+        divide(model, both, first)
 
     def draw_others(chunks, seed):
         with mock.patch.object(report, 'by_layer', others):
             draw(chunks, seed)
 
     def others(chunks):
-        return (each for each in by_layer(chunks) if each[0] != LAYER)
+        return (each for each in by_layer(chunks) if each[:2] not in divided(layers))
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(vocabulary, 'divide', divide_drawn))
         stack.enter_context(mock.patch.object(script, 'draw_weights', draw_others))
-        more = {'vocab_parallel': 'output', 'slices': slices, **techniques}
+        more = {'vocab_parallel': layers, 'slices': slices, **techniques}
         enable = functools.partial(megatron_zbpp.enable, **more)
         stack.enter_context(mock.patch.object(megatron_zbpp, 'enable', enable))
         return train(job, argv)
 
 
-def of_ranks(trained):
+def divided(layers):
+    """The weights that are on all ranks."""
+    return WEIGHTS if layers == BOTH else WEIGHTS[:1]
+
+
+def of_ranks(trained, layers=OUTPUT):
     """The same, where each shard is its rank's own."""
 
     def named(rank, found):
-        return {(*key, rank) if key[0] == LAYER else key: value for key, value in found.items()}
+        own = divided(layers)
+        return {(*key, rank) if key[:2] in own else key: v for key, v in found.items()}
 
     return [
         replace(each, parameters=named(rank, each.parameters), states=named(rank, each.states))
@@ -65,30 +72,33 @@ def of_ranks(trained):
 
 def whole(trained, job):
     """What all ranks left, as of one; shards are put together to the layers of stock."""
-    states = {key: v for each in trained for key, v in each.states.items() if key[0] != LAYER}
-    rows = [v for each in trained for key, v in each.states.items() if key[0] == LAYER]
-    count = len(rows) // job.tp
-    for rank in range(job.tp):  # in the order of ranks they are those of the whole layer
-        means = [state['exp_avg'] for *_, state in rows[rank * count :][:count]]
-        states[LAYER, 'weight', rank, 0] = 0, None, {'exp_avg': torch.cat(means)}
+    states = {
+        key: v for each in trained for key, v in each.states.items() if key[:2] not in WEIGHTS
+    }
+    for weight in WEIGHTS:
+        rows = [v for each in trained for key, v in each.states.items() if key[:2] == weight]
+        count = len(rows) // job.tp
+        for rank in range(job.tp):  # in the order of ranks they are those of the whole layer
+            means = [state['exp_avg'] for *_, state in rows[rank * count :][:count]]
+            if means:
+                states[(*weight, rank, 0)] = 0, None, {'exp_avg': torch.cat(means)}
     return [replace(trained[-1], states=states)]
 
 
-def leave(ranks, data, job, schedule, slices=None, **techniques):
+def leave(ranks, data, job, schedule, slices=None, layers=OUTPUT, tied=False, **techniques):
     """What a training leaves on each rank."""
-    own = [*job.argv(schedule, False, data), *UNTIED]
-    if schedule == 'megatron':
-        return ranks(job.size).run(train, job, own)
-    return ranks(job.size).run(functools.partial(train_in_shards, **techniques), job, own, slices)
+    own = [*job.argv(schedule, False, data), *([] if tied else UNTIED)]
+    in_shards = functools.partial(train_in_shards, layers, slices, **techniques)
+    return ranks(job.size).run(train if schedule == 'megatron' else in_shards, job, own)
 
 
 @pytest.fixture(scope='module')
 def trained(ranks, data):
-    """`trained(job, schedule)`: what it leaves; trained once."""
+    """`trained(job, schedule, slices, layers, tied)`: what it leaves; trained once."""
     return functools.cache(functools.partial(leave, ranks, data))
 
 
-def compare(found, stock, job):
+def compare(found, stock, job, tied=False):
     """Losses, of an evaluation, too, norms (each shard counts once); of one replica, gradients."""
     relative = 1e-2 if job.bf16 else 1e-6
     for ours, theirs in zip(found, stock, strict=True):
@@ -96,7 +106,13 @@ def compare(found, stock, job):
         for loss, told in zip(ours.losses, theirs.losses, strict=True):
             assert loss == (told and pytest.approx(told, rel=relative))
     if job.dp == 1:
-        close(whole(found, job), whole(stock, job), relative)
+        (ours,), (theirs,) = whole(found, job), whole(stock, job)
+        if tied:  # theirs has a copy on the last stage
+            copies = [key for key in theirs.states if key[:2] == WEIGHTS[0]]
+            assert len(copies) == job.tp and copies[0] not in ours.states
+            for key in copies:
+                del theirs.states[key]
+        close([ours], [theirs], relative)
 
 
 HOSTS = ('1f1b', 'zb-v', 'zb-h1')
@@ -135,6 +151,30 @@ def test_activations_elsewhere(trained, technique, schedule, slices):
     assert_same(of_ranks(found), of_ranks(kept), job.iterations)
 
 
+@supports('the output layer and the embedding on all ranks: {layers} GPT', '{schedule}', TOLERANCE)
+@pytest.mark.parametrize(
+    ('layers', 'schedule'),
+    [
+        ('tied', 'zb-v'),
+        ('tied', '1f1b'),
+        ('untied', '1f1b'),
+        *(
+            pytest.param(layers, name, marks=pytest.mark.full)
+            for layers in ('untied', 'tied')
+            for name in ('zb-v', 'zb-h1', 'interleaved')
+            if (layers, name) != ('tied', 'zb-v')
+        ),
+    ],
+)
+def test_both_layers(trained, layers, schedule):
+    """Close to stock, and all schedules alike."""
+    job, tied = few(), layers == 'tied'
+    found = trained(job, schedule, None, BOTH, tied)
+    compare(found, trained(job, 'megatron', None, OUTPUT, tied), job, tied)
+    alike = trained(job, '1f1b', None, BOTH, tied)
+    assert_same(of_ranks(found, BOTH), of_ranks(alike, BOTH), job.iterations)
+
+
 JOBS = {
     'SwiGLU on 4 ranks': few('SwiGLU', pp=4, layers=1),
     'bf16, distributed optimizer': few(bf16=True, distributed=True, overlap=True, dp=2),
@@ -145,6 +185,26 @@ JOBS = {
 def test_tensor_parallelism(trained):
     job = few('loss by token', tp=2, shared=False)
     compare(trained(job, 'zb-h1'), trained(job, 'megatron'), job)
+
+
+@supports('the output layer and the embedding on all ranks: {case}', '1f1b', TOLERANCE)
+@pytest.mark.parametrize(
+    'case',
+    [
+        'tied, tensor parallelism, loss by token',
+        pytest.param('bf16, distributed optimizer', marks=pytest.mark.full),
+        pytest.param('learned positions', marks=pytest.mark.full),
+    ],
+)
+def test_both_layers_of(trained, case):
+    cases = {
+        'bf16, distributed optimizer': JOBS['bf16, distributed optimizer'],
+        'learned positions': few('loss by token', tp=2, shared=False, positions='learned_absolute'),
+    }
+    job = cases.get(case, few('loss by token', tp=2, shared=False))
+    tied = case.startswith('tied')
+    found = trained(job, '1f1b', None, BOTH, tied)
+    compare(found, trained(job, 'megatron', None, OUTPUT, tied), job, tied)
 
 
 @pytest.mark.full
@@ -160,25 +220,30 @@ def test_models(trained, model):
 @pytest.mark.te
 @pytest.mark.full
 @supports("the output layer on all ranks: {kind} of Transformer Engine's", 'zb-v', TOLERANCE)
-@grid(kind=('sequence parallel', 'MLA'))
+@pytest.mark.parametrize('kind', ['sequence parallel', 'MLA', 'sequence parallel, embedding tied'])
 def test_te_layers(te_ranks, data, kind):
-    kinds = {'sequence parallel': Job('SwiGLU', tp=2), 'MLA': Job('MLA')}
-    job = replace(kinds[kind], iterations=2, microbatches=4, evaluation=True)
-    found, stock = (leave(te_ranks, data, job, name) for name in ('zb-v', 'megatron'))
-    compare(found, stock, job)
+    job = Job('MLA') if kind == 'MLA' else Job('SwiGLU', tp=2)
+    job = replace(job, iterations=2, microbatches=4, evaluation=True)
+    tied = kind.endswith('tied')
+    layers = BOTH if tied else OUTPUT
+    found, stock = (
+        leave(te_ranks, data, job, name, None, layers, tied) for name in ('zb-v', 'megatron')
+    )
+    compare(found, stock, job, tied)
 
 
-OUTPUT = ['--pipeline-vocab-parallel', 'output']
+FLAG = '--pipeline-vocab-parallel'
 
 
 @pytest.fixture(scope='module')
 def stock(ranks, tmp_path_factory):
-    """`stock(*more)`: losses of Megatron's own 1F1B, its flags, and a folder of its checkpoints."""
+    """`stock(tied, *more)`: losses of Megatron's 1F1B, its flags, a folder of its checkpoints."""
 
     @functools.cache
-    def made(*more):
+    def made(tied=False, *more):
         folder = tmp_path_factory.mktemp('stock')
-        flags = [*PIPELINE, *NO_CLIPPING, *UNTIED, '--global-batch-size', 4, '--train-iters', 3]
+        flags = [*PIPELINE, *NO_CLIPPING, *([] if tied else UNTIED)]
+        flags += ['--global-batch-size', 4, '--train-iters', 3]
         flags += more
         return run(ranks(2), *flags, '--save', folder, '--save-interval', 1), flags, folder
 
@@ -209,23 +274,28 @@ def near(found, expected, iteration):
 
 
 @supports(
-    "NVIDIA's loop: the output layer on all ranks, from and to checkpoints of stock",
+    "NVIDIA's loop: {layers} on all ranks, from and to checkpoints of stock",
     outcome=TOLERANCE,
 )
 @needs_training
 @pytest.mark.parametrize(
-    ('schedule', 'more'),
+    ('layers', 'schedule', 'more'),
     [
-        ('zb-v', ()),
-        *(pytest.param(n, DECOUPLED, marks=pytest.mark.full) for n in ('1f1b', 'zb-h1')),
+        (OUTPUT, 'zb-v', ()),
+        *(pytest.param(OUTPUT, n, DECOUPLED, marks=pytest.mark.full) for n in ('1f1b', 'zb-h1')),
+        (f'{BOTH}, tied', 'zb-v', ()),
+        pytest.param(BOTH, 'zb-v', DECOUPLED, marks=pytest.mark.full),
+        pytest.param(f'{BOTH}, tied', '1f1b', DECOUPLED, marks=pytest.mark.full),
     ],
 )
-def test_nvidias_loop(ranks, stock, tmp_path, schedule, more):
+def test_nvidias_loop(ranks, stock, tmp_path, layers, schedule, more):
     """Begins from a checkpoint of Megatron's own 1F1B, which goes on from ours."""
     if more and not ranks(1).run(tells_rates)[0]:
         absent('until 0.18 Megatron cannot go on from its own checkpoint with decoupled rates')
-    expected, flags, folder = stock(*more)
-    ours = [*flags, '--pipeline-schedule', schedule, *OUTPUT, '--load', folder, '--ckpt-step', 1]
+    layers, _, tied = layers.partition(', ')
+    expected, flags, folder = stock(bool(tied), *more)
+    ours = [*flags, '--pipeline-schedule', schedule, FLAG, layers]
+    ours += ['--load', folder, '--ckpt-step', 1]
     found = run(ranks(2), *ours, '--save', tmp_path, '--save-interval', 1)
     near(found, expected, 1)
     near(run(ranks(2), *flags, '--load', tmp_path, '--ckpt-step', 2), expected, 2)
@@ -234,11 +304,11 @@ def test_nvidias_loop(ranks, stock, tmp_path, schedule, more):
 @pytest.mark.full
 @supports("NVIDIA's loop: the output layer on all ranks, from scratch", outcome=TOLERANCE)
 @needs_training
-@grid(schedule=('zb-v', '1f1b'))
-def test_from_scratch(ranks, stock, schedule):
-    """Weights begin as stock draws them."""
-    expected, flags, _ = stock()
-    near(run(ranks(2), *flags, '--pipeline-schedule', schedule, *OUTPUT), expected, 0)
+@grid(schedule=('zb-v', '1f1b'), layers=(OUTPUT, BOTH))
+def test_from_scratch(ranks, stock, schedule, layers):
+    """Weights begin as stock draws them; tied ones where the embedding is on all ranks."""
+    expected, flags, _ = stock(layers == BOTH)
+    near(run(ranks(2), *flags, '--pipeline-schedule', schedule, FLAG, layers), expected, 0)
 
 
 def first_call(argv):
@@ -252,7 +322,7 @@ def first_call(argv):
     from megatron.core.transformer import TransformerConfig
 
     from megatron_zbpp.ir import F, Pass
-    from megatron_zbpp.mcore.iteration import vocabulary
+    from megatron_zbpp.mcore.iteration import embedding, vocabulary
     from megatron_zbpp.mcore.iteration.arguments import Arguments
     from megatron_zbpp.mcore.iteration.stages import Call
     from megatron_zbpp.mcore.patches.vocabulary import divide
@@ -265,14 +335,14 @@ def first_call(argv):
         def compute_language_model_loss(self, labels, logits):
             return super().compute_language_model_loss(labels, logits)
 
-    def built(of=script.GPTModel, divided=True, ranks=1, **more):
+    def built(of=script.GPTModel, divided=True, ranks=1, both=False, **more):
         model = of(config, get_gpt_layer_local_spec(), vocab_size=24, max_sequence_length=4, **more)
         if ranks > 1:
             model.pg_collection = SimpleNamespace(mp=dist.group.WORLD, pp=dist.group.WORLD)
             model.pg_collection.mp = SimpleNamespace(size=lambda: ranks)
             model.pg_collection.pp = model.pg_collection.mp
         if divided:
-            divide(model)
+            divide(model, both, model if both else None)
         return model
 
     def told(function, *args, **kwargs):
@@ -300,6 +370,24 @@ def first_call(argv):
         actions[T](Pass(T, 1, 0), {'statistics': [(made['statistics'],)]})
         assert len(call.results) == 1 and call.num_tokens == 4
 
+    def read(input_ids):
+        """D, of a model that is called with these tokens."""
+        inner = SimpleNamespace(pre_process=True, forward=lambda input_ids: None)
+        module = torch.nn.Module()
+        vars(module).update(vars(inner))
+        stage = embedding.EmbeddingStage.__new__(embedding.EmbeddingStage)
+        stage.inner = stage.model = module
+        stage.data_iterator, stage._read = None, {}
+        given = {'data_iterator': None, 'seq_length': 4, 'micro_batch_size': 1}
+        given |= {'num_microbatches': 1, 'model': module}
+
+        def forward_step(data, model):
+            return model(input_ids)
+
+        arguments = Arguments(forward_step_func=forward_step, **given)
+        stage.call = Call(arguments, WeightGradStore(), 1, torch.device('cpu'))
+        assert stage.read(Pass('D', 0, 0)) is input_ids
+
     def step(loss, labels=tokens, change=lambda output: output):
         def forward_step(data, model):
             output = change(model(tokens, tokens, None, labels=labels))
@@ -317,6 +405,8 @@ def first_call(argv):
             'no linear loss': told(passes, step(lambda losses: losses.square().sum())),
             'no labels': told(passes, step(torch.sum, labels=None)),
             'a changed output': told(passes, step(torch.sum, change=lambda output: 2 * output)),
+            'no tokens': told(read, tokens) or told(read, None),
+            'the embedding by itself': told(model_alone, built(both=True)),
             'by itself': told(model_alone, built()) or str(told(model_alone, built(divided=False))),
             'other data': told(required, True, built()),
             'no shards': told(required, False, built(divided=False)),
@@ -338,7 +428,9 @@ SAID = {
     'no shards': 'build a GPTModel, once megatron_zbpp.enable() has been called',
     'words': 'a vocabulary of 24 words does not divide among 5 ranks: give '
     '--make-vocab-size-divisible-by 640',
-    'tied': 'give --untie-embeddings-and-output-weights',
+    'tied': 'give --pipeline-vocab-parallel input+output, or --untie-embeddings-and-output-weights',
+    'the embedding by itself': 'the embedding is on all pipeline ranks, and the model was called',
+    'no tokens': 'let forward_step call the model with input_ids of a whole microbatch',
     'a loss of its own': 'Own has a loss of its own (label smoothing, distillation)',
     'gathered': "a ColumnParallelLinear that does more than Megatron's (logits asked for",
 }

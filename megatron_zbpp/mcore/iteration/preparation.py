@@ -164,6 +164,10 @@ def _maker(
 
         return asynchronous.maker(session, next_iteration, lowered, models, rank)
     if programs.shards_vocabulary:
+        if programs.shards_embedding:
+            from megatron_zbpp.mcore.iteration import embedding
+
+            return embedding.EmbeddingStage
         return vocabulary.VocabularyStage
     as_one = programs.together and not arguments.forward_only
     return combined.CombinedStage if as_one else ModelStage

@@ -70,7 +70,7 @@ class Call:
         return schedules.check_first_val_step(given.first_val_step, given.forward_only, first)
 
 
-class _Read:
+class Read:
     """Gives what `source` gives, and remembers it.
 
     Attributes:
@@ -81,7 +81,7 @@ class _Read:
         self.items: list[Any] = []
         self._source = source
 
-    def __iter__(self) -> _Read:
+    def __iter__(self) -> Read:
         return self
 
     def __next__(self) -> Any:
@@ -141,7 +141,7 @@ class ModelStage:
             self.call.num_tokens += num_tokens
 
     def forward_unsaved(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
-        read = None if self.data_iterator is None else _Read(self.data_iterator)
+        read = None if self.data_iterator is None else Read(self.data_iterator)
         states = left_behind.random_states()
         with torch.no_grad():
             output, num_tokens = self._forward_step(p, received, read, self.call.results)

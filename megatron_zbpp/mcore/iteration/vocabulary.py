@@ -248,8 +248,14 @@ def of_executor(
     found = [exchanged(message, shared) for message in of_slices]
     messages = {name: tuple(each[name] for each in found) for name in found[0]}
     shapes = [message.shape or () for message in messages[GRADIENT]]
+    actions = Shards(own, [shape[:-1] for shape in shapes]).actions
+    if session.programs.shards_embedding:
+        from megatron_zbpp.mcore.iteration import embedding
+
+        actions |= embedding.Lookups(own).actions
+        messages |= embedding.exchanged(own[-1], shapes[0], of_slices[0].device)
     return {
-        'actions': Shards(own, [shape[:-1] for shape in shapes]).actions,
+        'actions': actions,
         'collectives': session.collectives(pipeline, messages),
     }
 
@@ -304,10 +310,12 @@ class Shards:
             self._losses.setdefault(p.microbatch, []).append(losses)
             if p.slice == len(self._rows) - 1:
                 self._loss.report(p.microbatch, torch.cat(self._losses.pop(p.microbatch), 1))
-        given, weight = self._call.arguments, shard_of(self._stage.model).weight
+        given, shard = self._call.arguments, shard_of(self._stage.model)
+        weight = shard.rows
         if given.forward_only or not weight.requires_grad:
             return {}
         last = (p.microbatch, p.slice) == (given.num_microbatches - 1, len(self._rows) - 1)
+        last = last and not shard.is_tied  # J comes behind it
         gradient = weight_gradient(made, whole, weights)
         with self._stage.grad_sync(last):  # hooks of DDP see it as any other gradient
             weight.view_as(weight).backward(gradient)

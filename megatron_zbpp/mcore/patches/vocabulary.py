@@ -1,6 +1,6 @@
-"""The output layer on all pipeline ranks: each has a shard in the last chunk that it builds.
+"""The output layer, and the embedding, on all pipeline ranks: shards in each rank's last chunk.
 
-The rank of the loss makes the layer as Megatron does, with the values that it draws, and gives each
+The rank that has a layer makes it as Megatron does, with the values that it draws, and gives each
 rank its rows before DDP takes notice of any parameter. In checkpoints it is one tensor as ever.
 """
 
@@ -16,9 +16,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.module import MegatronModule
 
+from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.patches.registry import Patch
-from megatron_zbpp.mcore.vocabulary import OutputShard, gathered
+from megatron_zbpp.mcore.vocabulary import InputShard, OutputShard, gathered
+from megatron_zbpp.techniques.composition import BOTH
 
 _GPT = 'megatron.core.models.gpt.gpt_model:GPTModel'
 _PADDING = 128  # Megatron's default of --make-vocab-size-divisible-by
@@ -26,60 +29,107 @@ _PADDING = 128  # Megatron's default of --make-vocab-size-divisible-by
 Collective = Callable[[str], AbstractContextManager]
 
 
-def patches(num_chunks: int, collective: Collective) -> Iterator[Patch]:
+def patches(num_chunks: int, collective: Collective, both: bool) -> Iterator[Patch]:
     """Yield what divides the output layer.
 
     Args:
         num_chunks: that each rank builds.
         collective: around what waits for other ranks.
+        both: whether the embedding is divided, too.
     """
-    yield Patch(_GPT, '__init__', functools.partial(_dividing, num_chunks, collective))
+    for model in (_GPT, *_hybrid()):
+        yield Patch(model, '__init__', functools.partial(_dividing, num_chunks, collective, both))
 
 
-def _dividing(num_chunks: int, collective: Collective, original: Callable) -> Callable:
+def _hybrid() -> tuple[str, ...]:
+    module = compat.hybrid_model()
+    return () if module is None else (f'{module}:HybridModel',)
+
+
+def _dividing(num_chunks: int, collective: Collective, both: bool, original: Callable) -> Callable:
+    first: list[Any] = []  # the chunk of this rank with the embedding
+
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if self.config.pipeline_model_parallel_size > 1 and self.vp_stage in (None, num_chunks - 1):
+        if self.config.pipeline_model_parallel_size == 1:
+            return
+        if self.vp_stage in (None, 0):
+            first.clear()
+        if self.pre_process:
+            first.append(self)
+        if self.vp_stage in (None, num_chunks - 1):
             with collective('shards of the output layer'):
-                divide(self)
+                divide(self, both, *first)
+            first.clear()
+        if both:  # tied rows have one gradient, and no second weight
+            self.share_embeddings_and_output_weights = False
 
     return __init__
 
 
-def divide(model: Any) -> None:
-    """Give the chunk of each pipeline rank its shard: a collective.
+def divide(model: Any, both: bool = False, first: Any = None) -> None:
+    """Give the chunk of each pipeline rank its shards: a collective.
+
+    Args:
+        model: the last chunk of this rank.
+        both: whether the embedding is divided, too.
+        first: the chunk of this rank that has it.
 
     Raises:
         NotImplementedError: the output layer cannot be divided; the message names the cure.
     """
     groups, last = model.pg_collection, model.post_process
-    size = groups.mp.size()
-    if problem := _problem(model, size):
+    if problem := _problem(model, groups.mp.size(), both):
         raise NotImplementedError(f'{problem}, or leave out --pipeline-vocab-parallel')
-    config, device = model.config, torch.empty(0, device=torch.cuda.current_device()).device
-    places: list[Any] = [None] * groups.pp.size()
-    dist.all_gather_object(places, groups.mp.rank(), group=groups.pp)
-    shape = model.vocab_size // size, config.hidden_size
-    rows, parts = torch.empty(shape, dtype=config.params_dtype, device=device), None
-    if last:
-        whole = torch.cat(gathered(model.output_layer.weight.detach().to(device), groups.tp))
-        parts = [whole.chunk(size)[place].contiguous() for place in places]
-    source = dist.get_process_group_ranks(groups.pp)[-1]
-    dist.scatter(rows, parts, source, group=groups.pp)
-    model.output_layer = OutputShard(model, rows)
+    tied = model.share_embeddings_and_output_weights
+    layer = model.output_layer if last and not tied else None
+    if both:
+        embedding = None if first is None else first.embedding.word_embeddings
+        rows = _own_rows(model, embedding)
+        _put_embedding(model, first, InputShard(groups, rows, embedding))
+    if tied:
+        model.output_layer = OutputShard(model, None, model.embedding.word_embeddings)
+    else:
+        model.output_layer = OutputShard(model, _own_rows(model, layer))
     if last:
         model.compute_language_model_loss = model.output_layer.loss
 
 
-def _problem(model: Any, size: int) -> str | None:
+def _put_embedding(model: Any, first: Any, shard: InputShard) -> None:
+    """Put a rank's rows into its last chunk, and what gets the sum into that of the first stage."""
+    if first is not model:
+        model.embedding = MegatronModule(model.config)
+        if first is not None:
+            whole = first.embedding.word_embeddings
+            first.embedding.word_embeddings = InputShard(model.pg_collection, None, whole)
+    model.embedding.word_embeddings = shard
+
+
+def _own_rows(model: Any, layer: Any) -> torch.Tensor:
+    """Return this rank's rows of a layer's weight, which one pipeline rank has: `layer`."""
+    groups, size = model.pg_collection, model.pg_collection.mp.size()
+    device = torch.empty(0, device=torch.cuda.current_device()).device
+    told: list[Any] = [None] * groups.pp.size()
+    dist.all_gather_object(told, (groups.mp.rank(), layer is not None), group=groups.pp)
+    shape = model.vocab_size // size, model.config.hidden_size
+    rows, parts = torch.empty(shape, dtype=model.config.params_dtype, device=device), None
+    if layer is not None:
+        whole = torch.cat(gathered(layer.weight.detach().to(device), groups.tp))
+        parts = [whole.chunk(size)[place].contiguous() for place, _ in told]
+    (root,) = [rank for rank, (_, has) in enumerate(told) if has]
+    dist.scatter(rows, parts, dist.get_process_group_ranks(groups.pp)[root], group=groups.pp)
+    return rows
+
+
+def _problem(model: Any, size: int, both: bool) -> str | None:
     """Return why shards do not do what this output layer and its loss do, and the cure."""
     name, layer = type(model).__name__, getattr(model, 'output_layer', None)
-    if model.share_embeddings_and_output_weights:
+    if model.share_embeddings_and_output_weights and not both:
         return (
             f'share_embeddings_and_output_weights: the output layer of this {name} is the '
-            'embedding, which is on the first stage alone: give '
-            '--untie-embeddings-and-output-weights'
+            'embedding, which is on the first stage alone: give --pipeline-vocab-parallel '
+            f'{BOTH}, or --untie-embeddings-and-output-weights'
         )
     if type(model).compute_language_model_loss is not LanguageModule.compute_language_model_loss:
         return (

@@ -109,7 +109,7 @@ def test_flags_ask_for_what_enable_asks_for():
         'offload': ('zb-v', '1', '1'),
         'recompute': ('zb-v', 'half', 'half'),
         'slices': ('zb-v', '8,4', (8, 4)),
-        'vocab_parallel': ('1f1b', 'output', 'output'),
+        'vocab_parallel': ('1f1b', 'input+output', 'input+output'),
         'anneal_steps': ('pipemare', '9', 9),
         'correction_decay': ('pipemare', '0.5', 0.5),
         'async_warmup_steps': ('paci', '2', 2),
