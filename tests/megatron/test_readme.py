@@ -37,6 +37,8 @@ ELSEWHERE = {
     'python scripts/benchmark_partition.py --head 3.1 --realtime': (
         'tests/megatron/test_benchmark_partition.py'
     ),
+    'python scripts/benchmark_partition.py --pp 8 --layers 32 --microbatches 32 --head 16 '
+    '--shards 1f1b,zb-v --realtime': 'tests/megatron/test_benchmark_partition.py',
     'python scripts/benchmark_partition.py --real --share 0.45 --seq-length 64 --rounds 5': (
         'tests/megatron/test_benchmark_partition.py'
     ),
