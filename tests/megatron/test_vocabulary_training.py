@@ -286,6 +286,7 @@ def near(found, expected, iteration):
         (f'{BOTH}, tied', 'zb-v', ()),
         pytest.param(BOTH, 'zb-v', DECOUPLED, marks=pytest.mark.full),
         pytest.param(f'{BOTH}, tied', '1f1b', DECOUPLED, marks=pytest.mark.full),
+        pytest.param(OUTPUT, 'slimpipe', (), marks=pytest.mark.full),
     ],
 )
 def test_nvidias_loop(ranks, stock, tmp_path, layers, schedule, more):
