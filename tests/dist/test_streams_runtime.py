@@ -309,7 +309,7 @@ def test_ranks_agree_on_weights_without_waiting_for_passes(cuda):
 
 
 def sets_buffers_back():
-    from megatron_zbpp.mcore.post_validation import side_effects
+    from megatron_zbpp.mcore import side_effects
 
     states = {'random_states': tuple, 'same_states': lambda *_: True}
     unlooked = mock.patch.multiple(side_effects, set_random_states=lambda *_: None, **states)

@@ -53,7 +53,7 @@ def drawn(tracker):
     import torch
     from megatron.core.tensor_parallel import random
 
-    from megatron_zbpp.mcore.post_validation.side_effects import SideEffects
+    from megatron_zbpp.mcore.side_effects import SideEffects
 
     graph_safe = tracker != 'tensors'
     default = torch.default_generator
@@ -124,7 +124,7 @@ def predicted():
     import torch
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    from megatron_zbpp.mcore.post_validation.side_effects import SideEffects
+    from megatron_zbpp.mcore.side_effects import SideEffects
 
     tracker = MTPLossLoggingHelper.tracker
 
@@ -156,7 +156,7 @@ def left_between():
     """A buffer and a program's own random numbers: between forwards ahead and their iteration."""
     import torch
 
-    from megatron_zbpp.mcore.post_validation.side_effects import SideEffects
+    from megatron_zbpp.mcore.side_effects import SideEffects
 
     class Counter(torch.nn.Module):
         def __init__(self):

@@ -11,9 +11,9 @@ from megatron_zbpp.mcore.iteration.batch import Batch, NextIteration
 from megatron_zbpp.mcore.iteration.preparation import prepare
 from megatron_zbpp.mcore.post_validation.agreement import Agreement
 from megatron_zbpp.mcore.post_validation.barriers import WAIT
-from megatron_zbpp.mcore.post_validation.side_effects import SideEffects
 from megatron_zbpp.mcore.post_validation.watching import Watching
 from megatron_zbpp.mcore.session import Session
+from megatron_zbpp.mcore.side_effects import SideEffects
 from megatron_zbpp.post_validation.replay import ReplayIterator
 from megatron_zbpp.runtime.log import job_log
 
