@@ -191,7 +191,7 @@ def _length(args: Namespace, case: Case) -> float:
 
 def _searched(args: Namespace, best: Way, progress: Callable[[float], None]) -> Plan:
     """Return the best order that a search finds on the placement of the best named schedule."""
-    schedule, costs = best.case
+    schedule, costs, _ = best.case
     same = [each.schedule for each in best.others if each.schedule.graph == schedule.graph]
     return plan(
         [(schedule.placement, costs)],
