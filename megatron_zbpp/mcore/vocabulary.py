@@ -114,7 +114,7 @@ class OutputShard(ColumnParallelLinear):
     @property
     def rows(self) -> torch.nn.Parameter:
         """The weight of its words."""
-        found = self._tied[0].weight if self._tied else self.weight
+        found = self._tied[0].rows if self._tied else self.weight
         assert found is not None, 'of a tied embedding, else its own'
         return found
 
@@ -221,6 +221,12 @@ class InputShard(VocabParallelEmbedding):
         self.reduce_scatter_embeddings = whole is not None and whole.reduce_scatter_embeddings
         self.given: torch.Tensor | None = None
 
+    @property
+    def rows(self) -> torch.nn.Parameter:
+        """The weight of its words."""
+        assert self.weight is not None, 'another chunk has it'
+        return self.weight
+
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Return the rows of the tokens, which the shards have been asked for before.
 
@@ -240,13 +246,13 @@ class InputShard(VocabParallelEmbedding):
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the rows of the tokens, zeros where another shard has them."""
         places, here = self._places(tokens)
-        return torch.nn.functional.embedding(places, self.weight) * here[..., None]
+        return torch.nn.functional.embedding(places, self.rows) * here[..., None]
 
     def scatter(self, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add the gradient of what was looked up to that of the rows; hooks of DDP see it."""
         places, here = self._places(tokens)
         with torch.enable_grad():
-            rows = torch.nn.functional.embedding(places, self.weight)
+            rows = torch.nn.functional.embedding(places, self.rows)
         rows.backward(gradient * here[..., None])
 
     def summed(
@@ -255,21 +261,21 @@ class InputShard(VocabParallelEmbedding):
         """Return the sum `found` (None: none) of gradients and of one more, in fp32."""
         places, here = self._places(tokens)
         if found is None:
-            found = torch.zeros_like(self.weight, dtype=torch.float32)
+            found = torch.zeros_like(self.rows, dtype=torch.float32)
         rows = (gradient * here[..., None]).flatten(0, 1).to(found.dtype)
         return found.index_add_(0, places.flatten(), rows)
 
     @torch.no_grad()
     def add(self, gradient: torch.Tensor) -> None:
         """Add to the gradient that T has left; no hook sees it."""
-        left = getattr(self.weight, 'main_grad', None)
-        left = self.weight.grad if left is None else left
+        left = getattr(self.rows, 'main_grad', None)
+        left = self.rows.grad if left is None else left
         assert left is not None, 'T comes before'
         left.add_(gradient)
 
     def _places(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the places of tokens among the rows, and whether they are there."""
-        words = self.weight.size(0)
+        words = self.rows.size(0)
         places = tokens - words * self.place
         here = (places >= 0) & (places < words)
         return places.clamp(0, words - 1), here

@@ -303,7 +303,7 @@ def test_nvidias_loop(ranks, stock, tmp_path, layers, schedule, more):
 
 
 @pytest.mark.full
-@supports("NVIDIA's loop: the output layer on all ranks, from scratch", outcome=TOLERANCE)
+@supports("NVIDIA's loop: {layers} on all ranks, from scratch", outcome=TOLERANCE)
 @needs_training
 @grid(schedule=('zb-v', '1f1b'), layers=(OUTPUT, BOTH))
 def test_from_scratch(ranks, stock, schedule, layers):

@@ -141,7 +141,7 @@ class Lookups:
         ((gradient,),) = inputs.values()
         assert isinstance(gradient, torch.Tensor)
         tokens = self._tokens.pop(p.microbatch)
-        if not self._shard.weight.requires_grad:
+        if not self._shard.rows.requires_grad:
             return {}
         last = p.microbatch == self._stage.call.arguments.num_microbatches - 1
         if self._is_tied and not last:
@@ -154,21 +154,22 @@ class Lookups:
         return {}
 
 
-def exchanged(
-    stage: Any, rows: tuple[int, ...], device: torch.device
-) -> dict[str, tuple[Message, ...]]:
-    """Return the messages of collectives, of a whole sequence.
+def of_executor(
+    stages: Sequence[Any], whole: Message
+) -> tuple[dict[str, Action], dict[str, tuple[Message, ...]]]:
+    """Return the actions of D, I and J, and the messages of their collectives.
 
     Args:
-        stage: with the shard of this rank.
-        rows: of a microbatch, (sequence, micro batch, hidden size).
-        device: of this rank.
+        stages: of this rank, in the order of its chunks.
+        whole: hidden states of a sequence, (sequence, micro batch, hidden size).
     """
-    sequence, micro_batch, hidden = rows
-    words = Message((micro_batch, sequence), torch.int64, device)
-    dtype = input_shard(stage.inner).weight.dtype
-    looked_up = Message((micro_batch, sequence, hidden), dtype, device)
-    return {TOKENS: (words,), EMBEDDING: (looked_up,), EMBEDDING_GRADIENT: (looked_up,)}
+    assert whole.shape is not None, 'sequences of any length are refused'
+    sequence, micro_batch, hidden = whole.shape
+    words = Message((micro_batch, sequence), torch.int64, whole.device)
+    dtype = input_shard(stages[-1].inner).rows.dtype
+    looked_up = Message((micro_batch, sequence, hidden), dtype, whole.device)
+    messages = {TOKENS: words, EMBEDDING: looked_up, EMBEDDING_GRADIENT: looked_up}
+    return Lookups(stages).actions, {name: (each,) for name, each in messages.items()}
 
 
 def input_shard(model: Any) -> InputShard:

@@ -81,7 +81,12 @@ class Executors:
         if session.programs.shards_vocabulary:
             from megatron_zbpp.mcore.iteration import vocabulary
 
-            more |= vocabulary.of_executor(session, self.pipeline, messages, stages)
+            beside = None
+            if session.programs.shards_embedding:
+                from megatron_zbpp.mcore.iteration import embedding
+
+                beside = embedding.of_executor
+            more |= vocabulary.of_executor(session, self.pipeline, messages, stages, beside)
         call = next(iter(stages.values())).call
         return Executor(
             tables.program,

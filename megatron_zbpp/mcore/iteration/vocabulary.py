@@ -233,6 +233,7 @@ def of_executor(
     pipeline: dist.ProcessGroup,
     of_slices: Sequence[Message],
     stages: Mapping[int, ModelStage],
+    beside: Callable[..., tuple[dict[str, Action], dict[str, tuple[Message, ...]]]] | None,
 ) -> dict[str, Any]:
     """Return what the executor gets for S and T.
 
@@ -241,6 +242,8 @@ def of_executor(
         pipeline: ranks of it.
         of_slices: what neighbours exchange, by slice; one: sequences are whole.
         stages: of this rank, in the order of its chunks.
+        beside: makes actions and messages of other shards, of the stages and of the message of a
+            whole sequence.
     """
     own = [stage for stage in stages.values() if isinstance(stage, VocabularyStage)]
     config = own[-1].config
@@ -249,11 +252,10 @@ def of_executor(
     messages = {name: tuple(each[name] for each in found) for name in found[0]}
     shapes = [message.shape or () for message in messages[GRADIENT]]
     actions = Shards(own, [shape[:-1] for shape in shapes]).actions
-    if session.programs.shards_embedding:
-        from megatron_zbpp.mcore.iteration import embedding
-
-        actions |= embedding.Lookups(own).actions
-        messages |= embedding.exchanged(own[-1], shapes[0], of_slices[0].device)
+    if beside is not None:
+        further, exchanges = beside(own, messages[GRADIENT][0])
+        actions |= further
+        messages |= exchanges
     return {
         'actions': actions,
         'collectives': session.collectives(pipeline, messages),
