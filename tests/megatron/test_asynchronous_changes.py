@@ -233,7 +233,7 @@ def test_resumed_as_if_never_ended(ranks, data, tmp_path, method, more):
     assert len(megatron.losses) == 3 and megatron.losses[1:] != after.losses[1:]
 
 
-@supports("asynchronous: from a checkpoint of Megatron's own")
+@supports("asynchronous: from a checkpoint of Megatron's own", 'pipedream-2bw')
 def test_versions_are_equal_at_first_where_a_checkpoint_has_no_older_ones(ranks, data, tmp_path):
     """The first batch trains on what was loaded, as by 1F1B: its loss and norm are the same."""
     pool = ranks(2)

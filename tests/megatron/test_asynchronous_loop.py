@@ -76,7 +76,7 @@ def finished(training: Any) -> Iterator[tuple[list[str], list[str]]]:
     enabled.plugin.finish_step()
 
 
-@supports("NVIDIA's loop: asynchronous, beside 1F1B with weights put in by hand")
+@supports("NVIDIA's loop: asynchronous, beside 1F1B with weights put in by hand", '{method}')
 @pytest.mark.parametrize(
     'method', [pytest.param(m, marks=[pytest.mark.full] * (m == 'paci')) for m in METHODS]
 )

@@ -197,7 +197,6 @@ def versions(sharded: bool) -> Callable:
     def run() -> None:
         import torch
 
-        from megatron_zbpp import build
         from megatron_zbpp.mcore.iteration.asynchronous import make_versions
         from megatron_zbpp.mcore.session import Session
         from megatron_zbpp.mcore.settings import Settings
@@ -205,7 +204,7 @@ def versions(sharded: bool) -> Callable:
         model = torch.nn.Linear(1, 1)
         model.ddp_config = SimpleNamespace(use_distributed_optimizer=sharded)
         session = Session(Settings('pipemare'))
-        make_versions(session, build('pipemare', 2, 2), 0, [model])
+        make_versions(session, session.programs.lowered(2, 2, False), 0, [model])
 
     return run
 
