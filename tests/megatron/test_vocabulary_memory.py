@@ -42,7 +42,7 @@ def iteration(argv, shared):
     import torch
 
     import megatron_zbpp
-    from megatron_zbpp.mcore.iteration import preparation, vocabulary
+    from megatron_zbpp.mcore.iteration import executors, vocabulary
 
     shards, parts = weakref.WeakSet(), weakref.WeakSet()
 
@@ -71,7 +71,7 @@ def iteration(argv, shared):
         data = script.iterators(args, script.build_datasets(args)[0], 0)
         parameters = [p for model in models for p in model.parameters()]
         held = BytesOfShards(plugin.session.store, parameters, shards, parts)
-        clock = mock.patch.object(preparation, 'clock_for', lambda *_, **__: SamplingClock(held))
+        clock = mock.patch.object(executors, 'clock_for', lambda *_, **__: SamplingClock(held))
         hooks = torch.autograd.graph.saved_tensors_hooks(held.pack, lambda holder: holder.tensor)
         with clock, hooks:
             script.run_batch(args, models, data)
