@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from megatron_zbpp.partitioning.devices import Device, Devices
     from megatron_zbpp.partitioning.layers import Layer, Layers
     from megatron_zbpp.partitioning.plans import PartitionPlan, partition
+    from megatron_zbpp.planner.compare import compare
     from megatron_zbpp.planner.plans import plan
+    from megatron_zbpp.render.drawing import draw
     from megatron_zbpp.runtime.observe.measure import Figures
     from megatron_zbpp.schedules import Family, build
 
@@ -62,8 +64,10 @@ __all__ = [
     'add_arguments',
     'build',
     'check',
+    'compare',
     'data_parallel_rank',
     'device',
+    'draw',
     'enable',
     'families',
     'figures',
@@ -90,7 +94,9 @@ _MODULES = {
     'partitioning.devices': ('Device', 'Devices'),
     'partitioning.layers': ('Layer', 'Layers'),
     'partitioning.plans': ('PartitionPlan', 'partition'),
+    'planner.compare': ('compare',),
     'planner.plans': ('plan',),
+    'render.drawing': ('draw',),
     'schedules': ('Family', 'build'),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -47,7 +47,7 @@ def layers(text: str) -> int:
 
 def path(text: str) -> str:
     """Return the path of a file."""
-    require(text, bool(text.strip()) and text.isprintable(), 'give the path of a file')
+    require(text, bool(text.strip()) and '\0' not in text, 'give the path of a file')
     return text
 
 

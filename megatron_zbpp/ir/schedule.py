@@ -111,6 +111,20 @@ class Schedule:
     phases: tuple[tuple[tuple[int, str], ...], ...] = field(default=(), compare=False, repr=False)
     costs: Costs | None = field(default=None, compare=False, repr=False)
 
+    def __repr__(self) -> str:
+        """Say which it is; `passes` has the orders.
+
+        >>> from megatron_zbpp import build
+        >>> build('zb-v', 4, 8)
+        <Schedule zb-v: 4 ranks, 8 stages (v), 8 microbatches, 192 passes>
+        """
+        sizes = f'{self.num_ranks} ranks, {self.placement.num_stages} stages'
+        passes = sum(map(len, self.passes))
+        return (
+            f'<Schedule {self.name}: {sizes} ({self.placement.name}), '
+            f'{self.num_microbatches} microbatches, {passes} passes>'
+        )
+
     def __post_init__(self) -> None:
         if self.graph is None:  # pyright: ignore[reportUnnecessaryComparison]
             object.__setattr__(self, 'graph', chain(self.placement.num_stages))
@@ -284,9 +298,11 @@ class Schedule:
                 + strict_json.other_kind(data, '', ': ')
             )
         if data['format'] not in _FORMATS:
+            newer = 'is the file of a newer release?'
+            ours = str(data['format']).startswith(_FORMATS[0].partition('/')[0])
             raise ValueError(
                 f'format {data["format"]!r} is not one of {", ".join(_FORMATS)}: '
-                + strict_json.other_kind(data, 'is the file of a newer release?')
+                + (newer if ours else strict_json.other_kind(data, newer))
             )
         strict_json.require(
             data,

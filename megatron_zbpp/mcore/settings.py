@@ -66,8 +66,8 @@ class Settings:
             Option(
                 '--pipeline-schedule NAME',
                 'Name of the pipeline schedule, such as zb-v or zb-h1 (`zbpp list` prints all). '
-                'auto measures some iterations, plans a schedule for their times beside the '
-                'training, and switches to it.',
+                'auto measures some iterations, plans a schedule of one way for their times '
+                'beside the training, and switches to it.',
                 page='[the gallery](schedules.md)',
             ),
             Option(

@@ -1,0 +1,106 @@
+"""Compare schedules for one model and one cluster: rows, the shortest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from megatron_zbpp.analysis.gain import RIVAL, makespan_of
+from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir.compiled import compiled
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.schedules import FAMILIES, build, find
+from megatron_zbpp.techniques.copies import with_copies
+
+_COPIES = 1.0  # time of a copy to the host and back, in those of F, B and W
+
+
+class Row(NamedTuple):
+    """One schedule as simulated.
+
+    Attributes:
+        name: of its family.
+        makespan: time of an iteration, in the unit of the costs.
+        gain: share of the rival's time that it saves; negative where it takes more.
+        idle: share of all GPU time that is lost.
+        bubble: idle share of the busiest rank.
+        peak: most activations of a rank, in microbatches of a full rank.
+    """
+
+    name: str
+    makespan: float
+    gain: float
+    idle: float
+    bubble: float
+    peak: float
+
+
+def compare(
+    num_ranks: int,
+    num_microbatches: int,
+    schedules: Iterable[str] | None = None,
+    costs: Costs | None = None,
+    against: str = RIVAL,
+) -> list[Row]:
+    """Return a row for each schedule, as `zbpp compare` prints them; the shortest first.
+
+    Args:
+        num_ranks: p.
+        num_microbatches: m.
+        schedules: names; None: all that are synchronous and take these sizes.
+        costs: of the stages of a model, which are joined or cut as a schedule has fewer or more.
+            None: F, B and W of a full rank take 1 each.
+        against: the name of the rival.
+
+    Raises:
+        ValueError: a schedule that is named does not take these sizes or costs.
+
+    >>> [(row.name, f'{row.gain:.1%}') for row in compare(4, 8, ['1f1b', 'zb-h1', 'zb-v'])]
+    [('zb-v', '22.7%'), ('zb-h1', '18.2%'), ('1f1b', '0.0%')]
+    """
+    rows: list[Row] = []
+    usual = [family.name for family in FAMILIES if not family.asynchronous]
+    for name in usual if schedules is None else schedules:
+        try:
+            rows.append(_row(name, num_ranks, num_microbatches, costs, against))
+        except ValueError:
+            if schedules is not None:
+                raise
+    return sorted(rows, key=lambda row: (row.makespan, row.peak))
+
+
+def _row(name: str, p: int, m: int, costs: Costs | None, against: str) -> Row:
+    """Return the row of one schedule.
+
+    Raises:
+        ValueError: it does not take these sizes or costs.
+    """
+    family = find(name)
+    stages = p * family.default_chunks
+    plain = Costs.uniform(Placement.loop(p, family.default_chunks))
+    own = plain if costs is None else costs.joined(stages)
+    if own is None:
+        raise ValueError(
+            f'{name} has {stages} stages, into which those of the costs neither join nor divide: '
+            'give costs of a multiple'
+        )
+    schedule = build(name, p, m, costs=with_copies(own, _COPIES) if family.moves else own)
+    flat = compiled(schedule.graph)
+    if flat.on_copy_engines:
+        own = with_copies(own, _COPIES, flat.between_partners)
+    timeline, rival = simulate(schedule, own), makespan_of(against, schedule, own)
+    if rival is None:
+        raise ValueError(
+            f'{find(against).name} does not take {m} microbatches on {p} ranks, or these stages: '
+            'compare against another schedule, such as 1f1b'
+        )
+    return Row(
+        name,
+        timeline.makespan,
+        1 - timeline.makespan / rival,
+        timeline.idle_all_ranks,
+        timeline.bubble_makespan,
+        max(peak(schedule, own)),
+    )
