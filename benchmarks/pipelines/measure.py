@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from benchmarks.common.realtime import realtime
 from benchmarks.common.spawning import joined, spawned
 from benchmarks.pipelines.emulated import LAYERS, Meter, Times, sleep_until
-from benchmarks.pipelines.entries import AUTO, EARLY, MEGATRON, TORCH, Entry
+from benchmarks.pipelines.entries import AUTO, EARLY, MEGATRON, TORCH, Entry, is_asynchronous
 
 _LEAD = 0.01  # seconds between agreeing on a start and starting
 
@@ -101,7 +101,7 @@ def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
         for number in range(job.rounds + 1):
             for index, runner in enumerate(runners):
                 try:
-                    sample = _sample(runner, job)
+                    sample = _sample(runner, job, job.entries[index])
                 except Exception as error:
                     raise RuntimeError(
                         f'{job.entries[index].title} failed on rank {rank}'
@@ -133,13 +133,15 @@ def _runner(entry: Entry, job: Job) -> Runner:
     return ZbppRunner(entry.schedule, source, model, job.optimizer, entry.early)
 
 
-def _sample(runner: Runner, job: Job) -> Sample:
+def _sample(runner: Runner, job: Job, entry: Entry) -> Sample:
     """One turn; the same on all ranks."""
     import torch.distributed as dist
 
     gc.collect()
     meter = runner.meter
-    meter.peak, meter.awake = meter.live, 0.0  # asynchronous schedules have some in flight
+    if not is_asynchronous(entry.runner, entry.name):  # these have some in flight
+        meter.live = 0
+    meter.peak, meter.awake = meter.live, 0.0
     with runner.ready(), realtime(job.realtime):
         start = _agreed_start()
         sleep_until(start)
