@@ -168,7 +168,7 @@ def several():
     class Optimizer:
         pass
 
-    steps = stepping.Steps(SimpleNamespace(), SimpleNamespace())
+    steps = stepping.Steps(SimpleNamespace(endless=None), SimpleNamespace())
     steps._agree = lambda optimizer, call: True
     one, other = Optimizer(), Optimizer()
     found = [steps._possible_for(optimizer, None) for optimizer in (one, one, other, one)]
