@@ -66,23 +66,22 @@ class NoPeers(Channels):
 
     Args:
         pp_group: the pipeline's.
-        device: where messages live.
     """
 
-    def __init__(self, pp_group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, pp_group: dist.ProcessGroup) -> None:
         self.pp_group = pp_group
         self.rank = dist.get_rank(pp_group)
         self.ranks: Sequence[int] = dist.get_process_group_ranks(pp_group)
         self.leaving = None
-        self._generator = torch.Generator(device).manual_seed(0)
+        self._generator = torch.Generator().manual_seed(0)  # the host's
 
     def send(self, tensor: torch.Tensor, send: Send) -> None:
         pass
 
     def post(self, message: Message, peer: int) -> Incoming:
         assert message.shape is not None, 'nobody tells shapes'
-        noise = torch.empty(message.shape, dtype=message.dtype, device=message.device)
-        return Incoming(noise.normal_(generator=self._generator))
+        noise = torch.randn(message.shape, generator=self._generator)
+        return Incoming(noise.to(message.device, message.dtype))
 
     def let_go(self) -> None:
         pass

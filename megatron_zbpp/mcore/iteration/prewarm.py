@@ -57,7 +57,7 @@ def prewarmed(executors: Executors, call: Call, config: Any, data: Data) -> Data
         return data
     again = _replayed(data)
     tables = Tables(one_microbatch(executors.lowered.programs[executors.pipeline.rank()]), False)
-    nobody = NoPeers(executors.pipeline, call.device)
+    nobody = NoPeers(executors.pipeline)
     begun = time.perf_counter()
     try:
         with _nothing_left(models), torch.enable_grad():
