@@ -11,10 +11,8 @@ all shards are compared with the whole layer's. Without a GPU the same code runs
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,20 +22,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.one_gpu import REHEARSAL, ranks
+from benchmarks.one_gpu.timing import milliseconds
 
 _RANK = ['-m', 'benchmarks.one_gpu.shards', '--rank']
-
-
-def milliseconds(run: Callable[[], Any], real: bool) -> float:
-    """Return the median of five, after one that does not count."""
-    taken = []
-    for _ in range(6):
-        begin = time.perf_counter()
-        run()
-        if real:
-            torch.cuda.synchronize()
-        taken.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(taken[1:])
 
 
 def rank_main(args: argparse.Namespace) -> int:

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 
@@ -23,6 +21,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.one_gpu import REHEARSAL
+from benchmarks.one_gpu.timing import milliseconds
 
 HEAD = 128  # width of a head
 _SLICES = 4
@@ -105,18 +104,6 @@ def layer(tokens: int, hidden: int, run: Attention, device: str) -> Callable[[],
         torch.autograd.backward((made @ out @ up @ down).sum())
 
     return both
-
-
-def milliseconds(run: Callable[[], None], real: bool) -> float:
-    """Return the median of five, after one that does not count."""
-    taken = []
-    for _ in range(6):
-        begin = time.perf_counter()
-        run()
-        if real:
-            torch.cuda.synchronize()
-        taken.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(taken[1:])
 
 
 def main(argv: list[str] | None = None) -> int:
