@@ -8,14 +8,11 @@ stays, and everything runs in the order of those starts, so it cannot deadlock.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from operator import itemgetter
-
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import B, F, Pass, Schedule
+from megatron_zbpp.ir import B, F, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.techniques.vocabulary.graph import LOOKUP, READ, SCATTER, T, split_embedding
-from megatron_zbpp.techniques.vocabulary.place import USUAL_SHARE, with_shard_times
+from megatron_zbpp.techniques.vocabulary.place import USUAL_SHARE, Entry, in_order, with_shard_times
 
 _AHEAD = 2  # microbatches; of one, with chunks, some forwards of the first stage would wait
 
@@ -40,7 +37,7 @@ def in_embedding_shards(schedule: Schedule, costs: Costs) -> Schedule:
     forwards = [(start, q) for q, (start, _) in own if q.stage == 0 and q.kind == F]
     doers = schedule.graph.doers[B]
     backwards = [(end, q) for q, (_, end) in own if q.stage == 0 and q.kind in doers]
-    orders: list[tuple[Pass, ...]] = []
+    placed: list[list[Entry]] = []
     for rank, order in enumerate(schedule.passes):
         entries = [
             (span[0], 2, at, q) for at, (q, span) in enumerate(zip(order, spans[rank], strict=True))
@@ -55,12 +52,6 @@ def in_embedding_shards(schedule: Schedule, costs: Costs) -> Schedule:
         for turn, (end, q) in enumerate(backwards):
             latest = max(latest, end, behind_t[q.microbatch, q.slice])
             entries.append((latest, 3, turn, q._replace(kind=SCATTER, stage=n + rank)))
-        entries.sort(key=itemgetter(0, 1, 2))
-        orders.append(tuple(entry[-1] for entry in entries))
-    return replace(
-        schedule,
-        name=f'{schedule.name} and embedding',
-        passes=tuple(orders),
-        graph=split_embedding(schedule.graph, schedule.num_ranks),
-        phases=(),
-    )
+        placed.append(entries)
+    graph = split_embedding(schedule.graph, schedule.num_ranks)
+    return in_order(schedule, f'{schedule.name} and embedding', graph, placed)

@@ -14,7 +14,7 @@ and of those that in which the fewest logits wait for T: nobody needs to say wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
 from math import inf
@@ -26,12 +26,16 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, Task, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.errors import ScheduleError
+from megatron_zbpp.ir.graph import Graph
 from megatron_zbpp.techniques.base import lack_of_times
 from megatron_zbpp.techniques.slices.place import with_forwards_earlier
 from megatron_zbpp.techniques.vocabulary.graph import S, T, split_vocabulary
 
 USUAL_SHARE = 0.2
 """Forward of a rank's shard over that of its layers, where nobody says it."""
+
+Entry = tuple[float, int, int, Pass]
+"""A pass with its start, and what decides between passes of one start."""
 
 _SHARES = 0.0, 0.5, 1.0
 _DIGITS = 9
@@ -211,7 +215,7 @@ def _placed(reference: _Reference, logits: float, gradient: float) -> Schedule:
     # both come first slice first, whichever backward is first
     begin_s = sorted(begin + logits * own for begin, own in zip(made, least, strict=True))
     begin_t = sorted(end + gradient * reference.period for end in taken)
-    orders: list[tuple[Pass, ...]] = []
+    placed: list[list[Entry]] = []
     for rank, order in enumerate(host.passes):
         entries = [
             (span[0], 1, at, q)
@@ -221,12 +225,22 @@ def _placed(reference: _Reference, logits: float, gradient: float) -> Schedule:
             for unit, start in enumerate(starts):
                 microbatch, part = divmod(unit, slices)
                 entries.append((start, turn, unit, Pass(kind, n + rank, microbatch, part)))
-        entries.sort(key=itemgetter(0, 1, 2))
-        orders.append(tuple(entry[-1] for entry in entries))
-    return replace(
-        host,
-        name=f'{host.name} + vocabulary',
-        passes=tuple(orders),
-        graph=split_vocabulary(host.graph, host.num_ranks),
-        phases=(),
-    )
+        placed.append(entries)
+    graph = split_vocabulary(host.graph, host.num_ranks)
+    return in_order(host, f'{host.name} + vocabulary', graph, placed)
+
+
+def in_order(
+    schedule: Schedule, name: str, graph: Graph, placed: Iterable[list[Entry]]
+) -> Schedule:
+    """Return a schedule whose ranks run passes by their starts.
+
+    Args:
+        schedule: that it is made from.
+        name: of the new one.
+        graph: of it.
+        placed: the passes of each rank, in any order.
+    """
+    orders = (sorted(entries, key=itemgetter(0, 1, 2)) for entries in placed)
+    passes = tuple(tuple(entry[-1] for entry in order) for order in orders)
+    return replace(schedule, name=name, passes=passes, graph=graph, phases=())
