@@ -26,7 +26,7 @@ from megatron_zbpp.techniques import ASKED, placed_in_turn
 from megatron_zbpp.techniques import find as find_technique
 from megatron_zbpp.techniques.base import lack_of_times
 from megatron_zbpp.techniques.composition import BOTH, OUTPUT, VOCABULARY, techniques_of
-from megatron_zbpp.techniques.copies import with_copies
+from megatron_zbpp.techniques.copies import USUAL_RATIO, with_copies
 from megatron_zbpp.techniques.slices.place import in_slices, unsuited
 from megatron_zbpp.techniques.updates.steady_state import with_weight_copies
 from megatron_zbpp.techniques.updates.versions import updates_of
@@ -77,7 +77,7 @@ class StageCosts(NamedTuple):
 
 
 class PlanCosts(NamedTuple):
-    """Costs of a plan, for named schedules beside it: of each stage, or of those that they join."""
+    """Carries costs of a plan to named schedules beside it, which join or cut its stages."""
 
     costs: Costs
     units: Units
@@ -191,7 +191,7 @@ def copied(args: Namespace, costs: Costs, between: Iterable[str] = ()) -> Costs:
     ratio = getattr(args, 'copy_ratio', None)
     if ratio is not None and TRANSFERS[HOST].out in costs.times:
         raise ValueError(f'--copy-ratio {ratio:g}, but the file of --times has its own: drop one')
-    return with_copies(costs, 1.0 if ratio is None else ratio, between)
+    return with_copies(costs, USUAL_RATIO if ratio is None else ratio, between)
 
 
 def load_cases(args: Namespace) -> tuple[dict[str, Case], dict[str, str]]:

@@ -1,4 +1,4 @@
-"""`zbpp plan --vocab-parallel`: the output layer on all ranks, or whole where that is no worse."""
+"""Plan whether the output layer is on all ranks or whole: `zbpp plan --vocab-parallel`."""
 
 from __future__ import annotations
 

@@ -14,8 +14,6 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import FAMILIES, build, find
 from megatron_zbpp.techniques.copies import with_copies
 
-_COPIES = 1.0  # time of a copy to the host and back, in those of F, B and W
-
 
 class Row(NamedTuple):
     """One schedule as simulated.
@@ -86,10 +84,10 @@ def _row(name: str, p: int, m: int, costs: Costs | None, against: str) -> Row:
             f'{name} has {stages} stages, into which those of the costs neither join nor divide: '
             'give costs of a multiple'
         )
-    schedule = build(name, p, m, costs=with_copies(own, _COPIES) if family.moves else own)
+    schedule = build(name, p, m, costs=with_copies(own) if family.moves else own)
     flat = compiled(schedule.graph)
     if flat.on_copy_engines:
-        own = with_copies(own, _COPIES, flat.between_partners)
+        own = with_copies(own, between=flat.between_partners)
     timeline, rival = simulate(schedule, own), makespan_of(against, schedule, own)
     if rival is None:
         raise ValueError(

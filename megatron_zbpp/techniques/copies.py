@@ -9,6 +9,9 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST, TRANSFERS
 from megatron_zbpp.techniques.base import Life, Way
 
+USUAL_RATIO = 1.0
+"""Time of a copy out and back over that of F, B and W, where nobody says it."""
+
 
 def way_by_copies(costs: Costs, stage: int, life: Life, pool: str) -> Way:
     """Return needs of what is held during F, until it has left, and from coming back to B's end."""
@@ -28,7 +31,7 @@ def copy_ratio(costs: Costs) -> float:
     return max(found, default=0.0)
 
 
-def with_copies(costs: Costs, ratio: float, between: Iterable[str] = ()) -> Costs:
+def with_copies(costs: Costs, ratio: float = USUAL_RATIO, between: Iterable[str] = ()) -> Costs:
     """Return `costs` with times of copies, where they have none: half of `ratio` (F + B + W) each.
 
     Args:

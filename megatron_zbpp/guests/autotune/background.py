@@ -121,7 +121,7 @@ class BackgroundSearch:
             return None if self._process.returncode else file.read()
 
     def end(self) -> None:
-        """Kill it; there is no answer."""
+        """Kill the process, without an answer."""
         self._process.kill()
         self._process.wait()
 
