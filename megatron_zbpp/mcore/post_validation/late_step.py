@@ -28,6 +28,7 @@ from megatron_zbpp.mcore.post_validation.split_step import SplitStep
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.protocol import STEP
 from megatron_zbpp.runtime.endless import EndlessTraining
+from megatron_zbpp.runtime.guard import agreement
 from megatron_zbpp.runtime.log import job_log
 
 # what a scheduler writes into groups of parameters between the two halves
@@ -109,10 +110,9 @@ class LateSteps:
 
     def _agree(self, optimizer: MegatronOptimizer) -> bool:
         """Return whether all ranks can divide the step."""
-        reasons: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, _refusal(optimizer))
+        refused = agreement.reasons(_refusal(optimizer))
         self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        if refused := sorted(filter(None, set(reasons))):
+        if refused:
             job_log.warning(
                 'optimizer steps wait for the norm of all ranks in each call, which costs what '
                 'asynchrony gains: %s',
@@ -132,7 +132,7 @@ def _refusal(optimizer: MegatronOptimizer) -> str | None:
 
 
 class LateStep:
-    """One step: its reductions are begun, what it needs is kept until it is taken.
+    """A step whose reductions are begun; keeps what it needs until it is taken.
 
     The next call writes to the gradients' buffers, and the scheduler to the groups of parameters.
 

@@ -15,6 +15,7 @@ from megatron_zbpp.mcore.post_validation import waiting
 from megatron_zbpp.mcore.post_validation.split_step import replaced
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.settings import STAGE
+from megatron_zbpp.runtime.guard import agreement
 from megatron_zbpp.runtime.log import job_log
 
 
@@ -51,9 +52,7 @@ class StageNorms:
 
     def _agree(self, optimizer: MegatronOptimizer) -> bool:
         """Return whether it is possible on all ranks, which is said once."""
-        reasons: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, _refusal(optimizer))
-        return self.decide(sorted(filter(None, set(reasons))))
+        return self.decide(agreement.reasons(_refusal(optimizer)))
 
     def decide(self, refused: list[str]) -> bool:
         """Return whether nothing is refused on any rank, and say what follows.

@@ -23,6 +23,7 @@ from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.partial_state import PartialReduction
 from megatron_zbpp.post_validation.protocol import STEP
 from megatron_zbpp.post_validation.views import SharedViews
+from megatron_zbpp.runtime.guard import agreement
 from megatron_zbpp.runtime.log import job_log
 
 if TYPE_CHECKING:
@@ -164,16 +165,14 @@ class Steps:
 
     def _agree(self, optimizer: MegatronOptimizer, call: Arguments) -> bool:
         """Return whether post-validation is possible on all ranks, which is said once if not."""
-        reasons: list[str | None] = [None] * dist.get_world_size()
         with self._session.watchdog.collective('whether optimizer steps can be validated later'):
             config = get_model_config(call.models[0])
             reason = waiting.refusal(optimizer) or waiting.refusal_of_model(config)
             reason = reason or waiting.refusal_of_loop()
             if self._session.programs.num_replicas > 1:
                 reason = reason or waiting.BOTH_WAYS
-            dist.all_gather_object(reasons, reason)
+            refused = agreement.reasons(reason)
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        refused = sorted(filter(None, set(reasons)))
         if refused:
             job_log.warning(WAIT, '; '.join(refused))
         return not refused

@@ -70,6 +70,17 @@ def gather(settings: Mapping[str, object], group: dist.ProcessGroup) -> dict[int
     return dict(zip(ranks, gathered, strict=True))
 
 
+def reasons(own: str | None) -> list[str]:
+    """Return the reasons that ranks have for not doing something: a collective of all.
+
+    Args:
+        own: of this rank; None: it has none.
+    """
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return sorted(filter(None, set(found)))
+
+
 def compare(settings: Mapping[int, Mapping[str, str]]) -> None:
     """Return if all ranks have the same.
 
