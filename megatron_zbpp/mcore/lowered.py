@@ -48,12 +48,20 @@ def one_replica(placement: Placement) -> Placement:
 
 
 class Size(NamedTuple):
-    """The size of a call, by which programs are kept."""
+    """The size of a call, by which programs are kept.
+
+    Attributes:
+        num_ranks, num_microbatches: p and m.
+        forward_only: whether there are no backwards.
+        together: whether pairs of F and BW are to run as one.
+        draining: whether a synchronous schedule runs in place of an asynchronous one.
+    """
 
     num_ranks: int
     num_microbatches: int
     forward_only: bool
     together: bool
+    draining: bool = False
 
 
 @dataclass(frozen=True, eq=False)

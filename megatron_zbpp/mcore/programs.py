@@ -334,6 +334,11 @@ class Programs:
         self.together = bool(asked) and self.joins
 
     @property
+    def runs_ahead(self) -> bool:
+        """True if ranks may run forwards of an iteration before the one before has ended."""
+        return self._early or self.asynchronous
+
+    @functools.cached_property
     def corrects_weights(self) -> bool:
         """True if backwards use corrected weights (PipeMare)."""
         if not self.asynchronous:
@@ -385,14 +390,14 @@ class Programs:
             ScheduleError: the schedule is not valid.
             ValueError: a guest refuses it.
         """
-        drains = draining or (forward_only and self.asynchronous)  # has no pairs that run as one
-        together = self.together or drains
-        return self.cache.get(Size(num_ranks, num_microbatches, forward_only, together))
+        drains = draining or (forward_only and self.asynchronous)
+        size = Size(num_ranks, num_microbatches, forward_only, self.together, drains)
+        return self.cache.get(size)
 
     def _make(self, size: Size) -> Lowered:
         """Return the checked programs of a size; see `lowered`."""
-        num_ranks, num_microbatches, forward_only, together = size
-        if self.asynchronous and together:
+        num_ranks, num_microbatches, forward_only, *_ = size
+        if size.draining:
             return self._draining(num_ranks, num_microbatches, forward_only)
         if self.asynchronous:
             return self._endless(num_ranks, num_microbatches)

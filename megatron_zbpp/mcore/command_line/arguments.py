@@ -140,8 +140,7 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
     replicas.require_pairs(programs, sizes.replicas(args, world))
     placement, splits = programs.placement(ranks), programs.splits(ranks)
     notes += superseded.drop(args, splits)
-    overlaps = settings.post_validation is not None or programs.asynchronous
-    if overlaps and sizes.disable_rerun_checks(args, sys.argv):
+    if programs.runs_ahead and sizes.disable_rerun_checks(args, sys.argv):
         notes.append(
             '--rerun-mode disabled, or all ranks would wait for each other in each iteration'
         )

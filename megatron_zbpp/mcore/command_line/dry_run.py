@@ -147,8 +147,7 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     counts = _microbatches(line, parallel['data'])
     notes += superseded.drop(line.args)
     on_cpu, with_te = line.on_cpu, not te.missing()
-    overlaps = settings.post_validation is not None or programs.asynchronous
-    if overlaps:
+    if programs.runs_ahead:
         sizes.disable_rerun_checks(line.args, line.words)
     refused = preflight.refused(args, programs, placement.num_ranks, None, on_cpu, with_te)
     if not refused:
@@ -159,7 +158,7 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     for name in settings.amounts if counts else ():
         if find_technique(name).moves:
             notes.append(_of_copies(name, programs, placement.num_ranks, counts[-1]))
-    if overlaps:
+    if programs.runs_ahead:
         notes += [f'all ranks wait: {each}' for each in barriers(line.args, placement)]
     if settings.post_validation is not None:
         notes.append(

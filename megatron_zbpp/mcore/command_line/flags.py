@@ -59,7 +59,11 @@ def read(args: argparse.Namespace) -> Mapping[str, Any] | None:
 
 
 def _prewarm(given: Mapping[str, Any]) -> bool | None:
-    """Return what two switches ask for; None: neither does."""
+    """Return what two switches ask for; None: neither does.
+
+    Raises:
+        ValueError: both are given.
+    """
     on, off = given['pipeline_prewarm'], given['no_pipeline_prewarm']
     if on and off:
         raise ValueError('--pipeline-prewarm and --no-pipeline-prewarm: give one of them')

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+_SIZES = 'num_microbatches', 'seq_length', 'micro_batch_size', 'decoder_seq_length'
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
@@ -28,6 +30,10 @@ class Arguments:
     pg_collection: Any = None
     force_all_reduce: bool = False
 
+    def same_size(self, other: Arguments) -> bool:
+        """Return whether two calls have as many microbatches, of one shape."""
+        return all(getattr(self, size) == getattr(other, size) for size in _SIZES)
+
     @property
     def models(self) -> list[torch.nn.Module]:
         """The chunks of this rank."""
@@ -39,3 +45,8 @@ class Arguments:
         if isinstance(self.data_iterator, list):
             return self.data_iterator
         return [self.data_iterator] * len(self.models)
+
+
+def same(one: list, other: list) -> bool:
+    """Return whether both lists have the same objects."""
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

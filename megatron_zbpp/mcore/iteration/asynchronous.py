@@ -10,7 +10,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_zbpp.ir import Pass
-from megatron_zbpp.mcore.iteration.arguments import Arguments
+from megatron_zbpp.mcore.iteration.arguments import Arguments, same
 from megatron_zbpp.mcore.iteration.batch import NextIteration
 from megatron_zbpp.mcore.iteration.stages import ModelStage
 from megatron_zbpp.mcore.left_behind import random_states, same_states, set_random_states
@@ -21,8 +21,6 @@ from megatron_zbpp.runtime.endless import EndlessTraining
 from megatron_zbpp.runtime.versions import Corrected, OneStorage, Slots, Versions
 from megatron_zbpp.techniques.updates.graph import CORRECTED, STASHED
 from megatron_zbpp.techniques.updates.versions import delays, updates_of
-
-_SIZES = 'num_microbatches', 'seq_length', 'micro_batch_size', 'decoder_seq_length'
 
 
 class _Point(NamedTuple):
@@ -69,14 +67,12 @@ class ForwardsInFlight(NextIteration):
         if arguments.forward_only:
             self._require_free(arguments)
             return
-        if latest is not None and not all(map(_is, latest.models, arguments.models)):
+        if latest is not None and not same(latest.models, arguments.models):
             self.close()
-        elif latest is not None and any(
-            getattr(latest, size) != getattr(arguments, size) for size in _SIZES
-        ):
+        elif latest is not None and not latest.same_size(arguments):
             self.drop()
         elif latest is not None:
-            if not all(map(_is, latest.iterators, arguments.iterators)):
+            if not same(latest.iterators, arguments.iterators):
                 raise ValueError(
                     'the data iterator is not that of the call before, whose forwards have begun '
                     "this one: pass the same in every call, or have all ranks call the plugin's "
@@ -158,10 +154,6 @@ class ForwardsInFlight(NextIteration):
         """Drop what is in flight where the program says that its batch does not come."""
         if not clean:
             self.drop()
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 class VersionedStage(ModelStage):

@@ -62,9 +62,6 @@ def prepare(
     ]
     shape = messages[0], cuts
     lowered = _agreed(session, arguments, config, shape, groups.pp.size(), pipeline)
-    as_one = session.programs.together and not arguments.forward_only
-    if as_one:
-        combined.require(unwrap_model(models), arguments.forward_step_func)
     if not arguments.forward_only and not session.announced:
         _announce(session, lowered, one, config, models[0])
     endless = None if lowered.calls is None else session.endless
@@ -169,8 +166,10 @@ def _maker(
 
             return embedding.EmbeddingStage
         return vocabulary.VocabularyStage
-    as_one = programs.together and not arguments.forward_only
-    return combined.CombinedStage if as_one else ModelStage
+    if programs.together and not arguments.forward_only:
+        combined.require(unwrap_model(models), arguments.forward_step_func)
+        return combined.CombinedStage
+    return ModelStage
 
 
 def _reading(session: Session, call: Call) -> Reading | None:

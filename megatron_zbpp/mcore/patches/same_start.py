@@ -142,10 +142,9 @@ class _Chunks:
         # groups that replace others have names of their own: what those left is not read again
         name = f'megatron_zbpp same start {pipeline} {group.group_name} {number}'
         said = f'{asked} {"|".join(stages)}'
+        # where they differ, that is named before the first pass, when layers are compared
         if not say_the_same(name, group.rank(), group.size(), said, collective):
-            return (
-                None  # layers of ranks are compared, and differences named, before the first pass
-            )
+            return None
         chains = chains_of(asked, stages, placement)
         if chains is None:
             return None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_zbpp.mcore.iteration.arguments import Arguments
+from megatron_zbpp.mcore.iteration.arguments import Arguments, same
 from megatron_zbpp.mcore.iteration.batch import Batch, NextIteration
 from megatron_zbpp.mcore.iteration.preparation import prepare
 from megatron_zbpp.mcore.post_validation.agreement import Agreement
@@ -66,7 +66,7 @@ class ForwardsAhead(NextIteration):
             if latest is not None and not self._repeats:
                 self._tell()
             self.latest = arguments
-        if arguments.forward_only or latest is None or not _same_size(latest, arguments):
+        if arguments.forward_only or latest is None or not latest.same_size(arguments):
             early = False  # all ranks see that
             batch = None if begun is None else self._drop(begun[0])
         elif begun is not None and not self._repeats:
@@ -221,16 +221,7 @@ def _alike(one: Arguments, other: Arguments) -> bool:
     """Return whether two calls differ in nothing but the number of microbatches."""
     return (
         one.forward_step_func == other.forward_step_func  # methods are made anew
-        and _same(one.models, other.models)
-        and _same(one.iterators, other.iterators)
+        and same(one.models, other.models)
+        and same(one.iterators, other.iterators)
         and one.pg_collection is other.pg_collection
     )
-
-
-def _same(one: list, other: list) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-
-
-def _same_size(one: Arguments, other: Arguments) -> bool:
-    sizes = ('num_microbatches', 'seq_length', 'micro_batch_size', 'decoder_seq_length')
-    return all(getattr(one, size) == getattr(other, size) for size in sizes)
