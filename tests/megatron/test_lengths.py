@@ -31,7 +31,7 @@ def planned_for(job, argv):
 
     made, measured, fit, planner = [], [], measurements.fit, auto_plan.AutoPlan
 
-    def make(profile_iters, *settings, **named):
+    def make(profile_iters=5, *settings, **named):  # without: what nothing is known for
         made.append(planner(1, *settings, **named, seconds=0.1))
         return made[0]
 

@@ -1995,7 +1995,8 @@ def test_each_message_is_tried(found):
     places = [place for was in found.values() for place in was.places]
     every = list(raised.statements(*ROOMS))
     left = [each for each in every if not any(each.holds(place) for place in places)]
-    assert len(every) > 130 and 5 * len(left) < len(every)
+    nowhere = [each for each in left if not any(map(each.is_called, ELSEWHERE))]
+    assert len(every) > 130 and 10 * len(nowhere) < len(every)
     listed = (*ELSEWHERE, *UNTRIED, *OF_SOME_RELEASES)
     assert [each for each in left if not any(map(each.is_called, listed))] == []
     idle = [name for name in (*ELSEWHERE, *UNTRIED) if not any(s.is_called(name) for s in left)]
