@@ -14,7 +14,8 @@ from megatron_zbpp.partitioning.bounds import Bounds
 from megatron_zbpp.partitioning.ranking import Ranked, rank
 from megatron_zbpp.partitioning.space import Space
 from megatron_zbpp.partitioning.stages import Partition
-from megatron_zbpp.planner.problem import EPSILON, replay_whole
+from megatron_zbpp.planner.ends import replay_whole
+from megatron_zbpp.planner.problem import EPSILON
 
 _FEW = 16  # ranks of which all pairs are looked at
 _TRIED = 12  # neighbours that are simulated in a round, the best by their bound first

@@ -10,9 +10,10 @@ from math import inf
 from megatron_zbpp.ir import BW, Placement, Schedule
 from megatron_zbpp.partitioning.space import Space, fused_costs
 from megatron_zbpp.partitioning.stages import Partition
+from megatron_zbpp.planner.ends import replay
 from megatron_zbpp.planner.named_schedules import on_placement
 from megatron_zbpp.planner.pattern import Pattern, dispatch
-from megatron_zbpp.planner.problem import Orders, Problem, replay
+from megatron_zbpp.planner.problem import Orders, Problem
 from megatron_zbpp.schedules import find
 
 _WHOLE = {  # by chunks a rank, whether in a loop: named schedules whose backward is whole

@@ -14,15 +14,8 @@ from math import log
 from random import Random
 
 from megatron_zbpp.planner.budget import Budget
-from megatron_zbpp.planner.problem import (
-    EPSILON,
-    Ends,
-    Orders,
-    Problem,
-    last_of,
-    replay,
-    replay_whole,
-)
+from megatron_zbpp.planner.ends import last_of, replay, replay_whole
+from megatron_zbpp.planner.problem import EPSILON, Ends, Orders, Problem
 
 _CRITICAL = 0.8  # share of moves that start on the critical path
 _STALE = 20  # moves after which the critical path is traced anew

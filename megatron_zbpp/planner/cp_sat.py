@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_zbpp.ir import B, F, W
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner.ends import last_of, replay_whole
 from megatron_zbpp.planner.lower_bounds import lower_bound
-from megatron_zbpp.planner.problem import EPSILON, Orders, Problem, last_of, replay_whole
+from megatron_zbpp.planner.problem import EPSILON, Orders, Problem
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model

@@ -11,7 +11,8 @@ from bisect import bisect_left
 from math import inf
 
 from megatron_zbpp.planner.annealing import Solution
-from megatron_zbpp.planner.problem import Ends, Orders, Problem, replay
+from megatron_zbpp.planner.ends import replay
+from megatron_zbpp.planner.problem import Ends, Orders, Problem
 
 _BEATS = (1, 2)  # microbatches in one repetition
 _PLACES = range(10, 95, 3)  # where to repeat, in percent of the time

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from megatron_zbpp.ir import Schedule
-from megatron_zbpp.planner.problem import Orders, Problem, replay
+from megatron_zbpp.planner.ends import replay
+from megatron_zbpp.planner.problem import Orders, Problem
 from megatron_zbpp.schedules.construct.orders import split_one_forward_one_backward
 
 _AHEAD = (1.0, 1.5)

@@ -8,7 +8,8 @@ from math import inf
 
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.planner.problem import Orders, Problem, replay
+from megatron_zbpp.planner.ends import replay
+from megatron_zbpp.planner.problem import Orders, Problem
 from megatron_zbpp.schedules import FAMILIES, Family
 from megatron_zbpp.techniques.slices.place import in_slices
 

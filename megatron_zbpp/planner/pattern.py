@@ -26,7 +26,8 @@ from random import Random
 from typing import Any
 
 from megatron_zbpp.ir import B, F, W
-from megatron_zbpp.planner.problem import SEVERAL, Ends, Orders, Problem, latest
+from megatron_zbpp.planner.ends import latest
+from megatron_zbpp.planner.problem import SEVERAL, Ends, Orders, Problem
 
 _SLOPES = (1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
 _TURNS = (0.0, 0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)

@@ -12,10 +12,11 @@ from random import Random
 
 from megatron_zbpp.planner.annealing import Solution, anneal, fold, plain
 from megatron_zbpp.planner.budget import Budget
+from megatron_zbpp.planner.ends import replay, replay_whole
 from megatron_zbpp.planner.extrapolation import extrapolate
 from megatron_zbpp.planner.lower_bounds import lower_bound
 from megatron_zbpp.planner.pattern import Pattern, dispatch
-from megatron_zbpp.planner.problem import EPSILON, Orders, Problem, replay, replay_whole
+from megatron_zbpp.planner.problem import EPSILON, Orders, Problem
 
 _POOL = 8  # patterns that are climbed at once
 _KEPT = 6  # solutions to restart from

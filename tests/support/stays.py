@@ -14,6 +14,7 @@ ADDED = {
     ('Receive', 'message'),
     ('Hand', 'message'),
     ('Graph', 'collectives'),
+    ('Schedule', 'costs'),
 }
 
 

@@ -23,6 +23,7 @@ from megatron_zbpp.mcore.command_line.naming import by_flags, renaming
 from megatron_zbpp.mcore.post_validation.barriers import barriers
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.same_start.losses import losses_from_scratch
+from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.post_validation.speculative_step import BUFFER_BYTES, KEPT_BYTES
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques import find as find_technique
@@ -132,44 +133,32 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     if line.unknown:
         words = ' '.join(line.unknown)
         notes.append(f'no flags of Megatron, unless the script adds them: {words}')
-    given = flags.read(line.args)
+    args = line.args
+    given = flags.read(args)
     parallel = _parallel(line)
     if given is None or parallel['pipeline'] == 1:
         others = [_NO_PIPELINE] if given is not None else _others(line, parallel)
         return DryRun(parallel, notes=(*notes, *others))
-    sizes.require_plain(line.args)
-    settings, _ = plan_layout.settings_of(line.args, given)
+    sizes.require_plain(args)
+    settings, _ = plan_layout.settings_of(args, given)
     programs = Programs(settings)
     replicas.require_pairs(programs, parallel['data'])
     placement = programs.placement(parallel['pipeline'])
-    args = line.args
     programs.join(getattr(args, refusals.OVERLAP, False))
     counts = _microbatches(line, parallel['data'])
-    notes += superseded.drop(line.args)
+    notes += superseded.drop(args)
     on_cpu, with_te = line.on_cpu, not te.missing()
     if programs.runs_ahead:
-        sizes.disable_rerun_checks(line.args, line.words)
+        sizes.disable_rerun_checks(args, line.words)
     refused = preflight.refused(args, programs, placement.num_ranks, None, on_cpu, with_te)
     if not refused:
         settings, found = preflight.with_slices(settings, args, placement.num_ranks, counts)
         programs = Programs(settings) if found else programs
         notes += [found] if found else []
-    notes.append(losses_from_scratch(settings, placement, args))
-    for name in settings.amounts if counts else ():
-        if find_technique(name).moves:
-            notes.append(_of_copies(name, programs, placement.num_ranks, counts[-1]))
-    if programs.runs_ahead:
-        notes += [f'all ranks wait: {each}' for each in barriers(line.args, placement)]
-    if settings.post_validation is not None:
-        notes.append(
-            f'an early step takes {(KEPT_BYTES + BUFFER_BYTES) >> 20} MiB more on each rank, and '
-            'more for its optimizer state where memory is free then, up to '
-            '--optimizer-post-validation-kept-gib'
-        )
-    ends = sizes.counted_ends(line.args)
-    layers = _layers(line.args, placement)
+    notes += _consequences(line, settings, programs, placement, counts)
+    layers = _layers(args, placement)
     counted = [*layers]
-    for stage, counts_as_layer in zip((0, -1), ends, strict=True):
+    for stage, counts_as_layer in zip((0, -1), sizes.counted_ends(args), strict=True):
         counted[stage] += counts_as_layer
     return DryRun(
         parallel,
@@ -182,10 +171,35 @@ def dry_run_of(line: LaunchLine) -> DryRun:
             for count in counts
             if not programs.asynchronous  # refused: see `zbpp simulate`
         ),
-        layer_memory(line.args),
+        layer_memory(args),
         refused,
         tuple(notes),
     )
+
+
+def _consequences(
+    line: LaunchLine,
+    settings: Settings,
+    programs: Programs,
+    placement: Placement,
+    counts: list[int],
+) -> list[str]:
+    """Return what the schedule changes besides time: losses, copies, waits and memory of steps."""
+    found = [losses_from_scratch(settings, placement, line.args)]
+    found += [
+        _of_copies(name, programs, placement.num_ranks, counts[-1])
+        for name in settings.amounts
+        if counts and find_technique(name).moves
+    ]
+    if programs.runs_ahead:
+        found += [f'all ranks wait: {each}' for each in barriers(line.args, placement)]
+    if settings.post_validation is not None:
+        found.append(
+            f'an early step takes {(KEPT_BYTES + BUFFER_BYTES) >> 20} MiB more on each rank, and '
+            'more for its optimizer state where memory is free then, up to '
+            '--optimizer-post-validation-kept-gib'
+        )
+    return found
 
 
 def _parallel(line: LaunchLine) -> dict[str, int]:

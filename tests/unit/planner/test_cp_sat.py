@@ -15,10 +15,11 @@ from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner import cp_sat
+from megatron_zbpp.planner.ends import replay, replay_whole
 from megatron_zbpp.planner.limits import same_limits
 from megatron_zbpp.planner.lower_bounds import lower_bound
 from megatron_zbpp.planner.plans import plan
-from megatron_zbpp.planner.problem import Problem, replay, replay_whole
+from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.techniques.slices.balance import Attention, in_parts
 from megatron_zbpp.techniques.slices.graph import Slicing
 

@@ -22,9 +22,10 @@ from megatron_zbpp.ir.errors import ScheduleError
 from megatron_zbpp.ir.placement import Placement
 from megatron_zbpp.planner import budget
 from megatron_zbpp.planner.cp_sat import solve
+from megatron_zbpp.planner.ends import replay_whole
 from megatron_zbpp.planner.lower_bounds import lower_bound
 from megatron_zbpp.planner.plans import plan
-from megatron_zbpp.planner.problem import Problem, replay_whole
+from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.schedules import Sizes, build, find, names, own_families
 from megatron_zbpp.techniques.slices import place
 from megatron_zbpp.techniques.slices.graph import Slicing
