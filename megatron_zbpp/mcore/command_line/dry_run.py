@@ -156,9 +156,10 @@ def dry_run_of(line: LaunchLine) -> DryRun:
         programs = Programs(settings) if found else programs
         notes += [found] if found else []
     notes += _consequences(line, settings, programs, placement, counts)
+    ends = sizes.counted_ends(args)  # before layers are placed, which takes them into the layout
     layers = _layers(args, placement)
     counted = [*layers]
-    for stage, counts_as_layer in zip((0, -1), sizes.counted_ends(args), strict=True):
+    for stage, counts_as_layer in zip((0, -1), ends, strict=True):
         counted[stage] += counts_as_layer
     return DryRun(
         parallel,
