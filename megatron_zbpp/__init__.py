@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from megatron_zbpp.ir.layout import ModelLayout
     from megatron_zbpp.mcore.enabling import enable
     from megatron_zbpp.mcore.iteration.observe import Observer
+    from megatron_zbpp.mcore.summary import Summary
     from megatron_zbpp.partitioning.devices import Device, Devices
     from megatron_zbpp.partitioning.layers import Layer, Layers
     from megatron_zbpp.partitioning.plans import PartitionPlan, partition
@@ -78,6 +79,7 @@ __all__ = [
     'partition',
     'plan',
     'simulate',
+    'summary',
 ]
 
 # Modules that are imported when one of their names is first read: a training that plans nothing
@@ -228,6 +230,21 @@ def figures() -> Figures | None:
     None where no iteration of training has ended since.
     """
     return None if enabled.plugin is None else enabled.plugin.figures()
+
+
+def summary() -> Summary | None:
+    """Return what the training was so far, as one line: a collective of the pipeline.
+
+    Idle time as the mean of all iterations (of the last 1000, where nobody asked for figures), the
+    gain over 1F1B as simulated with the times that the latest iteration took, and early steps.
+    NVIDIA's loop prints it at its end; all ranks of a loop of one's own ask for it. None where no
+    iteration of training has ended.
+    """
+    if enabled.plugin is None:
+        return None
+    from megatron_zbpp.mcore.summary import summarise
+
+    return summarise(enabled.plugin.session)
 
 
 def add_arguments() -> None:

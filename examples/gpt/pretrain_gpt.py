@@ -392,6 +392,10 @@ def train(args: argparse.Namespace) -> None:
                 break
         if plugin is not None:
             plugin.finish_step()  # the last one of an asynchronous schedule may be begun only
+        with megatron_zbpp.guard('summary of the training'):
+            summary = megatron_zbpp.summary()  # None: Megatron's own schedule has run
+        if summary is not None and report.is_reporter():
+            print(summary, flush=True)
     hashes = report.fingerprint(report.by_layer(models), optimizer)
     report.write_line(args.metrics_file, hashes)
     if args.timeline_file is not None:

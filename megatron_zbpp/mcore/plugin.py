@@ -13,13 +13,12 @@ from megatron_zbpp.mcore.iteration import forward_backward, skipping
 from megatron_zbpp.mcore.patches import (
     bridge_checkpoints,
     linear,
-    log_line,
     masks,
-    memory_report,
     placement,
     rank_files,
     same_start,
     tied,
+    training_loop,
     transformer_engine,
 )
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
@@ -193,8 +192,7 @@ class Plugin:
             same_start.patches(session),
             _of_slices(session),
             _of_vocabulary(session),
-            log_line.patches(session),
-            memory_report.patches(session),
+            training_loop.patches(session),
             rank_files.patches(session),
             bridge_checkpoints.patches(session),
             split_step.patches(),

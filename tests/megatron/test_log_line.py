@@ -19,9 +19,27 @@ FIGURES = re.compile(
 )
 
 
+SUMMARY = re.compile(
+    r'training ends: (\d+\.\d)% idle GPU time in the mean of (\d+) iterations; '
+    r'simulated with the times of the latest: ([\d.]+) ms, (\d+\.\d)% (less|more) time than 1f1b'
+    r'(?:; early steps: (\d+), taken back: (\d+))?$'
+)
+
+
+@contextmanager
+def job_lines(training):
+    """What is said once for the job: on the first rank."""
+    from megatron_zbpp.runtime.log import job_log
+
+    with mock.patch.object(job_log, 'info') as info:
+        lines = []
+        info.side_effect = lines.append
+        yield lines
+
+
 @contextmanager
 def logged(training):
-    """(lines as they are printed, scalars as the writer gets them)."""
+    """(lines as they are printed, scalars as the writer gets them, lines of the job)."""
     lines, scalars = [], []
 
     def print_rank_last(message):
@@ -37,16 +55,20 @@ def logged(training):
     with (
         mock.patch.object(training, 'print_rank_last', print_rank_last),
         mock.patch.object(training, 'get_tensorboard_writer', Writer),
+        job_lines(training) as said,
     ):
-        yield lines, scalars
+        yield lines, scalars, said
 
 
 @needs_training
 def test_log_line(ranks):
     argv = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 6, '--train-iters', 5]
     argv += ['--pipeline-schedule', 'zb-v', '--log-interval', 2, '--tensorboard-log-interval', 4]
+    argv += ['--eval-iters', 1, '--eval-interval', 5, '--split', '90,10,0']  # behind the last one
     every = run(ranks(2), *argv, event=logged).reported
-    for lines, scalars in every:
+    for lines, scalars, said in every:
+        (last,) = filter(None, map(SUMMARY.match, said))
+        assert last[2] == '5' and 0 < float(last[1]) < 100 < float(last[3]) * 1000
         found = {
             int(re.search(r'iteration +(\d+)/', line)[1]): FIGURES.search(line)
             for line in lines
@@ -61,6 +83,17 @@ def test_log_line(ranks):
         assert f'{ours["pipeline/bubble"]:.1%}' == f'{found[4][2]}%'
         assert 0 <= ours['pipeline/bubble'] <= ours['pipeline/idle-all-ranks'] < 1
         assert sum('pipeline bubble' in line for line in lines) == len(found)
+
+
+@needs_training
+def test_last_line_of_a_job_that_a_limit_ends(ranks):
+    """Of all iterations, also those behind the last line of the log; early steps are counted."""
+    argv = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 6, '--train-iters', 9]
+    argv += ['--pipeline-schedule', 'zb-v', '--clip-grad', 100, '--log-interval', 4]
+    argv += ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 3]
+    for lines in run(ranks(2), *argv, '--exit-interval', 6, event=job_lines).reported:
+        (found,) = filter(None, map(SUMMARY.match, lines))
+        assert found[2] == '6' and found.groups()[5:] == ('3', '0')
 
 
 def printed(argv, metrics):
@@ -82,6 +115,8 @@ def test_example(ranks, data, tmp_path, schedule):
     for line in lines:
         idle, bubble, live = map(float, FIGURES.search(line).groups())
         assert 0 < bubble <= idle < 100 and live == 2
+    last = [match for match in map(SUMMARY.match, found) if match]
+    assert [match[2] for match in last] == ([] if schedule == 'megatron' else ['5'])
 
 
 def test_post_validation_tells_what_it_does(ranks, data, tmp_path):

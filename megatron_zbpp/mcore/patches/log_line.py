@@ -12,10 +12,9 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 
-from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.runtime.observe.measure import Figures
 
@@ -28,13 +27,9 @@ _SCALARS = {
 }
 
 
-def patches(session: Session) -> Iterator[Patch]:
-    """Yield what prints the line of an iteration."""
-    ours = functools.partial(_with_figures, session)
-    yield Patch(_TRAINING, 'print_rank_last', ours, everywhere=True, late=True)
+def wrapped(session: Session, original: Callable) -> Callable:
+    """Return the replacement of `print_rank_last`."""
 
-
-def _with_figures(session: Session, original: Callable) -> Callable:
     @functools.wraps(original)
     def print_rank_last(message: str) -> None:
         line = _LINE.match(str(message))

@@ -8,25 +8,18 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.runtime.log import rank_log
 
-_MODULE = 'megatron.training.theoretical_memory_usage'
 
+def wrapped(session: Session, original: Callable) -> Callable:
+    """Return the replacement of `report_theoretical_memory`."""
 
-def patches(session: Session) -> Iterator[Patch]:
-    """Yield what prints the report, on the first rank."""
-    ours = functools.partial(_corrected, session)
-    yield Patch(_MODULE, 'report_theoretical_memory', ours, everywhere=True, late=True)
-
-
-def _corrected(session: Session, original: Callable) -> Callable:
     @functools.wraps(original)
     def report_theoretical_memory(
         args: Any, num_microbatches: int | None = None, verbose: bool = False
