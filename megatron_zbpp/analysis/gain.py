@@ -7,7 +7,7 @@ from math import fsum
 from typing import NamedTuple
 
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.schedules import build, find
@@ -72,6 +72,17 @@ def makespan_of(name: str, schedule: Schedule, costs: Costs) -> float | None:
     except ValueError:
         return None
     return simulate(rival, alike).makespan
+
+
+def megatron_refuses(placement: Placement, num_microbatches: int) -> str:
+    """Return the reason why Megatron's interleaved schedule has no such order; empty: it has."""
+    p, m = placement.num_ranks, num_microbatches
+    if not placement.is_loop or placement.num_chunks == 1 or m % p == 0:
+        return ''
+    return (
+        f"{m} microbatches are no multiple of {p} ranks: Megatron's own interleaved schedule "
+        'refuses them, so that there is no run of it to compare with'
+    )
 
 
 def gain_text(makespan: float, rival: float | None, name: str) -> str:

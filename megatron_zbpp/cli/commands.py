@@ -24,6 +24,7 @@ from megatron_zbpp.cli.printing import (
     peak_text,
     picture_format,
     print_asynchronous,
+    print_headline,
     print_json,
     print_summary,
     print_table,
@@ -90,7 +91,7 @@ def show(args: Namespace) -> None:
             for rank in zip(case.schedule.passes, timeline.spans, strict=True)
         ]
         return print_json({'schedule': json.loads(case.schedule.to_json()), 'timeline': spans})
-    print(headline(case.schedule))
+    print_headline(case.schedule)
     print(timeline_text(timeline, width, colours=takes_colours(sys.stdout)))
     shown = time_shown(timeline, width)
     if shown < timeline.makespan:
@@ -122,7 +123,7 @@ def simulate_case(args: Namespace) -> None:
     peaks = peak(case.schedule, case.costs)
     busy = [timeline.busy(rank) for rank in range(case.schedule.num_ranks)]
     idle = [window - own for window, own in zip(timeline.windows, busy, strict=True)]
-    print(headline(case.schedule))
+    print_headline(case.schedule)
     print_summary(found, case.units)
     waits = [step for step in path if step.waited == 'communication']
     print(f'critical path: {len(path)} passes, {len(waits)} messages, from {path[0].ran}', end=' ')

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from megatron_zbpp.analysis.gain import gain_text, idle_parts, makespan_of
+from megatron_zbpp.analysis.gain import gain_text, idle_parts, makespan_of, megatron_refuses
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.cli.inputs import Case
 from megatron_zbpp.ir import Schedule
@@ -146,6 +146,14 @@ def headline(schedule: Schedule) -> str:
         f'({sizes["placement"]}{copies}), {calls} microbatches{ways}{slices}, '
         f'{sizes["passes"]} passes'
     )
+
+
+def print_headline(schedule: Schedule) -> None:
+    """Print name and sizes, and where Megatron has no such order."""
+    print(headline(schedule))
+    refused = megatron_refuses(schedule.placement, schedule.num_microbatches)
+    if refused and schedule.name == 'interleaved':
+        print_wrapped(refused)
 
 
 def print_summary(found: dict, units: Units = UNITS) -> None:

@@ -179,6 +179,12 @@ class Costs:
             ValueError: a value is no cost, entries are missing, or a kind is given twice.
         """
         plain = {F: forward, B: backward, W: weight}
+        for kind, each in plain.items():
+            if isinstance(each, int | float):
+                raise ValueError(
+                    f'{kind} is {each!r}: give a list, one time for each stage, or take '
+                    'Costs.uniform(placement) with one time for all'
+                )
         for kind in plain.keys() & (times or {}).keys():
             raise ValueError(f'times of {kind} are given twice: leave them out of `times`')
         held = {'activation': activation, 'retained': retained}

@@ -84,6 +84,8 @@ class Programs:
             )
         self._slices = settings.sliced
         self._amounts, self._freeze = settings.amounts, settings.freeze_plan
+        for name, amount in self._amounts.items():
+            find_technique(name).require(amount, self.num_chunks)
         self.shards_vocabulary = settings.vocab_parallel is not None
         self.shards_embedding = settings.vocab_parallel == BOTH
         self._receives = settings.message_receives

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -82,7 +84,12 @@ class Settings:
     """Chunks of the model on each rank, for schedules that leave the choice. None: the default of
     the schedule."""
     _: KW_ONLY
-    memory_limit: float | None = option(None, '--pipeline-schedule-memory-limit A', least=0.0)
+    memory_limit: float | None = option(
+        None,
+        '--pipeline-schedule-memory-limit A',
+        least=0.0,
+        or_else=', in activations of one microbatch on a full rank, not in bytes',
+    )
     """Most memory of a rank, in activations of one microbatch on a full rank. 1F1B needs as many as
     there are pipeline ranks. For auto and schedules that take one, such as zb-1p."""
     profile_iters: int = option(5, '--pipeline-schedule-profile-iters N', least=1)
@@ -443,6 +450,15 @@ def _folder(trace_dir: object) -> Path | None:
     path = Path(trace_dir)
     if path.exists() and not path.is_dir():
         raise ValueError(f'trace_dir is {str(path)!r}, which is a file: give the path of a folder')
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    try:
+        if int(os.environ.get('RANK', 0)) == 0:  # which writes them
+            tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise ValueError(
+            f'trace_dir is {str(path)!r}, but nothing can be written in {there} '
+            f'({error.strerror}): give the path of another folder'
+        ) from error
     return path
 
 

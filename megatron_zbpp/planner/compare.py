@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megatron_zbpp.analysis.gain import RIVAL, makespan_of
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir import Placement, strict_json
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import FAMILIES, build, find
@@ -53,11 +53,13 @@ def compare(
         against: the name of the rival.
 
     Raises:
-        ValueError: a schedule that is named does not take these sizes or costs.
+        ValueError: a size is no whole number, or a schedule that is named does not take these sizes
+            or costs.
 
     >>> [(row.name, f'{row.gain:.1%}') for row in compare(4, 8, ['1f1b', 'zb-h1', 'zb-v'])]
     [('zb-v', '22.7%'), ('zb-h1', '18.2%'), ('1f1b', '0.0%')]
     """
+    strict_json.require_whole(num_ranks=num_ranks, num_microbatches=num_microbatches)
     rows: list[Row] = []
     usual = [family.name for family in FAMILIES if not family.asynchronous]
     for name in usual if schedules is None else schedules:

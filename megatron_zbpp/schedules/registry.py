@@ -302,6 +302,8 @@ def find(name: str) -> Family:
         ValueError: none has it; the message names the known ones and the nearest match, or what is
             wrong with the module.
     """
+    if not isinstance(name, str):
+        raise ValueError(f'schedule {name!r} is no name: give one, such as zb-v (zbpp list)')
     module = name.strip().rpartition(':')[0]
     if _key(name) not in _NAMES:
         _import(module, name) if module else _import_own(name)

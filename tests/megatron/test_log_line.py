@@ -28,12 +28,20 @@ SUMMARY = re.compile(
 
 @contextmanager
 def job_lines(training):
-    """What is said once for the job: on the first rank."""
+    """What is said once for the job, on the first rank; first the passes that a summary is of."""
+    from megatron_zbpp.mcore import summary
     from megatron_zbpp.runtime.log import job_log
 
-    with mock.patch.object(job_log, 'info') as info:
-        lines = []
-        info.side_effect = lines.append
+    lines, fit = [], summary.fit
+
+    def fitted(timeline, comm):
+        lines.append(' '.join(sorted({p.kind for own in timeline.schedule.passes for p in own})))
+        return fit(timeline, comm)
+
+    with (
+        mock.patch.object(job_log, 'info', lines.append),
+        mock.patch.object(summary, 'fit', fitted),
+    ):
         yield lines
 
 
@@ -68,7 +76,8 @@ def test_log_line(ranks):
     every = run(ranks(2), *argv, event=logged).reported
     for lines, scalars, said in every:
         (last,) = filter(None, map(SUMMARY.match, said))
-        assert last[2] == '5' and 0 < float(last[1]) < 100 < float(last[3]) * 1000
+        assert last[2] == '5' and 0 < float(last[1]) < 100
+        assert said[-2:] == ['B F W', last[0]], 'not of the evaluation'
         found = {
             int(re.search(r'iteration +(\d+)/', line)[1]): FIGURES.search(line)
             for line in lines

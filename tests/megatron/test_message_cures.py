@@ -563,6 +563,16 @@ FLAGS = {
         '--pipeline-offload is about a --pipeline-schedule: give that, too',
         flags('--pipeline-offload half --pipeline-schedule zb-v'),
     ),
+    'pictures where nothing can be written': row(
+        enable(trace_dir='/proc/nope'),
+        'nothing can be written in /proc (',
+        enable(trace_dir='pictures/of/a/run'),
+    ),
+    'more chunks than there are': row(
+        enable(schedule='zb-v', recompute=9),
+        'recompute of 9 chunks: a rank has 2: give a number up to 2',
+        enable(schedule='zb-v', recompute=2),
+    ),
     'freezing, planned': row(
         flags('--pipeline-schedule auto --pipeline-freeze freeze.json'),
         'name that instead of auto',
@@ -816,8 +826,13 @@ LINES = {
     ),
     'no number': row(
         line('--pipeline-schedule zb-v --pipeline-watchdog-timeout soon'),
-        "--pipeline-watchdog-timeout: invalid float value: 'soon'",
+        "--pipeline-watchdog-timeout: 'soon' is no number: give a number from 0 up",
         line('--pipeline-schedule zb-v --pipeline-watchdog-timeout 1'),
+    ),
+    'bytes where activations count': row(
+        line('--pipeline-schedule auto --pipeline-schedule-memory-limit 60GiB'),
+        "'60GiB' is no number: give a number from 0 up, in activations of one microbatch",
+        line('--pipeline-schedule auto --pipeline-schedule-memory-limit 60'),
     ),
     'no number of processes': row(
         line('torchrun --nproc-per-node gpu pretrain_gpt.py --pipeline-schedule zb-v'),
@@ -1182,6 +1197,9 @@ PROGRAMS = {
     ),
     'no microbatches': row(
         programs(0, schedule='zb-v'), 'give at least 1', programs(1, schedule='zb-v')
+    ),
+    'a name that is none': row(
+        schedule(None), 'give one, such as zb-v (zbpp list)', schedule('zb-v')
     ),
     'no pairs': row(
         schedule('zb-v', together=True), 'use dualpipe-v', schedule('dualpipe-v', together=True)
@@ -1899,6 +1917,7 @@ ELSEWHERE = {
 UNTRIED = {
     '__init__.py __getattr__': "Python's own words for a name that a module lacks",
     'mcore/command_line/arguments.py _preparing.parse_known_args': 'ends what has been told',
+    'mcore/command_line/flags.py _number': 'argparse raises its own instead: rows of no number',
     'mcore/iteration/embedding.py EmbeddingStage._tokens.stop': 'ends a call of the program',
     'mcore/iteration/completeness.py _looking': 'a layer that nobody knows yet: it is reported',
     'mcore/iteration/preparation.py refuse_unsupported: adjust_tensor': 'the cure is a program '

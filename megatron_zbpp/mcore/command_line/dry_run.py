@@ -6,7 +6,7 @@ from argparse import Namespace
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_zbpp.analysis.gain import RIVAL, gain_text, makespan_of
+from megatron_zbpp.analysis.gain import RIVAL, gain_text, makespan_of, megatron_refuses
 from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.emulation import te
@@ -30,6 +30,11 @@ from megatron_zbpp.techniques import find as find_technique
 
 _LITTLE = 0.9  # of what is held without: more than that is little gain
 _NO_PIPELINE = 'one pipeline rank has no pipeline: --pipeline-schedule changes nothing'
+
+_NO_SCHEDULE = (
+    'no --pipeline-schedule is given: for one of ours write -m megatron_zbpp.launch before the '
+    'script, and --pipeline-schedule zb-v behind it'
+)
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     given = flags.read(args)
     parallel = _parallel(line)
     if given is None or parallel['pipeline'] == 1:
-        others = [_NO_PIPELINE] if given is not None else _others(line, parallel)
+        others = [_NO_PIPELINE] if given is not None else [_NO_SCHEDULE, *_others(line, parallel)]
         return DryRun(parallel, notes=(*notes, *others))
     sizes.require_plain(args)
     settings, _ = plan_layout.settings_of(args, given)
@@ -187,6 +192,7 @@ def _consequences(
 ) -> list[str]:
     """Return what the schedule changes besides time: losses, copies, waits and memory of steps."""
     found = [losses_from_scratch(settings, placement, line.args)]
+    found += filter(None, (megatron_refuses(placement, count) for count in counts))
     found += [
         _of_copies(name, programs, placement.num_ranks, counts[-1])
         for name in settings.amounts

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.mcore.command_line.aliases import add_aliases, announce, translate
 from megatron_zbpp.mcore.command_line.messages import flag
+from megatron_zbpp.mcore.options import Option
 from megatron_zbpp.mcore.settings import OPTIONS, Settings
 from megatron_zbpp.techniques import ASKED
 
@@ -27,12 +29,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default = each.shown_default and f' Default: {each.shown_default}.'
         group.add_argument(
             each.name,
-            type=str if each.least is None else type(each.least),
+            type=str if each.least is None else functools.partial(_number, each),
             default=each.flag_default,
             metavar=each.unit,
             help=each.text + default,
         )
     add_aliases(parser)
+
+
+def _number(option: Option, text: str) -> float:
+    """Return the number, of the type that the option takes.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        return type(option.least)(text)
+    except ValueError:
+        kind = 'whole number' if isinstance(option.least, int) else 'number'
+        cure = f'give a {kind} from {option.least:g} up{option.or_else}'
+        raise argparse.ArgumentTypeError(f'{text!r} is no {kind}: {cure}') from None
 
 
 def read(args: argparse.Namespace) -> Mapping[str, Any] | None:

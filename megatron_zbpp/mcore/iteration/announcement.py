@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_zbpp.analysis.gain import RIVAL, gain_text, makespan_of
+from megatron_zbpp.analysis.gain import RIVAL, gain_text, makespan_of, megatron_refuses
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule
@@ -56,12 +56,8 @@ def lines(schedule: Schedule, config: Any) -> list[str]:
             'auxiliary losses of experts are those of each slice, weighed by its tokens: not quite '
             'those of whole sequences'
         )
-    p = schedule.num_ranks
-    if placement.is_loop and placement.num_chunks > 1 and m % p:
-        found.append(
-            f"{m} microbatches are no multiple of {p} ranks: Megatron's own interleaved schedule "
-            'refuses them, so that there is no run of it to compare with'
-        )
+    if refused := megatron_refuses(placement, m):
+        found.append(refused)
     return found
 
 

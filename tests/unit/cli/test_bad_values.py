@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_zbpp import build, layout_for
+from megatron_zbpp import Costs, build, compare, layout_for
 from megatron_zbpp.cli import main
 from megatron_zbpp.cli.parser import _COMMANDS, _parser
 
@@ -201,6 +201,26 @@ def test_sizes_in_python():
     ):
         with pytest.raises(ValueError, match=r'num_\w+ is .*: give a whole number, such as 4'):
             call()
+
+
+def test_what_is_no_schedule_and_no_times_in_python():
+    for call, told in (
+        (lambda: build(None, 2, 4), 'schedule None is no name: give one, such as zb-v'),
+        (lambda: Costs.of(1, 1, 1), 'F is 1: give a list, one time for each stage, or take Costs.'),
+        (lambda: compare(None, 4), 'num_ranks is None: give a whole number'),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        assert str(error.value).startswith(told)
+
+
+@pytest.mark.parametrize('command', ['show', 'simulate'])
+def test_an_order_that_megatron_refuses(command, capsys):
+    words = f'{command} --schedule interleaved --pp 4 --microbatches'.split()
+    for m, refused in ((7, True), (8, False)):
+        assert main([*words, str(m)]) == 0
+        found = ' '.join(capsys.readouterr().out.split())
+        assert ('no multiple of 4 ranks: Megatron' in found) == refused
 
 
 def test_a_package_that_is_not_here_is_named_with_its_cure(monkeypatch, capsys):
