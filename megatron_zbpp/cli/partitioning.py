@@ -41,7 +41,7 @@ from megatron_zbpp.render.png import timeline_png
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.svg import svg
 
-_KINDS = frozenset('EtmLM*-GD')  # letters of layers in Megatron's layouts and patterns
+_KINDS = frozenset('EtmLM*+-GD')  # letters of layers in Megatron's layouts and patterns
 
 
 def add_partition(command: ArgumentParser) -> None:

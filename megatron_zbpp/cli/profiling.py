@@ -124,7 +124,7 @@ def _shape(args: Namespace) -> Shape:
         if getattr(args, each.name) is not None
     }
     if args.model == 'hybrid':
-        given.setdefault('layers', len(args.pattern or ''))
+        given.setdefault('layers', len((args.pattern or '').partition('/')[0].replace('|', '')))
     missing = [
         _option(each.name)
         for each in fields(Shape)

@@ -10,10 +10,9 @@ import os
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from megatron_zbpp.emulation import te
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore import own_offloading
-from megatron_zbpp.mcore.refusal import HYBRID, RECIPES, Refusal, captured, hybrid, set_in
+from megatron_zbpp.mcore.refusal import HYBRID, Refusal, captured, hybrid, set_in
 from megatron_zbpp.mcore.refusals_of_techniques import (
     ACROSS_REPLICAS,
     FUSED_LOSS,
@@ -132,16 +131,6 @@ _GRAPHS = (
     "captured graphs compute weight gradients at once, or in the order of Megatron's own schedules",
     'give --cuda-graph-impl none, or local with a schedule without W passes, such as 1f1b',
 )
-_GPU_ONLY = 'its kernels need a GPU'
-_ON_CPU = {
-    'fp4': (_GPU_ONLY, 'drop --fp4-format'),
-    'use_flash_attn': (_GPU_ONLY, 'drop --use-flash-attn'),
-    'moe_permute_fusion': (_GPU_ONLY, 'drop --moe-permute-fusion'),
-    'masked_softmax_fusion': (_GPU_ONLY, 'give --no-masked-softmax-fusion'),
-    'apply_rope_fusion': (_GPU_ONLY, 'give --no-rope-fusion'),
-}
-# what runs on a CPU on Transformer Engine's own modules, their kernels emulated; and the cure
-_EMULATED = {'fp8': 'drop --fp8-format', 'moe_grouped_gemm': 'drop --moe-grouped-gemm'}
 IN_A_LOOP = (
     'this release of Megatron lays the layers of a hybrid model out in a loop, which this schedule '
     'has not',
@@ -191,8 +180,10 @@ _BY_VALUE = (
 
 def settings() -> tuple[str, ...]:
     """Return all that may be refused."""
+    from megatron_zbpp.mcore.refusals_on_cpu import BY_NAME
+
     tables = (
-        *(_WITH_A_SCHEDULE, _IN_ORDER, _WITHOUT_CELLS, _WITH_W, _ON_CPU, _EMULATED),
+        *(_WITH_A_SCHEDULE, _IN_ORDER, _WITHOUT_CELLS, _WITH_W, BY_NAME),
         *(WITH_SLICES, WITH_SHARDS, ACROSS_REPLICAS),
     )
     named = (name for table in tables for name in table)
@@ -225,14 +216,11 @@ def refused(
     """
     if not mirrored:
         yield from across_replicas(settings)
-    yield from set_in(_WITH_A_SCHEDULE | (_ON_CPU if on_cpu else {}), settings)
+    yield from set_in(_WITH_A_SCHEDULE, settings)
     yield from set_in({} if joins else _WITHOUT_CELLS, settings)
     yield from set_in({} if in_order else _IN_ORDER, settings)
     if in_order:
         yield from _with_own_offloading(settings, placement)
-    if on_cpu and not with_te:
-        emulated = {name: (_without_te(), cure) for name, cure in _EMULATED.items()}
-        yield from set_in(emulated, settings)
     if splits:
         yield from set_in(_WITH_W, settings, _FUSED)
         yield from _in_environment(settings)
@@ -246,7 +234,9 @@ def refused(
     if depth and not getattr(settings, 'untie_embeddings_and_output_weights', True):
         yield Refusal('mtp_num_layers', depth, *_TIED_MTP)
     if on_cpu:
-        yield from _by_value_on_cpu(settings, with_te)
+        from megatron_zbpp.mcore import refusals_on_cpu
+
+        yield from refusals_on_cpu.refused(settings, with_te)
 
 
 def _with_own_offloading(settings: Any, placement: Placement | None) -> Iterator[Refusal]:
@@ -349,27 +339,3 @@ def _whole_iteration(settings: Any) -> bool:
     scope = getattr(settings, 'cuda_graph_scope', None) or ()
     scopes = [scope] if isinstance(scope, str) else scope
     return any(getattr(each, 'name', each) == 'full_iteration' for each in scopes)
-
-
-def _without_te() -> str:
-    """Return why what needs Transformer Engine does not run on this machine's CPU."""
-    return te.missing() or te.NOT_INSTALLED
-
-
-def _by_value_on_cpu(settings: Any, with_te: bool) -> Iterator[Refusal]:
-    layers = getattr(settings, 'transformer_impl', 'local')
-    if layers not in ('local', *(['transformer_engine'] if with_te else [])):
-        reason = _without_te() if layers == 'transformer_engine' else _GPU_ONLY
-        yield Refusal('transformer_impl', layers, reason, 'give --transformer-impl local')
-    recipe = getattr(settings, 'fp8_recipe', None)
-    if with_te and getattr(settings, 'fp8', None) and recipe not in (None, *RECIPES):
-        yield Refusal('fp8_recipe', recipe, _GPU_ONLY, f'give --fp8-recipe {RECIPES[0]}')
-    backend = getattr(settings, 'attention_backend', 'auto')
-    backend = getattr(backend, 'name', backend)  # Megatron has an enum
-    if backend in ('flash', 'fused'):
-        yield Refusal('attention_backend', backend, _GPU_ONLY, 'give --attention-backend auto')
-    ranks = getattr(settings, 'context_parallel_size', 1)
-    if ranks > 1 and not getattr(settings, 'spec', None):
-        reason = "the kernels of Megatron's own attention over a split sequence need a GPU"
-        cure = 'give --context-parallel-size 1, or --spec with an attention that can'
-        yield Refusal('context_parallel_size', ranks, reason, cure)

@@ -26,7 +26,7 @@ OWN_FIELDS = {
     'pattern': ('hybrid',),
     'state': ('hybrid',),
     'dense_first': ('mla', 'moe'),
-    **dict.fromkeys(('q_rank', 'kv_rank', 'rope_dim', 'v_dim'), ('mla',)),
+    **dict.fromkeys(('q_rank', 'kv_rank', 'rope_dim', 'v_dim'), ('mla', 'hybrid')),
     **dict.fromkeys(
         ('experts', 'top_k', 'expert_ffn', 'shared_ffn', 'ep'), ('moe', 'mla', 'hybrid')
     ),
@@ -41,7 +41,7 @@ class Shape:
 
     Attributes:
         model: gpt (GELU), llama (SwiGLU), mla (latent attention, SwiGLU), moe (llama with experts),
-            hybrid (a pattern of Mamba, attention, MLP and MoE layers).
+            hybrid (a pattern of Mamba, attention, latent attention, MLP and MoE layers).
         layers: decoder layers.
         hidden: hidden size h.
         heads: attention heads.
@@ -63,7 +63,9 @@ class Shape:
         rope_dim: size of a head's part with rotary positions, in latent attention.
         v_dim: size of a head's values, in latent attention; 0: head_dim.
         state: size of Mamba's state.
-        pattern: a letter a layer of a hybrid: M Mamba, * attention, - MLP, E MoE.
+        pattern: a letter a layer of a hybrid, as Megatron's --hybrid-layer-pattern has them: M
+            Mamba, * attention, + latent attention, - MLP, E MoE; | between stages says nothing
+            here; what follows a / predicts a further token each, on the last stage.
         tp: tensor-parallel ranks, which share a layer.
         ep: expert-parallel ranks, which share the experts' parameters.
         dp: data-parallel ranks, which share the optimizer's state.
@@ -103,18 +105,27 @@ class Shape:
             raise ValueError(f'model {self.model!r} is unknown: choose of {", ".join(MODELS)}')
         if self.model == 'moe' and not self.experts:
             raise ValueError('a moe needs --experts: how many a layer has')
-        if self.model == 'hybrid' and (not self.pattern or set(self.pattern) - set('M*-E')):
-            raise ValueError(f'pattern {self.pattern!r}: give a letter a layer, of M, *, - and E')
-        if self.model == 'hybrid' and self.layers != len(self.pattern):
-            raise ValueError(
-                f'layers {self.layers}, but pattern {self.pattern!r} has {len(self.pattern)}: give '
-                'as many, or leave layers out'
-            )
+        if self.model == 'hybrid':
+            self._require_pattern()
         if 'E' in self.pattern and not self.experts:
             raise ValueError('a pattern with E needs --experts: how many a layer has')
         if not (isfinite(self.tflops) and self.tflops > 0):
             raise ValueError(f'tflops {self.tflops}: give what a device reaches, above 0')
         self._require_sizes()
+
+    def _require_pattern(self) -> None:
+        """Return if the pattern has letters whose layers can be counted, as many as layers."""
+        main, *ahead = self.letters
+        if not all((main, *ahead)) or set(''.join((main, *ahead))) - set('M*+-E'):
+            raise ValueError(
+                f'pattern {self.pattern!r}: give a letter a layer, of M, *, +, - and E; measure '
+                'models of others (zbpp profile --stages)'
+            )
+        if self.layers != len(main):
+            raise ValueError(
+                f'layers {self.layers}, but pattern {self.pattern!r} has {len(main)}: give as '
+                'many, or leave layers out'
+            )
 
     def _require_sizes(self) -> None:
         """Return if sizes are numbers, and fit each other."""
@@ -136,6 +147,11 @@ class Shape:
             raise ValueError(f'top_k {self.top_k} of experts {self.experts}: give at most as many')
         if self.dense_first > self.layers:
             raise ValueError(f'dense_first {self.dense_first} of layers {self.layers}: give fewer')
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        """Letters of the decoder's layers, and of those of each further token."""
+        return tuple(self.pattern.replace('|', '').split('/'))
 
     @property
     def tokens(self) -> int:
@@ -181,8 +197,14 @@ def layers_of(shape: Shape) -> Layers:
     if shape.model == 'hybrid':
         parts = {'M': _mamba(shape), '*': _attention(shape), '-': _mlp(shape, shape.ffn)}
         parts |= {'E': _experts(shape)} if shape.experts else {}
-        body = [_layer(shape, letter, parts[letter]) for letter in shape.pattern]
-        return Layers((_embedding(shape), *body, _loss(shape)))
+        parts['+'] = _latent(shape)
+        main, *ahead = shape.letters
+        body = [_layer(shape, letter, parts[letter]) for letter in main]
+        last = _head(shape)
+        for letters in ahead:
+            more = (parts[letter] for letter in letters)
+            last = sum(more, last + _linear(2 * shape.hidden, shape.hidden) + _head(shape))
+        return Layers((_embedding(shape), *body, _layer(shape, 'L', last)))
     attention = _latent(shape) if shape.model == 'mla' else _attention(shape)
     dense, sparse = attention + _mlp(shape, shape.ffn), attention
     sparse += _experts(shape) if shape.experts else _mlp(shape, shape.ffn)

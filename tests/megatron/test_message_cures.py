@@ -313,7 +313,7 @@ def write_files() -> None:
     plan('of-mtp.json', 'Ett|ttmL')
     plan('letters.json', 'tt|tt')
     plan('selective.json', 'Ett|ttL', selective=True)
-    plan('hybrid.json', 'EM*|M-L')
+    plan('hybrid.json', 'E**|*-L')
     write('zb-v.json', build('zb-v', 2, 4).to_json())
     write('sliced.json', build('seq1f1b', 2, 4, num_slices=2).to_json())
     write('of-three.json', build('zb-v', 3, 4).to_json())
@@ -468,9 +468,9 @@ FLAGS = {
         flags('--pipeline-schedule zb-h1 --pipeline-model-parallel-layout Ett|ttL'),
     ),
     'chunks by pattern': row(
-        flags('--pipeline-schedule zb-h1', HYBRID.format('M|*|M|-')),
+        flags('--pipeline-schedule zb-h1', HYBRID.format('*|*|*|-')),
         'give --hybrid-layer-pattern 2 segments',
-        flags('--pipeline-schedule zb-h1', HYBRID.format('M*|M-')),
+        flags('--pipeline-schedule zb-h1', HYBRID.format('**|*-')),
     ),
     'a limit of none': row(
         flags('--pipeline-schedule zb-h1 --pipeline-schedule-memory-limit 2'),
@@ -686,9 +686,9 @@ FLAGS = {
         flags('--pipeline-schedule-file plan.json'),
     ),
     'a plan of another pattern': row(
-        flags('--pipeline-schedule-file plan.json', HYBRID.format('M*M-')),
-        '--hybrid-layer-pattern M*M-, but the layout Ett|ttL of plan.json has other layers',
-        flags('--pipeline-schedule-file hybrid.json', HYBRID.format('M*M-')),
+        flags('--pipeline-schedule-file plan.json', HYBRID.format('***-')),
+        '--hybrid-layer-pattern ***-, but the layout Ett|ttL of plan.json has other layers',
+        flags('--pipeline-schedule-file hybrid.json', HYBRID.format('***-')),
     ),
     'arguments of a file': row(
         flags('--pipeline-schedule zb-v --yaml-cfg a.yaml'),
@@ -747,10 +747,10 @@ FLAGS = {
         flags('--pipeline-schedule zb-h1', LAYERS.format(3)),
     ),
     'segments': row(
-        flags('--pipeline-schedule zb-interleaved', HYBRID.format('M*|M-')),
+        flags('--pipeline-schedule zb-interleaved', HYBRID.format('**|*-')),
         '--hybrid-layer-pattern has 2 segments, but the schedule places 4 stages: give that many, '
         'divided by |',
-        flags('--pipeline-schedule zb-interleaved', HYBRID.format('M|*|M|-')),
+        flags('--pipeline-schedule zb-interleaved', HYBRID.format('*|*|*|-')),
     ),
     'what is refused': row(
         flags('--pipeline-schedule zb-v --tp-comm-overlap'),
@@ -1289,9 +1289,9 @@ RECIPES = {
         recipe('paci'), 'or take a synchronous schedule, such as zb-v', recipe()
     ),
     'a hybrid model': row(
-        recipe(hybrid_layer_pattern='M*M-'),
+        recipe(hybrid_layer_pattern='***-'),
         'take a schedule that has one, such as zb-h1',
-        recipe('zb-h1', hybrid_layer_pattern='M*M-'),
+        recipe('zb-h1', hybrid_layer_pattern='***-'),
     ),
     'what is refused': row(
         recipe(overlap_moe_expert_parallel_comm=True),
@@ -1580,6 +1580,20 @@ REFUSALS = {
         'give --transformer-impl local',
         refusal(CPU, transformer_impl='local'),
     ),
+    **{
+        f'{kind} on a CPU': row(
+            refusal(CPU, **{name: given}),
+            'have a pattern of other layers (*, -, E, +)',
+            refusal(CPU, hybrid_layer_pattern='*-|*E/*-'),
+            refusal({}, **{name: given}),
+        )
+        for kind, name, given in (
+            ('Mamba', 'hybrid_layer_pattern', '*M|*-'),
+            ('Mamba by a ratio', 'hybrid_attention_ratio', 0.5),
+            ('Gated DeltaNet', 'hybrid_layer_pattern', '*-|*G'),
+            ('sparse attention', 'hybrid_layer_pattern', '*-|*-/D-'),
+        )
+    },
     'scaling on a CPU': row(
         refusal(EMULATED, fp8='hybrid', fp8_recipe='mxfp8'),
         'give --fp8-recipe tensorwise',

@@ -77,6 +77,15 @@ def test_hybrid_and_multi_token_prediction():
         layer(Shape('hybrid', 1, pattern='M', **common), 'M').parameters / 18
         == 64 * (2 * 128 + 2 * 128 + 2) + 128 * 64
     )
+    latent = Shape('mla', 1, head_dim=16, **common)
+    told = [*layers_of(Shape('hybrid', 3, pattern='*|+-/*-/*', head_dim=16, **common))]
+    alone = [*layers_of(Shape('hybrid', 3, pattern='*+-', head_dim=16, **common))]
+    assert ''.join(each.kind for each in told) == 'E*+-L'
+    whole = layer(latent)
+    assert told[2].weight + told[3].weight == pytest.approx(whole.weight)
+    extra = alone[1].weight * 2 + alone[3].weight  # *- and *
+    each = alone[-1].weight + 2 * 32 * 2 * 64 * 64 / 1e12  # an output layer, and what joins
+    assert told[-1].weight == pytest.approx(alone[-1].weight + extra + 2 * each)
     ahead = layers_of(Shape('llama', 2, mtp=1, **common))
     own, head, mtp = (next(x for x in ahead if x.kind == kind) for kind in 'tLm')
     assert mtp.weight == pytest.approx(own.weight + head.weight + 2 * 32 * 2 * 64 * 64 / 1e12)
@@ -105,6 +114,8 @@ def test_parallel_ranks_share():
         ({'model': 'moe'}, '--experts'),
         ({'model': 'hybrid'}, "pattern ''"),
         ({'model': 'hybrid', 'pattern': 'ME'}, '--experts'),
+        ({'model': 'hybrid', 'pattern': 'G-'}, "pattern 'G-': give a letter .*zbpp profile --st"),
+        ({'model': 'hybrid', 'pattern': '*-/'}, "pattern '\\*-/'"),
         ({'tflops': 0}, 'tflops 0'),
         ({'layers': -1}, 'layers -1: give 1 or more'),
         ({'bandwidth': -1.0}, r'bandwidth -1\.0: give 0 or more'),
@@ -203,6 +214,8 @@ def test_command(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)['layout'] == 'EttL'
     hybrid = '--hidden 64 --heads 4 --vocab 1000 --seq 32 --tflops 1 --pattern M-M*'.split()
     assert main(['profile', '--model', 'hybrid', *hybrid]) == 0
+    assert main(['profile', '--model', 'hybrid', *hybrid[:-1], 'M-|M*/*-', '--json']) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])['layers'] == 6
     for bad, said in (
         ([], 'give --model'),
         (['--model', 'gpt'], '--model gpt needs --num-layers'),
@@ -217,7 +230,7 @@ def test_command(tmp_path, capsys):
         (['--model', 'gpt', *shape, '--ep', '2'], '--ep is about --model moe or mla or hybrid'),
         (['--stages', f'Et|tL={fast}'], 'speeds say nothing of layers'),
         (['--model', 'gpt', *shape, '--pattern', 'M'], '--pattern is about --model hybrid, not'),
-        (['--model', 'gpt', *shape, '--kv-rank', '8'], '--kv-rank is about --model mla'),
+        (['--model', 'gpt', *shape, '--kv-rank', '8'], '--kv-rank is about --model mla or hybrid'),
     ):
         assert main(['profile', *bad]) == 2
         assert said in capsys.readouterr().err
