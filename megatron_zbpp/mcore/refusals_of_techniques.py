@@ -90,16 +90,14 @@ _SYNCHRONOUS = 'or take a synchronous schedule, such as zb-v'
 _UNTRIED = 'weights of several versions have not been tried with it'
 WITH_VERSIONS = {
     'overlap_param_gather': 'drop --overlap-param-gather',
-    'recompute_granularity': 'drop --recompute-granularity',
-    'fp16': 'give --bf16',
     'fp8': 'drop --fp8-format',
     'fp4': 'drop --fp4-format',
     'mtp_num_layers': 'drop --mtp-num-layers',
-    'num_moe_experts': 'drop --num-experts',
     'optimizer_cpu_offload': 'drop --optimizer-cpu-offload',
-    'calculate_per_token_loss': 'drop --calculate-per-token-loss',
     'fine_grained_activation_offloading': 'drop --fine-grained-activation-offloading',
 }
+_COUNTS = 'forwards of the next batch have counted tokens of experts before this one ends'
+_COUNTED = {'moe_router_enable_expert_bias': (_COUNTS, 'drop --moe-router-enable-expert-bias')}
 _OTHER_ORDERS = 'the two replicas of a pair run their stages in other orders, and would deadlock'
 
 
@@ -124,7 +122,9 @@ def with_versions(settings: Any) -> Iterator[Refusal]:
         settings: Megatron's arguments, or the config of a model or of DDP.
     """
     table = {name: (_UNTRIED, cure) for name, cure in WITH_VERSIONS.items()}
-    yield from set_in(table, settings, _SYNCHRONOUS)
+    yield from set_in(table | _COUNTED, settings, _SYNCHRONOUS)
+    if _GLOBAL in str(value := getattr(settings, _BALANCING, None)):
+        yield Refusal(_BALANCING, value, _COUNTS, f'{ACROSS_REPLICAS[_BALANCING]}, {_SYNCHRONOUS}')
     ranks = getattr(settings, 'context_parallel_size', None) or 1
     if ranks > 1:
         yield Refusal('context_parallel_size', ranks, _UNTRIED, f'give 1, {_SYNCHRONOUS}')

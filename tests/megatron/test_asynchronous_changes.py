@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +15,7 @@ import torch
 from example import MODEL, forget_groups, run
 from grids import grid
 from supported import supports
-from test_asynchronous import ByHand
+from weights_by_hand import ByHand, evaluation
 
 from megatron_zbpp.ir import Pass
 
@@ -53,16 +53,6 @@ class ByFormula(ByHand):
         self.put(self.number if self.method == 'paci' else self.version(self.backwards))
         self.backwards += 1
         return original(*args, **given)
-
-
-@contextmanager
-def evaluation(models: list):
-    for model in models:
-        model.eval()
-    with torch.no_grad():
-        yield
-    for model in models:
-        model.train()
 
 
 def draws() -> str:
@@ -212,7 +202,10 @@ def test_data_that_forwards_in_flight_have_read(ranks):
 @supports('asynchronous: checkpoints hold older weights', ' '.join(METHODS[:2]))
 @grid(
     method=METHODS[:2],
-    more=('--bf16', '--untie-embeddings-and-output-weights'),
+    more=(
+        '--bf16',
+        '--untie-embeddings-and-output-weights',
+    ),
 )
 def test_resumed_as_if_never_ended(ranks, data, tmp_path, method, more):
     """And Megatron loads them; from its own, versions are equal at first."""

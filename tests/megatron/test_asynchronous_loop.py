@@ -12,7 +12,7 @@ import events
 import pytest
 from nvidia import needs_training, run
 from supported import supports
-from test_asynchronous import ByHand
+from weights_by_hand import ByHand
 
 pytestmark = needs_training
 

@@ -1378,10 +1378,23 @@ def offloading(layers: int, *modules: str, on: bool = True) -> Callable:
 
 REFUSALS = {
     'versions of weights and a setting': row(
-        refusal(VERSIONS, fp16=True),
-        'give --bf16, or take a synchronous schedule, such as zb-v',
+        refusal(VERSIONS, mtp_num_layers=1),
+        'drop --mtp-num-layers, or take a synchronous schedule, such as zb-v',
         refusal(VERSIONS),
-        refusal({}, fp16=True),
+        refusal({}, mtp_num_layers=1),
+    ),
+    'versions of weights and a bias of experts': row(
+        refusal(VERSIONS, moe_router_enable_expert_bias=True),
+        'drop --moe-router-enable-expert-bias, or take a synchronous schedule, such as zb-v',
+        refusal(VERSIONS),
+        refusal({}, moe_router_enable_expert_bias=True),
+    ),
+    'versions of weights and counts of a global batch': row(
+        refusal(VERSIONS, moe_router_load_balancing_type='global_aux_loss'),
+        'give --moe-router-load-balancing-type aux_loss, or take a synchronous schedule, such as '
+        'zb-v',
+        refusal(VERSIONS, moe_router_load_balancing_type='aux_loss'),
+        refusal({}, moe_router_load_balancing_type='global_aux_loss'),
     ),
     'versions of weights and context parallelism': row(
         refusal(VERSIONS, context_parallel_size=2),

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from example import forget_groups
 from grids import grid
-from models import Job, _replacements
+from models import Job, replacements
 from test_activations import Bytes, SamplingClock
 
 from megatron_zbpp.analysis.memory import live
@@ -62,7 +62,7 @@ def iteration(job, argv, schedule):
 
     with ExitStack() as stack:
         stack.callback(forget_groups)
-        for owner, name, replacement in _replacements(script, job):
+        for owner, name, replacement in replacements(script, job):
             stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
         args = script.parse_args(argv)
         plugin = stack.enter_context(megatron_zbpp.enable(schedule))

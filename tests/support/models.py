@@ -251,7 +251,7 @@ def train(job: Job, argv: list[str]) -> Trained:
 
     with ExitStack() as stack:
         stack.callback(forget_groups)
-        for owner, name, replacement in _replacements(script, job):
+        for owner, name, replacement in replacements(script, job):
             stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
         args = script.parse_args(argv)
         plugin = script.enable(args, stack)
@@ -285,7 +285,7 @@ def _moved(plugin: Any) -> dict[int, int]:
     return {stage: found.moved for stage, found in stored.bytes.items()}
 
 
-def _replacements(script: Any, job: Job) -> Iterator[tuple[Any, str, Any]]:
+def replacements(script: Any, job: Job) -> Iterator[tuple[Any, str, Any]]:
     """(owner, name, what it is to be)."""
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.tensor_parallel import layers

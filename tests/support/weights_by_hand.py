@@ -1,0 +1,317 @@
+"""Trains by an asynchronous schedule, and by Megatron's own 1F1B on weights put in by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from example import MODEL, forget_groups
+from models import Job, replacements
+
+from megatron_zbpp.ir import BW, B, Pass, W
+from megatron_zbpp.techniques.updates import orders
+
+ITERATIONS = 5
+orders_of = orders._order
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained.
+
+    Attributes:
+        method: an asynchronous schedule.
+        p, m: ranks of the pipeline, and microbatches of a call.
+        words: flags of the example, and `--optimizer`, which it does not have.
+        replicas: of the pipeline.
+        job: of the model; None: the example's own.
+        evaluates: whether there is an evaluation in the middle.
+        half: whether in fp16, with a loss scale at which the first steps overflow.
+        split: whether weight gradients are computed by W, behind B.
+    """
+
+    method: str
+    p: int
+    m: int
+    words: tuple[str, ...] = ()
+    replicas: int = 1
+    job: Job | None = None
+    evaluates: bool = False
+    half: bool = False
+    split: bool = False
+
+    def has(self, flag: str) -> bool:
+        return flag in self.words
+
+    @property
+    def size(self) -> int:
+        return self.p * self.replicas * (1 + self.has('--tensor-model-parallel-size'))
+
+    @property
+    def late(self) -> bool:
+        """Whether steps are taken within the next call."""
+        return self.method == 'pipedream-2bw' and not (self.has('--pipeline-clip') or self.half)
+
+    @property
+    def clips_by_stage(self) -> bool:
+        """Whether stages clip by norms of their own: tied embeddings need one for both copies."""
+        untied = self.has('--untie-embeddings-and-output-weights')
+        waits = self.has('--pipeline-clip') or self.method == 'pipedream-2bw' or self.half
+        return untied and not waits
+
+    def argv(self, data: Any) -> list[str]:
+        """Of the example, but for the schedule."""
+        argv = [*MODEL, '--num-layers', 2 * self.p, '--data-path', data, '--log-interval', 1000]
+        argv += ['--pipeline-model-parallel-size', self.p]
+        argv += ['--global-batch-size', self.m * self.replicas]
+        argv += ['--train-iters', ITERATIONS, '--lr-warmup-iters', 1, '--clip-grad', 0.5]
+        return list(map(str, [*argv, *self.words]))
+
+
+def version_of_forward(method: str, p: int, m: int, stage: int, j: int) -> int:
+    """The version of the weights of a stage that microbatch j of the training uses."""
+    return max(0, j // m - 1 if method == 'pipedream-2bw' else (j - (p - 1 - stage)) // m)
+
+
+class ByHand:
+    """Copies weights into the parameters before each of Megatron's own forward and backward steps.
+
+    It knows the formulas of versions and nothing of orders: batches run one after the other.
+    """
+
+    def __init__(self, method: str, p: int, m: int, stage: int, models: list) -> None:
+        self.method, self.sizes = method, (p, m, stage)
+        self.parameters = [each for model in models for each in model.parameters()]
+        self.history: list[list[torch.Tensor]] = []
+        self.forwards = self.backwards = 0
+
+    def keep(self) -> None:
+        self.history.append([each.data.clone() for each in self.parameters])
+
+    def put(self, version: int) -> None:
+        for parameter, data in zip(self.parameters, self.history[version], strict=True):
+            parameter.data.copy_(data)
+
+    def forward(self, original: Callable, *args: Any, **given: Any) -> Any:
+        self.put(version_of_forward(self.method, *self.sizes, self.forwards))
+        self.forwards += 1
+        return original(*args, **given)
+
+    def backward(self, original: Callable, *args: Any, **given: Any) -> Any:
+        version = version_of_forward(self.method, *self.sizes, self.backwards)
+        self.put_back(self.backwards // self.sizes[1] if self.method == 'paci' else version)
+        self.backwards += 1
+        return original(*args, **given)
+
+    def put_back(self, version: int) -> None:
+        self.put(version)
+
+    @contextmanager
+    def rates(self, optimizer: Any, step: int) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        from megatron.core.pipeline_parallel import schedules
+
+        steps = {'forward_step': self.forward, 'backward_step': self.backward}
+        with ExitStack() as stack:
+            for name, step in steps.items():
+                ours = partial(step, getattr(schedules, name))
+                stack.enter_context(mock.patch.object(schedules, name, ours))
+            yield
+        self.put(-1)
+
+
+class PipeMare(ByHand):
+    """PipeMare's formulas: T1's rates, T2's weights of backwards. tau is the delay of a stage."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        p, m, stage = self.sizes
+        self.tau, self.decay, self.annealed = (p - 1 - stage) / m, 0.135, 5
+        self.main = [getattr(each, 'main_param', each) for each in self.parameters]
+        self.newest = [each.data.clone() for each in self.main]
+        self.delta = [torch.zeros_like(each) for each in self.newest]
+
+    def keep(self) -> None:
+        super().keep()
+        before, self.newest = self.newest, [each.data.clone() for each in self.main]
+        if self.tau:
+            gamma = self.decay ** (1 / self.tau)
+            moved = [new - old for new, old in zip(self.newest, before, strict=True)]
+            both = zip(self.delta, moved, strict=True)
+            self.delta = [gamma * delta + (1 - gamma) * by for delta, by in both]
+
+    def put_back(self, version: int) -> None:
+        for each, new, delta in zip(self.parameters, self.newest, self.delta, strict=True):
+            each.data.copy_(new - self.tau * delta)
+
+    @contextmanager
+    def rates(self, optimizer: Any, step: int) -> Iterator[None]:
+        groups = optimizer.param_groups
+        rates = [group['lr'] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group['lr'] = rate / max(self.tau, 1) ** (1 - min(step / self.annealed, 1))
+        yield
+        for group, rate in zip(groups, rates, strict=True):
+            group['lr'] = rate
+
+
+def without(argv: list[str], flag: str, default: str) -> tuple[list[str], str]:
+    """Return the words without a flag that the script does not have, and its value."""
+    if flag not in argv:
+        return argv, default
+    at = argv.index(flag)
+    return argv[:at] + argv[at + 2 :], argv[at + 1]
+
+
+def configured(original: Callable, name: str, **given: Any) -> Any:
+    return original(**given | {'optimizer': name})
+
+
+def half(script: Any) -> Iterator[tuple[Any, str, Any]]:
+    """fp16, with a loss scale that is too large at first and grows again later."""
+    own = {'fp16': True, 'bf16': False, 'params_dtype': torch.float16}
+    scale = {'initial_loss_scale': 2.0**18, 'loss_scale_window': 2, 'hysteresis': 1}
+    made = {
+        'TransformerConfig': own | {'pipeline_dtype': torch.float16},
+        'OptimizerConfig': own | scale,
+    }
+    for name, values in made.items():
+        original = getattr(script, name)
+        yield script, name, lambda original=original, values=values, **o: original(**o | values)
+
+
+def with_w(stage: int, ahead: int, m: int, total: int) -> Iterator[Pass]:
+    """PipeDream's order, with W behind each B."""
+    for p in orders_of(stage, ahead, m, total):
+        if p.kind == BW:
+            yield p._replace(kind=B)
+        yield p._replace(kind=W) if p.kind == BW else p
+
+
+def replaced(script: Any, case: Case, optimizer: str) -> Iterator[tuple[Any, str, Any]]:
+    """(owner, name, what it is to be)."""
+    yield from replacements(script, case.job) if case.job else ()
+    if case.half:
+        yield from half(script)
+    yield script, 'OptimizerConfig', partial(configured, script.OptimizerConfig, optimizer)
+    if case.split:
+        yield orders, '_order', with_w
+
+
+def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
+    """Runs on each rank; returns all that is left, and how many copies of weights there were."""
+    import pretrain_gpt as script
+    import report
+    from megatron.core import parallel_state
+
+    argv, optimizer = without(argv, '--optimizer', 'adam')
+    schedule = ['--pipeline-schedule', 'megatron' if by_hand else case.method]
+    with ExitStack() as stack:
+        stack.callback(forget_groups)
+        args = script.parse_args([*argv, *schedule])
+        plugin = script.enable(args, stack)
+        for owner, name, made in replaced(script, case, optimizer):
+            stack.enter_context(mock.patch.object(owner, name, made))
+        script.initialize(args)
+        models = script.build_model(args)
+        stepping, scheduler = script.build_optimizer(args, models)
+        dataset = script.build_datasets(args)[0]
+        if by_hand and case.clips_by_stage:
+            clip_by_stage(stepping, args.use_distributed_optimizer)
+        data, held_out = (script.iterators(args, dataset, at) for at in (0, 100))
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        by = PipeMare if case.method == 'pipemare' else ByHand
+        hand = by(case.method, case.p, case.m, stage, models)
+        losses, norms, late = [], [], []
+        for iteration in range(args.train_iters):
+            if case.evaluates and iteration == 3:
+                with evaluation(models):
+                    losses.append(script.run_batch(args, models, held_out, forward_only=True))
+            for model in models:
+                model.zero_grad_buffer()
+            stepping.zero_grad()
+            puts = by_hand and iteration >= args.pipeline_async_warmup_steps
+            if puts:
+                hand.keep()
+            with hand.batch() if puts else ExitStack():
+                losses.append(script.run_batch(args, models, data))
+            late.append(plugin is not None and plugin.session.endless.unfinished)
+            with hand.rates(stepping, scheduler.num_steps) if puts else ExitStack():
+                succeeded, norm, _ = stepping.step()
+            assert succeeded or case.half
+            if succeeded:
+                scheduler.step(increment=1)
+            norms.append(norm if norm is None else float(norm))
+            late.append(plugin is not None and plugin.session.endless.unfinished)
+        if plugin is not None:
+            plugin.finish_step()
+        left = report.fingerprint(report.by_layer(models), stepping)
+        most = None if plugin is None else plugin.session.endless.versions.most
+        return losses, norms, left, most, stage, late
+
+
+@contextmanager
+def evaluation(models: list) -> Iterator[None]:
+    """Let models evaluate: without dropout, whose random states would differ."""
+    for model in models:
+        model.eval()
+    with torch.no_grad():
+        yield
+    for model in models:
+        model.train()
+
+
+def clip_by_stage(stepping: Any, sharded: bool) -> None:
+    """Let Megatron's optimizer take the norm of this rank's stage."""
+    from megatron.core import parallel_state
+
+    for leaf in stepping.chained_optimizers:
+        of_stage = parallel_state.get_tensor_and_data_parallel_group
+        plain = parallel_state.get_tensor_model_parallel_group
+        leaf.grad_stats_parallel_group = of_stage() if sharded else plain()
+
+
+def trained(ranks: Callable, data: Any, case: Case, by_hand: bool) -> list[tuple]:
+    """What each rank is left with."""
+    return ranks(case.size).run(train, case, by_hand, case.argv(data))
+
+
+def taken_late(late: bool, last: bool, evaluates: bool, warm: int) -> list[bool]:
+    """Whether a step is still to be taken, before and behind each step of the program.
+
+    The first waits. Ranks that run ahead have taken it within the call, as all have that evaluate.
+    """
+    found = []
+    for iteration in range(ITERATIONS):
+        taken = iteration < 2 + warm or not last or (evaluates and iteration == 3)
+        found += [not taken, iteration > warm] if late else [False, False]
+    return found
+
+
+COPIES = {(2, 2): (2, 1), (4, 1): (4, 3, 2, 1), (4, 4): (2, 2, 2, 1)}
+
+
+def require_equal(ranks: Callable, data: Any, case: Case) -> None:
+    """Raise unless both leave the same losses, norms, parameters and optimizer state."""
+    ours, reference = (trained(ranks, data, case, by_hand) for by_hand in (False, True))
+    p, warm = case.p, 2 if case.has('--pipeline-async-warmup-steps') else 0
+    for rank, (own, other) in enumerate(zip(ours, reference, strict=True)):
+        norms = other[1]
+        if case.late:  # of the step before, but for the first
+            norms = [*norms[: warm + 1], *norms[warm:-1]]
+        assert (own[0], own[1], own[2]) == (other[0], norms, other[2]), rank
+        assert own[5] == taken_late(case.late, own[4] == p - 1, case.evaluates, warm), rank
+    taken = [norm for norm in ours[0][1] if norm is not None]
+    assert 0 < len(taken) < ITERATIONS or not case.half, ours[0][1]
+    assert min(taken) > 0.5, 'clipping must have been active'
+    fixed = {'paci': (1,) * p, 'pipemare': (2,) * (p - 1) + (1,), 'pipedream-2bw': (2,) * p}
+    copies = fixed.get(case.method) or COPIES[p, case.m]
+    assert [own[3] for own in ours] == [copies[own[4]] for own in ours]
