@@ -43,10 +43,10 @@ class Watching:
         held = batch.lowered.placement.stages(batch.pipeline.rank())
         chunks = zip(held, batch.call.arguments.models, strict=True)
         models = [model for stage, model in chunks if stage in stages]
+        self._watch = None
         if not models:
             return  # it has only received
-        hashes = self._hashes
-        self._watch = Watch(self._found(models, anew=hashes), hashes, unseen_by_autograd)
+        self._watch = Watch(self._found(models, self._hashes), self._hashes, unseen_by_autograd)
 
     def _found(self, models: list[torch.nn.Module], anew: bool) -> Watched:
         """Return their parameters: looked for now and then, since that takes longer than all."""
@@ -66,7 +66,7 @@ class Watching:
             models: the chunks of this rank.
             effects: of its forwards that ran ahead, not committed; None: none did.
         """
-        watch, self._watch = self._watch, None
+        watch, self._watch = self._watch if effects is not None else None, None  # or stale
         changes = [] if watch is None else watch.changes()
         if effects is not None and effects.drawn_since():
             changes.append(RANDOM)
