@@ -1,10 +1,11 @@
-"""Makes the gallery of schedules from the registry while mkdocs builds the site.
+"""Makes the gallery of schedules and the planner page while mkdocs builds the site.
 
-mkdocs calls `on_files`; `gallery` and `picture` need nothing of mkdocs.
+mkdocs calls `on_files`; `gallery`, `picture` and `planner` need nothing of mkdocs.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -15,11 +16,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.render.planner_page import planner_page
 from megatron_zbpp.render.svg import svg
 from megatron_zbpp.schedules import Family, own_families
 from megatron_zbpp.techniques.updates.steady_state import steady_state
 
 RANKS, MICROBATCHES = 4, 8
+PLANNER = 'pages/planner.html'  # where planner.md links to
 _FAMILIES = own_families(every=True)
 _EXAMPLE = re.compile(r'^ *>>> .*(?:\n(?! *$).*)*', re.M)
 _INTRODUCTION = f"""# Gallery of schedules
@@ -50,6 +53,7 @@ def on_files(files, config):
     for family in _FAMILIES:
         path = f'pictures/schedules/{family.name}.svg'
         files.append(File.generated(config, path, content=picture(family)))
+    files.append(File.generated(config, PLANNER, content=planner()))
     return files
 
 
@@ -60,6 +64,12 @@ def gallery() -> str:
         for family in _FAMILIES
     )
     return _INTRODUCTION + rows + '\n' + '\n'.join(map(_section, _FAMILIES))
+
+
+@functools.cache  # `serve` builds anew at each change
+def planner() -> str:
+    """Return the planner page, with the usual sizes."""
+    return planner_page()
 
 
 def picture(family: Family) -> str:

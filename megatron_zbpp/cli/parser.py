@@ -21,6 +21,7 @@ from megatron_zbpp.cli import (
     benching,
     commands,
     comparing,
+    paging,
     partitioning,
     planning,
     profiling,
@@ -34,7 +35,7 @@ from megatron_zbpp.techniques import ASKED, find
 from megatron_zbpp.version import __version__
 
 # Commands whose numbers, if they take any, are no times.
-_TIMELESS = frozenset({'', 'list', 'check', 'doctor', 'bench', 'partition', 'profile'})
+_TIMELESS = frozenset({'', 'list', 'check', 'doctor', 'bench', 'partition', 'profile', 'page'})
 _ALONE = ('-h', '--help', '--version')  # take no command
 
 _EXAMPLES = """
@@ -59,6 +60,8 @@ zbpp bubbles --schedule 1f1b --pp 4 --microbatches 8 --json
 zbpp freeze --schedule zb-h1 --pp 4 --microbatches 8 --most 0.5
 zbpp doctor -- torchrun -m megatron_zbpp.launch pretrain_gpt.py --pipeline-schedule zb-v ...
 zbpp bench -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
+zbpp page -o planner.html                              sliders, timelines and gains in a browser
+zbpp page --pp 8 --microbatches 24,48 --vpp 2,4 -o planner.html
 zbpp check plan.json                                   ours, a plan's or torch's CSV
 zbpp convert --file plan.json --to torch-csv -o plan.csv
 zbpp convert --schedule zb-v --pp 4 --microbatches 8 -o zb-v.html
@@ -309,6 +312,7 @@ _COMMANDS: tuple[tuple[Any, ...], ...] = (
         "your launch line by stock's schedule and by ours: time, memory, losses",
         benching.add_bench,
     ),
+    ('page', paging.write_page, 'a page with sliders to compare schedules', paging.add_page),
     ('convert', commands.convert, 'write a schedule in another format', _add_case, _add_convert),
 )
 

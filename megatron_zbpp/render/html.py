@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 
 from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.ir import Schedule
@@ -22,6 +23,7 @@ from megatron_zbpp.render.svg import BAR, BAR_AND_MEMORY, FLOOR, TOP, shapes
 _GUTTER = 64  # as in page.html
 _ROWS = ((16, 50), (32, 36), (64, 24))  # up to so many ranks, a row has so many pixels
 _NOTHING = (-1, -1)
+_SCRIPTS = ('viewer', 'simulate', 'uploads', 'planner')  # files that pages take whole
 _FOOT = '<s></s>'  # a stripe of a colour in the legend
 
 
@@ -60,10 +62,32 @@ def html(
         'summary': _summary(timelines, costs),
         'legend': ''.join(_legend(timelines)),
         'panels': ''.join(panels),
-        'data': json.dumps(data, separators=(',', ':')).replace('<', '\\u003c'),
+        'data': embedded(data),
     }
-    page = files('megatron_zbpp.render').joinpath('page.html').read_text(encoding='utf-8')
-    return re.sub('@(' + '|'.join(parts) + ')@', lambda match: parts[match[1]], page)
+    return filled('page.html', parts)
+
+
+def embedded(data: object) -> str:
+    """Return `data` as JSON for an element of a page."""
+    return json.dumps(data, separators=(',', ':')).replace('<', '\\u003c')
+
+
+def filled(name: str, parts: Mapping[str, str]) -> str:
+    """Return a page of this folder with its `@part@`s filled in.
+
+    Args:
+        name: of its file.
+        parts: by name; the style and the scripts that it names are added.
+    """
+    folder = files('megatron_zbpp.render')
+    page = folder.joinpath(name).read_text(encoding='utf-8')
+    own = {
+        Path(file).stem: folder.joinpath(file).read_text(encoding='utf-8')
+        for file in ('style.css', *(f'{script}.js' for script in _SCRIPTS))
+        if f'@{Path(file).stem}@' in page
+    }
+    own |= parts
+    return re.sub('@(' + '|'.join(own) + ')@', lambda match: own[match[1]], page)
 
 
 def waits(timeline: Timeline) -> list[list[tuple[int, int]]]:

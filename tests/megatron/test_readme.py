@@ -153,6 +153,8 @@ def shorter(command: str, data: Path) -> str:
         command = re.sub(r' --seconds \d+', '', command)
         command = re.sub(r'(--frontier [\d.]+),[\d.,]+,', r'\1,', command)
         return command.replace('zbpp plan', 'zbpp plan --seconds 1')
+    if command.startswith('zbpp page'):
+        return f'{command} --pp 2,4 --microbatches 4 --vpp 2'
     if 'examples/gpt' in command:
         command = command.replace('per-node 4', 'per-node 2').replace('-size 4', '-size 2', 1)
         return f'{command} --train-iters 2 --data-path {data}'

@@ -35,6 +35,7 @@ LINES = {
     '--tflops 1',
     'bubbles': f'bubbles --schedule 1f1b {SHAPE}',
     'freeze': f'freeze --schedule zb-h1 {SHAPE}',
+    'page': f'page {SHAPE} --vpp 2 -o out.html',
     'convert': f'convert --schedule zb-v {SHAPE} -o out.json',
 }
 # no number, count, share, amount of memory, name or file is any of these

@@ -20,6 +20,7 @@ LINES = [re.split(r' {3,}', line)[0] for line in _EXAMPLES.split('\n') if line]
 NEEDED = {
     '': {'--schedule', '--file', '--pp', '--microbatches'},
     'convert': {'--to', '-o'},
+    'page': {'-o'},
     'profile': {'--model', '--num-layers', '--hidden', '--heads', '--vocab', '--seq', '--tflops'}
     | {'--stages'},
 }
@@ -68,6 +69,8 @@ def cases() -> list[Any]:
             words = [*needed, *(word for own in chosen for word in own)]
             if needed[0] == 'partition' and not {'--devices', '--pp'} & set(words):
                 words += ['--pp', '4']  # one of the two
+            if needed[0] == 'page' and '--pp' not in words:
+                words += ['--pp', '4', '--microbatches', '8']  # of all sizes it takes long
             if needed[0] in SEARCHES and '--seconds' not in words:
                 words += ['--seconds', '1']
             found.setdefault(' '.join(words), pytest.param(words, options, id=' '.join(words)))

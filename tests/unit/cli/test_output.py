@@ -43,6 +43,7 @@ PRINTED = (
     'doctor',
     f'{JOB} zb-v',
     'bench --rounds 1 --iterations 2 --schedules zb-v -- sh job.sh megatron_zbpp.launch job.py',
+    'page --pp 2 --microbatches 4 --vpp 2 -o page.html',
     f'convert --schedule zb-v {SHAPE} --to torch-csv -o other.csv',
 )
 
