@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
@@ -19,6 +20,8 @@ from megatron_zbpp.partitioning.fitting import fit_layers
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.partitioning.shapes import MODELS, OWN_FIELDS, Shape, attention_of, layers_of
 from megatron_zbpp.partitioning.speeds import measured_devices
+from megatron_zbpp.partitioning.times.sources import read_times
+from megatron_zbpp.partitioning.times.stage_times import Measured
 from megatron_zbpp.render.scene import number
 
 # Fields of `Shape`: all but the model have an option.
@@ -32,6 +35,14 @@ def _option(name: str) -> str:
 
 def add_profile(command: ArgumentParser) -> None:
     """Add what `zbpp profile` takes: the fields of `Shape`, or measured stages."""
+    command.add_argument(
+        'files',
+        nargs='*',
+        type=values.path,
+        metavar='FILE',
+        help='measured: a folder of --pipeline-trace-dir; traces of torch.profiler, of all ranks; '
+        "a log with Megatron's timers; an sqlite export of Nsight Systems",
+    )
     command.add_argument('--model', choices=MODELS, help='costs from its shape, by FLOPs')
     params = docstring_parser.parse(Shape.__doc__ or '').params
     said = {param.arg_name: param.description or '' for param in params}
@@ -55,45 +66,108 @@ def add_profile(command: ArgumentParser) -> None:
         metavar='LAYOUT=FILE',
         help='measured: a layout such as Ett|ttL, and the times of its stages as for --times',
     )
+    command.add_argument(
+        '--layout',
+        metavar='LAYOUT',
+        help='of FILE, where it does not tell: layers of the stages in model order, as Ett|ttL',
+    )
+    command.add_argument(
+        '--weight-share',
+        type=values.share,
+        metavar='X',
+        help='of FILE, where B and W were measured as one backward: share of W, 0 to 1; default '
+        '0.5',
+    )
+    command.add_argument(
+        '--microbatches',
+        type=values.count,
+        metavar='M',
+        help='of FILE, a log that does not tell: microbatches of an iteration',
+    )
     command.add_argument('--constant', action='store_true', help='a stage has a time of its own')
     command.add_argument(
         '-o', '--output', type=values.path, metavar='FILE', help='the file of layers to write'
     )
     command.add_argument(
+        '--write-times',
+        type=values.path,
+        metavar='FILE',
+        help='of measured FILEs: the file of their stages to write, for --times of plan, simulate '
+        'and others',
+    )
+    command.add_argument(
         '--write-devices',
         type=values.path,
         metavar='FILE',
-        help='with --stages of one stage a rank: the file of devices to write, with factors of '
+        help='measured, of one stage a rank: the file of devices to write, with factors of '
         'ranks that take longer for the same layers, and what messages took',
     )
 
 
 def profile(args: Namespace) -> None:
     """Print the layers' costs, and write the file."""
-    if bool(args.model) == bool(args.stages):
-        raise ValueError('give --model and its shape, or --stages with measured times')
+    if sum(map(bool, (args.model, args.stages, args.files))) != 1:
+        raise ValueError(
+            'give --model and its shape, or files with measured times, or --stages: one of them'
+        )
     _refuse_what_is_not_read(args)
-    note, devices = '', None
+    notes: list[str] = []
+    devices = times = None
     if args.model:
         shape = _shape(args)
         made, share = layers_of(shape), attention_of(shape).share
         if share:
-            note = f'attention over pairs of tokens: {share:.3g} of F, --attention of zbpp plan'
+            told = f'attention over pairs of tokens: {share:.3g} of F, --attention of zbpp plan'
+            notes.append(told)
     else:
-        measured = [_measured(text) for text in args.stages]
+        measured, times = _times(args, notes)
         devices = _devices(measured) if args.write_devices else None
         factors = None if devices is None else [own.factors[0] for own in devices.devices]
         made, error = fit_layers(measured, args.constant, factors)
-        note = f'largest error of a stage: {error:.1%}'
+        notes.append(f'largest error of a stage: {error:.1%}')
     if devices is not None:
         write(args.write_devices, devices.to_json())
+    if args.write_times:
+        write(args.write_times, _times_file(times))
     if args.output:
         write(args.output, made.to_json())
     if args.json:
+        note = '; '.join(notes)
         return print_json({'layers': len(made), 'layout': made.text((len(made),)), 'note': note})
-    _print(made, note)
-    for file in filter(None, (args.output, args.write_devices)):
+    if times is not None:
+        _print_stages(times)
+    _print(made, notes)
+    for file in filter(None, (args.output, args.write_times, args.write_devices)):
         print(f'wrote {file}')
+
+
+def _times(args: Namespace, notes: list[str]) -> tuple[list[tuple[str, Costs]], Measured | None]:
+    """Return the layouts that were measured, with their costs, and the files' times if given.
+
+    Args:
+        args: of the command.
+        notes: takes what the files could not tell.
+    """
+    if args.stages:
+        return [_measured(text) for text in args.stages], None
+    found = read_times(
+        args.files, args.layout, args.microbatches, args.weight_share, _require_layers
+    )
+    if found.joined and (args.write_times or args.write_devices):
+        raise ValueError(
+            '--write-times and --write-devices need the times of each stage, and timers tell those '
+            'of a rank, all of its chunks together: give a trace instead, or leave them out'
+        )
+    notes += found.notes
+    return [(found.layout, found.costs)], found
+
+
+def _times_file(found: Measured | None) -> str:
+    """Return the file of stages, for --times."""
+    if found is None:
+        raise ValueError('--write-times is of measured files: leave it out')
+    kinds = {kind: found.costs.times[kind] for kind in (F, B, W)}
+    return json.dumps({'layout': found.layout, **kinds, 'comm': found.costs.comm}) + '\n'
 
 
 def _refuse_what_is_not_read(args: Namespace) -> None:
@@ -105,11 +179,16 @@ def _refuse_what_is_not_read(args: Namespace) -> None:
     for flag, given in (('constant', args.constant), ('write-devices', args.write_devices)):
         if args.model and given:
             raise ValueError(f'--{flag} is about --stages: leave it out')
+    for name in ('layout', 'weight_share', 'microbatches', 'write_times'):
+        if not args.files and getattr(args, name) is not None:
+            raise ValueError(
+                f'--{name.replace("_", "-")} is about measured files: leave it out, or give one'
+            )
     for each in _SIZES:
         if getattr(args, each.name) is None:
             continue
         flag, models = _option(each.name), OWN_FIELDS.get(each.name)
-        if args.stages:
+        if not args.model:
             raise ValueError(f'{flag} is about --model: leave it out, or give --model')
         if models is not None and args.model not in models:
             raise ValueError(
@@ -176,7 +255,18 @@ def _require_layers(costs: Costs) -> None:
             raise ValueError(f'{name} say nothing of layers')
 
 
-def _print(made: Layers, note: str) -> None:
+def _print_stages(found: Measured) -> None:
+    rows = [
+        (stage, layers, *(number(1e3 * found.costs.times[kind][stage]) for kind in (F, B, W)))
+        for stage, layers in enumerate(found.layout.split('|'))
+    ]
+    name = 'rank' if found.joined else 'stage'
+    print_table((name, 'layers', 'F ms', 'B ms', 'W ms'), rows)
+    if found.costs.comm:
+        print(f'message between ranks: {number(1e3 * found.costs.comm)} ms, the shortest seen')
+
+
+def _print(made: Layers, notes: Sequence[str]) -> None:
     rows: list[tuple[object, ...]] = []
     seen: set[object] = set()
     for layer in made:
@@ -186,5 +276,5 @@ def _print(made: Layers, note: str) -> None:
             times = map(number, (layer.forward, layer.backward, layer.weight))
             rows.append((layer.kind, count, *times, number(layer.activation)))
     print_table(('kind', 'count', 'F', 'B', 'W', 'activation'), rows)
-    if note:
+    for note in notes:
         print(note)

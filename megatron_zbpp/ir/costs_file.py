@@ -9,6 +9,7 @@ from megatron_zbpp.ir import B, F, W, strict_json
 from megatron_zbpp.ir.graph import TRANSFERS
 
 SELECTIVE = 'selective'  # what differs with Megatron's selective recomputation
+LAYOUT = 'layout'  # layers of the stages, as `Ett|ttL`: for `zbpp profile`
 _COPIES = frozenset(kind for copies in TRANSFERS.values() for kind in copies)
 _OWN = {'times': (F, B, W), 'amounts': ('activation', 'retained')}  # may stand outside of them
 
@@ -18,14 +19,21 @@ def read(text: str, selective: bool, activation: Sequence[float]) -> dict[str, A
     data: Any = strict_json.loads(text)
     if not strict_json.is_object(data):
         raise ValueError('costs are one JSON object: {"F": [...], "B": [...], "W": [...]}')
-    strict_json.require(data, {}, {**_BY_STAGE, **_FIELDS, SELECTIVE: strict_json.anything})
+    own = {SELECTIVE: strict_json.anything, LAYOUT: strict_json.text}
+    strict_json.require(data, {}, {**_BY_STAGE, **_FIELDS, **own})
     within = data.pop(SELECTIVE, None)
+    layout = data.pop(LAYOUT, None)
     if selective and within is None:
         raise ValueError(
             'nothing is said of what passes take with selective recomputation: give '
             f'"{SELECTIVE}": {{"B": [...], "activation": [...]}}'
         )
     data = _by_kind(data)
+    if layout is not None and len(layout.split('|')) != len(data['times'].get(F, ())):
+        raise ValueError(
+            f'layout {layout} has {len(layout.split("|"))} stages and F '
+            f'{len(data["times"].get(F, ()))} entries: give one entry per stage'
+        )
     if within is not None:
         strict_json.require(within, {}, _SELECTED)
         data = _within(data, _by_kind(within)) if selective else data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_zbpp.analysis.fit_costs import fit, latency
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.guests.base import Change, Guest, Run
+from megatron_zbpp.guests.base import Change, Guest, ModelLayers, Run
 from megatron_zbpp.ir import B, F, W
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
@@ -30,14 +31,19 @@ class Tracer(Guest):
     those that were measured.
 
     Args:
-        folder: takes `pipeline.html`, `pipeline.perfetto.json`, and the times of the stages in
-            `stages.json`; made where it is not there.
+        folder: takes `pipeline.html`, `pipeline.perfetto.json`, and the times of the stages, with
+            the layout of the model's layers, in `stages.json`; made where it is not there.
     """
 
     folder: Path
     _seen: int = 0
     _costs: Costs | None = None
     _before: Timeline | None = None
+    _layout: str | None = None
+
+    def starts(self, describe: Callable[[], ModelLayers]) -> None:
+        """Take note of the layers of the stages, for the file of their times."""
+        self._layout = describe().layout
 
     def after(self, iteration: Iteration, run: Run) -> None:
         """Draw `iteration`, which has ended, if it is the one: a collective of its pipeline."""
@@ -75,7 +81,7 @@ class Tracer(Guest):
         self.folder.mkdir(parents=True, exist_ok=True)
         page = html(lines, costs, title, unit='s', heading=heading)
         (self.folder / 'pipeline.html').write_text(page)
-        (self.folder / 'stages.json').write_text(_stages(fitted))
+        (self.folder / 'stages.json').write_text(_stages(fitted, self._layout))
         trace = {name: line for name, line in lines.items() if line is not planned}
         (self.folder / 'pipeline.perfetto.json').write_text(perfetto(trace, costs))
 
@@ -89,7 +95,13 @@ def _scaled(planned: Timeline, measured: Timeline) -> Timeline:
     return replace(planned, spans=scaled)
 
 
-def _stages(costs: Costs) -> str:
-    """Return seconds of F, B and W by stage, and of a message, as `zbpp profile` reads them."""
+def _stages(costs: Costs, layout: str | None) -> str:
+    """Return seconds of F, B and W by stage, and of a message, as `zbpp profile` reads them.
+
+    Args:
+        costs: of the stages.
+        layout: layers of the stages, as `Ett|ttL`; None: unknown.
+    """
     times = {kind: costs.times[kind] for kind in (F, B, W)}
-    return json.dumps({**times, 'comm': costs.comm}) + '\n'
+    known = {} if layout is None else {'layout': layout}
+    return json.dumps({**known, **times, 'comm': costs.comm}) + '\n'

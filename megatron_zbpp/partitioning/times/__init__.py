@@ -1,0 +1,1 @@
+"""Times of stages from what others measure: torch's profiler, Nsight Systems, Megatron's timers."""
