@@ -52,6 +52,10 @@ zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --memory-limit 8 --num-laye
 zbpp plan --pp 8 --microbatches 24 --memory-limit 3 --actions offload --copy-ratio 0.8 -o plan.json
 zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --frontier 3,4,5,6,7,8 --seconds 60
 zbpp profile --model gpt --num-layers 24 --hidden 768 --heads 12 --vocab 50257 --seq 512 --tflops 80
+zbpp profile trace -o layers.json                      of --pipeline-trace-dir trace
+zbpp profile job.log -o layers.json                    of --timing-log-level 2
+zbpp profile rank0.json.gz rank1.json.gz --layout 'Ett|ttL' --write-times times.json
+zbpp profile report.sqlite --layout 'Ett|ttL' -o layers.json
 zbpp profile --stages 'Ett|tt|ttL=times.json' -o layers.json
 zbpp partition layers.json --pp 4 --microbatches 8 -o plan.json
 zbpp partition layers.json --devices devices.json --microbatches 8 --memory-limit 60GiB
@@ -288,7 +292,7 @@ _COMMANDS: tuple[tuple[Any, ...], ...] = (
     (
         'profile',
         profiling.profile,
-        'costs of layers, from a shape or from stages',
+        'costs of layers, from a shape, a trace, a log or times of stages',
         profiling.add_profile,
     ),
     (

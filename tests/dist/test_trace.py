@@ -11,7 +11,7 @@ from timed import Pipeline, ShiftedClock
 
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.cli import main
-from megatron_zbpp.guests.base import Change
+from megatron_zbpp.guests.base import Change, ModelLayers
 from megatron_zbpp.guests.tracing.tracer import Tracer
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.ir.costs import Costs
@@ -90,6 +90,7 @@ SLICED = build('seq1f1b-zb', 2, 2, num_slices=3)
 def sliced(folder):
     """Returns what each rank held at most, once there are pictures."""
     tracer, pipeline = Tracer(folder), Pipeline(SLICED, ShiftedClock(100.0 * dist.get_rank()))
+    tracer.starts(lambda: ModelLayers('Et|tL', alike=True))
     for _ in range(5):
         tracer.after(iteration := pipeline.run(), None)
     return iteration.peak()
@@ -113,6 +114,9 @@ def test_slices(ranks, tmp_path):
     assert (
         main(['profile', '--stages', f'Et|tL={stages}', '-o', str(tmp_path / 'layers.json')]) == 0
     )
+    # the folder has its layout inside
+    assert main(['profile', str(tmp_path), '-o', str(tmp_path / 'same.json')]) == 0
+    assert (tmp_path / 'same.json').read_text() == (tmp_path / 'layers.json').read_text()
 
 
 def profile(schedule):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pages
 import pytest
 from commands import run
+from nsight_report import report
 from nvidia import COMMON, SCRIPT, needs_training
 from paths import ROOT
 
@@ -161,6 +162,18 @@ def shorter(command: str, data: Path) -> str:
     return command
 
 
+def add_recorded(folder: Path) -> None:
+    """Puts there what a job of somebody's left: a log, traces, a report."""
+    recorded = ROOT / 'tests' / 'unit' / 'partitioning' / 'recorded'
+    (folder / 'torch_profile').mkdir()
+    shutil.copy(recorded / 'timers-all.log', folder / 'job.log')
+    for rank in (0, 1):
+        shutil.copy(
+            recorded / f'stock-{rank}.json.gz', folder / 'torch_profile' / f'rank-{rank}.json.gz'
+        )
+    report(folder / 'report.sqlite')
+
+
 @pytest.mark.parametrize(
     'page', TOGETHER, ids=lambda page: '-'.join(page.relative_to(ROOT).with_suffix('').parts)
 )
@@ -171,6 +184,8 @@ def test_zbpp_commands(page, tmp_path, data):
     for name, text in pages.files(page).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
+    if page.stem == 'unbalanced':
+        add_recorded(tmp_path)
     lines = [shorter(line, data) for line in TOGETHER[page]]
     env = {
         'XDG_CACHE_HOME': str(tmp_path / 'cache'),

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nsight_report import report
+from paths import ROOT
 
 from megatron_zbpp.cli import main
 from megatron_zbpp.cli.parser import _EXAMPLES
 
+RECORDED = ROOT / 'tests' / 'unit' / 'partitioning' / 'recorded'
 LINES = [re.split(r' {3,}', line)[0] for line in _EXAMPLES.split('\n') if line]
 # what an example cannot do without: by command, or of any
 NEEDED = {
@@ -84,6 +87,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for line in FILES:
         done = run(line.split(), folder)
         assert done.returncode == 0, done.stderr
+    (folder / 'trace').mkdir()
+    stages = '{"layout": "Ett|ttL", "F": [3, 2], "B": [3, 2], "W": [3, 2]}'
+    (folder / 'trace' / 'stages.json').write_text(stages)
+    shutil.copy(RECORDED / 'timers-all.log', folder / 'job.log')
+    for rank in (0, 1):
+        shutil.copy(RECORDED / f'stock-{rank}.json.gz', folder / f'rank{rank}.json.gz')
+    report(folder / 'report.sqlite')
     (folder / 'times.json').write_text('{"F": [3, 2, 3], "B": [3, 2, 3], "W": [3, 2, 3]}')
     (folder / 'devices.json').write_text('{"devices": [{}, {}, {}, {"factor": {"F": 2}}]}')
     return folder
