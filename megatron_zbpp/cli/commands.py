@@ -27,7 +27,6 @@ from megatron_zbpp.cli.printing import (
     print_headline,
     print_json,
     print_summary,
-    print_table,
     print_wrapped,
     rows,
     shape,
@@ -35,6 +34,7 @@ from megatron_zbpp.cli.printing import (
     with_layers,
     write,
 )
+from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.graph import HOST
 from megatron_zbpp.ir.grid import grid
@@ -55,6 +55,16 @@ def list_families(args: Namespace) -> None:
         for entry, family in zip(entries, listed, strict=True):
             entry |= {'copies': family.num_routes, 'asynchronous': family.asynchronous}
         return print_json({'schedules': entries})
+    if args.table:
+        heads = ('schedule', 'bubble', 'peak memory', 'copies of the weights', 'trains', 'source')
+        trains = {False: 'the same', True: 'another model'}
+        return print_table(
+            heads,
+            [
+                (f.name, f.bubble, f.memory, f.num_routes, trains[f.asynchronous], f.source)
+                for f in listed
+            ],
+        )
     for family in listed:
         aliases = f'  (also {", ".join(family.aliases)})' if family.aliases else ''
         print_wrapped(f'{family.name}{aliases}')

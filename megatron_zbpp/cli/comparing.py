@@ -10,8 +10,9 @@ from megatron_zbpp.cli import values
 from megatron_zbpp.cli.arguments import add_renamed
 from megatron_zbpp.cli.inputs import NO_TIMES
 from megatron_zbpp.cli.partitioning import load_devices, load_layers
-from megatron_zbpp.cli.printing import print_json, print_table
+from megatron_zbpp.cli.printing import print_json
 from megatron_zbpp.cli.progress import progress
+from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.partitioning.comparison import (
     PARTITIONS,
     Row,

@@ -26,20 +26,26 @@ from megatron_zbpp.cli import (
     planning,
     profiling,
     side_work,
+    tables,
     values,
 )
 from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.strict_json import printable
+from megatron_zbpp.ir.tables import FORMATS
 from megatron_zbpp.mcore.settings import meaning
 from megatron_zbpp.techniques import ASKED, find
 from megatron_zbpp.version import __version__
 
 # Commands whose numbers, if they take any, are no times.
 _TIMELESS = frozenset({'', 'list', 'check', 'doctor', 'bench', 'partition', 'profile', 'page'})
+# Commands that print tables.
+_TABULAR = frozenset({'list', 'simulate', 'compare', 'plan', 'partition', 'profile', 'bubbles'})
+_TABULAR |= {'freeze', 'bench'}
 _ALONE = ('-h', '--help', '--version')  # take no command
 
 _EXAMPLES = """
 zbpp list                                              every schedule, its bubble and memory
+zbpp list --table md
 zbpp show --schedule zb-v --pp 4 --microbatches 8      draw it here
 zbpp simulate --schedule zb-1p --pp 8 --microbatches 24 --times 18.5,18.1,9.3 --comm 0.6
 zbpp simulate --schedule dualpipe-v --pp 8 --microbatches 24 --together 0.85
@@ -47,6 +53,7 @@ zbpp simulate --schedule po --pp 8 --microbatches 24 --offload half --copy-ratio
 zbpp simulate --schedule zb-v --pp 8 --microbatches 4 --slices 4
 zbpp simulate --schedule zb-v --pp 8 --microbatches 24 --vocab-parallel 0.3
 zbpp compare --pp 8 --microbatches 24 --times 1,1.2,0.8 -o compare.html
+zbpp compare --pp 8 --microbatches 24 --table latex     also md and csv; all facts: --json
 zbpp compare --layers-file layers.json --pp 8 --microbatches 24 --latencies 0,1,4 --csv rows.csv
 zbpp plan --pp 8 --microbatches 24 --times 1,1.2,0.8 --memory-limit 8 --num-layers 32 -o plan.json
 zbpp plan --pp 8 --microbatches 24 --memory-limit 3 --actions offload --copy-ratio 0.8 -o plan.json
@@ -91,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse_args(given)
         with warnings.catch_warnings():
             warnings.showwarning = _note
-            status = args.run(args)
+            with tables.alone(getattr(args, 'table', None)):
+                status = args.run(args)
             sys.stdout.flush()
     except KeyboardInterrupt:
         print('zbpp: interrupted', file=sys.stderr)
@@ -177,7 +185,14 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(run=run)
-        command.add_argument('--json', action='store_true', help='print one JSON object')
+        prints = command.add_mutually_exclusive_group()
+        prints.add_argument('--json', action='store_true', help='print one JSON object')
+        if name in _TABULAR:
+            prints.add_argument(
+                '--table',
+                choices=[*FORMATS],
+                help='print the table alone: Markdown, CSV, LaTeX, or as it is',
+            )
         for add in additions:
             add(command)
     return parser

@@ -17,10 +17,10 @@ from megatron_zbpp.cli.printing import (
     idle_text,
     picture_format,
     print_json,
-    print_table,
     write,
 )
 from megatron_zbpp.cli.searching import add_search, searched
+from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.ir import Placement, strict_json
 from megatron_zbpp.ir.formats import BYTES, fields_of_plan
 from megatron_zbpp.ir.timeline import Timeline

@@ -23,12 +23,12 @@ from megatron_zbpp.cli.printing import (
     picture_format,
     print_json,
     print_summary,
-    print_table,
     print_wrapped,
     row,
     write,
 )
 from megatron_zbpp.cli.searching import add_search, searched
+from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.ir.costs_file import SELECTIVE
 from megatron_zbpp.ir.formats import Units, memory_of_plan
 from megatron_zbpp.ir.timeline import MEANING

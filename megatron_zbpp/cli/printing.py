@@ -226,15 +226,6 @@ def print_json(value: dict) -> None:
     print(json.dumps(value))
 
 
-def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print columns as wide as they need be: the first to the left, numbers to the right."""
-    lines = [tuple(map(str, line)) for line in (heads, *rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for first, *others in lines:
-        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        print('  '.join([first.ljust(widths[0]), *cells]))
-
-
 def print_wrapped(text: str) -> None:
     """Print lines of at most 80 columns, the later ones indented by four more than the first."""
     indent = ' ' * (len(text) - len(text.lstrip()) + 4)

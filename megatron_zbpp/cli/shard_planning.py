@@ -18,10 +18,10 @@ from megatron_zbpp.cli.printing import (
     headline,
     print_json,
     print_summary,
-    print_table,
     print_wrapped,
 )
 from megatron_zbpp.cli.searching import searched
+from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.formats import memory_of_plan
 from megatron_zbpp.planner.plans import Plan, PlanningInterrupted, plan

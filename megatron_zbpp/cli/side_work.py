@@ -6,8 +6,9 @@ from argparse import ArgumentParser, Namespace
 
 from megatron_zbpp.analysis.gaps import Gap, gaps
 from megatron_zbpp.cli import inputs, values
-from megatron_zbpp.cli.printing import headline, print_json, print_table, write
+from megatron_zbpp.cli.printing import headline, print_json, write
 from megatron_zbpp.cli.progress import progress
+from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.ir import Schedule, W
 from megatron_zbpp.partitioning.freeze_plans import UNIT, FreezePlan
 from megatron_zbpp.partitioning.freezing import FREEZE_STEPS, Freezing, freeze

@@ -11,6 +11,7 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, strict_json
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.tables import FORMATS
 from megatron_zbpp.schedules import FAMILIES, build, find
 from megatron_zbpp.techniques.copies import with_copies
 
@@ -35,13 +36,44 @@ class Row(NamedTuple):
     peak: float
 
 
+class Rows(list[Row]):
+    """Rows, as a list; and as a table, by `str` and by `to`."""
+
+    def to(self, table: str) -> str:
+        """Return the table of `zbpp compare` as 'text', 'md', 'csv' or 'latex'.
+
+        Raises:
+            ValueError: another format.
+
+        >>> print(compare(4, 8, ['zb-v']).to('csv'))
+        name,makespan,gain,idle,bubble,peak
+        zb-v,25.5,22.7%,5.88%,5.88%,4
+        """
+        if table not in FORMATS:
+            raise ValueError(f'no table as {table!r}: give {", ".join(FORMATS)}')
+        cells = [
+            (
+                row.name,
+                f'{row.makespan:g}',
+                f'{row.gain:.1%}',
+                *(f'{share:.2%}' for share in (row.idle, row.bubble)),
+                f'{row.peak:g}',
+            )
+            for row in self
+        ]
+        return FORMATS[table](Row._fields, cells)
+
+    def __str__(self) -> str:
+        return self.to('text')
+
+
 def compare(
     num_ranks: int,
     num_microbatches: int,
     schedules: Iterable[str] | None = None,
     costs: Costs | None = None,
     against: str = RIVAL,
-) -> list[Row]:
+) -> Rows:
     """Return a row for each schedule, as `zbpp compare` prints them; the shortest first.
 
     Args:
@@ -68,7 +100,7 @@ def compare(
         except ValueError:
             if schedules is not None:
                 raise
-    return sorted(rows, key=lambda row: (row.makespan, row.peak))
+    return Rows(sorted(rows, key=lambda row: (row.makespan, row.peak)))
 
 
 def _row(name: str, p: int, m: int, costs: Costs | None, against: str) -> Row:
