@@ -21,6 +21,7 @@ const defaults = () => ({
   F: 1, B: 1, W: 1, comm: 0, limit: null, show: [RIVAL, 'zb-h1', 'zb-v'], file: null,
 });
 let state = defaults(), schedules = new Map(), encodedLines = [];
+let linkTimer = 0;
 const inputs = {}, rows = new Map();
 
 async function streamed(bytes, stream) {
@@ -317,7 +318,8 @@ function update() {
   showTable(found);
   showBest(found, without, speeds);
   showPanels(found);
-  writeLink();
+  clearTimeout(linkTimer);  // browsers refuse hundreds of addresses in half a minute
+  linkTimer = setTimeout(writeLink, 200);
 }
 
 // Files and links
@@ -434,8 +436,10 @@ async function start() {
   });
   byId('close').onclick = () => { closeFile(); showFile(); update(); };
   byId('defaults').onclick = () => { closeFile(); state = defaults(); showFile(); update(); };
-  byId('link').onclick = () => navigator.clipboard.writeText(location.href)
-    .then(() => { byId('link').textContent = 'link copied'; }, () => complain('the browser lets no page copy: the address bar has the link'));
+  byId('link').onclick = () => {
+    writeLink();
+    navigator.clipboard.writeText(location.href).then(() => { byId('link').textContent = 'link copied'; }, () => complain('the browser lets no page copy: the address bar has the link'));
+  };
   addEventListener('hashchange', restore);
   await restore();
   document.body.dataset.ready = 'yes';
