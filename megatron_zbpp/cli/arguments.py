@@ -148,6 +148,11 @@ def _family(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def add_title(parser: argparse.ArgumentParser) -> None:
+    """Add what heads a picture."""
+    parser.add_argument('--title', metavar='TEXT', help='of the picture')
+
+
 def add_copy_ratio(parser: argparse.ArgumentParser) -> None:
     """Add k, the ratio of copies to passes."""
     parser.add_argument(

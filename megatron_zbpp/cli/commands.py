@@ -14,6 +14,7 @@ from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.cli import inputs
 from megatron_zbpp.cli.comparing import compare_partitions
 from megatron_zbpp.cli.printing import (
+    PICTURES,
     draw,
     facts,
     gained,
@@ -82,6 +83,7 @@ FORMATS = {
     'html': '.html',
     'svg': '.svg',
     'png': '.png',
+    'pdf': '.pdf',
     'perfetto': '.json',
 }
 
@@ -177,7 +179,7 @@ def compare(args: Namespace) -> None:
     for flag, size in (('pp', args.pp), ('microbatches', args.microbatches)):
         if size is None and args.file is None:
             raise ValueError(f'--{flag} is missing: give a number from 1 up, or --file of a plan')
-    picture = picture_format(args.output)
+    picture = picture_format(args.output, args.title)
     found, skipped = inputs.load_cases(args)
     timelines = {name: case.timeline for name, case in found.items()}
     known = {
@@ -186,7 +188,7 @@ def compare(args: Namespace) -> None:
     names = sorted(known, key=lambda name: known[name].get('period', known[name]['makespan']))
     if picture:
         shown = {name: timelines[name] for name in names}
-        draw(args.output, picture, found, shown, inputs.heading(args))
+        draw(args, picture, found, shown, inputs.heading(args))
     schedules = [known[name] for name in names]
     if args.json:
         left_out = [{'name': name, 'reason': reason} for name, reason in skipped.items()]
@@ -211,6 +213,8 @@ def compare(args: Namespace) -> None:
 def convert(args: Namespace) -> None:
     """Write a schedule in another format."""
     to = _format(args.output, args.to)
+    if args.title is not None and to not in PICTURES:
+        raise ValueError(f'--title {args.title!r} heads a picture, which {to} is not: leave it out')
     case = inputs.load_case(args)
     if to == 'json':
         write(args.output, _kept(args, case))
@@ -218,7 +222,7 @@ def convert(args: Namespace) -> None:
         write(args.output, formats.to_torch_csv(case.schedule, args.dialect))
     else:
         name = case.schedule.name
-        draw(args.output, to, {name: case}, {name: case.timeline}, inputs.heading(args, case))
+        draw(args, to, {name: case}, {name: case.timeline}, inputs.heading(args, case))
     if args.json:
         return print_json({'written': args.output, 'to': to, **shape(case.schedule)})
     print(f'wrote {args.output}')

@@ -117,6 +117,7 @@ def _refuse_what_is_not_read(args: Namespace) -> None:
         'memory_limit': 'the rows of --csv say what each rank holds at most',
         'together': 'passes run apart',
         'slices': 'partitions are of whole sequences',
+        'title': 'no picture is drawn',
     }
     for name, cure in cures.items():
         if getattr(args, name) not in (None, NO_TIMES):

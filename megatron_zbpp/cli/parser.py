@@ -252,8 +252,9 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     arguments.add_vocabulary(parser)
     arguments.add_against(parser)
     parser.add_argument(
-        '-o', '--output', type=values.path, metavar='FILE', help='picture: .html, .svg or .png'
+        '-o', '--output', type=values.path, metavar='FILE', help='picture: .html, .svg, .png, .pdf'
     )
+    arguments.add_title(parser)
     comparing.add_comparison(parser)
 
 
@@ -271,6 +272,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '-o', '--output', type=values.path, metavar='FILE', required=True, help='where to'
     )
+    arguments.add_title(parser)
     parser.add_argument(
         '--dialect',
         choices=formats.DIALECTS,

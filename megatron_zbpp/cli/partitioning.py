@@ -11,7 +11,9 @@ from pathlib import Path
 
 from megatron_zbpp.analysis.gain import idle_parts
 from megatron_zbpp.cli import values
+from megatron_zbpp.cli.inputs import Case
 from megatron_zbpp.cli.printing import (
+    draw,
     gib,
     headline,
     idle_text,
@@ -36,10 +38,7 @@ from megatron_zbpp.partitioning.plans import (
 from megatron_zbpp.partitioning.space import OBJECTIVES, Space
 from megatron_zbpp.partitioning.strategies.by_name import ORDERING, STRATEGIES
 from megatron_zbpp.planner.limits import Bytes, same_limits
-from megatron_zbpp.render.html import html
-from megatron_zbpp.render.png import timeline_png
 from megatron_zbpp.render.scene import number
-from megatron_zbpp.render.svg import svg
 
 _KINDS = frozenset('EtmLM*+-GD')  # letters of layers in Megatron's layouts and patterns
 
@@ -218,7 +217,7 @@ def partition_layers(args: Namespace) -> int:
     layers = load_layers(args.layers)
     _require_work(layers)
     devices = _within(load_devices(args.devices, args.pp), args)
-    picture = picture_format(args.output, 'name .json, .html, .svg or .png', saves=True)
+    picture = picture_format(args.output, args.title, 'the plan')
     if args.strategy:
         _refuse_what_a_strategy_ignores(args)
         found, said = partition_by(args.strategy, _space(args, layers, devices))
@@ -334,9 +333,5 @@ def _print_ranks(found: PartitionPlan, timeline: Timeline, devices: Devices) -> 
 
 def _draw(args: Namespace, to: str, found: PartitionPlan) -> None:
     """Write the picture of a plan."""
-    name, heading = found.layout, f'{found.layout}; predicted'
-    timelines, costs = {name: found.timeline}, {name: found.costs}
-    if to == 'png':
-        return timeline_png(timelines, args.output, found.units.time, heading=heading)
-    picture: Callable[..., str] = {'html': html, 'svg': svg}[to]
-    write(args.output, picture(timelines, costs, heading=heading))
+    case = Case(found.schedule, found.costs, found.units)
+    draw(args, to, {found.layout: case}, {found.layout: found.timeline}, 'predicted')

@@ -87,7 +87,7 @@ def plan_schedule(args: Namespace) -> int:
 def _write_plan(args: Namespace, picture: str | None, name: str, case: Case, made: dict) -> None:
     """Write the file that is asked for: a picture in that format, or else the plan."""
     if picture is not None:
-        draw(args.output, picture, {name: case}, {name: case.timeline}, inputs.heading(args))
+        draw(args, picture, {name: case}, {name: case.timeline}, inputs.heading(args))
     elif args.output:
         write(args.output, json.dumps(made, indent=1))
 
@@ -122,7 +122,7 @@ def _print_plan(found: Plan, made: dict) -> None:
 
 def _planned_output(args: Namespace) -> str | None:
     """Return the picture that --output asks for; None: a plan."""
-    return picture_format(args.output, 'name .json for the plan, or .html, .svg or .png', True)
+    return picture_format(args.output, args.title, 'the plan')
 
 
 def _plan_frontier(args: Namespace) -> int:
@@ -131,8 +131,10 @@ def _plan_frontier(args: Namespace) -> int:
         raise ValueError('--slices auto is for one memory limit: give --memory-limit, or a number')
     if args.memory_limit is not None:
         raise ValueError('--frontier has the memory limits: leave --memory-limit out')
-    if args.output and not args.output.endswith(('.png', '.svg')):
-        raise ValueError(f'--output {args.output}: let its name end in .png or .svg')
+    if args.output and not args.output.endswith(('.png', '.svg', '.pdf')):
+        raise ValueError(f'--output {args.output}: let its name end in .png, .svg or .pdf')
+    if args.title is not None and not args.output:
+        raise ValueError(f'--title {args.title!r} heads a picture: name one by -o')
     if args.output and not Path(args.output).absolute().parent.is_dir():
         raise ValueError(f'--output {args.output}: there is no folder {Path(args.output).parent}')
     points, status = searched(
@@ -177,7 +179,8 @@ def _draw_frontier(args: Namespace, points: list[tuple[float, Plan]]) -> None:
     for limit, found in points:
         place = limit, _bubble(args, Case(found.schedule, found.costs))
         plans[place] = found.as_good_as or ''
-    frontier_png(plans, named, args.output, inputs.heading(args), f'bubble of the {args.objective}')
+    heading = '\n'.join(filter(None, [args.title, inputs.heading(args)]))
+    frontier_png(plans, named, args.output, heading, f'bubble of the {args.objective}')
 
 
 def _bubble(args: Namespace, case: Case) -> float:
@@ -287,7 +290,7 @@ def add_planning(parser: ArgumentParser) -> None:
         metavar='NAME,...',
         help='that may be used, all of one way: loop, v, wave; default all',
     )
-    more = '; with --frontier a picture of it beside the named schedules (.png, .svg)'
+    more = '; with --frontier a picture of it beside the named schedules (.png, .svg, .pdf)'
     add_search(parser, OBJECTIVES, 20.0, more)
     parser.add_argument(
         '--frontier',

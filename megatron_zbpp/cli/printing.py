@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import textwrap
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from megatron_zbpp.techniques.updates.steady_state import SteadyState, steady_st
 from megatron_zbpp.techniques.updates.versions import updates_of
 
 # of a table of schedules, see `row`; with names as long as there are, a line has 80 columns
+PICTURES = ('html', 'svg', 'png', 'pdf')  # formats, and how names of their files end
 HEADS = ('schedule', 'makespan', 'gain', 'idle', 'window', 'bubble', 'peak')
 
 
@@ -232,39 +234,45 @@ def print_wrapped(text: str) -> None:
     print(textwrap.fill(text, 80, subsequent_indent=indent, break_on_hyphens=False))
 
 
-def picture_format(
-    path: str | None, cure: str = 'name a .html, .svg or .png file', saves: bool = False
-) -> str | None:
-    """Return the format of a picture by the suffix of its path; None: no path.
+def picture_format(path: str | None, title: str | None, saves: str = '') -> str | None:
+    """Return the format of a picture by the suffix of its path; None: no picture.
 
     Args:
         path: of --output.
-        cure: end of the message.
-        saves: whether a path that ends in .json asks for no picture.
+        title: of --title.
+        saves: what a path that ends in .json asks for, which is no picture; empty: nothing.
 
     Raises:
-        ValueError: none that there is.
+        ValueError: there is no such format, or a title of no picture.
     """
-    if not path or (saves and path.endswith('.json')):
+    plain = not path or (bool(saves) and path.endswith('.json'))
+    if plain and title is not None:
+        raise ValueError(f'--title {title!r} heads a picture: name one by -o')
+    if not path or plain:
         return None
     suffix = Path(path).suffix[1:].lower()
-    if suffix not in ('html', 'svg', 'png'):
-        raise ValueError(f'-o {path}: {cure}')
+    if suffix not in PICTURES:
+        saved = f'.json for {saves}, or ' if saves else 'a file of '
+        raise ValueError(f'-o {path}: name {saved}{", ".join(f".{each}" for each in PICTURES)}')
     return suffix
 
 
 def draw(
-    path: str, to: str, shown: dict[str, Case], timelines: dict[str, Timeline], heading: str
+    args: Namespace,
+    to: str,
+    shown: Mapping[str, Case],
+    timelines: Mapping[str, Timeline],
+    heading: str,
 ) -> None:
-    """Write the picture of `timelines` in format `to`."""
+    """Write the picture of `timelines` in format `to`, where --output says, headed by --title."""
     costs = {name: case.costs for name, case in shown.items()}
-    unit = next(iter(shown.values())).units.time
+    unit, named = next(iter(shown.values())).units.time, {'title': args.title} if args.title else {}
     if to == 'perfetto':
-        return write(path, perfetto(timelines, costs))
-    if to == 'png':
-        return timeline_png(timelines, path, unit, heading=heading)
+        return write(args.output, perfetto(timelines, costs))
+    if to in ('png', 'pdf'):
+        return timeline_png(timelines, args.output, unit, heading=heading, **named)
     picture: Callable[..., str] = {'html': html, 'svg': svg}[to]
-    write(path, picture(timelines, costs, heading=f'{heading}, time in {unit}'))
+    write(args.output, picture(timelines, costs, heading=f'{heading}, time in {unit}', **named))
 
 
 def write(path: str, text: str) -> None:

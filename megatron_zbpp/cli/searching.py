@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from megatron_zbpp.cli import values
+from megatron_zbpp.cli.arguments import add_title
 from megatron_zbpp.cli.progress import progress
 
 Found = TypeVar('Found')
@@ -52,9 +53,10 @@ def add_search(
         '--output',
         type=values.path,
         metavar='FILE',
-        help='the plan (.json, for --pipeline-schedule-file) or its picture (.html, .svg, .png)'
-        f'{more}',
+        help='the plan (.json, for --pipeline-schedule-file) or its picture (.html, .svg, .png, '
+        f'.pdf){more}',
     )
+    add_title(command)
 
 
 def searched(

@@ -43,17 +43,17 @@ class Drawing:
         return f'<iframe srcdoc="{page}" width="100%" height="{height}" frameborder="0"></iframe>'
 
     def save(self, path: str | Path) -> None:
-        """Write it as .html, .svg or .png.
+        """Write it as .html, .svg, .png or .pdf.
 
         Args:
             path: its suffix tells the format.
 
         Raises:
             ValueError: another suffix.
-            ImportError: matplotlib, which makes a .png, is not installed.
+            ImportError: matplotlib, which makes .png and .pdf, is not installed.
         """
         suffix = Path(path).suffix.lower()
-        if suffix == '.png':
+        if suffix in ('.png', '.pdf'):
             timeline_png(self._timelines, path)
         elif suffix == '.svg':
             Path(path).write_text(self._repr_svg_(), encoding='utf-8')
@@ -61,7 +61,7 @@ class Drawing:
             page = html(self._timelines, self._costs, self.timeline.schedule.name)
             Path(path).write_text(page, encoding='utf-8')
         else:
-            raise ValueError(f'{str(path)!r} names no format: end it in .html, .svg or .png')
+            raise ValueError(f'{str(path)!r} names no format: end it in .html, .svg, .png or .pdf')
 
     @property
     def _timelines(self) -> dict[str, Timeline]:

@@ -32,6 +32,7 @@ def timeline_png(
     width: float = 14.0,
     heading: str = '',
     baseline: str | None = None,
+    title: str = '',
 ) -> None:
     """Draw timelines below each other on one time axis: a row for passes of a rank, one for copies.
 
@@ -39,11 +40,12 @@ def timeline_png(
 
     Args:
         timelines: by the name that heads each.
-        path: where to write.
+        path: where to write: PDF where its suffix says so, else PNG.
         unit: of the times, for the axis: `s`.
         width: inches.
         heading: what all of them have in common, such as the times of passes.
         baseline: name of the timeline against which shorter ones show what they save.
+        title: heads the picture.
 
     Raises:
         ImportError: matplotlib is not installed; the message tells how.
@@ -63,7 +65,10 @@ def timeline_png(
     rows[-1, 0].set_xlabel(f'time ({unit})' if unit else 'time')
     figure.supxlabel(MEANING, fontsize=9, color='#555555')
     _legend(figure, [line.schedule for line in timelines.values()], heading)
-    figure.savefig(path, dpi=130, format='png')
+    if title:
+        figure.suptitle(title, fontsize=14)
+    to = 'pdf' if Path(path).suffix.lower() == '.pdf' else 'png'
+    figure.savefig(path, dpi=130, format=to)
 
 
 def loss_png(curves: Mapping[str, Sequence[float]], path: str | Path) -> None:

@@ -36,6 +36,7 @@ def svg(
     unit: str = '',
     width: int = 1400,
     heading: str = '',
+    title: str = '',
 ) -> str:
     """Draw all `timelines` below each other on one time axis; grey ends where each ends.
 
@@ -45,18 +46,22 @@ def svg(
         unit: of the times, for the axis.
         width: pixels.
         heading: what all of them have in common, such as the times of passes.
+        title: heads the picture.
     """
     horizon = max(line.makespan for line in timelines.values()) or 1.0
     entries, more = _legend(timelines, width)
     parts, y = [entries], 52 + more
+    if title:
+        parts.append(f'<text class="name" x="{_GUTTER}" y="{y}">{escape(title)}</text>')
+        y += 28
     if heading:
         parts.append(f'<text class="soft" x="{_GUTTER}" y="{y}">{escape(heading)}</text>')
         y += 28
     for name, timeline in timelines.items():
         cost = (costs or {}).get(name)
         row = _MEMORY_ROW if cost else _ROW
-        title = f'{escape(name)}: {figures(timeline)}'
-        parts.append(f'<text class="name" x="{_GUTTER}" y="{y}">{title}</text>')
+        head = f'{escape(name)}: {figures(timeline)}'
+        parts.append(f'<text class="name" x="{_GUTTER}" y="{y}">{head}</text>')
         panel = _panel(timeline, cost, horizon, width, row)
         parts.append(f'<g transform="translate(0 {y + 10})">{panel}</g>')
         y += 10 + row * len(lanes(timeline)) + 30

@@ -564,14 +564,9 @@ FLAGS = {
         flags('--pipeline-offload half --pipeline-schedule zb-v'),
     ),
     'pictures where nothing can be written': row(
-        enable(trace_dir='/proc/nope'),
-        'nothing can be written in /proc (',
-        enable(trace_dir='pictures/of/a/run'),
-    ),
-    'more chunks than there are': row(
-        enable(schedule='zb-v', recompute=9),
-        'recompute of 9 chunks: a rank has 2: give a number up to 2',
-        enable(schedule='zb-v', recompute=2),
+        flags('--pipeline-schedule zb-v --pipeline-trace-dir /proc/nope'),
+        "--pipeline-trace-dir is '/proc/nope', but nothing can be written in /proc (",
+        flags('--pipeline-schedule zb-v --pipeline-trace-dir pictures/of/a/run'),
     ),
     'freezing, planned': row(
         flags('--pipeline-schedule auto --pipeline-freeze freeze.json'),
@@ -1139,6 +1134,11 @@ PROGRAMS = {
         programs(schedule='bpipe', ranks=4, offload='half'),
         'take a schedule that moves nothing, such as 1f1b',
         programs(schedule='1f1b', ranks=4, offload='half'),
+    ),
+    'more chunks than there are': row(
+        enable(schedule='zb-v', recompute=9),
+        'recompute of 9 chunks: a rank has 2: give a number up to 2',
+        enable(schedule='zb-v', recompute=2),
     ),
     'pictures in no folder': row(
         enable(trace_dir=5), 'give the path of a folder, or None', enable(trace_dir='pictures')

@@ -55,7 +55,7 @@ ODD += (
 )
 WRITTEN = ('output', 'csv', 'write_devices', 'cache')  # files that need not be there
 SLOW = {('plan', text) for text in ('7', '1,2', '9' * 30)}  # seconds of search
-TEXTS = {'pattern', 'stages'}  # with a language of their own
+TEXTS = {'pattern', 'stages', 'title'}  # with a language of their own
 
 
 def options() -> list[tuple[str, argparse.Action]]:

@@ -487,7 +487,7 @@ def test_refused_schedule_is_drawn(capsys: pytest.CaptureFixture, tmp_path: Path
         (['plan', *SHAPE, '-o', 'a.txt'], ['a.txt', '.json for the plan']),
         (['plan', *SHAPE, '--num-layers', '1'], ['--num-layers 1', 'use fewer ranks or chunks']),
         (['plan', *SHAPE, '--frontier', '2', '-o', 'b/a.png'], ['there is no folder b']),
-        (['plan', *SHAPE, '--frontier', '2', '-o', 'a.txt'], ['a.txt', '.png or .svg']),
+        (['plan', *SHAPE, '--frontier', '2', '-o', 'a.txt'], ['a.txt', '.png, .svg or .pdf']),
         (['plan', *SHAPE, '--cache', 'here', '--no-cache'], ['not allowed']),
         (['plan', *SHAPE, '--seed', 'x'], ["'x'"]),
         (['convert', *ZB_V, '--to', 'pdf', '-o', 'x'], ["'pdf'", 'torch-csv']),

@@ -78,7 +78,7 @@ def test_devices_and_limits(tmp_path, capsys):
         (['--pp', '4', '--memory-limit', '1'], 'no partition holds'),
         (['--pp', '4', '--schedules', 'zb-w'], "unknown schedule 'zb-w'"),
         (['--pp', '4', '--devices', 'nowhere.json'], 'nowhere.json'),
-        (['--pp', '4', '-o', 'plan.txt'], 'name .json, .html, .svg or .png'),
+        (['--pp', '4', '-o', 'plan.txt'], 'name .json for the plan, or .html, .svg, .png, .pdf'),
     ],
 )
 def test_what_cannot_be(case, capsys, more, said):

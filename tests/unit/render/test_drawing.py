@@ -29,11 +29,16 @@ def test_in_a_notebook(tmp_path):
 
 
 def test_as_files(tmp_path):
-    for name, begins in (('a.svg', b'<svg'), ('b.html', b'<!'), ('c.png', b'\x89PNG')):
+    for name, begins in (
+        ('a.svg', b'<svg'),
+        ('b.html', b'<!'),
+        ('c.png', b'\x89PNG'),
+        ('d.pdf', b'%PDF'),
+    ):
         draw(SCHEDULE).save(tmp_path / name)
         assert (tmp_path / name).read_bytes()[:50].lstrip().startswith(begins)
-    with pytest.raises(ValueError, match=r"d\.pdf' names no format: end it in \.html, \.svg or"):
-        draw(SCHEDULE).save(tmp_path / 'd.pdf')
+    with pytest.raises(ValueError, match=r"e\.gif' names no format: end it in \.html, \.svg, "):
+        draw(SCHEDULE).save(tmp_path / 'e.gif')
 
 
 def test_times_are_those_given_or_planned_for():
