@@ -60,8 +60,8 @@ def makespan_of(name: str, schedule: Schedule, costs: Costs) -> float | None:
         costs: of its stages.
 
     Returns:
-        None: the output layer is on all ranks and not in the times of the last stage, the stages
-        do not become those of the family, or it takes no such number of microbatches.
+        None: the stages do not become those of the family, or it takes no such number of
+        microbatches.
     """
     p, m = schedule.num_ranks, schedule.num_microbatches
     alike = costs.joined(p * find(name).default_chunks)

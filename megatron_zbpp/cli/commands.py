@@ -43,6 +43,7 @@ from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.text import time_shown, timeline_text
 from megatron_zbpp.schedules import own_families
+from megatron_zbpp.techniques.vocabulary.whole import WHOLE, has_shards
 
 
 def list_families(args: Namespace) -> None:
@@ -196,7 +197,8 @@ def compare(args: Namespace) -> None:
     print_table(*rows(schedules, inputs.units_of(args)))
     if isinstance(args.times, inputs.PlanCosts):
         print_wrapped('other schedules: stages of the plan joined, or cut into equal parts')
-    print_wrapped(f'gain: time saved against {args.against}; {MEANING}')
+    against = args.against + WHOLE * any(has_shards(case.schedule) for case in found.values())
+    print_wrapped(f'gain: time saved against {against}; {MEANING}')
     if more := [found['name'] for found in schedules if found['copies'] > 1]:
         print(f'two copies of the weights on the ranks together: {", ".join(more)}')
     if late := [found['name'] for found in schedules if 'period' in found]:

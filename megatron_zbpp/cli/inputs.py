@@ -13,7 +13,7 @@ from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli import slicing
 from megatron_zbpp.cli.progress import progress
-from megatron_zbpp.ir import B, F, Placement, Schedule, W, formats, strict_json
+from megatron_zbpp.ir import Placement, Schedule, formats, strict_json
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.formats import BYTES, MANY, UNITS, PlanFile, Units
@@ -24,15 +24,14 @@ from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.schedules import build, find, names
 from megatron_zbpp.techniques import ASKED, placed_in_turn
 from megatron_zbpp.techniques import find as find_technique
-from megatron_zbpp.techniques.base import lack_of_times
 from megatron_zbpp.techniques.composition import BOTH, OUTPUT, VOCABULARY, techniques_of
 from megatron_zbpp.techniques.copies import USUAL_RATIO, with_copies
 from megatron_zbpp.techniques.slices.place import in_slices, unsuited
 from megatron_zbpp.techniques.updates.steady_state import with_weight_copies
 from megatron_zbpp.techniques.updates.versions import updates_of
 from megatron_zbpp.techniques.vocabulary.embedding import in_embedding_shards
-from megatron_zbpp.techniques.vocabulary.graph import S, T
 from megatron_zbpp.techniques.vocabulary.place import in_shards, with_shard_times
+from megatron_zbpp.techniques.vocabulary.whole import with_whole_layer
 
 IN_FILE = 'file'  # of --vocab-parallel: times of S and T are in that of --times
 
@@ -156,19 +155,8 @@ def _with_whole_layer(args: Namespace, costs: Costs) -> Costs:
     if share is None:
         return costs
     if share == IN_FILE:
-        if lack := lack_of_times(costs, (S, T)):
-            raise ValueError(lack)
-        logits, weight = (sum(costs.times[kind][costs.num_stages :]) for kind in (S, T))
-        more = {F: logits / 2, B: logits / 2, W: weight}
-    else:
-        more = {kind: share * sum(costs.times[kind]) for kind in (F, B, W)}
-    return costs.with_times(
-        **{
-            kind: (*own[:-1], own[-1] + more[kind])
-            for kind, own in costs.times.items()
-            if kind in more
-        }
-    )
+        return with_whole_layer(costs)
+    return with_whole_layer(with_shard_times(costs, Placement.loop(costs.num_stages), share))
 
 
 def _with_shard_times(args: Namespace, costs: Costs, placement: Placement) -> Costs:

@@ -24,6 +24,7 @@ from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.svg import svg
 from megatron_zbpp.techniques.updates.steady_state import SteadyState, steady_state
 from megatron_zbpp.techniques.updates.versions import updates_of
+from megatron_zbpp.techniques.vocabulary.whole import WHOLE, has_shards, rival_costs
 
 # of a table of schedules, see `row`; with names as long as there are, a line has 80 columns
 PICTURES = ('html', 'svg', 'png', 'pdf')  # formats, and how names of their files end
@@ -68,7 +69,9 @@ def facts(case: Case, timeline: Timeline, against: str) -> dict:
     """
     steady = steady_state(timeline)
     m = case.schedule.num_microbatches if steady is None else steady.num_microbatches
-    rival = makespan_of(against, replace(case.schedule, num_microbatches=m), case.costs)
+    name = against + WHOLE * has_shards(case.schedule)
+    own = rival_costs(case.schedule, case.costs)
+    rival = makespan_of(against, replace(case.schedule, num_microbatches=m), own)
     taken = timeline.makespan if steady is None else steady.period
     return {
         **shape(case.schedule),
@@ -78,7 +81,7 @@ def facts(case: Case, timeline: Timeline, against: str) -> dict:
         'bubble_rate_window': timeline.bubble_window,
         'idle_all_ranks': timeline.idle_all_ranks,
         'idle_parts': idle_parts(timeline, case.costs)._asdict(),
-        'against': None if rival is None else {'name': against, 'makespan': rival},
+        'against': None if rival is None else {'name': name, 'makespan': rival},
         'gain': None if not rival else 1 - taken / rival,
         'peak_activations': peak(case.schedule, case.costs),
         **({} if steady is None else _of_calls(steady)),

@@ -27,6 +27,13 @@ from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.post_validation.speculative_step import BUFFER_BYTES, KEPT_BYTES
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques import find as find_technique
+from megatron_zbpp.techniques.vocabulary.place import USUAL_SHARE
+from megatron_zbpp.techniques.vocabulary.whole import (
+    WHOLE,
+    has_shards,
+    rival_costs,
+    with_usual_share,
+)
 
 _LITTLE = 0.9  # of what is held without: more than that is little gain
 _NO_PIPELINE = 'one pipeline rank has no pipeline: --pipeline-schedule changes nothing'
@@ -53,6 +60,7 @@ class Simulated:
         rival: makespan of 1F1B for the same model; None: it has none.
         peaks: most activations of each rank, in those of one microbatch on a full rank.
         planned: whether by the costs of the plan that is run, in its units.
+        in_shards: whether the output layer is on all ranks; the rival's is whole.
     """
 
     microbatches: int
@@ -64,6 +72,7 @@ class Simulated:
     rival: float | None
     peaks: tuple[float, ...]
     planned: bool = False
+    in_shards: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,8 +114,9 @@ class DryRun:
         found += [f'schedule: {self.schedule or own}', f'parallel: {sizes}']
         of_layers = ' on a mean rank, by layers' if len({*self.layers}) > 1 else ''
         for each in self.iterations:
-            gained = gain_text(each.makespan, each.rival, RIVAL)
+            gained = gain_text(each.makespan, each.rival, RIVAL + each.in_shards * WHOLE)
             times = 'costs of the plan' if each.planned else f'F = B = W = 1{of_layers}'
+            times += f', shards {USUAL_SHARE}' * (each.in_shards and not each.planned)
             found.append(
                 f'{each.microbatches} microbatches ({times}, simulated): makespan '
                 f'{each.makespan:g}{gained}, idle GPU time {each.idle_all_ranks:.1%}; window '
@@ -319,7 +329,7 @@ def _simulated(
         ValueError: the schedule does not exist for these sizes.
     """
     schedule = programs.lowered(num_ranks, num_microbatches, forward_only=False).schedule
-    costs = Costs.known(schedule, layers)
+    costs = with_usual_share(schedule, Costs.known(schedule, layers))
     timeline = simulate(schedule, costs)
     return Simulated(
         num_microbatches,
@@ -328,7 +338,8 @@ def _simulated(
         max(timeline.windows),
         timeline.bubble_window,
         timeline.idle_all_ranks,
-        makespan_of(RIVAL, schedule, costs),
+        makespan_of(RIVAL, schedule, rival_costs(schedule, costs)),
         peak(schedule, costs),
         schedule.costs is not None,
+        has_shards(schedule),
     )

@@ -10,6 +10,7 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.runtime.log import job_log
+from megatron_zbpp.techniques.composition import VOCABULARY, techniques_of
 from megatron_zbpp.version import __version__
 
 # whether steps are taken late
@@ -35,10 +36,19 @@ def lines(schedule: Schedule, config: Any) -> list[str]:
     """Return schedule and sizes, layers of each rank, simulated bubble, simulated memory."""
     placement = schedule.placement
     by_stage = _by_stage(config)
-    costs = Costs.known(schedule, by_stage or ())
+    costs = alike = Costs.known(schedule, by_stage or ())
     by_layers = ', by layers' if by_stage and len({*by_stage}) > 1 else ''
     times = f'F = B = W{by_layers}' if schedule.costs is None else 'the costs of the plan'
+    rival = RIVAL
+    if VOCABULARY in techniques_of(schedule):
+        from megatron_zbpp.techniques.vocabulary import whole
+
+        costs = whole.with_usual_share(schedule, costs)
+        alike = whole.rival_costs(schedule, costs)
+        rival += whole.WHOLE
+        times += '' if schedule.costs else f', shards {whole.USUAL_SHARE}'
     timeline, late = simulate(schedule, costs), _asynchronous(schedule)
+    least = makespan_of(RIVAL, schedule, alike)
     m = late[0] if late else schedule.num_microbatches
     found = [
         f'version {__version__}: {schedule.name} on {schedule.num_ranks} ranks x '
@@ -48,7 +58,7 @@ def lines(schedule: Schedule, config: Any) -> list[str]:
         late[1]
         if late
         else f'simulated with {times}: idle GPU time {timeline.idle_all_ranks:.1%}'
-        f'{gain_text(timeline.makespan, makespan_of(RIVAL, schedule, costs), RIVAL)}',
+        f'{gain_text(timeline.makespan, least, rival)}',
         f'simulated memory: {_held(schedule, max(peak(schedule, costs)))}',
     ]
     if schedule.graph.num_slices > 1 and getattr(config, 'num_moe_experts', None):

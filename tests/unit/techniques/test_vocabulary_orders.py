@@ -23,7 +23,8 @@ from megatron_zbpp.techniques.recompute.place import recomputed
 from megatron_zbpp.techniques.slices.balance import Attention, balanced, in_parts
 from megatron_zbpp.techniques.slices.place import in_slices
 from megatron_zbpp.techniques.vocabulary.graph import S, T
-from megatron_zbpp.techniques.vocabulary.place import in_shards, with_shard_times
+from megatron_zbpp.techniques.vocabulary.place import in_shards, with_shard_times, with_shards
+from megatron_zbpp.techniques.vocabulary.whole import rival_costs, with_usual_share
 
 HOSTS = '1f1b', 'zb-h1', 'zb-v', 'v-half', 'interleaved'
 PLAIN = names(plain=True)
@@ -280,3 +281,18 @@ def test_command_line(capsys, tmp_path):
     found = run(capsys, f'compare --schedules 1f1b,bpipe,zb-v {shape} --vocab-parallel 0.3')
     rows = {each['name']: each['makespan'] for each in found['schedules']}
     assert list(rows) == ['zb-v + vocabulary', '1f1b + vocabulary']
+
+
+def test_the_rival_of_shards_has_the_whole_layer():
+    """All that shards take is on its last stage; F of a shard is half of S."""
+    host = build('1f1b', 4, 8)
+    schedule = with_shards(host)
+    costs = with_usual_share(schedule, Costs.uniform(schedule.placement))
+    assert costs.times[S] == (0,) * 4 + (0.4,) * 4 and costs.times[T] == (0,) * 4 + (0.2,) * 4
+    whole = rival_costs(schedule, costs)
+    assert whole.times == {kind: pytest.approx((1, 1, 1, 1.8)) for kind in 'FBW'}
+    assert rival_costs(host, costs) is costs and with_usual_share(host, whole) is whole
+    given = costs.with_times(S=(0,) * 4 + (1,) * 4)
+    assert with_usual_share(schedule, given) is given
+    untimed = Costs.uniform(schedule.placement)
+    assert rival_costs(schedule, untimed) is untimed
