@@ -213,11 +213,6 @@ def _with_shards(settings: Any, of_both: bool) -> Iterator[Refusal]:
     if graphs := captured(settings):
         reason = 'a captured last stage hands on no hidden states'
         yield Refusal('cuda_graph_impl', graphs, reason, 'give --cuda-graph-impl none')
-    pattern = hybrid(settings)
-    if pattern is not None:
-        reason = 'the output layer of GPTs alone is divided so far'
-        cure = f'have a GPT, {_UNDIVIDED}'
-        yield Refusal(pattern, getattr(settings, pattern), reason, cure)
 
 
 def _with_recomputation(settings: Any) -> Iterator[Refusal]:

@@ -43,7 +43,7 @@ def test_identical_to_megatron(te_ranks, knows_segments, tmp_path, schedule, cas
     pattern = main * (p // 2) + slash + rest  # each rank has experts: see docs/limits.md
     flags = [*SPEC, *TE, *NO_CLIPPING, *more, '--global-batch-size', 6, '--train-iters', 3]
     flags += ['--num-layers', 4 * p, '--pipeline-model-parallel-size', p]
-    divided = _divided(pattern, p)
+    divided = segments(pattern, p)
     stock = run(
         te_ranks(p), *flags, '--hybrid-layer-pattern', divided,
         '--save', tmp_path, '--save-interval', 1,
@@ -63,7 +63,7 @@ def test_identical_to_megatron(te_ranks, knows_segments, tmp_path, schedule, cas
 def test_from_scratch(te_ranks, knows_segments):
     pattern, *more = PATTERNS['more tokens']
     flags = [*SPEC, *TE, *more, *P2, '--num-layers', 8, '--hybrid-layer-pattern']
-    require_same_start(te_ranks(2), [*flags, _divided(pattern, 2)], segments=pattern)
+    require_same_start(te_ranks(2), [*flags, segments(pattern, 2)], segments=pattern)
 
 
 @supports('HybridModel in slices of sequences: attention, MLP and experts', outcome=TOLERANCE)
@@ -75,7 +75,7 @@ def test_in_slices(te_ranks, knows_segments, tmp_path, schedule):
     flags = [*SPEC, *TE, *NO_CLIPPING, *more, '--global-batch-size', 4, '--train-iters', 3]
     flags += ['--num-layers', 8, '--pipeline-model-parallel-size', 2]
     stock = run(
-        te_ranks(2), *flags, '--hybrid-layer-pattern', _divided(pattern, 2),
+        te_ranks(2), *flags, '--hybrid-layer-pattern', segments(pattern, 2),
         '--save', tmp_path, '--save-interval', 1,
     )  # fmt: skip
     ours = run(
@@ -93,7 +93,7 @@ def model_of_a_pattern():
     return compat.hybrid_model()
 
 
-def _divided(pattern: str, stages: int) -> str:
+def segments(pattern: str, stages: int) -> str:
     """The same with segments of equal length."""
     main, slash, rest = pattern.partition('/')
     each = len(main) // stages

@@ -1511,12 +1511,6 @@ REFUSALS = {
         'give --cuda-graph-impl none',
         refusal(SHARDED, cuda_graph_impl='none'),
     ),
-    'the output layer of a hybrid model': row(
-        refusal(SHARDED, hybrid_layer_pattern='*-'),
-        'have a GPT, or leave out --pipeline-vocab-parallel',
-        refusal(SHARDED),
-        refusal(NO_W, hybrid_layer_pattern='*-'),
-    ),
     'slices and fused positions': row(
         refusal(SLICED, multi_latent_attention=True, apply_rope_fusion=True),
         'give --no-rope-fusion',

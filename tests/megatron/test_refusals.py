@@ -120,7 +120,6 @@ SHARDED += ['export_kd_teacher_load']
 GIVEN = {
     'cross_entropy_fusion_impl': ({'cross_entropy_loss_fusion': True}, 'te', 'native'),
     'untie_embeddings_and_output_weights': ({}, False, True),
-    'hybrid_layer_pattern': ({}, '*-', None),
     **{setting: ({}, 1, None) for setting in SHARDED},
 }
 

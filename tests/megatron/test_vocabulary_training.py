@@ -426,7 +426,7 @@ SAID = {
     'a changed output': 'let forward_step call the model with labels and return what it gives',
     'by itself': 'the model was called by itself: run it by a schedule',
     'other data': 'collect_non_loss_data: ',
-    'no shards': 'build a GPTModel, once megatron_zbpp.enable() has been called',
+    'no shards': 'build a GPTModel or HybridModel, once megatron_zbpp.enable() has been called',
     'words': 'a vocabulary of 24 words does not divide among 5 ranks: give '
     '--make-vocab-size-divisible-by 640',
     'tied': 'give --pipeline-vocab-parallel input+output, or --untie-embeddings-and-output-weights',

@@ -367,7 +367,7 @@ def require(models: Sequence[torch.nn.Module], arguments: Arguments) -> None:
     elif type(layer) is not OutputShard:
         problem = (
             f'the output layer of this {type(models[-1]).__name__} is not on all ranks: build a '
-            'GPTModel, once megatron_zbpp.enable() has been called'
+            'GPTModel or HybridModel, once megatron_zbpp.enable() has been called'
         )
     if problem is not None:
         raise NotImplementedError(f'{problem}, {_DROP}')
