@@ -1,9 +1,10 @@
 """Prints what papers measured on A100s beside what our simulator predicts.
 
 As Markdown: without an option docs/benchmarks/paper.md (Zero Bubble, from its own pass times), with
---offload docs/benchmarks/paper-offload.md (PipeOffload, from its own times of copies).
+--offload docs/benchmarks/paper-offload.md (PipeOffload, from its own times of copies), with
+--advise the tables of docs/advise.md (published runs, from the models' shapes).
 
-    python scripts/compare_with_paper.py [--offload]
+    python scripts/compare_with_paper.py [--offload | --advise]
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.paper import offload, page
+from benchmarks.paper import advised, offload, page
 
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument('--offload', action='store_true', help="PipeOffload's table, instead")
-    print((offload if parser.parse_args().offload else page).page(), end='')
+    parser.add_argument('--advise', action='store_true', help='from shapes, instead')
+    args = parser.parse_args()
+    print((advised if args.advise else offload if args.offload else page).page(), end='')

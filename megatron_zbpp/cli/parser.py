@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from megatron_zbpp.analysis.checker import ScheduleError
 from megatron_zbpp.cli import (
+    advising,
     arguments,
     benching,
     commands,
@@ -37,10 +38,11 @@ from megatron_zbpp.techniques import ASKED, find
 from megatron_zbpp.version import __version__
 
 # Commands whose numbers, if they take any, are no times.
-_TIMELESS = frozenset({'', 'list', 'check', 'doctor', 'bench', 'partition', 'profile', 'page'})
+_TIMELESS = frozenset({'', 'list', 'check', 'doctor', 'bench', 'partition', 'profile'})
+_TIMELESS |= {'advise', 'page'}
 # Commands that print tables.
 _TABULAR = frozenset({'list', 'simulate', 'compare', 'plan', 'partition', 'profile', 'bubbles'})
-_TABULAR |= {'freeze', 'bench'}
+_TABULAR |= {'freeze', 'bench', 'advise'}
 _ALONE = ('-h', '--help', '--version')  # take no command
 
 _EXAMPLES = """
@@ -71,6 +73,7 @@ zbpp bubbles --schedule 1f1b --pp 4 --microbatches 8 --json
 zbpp freeze --schedule zb-h1 --pp 4 --microbatches 8 --most 0.5
 zbpp doctor -- torchrun -m megatron_zbpp.launch pretrain_gpt.py --pipeline-schedule zb-v ...
 zbpp bench -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...
+zbpp advise --gpus 64 --memory 80GiB --tflops 245 --vocab 51200 -- torchrun pretrain_gpt.py ...
 zbpp page -o planner.html                              sliders, timelines and gains in a browser
 zbpp page --pp 8 --microbatches 24,48 --vpp 2,4 -o planner.html
 zbpp check plan.json                                   ours, a plan's or torch's CSV
@@ -332,6 +335,12 @@ _COMMANDS: tuple[tuple[Any, ...], ...] = (
         benching.bench,
         "your launch line by stock's schedule and by ours: time, memory, losses",
         benching.add_bench,
+    ),
+    (
+        'advise',
+        advising.print_advice,
+        'the fastest sizes, schedule and recomputation that fit, with launch lines',
+        advising.add_advise,
     ),
     ('page', paging.write_page, 'a page with sliders to compare schedules', paging.add_page),
     ('convert', commands.convert, 'write a schedule in another format', _add_case, _add_convert),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 
@@ -26,12 +26,35 @@ from megatron_zbpp.partitioning.times.stage_times import Measured
 from megatron_zbpp.render.scene import number
 
 # Fields of `Shape`: all but the model have an option.
-_SIZES = tuple(each for each in fields(Shape) if each.name != 'model')
+SIZES = tuple(each for each in fields(Shape) if each.name != 'model')
 
 
-def _option(name: str) -> str:
+def option(name: str) -> str:
     """Return the option for a field of `Shape`."""
     return '--num-layers' if name == 'layers' else '--' + name.replace('_', '-')
+
+
+def add_sizes(command: ArgumentParser, without: Collection[str] = ()) -> None:
+    """Add --model and an option for each field of `Shape`, but for some of them."""
+    command.add_argument('--model', choices=MODELS, help='costs from its shape, by FLOPs')
+    params = docstring_parser.parse(Shape.__doc__ or '').params
+    said = {param.arg_name: param.description or '' for param in params}
+    for each in SIZES:
+        if each.name in without:
+            continue
+        kind = {'int': values.count, 'float': values.amount, 'str': str}[str(each.type)]
+        kind = values.layers if each.name == 'layers' else kind
+        default = 'needed' if each.default is MISSING else f'default {each.default}'
+        meaning = ' '.join(said[each.name].split()).rstrip('.')
+        common = {
+            'type': kind,
+            'metavar': 'TEXT' if kind is str else 'N',
+            'help': f'{meaning}; {default}' if each.default != '' else meaning,
+        }
+        if each.name == 'layers':
+            add_renamed(command, option('layers'), '--layers', 'layers', **common)
+        else:
+            command.add_argument(option(each.name), **common)
 
 
 def add_profile(command: ArgumentParser) -> None:
@@ -44,23 +67,7 @@ def add_profile(command: ArgumentParser) -> None:
         help='measured: a folder of --pipeline-trace-dir; traces of torch.profiler, of all ranks; '
         "a log with Megatron's timers; an sqlite export of Nsight Systems",
     )
-    command.add_argument('--model', choices=MODELS, help='costs from its shape, by FLOPs')
-    params = docstring_parser.parse(Shape.__doc__ or '').params
-    said = {param.arg_name: param.description or '' for param in params}
-    for each in _SIZES:
-        kind = {'int': values.count, 'float': values.amount, 'str': str}[str(each.type)]
-        kind = values.layers if each.name == 'layers' else kind
-        default = 'needed' if each.default is MISSING else f'default {each.default}'
-        meaning = ' '.join(said[each.name].split()).rstrip('.')
-        common = {
-            'type': kind,
-            'metavar': 'TEXT' if kind is str else 'N',
-            'help': f'{meaning}; {default}' if each.default != '' else meaning,
-        }
-        if each.name == 'layers':
-            add_renamed(command, _option('layers'), '--layers', 'layers', **common)
-        else:
-            command.add_argument(_option(each.name), **common)
+    add_sizes(command)
     command.add_argument(
         '--stages',
         nargs='+',
@@ -115,7 +122,7 @@ def profile(args: Namespace) -> None:
     notes: list[str] = []
     devices = times = None
     if args.model:
-        shape = _shape(args)
+        shape = shape_of(args)
         made, share = layers_of(shape), attention_of(shape).share
         if share:
             told = f'attention over pairs of tokens: {share:.3g} of F, --attention of zbpp plan'
@@ -185,10 +192,10 @@ def _refuse_what_is_not_read(args: Namespace) -> None:
             raise ValueError(
                 f'--{name.replace("_", "-")} is about measured files: leave it out, or give one'
             )
-    for each in _SIZES:
+    for each in SIZES:
         if getattr(args, each.name) is None:
             continue
-        flag, models = _option(each.name), OWN_FIELDS.get(each.name)
+        flag, models = option(each.name), OWN_FIELDS.get(each.name)
         if not args.model:
             raise ValueError(f'{flag} is about --model: leave it out, or give --model')
         if models is not None and args.model not in models:
@@ -197,16 +204,13 @@ def _refuse_what_is_not_read(args: Namespace) -> None:
             )
 
 
-def _shape(args: Namespace) -> Shape:
-    given = {
-        each.name: getattr(args, each.name)
-        for each in fields(Shape)
-        if getattr(args, each.name) is not None
-    }
+def shape_of(args: Namespace) -> Shape:
+    found = {each.name: getattr(args, each.name, None) for each in fields(Shape)}
+    given = {name: value for name, value in found.items() if value is not None}
     if args.model == 'hybrid':
         given.setdefault('layers', len((args.pattern or '').partition('/')[0].replace('|', '')))
     missing = [
-        _option(each.name)
+        option(each.name)
         for each in fields(Shape)
         if each.default is MISSING and each.name not in given
     ]

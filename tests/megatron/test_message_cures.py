@@ -1886,6 +1886,23 @@ TABLES = {
 ROWS = {f'{kind}: {name}': row for kind, rows in TABLES.items() for name, row in rows.items()}
 # statements whose cure another test applies
 ELSEWHERE = {
+    **dict.fromkeys(
+        (
+            'mcore/command_line/advise.py AdvisedLine.shape: is missing',
+            'mcore/command_line/advise.py AdvisedLine.shape: --vocab-size',
+            'mcore/command_line/advise.py AdvisedLine.sizes',
+            'mcore/command_line/advise.py AdvisedLine.own',
+        ),
+        'test_advise.py::test_what_cannot_work',
+    ),
+    'mcore/command_line/advise.py AdvisedLine._dense_first': 'test_advise.py::test_experts',
+    **dict.fromkeys(
+        (
+            'mcore/command_line/advise.py AdvisedLine._model: give letters',
+            'mcore/command_line/advise.py AdvisedLine._model: dense models alone',
+        ),
+        'test_advise.py::test_segments_of_a_pattern',
+    ),
     'mcore/replicas.py _both': 'test_two_way_training.py::test_what_cannot_work',
     'mcore/reading.py require_asked': 'test_two_way_training.py::test_what_cannot_work',
     'mcore/reading.py _require_same': 'test_two_way_training.py::test_data_of_the_wrong_replica',

@@ -44,6 +44,7 @@ ELSEWHERE = {
         'tests/megatron/test_benchmark_partition.py'
     ),
     'python scripts/compare_with_paper.py --offload': 'tests/project/test_paper_page.py',
+    'python scripts/compare_with_paper.py --advise': 'tests/project/test_paper_page.py',
     'python scripts/support_page.py': 'tests/project/test_support.py',
     'python scripts/house.py': 'tests/project/test_house.py',
     'python scripts/benchmark_splitting.py --te [FOLDER] --rounds 31': (

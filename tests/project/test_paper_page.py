@@ -11,6 +11,9 @@ from commands import run
 from pages import README
 from paths import ROOT
 
+from megatron_zbpp.partitioning.advise.prediction import BY_RATES, BY_TIMES
+
+CHANGELOG = ROOT / 'CHANGELOG.md'
 PAGE = ROOT / 'docs' / 'benchmarks' / 'paper.md'
 
 
@@ -42,6 +45,26 @@ def test_page_is_what_the_command_prints(printed: str) -> None:
 
 def test_page_of_offload_is_what_the_command_prints(of_offload: str) -> None:
     assert tables_of(PAGE.with_name('paper-offload.md')) == of_offload
+
+
+@pytest.fixture(scope='module')
+def of_advise() -> str:
+    return what_is_printed('--advise')
+
+
+def test_page_of_advice_is_what_the_command_prints(of_advise: str) -> None:
+    assert tables_of(ROOT / 'docs' / 'advise.md') == of_advise
+
+
+def test_uncertainty_is_that_of_published_runs(of_advise: str) -> None:
+    """By rates: of all runs that advice is held against; by times: of the paper's own times."""
+    rows = re.findall(r'\| (\d+) \| (\d\.\d+) \| (\d\.\d+) \| (\d\.\d+) \|\n', of_advise)
+    numbers, _, least, most = zip(*rows, strict=True)
+    assert (min(map(float, least)), max(map(float, most))) == BY_RATES
+    assert f'Held against {sum(map(int, numbers))} published runs' in CHANGELOG.read_text()
+    ratios = re.findall(r'^\| \S+ \| \d\.\d+ \((\d\.\d+) to (\d\.\d+)', PAGE.read_text(), re.M)
+    low, high = zip(*(map(float, pair) for pair in ratios), strict=True)
+    assert (round(1 / max(high), 2), round(1 / min(low), 2)) == BY_TIMES
 
 
 def test_what_the_page_says_of_offload(of_offload: str) -> None:

@@ -12,7 +12,7 @@ from megatron_zbpp.mcore.command_line.flags import FLAGS
 from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
 
 OWN = 'as it is'  # the schedule of the line: Megatron's own, or what its flags name
-_LAUNCHER = 'megatron_zbpp.launch'
+LAUNCHER = 'megatron_zbpp.launch'
 # Flags of a job, with what they are followed by, that a bench sets itself or has no use for.
 _SET = (
     'train-iters train-samples exit-interval exit-duration-in-mins log-interval save save-interval '
@@ -59,8 +59,8 @@ class Bench:
                 'the launch line names no script: give all of it, such as torchrun '
                 '--nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...'
             )
-        if _LAUNCHER not in launcher:
-            launcher += ['-m', _LAUNCHER] if launcher else ['python', '-m', _LAUNCHER]
+        if LAUNCHER not in launcher:
+            launcher += ['-m', LAUNCHER] if launcher else ['python', '-m', LAUNCHER]
         if cpu and '--cpu' not in launcher:
             launcher.append('--cpu')
         line = launch_line.read([*launcher, script, *flags])
@@ -69,10 +69,10 @@ class Bench:
         return cls(
             tuple(launcher),
             script,
-            tuple(_without(flags, _SET, _SWITCHES)),
+            tuple(without(flags, _SET, _SWITCHES)),
             line,
             own if file or name else (),
-            getattr(line.args, 'load', None) or _value(flags, '--load'),
+            getattr(line.args, 'load', None) or value_of(flags, '--load'),
         )
 
     @property
@@ -103,7 +103,7 @@ class Bench:
     def _plain(self) -> list[str]:
         """Return flags without any of ours."""
         switches = [each.name for each in FLAGS if not each.unit]
-        return list(_without(self.flags, (f.name[2:] for f in FLAGS if f.unit), switches))
+        return list(without(self.flags, (f.name[2:] for f in FLAGS if f.unit), switches))
 
     def _line(self, flags: Iterable[str], iterations: int, more: Sequence[str]) -> list[str]:
         found = [*self.launcher, self.script, *flags, *self._length(iterations)]
@@ -124,7 +124,7 @@ class Bench:
         ]
 
 
-def _without(flags: Iterable[str], valued: Iterable[str], switches: Iterable[str]) -> Iterator[str]:
+def without(flags: Iterable[str], valued: Iterable[str], switches: Iterable[str]) -> Iterator[str]:
     """Yield words without these flags, and without the values behind the first kind."""
     valued, switches = {f'--{name}' for name in valued}, set(switches)
     dropping = False
@@ -139,7 +139,7 @@ def _without(flags: Iterable[str], valued: Iterable[str], switches: Iterable[str
         yield word
 
 
-def _value(flags: Sequence[str], name: str) -> str | None:
+def value_of(flags: Sequence[str], name: str) -> str | None:
     """Return the word behind a flag."""
     for at, word in enumerate(flags):
         if word.startswith(f'{name}='):

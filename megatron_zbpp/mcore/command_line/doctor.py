@@ -76,19 +76,25 @@ def examine(words: Sequence[str] = (), gpus: int | None = None) -> Report:
     Raises:
         ValueError: the launch line makes no sense.
     """
-    device = _device()
     dry_run = None
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # Megatron's, about packages that it lacks
-        if device == _CPU:
-            _make_importable()
+        device = prepare(words)
         if words:
-            _prefer_beside(words)
             from megatron_zbpp.mcore.command_line import launch_line
             from megatron_zbpp.mcore.command_line.dry_run import dry_run_of
 
             dry_run = dry_run_of(launch_line.read(words, gpus))
         return Report(versions() | {'device': device}, tuple(patches()), dry_run)
+
+
+def prepare(words: Sequence[str]) -> str:
+    """Make the megatron that a launch line would use importable, and return the device."""
+    device = _device()
+    if device == _CPU:
+        _make_importable()
+    _prefer_beside(words)
+    return device
 
 
 def versions() -> dict[str, str]:

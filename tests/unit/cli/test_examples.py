@@ -65,7 +65,7 @@ def cases() -> list[Any]:
     """Each once: words of a command, and the options of its example."""
     found: dict[str, Any] = {}
     for line in LINES:
-        if line.startswith(('zbpp doctor', 'zbpp bench')):
+        if line.startswith(('zbpp doctor', 'zbpp bench', 'zbpp advise')):
             continue
         needed, options = divided(line)
         for chosen in ([], *([each] for each in options), options):

@@ -18,6 +18,7 @@ from megatron_zbpp.cli.parser import _COMMANDS
 
 SCHEMA = json.loads((ROOT / 'docs/zbpp.schema.json').read_text())
 PROFILE = 'profile --model gpt --num-layers 4 --hidden 64 --heads 2 --vocab 128 --seq 32 --tflops 1'
+ADVISE = 'advise --gpus 4 --memory 5GiB --count 3 --global-batch-size 8 --schedules 1f1b,zb-v'
 SHAPE = '--pp 2 --microbatches 4'
 JOB = (
     'doctor -- torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --micro-batch-size 1 '
@@ -43,6 +44,7 @@ PRINTED = (
     'doctor',
     f'{JOB} zb-v',
     'bench --rounds 1 --iterations 2 --schedules zb-v -- sh job.sh megatron_zbpp.launch job.py',
+    f'{ADVISE} {PROFILE.removeprefix("profile ")}',
     'page --pp 2 --microbatches 4 --vpp 2 -o page.html',
     f'convert --schedule zb-v {SHAPE} --to torch-csv -o other.csv',
 )

@@ -440,7 +440,7 @@ def test_times_of_a_trace_are_opened(page, tmp_path, file):
     """What the tracer writes, and the file of the docs; for p = 4, which is set."""
     costs = Costs.of((2, 1, 1, 1.5), (2, 1, 1, 1), (1, 1, 1, 1), comm=0.125)
     measured = pages.files(ROOT / 'docs' / 'unbalanced.md')['trace/stages.json']
-    for written in (tracer._stages(costs), measured):
+    for written in (tracer._stages(costs, 'Et|t|t|tL'), measured):
         (tmp_path / 'stages.json').write_text(written)
         load(page, file, '#p=6&m=8')
         upload(page, tmp_path / 'stages.json')

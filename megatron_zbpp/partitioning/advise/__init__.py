@@ -1,0 +1,1 @@
+"""Advice: sizes of parallelism, micro batch, schedule and recomputation for given GPUs."""

@@ -1,0 +1,218 @@
+"""The best setups of a job: all that are possible, simulated in the order of their lower bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron_zbpp.partitioning.advise.job import Job, Setup
+from megatron_zbpp.partitioning.advise.layer_costs import savings
+from megatron_zbpp.partitioning.advise.prediction import Prediction, Stages, predict, stages_of
+from megatron_zbpp.schedules import find
+
+SCHEDULES = (
+    *('1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zb-v', 'zb-interleaved'),
+    *('v-half', 'v-min', 'po-h', 'po-f'),
+)
+# Schedules that hold less than another one and idle more: weighed where that one does not fit.
+_SPARING: dict[str, str] = dict.fromkeys(('v-half', 'v-min', 'po-h', 'po-f'), 'zb-v')
+_CHUNKS = (2, 3, 4, 5, 6, 8)
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
+
+
+class Advice(NamedTuple):
+    """Setups of a job.
+
+    Attributes:
+        best: that fit, the fastest first.
+        possible: number of setups that were weighed.
+        simulated: number of those that were simulated.
+        own: the iteration of the launch line's own setup; None: there is none.
+        least: the one that takes the least memory, where nothing fits.
+    """
+
+    best: tuple[Prediction, ...]
+    possible: int
+    simulated: int
+    own: Prediction | None = None
+    least: Prediction | None = None
+
+
+class _Candidate(NamedTuple):
+    setup: Setup
+    stages: Stages
+    bound: float
+
+
+def advise(
+    job: Job,
+    schedules: Sequence[str] = SCHEDULES,
+    own: Setup | None = None,
+    count: int = 10,
+    done: Callable[[float], None] = lambda share: None,
+) -> Advice:
+    """Return the `count` fastest setups that fit.
+
+    Args:
+        job: see there.
+        schedules: names of families that may run.
+        own: the setup of the launch line, which is weighed beside all others.
+        count: of setups.
+        done: is told the share that is weighed, from 0 to 1.
+
+    Raises:
+        ValueError: no setup is possible, whatever memory there is; or `own` is not.
+    """
+    kept = None if own is None else predict(job, own)
+    setups = list(setups_of(job, schedules))
+    setups += [own] if own is not None and own not in setups else []
+    found = [each for each in (_candidate(job, setup) for setup in setups) if each]
+    if not found:
+        raise ValueError(_nothing_possible(job))
+    fit = [each for each in found if each.stages.least <= job.room]
+    search = _Search(job, count, {} if own is None or kept is None else {own: kept})
+    for sparing in (False, True):
+        turn = [each for each in fit if (each.setup.schedule in _SPARING) == sparing]
+        search.run(turn, lambda: done(min(1.0, len(search.made) / len(fit))))
+    least = None if search.best else _least(job, found)
+    return Advice(tuple(search.best), len(found), len(search.made), kept, least)
+
+
+class _Search:
+    """The best setups so far, of those that were simulated.
+
+    Args:
+        job: see there.
+        count: of setups that are kept.
+        made: iterations that are known already.
+    """
+
+    def __init__(self, job: Job, count: int, made: dict[Setup, Prediction]) -> None:
+        self.job, self.count = job, count
+        self.known, self.made = made, dict[Setup, 'Prediction | None']()
+        self.best: list[Prediction] = []
+
+    def run(self, candidates: Iterable[_Candidate], done: Callable[[], None]) -> None:
+        """Simulate candidates in the order of their bounds, until no other can be among the best.
+
+        Args:
+            candidates: to be simulated.
+            done: is called after each.
+        """
+        for each in sorted(candidates, key=lambda each: each.bound):
+            if len(self.best) == self.count and each.bound >= self.best[-1].seconds:
+                break
+            rival = _SPARING.get(each.setup.schedule)
+            if (
+                rival
+                and each.setup not in self.known
+                and self._fits(replace(each.setup, schedule=rival, chunks=2))
+            ):
+                continue
+            made = self.known.get(each.setup) or _predicted(self.job, each)
+            self.made[each.setup] = made
+            if made is not None and max(made.nbytes) <= self.job.room:
+                self.best = sorted([*self.best, made], key=_rank)[: self.count]
+            done()
+
+    def _fits(self, setup: Setup) -> bool:
+        made = self.made.get(setup)
+        return made is not None and max(made.nbytes) <= self.job.room
+
+
+def setups_of(job: Job, schedules: Iterable[str]) -> Iterator[Setup]:
+    """Yield all setups that the GPUs, the batch and the model divide into."""
+    shape, names = job.shape, [find(name) for name in dict.fromkeys(schedules)]
+    for tp, ep, pp in _sizes(job):
+        runs = [('1f1b', 1)] if pp == 1 else []
+        for family in names if pp > 1 else ():
+            free = 'num_chunks' in family.options
+            chunks = [v for v in _CHUNKS if v in family.chunks] if free else [family.default_chunks]
+            runs += [(family.name, v) for v in chunks if pp >= family.min_ranks]
+        for (name, v), micro, saving in (
+            (run, micro, saving)
+            for run in runs
+            for micro in _MICRO_BATCHES
+            for saving in savings(shape)
+        ):
+            setup = Setup(tp, pp, v, ep, micro, name, saving, tp > 1)
+            if pp * v <= shape.layers + sum(job.ends) and not job.why_impossible(setup):
+                yield setup
+
+
+def _sizes(job: Job) -> Iterator[tuple[int, int, int]]:
+    """Yield tensor-, expert- and pipeline-parallel sizes that divide what they share out."""
+    shape = job.shape
+    for tp in _divisors(job.gpus):
+        fits = tp <= job.gpus_per_node and not shape.seq % tp and not (shape.ffn or tp) % tp
+        for pp in _divisors(job.gpus // tp) if fits else ():
+            if pp > shape.layers + sum(job.ends) or job.gpus % (tp * pp * job.cp):
+                continue
+            for ep in _divisors(shape.experts) if shape.experts else (1,):
+                yield tp, ep, pp
+
+
+def _divisors(number: int) -> list[int]:
+    return [k for k in range(1, number + 1) if not number % k]
+
+
+def _candidate(job: Job, setup: Setup) -> _Candidate | None:
+    """Return a setup with its stages and bound; None: it is not possible."""
+    try:
+        stages = stages_of(job, setup)
+    except ValueError:
+        return None
+    return _Candidate(setup, stages, stages.bound(job.microbatches(setup)))
+
+
+def _predicted(job: Job, each: _Candidate) -> Prediction | None:
+    """Return the iteration of a candidate; None: its schedule takes no such microbatches."""
+    try:
+        return predict(job, each.setup, each.stages)
+    except ValueError:
+        return None
+
+
+def _rank(made: Prediction) -> tuple[float, float]:
+    """Return what comes first: the fastest and, of equally fast ones, what takes less memory."""
+    return made.seconds, max(made.nbytes)
+
+
+def _least(job: Job, found: Sequence[_Candidate]) -> Prediction | None:
+    """Return the setup whose fullest rank takes the least."""
+    best: Prediction | None = None
+    for each in sorted(found, key=lambda each: each.stages.least):
+        if best is not None and each.stages.least >= max(best.nbytes):
+            break
+        made = _predicted(job, each)
+        if made is not None and (best is None or max(made.nbytes) < max(best.nbytes)):
+            best = made
+    return best
+
+
+def _nothing_possible(job: Job) -> str:
+    shape = job.shape
+    return (
+        f'{job.gpus} GPUs, a batch of {job.global_batch} and {shape.layers} layers do not divide '
+        'into any setup: give --gpus, --global-batch-size or --num-layers that divide by more'
+    )
+
+
+def with_measured(job: Job, measured: tuple[float, float, float], setup: Setup) -> Job:
+    """Return the job with layers that take as long as was measured.
+
+    Args:
+        job: whose factors are 1.
+        measured: seconds of F, B and W of all layers of the model for one microbatch on one rank.
+        setup: that they were measured with.
+
+    Raises:
+        ValueError: a measured time is zero.
+    """
+    stages = stages_of(job, setup)
+    own = [sum(stages.costs.times[kind]) for kind in 'FBW']
+    if not all(measured) or not all(own):
+        raise ValueError('measured layers take no time in F, B or W: give a file with all three')
+    f, b, w = (took / made for took, made in zip(measured, own, strict=True))
+    return replace(job, factors=(f, b, w))
