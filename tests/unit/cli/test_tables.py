@@ -23,6 +23,8 @@ LINES = {
     '--tflops 1 -o layers.json',
     'bubbles': f'bubbles --schedule 1f1b {SHAPE}',
     'freeze': f'freeze --schedule zb-h1 {SHAPE}',
+    'advise': 'advise --gpus 4 --memory 5GiB --global-batch-size 8 --schedules 1f1b,zb-v --model '
+    'gpt --num-layers 4 --hidden 64 --heads 2 --vocab 128 --seq 32 --tflops 1',
 }
 
 
