@@ -20,8 +20,7 @@ const defaults = () => ({
   p: near(sizes.ranks, 8), m: near(sizes.microbatches, 24), v: near(sizes.chunks, 2),
   F: 1, B: 1, W: 1, comm: 0, limit: null, show: [RIVAL, 'zb-h1', 'zb-v'], file: null,
 });
-let state = defaults(), schedules = new Map(), encodedLines = [];
-let linkTimer = 0;
+let state = defaults(), schedules = new Map(), linkTimer = 0;
 const inputs = {}, rows = new Map();
 
 async function streamed(bytes, stream) {
@@ -42,8 +41,7 @@ async function packedText(text) {
 
 const keyOf = (name, chunks, p, m) => [name, chunks, p, m].join('\t');
 function index(text) {
-  encodedLines = text.split('\n');
-  schedules = new Map(encodedLines.map(line => [line.split('\t', 4).join('\t'), line]));
+  schedules = new Map(text.split('\n').map(line => [line.split('\t', 4).join('\t'), line]));
 }
 function scheduleOf(name, chunks, p, m) {
   const key = keyOf(name, chunks, p, m), found = schedules.get(key);

@@ -61,6 +61,7 @@ def test_the_wheel_works_alone(built, tmp_path) -> None:
     lines = (
         'list',
         f'compare {SHAPE} -o compare.html',
+        f'page {SHAPE} --vpp 2 -o planner.html',
         f'compare {SHAPE} -o compare.svg',
         f'plan {SHAPE} --vpp 1 --seconds 1 --no-cache --json',
         f'simulate --schedule zb-v {SHAPE}',
@@ -72,7 +73,7 @@ def test_the_wheel_works_alone(built, tmp_path) -> None:
     env = {'PYTHONPATH': str(tmp_path / 'site')}
     done = run([sys.executable, '-c', ALONE, *lines], cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
-    for picture in ('compare.html', 'compare.svg', 'zb-v.html'):
+    for picture in ('compare.html', 'compare.svg', 'zb-v.html', 'planner.html'):
         assert (tmp_path / picture).stat().st_size > 1000
     assert (tmp_path / 'site/megatron_zbpp/py.typed').exists()
 
