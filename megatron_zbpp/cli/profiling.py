@@ -195,16 +195,23 @@ def _refuse_what_is_not_read(args: Namespace) -> None:
     for each in SIZES:
         if getattr(args, each.name) is None:
             continue
-        flag, models = option(each.name), OWN_FIELDS.get(each.name)
         if not args.model:
+            flag = option(each.name)
             raise ValueError(f'{flag} is about --model: leave it out, or give --model')
-        if models is not None and args.model not in models:
-            raise ValueError(
-                f'{flag} is about --model {" or ".join(models)}, not {args.model}: leave it out'
-            )
 
 
 def shape_of(args: Namespace) -> Shape:
+    """Return the shape that options give.
+
+    Raises:
+        ValueError: a size is missing, or is of another model.
+    """
+    for name, models in OWN_FIELDS.items():
+        if getattr(args, name, None) is not None and args.model not in models:
+            raise ValueError(
+                f'{option(name)} is about --model {" or ".join(models)}, not {args.model}: leave '
+                'it out'
+            )
     found = {each.name: getattr(args, each.name, None) for each in fields(Shape)}
     given = {name: value for name, value in found.items() if value is not None}
     if args.model == 'hybrid':
