@@ -62,7 +62,8 @@ def read_times(
     if kinds == {list}:
         if layout is None:
             raise ValueError(f'{source}: {_NO_LAYOUT}')
-        return from_recordings([own for each in found for own in each], layout, weight_share)
+        own = [each for file in found if isinstance(file, list) for each in file]
+        return from_recordings(own, layout, weight_share)
     if len(found) > 1:
         raise ValueError(f'{source}: give one folder or file of stages, the times of one run')
     return _of_stages(paths[0], found[0], layout, weight_share, require)
@@ -143,9 +144,10 @@ def _of_stages(
 ) -> Measured:
     """Return the times in a file of stages."""
     own = data.get('layout')
-    if layout is None and own is None:
+    known = layout or own
+    if not isinstance(known, str):
         raise ValueError(f'{path}: {_NO_LAYOUT} (a trace of this release says so itself)')
-    if layout is not None and own not in (None, layout):
+    if own not in (None, known):
         raise ValueError(f'--layout {layout}, but {path} has {own}: leave it out')
     try:
         costs = Costs.from_json(json.dumps(data))
@@ -155,9 +157,9 @@ def _of_stages(
     if any(costs.times['W']):
         if weight_share is not None:
             raise ValueError('--weight-share, but W was measured apart from B: leave it out')
-        return Measured(layout or own, costs)
+        return Measured(known, costs)
     times = {
         (kind, stage): time for kind in ('F', 'B') for stage, time in enumerate(costs.times[kind])
     }
     apart, notes = divided(times, costs.num_stages, weight_share)
-    return Measured(layout or own, costs.with_times(**apart.times), tuple(notes))
+    return Measured(known, costs.with_times(**apart.times), tuple(notes))
