@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli import slicing
+from megatron_zbpp.cli.files import json_of
 from megatron_zbpp.cli.progress import progress
 from megatron_zbpp.ir import Placement, Schedule, formats, strict_json
 from megatron_zbpp.ir.compiled import compiled
@@ -69,7 +70,7 @@ class StageCosts(NamedTuple):
             ValueError: it has no costs.
         """
         try:
-            text = path.read_text(encoding='utf-8')
+            text = json_of(path)
         except UnicodeDecodeError as error:
             raise ValueError('it is not text') from error
         return cls(text, Costs.from_json(text).num_stages)

@@ -7,10 +7,10 @@ import sys
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from pathlib import Path
 
 from megatron_zbpp.analysis.gain import idle_parts
 from megatron_zbpp.cli import values
+from megatron_zbpp.cli.files import json_of
 from megatron_zbpp.cli.inputs import Case
 from megatron_zbpp.cli.printing import (
     draw,
@@ -130,12 +130,13 @@ def load_devices(path: str | None, ranks: int | None) -> Devices:
 
 def _read(path: str, reader: Callable, name: str):
     """Return what a file has, or under `name` that of a plan."""
+    text = ''
     try:
-        text = Path(path).read_text(encoding='utf-8')
+        text = json_of(path)
         kept = fields_of_plan(text).get(name)
         return reader(text if kept is None else json.dumps(kept))
     except UnicodeDecodeError as error:
-        raise ValueError(f'{path}: not text: give a file of JSON') from error
+        raise ValueError(f'{path}: not text: give a file of JSON or YAML') from error
     except ValueError as error:
         raise ValueError(f'{path}: {error}{_what_it_is(text, name)}') from error
 

@@ -6,12 +6,12 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Sequence
 from dataclasses import MISSING, fields
-from pathlib import Path
 
 import docstring_parser
 
 from megatron_zbpp.cli import values
 from megatron_zbpp.cli.arguments import add_renamed
+from megatron_zbpp.cli.files import json_of
 from megatron_zbpp.cli.printing import print_json, write
 from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.ir import B, F, Placement, W
@@ -243,7 +243,7 @@ def _measured(text: str) -> tuple[str, Costs]:
     if not equals:
         raise ValueError(f'--stages {text}: give LAYOUT=FILE, such as Ett|ttL=times.json')
     try:
-        costs = Costs.from_json(Path(path).read_text(encoding='utf-8'))
+        costs = Costs.from_json(json_of(path))
         _require_layers(costs)
         return layout, costs
     except ValueError as error:

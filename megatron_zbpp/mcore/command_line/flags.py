@@ -43,10 +43,11 @@ def _number(option: Option, text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: it is none.
     """
+    whole = isinstance(option.least, int)
     try:
-        return type(option.least)(text)
+        return int(text) if whole else float(text)
     except ValueError:
-        kind = 'whole number' if isinstance(option.least, int) else 'number'
+        kind = 'whole number' if whole else 'number'
         cure = f'give a {kind} from {option.least:g} up{option.or_else}'
         raise argparse.ArgumentTypeError(f'{text!r} is no {kind}: {cure}') from None
 
