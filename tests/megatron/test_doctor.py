@@ -168,6 +168,30 @@ def test_plan(ranks):
     assert 'megatron.training is not here' in line['notes'][0]
 
 
+@pytest.mark.parametrize(
+    ('launcher', 'flag', 'told'),
+    [
+        ((), (), 'on all ranks at the same time (--pipeline-prewarm)'),
+        ((), ('--no-pipeline-prewarm',), 'rank after rank: drop --no-pipeline-prewarm'),
+        (('--cpu',), (), 'rank after rank: give --pipeline-prewarm'),
+        (('--cpu',), ('--pipeline-prewarm',), 'on all ranks at the same time'),
+    ],
+)
+def test_first_iteration(ranks, launcher, flag, told):
+    script = ['-m', 'megatron_zbpp.launch', *launcher, 'pretrain_gpt.py']
+    words = [*SIZES, '--global-batch-size', 48, '--pipeline-schedule', 'zb-v', *flag]
+    _, found = report(ranks, '--gpus', 8, '--', *script, *words)
+    notes = found['launch_line']['notes']
+    assert [f'the first iteration is prepared {told}' in note for note in notes].count(True) == 1
+
+
+def test_no_schedule_in_the_launch_line(ranks):
+    for words, told in (((), True), (('--pipeline-schedule', 'zb-v'), False)):
+        _, found = report(ranks, '--gpus', 8, '--', 'pretrain_gpt.py', *SIZES, *words)
+        notes = found['launch_line']['notes']
+        assert any('no --pipeline-schedule is given: ' in note for note in notes) == told
+
+
 def test_what_an_offload_frees(ranks):
     """As `zbpp simulate` has it; where it is of little use, that is said; as recomputation is."""
 
@@ -352,7 +376,8 @@ def test_by_megatrons_own_parser(ranks):
     refused = [each['setting'] for each in line['refused']]
     assert code == 1 and refused == ['tp_comm_overlap', 'mtp_num_layers']
     assert line['layers'] == [1, *[2] * 7, *[1] * 7, 0]
-    note, scratch = line['notes']
+    note, first, scratch = line['notes']
+    assert first.startswith('the first iteration is prepared ')
     assert scratch.startswith('losses from scratch ')
     assert note == (
         'no flags of Megatron, unless the script adds them: --mistaken '

@@ -202,6 +202,8 @@ def _consequences(
 ) -> list[str]:
     """Return what the schedule changes besides time: losses, copies, waits and memory of steps."""
     found = [losses_from_scratch(settings, placement, line.args)]
+    if not programs.asynchronous:
+        found.append(_first_iteration(settings.prewarm, line.on_cpu))
     found += filter(None, (megatron_refuses(placement, count) for count in counts))
     found += [
         _of_copies(name, programs, placement.num_ranks, counts[-1])
@@ -217,6 +219,14 @@ def _consequences(
             '--optimizer-post-validation-kept-gib'
         )
     return found
+
+
+def _first_iteration(prewarm: bool | None, on_cpu: bool) -> str:
+    """Return whether all ranks prepare the first iteration at the same time."""
+    if prewarm or (prewarm is None and not on_cpu):
+        return 'the first iteration is prepared on all ranks at the same time (--pipeline-prewarm)'
+    cure = 'drop --no-pipeline-prewarm' if prewarm is False else 'give --pipeline-prewarm'
+    return f'the first iteration is prepared rank after rank: {cure} for all at the same time'
 
 
 def _parallel(line: LaunchLine) -> dict[str, int]:
