@@ -96,6 +96,13 @@ def tells_all_stages_of_sequences() -> bool:
     return batches is not None and 'has_cu_seqlens' in inspect.signature(batches).parameters
 
 
+def tensor_shapes(groups: Any, **sizes: Any) -> list[Any]:
+    """Return the shapes of what neighbours exchange, told by Megatron, with the groups it asks."""
+    asked = inspect.signature(schedules.get_tensor_shapes).parameters
+    named = {f'{name}_group': getattr(groups, name) for name in ('tp', 'cp', 'pp')}
+    return schedules.get_tensor_shapes(**sizes, **{n: g for n, g in named.items() if n in asked})
+
+
 @functools.cache
 def segments_module() -> str | None:
     """Return where hybrid models ask for the layers of a stage; None: they know one chunk a rank.

@@ -57,6 +57,7 @@ class Session:
         announced: whether the user has been told what runs.
         endless: the calls of an asynchronous schedule; None: it is none.
         compared: models whose layers the ranks have compared with the placement.
+        edges: by the first chunk of a model, what its edges have, by what Megatron says.
         trained: models that have had their first iteration of training.
         pipelines: by the group of a replica's pipeline, that of the ranks that run one schedule.
         chunks_asked_for: chunks of which the loop has asked whose data they read.
@@ -96,6 +97,7 @@ class Session:
         self._agreed: set[tuple] = set()
         self.chunks_asked_for: set[int] = set()
         self.read_alike: set[bool] = set()
+        self.edges: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self.pipelines: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         self.guests: list[Guest] = []
         for guest in self.programs.guests:

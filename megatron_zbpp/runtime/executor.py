@@ -384,7 +384,7 @@ class Executor:
         if not again:
             return self._kept(p, received, output)
         self._inputs[key] = received
-        return output.detach()
+        return self._detached(output)
 
     def _fed(self, received: torch.Tensor | None) -> torch.Tensor | None:
         """Return the input of a forward, of which a gradient will be asked."""
@@ -394,12 +394,15 @@ class Executor:
 
     def _kept(self, p: Pass, received: torch.Tensor | None, output: torch.Tensor) -> torch.Tensor:
         """Keep for the backward what a forward leaves; return what is passed on."""
-        # keeps the data alive for whoever gets it
-        detached = output.detach() if isinstance(output, torch.Tensor) else output
+        detached = self._detached(output)
         if self._tables.trains:
             self._saved[key_of(p)] = received, output
             self._stages[p.stage].release(output)
         return detached
+
+    def _detached(self, output: torch.Tensor) -> torch.Tensor:
+        """Return an output without its graph, which keeps the data alive for whoever gets it."""
+        return output.detach() if isinstance(output, torch.Tensor) else output
 
     def _recompute(self, p: Pass, _: None) -> None:
         key = key_of(p)

@@ -147,7 +147,7 @@ class ByName(Alike):
         self._others = others
 
     def checked(self, output: object, instruction: Send | Hand) -> Tensors:
-        expected = self._others.get(instruction.message, self._message)
+        expected = self._of(instruction)
         if not isinstance(expected, tuple):
             if _fits(output, expected):
                 return output
@@ -160,11 +160,15 @@ class ByName(Alike):
         self._channels.send(packed(output) if isinstance(output, tuple) else output, send)
 
     def post(self, receive: Receive) -> Awaited:
-        expected = self._others.get(receive.message, self._message)
+        expected = self._of(receive)
         if not isinstance(expected, tuple):
             return self._channels.post(expected, receive.peer)
         whole = Message((_layout(expected)[-1],), torch.uint8, expected[0].device)
         return _Packed(self._channels.post(whole, receive.peer), expected)
+
+    def _of(self, instruction: Send | Hand | Receive) -> Message | tuple[Message, ...]:
+        """Return what that message is: several tensors, or one."""
+        return self._others.get(instruction.message, self._message)
 
 
 def _misfit(output: object, instruction: Send | Hand, expected: Sequence[Message]) -> ValueError:

@@ -1947,6 +1947,14 @@ ELSEWHERE = {
         ),
         'test_asynchronous_changes.py::test_data_that_forwards_in_flight_have_read',
     ),
+    'mcore/iteration/hops.py _agreed': 'test_hops.py::test_neighbours_that_do_not_agree',
+    **dict.fromkeys(
+        (
+            'mcore/iteration/hops.py with_hops',
+            'mcore/iteration/hops.py _require_supported',
+        ),
+        'test_hops.py::test_what_does_not_go_with_it',
+    ),
     'emulation/cpu.py install': 'test_cpu.py::test_seeds_are_applied',
     'mcore/layout.py require_placed: {reason}': 'test_refusals.py::'
     'test_hybrid_model_where_it_is_built',

@@ -88,7 +88,7 @@ class Executors:
                 beside = embedding.of_executor
             more |= vocabulary.of_executor(session, self.pipeline, messages, stages, beside)
         call = next(iter(stages.values())).call
-        return Executor(
+        return self._kind()(
             tables.program,
             stages,
             channels,
@@ -99,6 +99,9 @@ class Executors:
             tables=tables,
             **more,
         )
+
+    def _kind(self) -> Callable[..., Executor]:
+        return Executor
 
     def _stages(self, call: Call, data: Data) -> dict[int, ModelStage]:
         """Return the stages of this rank by number."""

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 
@@ -56,10 +55,11 @@ def prepare(
     )
     _find_slices(session, arguments, config, groups.pp.size())
     cuts = session.programs.cuts(config, arguments.seq_length)
-    messages = [
-        _message(arguments, config, groups, call.device, end - start)
+    hops = [
+        _messages(arguments, config, groups, call.device, end - start)
         for start, end in itertools.pairwise(cuts)
     ]
+    messages = [hop[0] for hop in hops]
     shape = messages[0], cuts
     lowered = _agreed(session, arguments, config, shape, groups.pp.size(), pipeline)
     if not arguments.forward_only and not session.announced:
@@ -67,7 +67,6 @@ def prepare(
     endless = None if lowered.calls is None else session.endless
     if arguments.forward_only and session.endless is not None:
         session.endless.finish_step()  # an evaluation has the newest weights
-    make = _maker(session, next_iteration, arguments, lowered, cuts, rank)
     reading = _reading(session, call)
     held = lowered.placement.stages(rank)
     _require_built(models, held, rank, one)
@@ -75,10 +74,11 @@ def prepare(
         session.compared.add(models[0])
         collective = session.watchdog.collective
         require_all_layers(unwrap_model(models), one, groups.pp, collective)
+    make = _maker(session, next_iteration, arguments, lowered, cuts, rank)
     tables, count = lowered.tables(rank, ranks_ahead)
     if endless is not None and lowered.calls is not None:
         tables = endless.next_tables(lowered.calls, rank)
-    executors = Executors(session, lowered, pipeline, messages, make)
+    executors = _with_hops(Executors(session, lowered, pipeline, messages, make), models, hops)
     data = [next_iteration.replayed(iterator) for iterator in arguments.iterators]
     if not arguments.forward_only and models[0] not in session.trained:
         session.trained.add(models[0])
@@ -172,6 +172,19 @@ def _maker(
     return ModelStage
 
 
+def _with_hops(
+    executors: Executors, models: Sequence[torch.nn.Module], hops: Sequence[tuple[Message, ...]]
+) -> Executors:
+    """Return executors that know what each edge has of its own, where Megatron or a model tells."""
+    chunks = unwrap_model([*models])
+    mhc = getattr(get_model_config(models[0]), 'enable_mhc_connections', False)
+    if len(hops[0]) == 1 and not mhc and not any(hasattr(chunk, 'hops') for chunk in chunks):
+        return executors
+    from megatron_zbpp.mcore.iteration.hops import with_hops
+
+    return with_hops(executors, chunks, models[0], hops)
+
+
 def _reading(session: Session, call: Call) -> Reading | None:
     """Return what notes the data of a two-way pipeline's first calls; None: nothing to compare."""
     forward_only = call.arguments.forward_only
@@ -252,13 +265,13 @@ def _device() -> torch.device:
     return torch.empty(0, device=torch.cuda.current_device()).device
 
 
-def _message(
+def _messages(
     arguments: Arguments,
     config: Any,
     groups: ProcessGroupCollection,
     device: torch.device,
     length: int,
-) -> Message:
+) -> tuple[Message, ...]:
     """Return what neighbours exchange; as Megatron has it, all shapes vary where some may.
 
     Args:
@@ -269,18 +282,17 @@ def _message(
         length: tokens of a sequence, or of a slice of it.
     """
     if config.variable_seq_lengths or getattr(config, 'mtp_standalone', False):
-        return Message(None, config.pipeline_dtype, device)
+        return (Message(None, config.pipeline_dtype, device),)
     # Megatron's function for several chunks takes no notice of the decoder's
     decoder: Any = arguments.decoder_seq_length if len(arguments.models) == 1 else None
-    (shape,) = schedules.get_tensor_shapes(
+    shapes = compat.tensor_shapes(
+        groups,
         seq_length=length,
         micro_batch_size=arguments.micro_batch_size,
         decoder_seq_length=decoder,
         config=config,
-        tp_group=groups.tp,
-        cp_group=groups.cp,
     )
-    return Message(shape, config.pipeline_dtype, device)
+    return tuple(Message(tuple(shape), config.pipeline_dtype, device) for shape in shapes)
 
 
 def refuse_unsupported(

@@ -1,0 +1,184 @@
+"""Hops of models whose stages exchange more than one tensor of one shape, told by the model.
+
+A chunk tells by a method `hops(shape, dtype)` of its own: it gets the shape (sequence, micro batch,
+hidden) on this rank and the pipeline's dtype, and returns what it takes and what it gives, each a
+list of (shape, dtype); None: whatever the neighbour says. Of Megatron's own models those with
+manifold-constrained hyper-connections (mHC) widen what is exchanged, which their config tells.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from megatron_zbpp.ir import Pass, Placement
+from megatron_zbpp.mcore.iteration.executors import Executors
+from megatron_zbpp.mcore.iteration.stages import ModelStage
+from megatron_zbpp.mcore.lowered import Lowered
+from megatron_zbpp.mcore.programs import Programs
+from megatron_zbpp.runtime.channels import Message
+from megatron_zbpp.runtime.executor import Executor
+from megatron_zbpp.runtime.hops import Edges, Hop, HopExecutor
+
+METHOD = 'hops'
+_SEVERAL = 'the stages of this model exchange several tensors'
+_WIDE = 'the stages of this model exchange tensors that differ from edge to edge'
+_Told = tuple[tuple[tuple[int, ...], torch.dtype], ...] | None
+
+
+@dataclass(frozen=True)
+class HopExecutors(Executors):
+    """Executors of a model whose edges have tensors of their own.
+
+    Attributes:
+        edges: by the stage that sends forwards.
+    """
+
+    edges: Edges = field(default_factory=dict)
+
+    def _kind(self) -> Callable[..., Executor]:
+        return functools.partial(HopExecutor, self.edges)
+
+
+def with_hops(
+    executors: Executors,
+    chunks: Sequence[torch.nn.Module],
+    model: torch.nn.Module,
+    hops: Sequence[tuple[Message, ...]],
+) -> Executors:
+    """Return executors that know the edges: a model's first call of a size is a collective.
+
+    Args:
+        executors: those of one tensor of one shape.
+        chunks: of this rank, unwrapped.
+        model: the first of them, as it is called.
+        hops: what Megatron says that neighbours exchange, by slice.
+
+    Raises:
+        ValueError: neighbours do not agree; all ranks raise it, before any pass.
+        NotImplementedError: the schedule cannot.
+    """
+    session, lowered, pipeline = executors.session, executors.lowered, executors.pipeline
+    tells = any(hasattr(chunk, METHOD) for chunk in chunks)
+    if hops[0][0].shape is None and not tells:
+        return executors  # each message tells its shape
+    if hops[0][0].shape is None:
+        raise NotImplementedError(f'{_WIDE}: leave out --variable-seq-lengths')
+    known = session.edges.setdefault(model, {})
+    if hops[0] not in known:
+        with session.watchdog.collective('handshake about shapes of messages'):
+            known[hops[0]] = _agreed(chunks, hops[0], lowered.placement, pipeline)
+    edges: Edges = known[hops[0]]
+    _require_supported(edges, lowered, session.programs, len(hops) > 1)
+    several = any(len(hop) > 1 for hop in edges.values())
+    make = HopStage if several else executors.make
+    return HopExecutors(session, lowered, pipeline, executors.messages, make, edges)
+
+
+def _agreed(
+    models: Sequence[torch.nn.Module],
+    message: tuple[Message, ...],
+    placement: Placement,
+    pipeline: dist.ProcessGroup,
+) -> Edges:
+    """Return what the edges have; raise ValueError where neighbours do not agree."""
+    held = placement.stages(pipeline.rank())
+    own = {stage: _told(model, message) for stage, model in zip(held, models, strict=True)}
+    gathered: list[dict[int, tuple[_Told, _Told]]] = [{} for _ in range(pipeline.size())]
+    dist.all_gather_object(gathered, own, group=pipeline)
+    told = {stage: sides for each in gathered for stage, sides in each.items()}
+    device, usual = message[0].device, _as_told(message)
+    edges: dict[int, Hop] = {}
+    for stage in range(placement.num_stages - 1):
+        gives, takes = told[stage][1], told[stage + 1][0]
+        if None not in (gives, takes) and gives != takes:
+            raise ValueError(
+                f'stage {stage} gives {_in_words(gives)}, but stage {stage + 1} takes '
+                f'{_in_words(takes)}: have {METHOD}(shape, dtype) of both models tell the same'
+            )
+        edges[stage] = tuple(Message(s, t, device) for s, t in gives or takes or usual)
+    return edges
+
+
+def _told(model: Any, message: tuple[Message, ...]) -> tuple[_Told, _Told]:
+    """Return what a chunk takes and gives."""
+    shape, dtype = message[0].shape, message[0].dtype
+    if hasattr(model, METHOD):
+        takes, gives = getattr(model, METHOD)(shape, dtype)
+        return _plain(takes), _plain(gives)
+    config = model.config
+    if getattr(config, 'enable_mhc_connections', False) and shape is not None:
+        wide = shape[-1] != config.hidden_size  # a Megatron that tells it by itself
+        contracted = model.decoder.has_final_layernorm_in_this_stage()
+        streams = 1 if contracted or wide else config.mhc_num_residual_streams
+        return None, (((*shape[:-1], shape[-1] * streams), dtype),)
+    return None, _as_told(message)
+
+
+def _as_told(message: tuple[Message, ...]) -> _Told:
+    return tuple((tuple(each.shape or ()), each.dtype) for each in message)
+
+
+def _plain(side: Sequence[tuple[Sequence[int], torch.dtype]] | None) -> _Told:
+    return side and tuple((tuple(shape), dtype) for shape, dtype in side)
+
+
+def _in_words(told: _Told) -> str:
+    return ' and '.join(f'{shape} of {dtype}' for shape, dtype in told or ())
+
+
+def _require_supported(edges: Edges, lowered: Lowered, programs: Programs, sliced: bool) -> None:
+    """Raise NotImplementedError where a schedule does more than such hops can."""
+    several = any(len(hop) > 1 for hop in edges.values())
+    for which, cure in (
+        (sliced, 'leave out --pipeline-slices'),
+        (programs.shards_vocabulary, 'leave out --pipeline-vocab-parallel'),
+        (several and lowered.moves, 'leave out offload, or take a schedule without eviction'),
+        (several and programs.together, 'drop --overlap-moe-expert-parallel-comm'),
+        (several and lowered.calls is not None, 'take a synchronous schedule'),
+    ):
+        if which:
+            raise NotImplementedError(f'{_SEVERAL if several else _WIDE}: {cure}')
+
+
+class HopStage(ModelStage):
+    """A chunk that takes and gives tuples of tensors.
+
+    Megatron's backward step goes back from one output: where there are several, autograd does from
+    all of them at once, and what they hold stays until then.
+    """
+
+    def _by_megatron(
+        self, p: Pass, received: Any, data: Iterator | None, results: list[Any]
+    ) -> Any:
+        if not isinstance(received, tuple):
+            output, count = super()._by_megatron(p, received, data, results)
+        else:
+            (output,), count = super()._by_megatron(p, cast(Any, [*received]), data, results)
+        return tuple(output) if isinstance(output, list) else output, count
+
+    def backward(self, p: Pass, received: Any, output: Any, gradient: Any) -> Any:
+        if not isinstance(output, tuple) and not isinstance(received, tuple):
+            return super().backward(p, received, output, gradient)
+        taken = received if isinstance(received, tuple) else (received,)
+        taken = [each for each in taken if each is not None and each.requires_grad]
+        if not isinstance(output, tuple):  # the loss, or the first of one tensor
+            super().backward(p, cast(Any, taken), output, gradient)
+        else:
+            made = [each for each in output if each.is_floating_point()]
+            pairs = [(o, g) for o, g in zip(made, gradient, strict=True) if o.requires_grad]
+            with self.delaying.queueing():
+                torch.autograd.backward(*zip(*pairs, strict=True))
+        gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in taken]
+        if not isinstance(received, tuple):
+            return gradients[0] if gradients else None
+        return tuple(gradients)
+
+    def release(self, output: Any) -> None:
+        if not isinstance(output, tuple):
+            super().release(output)
