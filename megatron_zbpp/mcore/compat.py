@@ -143,12 +143,6 @@ def models_and_stacks() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     )
 
 
-def language_models() -> list[tuple[str, str]]:
-    """Return the modules and classes of the models that have Megatron's output layer and loss."""
-    models, _ = models_and_stacks()
-    return [(module, name) for module, name in models if name != 'BertModel']
-
-
 def hybrid_model() -> str | None:
     """Return the module of `HybridModel`; None: this release has none, as until 0.17."""
     name = 'megatron.core.models.hybrid.hybrid_model'

@@ -5,58 +5,49 @@ from __future__ import annotations
 import functools
 
 import pytest
-from nvidia import SCRIPT, known, needs_training, run, since
-from supported import TOLERANCE, supports
-from test_hybrid import PATTERNS, SPEC, segments
+from nvidia import needs_training, run, since
+from supported import TOLERANCE, absent, supports
+from test_hybrid import PATTERNS, SPEC, model_of_a_pattern, segments
 from test_launch import NO_CLIPPING
-from test_other_scripts import script
 from test_sliced_models import UNTIED
 from test_vocabulary_training import BOTH, FLAG, OUTPUT, near
 
 pytestmark = [pytest.mark.te, needs_training]
 
 FP32 = ['--transformer-impl', 'transformer_engine', '--position-embedding-type', 'rope']
-MAMBA = ['--spec', 'megatron.core.models.mamba.mamba_layer_specs', 'mamba_stack_spec']
 RANKS, HOST = 2, '1f1b'
 
 
 @pytest.fixture(scope='module')
-def segmented(te_ranks):
-    """Whether a pattern has segments: until 0.16 a MambaModel has one chunk a rank."""
-    return '--hybrid-layer-pattern' in te_ranks(RANKS).run(known)[0]
-
-
-@pytest.fixture(scope='module')
-def trained(te_ranks, segmented, tmp_path_factory):
+def trained(te_ranks, tmp_path_factory):
     """`trained(case, tied, schedule, layers)`: stock's three iterations, or two from the first."""
+
+    if te_ranks(RANKS).run(model_of_a_pattern)[0] is None:
+        absent('from 0.18 on')
 
     def of_case(case, tied):
         pattern, *more = PATTERNS[case]
         flags = [*FP32, *NO_CLIPPING, *more, '--global-batch-size', 4, '--train-iters', 3]
         flags += ['--num-layers', 8, '--pipeline-model-parallel-size', RANKS]
         flags += [] if tied else UNTIED
-        if segmented:
-            return [*SPEC, *flags, '--hybrid-layer-pattern'], pattern, SCRIPT
-        name = '--hybrid-override-pattern'
-        return [*MAMBA, *flags, name], pattern, script('pretrain_mamba.py')
+        return [*SPEC, *flags, '--hybrid-layer-pattern'], pattern
 
     @functools.cache
     def stock(case, tied):
         folder = tmp_path_factory.mktemp('stock')
-        flags, pattern, program = of_case(case, tied)
-        given = segments(pattern, RANKS) if segmented else pattern
+        flags, pattern = of_case(case, tied)
         saving = ['--save', folder, '--save-interval', 1]
-        return run(te_ranks(RANKS), *flags, given, *saving, script=program), folder
+        return run(te_ranks(RANKS), *flags, segments(pattern, RANKS), *saving), folder
 
     @functools.cache
     def made(case, tied, schedule=None, layers=OUTPUT):
         expected, folder = stock(case, tied)
         if schedule is None:
             return expected
-        flags, pattern, program = of_case(case, tied)
+        flags, pattern = of_case(case, tied)
         asked = ['--pipeline-schedule', schedule, FLAG, layers]
         loading = ['--load', folder, '--ckpt-step', 1]
-        return run(te_ranks(RANKS), *flags, pattern, *asked, *loading, script=program)
+        return run(te_ranks(RANKS), *flags, pattern, *asked, *loading)
 
     return made
 
@@ -80,10 +71,8 @@ def trained(te_ranks, segmented, tmp_path_factory):
         ),
     ],
 )
-def test_close_to_stock(trained, segmented, layers, schedule, case):
+def test_close_to_stock(trained, layers, schedule, case):
     """From a checkpoint of Megatron's own 1F1B, in fp32; all schedules are alike to the bit."""
-    if not segmented:
-        schedule = 'zb-h1'
     layers, _, tied = layers.partition(', ')
     found = trained(case, bool(tied), schedule, layers)
     near(found, trained(case, bool(tied)), 1)

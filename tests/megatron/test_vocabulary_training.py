@@ -336,6 +336,10 @@ def first_call(argv):
         def compute_language_model_loss(self, labels, logits):
             return super().compute_language_model_loss(labels, logits)
 
+    class Capped(script.GPTModel):
+        def _scale_logits(self, logits):
+            return logits.tanh()
+
     def built(of=script.GPTModel, divided=True, ranks=1, both=False, **more):
         model = of(config, get_gpt_layer_local_spec(), vocab_size=24, max_sequence_length=4, **more)
         if ranks > 1:
@@ -343,8 +347,12 @@ def first_call(argv):
             model.pg_collection.mp = SimpleNamespace(size=lambda: ranks)
             model.pg_collection.pp = model.pg_collection.mp
         if divided:
-            divide(model, both, model if both else None)
+            with mock.patch.object(dist, 'all_gather_object', as_on_all):
+                divide(model, both, model if both else None)
         return model
+
+    def as_on_all(found, own, group):
+        found[:] = [own] * len(found)
 
     def told(function, *args, **kwargs):
         try:
@@ -415,6 +423,7 @@ def first_call(argv):
             'tied': told(built, share_embeddings_and_output_weights=True),
             'a loss of its own': told(built, of=Own),
             'gathered': told(built, parallel_output=False),
+            'capped': told(built, of=Capped),
         }
     finally:
         forget_groups()
@@ -433,8 +442,41 @@ SAID = {
     'the embedding by itself': 'the embedding is on all pipeline ranks, and the model was called',
     'no tokens': 'let forward_step call the model with input_ids of a whole microbatch',
     'a loss of its own': 'Own has a loss of its own (label smoothing, distillation)',
+    'capped': '_scale_logits: Capped scales or caps its logits, which shards do not',
     'gathered': "a ColumnParallelLinear that does more than Megatron's (logits asked for",
 }
+
+
+def layer_of_its_own(argv):
+    """Runs on each of two ranks: what is said where the last one has an output layer of its own."""
+    import pretrain_gpt as script
+    import torch.distributed as dist
+    from blocking_head import Head
+    from example import forget_groups
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from megatron_zbpp.mcore.patches.vocabulary import divide
+
+    class Capped(ColumnParallelLinear):
+        pass
+
+    script.initialize(script.parse_args(argv))
+    try:
+        last = dist.get_rank() == 1
+        model = Head.draw(torch.float32).model(last, pipeline_model_parallel_size=2)
+        if last:
+            model.output_layer.__class__ = Capped
+        divide(model)
+    except NotImplementedError as error:
+        return str(error)
+    finally:
+        forget_groups()
+
+
+def test_all_ranks_refuse_what_one_has(ranks, data):
+    """Else the others would wait for it."""
+    said = ranks(2).run(layer_of_its_own, few(pp=2).argv('megatron', False, data))
+    assert said[0] == said[1] and 'is a Capped that does more than' in said[0]
 
 
 def test_refused_at_the_first_call(ranks, data):

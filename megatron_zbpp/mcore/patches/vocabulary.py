@@ -23,6 +23,7 @@ from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.vocabulary import InputShard, OutputShard, gathered
 from megatron_zbpp.techniques.composition import BOTH
 
+_GPT = 'megatron.core.models.gpt.gpt_model:GPTModel'
 _PADDING = 128  # Megatron's default of --make-vocab-size-divisible-by
 
 Collective = Callable[[str], AbstractContextManager]
@@ -36,9 +37,13 @@ def patches(num_chunks: int, collective: Collective, both: bool) -> Iterator[Pat
         collective: around what waits for other ranks.
         both: whether the embedding is divided, too.
     """
-    for module, name in compat.language_models():
-        dividing = functools.partial(_dividing, num_chunks, collective, both)
-        yield Patch(f'{module}:{name}', '__init__', dividing)
+    for model in (_GPT, *_hybrid()):
+        yield Patch(model, '__init__', functools.partial(_dividing, num_chunks, collective, both))
+
+
+def _hybrid() -> tuple[str, ...]:
+    module = compat.hybrid_model()
+    return () if module is None else (f'{module}:HybridModel',)
 
 
 def _dividing(num_chunks: int, collective: Collective, both: bool, original: Callable) -> Callable:
@@ -49,12 +54,11 @@ def _dividing(num_chunks: int, collective: Collective, both: bool, original: Cal
         original(self, *args, **kwargs)
         if self.config.pipeline_model_parallel_size == 1:
             return
-        vp_stage = getattr(self, 'vp_stage', None)  # until 0.16 MambaModel has none
-        if vp_stage in (None, 0):
+        if self.vp_stage in (None, 0):
             first.clear()
         if self.pre_process:
             first.append(self)
-        if vp_stage in (None, num_chunks - 1):
+        if self.vp_stage in (None, num_chunks - 1):
             with collective('shards of the output layer'):
                 divide(self, both, *first)
             first.clear()
@@ -76,7 +80,9 @@ def divide(model: Any, both: bool = False, first: Any = None) -> None:
         NotImplementedError: the output layer cannot be divided; the message names the cure.
     """
     groups, last = model.pg_collection, model.post_process
-    if problem := _problem(model, groups.mp.size(), both):
+    told: list[str | None] = [None] * groups.pp.size()  # the layer is on one rank alone
+    dist.all_gather_object(told, _problem(model, groups.mp.size(), both), group=groups.pp)
+    if problem := next(filter(None, told), None):
         raise NotImplementedError(f'{problem}, or leave out --pipeline-vocab-parallel')
     tied = model.share_embeddings_and_output_weights
     layer = model.output_layer if last and not tied else None
@@ -132,6 +138,9 @@ def _problem(model: Any, size: int, both: bool) -> str | None:
             f'compute_language_model_loss: {name} has a loss of its own (label smoothing, '
             "distillation), of which shards know nothing: take Megatron's"
         )
+    scale = '_scale_logits'  # none until 0.16
+    if getattr(type(model), scale, None) is not getattr(LanguageModule, scale, None):
+        return f"{scale}: {name} scales or caps its logits, which shards do not: take Megatron's"
     if layer is not None and (type(layer) is not ColumnParallelLinear or layer.gather_output):
         return (
             f'output_layer: that of this {name} is a {type(layer).__name__} that does more than '
