@@ -13,6 +13,7 @@ from megatron_zbpp.partitioning.layers import Layer, Layers
 from megatron_zbpp.partitioning.plans import PartitionPlan, partition
 from megatron_zbpp.partitioning.stages import Partition, stage_costs
 from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques.vocabulary.embedding import in_embedding_shards
 from megatron_zbpp.techniques.vocabulary.place import in_shards
 
 MEGATRON, ZBPP = 'megatron', 'zbpp'
@@ -113,18 +114,33 @@ def _even(known: Known, m: int, runner: str, name: str) -> Entry:
     return Entry(runner, f'{name}, even', own, cuts, layers.text(cuts), timeline.makespan)
 
 
-def sharded(known: Known, m: int, name: str) -> Entry:
-    """Return a schedule of ours with the output layer on all ranks, and the other layers even."""
+def sharded(
+    known: Known,
+    m: int,
+    name: str,
+    shard: tuple[float, float] | None = None,
+    both: bool = False,
+) -> Entry:
+    """Return a schedule of ours with the output layer on all ranks, and the other layers even.
+
+    Args:
+        known: of layers and ranks.
+        m: microbatches.
+        name: of the schedule.
+        shard: seconds of S and of T; None: an equal part of the output layer's.
+        both: whether the embedding is on all ranks, too.
+    """
     *others, head = known.layers.layers
     trunk, p = Layers(tuple(others)), len(known.devices)
     host = for_megatron(build(name, p, m))
     cuts = _evenly(trunk, host.num_stages)
     partition = Partition(host.placement, cuts, tuple(range(p)))
-    shard = (head.forward + head.backward) / p, head.weight / p
+    shard = shard or ((head.forward + head.backward) / p, head.weight / p)
     behind = (0.0,) * host.num_stages
     logits, gradient = ((*behind, *[time] * p) for time in shard)
     costs = stage_costs(trunk, known.devices, partition).with_times(S=logits, T=gradient)
     schedule = in_shards(host, costs)
+    schedule = in_embedding_shards(schedule, costs) if both else schedule
     whole = *cuts[:-1], cuts[-1] + 1
     makespan = simulate(schedule, costs).makespan
     layout = known.layers.text(whole)

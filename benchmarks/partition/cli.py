@@ -57,6 +57,11 @@ real passes, four ranks that each have 0.45 of one of two processors (Linux, as 
 
     python scripts/benchmark_partition.py --real --share 0.45 --seq-length 64
 
+the same with real passes of a head of 64k words:
+
+    python scripts/benchmark_partition.py --real --share 0.45 --hidden-size 512 --layers 16 \\
+        --seq-length 64 --words 65536 --shards 1f1b,zb-v [--tied]
+
 columns: median of the iterations; what the simulator predicts, and how far that is off; ratio to
 the even split with Megatron's 1F1B; layers of each stage.
 """
@@ -76,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         fused = None
         with made(args.link_mbit, _shares(args, devices)) as place:
             if args.real:
-                known, fused, found = profiles.beside(_gpt(args, args.microbatches), place, devices)
+                gpt = _gpt(args, args.microbatches)
+                known, fused, found = profiles.beside(gpt, place, devices, bool(args.shards))
             else:
                 known, found = _emulated(args, devices)
             chosen = entries(known, args.microbatches, args.planning, fused)
@@ -84,7 +90,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 chosen = [each for each in chosen if each.runner == MEGATRON]
             whole = len(chosen)
             names = args.shards.split(',') if args.shards else []
-            chosen += [sharded(known, args.microbatches, name) for name in names]
+            shard = found.get('shard_s')
+            chosen += [
+                sharded(
+                    fused if fused and name == profiles.FUSED else known,
+                    args.microbatches,
+                    name,
+                    shard and tuple(shard),
+                    args.tied,
+                )
+                for name in names
+            ]
             job = Job(
                 tuple(chosen),
                 known.layers,
@@ -128,7 +144,7 @@ def _emulated(args: argparse.Namespace, devices: Devices) -> tuple[Known, dict[s
 
 def _gpt(args: argparse.Namespace, m: int) -> Gpt:
     sizes = args.pp, args.layers, args.hidden_size, args.seq_length, args.words
-    return Gpt(*sizes, iterations=args.samples, num_microbatches=m)
+    return Gpt(*sizes, iterations=args.samples, num_microbatches=m, tied=args.tied)
 
 
 def _shares(args: argparse.Namespace, devices: Devices) -> list[float] | None:
@@ -209,9 +225,9 @@ def _check_real(args: argparse.Namespace) -> None:
     Raises:
         ValueError: one is not.
     """
-    if args.real and args.shards:
-        raise ValueError('--shards is of emulated passes: leave it or --real out')
     if not args.real:
+        if args.tied:
+            raise ValueError('--tied is of real passes: give --real')
         if args.share is not None:
             raise ValueError('--share is of real passes: give --real')
         return
@@ -245,7 +261,9 @@ def _parser() -> argparse.ArgumentParser:
     add('--head', type=float, default=3.0, metavar='N', help='layers that the output layer takes '
         'as long as (default: 3)')  # fmt: skip
     add('--shards', metavar='NAME,...', help='these with the output layer on all ranks, in place '
-        'of zb-v and the plan; emulated')  # fmt: skip
+        'of zb-v and the plan')  # fmt: skip
+    add('--tied', action='store_true', help='of --real: the output layer is the embedding; both '
+        'are on all ranks with --shards')  # fmt: skip
     add('--measure', action='store_true', help='the costs, on a real GPT')
     add('--real', action='store_true', help='profile, partition and train that GPT: real passes')
     add('--share', type=float, metavar='S', help='of --real: of a processor, for each rank: a '

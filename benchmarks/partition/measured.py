@@ -10,9 +10,12 @@ from typing import Any
 from benchmarks.common.spawning import joined, spawned
 from benchmarks.partition.place import Place
 from megatron_zbpp.analysis.fit_costs import fit, latency, middle
+from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.layout import layers_per_stage, layout_string
 from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques.vocabulary.embedding import with_embedding
+from megatron_zbpp.techniques.vocabulary.place import with_shards
 
 HEAD = 64  # size of an attention head
 _WARM_UP = 1  # iterations
@@ -27,6 +30,7 @@ class Gpt:
         layers, hidden, sequence, words: of the model; a microbatch is one sample.
         iterations: that are measured, of each schedule.
         num_microbatches: of an iteration; 1: ranks compute one after the other.
+        tied: whether the output layer is the embedding.
     """
 
     num_ranks: int
@@ -36,6 +40,16 @@ class Gpt:
     words: int
     iterations: int
     num_microbatches: int = 1
+    tied: bool = False
+
+    def schedule(self, name: str) -> Schedule:
+        """Return a schedule by its name; `1f1b, shards` has the output layer on all ranks."""
+        name, _, shards = name.partition(', ')
+        made = build(name, self.num_ranks, self.num_microbatches)
+        if not shards:
+            return made
+        made = with_shards(made)
+        return with_embedding(made) if self.tied else made
 
 
 def stages(gpt: Gpt, schedules: tuple[str, ...], place: Place) -> tuple[str, dict[str, Costs]]:
@@ -66,7 +80,7 @@ def _rank(rank: int, job: tuple[Gpt, tuple[str, ...], Place], port: int, queue: 
 def _costs(
     rank: int, port: int, gpt: Gpt, schedules: tuple[str, ...], place: Place
 ) -> Iterator[tuple[str, Costs]]:
-    p, m = gpt.num_ranks, gpt.num_microbatches
+    p = gpt.num_ranks
     meeting = place.enter(rank, p, port)
     with joined(rank, p, meeting, pipeline_model_parallel_size=p):
         from benchmarks.pipelines.runners import ZbppRunner
@@ -74,8 +88,10 @@ def _costs(
 
         runners = {}
         for name in schedules:
-            model = Model(gpt.layers, gpt.hidden, HEAD, gpt.sequence, gpt.words)
-            runners[name] = ZbppRunner(build(name, p, m), name, model, optimizer=False)
+            sizes = gpt.layers, gpt.hidden, HEAD, gpt.sequence, gpt.words
+            model, schedule = Model(*sizes, tied=gpt.tied), gpt.schedule(name)
+            source = schedule if ', ' in name else name
+            runners[name] = ZbppRunner(schedule, source, model, optimizer=False)
         place.limit(rank)
         for number in range(_WARM_UP + gpt.iterations):
             for name, runner in runners.items():

@@ -34,7 +34,7 @@ from benchmarks.pipelines.runners import EmulatedModel
 from benchmarks.training.model import Gpt
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore.iteration import vocabulary
-from megatron_zbpp.mcore.vocabulary import OutputShard
+from megatron_zbpp.mcore.vocabulary import InputShard, OutputShard
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
@@ -166,9 +166,8 @@ class LaidOutGpt(Gpt):
     """
 
     def __init__(self, sizes: Sizes, layout: str) -> None:
-        super().__init__(
-            sizes.layers, sizes.hidden, HEAD, sizes.sequence, sizes.words, layout=layout
-        )
+        shape = sizes.layers, sizes.hidden, HEAD, sizes.sequence, sizes.words
+        super().__init__(*shape, layout=layout, tied=sizes.tied)
 
     def chunks(self, placement: Placement, store: WeightGradStore) -> list[GPTModel]:
         found = super().chunks(placement, store)
@@ -191,10 +190,19 @@ def _draw(model: GPTModel) -> None:
     """Draw each matrix by the name that it has in the whole model, whichever rank it is on."""
     layers = model.decoder.layers
     for name, parameter in model.named_parameters():
+        layer = model.get_submodule(name.rpartition('.')[0])
         start, _, rest = name.partition('decoder.layers.')
         if rest and not start:
             index, _, rest = rest.partition('.')
             name = f'layer {layers[int(index)].layer_number} {rest}'
-        if parameter.dim() > 1:
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            parameter.data.normal_(0.0, 0.02, generator=generator)
+        if parameter.dim() == 1:
+            continue
+        whole = own = parameter.data
+        if isinstance(layer, (OutputShard, InputShard)):  # of these rows of the whole layer
+            whole = torch.empty(model.vocab_size, own.size(1))
+        if model.share_embeddings_and_output_weights and name.startswith('output_layer'):
+            name = 'embedding.word_embeddings.weight'
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        whole.normal_(0.0, 0.02, generator=generator)
+        if whole is not own:
+            own.copy_(whole.chunk(len(whole) // len(own))[layer.place])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from benchmarks.partition import measured
@@ -17,6 +18,7 @@ from megatron_zbpp.partitioning.shapes import Shape, layers_of
 from megatron_zbpp.schedules import build
 
 FUSED, SPLIT = '1f1b', 'zb-h1'  # schedules by which a GPT is profiled
+SHARDS = f'{FUSED}, shards'
 _BYTES = 4  # of a number
 
 
@@ -51,7 +53,9 @@ def alone(gpt: measured.Gpt, place: Place) -> tuple[Layers, dict[str, Any]]:
     return layers, {'layout': layout, 'stages_s': times, 'fit_error': error, 'shape_error': off}
 
 
-def beside(gpt: measured.Gpt, place: Place, links: Devices) -> tuple[Known, Known, dict[str, Any]]:
+def beside(
+    gpt: measured.Gpt, place: Place, links: Devices, shards: bool
+) -> tuple[Known, Known, dict[str, Any]]:
     """Return what `auto` would know of a GPT that trains, of split and of fused backwards.
 
     All ranks compute beside each other, as they will when it is trained.
@@ -60,11 +64,14 @@ def beside(gpt: measured.Gpt, place: Place, links: Devices) -> tuple[Known, Know
         gpt: that is profiled.
         place: where ranks run.
         links: whose bandwidths are known.
+        shards: whether it is profiled with the output layer on all ranks, too: `shard_s`, the mean
+            seconds of S and T, is then among what is told.
 
     Raises:
         RuntimeError: a rank failed.
     """
-    layout, found = measured.stages(gpt, (FUSED, SPLIT), place)
+    layout, found = measured.stages(gpt, (FUSED, SPLIT, *[SHARDS] * shards), place)
+    divided = found.pop(SHARDS, None)
     size = float(_BYTES * gpt.hidden * gpt.sequence)
     known: dict[str, Known] = {}
     errors = []
@@ -76,7 +83,11 @@ def beside(gpt: measured.Gpt, place: Place, links: Devices) -> tuple[Known, Know
         told = f'; {looked.unequal}' if looked.unequal else ''
         print(f'{name}: {_said(layout, costs)}, fitted within {looked.error:.1%}{told}')
     times = {name: _times(costs) for name, costs in found.items()}
-    return known[SPLIT], known[FUSED], {'layout': layout, 'stages_s': times, 'fit_errors': errors}
+    said: dict[str, Any] = {'layout': layout, 'stages_s': times, 'fit_errors': errors}
+    if divided is not None:
+        said['shard_s'] = [fmean(divided.times[kind][-gpt.num_ranks :]) for kind in 'ST']
+        print(f'a shard: S {1e3 * said["shard_s"][0]:.0f} ms, T {1e3 * said["shard_s"][1]:.0f} ms')
+    return known[SPLIT], known[FUSED], said
 
 
 def _times(costs: Costs) -> list[float]:

@@ -106,7 +106,7 @@ def _sample(runner: Any, job: Job) -> Sample:
         start = time.perf_counter()
         runner.iterate()
         seconds = time.perf_counter() - start
-    own = _squares(runner) if job.gpt is None else _trained(runner)
+    own = _squares(runner) if job.gpt is None else _trained(runner, job.gpt.tied)
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (seconds, own))
     times, found = zip(*gathered, strict=True)
@@ -121,10 +121,11 @@ def _squares(runner: Any) -> dict[int, str]:
     }
 
 
-def _trained(runner: Any) -> dict[int, str]:
+def _trained(runner: Any, tied: bool) -> dict[int, str]:
     """Step by plain gradient descent; return the losses, where they are known, in hex."""
     for parameter in runner.parameters:
-        parameter.data.add_(parameter.grad, alpha=-_RATE)
+        if not tied:  # without an optimizer nobody sums the gradients of both copies
+            parameter.data.add_(parameter.grad, alpha=-_RATE)
         parameter.grad = None  # those of all entries would take much memory
     losses = [loss for each in runner.reported for loss in each.values()]
     return {index: loss.item().hex() for index, loss in enumerate(losses)}

@@ -42,6 +42,7 @@ class Gpt:
         words: of the vocabulary.
         layout: of the layers, in Megatron's language; default: even.
         rotary: whether positions turn queries and keys, instead of being learned.
+        tied: whether the output layer is the embedding.
         more: fields of Megatron's config.
     """
 
@@ -57,11 +58,12 @@ class Gpt:
         words: int = _WORDS,
         layout: str | None = None,
         rotary: bool = False,
+        tied: bool = False,
         **more: Any,
     ) -> None:
         self.sequence = sequence
         self._layers, self._hidden, self._head, self._words = layers, hidden, head, words
-        self._layout, self._rotary, self._more = layout, rotary, more
+        self._layout, self._rotary, self._tied, self._more = layout, rotary, tied, more
 
     def chunks(self, placement: Placement, store: WeightGradStore) -> list[GPTModel]:
         held = placement.stages(dist.get_rank())
@@ -92,6 +94,7 @@ class Gpt:
                     pre_process=stage == 0,
                     post_process=stage == placement.num_stages - 1,
                     position_embedding_type='rope' if self._rotary else 'learned_absolute',
+                    share_embeddings_and_output_weights=self._tied,
                     vp_stage=vp if len(held) > 1 else None,
                 )
                 for vp, stage in enumerate(held)

@@ -95,6 +95,20 @@ def test_real_passes(tmp_path):
     assert [*result['stages_s']] == ['1f1b', 'zb-h1']
 
 
+@pytest.mark.full
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason='two ranks want a processor each')
+@pytest.mark.parametrize('layers', [[], ['--tied']])
+def test_real_shards(tmp_path, layers):
+    """S and T are profiled, too; all begin with the same weights."""
+    share = [] if limited() else ['--share', '0.45']
+    more = ['--shards', '1f1b,zb-v', *layers, '--rounds', '1']
+    text, result = run(tmp_path, *REAL, *share, *more)
+    assert 'losses are equal to the bit' in text and 'a shard: S ' in text
+    names = [row['name'] for row in result['rows']]
+    assert names == ['1f1b, even', '1f1b, best layout', '1f1b, shards', 'zb-v, shards']
+    assert all(each > 0 for each in result['shard_s'])
+
+
 SPIN = """
 import time
 from pathlib import PosixPath
@@ -148,7 +162,7 @@ def test_ranks_share_no_more_than_there_is():
     ('flags', 'said'),
     [
         (['--share', '0.4'], '--share is of real passes'),
-        (['--real', '--shards', 'zb-v'], '--shards is of emulated passes'),
+        (['--tied'], '--tied is of real passes'),
         (['--real', '--measure'], '--measure is of emulated passes'),
         (['--real', '--slow', '1:2'], 'with --real a slow rank has a smaller share'),
         (['--real', '--share', '0.1', '--realtime'], 'leave --realtime out'),
