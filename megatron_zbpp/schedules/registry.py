@@ -302,7 +302,7 @@ def find(name: str) -> Family:
         ValueError: none has it; the message names the known ones and the nearest match, or what is
             wrong with the module.
     """
-    if not isinstance(name, str):
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f'schedule {name!r} is no name: give one, such as zb-v (zbpp list)')
     module = name.strip().rpartition(':')[0]
     if _key(name) not in _NAMES:

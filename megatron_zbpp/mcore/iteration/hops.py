@@ -101,7 +101,8 @@ def _agreed(
                 f'stage {stage} gives {_in_words(gives)}, but stage {stage + 1} takes '
                 f'{_in_words(takes)}: have {METHOD}(shape, dtype) of both models tell the same'
             )
-        edges[stage] = tuple(Message(s, t, device) for s, t in gives or takes or usual)
+        told_so = gives or takes or usual or ()
+        edges[stage] = tuple(Message(shape, dtype, device) for shape, dtype in told_so)
     return edges
 
 
@@ -125,7 +126,7 @@ def _as_told(message: tuple[Message, ...]) -> _Told:
 
 
 def _plain(side: Sequence[tuple[Sequence[int], torch.dtype]] | None) -> _Told:
-    return side and tuple((tuple(shape), dtype) for shape, dtype in side)
+    return tuple((tuple(shape), dtype) for shape, dtype in side) if side else None
 
 
 def _in_words(told: _Told) -> str:
@@ -172,8 +173,9 @@ class HopStage(ModelStage):
         else:
             made = [each for each in output if each.is_floating_point()]
             pairs = [(o, g) for o, g in zip(made, gradient, strict=True) if o.requires_grad]
+            outputs, gradients_of = zip(*pairs, strict=True)
             with self.delaying.queueing():
-                torch.autograd.backward(*zip(*pairs, strict=True))
+                torch.autograd.backward(outputs, gradients_of)
         gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in taken]
         if not isinstance(received, tuple):
             return gradients[0] if gradients else None
