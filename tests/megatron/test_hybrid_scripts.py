@@ -9,7 +9,8 @@ import pytest
 from grids import grid
 from nvidia import CHECKOUT, COMMON, known, run, since
 from supported import absent, refuses, supports
-from test_hybrid import PATTERNS, SPEC, TE, _divided
+from test_hybrid import PATTERNS, SPEC, TE
+from test_hybrid import segments as divided_among
 from test_launch import NO_CLIPPING
 from test_other_scripts import script
 
@@ -41,7 +42,7 @@ def test_unedited(te_ranks, segments, tmp_path, named, case, schedule):
     pattern, *more = PATTERNS[case]
     flags = [*SPEC, *TE, *NO_CLIPPING, *more, *PIPELINE, SEGMENTS]
     saving = ['--save', tmp_path, '--save-interval', 1]
-    stock = run(te_ranks(2), *flags, _divided(pattern, 2), *saving, script=path)
+    stock = run(te_ranks(2), *flags, divided_among(pattern, 2), *saving, script=path)
     loading = ['--load', tmp_path, '--ckpt-step', 1, '--pipeline-schedule', schedule]
     ours = run(te_ranks(2), *flags, pattern, *loading, script=path)
     assert len(stock.losses) == 3

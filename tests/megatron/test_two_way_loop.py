@@ -11,7 +11,7 @@ from nvidia import known, needs_training, run, since
 from ranks import RankError
 from supported import TOLERANCE, absent, refuses, supports
 from test_hybrid import PATTERNS, SPEC, TE
-from test_hybrid import _divided as divided_among
+from test_hybrid import segments as divided_among
 from test_launch import CONTEXT, FULL, LLAMA, MOE, NO_CLIPPING, SEQUENCE, TENSOR
 
 pytestmark = needs_training
