@@ -3,9 +3,10 @@
 >>> log = parse_log('''
 ...   (min, max) time across ranks (ms):
 ...     forward-compute ................................: (10.00, 12.00)
+...     backward-compute ...............................: (20.00, 23.00)
 ... ''')
 >>> log.intervals
-({'forward-compute': {0: 10.0, 1: 12.0}},)
+({'forward-compute': {0: 10.0, 1: 12.0}, 'backward-compute': {0: 20.0, 1: 23.0}},)
 """
 
 from __future__ import annotations
