@@ -201,9 +201,10 @@ def _consequences(
     counts: list[int],
 ) -> list[str]:
     """Return what the schedule changes besides time: losses, copies, waits and memory of steps."""
-    found = [losses_from_scratch(settings, placement, line.args)]
+    found: list[str] = []
     if not programs.asynchronous:
         found.append(_first_iteration(settings.prewarm, line.on_cpu))
+    found.append(losses_from_scratch(settings, placement, line.args))
     found += filter(None, (megatron_refuses(placement, count) for count in counts))
     found += [
         _of_copies(name, programs, placement.num_ranks, counts[-1])
