@@ -307,7 +307,7 @@ def test_file(ranks, tmp_path):
         ),
         (
             '--pipeline-schedule zb-interleaved',
-            {'hybrid_layer_pattern': 'M*|M-', 'num_layers': None},
+            {'hybrid_layer_pattern': '-*|*-', 'num_layers': None},
             ('--hybrid-layer-pattern has 2 segments', 'places 4 stages'),
         ),
     ],
@@ -470,7 +470,7 @@ def test_numbers_of_microbatches(ranks, changes, expected):
 
 @pytest.mark.parametrize(
     ('schedule', 'pattern', 'chunks'),
-    [('zb-h1', 'M*|M-/MM', None), ('zb-h1', 'M*M-', None), ('zb-interleaved', 'M|*|M|-', 2)],
+    [('zb-h1', '-*|*-/*-', None), ('zb-h1', '-*-*', None), ('zb-interleaved', '-|*|-|*', 2)],
 )
 def test_layers_of_hybrid_models_are_where_their_pattern_says(ranks, schedule, pattern, chunks):
     found = parsed(
