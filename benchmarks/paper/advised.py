@@ -6,6 +6,7 @@ All predictions have one machine: nothing was fitted to a run's throughput.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
@@ -120,7 +121,7 @@ def of_zero_bubble() -> Iterator[Run]:
         for k, m in enumerate(counts):
             batch = m * model.batch
             job = _job(layers, model.hidden, model.heads, published.SEQUENCE, batch, p)
-            job = Job(**{**vars(job), 'ends': (True, True)})
+            job = replace(job, ends=(True, True))
             rows = [(name, published.THROUGHPUT[name][at][k]) for name in ('1f1b', 'zb-1p')]
             rows.append(('interleaved', published.THROUGHPUT['interleaved'][at][k]))
             rows += [('zb-2p', published.SYNCHRONOUS[at])] if k == 0 else []

@@ -26,8 +26,8 @@ from megatron_zbpp.techniques.updates.steady_state import SteadyState, steady_st
 from megatron_zbpp.techniques.updates.versions import updates_of
 from megatron_zbpp.techniques.vocabulary.whole import WHOLE, has_shards, rival_costs
 
-# of a table of schedules, see `row`; with names as long as there are, a line has 80 columns
 PICTURES = ('html', 'svg', 'png', 'pdf')  # formats, and how names of their files end
+# of a table of schedules, see `row`; with names as long as there are, a line has 80 columns
 HEADS = ('schedule', 'makespan', 'gain', 'idle', 'window', 'bubble', 'peak')
 
 

@@ -192,6 +192,15 @@ class _Part:
         )
 
 
+def bytes_of_a_parameter(sharing: float) -> float:
+    """Return the bytes that a rank holds for a parameter, its gradient and its optimizer state.
+
+    Args:
+        sharing: data-parallel ranks that share the optimizer's state.
+    """
+    return _BF16 + _FP32 + 12 / sharing
+
+
 def layers_of(shape: Shape) -> Layers:
     """Return the layers of a model: times in seconds, memory and output in bytes."""
     if shape.model == 'hybrid':
@@ -353,7 +362,7 @@ def _layer(shape: Shape, kind: str, part: _Part) -> Layer:
         weight=linear / rate + (part.retained * per_value + 2 * _FP32 * weights) * second,
         activation=part.activation * per_value,
         retained=part.retained * per_value,
-        parameters=part.held / shape.tp * (_BF16 + _FP32 + 12 / shape.dp),
+        parameters=part.held / shape.tp * bytes_of_a_parameter(shape.dp),
         output=_BF16 * shape.tokens * shape.hidden,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_zbpp.ir.layout import layers_per_stage
@@ -252,4 +252,4 @@ def _with_layers(setup: Setup, args: Namespace) -> Setup:
         layers = layers_per_stage(args.num_layers, placement, *sizes.counted_ends(args), fixed)
     even = (args.num_layers + sum(sizes.counted_ends(args))) % placement.num_stages == 0
     plain = even and not fixed and args.pipeline_model_parallel_layout is None
-    return setup if plain else Setup(**{**vars(setup), 'layers': tuple(layers)})
+    return setup if plain else replace(setup, layers=tuple(layers))

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from megatron_zbpp.partitioning.advise.job import FULL, NONE, SELECTIVE, Job, Setup
 from megatron_zbpp.partitioning.layers import Layer, Layers
-from megatron_zbpp.partitioning.shapes import Block, Shape, layers_of
+from megatron_zbpp.partitioning.shapes import Block, Shape, bytes_of_a_parameter, layers_of
 
-_BF16, _WHOLE_STATE, _STATE = 2, 6, 12  # bytes; of a parameter those that each rank has, and others
+_BF16 = 2  # bytes
 _COLLECTIVES = {'t': 4, 'm': 4, 'M': 2, '*': 2, '-': 2, 'E': 0}  # in F, by the kind of a layer
 
 
@@ -181,10 +181,8 @@ class _Costing:
         block = Block.mlp(shape.hidden, inner, shape.model != 'gpt')
         own = shape.experts / setup.ep * block.part().held
         sharing = setup.tp * job.cp * job.replicas(setup) / (setup.ep * etp)
-        state = _STATE / sharing if job.shards_optimizer else _STATE
-        return own / etp * (_WHOLE_STATE + state) - own / setup.tp * (
-            _WHOLE_STATE + _STATE / shape.dp
-        )
+        held = bytes_of_a_parameter(sharing if job.shards_optimizer else 1)
+        return own / etp * held - own / setup.tp * bytes_of_a_parameter(shape.dp)
 
     def _divided(self, layer: Layer) -> Layer:
         """Return a layer of the shape on one of `cp` ranks, which share its tokens."""

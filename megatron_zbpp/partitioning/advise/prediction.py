@@ -19,6 +19,7 @@ from megatron_zbpp.ir.graph import HOST, TRANSFERS
 from megatron_zbpp.partitioning.advise.job import Job, Setup
 from megatron_zbpp.partitioning.advise.layer_costs import SetupLayers, layer_costs
 from megatron_zbpp.partitioning.devices import Devices
+from megatron_zbpp.partitioning.shapes import bytes_of_a_parameter
 from megatron_zbpp.partitioning.stages import Partition, parameters_held, stage_costs
 from megatron_zbpp.schedules import build, find
 
@@ -148,11 +149,10 @@ def _rest(job: Job, setup: Setup, static: tuple[float, ...], costs: Costs) -> fl
 
     Gradients that are reduced beside backward passes are late by what the last one does not hide.
     """
-    dp = job.replicas(setup) * job.cp
-    state = 6 + 12 / (dp if job.shards_optimizer else 1)
-    most = max(static) / state  # parameters of the fullest rank
+    dp, sharing = job.replicas(setup) * job.cp, job.shape_of(setup).dp
+    most = max(static) / bytes_of_a_parameter(sharing)  # parameters of the fullest rank
     memory = job.shape.bandwidth
-    step = _STEP * most / (dp if job.shards_optimizer else 1) / (memory * 1e9) if memory else 0.0
+    step = _STEP * most / sharing / (memory * 1e9) if memory else 0.0
     across = dp * setup.tp > job.gpus_per_node
     near = max(1, min(dp, job.gpus_per_node // setup.tp))  # replicas of a node share its links
     rate = 1e9 * min(job.within, job.between * near if across else job.within)

@@ -80,7 +80,7 @@ def advise(
 
 
 class _Search:
-    """The best setups so far, of those that were simulated.
+    """Simulates setups, and keeps the best.
 
     Args:
         job: see there.
