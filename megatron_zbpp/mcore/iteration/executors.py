@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,7 @@ class Executors:
         pipeline: the group of their ranks.
         messages: what neighbours exchange, by slice.
         make: makes a stage.
+        edges: what a stage sends to the next one, where edges differ; none: `messages`.
     """
 
     session: Session
@@ -42,6 +44,7 @@ class Executors:
     pipeline: torch.distributed.ProcessGroup
     messages: Sequence[Message]
     make: Callable[..., ModelStage]
+    edges: Mapping[int, tuple[Message, ...]] = field(default_factory=dict)
 
     def executor(self, call: Call, data: Data, tables: Tables) -> Executor:
         """Return what runs a call beside the other ranks.
@@ -88,7 +91,12 @@ class Executors:
                 beside = embedding.of_executor
             more |= vocabulary.of_executor(session, self.pipeline, messages, stages, beside)
         call = next(iter(stages.values())).call
-        return self._kind()(
+        kind: Callable[..., Executor] = Executor
+        if self.edges:
+            from megatron_zbpp.runtime.hops import HopExecutor
+
+            kind = partial(HopExecutor, self.edges)
+        return kind(
             tables.program,
             stages,
             channels,
@@ -99,9 +107,6 @@ class Executors:
             tables=tables,
             **more,
         )
-
-    def _kind(self) -> Callable[..., Executor]:
-        return Executor
 
     def _stages(self, call: Call, data: Data) -> dict[int, ModelStage]:
         """Return the stages of this rank by number."""

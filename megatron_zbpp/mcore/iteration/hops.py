@@ -8,9 +8,8 @@ manifold-constrained hyper-connections (mHC) widen what is exchanged, which thei
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -22,27 +21,12 @@ from megatron_zbpp.mcore.iteration.stages import ModelStage
 from megatron_zbpp.mcore.lowered import Lowered
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.runtime.channels import Message
-from megatron_zbpp.runtime.executor import Executor
-from megatron_zbpp.runtime.hops import Edges, Hop, HopExecutor
+from megatron_zbpp.runtime.hops import Edges, Hop
 
 METHOD = 'hops'
 _SEVERAL = 'the stages of this model exchange several tensors'
 _WIDE = 'the stages of this model exchange tensors that differ from edge to edge'
 _Told = tuple[tuple[tuple[int, ...], torch.dtype], ...] | None
-
-
-@dataclass(frozen=True)
-class HopExecutors(Executors):
-    """Executors of a model whose edges have tensors of their own.
-
-    Attributes:
-        edges: by the stage that sends forwards.
-    """
-
-    edges: Edges = field(default_factory=dict)
-
-    def _kind(self) -> Callable[..., Executor]:
-        return functools.partial(HopExecutor, self.edges)
 
 
 def with_hops(
@@ -77,7 +61,7 @@ def with_hops(
     _require_supported(edges, lowered, session.programs, len(hops) > 1)
     several = any(len(hop) > 1 for hop in edges.values())
     make = HopStage if several else executors.make
-    return HopExecutors(session, lowered, pipeline, executors.messages, make, edges)
+    return replace(executors, make=make, edges=edges)
 
 
 def _agreed(
