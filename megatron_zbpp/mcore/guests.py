@@ -1,7 +1,8 @@
-"""The guests that settings ask for. A guest that nobody asks for is not imported."""
+"""The guests that settings ask for, or the job. One that nobody asks for is not imported."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,10 @@ def asked_for(settings: Settings) -> Iterator[Guest]:
         from megatron_zbpp.guests.tracing import tracer
 
         yield tracer.Tracer(Path(settings.trace_dir))
+    if 'nemo.lens' in sys.modules:  # as where Megatron has telemetry
+        from megatron_zbpp.guests.telemetry import spans
+
+        yield spans.Spans()
     if settings.offload == AUTO:
         from megatron_zbpp.guests.offload_amount import free_amount
 

@@ -58,7 +58,7 @@ def test_refused(changes, said):
     for words in said:
         # each rank has its own line; all tell the same
         assert error.count(words) >= 2, error
-    assert seconds < 60, 'refused, but slowly'
+    assert seconds < 150, 'refused, but slowly'
     assert not survivors()
 
 

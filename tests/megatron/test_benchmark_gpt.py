@@ -79,7 +79,7 @@ def check_measured(row):
 def run_doomed(folder):
     """Two supervisors, whose processes end by a signal and not at all."""
     os.environ['PYTHONPATH'] = str(SUPPORT)
-    crew = Crew(folder, timeout=60)
+    crew = Crew(folder, timeout=180)
     start = time.monotonic()
     return crew.run('doomed_worker', JOB, lambda text: None), time.monotonic() - start
 
@@ -87,7 +87,7 @@ def run_doomed(folder):
 def test_a_killed_rank_ends_the_others(ranks, tmp_path):
     for row, seconds in ranks(2).run(run_doomed, tmp_path):
         assert 'rank 1: ended by signal 9' in row['error'] and '.1.log' in row['error']
-        assert seconds < 30
+        assert seconds < 120
 
 
 def test_timeout(tmp_path):

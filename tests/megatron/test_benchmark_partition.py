@@ -128,7 +128,7 @@ def test_a_share_of_a_processor():
     with shares.shared([0.3, 0.2]) as where:
         assert all(group.exists() for group in where.groups)
         program = [sys.executable, '-c', SPIN.format(where=repr(where))]
-        done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=200)
         assert 0.1 < float(done.stdout) < 0.25, done.stderr
     assert not any(group.exists() for group in where.groups)
 

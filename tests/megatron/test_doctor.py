@@ -185,6 +185,16 @@ def test_first_iteration(ranks, launcher, flag, told):
     assert [f'the first iteration is prepared {told}' in note for note in notes].count(True) == 1
 
 
+@needs_training
+@pytest.mark.parametrize('flag', [(), ('--overlap-moe-expert-parallel-comm',)])
+def test_what_overlapped_experts_need(ranks, flag):
+    script = ['-m', 'megatron_zbpp.launch', 'pretrain_gpt.py']
+    words = [*SIZES, '--global-batch-size', 48, '--pipeline-schedule', 'dualpipe-v', *flag]
+    _, found = report(ranks, '--gpus', 8, '--', *script, *words)
+    notes = found['launch_line']['notes']
+    assert ['CUDA_DEVICE_MAX_CONNECTIONS' in note for note in notes].count(True) == len(flag)
+
+
 def test_no_schedule_in_the_launch_line(ranks):
     for words, told in (((), True), (('--pipeline-schedule', 'zb-v'), False)):
         _, found = report(ranks, '--gpus', 8, '--', 'pretrain_gpt.py', *SIZES, *words)

@@ -14,7 +14,7 @@ PROGRAM = SUPPORT.joinpath('early.py')
 
 @needs_training
 def test_before_the_import():
-    done = run([sys.executable, PROGRAM, CHECKOUT or ''], timeout=100)
+    done = run([sys.executable, PROGRAM, CHECKOUT or ''], timeout=200)
     assert done.returncode == 0, done.stderr
     before, enabled, after = map(set, json.loads(done.stdout.splitlines()[-1]))
     schedules = 'megatron.core.pipeline_parallel.schedules'

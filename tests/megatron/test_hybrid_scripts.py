@@ -87,7 +87,7 @@ def test_layers_of_kernels_are_named(letter):
         '--cpu',
         script('pretrain_hybrid.py'),
     ]
-    done = commands.run([*script_of, *map(str, words)], env={'WORLD_SIZE': '2'}, timeout=100)
+    done = commands.run([*script_of, *map(str, words)], env={'WORLD_SIZE': '2'}, timeout=200)
     assert done.returncode == 2 and 'Traceback' not in done.stderr, done.stderr
     said = f'kernels of {letter} need a GPU; have a pattern of other layers (*, -, E, +)'
     assert said in done.stderr.splitlines()[-1]

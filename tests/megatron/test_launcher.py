@@ -16,7 +16,7 @@ PIPELINE = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 4, '--tr
 def launched(*argv):
     """The launcher as users call it."""
     command = [sys.executable, '-m', 'megatron_zbpp.launch', *argv]
-    return commands.run(command, env={'COLUMNS': '10000'}, timeout=100)
+    return commands.run(command, env={'COLUMNS': '10000'}, timeout=200)
 
 
 def test_no_script():

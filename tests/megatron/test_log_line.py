@@ -47,8 +47,8 @@ def job_lines(training):
 
 @contextmanager
 def logged(training):
-    """(lines as they are printed, scalars as the writer gets them, lines of the job)."""
-    lines, scalars = [], []
+    """What is printed, scalars as TensorBoard and as W&B get them, lines of the job."""
+    lines, scalars, kept = [], [], {}
 
     def print_rank_last(message):
         lines.append(message)
@@ -60,12 +60,23 @@ def logged(training):
         def flush(self):
             pass
 
+    class Wandb:
+        def __init__(self):
+            self.config = {}
+
+        def log(self, values, iteration):
+            kept.update({(iteration, name): value for name, value in values.items()})
+
+        def finish(self):
+            pass
+
     with (
         mock.patch.object(training, 'print_rank_last', print_rank_last),
         mock.patch.object(training, 'get_tensorboard_writer', Writer),
+        mock.patch.object(training, 'get_wandb_writer', Wandb),
         job_lines(training) as said,
     ):
-        yield lines, scalars, said
+        yield lines, scalars, kept, said
 
 
 @needs_training
@@ -74,7 +85,7 @@ def test_log_line(ranks):
     argv += ['--pipeline-schedule', 'zb-v', '--log-interval', 2, '--tensorboard-log-interval', 4]
     argv += ['--eval-iters', 1, '--eval-interval', 5, '--split', '90,10,0']  # behind the last one
     every = run(ranks(2), *argv, event=logged).reported
-    for lines, scalars, said in every:
+    for lines, scalars, kept, said in every:
         (last,) = filter(None, map(SUMMARY.match, said))
         assert last[2] == '5' and 0 < float(last[1]) < 100
         assert said[-2:] == ['B F W', last[0]], 'not of the evaluation'
@@ -87,7 +98,8 @@ def test_log_line(ranks):
         assert {match[3] for match in found.values()} == {'2.0'}
         ours = {name: value for i, name, value in scalars if name.startswith('pipeline/')}
         assert {i for i, name, _ in scalars if name.startswith('pipeline/')} == {4}
-        assert ours['pipeline/live-activations'] == 2
+        assert ours['pipeline/live-activations'] == 2 and len(ours) == 3
+        assert {(4, name): value for name, value in ours.items()}.items() <= kept.items()
         assert f'{ours["pipeline/idle-all-ranks"]:.1%}' == f'{found[4][1]}%'
         assert f'{ours["pipeline/bubble"]:.1%}' == f'{found[4][2]}%'
         assert 0 <= ours['pipeline/bubble'] <= ours['pipeline/idle-all-ranks'] < 1
@@ -100,9 +112,12 @@ def test_last_line_of_a_job_that_a_limit_ends(ranks):
     argv = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 6, '--train-iters', 9]
     argv += ['--pipeline-schedule', 'zb-v', '--clip-grad', 100, '--log-interval', 4]
     argv += ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 3]
-    for lines in run(ranks(2), *argv, '--exit-interval', 6, event=job_lines).reported:
-        (found,) = filter(None, map(SUMMARY.match, lines))
+    argv += ['--exit-interval', 6, '--tensorboard-log-interval', 2]
+    for _, scalars, _, said in run(ranks(2), *argv, event=logged).reported:
+        (found,) = filter(None, map(SUMMARY.match, said))
         assert found[2] == '6' and found.groups()[5:] == ('3', '0')
+        steps = {name: value for i, name, value in scalars if i == 4 and 'step' in name}
+        assert steps.items() >= {'pipeline/early-steps': 1, 'pipeline/steps-taken-back': 0}.items()
 
 
 def printed(argv, metrics):

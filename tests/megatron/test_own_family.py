@@ -51,7 +51,7 @@ def test_own_family(ranks, data, tmp_path: Path, module: str, leads: tuple[int, 
         folder.mkdir()
         (folder / f'own_{module}.py').write_text(OWN.format(lead=lead))
     metrics = tmp_path / 'metrics.jsonl'
-    told = ranks(2).run(train_mine, f'own_{module}', folders, data, metrics, timeout=100)
+    told = ranks(2).run(train_mine, f'own_{module}', folders, data, metrics, timeout=200)
     if module == 'alike':
         assert told == [None, None] and metrics.exists()
         return

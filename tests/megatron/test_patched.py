@@ -61,7 +61,7 @@ def help_of(folder: Path) -> str:
     path = [Path(megatron_zbpp.__file__).parent / 'emulation' / 'subprocess_hook', ROOT]
     command = [sys.executable, 'pretrain_gpt.py', '--help']
     path = os.pathsep.join(map(str, path))
-    return run(command, cwd=folder, env={'PYTHONPATH': path}, timeout=100).stdout
+    return run(command, cwd=folder, env={'PYTHONPATH': path}, timeout=200).stdout
 
 
 def test_flags_come_and_go(tmp_path):

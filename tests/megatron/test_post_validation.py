@@ -140,6 +140,6 @@ def disabled_before_messages_arrive():
 
 def test_disabling_waits_for_messages(ranks):
     """Else they would stand in the way of all that comes after them."""
-    (first, total), (last, _) = ranks(2).run(disabled_before_messages_arrive, timeout=60)
+    (first, total), (last, _) = ranks(2).run(disabled_before_messages_arrive, timeout=200)
     assert first and not last
     assert total == 2

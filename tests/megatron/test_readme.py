@@ -234,7 +234,7 @@ def test_install_zbpp_command(command, checkout, tmp_path):
     arguments = [re.sub(r'git\+https://.*', f'file://{checkout}', a) for a in arguments]
     pip = [sys.executable, '-m', 'pip', '--disable-pip-version-check']
     options = ['--no-build-isolation', '--target', tmp_path]
-    done = run([*pip, *arguments, *options], timeout=100)
+    done = run([*pip, *arguments, *options], timeout=200)
     assert done.returncode == 0, done.stderr
     code = 'from megatron_zbpp import cli; print(cli.__file__); cli.main(["list"])'
     said = run([sys.executable, '-c', code], cwd=tmp_path, env={'PYTHONPATH': str(tmp_path)})

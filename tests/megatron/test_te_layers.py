@@ -340,7 +340,7 @@ def test_sequence_parallelism(te_ranks, dtype):
             assert all(expected <= bytes <= expected + 64 for bytes in held), (kind, held, expected)
 
 
-def two_layers(store, **options):
+def two_layers(store, of=(4, 4), **options):
     """Two layers of TE without DistributedDataParallel, and what delays in them."""
     from transformer_engine.pytorch import Linear
 
@@ -348,7 +348,7 @@ def two_layers(store, **options):
 
     torch.manual_seed(1)
     make = {'params_dtype': torch.float32, 'delay_wgrad_compute': True} | options
-    layers = torch.nn.ModuleList(Linear(4, 4, **make) for _ in '12')
+    layers = torch.nn.ModuleList(Linear(*of, **make) for _ in '12')
     return layers, transformer_engine.Delaying(layers, store)
 
 
@@ -374,6 +374,38 @@ def unused_in_one():
 
 def test_each_w_runs_what_its_b_put_off(te_ranks):
     assert te_ranks(2).run(unused_in_one) == [([4.0] * 4, [6.0] * 4, 8.0)] * 2
+
+
+def cleared_bias(dtype, recipe):
+    """Gradients of weight and bias, and where whoever takes the latter at B drops it before W."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    from megatron_zbpp.runtime.weight_grads import WeightGradStore
+
+    eight_bits = {'enabled': recipe, 'fp8_recipe': Float8CurrentScaling() if recipe else None}
+    x = torch.linspace(-1, 1, 16 * 32).view(16, 32).to(dtype)
+    found = []
+    for clears in (False, True):
+        store = WeightGradStore()
+        (one, _), delaying = two_layers(store, params_dtype=dtype, of=(32, 16))
+        with te.fp8_autocast(**eight_bits):
+            output = one(x)
+        backward(store, delaying, 0, lambda output=output: output.square().sum())
+        taken = one.bias.grad
+        one.bias.grad = None if clears else taken
+        store.run((0, 0))
+        whole = one.bias.grad if taken is None else taken  # 16 bits: it comes with W
+        again = clears and taken is not None and one.bias.grad is not None
+        found.append((one.weight.grad, whole, again))
+    (weight, bias, _), (late, other, again) = found
+    return torch.equal(weight, late), torch.equal(bias, other), again
+
+
+@pytest.mark.parametrize('recipe', [False, True], ids=['16 bits', 'FP8'])
+def test_a_bias_whose_gradient_is_taken_before_w(te_ranks, recipe):
+    """As TE's issue 3400 reports of its own `backward_dw`: no error, and nothing of it in W's."""
+    assert te_ranks(1).run(cleared_bias, torch.bfloat16, recipe) == [(True, True, False)]
 
 
 def after_an_error():

@@ -30,7 +30,7 @@ def test_late() -> None:
     start = time.monotonic()
     with pytest.raises(AssertionError, match=r'not done after 3 s') as late:
         run([sys.executable, '-c', PARENT], timeout=3)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     (pid,) = re.findall(r'^child (\d+)\.$', str(late.value), re.M)
     assert not runs(int(pid))
 

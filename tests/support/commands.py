@@ -16,7 +16,7 @@ import psutil
 def run(
     command: Sequence[object],
     *,
-    timeout: float = 60,
+    timeout: float = 200,
     env: Mapping[str, str] | None = None,
     **options: object,
 ) -> subprocess.CompletedProcess[str]:
@@ -26,7 +26,7 @@ def run(
 
     Args:
         command: the program and its arguments, of any type.
-        timeout: in seconds: for a machine several times as slow as a developer's.
+        timeout: in seconds: for a machine ten times as slow as an idle one.
         env: variables beside those of this process; one thread a process, if nothing else is said.
         options: of Popen, such as `cwd`, or `stderr=STDOUT`.
 

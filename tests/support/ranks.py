@@ -124,7 +124,7 @@ class Ranks:
     size: int
     pool: Pool
 
-    def run(self, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
+    def run(self, function: Callable, *args: Any, timeout: float = 200) -> list[Any]:
         """`function(*args)` on every rank; its results by rank.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Transformer Engine's Python sources: unpacked from its wheel, which builds nothing."""
+"""Python sources of packages that are not installed: of their wheels, which build nothing."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ if importlib.util.find_spec('transformer_engine') is not None:
 
 
 def transformer_engine(version: str) -> Path:
-    """The folder that holds `transformer_engine` of that version; downloaded once.
-
-    Skips the test where it cannot be had.
-    """
+    """The folder that holds `transformer_engine` of that version."""
     if version == 'installed':
         spec = importlib.util.find_spec('transformer_engine')
         return Path(spec.submodule_search_locations[0]).parent
-    folder = Path(sys.prefix) / 'transformer_engine' / version
+    return unpacked('transformer-engine', version)
+
+
+def unpacked(package: str, version: str, *options: str) -> Path:
+    """The folder of a package's sources: of its wheel, downloaded once.
+
+    Skips the test where it cannot be had.
+    """
+    folder = Path(sys.prefix) / package.replace('-', '_') / version
     if not folder.exists():
         part = folder.with_name(f'{version}.{os.getpid()}')
         part.mkdir(parents=True)
@@ -39,11 +44,13 @@ def transformer_engine(version: str) -> Path:
             '--retries',
             '1',
         ]
-        wanted = ['--only-binary', ':all:', '--dest', part, f'transformer-engine=={version}']
-        done = subprocess.run([*command, *wanted], capture_output=True, text=True, timeout=200)
+        wanted = ['--only-binary', ':all:', '--dest', part, f'{package}=={version}']
+        done = subprocess.run(
+            [*command, *wanted, *options], capture_output=True, text=True, timeout=200
+        )
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ['no reason given'])[-1]
-            pytest.skip(f'transformer-engine {version} cannot be downloaded: {last}')
+            pytest.skip(f'{package} {version} cannot be downloaded: {last}')
         (wheel,) = part.glob('*.whl')
         zipfile.ZipFile(wheel).extractall(part)
         part.rename(folder)

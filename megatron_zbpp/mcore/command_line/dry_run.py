@@ -38,6 +38,11 @@ from megatron_zbpp.techniques.vocabulary.whole import (
 _LITTLE = 0.9  # of what is held without: more than that is little gain
 _NO_PIPELINE = 'one pipeline rank has no pipeline: --pipeline-schedule changes nothing'
 
+_CONNECTIONS = (
+    '--overlap-moe-expert-parallel-comm needs CUDA_DEVICE_MAX_CONNECTIONS above 1, such as 32: '
+    'with 1, what experts send waits for the products that it should run beside'
+)
+
 _NO_SCHEDULE = (
     'no --pipeline-schedule is given: for one of ours write -m megatron_zbpp.launch before the '
     'script, and --pipeline-schedule zb-v behind it'
@@ -205,6 +210,7 @@ def _consequences(
     if not programs.asynchronous:
         found.append(_first_iteration(settings.prewarm, line.on_cpu))
     found.append(losses_from_scratch(settings, placement, line.args))
+    found += [_CONNECTIONS] if getattr(line.args, refusals.OVERLAP, False) else []
     found += filter(None, (megatron_refuses(placement, count) for count in counts))
     found += [
         _of_copies(name, programs, placement.num_ranks, counts[-1])

@@ -24,6 +24,8 @@ _SCALARS = {
     'pipeline/bubble': 'bubble',
     'pipeline/idle-all-ranks': 'idle',
     'pipeline/live-activations': 'live',
+    'pipeline/early-steps': 'early_steps',
+    'pipeline/steps-taken-back': 'taken_back',
 }
 
 
@@ -49,6 +51,8 @@ def _write(module: ModuleType, figures: Figures, iteration: int) -> None:
     if not writer or iteration % module.get_args().tensorboard_log_interval:
         return
     for name, attribute in _SCALARS.items():
+        if figures.early_steps is None and 'step' in name:
+            continue  # none can be
         value = getattr(figures, attribute)
         writer.add_scalar(name, value, iteration)
         if wandb:

@@ -101,7 +101,7 @@ def test_there_is_no_embedding_without_the_output_layer():
 def test_command_line(capsys, tmp_path):
     made = tmp_path / 'plan.json'
     words = '--pp 4 --microbatches 8 --vocab-layers input+output'
-    line = f'plan {words} --vocab-parallel 0.3 -o {made}'
+    line = f'plan {words} --vocab-parallel 0.3 --seconds 1 -o {made}'
     assert main(line.split()) == main(['check', str(made)]) == 0
     techniques = json.loads(made.read_text())['schedule']['techniques']
     assert techniques == [['split_vocabulary', [4, 1]], ['split_embedding', [4]]]

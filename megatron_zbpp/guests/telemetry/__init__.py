@@ -1,0 +1,1 @@
+"""Telemetry: passes and messages as spans of OpenTelemetry's, beside Megatron's own."""

@@ -1,0 +1,188 @@
+"""Spans of passes and messages, by the library that Megatron's telemetry is made with."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+import wheels
+from models import Job, train
+from ranks import Pool, Ranks
+from timed import Pipeline
+
+from megatron_zbpp.runtime.clock import HostClock
+from megatron_zbpp.schedules import build
+
+P, M, ITERATIONS = 3, 4, 2
+PASSES, MESSAGES = 'microbatch', 'communication'
+
+
+def see(folder):
+    """Before all else: lets nemo-lens be found."""
+    sys.path.insert(0, str(folder))
+
+
+@pytest.fixture(scope='module')
+def lens_ranks():
+    """As `ranks`, with nemo-lens: in processes of their own, which others do not get."""
+    if sys.version_info < (3, 12):
+        pytest.skip('its metadata ask for Python 3.13, its code for 3.12')
+    folder = wheels.unpacked('nemo-lens', '0.1.0', '--ignore-requires-python')
+    pool = Pool(see, folder)
+    yield lambda size: Ranks(size, pool)
+    pool.stop()
+
+
+@contextmanager
+def exporting(groups):
+    """Telemetry with these groups on: yields its tracer, and where spans go."""
+    from nemo.lens.state import set_enabled_span_groups
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    kept, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    tracer = trace.get_tracer('test', tracer_provider=provider)
+    set_enabled_span_groups(frozenset(groups))
+    # a process takes one provider for ever
+    with mock.patch.object(trace, 'get_tracer', lambda name: tracer):
+        yield tracer, kept
+    set_enabled_span_groups(frozenset())
+
+
+def exported(name, groups, ranks):
+    """What a rank exports of two iterations: name, span and parent, links, times, attributes."""
+    from nemo.lens.helpers import managed_span
+
+    spans = importlib.import_module('megatron_zbpp.guests.telemetry.spans')
+    guest, pipeline = spans.Spans(), Pipeline(build(name, P, M), HostClock())
+    with exporting(groups if dist.get_rank() in ranks else ()) as (tracer, kept):
+        for _ in range(ITERATIONS):
+            with managed_span('step', 'megatron.train_step', tracer):
+                guest.before(None)
+                guest.after(pipeline.run(), None)
+    return [
+        (
+            span.name,
+            (span.context.trace_id, span.context.span_id),
+            span.parent and span.parent.span_id,
+            [(link.context.trace_id, link.context.span_id) for link in span.links],
+            (span.start_time, span.end_time),
+            dict(span.attributes),
+        )
+        for span in kept.get_finished_spans()
+    ]
+
+
+def of_one(found, name):
+    return [span for span in found if span[0] == name]
+
+
+ALL = ('step', PASSES, MESSAGES)
+
+
+def test_passes_and_messages(lens_ranks):
+    found = lens_ranks(P).run(exported, 'zb-h1', ALL, range(P))
+    for rank, spans in enumerate(found):
+        first, last = rank == 0, rank == P - 1
+        assert Counter(name for name, *_ in spans) == Counter(
+            {
+                'megatron.train_step': ITERATIONS,
+                'megatron.microbatch.weight_gradient': ITERATIONS * M,
+                'megatron.p2p.recv_forward': ITERATIONS * M * (not first),
+                'megatron.p2p.send_backward': ITERATIONS * M * (not first),
+                'megatron.p2p.recv_backward': ITERATIONS * M * (not last),
+                'megatron.p2p.send_forward': ITERATIONS * M * (not last),
+            }
+        )
+        steps = [of_one(each, 'megatron.train_step') for each in found]
+        for name, _, parent, links, (start, end), attributes in spans:
+            if name == 'megatron.train_step':
+                continue
+            (at,) = [i for i, step in enumerate(steps[rank]) if step[1][1] == parent]
+            assert (
+                attributes['dl.pipeline_parallel.rank'] == attributes['megatron.pp.stage'] == rank
+            )
+            assert attributes['megatron.microbatch_id'] in range(M) and start <= end
+            assert attributes['megatron.pp.slice'] == 0
+            peer = attributes.get('megatron.pp.peer')
+            direction = {'recv_forward': -1, 'send_forward': 1, 'recv_backward': 1}
+            direction['send_backward'] = -1
+            ending = name.rpartition('.')[2]
+            assert peer == (rank + direction[ending] if ending in direction else None)
+            # the sender's span of the same iteration
+            assert links == ([steps[peer][at][1]] if 'recv' in name else [])
+
+
+def test_what_a_rank_waits(lens_ranks):
+    """The last rank's first forward waits for the others' first ones; a message is sent before."""
+    found = lens_ranks(P).run(exported, 'zb-h1', ALL, range(P))
+    _, *later = of_one(found[-1], 'megatron.p2p.recv_forward')[:M]
+    for *_, (start, end), attributes in later:
+        sent = [
+            times[0]
+            for *_, times, of in of_one(found[-2], 'megatron.p2p.send_forward')[:M]
+            if of['megatron.microbatch_id'] == attributes['megatron.microbatch_id']
+        ]
+        assert sent[0] <= end and start <= end
+
+
+def test_ranks_that_do_not_export(lens_ranks):
+    """By default one rank does: nobody waits for a context that no rank leaves."""
+    *others, last = lens_ranks(P).run(exported, 'zb-h1', ALL, [P - 1])
+    assert not any(others)
+    assert {tuple(links) for _, _, _, links, *_ in last} == {()}
+
+
+@pytest.mark.parametrize(('group', 'has'), [(PASSES, 'microbatch'), (MESSAGES, 'p2p'), ('job', '')])
+def test_groups(lens_ranks, group, has):
+    found = lens_ranks(P).run(exported, 'zb-h1', [group], range(P))
+    assert {name.split('.')[1] for name, *_ in found[1]} == ({has} if has else set())
+
+
+def test_other_kinds(lens_ranks):
+    """A backward of both is Megatron's; two stages a rank, where some messages stay on it."""
+    found = lens_ranks(P).run(exported, '1f1b', ALL, range(P))
+    assert not of_one(found[0], 'megatron.microbatch.weight_gradient')
+    found = lens_ranks(P).run(exported, 'zb-v', ALL, range(P))
+    assert len(of_one(found[0], 'megatron.microbatch.weight_gradient')) == 2 * M * ITERATIONS
+    assert {a['megatron.pp.stage'] for *_, a in of_one(found[2], 'megatron.p2p.recv_forward')} == {
+        2
+    }
+    assert len(of_one(found[1], 'megatron.p2p.recv_forward')) == 2 * M * ITERATIONS
+
+
+def trained(job, argv):
+    """What a training leaves, and how many spans of each name it exports."""
+    with exporting(ALL) as (_, kept):
+        found = train(job, argv)
+    return found, Counter(span.name for span in kept.get_finished_spans())
+
+
+def test_a_training(lens_ranks, data):
+    """As without, to the bit: whoever has the library gets spans."""
+    job = Job('dense', te=False)
+    argv = job.argv('zb-v', False, data)
+    found = lens_ranks(job.size).run(trained, job, argv)
+    plain = lens_ranks(job.size).run(without, job, argv)
+    for rank, ((left, names), other) in enumerate(zip(found, plain, strict=True)):
+        assert (left.losses, left.norms) == (other.losses, other.norms)
+        passes = 2 * job.microbatches * job.iterations
+        assert names['megatron.microbatch.weight_gradient'] == passes
+        assert names[f'megatron.p2p.recv_{"backward" if rank else "forward"}'] == passes // 2
+
+
+def without(job, argv):
+    """The same training where nobody has imported the library."""
+    hidden = {name: None for name in sys.modules if name.partition('.')[0] == 'nemo'}
+    with mock.patch.dict(sys.modules):
+        for name in hidden:
+            del sys.modules[name]
+        return train(job, argv)
