@@ -50,7 +50,7 @@ def test_records_are_in_order():
 def test_no_claim_outlives_its_test():
     pytest.importorskip('megatron.core')
     command = [sys.executable, '-m', 'pytest', 'tests', '--list-support', '-q']
-    found = run([*command, '-p', 'no:cacheprovider'], cwd=ROOT, timeout=200).stdout
+    found = run([*command, '-p', 'no:cacheprovider'], cwd=ROOT, timeout=290).stdout
     shown = {tuple(row) for row in csv.reader(found.splitlines()) if len(row) == 4}
     orphans = [record for record in supported.read() if supported.key(record) not in shown]
     assert shown and not orphans, 'run those tests again with --record-support, then the page'
