@@ -133,14 +133,17 @@ def test_external_loaders_that_do_not_ask(ranks):
         run(ranks(4), *given, event=events.OwnLoaders('group'))
 
 
-@supports("NVIDIA's loop: checkpoints go from one way to two and back", 'dualpipe chimera')
-@pytest.mark.full
-def test_checkpoints_interchange(ranks, tmp_path):
+@supports("NVIDIA's loop: checkpoints go from one way to two and back", '{schedules}')
+@pytest.mark.parametrize(
+    'schedules', ['dualpipe', pytest.param('chimera bitpipe', marks=pytest.mark.full)]
+)
+def test_checkpoints_interchange(ranks, tmp_path, schedules):
     """Each saves where the one before it stopped; in the end it is one run of Megatron's."""
-    flags = [*BASE, '--bf16', '--train-iters', 5]
+    turns = [None, *(each for name in schedules.split() for each in (name, None))]
+    flags = [*BASE, '--bf16', '--train-iters', len(turns)]
     whole = run(ranks(4), *flags)
     losses, through = {}, ['--save', tmp_path, '--load', tmp_path, '--save-interval', 1]
-    for schedule in (None, 'dualpipe', None, 'chimera', None):
+    for schedule in turns:
         given = ['--pipeline-schedule', schedule] if schedule else []
         latest = run(ranks(4), *flags, *through, '--exit-interval', 1, *given)
         losses |= latest.losses
