@@ -43,9 +43,9 @@ DETAILS = """
 
 *TE* is the release of Transformer Engine on whose layers it was trained, its kernels emulated on a
 CPU; *own* are Megatron's own layers. Kinds of schedules: one stage a rank (`1f1b`; with W passes
-`zb-h1`), a loop (`interleaved`; with W `zb-interleaved`), a V (`1f1b-v`; with W `zb-v`). `--sft`
-has no entry for 0.16.1: its dataset cannot be mocked, and Megatron's own run fails there
-(`Boolean value of Tensor with more than one value is ambiguous`).
+`zb-h1`), a loop (`interleaved`; with W `zb-interleaved`), a V (`1f1b-v`; with W `zb-v`), two ways
+(`chimera`; with W `dualpipe`). `--sft` has no entry for 0.16.1: its dataset cannot be mocked, and
+Megatron's own run fails there (`Boolean value of Tensor with more than one value is ambiguous`).
 
 Tests write the records (`docs/support.csv`); a test fails where a record has no test any more:
 
@@ -116,15 +116,16 @@ def kind(schedule: str) -> tuple[int, str]:
     name, _, later = schedule.partition('+')
     others = {'any': 'any', 'megatron': "Megatron's own", 'auto': 'planned by `auto`'}
     if name in others:
-        place, words = 7 + list(others).index(name), others[name]
+        place, words = 9 + list(others).index(name), others[name]
     else:
         family = find(name)
         made = build(name, 4, 8)
         place = 1 if family.default_chunks == 1 else 3 if made.placement.is_loop else 5
-        words = {1: 'one stage a rank', 3: 'loop', 5: 'V'}[place]
+        place = place if family.num_routes == 1 else 7
+        words = {1: 'one stage a rank', 3: 'loop', 5: 'V', 7: 'two ways'}[place]
         if any(each.kind == 'W' for rank in made.passes for each in rank):
             place, words = place + 1, f'{words}, W'
-    return (place + 10, f'{words}, post-validation') if later else (place, words)
+    return (place + 20, f'{words}, post-validation') if later else (place, words)
 
 
 def page() -> str:
