@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.runtime.executor import Executor
 from megatron_zbpp.runtime.tables import Tables
-from megatron_zbpp.runtime.versions import Versions
+from megatron_zbpp.runtime.versions import Kept, Versions
 from megatron_zbpp.techniques.updates.calls import Calls
 from megatron_zbpp.techniques.updates.versions import Updates
 
@@ -27,18 +25,19 @@ class EndlessTraining:
     Attributes:
         versions: of the weights of this rank's stage; made in the first call.
         late: whether they are: once a call has run.
-        loaded: older weights of a checkpoint, by age from 1 and identity of parameters.
+        loaded: what versions had kept, of a checkpoint.
         tau: mean delay of the forwards of this rank's stage, in steps.
     """
 
     def __init__(self, late: bool = False, warm_up: int = 0) -> None:
         self.versions: Versions | None = None
         self.late, self.tau = late, 0.0
-        self.loaded: list[dict[int, torch.Tensor]] = []
+        self.loaded: Kept = {}
         self._unfinished: Callable[[], Any] | None = None
         self._result: Any = None  # of the latest step
         self._running: Executor | None = None
         self._warm_up, self._warm = warm_up, 0  # calls that are to be synchronous, that were
+        self._before = 0  # steps of a training that goes on
         self._calls = self._steps = 0
         self._first = 0  # the call that has filled the pipeline
         self._every = 0  # microbatches of a call since
@@ -60,7 +59,7 @@ class EndlessTraining:
         if self.versions is None:
             self.late = self.late and steps_late(updates)
             self.versions = make()
-            self.loaded = []
+            self.loaded = {}
         return self.versions
 
     def next_tables(self, calls: Calls, rank: int) -> Tables:
@@ -156,8 +155,13 @@ class EndlessTraining:
 
     @property
     def steps(self) -> int:
-        """Steps that the program has taken, synchronous ones too."""
-        return self._warm + self._steps
+        """Steps that the training has taken, synchronous ones too."""
+        return self._before + self._warm + self._steps
+
+    def resume(self, steps: int) -> None:
+        """Go on with a training that has taken so many steps."""
+        self._warm = min(steps, self._warm_up)
+        self._before = steps - self._warm
 
     @property
     def unfinished(self) -> bool:

@@ -7,7 +7,8 @@ one memory, which steps write to unseen by the graphs. To mix both would be sile
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 import torch
@@ -18,6 +19,12 @@ from megatron_zbpp.runtime.key import Key, key_of
 
 Result = TypeVar('Result')
 
+_AVERAGE = 'average_step'  # of what is kept
+
+
+Kept = Mapping[str, Mapping[int, torch.Tensor]]
+"""Tensors that a checkpoint holds beside the newest weights: by name, by identity of parameters."""
+
 
 class Versions(Protocol):
     """The versions of the weights of one stage.
@@ -27,6 +34,10 @@ class Versions(Protocol):
     """
 
     most: int
+
+    def kept(self) -> Kept:
+        """Return what a training that goes on needs beside the newest weights."""
+        ...
 
     def before_forward(self, p: Pass) -> None:
         """Give parameters the weights of the forward `p`."""
@@ -59,12 +70,21 @@ class OneStorage:
 
     Args:
         parameters: of the stage.
+        stepped: as of `Corrected`, where other stages correct theirs: a checkpoint has an average
+            of every parameter.
     """
 
     most = 1
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._parameters = tuple(parameters)
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], stepped: Iterable[torch.Tensor] = ()
+    ) -> None:
+        self._parameters, self._stepped = tuple(parameters), tuple(stepped)
+
+    def kept(self) -> Kept:
+        of_each = zip(self._parameters, self._stepped, strict=False)
+        averages = {id(parameter): torch.zeros_like(each.data) for parameter, each in of_each}
+        return {_AVERAGE: averages} if averages else {}
 
     def before_forward(self, p: Pass) -> None:
         """Parameters have the newest weights."""
@@ -96,6 +116,7 @@ class Corrected:
             copy.
         tau: mean delay of forwards, in steps; more than 0.
         decay: of d over tau steps.
+        loaded: what another one kept, of a training that goes on.
     """
 
     most = 2
@@ -106,12 +127,21 @@ class Corrected:
         stepped: Iterable[torch.Tensor],
         tau: float,
         decay: float,
+        loaded: Kept = MappingProxyType({}),
     ) -> None:
         self._parameters, self._stepped = tuple(parameters), tuple(stepped)
-        self._tau, self._kept = tau, decay ** (1 / tau)
+        self._tau, self._share = tau, decay ** (1 / tau)
         self._averages = [torch.zeros_like(each.data) for each in self._stepped]
+        for parameter, average in zip(self._parameters, self._averages, strict=True):
+            if _AVERAGE in loaded:
+                average.copy_(loaded[_AVERAGE][id(parameter)])
         self._others = [each.data.clone() for each in self._parameters]  # not in parameters now
+        self._correct()
         self._corrected = False  # what parameters have
+
+    def kept(self) -> Kept:
+        of_each = zip(self._parameters, self._averages, strict=True)
+        return {_AVERAGE: {id(parameter): average for parameter, average in of_each}}
 
     def before_forward(self, p: Pass) -> None:
         self._hold(corrected=False)
@@ -124,10 +154,9 @@ class Corrected:
         old = [each.data.clone() for each in self._stepped]
         with unseen_by_autograd((*self._parameters, *self._stepped)):
             result = step()
-        of_each = zip(self._stepped, old, self._averages, self._others, strict=True)
-        for new, before, average, other in of_each:
-            average.mul_(self._kept).add_((new.data - before) * (1 - self._kept))
-            other.copy_(new.data - self._tau * average)
+        for new, before, average in zip(self._stepped, old, self._averages, strict=True):
+            average.mul_(self._share).add_((new.data - before) * (1 - self._share))
+        self._correct()
         return result
 
     def restart(self, batch: int, every: int) -> None:
@@ -135,6 +164,12 @@ class Corrected:
 
     def close(self) -> None:
         self._hold(corrected=False)
+
+    def _correct(self) -> None:
+        """Estimate what backwards have, from the newest weights."""
+        of_each = zip(self._stepped, self._averages, self._others, strict=True)
+        for new, average, other in of_each:
+            other.copy_(new.data - self._tau * average)
 
     def _hold(self, corrected: bool) -> None:
         """Exchange the contents of parameters, where they have the others."""
@@ -159,7 +194,7 @@ class Slots:
         ahead: forwards of later batches that are run before a step, in that order.
         ages: how many older versions a training needs to go on as if it had not ended, alike on all
             stages.
-        loaded: those of such a training, by age from 1 and identity of parameters.
+        loaded: what another one kept, of such a training.
         buffered: whether steps write to the memory that parameters have at first, wherever they are
             pointed to: that of the distributed optimizer's buffers. It is one copy more.
         finish_step: takes the step that is still to be taken, where a forward needs its weights.
@@ -174,15 +209,16 @@ class Slots:
         ahead: int = 0,
         finish_step: Callable[[], object] = lambda: None,
         ages: int = 0,
-        loaded: Sequence[Mapping[int, torch.Tensor]] = (),
+        loaded: Kept = MappingProxyType({}),
     ) -> None:
         self._parameters = tuple(parameters)
         self._first, self._every, self._delay, self._ahead = 0, every, delay, ahead
-        self._finish_step, self.ages = finish_step, ages
+        self._finish_step, self._ages = finish_step, ages
         self._stepped = [each.data for each in self._parameters] if buffered else None
         self._slots = {0: _copied(self._stepped) if self._stepped else self._data()}
-        for at, weights in enumerate(loaded):
-            self._slots[-1 - at] = [weights[id(each)] for each in self._parameters]
+        for age in filter(str.isdecimal, loaded):
+            weights = loaded[age]
+            self._slots[-int(age)] = [weights[id(each)] for each in self._parameters]
         self._newest, self._current = 0, -1
         self._use(0)
         self._flying: dict[Key, int] = {}  # versions of microbatches between F and B
@@ -214,10 +250,16 @@ class Slots:
         with unseen_by_autograd(self._parameters):
             return step()
 
-    def older(self, age: int) -> dict[int, torch.Tensor]:
-        """Return the weights of so many steps ago by identity of parameters, or the oldest kept."""
-        tensors = self._slots[max(self._newest - age, min(self._slots))]
-        return {id(p): data for p, data in zip(self._parameters, tensors, strict=True)}
+    def kept(self) -> Kept:
+        """Return the weights of so many steps ago, or the oldest there are, by age from 1."""
+        oldest = min(self._slots)
+        versions = {age: max(self._newest - age, oldest) for age in range(1, self._ages + 1)}
+        return {
+            str(age): {
+                id(p): data for p, data in zip(self._parameters, self._slots[version], strict=True)
+            }
+            for age, version in versions.items()
+        }
 
     def restart(self, batch: int, every: int) -> None:
         self._flying.clear()  # their versions stay until the next step

@@ -226,6 +226,76 @@ def test_resumed_as_if_never_ended(ranks, data, tmp_path, method, more):
     assert len(megatron.losses) == 3 and megatron.losses[1:] != after.losses[1:]
 
 
+def kept_in_checkpoint(folder):
+    """On a rank: steps, averages as they were and as they are loaded, and what Megatron loads."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from megatron_zbpp.mcore.patches import older_weights
+    from megatron_zbpp.mcore.patches.registry import Registry
+    from megatron_zbpp.runtime.endless import EndlessTraining
+    from megatron_zbpp.runtime.versions import Corrected
+
+    weight = torch.nn.Parameter(torch.randn(4, 2, dtype=torch.bfloat16))
+    main = weight.data.float()
+
+    def state():
+        return {'w': ShardedTensor.from_rank_offsets('w', weight)}
+
+    ended, begun = EndlessTraining(warm_up=1), EndlessTraining(warm_up=1)
+    ended.resume(3)
+    ended.versions = Corrected([weight], [main], tau=2.0, decay=0.25)
+    ended.versions.step(lambda: main.add_(0.001))
+    for endless, call in (
+        (ended, lambda: dist_checkpointing.save(state(), str(folder))),
+        (begun, lambda: dist_checkpointing.load(state(), str(folder))),
+    ):
+        registry = Registry()
+        registry.install(older_weights.patches(endless))
+        try:
+            call()
+        finally:
+            registry.undo()
+    ((name, averages),) = ended.versions.kept().items()
+    alone = dist_checkpointing.load(state(), str(folder))
+    return (
+        begun.steps,
+        torch.equal(begun.loaded[name][id(weight)], averages[id(weight)]),
+        begun.loaded[name][id(weight)].dtype,
+        torch.equal(alone['w'], weight),
+    )
+
+
+def test_averages_and_steps_are_in_checkpoints(ranks, tmp_path):
+    """In four bytes beside weights in two."""
+    (tmp_path / 'checkpoint').mkdir()
+    (found,) = ranks(1).run(kept_in_checkpoint, tmp_path / 'checkpoint')
+    assert found == (3, True, torch.float32, True)
+
+
+@supports('asynchronous: checkpoints hold averages of steps', 'pipemare')
+@pytest.mark.parametrize('more', ['--bf16'])
+def test_corrections_go_on(ranks, data, tmp_path, more):
+    """All stages have averages, the last one too; later steps are nearly those of a whole training.
+
+    Only forwards that were in flight run again, with newer weights than they had.
+    """
+    p, pool = 2, ranks(2)
+    common = ['--num-layers', p, '--pipeline-model-parallel-size', p, '--global-batch-size', 2]
+    common += ['--data-path', data, '--train-iters', 6, *more.split()]
+    ours = ['--pipeline-schedule', 'pipemare']
+    whole = run(pool, tmp_path, *common, *ours)
+    ends = [*common, '--save', tmp_path / 'checkpoint', '--exit-interval', 3]
+    before = run(pool, tmp_path, *ends, *ours)
+    loads = [*common, '--load', tmp_path / 'checkpoint']
+    after = run(pool, tmp_path, *loads, *ours)
+    assert before.losses == whole.losses[:3] and len(after.losses) == 3
+    for own, other in zip(after.losses, whole.losses[3:], strict=True):
+        assert float.fromhex(own) == pytest.approx(float.fromhex(other), rel=1e-2)
+    megatron = run(pool, tmp_path, *loads, '--pipeline-schedule', 'megatron')
+    assert len(megatron.losses) == 3
+
+
 @supports("asynchronous: from a checkpoint of Megatron's own", 'pipedream-2bw')
 def test_versions_are_equal_at_first_where_a_checkpoint_has_no_older_ones(ranks, data, tmp_path):
     """The first batch trains on what was loaded, as by 1F1B: its loss and norm are the same."""

@@ -191,8 +191,8 @@ def updating() -> object:
     return replace(host, graph=updating(host.graph))
 
 
-def versions(sharded: bool) -> Callable:
-    """Weights of PipeMare, whose optimizer has shards of them or all."""
+def versions(sharded: bool = False, tied: bool = False, anneals: int | None = None) -> Callable:
+    """Weights of PipeMare on 4 ranks, in batches of one microbatch."""
 
     def run() -> None:
         import torch
@@ -203,8 +203,9 @@ def versions(sharded: bool) -> Callable:
 
         model = torch.nn.Linear(1, 1)
         model.ddp_config = SimpleNamespace(use_distributed_optimizer=sharded)
-        session = Session(Settings('pipemare'))
-        make_versions(session, session.programs.lowered(2, 2, False), 0, [model])
+        model.share_embeddings_and_output_weights = tied
+        session = Session(Settings('pipemare', anneal_steps=anneals))
+        make_versions(session, session.programs.lowered(4, 1, False), 0, [model])
 
     return run
 
@@ -1098,6 +1099,12 @@ PROGRAMS = {
     ),
     'shards of weights that are corrected': row(
         versions(True), 'drop --use-distributed-optimizer, or take paci', versions(False)
+    ),
+    'copies of tied embeddings at two rates': row(
+        versions(tied=True),
+        'give --untie-embeddings-and-output-weights, --pipeline-anneal-steps 0',
+        versions(),
+        versions(tied=True, anneals=0),
     ),
     'rates without a scheduler': row(
         annealed(None), 'give the steps over which', annealed(5), annealed(0)

@@ -97,18 +97,21 @@ def test_post_validation(layers, tmp_path, schedule):
 @supports('multi-token prediction in a stage of its own, depth {depth}', 'zb-h1')
 @pytest.mark.parametrize('depth', [1, 2])
 def test_a_stage_of_its_own(layers, tmp_path, depth):
-    """Its message to the stage of the loss is longer than all others; no loss jumps at a resume."""
+    """Its message to the stage of the loss is longer than all others; it resumes as Megatron does."""
     ranks, te = layers
     layout = ['--pipeline-model-parallel-layout', f'Etttt|tttt|{"m" * depth}|L', '--num-layers', 8]
     flags = [*MTP, *te, *layout, '--pipeline-model-parallel-size', 4]
     flags += ['--mtp-num-layers', depth]
-    stock = run(ranks(4), *flags)
+    saving = ['--save', tmp_path, '--save-interval', 1]
+    stock = run(ranks(4), *flags, *saving)
     assert len(set(stock.losses.values())) == 3
-    flags += ['--pipeline-schedule', 'zb-h1']
-    assert run(ranks(4), *flags, '--save', tmp_path, '--save-interval', 1) == stock
-    again = run(ranks(4), *flags, '--load', tmp_path, '--ckpt-step', 1)
-    assert again.losses == since(1, stock.losses) and len(again.losses) == 2
-    assert (again.parameters, again.optimizer) == (stock.parameters, stock.optimizer)
+    ours = ['--pipeline-schedule', 'zb-h1']
+    assert run(ranks(4), *flags, *ours) == stock
+    loading = ['--load', tmp_path, '--ckpt-step', 1]
+    again = run(ranks(4), *flags, *loading)
+    assert run(ranks(4), *flags, *ours, *loading) == again
+    # Megatron's own: copies of the embedding part after a resume (docs/limits.md)
+    assert again.losses != since(1, stock.losses) and again.losses[2] == stock.losses[2]
 
 
 @refuses(

@@ -200,6 +200,7 @@ def make_versions(
 
     Raises:
         NotImplementedError: the optimizer has a part of the weights alone, of which T2 needs all.
+        ValueError: copies of tied embeddings would be stepped at other rates (T1).
     """
     schedule, calls = lowered.schedule, lowered.calls
     endless, updates = session.endless, updates_of(schedule.graph)
@@ -208,7 +209,8 @@ def make_versions(
     for model in unwrap_model(models):
         model.register_state_dict_pre_hook(lambda *_: endless.finish_step())
     (stage,) = schedule.placement.stages(rank)
-    tau = endless.tau = delays(schedule)[stage].mean
+    taus = [each.mean for each in delays(schedule)]
+    tau = endless.tau = taus[stage]
     parameters = [each for model in models for each in model.parameters()]
     buffered = getattr(getattr(models[0], 'ddp_config', None), 'use_distributed_optimizer', False)
     if updates.backward == STASHED:
@@ -222,10 +224,19 @@ def make_versions(
             'use_distributed_optimizer does not go with pipemare, since a rank needs all of the '
             'weights to correct them: drop --use-distributed-optimizer, or take paci'
         )
-    if updates.backward == CORRECTED and tau > 0:
-        stepped = [getattr(each, 'main_param', each) for each in parameters]
-        return Corrected(parameters, stepped, tau, session.settings.correction_decay)
-    return OneStorage(parameters)
+    if updates.backward != CORRECTED:
+        return OneStorage(parameters)
+    tied = getattr(unwrap_model(models)[0], 'share_embeddings_and_output_weights', False)
+    if tied and max(taus) > 1 and session.settings.anneal_steps != 0:
+        raise ValueError(
+            'embeddings are tied, and pipemare would step their copies at the rates of their '
+            'stages: give --untie-embeddings-and-output-weights, --pipeline-anneal-steps 0, or at '
+            f'least {len(taus) - 1} microbatches, from which on rates are alike'
+        )
+    stepped = [getattr(each, 'main_param', each) for each in parameters]
+    if not tau:
+        return OneStorage(parameters, stepped)
+    return Corrected(parameters, stepped, tau, session.settings.correction_decay, endless.loaded)
 
 
 def maker(

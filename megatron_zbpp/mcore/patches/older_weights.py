@@ -1,13 +1,14 @@
-"""Older versions of the weights in checkpoints of Megatron's own format.
+"""Tensors that versions of the weights keep, in checkpoints of Megatron's own format.
 
-Each parameter that a checkpoint has is there again for each older version, by the same layout and
-another name: so any number of ranks can load it, and Megatron alone loads the rest.
+Each parameter that a checkpoint has is there again for each older version, or for the average step
+that corrects it, by the same layout and another name: so any number of ranks can load it, and
+Megatron alone loads the rest. Beside them is how many steps were taken.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +19,9 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.runtime.endless import EndlessTraining
 from megatron_zbpp.runtime.log import job_log
-from megatron_zbpp.runtime.versions import Slots
 
 KEY = 'megatron_zbpp_older_weights'  # of a state dict; names of tensors begin with it
+_STEPS = 'steps'
 _MODULE = 'megatron.core.dist_checkpointing.serialization'
 
 
@@ -33,14 +34,12 @@ def patches(endless: EndlessTraining) -> Iterator[Patch]:
 def _saving(endless: EndlessTraining, original: Callable) -> Callable:
     @functools.wraps(original)
     def save(sharded_state_dict: dict[str, Any], *more: Any, **named: Any) -> Any:
-        versions = endless.versions
-        if isinstance(versions, Slots):
-            older = {
-                str(age): _renamed(sharded_state_dict, age, versions.older(age))
-                for age in range(1, versions.ages + 1)
-            }
-            sharded_state_dict = {**sharded_state_dict, KEY: older}
-        return original(sharded_state_dict, *more, **named)
+        kept = endless.versions.kept() if endless.versions is not None else {}
+        ours: dict[str, Any] = {
+            name: _renamed(sharded_state_dict, name, tensors) for name, tensors in kept.items()
+        }
+        asked = {**sharded_state_dict, KEY: {**ours, _STEPS: endless.steps}}
+        return original(asked, *more, **named)
 
     return save
 
@@ -50,33 +49,39 @@ def _loading(endless: EndlessTraining, original: Callable) -> Callable:
     def load(
         sharded_state_dict: dict[str, Any], checkpoint_dir: str, *more: Any, **named: Any
     ) -> Any:
-        parameters = [each.data for each in _sharded(sharded_state_dict)]
-        ages = _ages(checkpoint_dir) if parameters else 0
-        if not ages:
+        sharded = _sharded(sharded_state_dict)
+        parameters = [id(each.data) for each in sharded]  # which loading takes from them
+        written: dict[str, Any] = {}
+        if sharded:
+            written = serialization.load_tensors_metadata(checkpoint_dir)
+        names = {name.split('.')[1] for name in written if name.startswith(f'{KEY}.')}
+        ours = {}
+        for name in sorted(names):
+            tensors = {
+                id(each.data): torch.empty_like(each.data, dtype=written[key].dtype)
+                for each in sharded
+                if (key := f'{KEY}.{name}.{each.key}') in written
+            }
+            ours[name] = _renamed(sharded_state_dict, name, tensors)
+        found = original({**sharded_state_dict, KEY: ours}, checkpoint_dir, *more, **named)
+        loaded = (found[0] if isinstance(found, tuple) else found).pop(KEY, {})
+        if not names:
             job_log.info(
                 '%s has no older weights: versions are equal at first, as where a training begins',
                 checkpoint_dir,
             )
-            return original(sharded_state_dict, checkpoint_dir, *more, **named)
-        empty = {id(p): torch.empty_like(p.data) for p in parameters}
-        older = {str(age): _renamed(sharded_state_dict, age, empty) for age in range(1, ages + 1)}
-        asked = {**sharded_state_dict, KEY: older}
-        found = original(asked, checkpoint_dir, *more, **named)
-        loaded = (found[0] if isinstance(found, tuple) else found).pop(KEY)
-        endless.loaded = [
-            {id(p): loaded[str(age)][str(at)] for at, p in enumerate(parameters)}
-            for age in range(1, ages + 1)
-        ]
+        endless.resume(loaded.get(_STEPS, 0))
+        endless.loaded = {
+            name: {
+                parameter: loaded[name][str(at)]
+                for at, parameter in enumerate(parameters)
+                if str(at) in loaded[name]
+            }
+            for name in ours
+        }
         return found
 
     return load
-
-
-def _ages(checkpoint_dir: str) -> int:
-    """Return how many older versions a checkpoint has."""
-    names = serialization.load_tensors_metadata(checkpoint_dir)
-    ages = {name.split('.')[1] for name in names if name.startswith(f'{KEY}.')}
-    return max(map(int, ages), default=0)
 
 
 def _sharded(state: dict[str, Any]) -> list[Any]:
@@ -85,16 +90,23 @@ def _sharded(state: dict[str, Any]) -> list[Any]:
     return [v for v in found if isinstance(getattr(v, 'data', None), torch.nn.Parameter)]
 
 
-def _renamed(state: dict[str, Any], age: int, weights: dict[int, torch.Tensor]) -> dict[str, Any]:
-    """Return what describes parameters, by other names and with other weights.
+def _renamed(
+    state: dict[str, Any], name: str, tensors: Mapping[int, torch.Tensor]
+) -> dict[str, Any]:
+    """Return what describes parameters, by another name and with other tensors.
 
     Args:
         state: a sharded state dict.
-        age: of the weights, in steps.
-        weights: by identity of the parameters.
+        name: of what versions keep.
+        tensors: by identity of the parameters.
     """
     return {
-        str(at): replace(each, key=f'{KEY}.{age}.{each.key}', data=weights[id(each.data)])
+        str(at): replace(
+            each,
+            key=f'{KEY}.{name}.{each.key}',
+            data=(own := tensors[id(each.data)]),
+            dtype=own.dtype,
+        )
         for at, each in enumerate(_sharded(state))
-        if id(each.data) in weights
+        if id(each.data) in tensors
     }

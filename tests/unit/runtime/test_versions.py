@@ -199,3 +199,34 @@ def test_backwards_on_corrected_weights():
         versions.before_forward(forward(2))
         assert weight.item() == newest
         versions.before_backward(backward(2))
+
+
+@pytest.mark.parametrize('steps', [0, 1, 2])
+def test_a_training_that_goes_on_corrects_as_the_one_that_ended(steps):
+    """What is kept of it, and the newest weights, are all that there is."""
+    by = [2.0, 1.0, -3.0]
+
+    def step(weight, versions, amounts):
+        for amount in amounts:
+            versions.step(lambda amount=amount: weight.data.add_(amount))
+
+    whole, ended = torch.full((1,), 4.0), torch.full((1,), 4.0)
+    versions, other = (Corrected([w], [w], tau=2.0, decay=0.25) for w in (whole, ended))
+    step(whole, versions, by)
+    step(ended, other, by[:steps])
+    resumed = ended.clone()
+    loaded = {name: {id(resumed): kept[id(ended)]} for name, kept in other.kept().items()}
+    going_on = Corrected([resumed], [resumed], 2.0, 0.25, loaded)
+    step(resumed, going_on, by[steps:])
+    for each in (versions, going_on):
+        each.before_backward(backward(0))
+    assert torch.equal(whole, resumed) and whole.item() != 4.0
+
+
+def test_steps_of_a_training_that_goes_on():
+    """Its warm-up is over where the one that ended had it behind it."""
+    training = EndlessTraining(warm_up=2)
+    training.resume(5)
+    assert not training.warms_up() and training.steps == 5
+    training.resume(1)
+    assert training.warms_up() and training.steps == 2 and not training.warms_up()
