@@ -97,7 +97,7 @@ def test_post_validation(layers, tmp_path, schedule):
 @supports('multi-token prediction in a stage of its own, depth {depth}', 'zb-h1')
 @pytest.mark.parametrize('depth', [1, 2])
 def test_a_stage_of_its_own(layers, tmp_path, depth):
-    """Its message to the stage of the loss is longer than all others; it resumes as Megatron does."""
+    """Its message to the stage of the loss is longer than all others; it resumes as stock does."""
     ranks, te = layers
     layout = ['--pipeline-model-parallel-layout', f'Etttt|tttt|{"m" * depth}|L', '--num-layers', 8]
     flags = [*MTP, *te, *layout, '--pipeline-model-parallel-size', 4]
