@@ -132,9 +132,15 @@ def test_ctrl_c_prints_what_ran(folder):
     words = 'bench --rounds 2 --iterations 2 --schedules zb-v --json'.split()
     line = ['--', 'sh', 'job.sh', 'megatron_zbpp.launch', 'job.py']
     command = [sys.executable, '-m', 'megatron_zbpp.cli', *words, *line]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    # what runs in the background of a shell ignores it, and so would the bench
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
         assert select.select([begun], [], [], 120)[0], 'the second run begins'
         run = int(os.read(begun, 100))
         process.send_signal(signal.SIGINT)
