@@ -215,7 +215,7 @@ def layers_of(args):
 
 @contextmanager
 def teaching(training):
-    """NVIDIA's loop with a teacher's forwards beside it, and an adapter that trains."""
+    """NVIDIA's loop with a teacher's forwards beside it."""
     import megatron_zbpp
     from megatron_zbpp.mcore import enabled
 

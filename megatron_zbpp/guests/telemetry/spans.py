@@ -46,6 +46,7 @@ class Span(NamedTuple):
         start: in seconds of this host's monotonic clock.
         end: likewise.
         peer: the rank of the pipeline at the other end of a message; None: it is of a pass.
+        came: whether it is of a message that this rank takes.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Span(NamedTuple):
     start: float
     end: float
     peer: int | None = None
+    came: bool = False
 
 
 class Spans(Guest):
@@ -98,8 +100,7 @@ class Spans(Guest):
             links = []
             if span.peer is not None:
                 attributes['megatron.pp.peer'] = span.peer
-                if '.recv_' in span.name:
-                    links = self._links(iteration.pp_group, span.peer)
+                links = self._links(iteration.pp_group, span.peer) if span.came else []
             start, end = (ahead + round(at * 1e9) for at in (span.start, span.end))
             tracer.start_span(span.name, attributes=attributes, links=links, start_time=start).end(
                 end
@@ -131,10 +132,10 @@ def _of_messages(
     iteration: Iteration, timed: Sequence[tuple[float, float]], taken: Messages, made: Messages
 ) -> Iterator[Span]:
     """Yield the spans of messages; those that this rank takes begin where the pass before ended."""
-    free: float | None = None
+    free = timed[0][0] if timed else 0.0
     for p, (start, end) in zip(iteration.record.passes, timed, strict=True):
         for name, peer in taken.get(p, ()):
-            yield Span(f'megatron.p2p.recv_{name}', p, start if free is None else free, start, peer)
+            yield Span(f'megatron.p2p.recv_{name}', p, free, start, peer, came=True)
         for name, peer in made.get(p, ()):
             yield Span(f'megatron.p2p.send_{name}', p, end, end, peer)
         free = end

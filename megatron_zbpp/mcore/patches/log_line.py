@@ -24,9 +24,8 @@ _SCALARS = {
     'pipeline/bubble': 'bubble',
     'pipeline/idle-all-ranks': 'idle',
     'pipeline/live-activations': 'live',
-    'pipeline/early-steps': 'early_steps',
-    'pipeline/steps-taken-back': 'taken_back',
 }
+_EARLY = {'pipeline/early-steps': 'early_steps', 'pipeline/steps-taken-back': 'taken_back'}
 
 
 def wrapped(session: Session, original: Callable) -> Callable:
@@ -50,9 +49,8 @@ def _write(module: ModuleType, figures: Figures, iteration: int) -> None:
     writer, wandb = module.get_tensorboard_writer(), module.get_wandb_writer()
     if not writer or iteration % module.get_args().tensorboard_log_interval:
         return
-    for name, attribute in _SCALARS.items():
-        if figures.early_steps is None and 'step' in name:
-            continue  # none can be
+    early = {} if figures.early_steps is None else _EARLY
+    for name, attribute in (_SCALARS | early).items():
         value = getattr(figures, attribute)
         writer.add_scalar(name, value, iteration)
         if wandb:

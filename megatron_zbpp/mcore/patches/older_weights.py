@@ -50,10 +50,10 @@ def _loading(endless: EndlessTraining, original: Callable) -> Callable:
         sharded_state_dict: dict[str, Any], checkpoint_dir: str, *more: Any, **named: Any
     ) -> Any:
         sharded = _sharded(sharded_state_dict)
+        if not sharded:
+            return original(sharded_state_dict, checkpoint_dir, *more, **named)
         parameters = [id(each.data) for each in sharded]  # which loading takes from them
-        written: dict[str, Any] = {}
-        if sharded:
-            written = serialization.load_tensors_metadata(checkpoint_dir)
+        written: dict[str, Any] = serialization.load_tensors_metadata(checkpoint_dir)
         names = {name.split('.')[1] for name in written if name.startswith(f'{KEY}.')}
         ours = {}
         for name in sorted(names):
