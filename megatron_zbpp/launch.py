@@ -55,12 +55,12 @@ def main(argv: list[str] | None = None) -> None:
 
     from megatron_zbpp.mcore.command_line import arguments, pairing
 
-    if args.pair_partners:
-        try:
+    try:
+        if args.pair_partners:
             os.environ['RANK'] = str(pairing.rank_for(args.arguments, os.environ))
-        except ValueError as error:
-            parser.exit(2, f'{parser.prog}: error: {error}\n')
-    arguments.install()
+        arguments.install()
+    except (RuntimeError, ValueError) as error:
+        parser.exit(2, f'{parser.prog}: error: {error}\n')
     before = cpu_flags(args.arguments) if args.cpu else ()
     sys.argv = [str(args.script), *before, *args.arguments]
     runpy.run_path(str(args.script), run_name='__main__')

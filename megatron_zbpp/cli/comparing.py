@@ -6,6 +6,7 @@ import csv
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from megatron_zbpp.analysis.gain import RIVAL
 from megatron_zbpp.cli import values
 from megatron_zbpp.cli.arguments import add_renamed
 from megatron_zbpp.cli.inputs import NO_TIMES
@@ -22,6 +23,7 @@ from megatron_zbpp.partitioning.comparison import (
 )
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.schedules import names
+from megatron_zbpp.techniques.composition import OUTPUT
 
 
 def add_comparison(command: ArgumentParser) -> None:
@@ -102,10 +104,6 @@ def _refuse_what_is_not_read(args: Namespace) -> None:
     Raises:
         ValueError: one is.
     """
-    if args.output:
-        raise ValueError(
-            f'--layers-file draws no picture: leave -o {args.output} out; --csv has the rows'
-        )
     if args.pp is None or args.microbatches is None:
         missing = '--pp' if args.pp is None else '--microbatches'
         raise ValueError(f'--layers-file needs {missing}: give a number from 1 up')
@@ -116,11 +114,15 @@ def _refuse_what_is_not_read(args: Namespace) -> None:
         'vpp': 'schedules have their usual chunks',
         'memory_limit': 'the rows of --csv say what each rank holds at most',
         'together': 'passes run apart',
-        'slices': 'partitions are of whole sequences',
-        'title': 'no picture is drawn',
+        'slices seq_length attention context_exchange': 'partitions are of whole sequences',
+        'vocab_parallel vocab_layers': 'the output layer is one of the layers',
+        'against': 'the table has the makespan of each',
+        'output title': '--csv has the rows, and no picture is drawn',
     }
-    for name, cure in cures.items():
-        if getattr(args, name) not in (None, NO_TIMES):
+    defaults = {'times': NO_TIMES, 'vocab_layers': OUTPUT, 'against': RIVAL}
+    for name, cure in ((each, cure) for dests, cure in cures.items() for each in dests.split()):
+        given, default = getattr(args, name), defaults.get(name)
+        if given is not default and (name == 'times' or given != default):
             flag = '--' + name.replace('_', '-')
             raise ValueError(f'{flag} does not go with --layers-file: {cure}; leave it out')
 

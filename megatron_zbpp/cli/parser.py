@@ -95,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given:
         _parser().print_help()
         return 0
+    args: Any = None
     status = None
     try:
         _require_command(given[0])
@@ -112,8 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ScheduleError as error:
         return commands.refuse(error, args.json)
     except OSError as error:
-        where = f'{error.filename}: ' if error.filename else ''
-        return _complain(f'{where}{error.strerror}: give another path')
+        where = error.filename or getattr(args, 'output', None) or 'stdout'  # a full disk has none
+        return _complain(f'{where}: {error.strerror}: give another path')
     except ModuleNotFoundError as error:
         package = (error.name or '').partition('.')[0]
         cure = f': pip install {package}, or run zbpp where the job runs' if package else ''

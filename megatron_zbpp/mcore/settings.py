@@ -474,5 +474,5 @@ def _freezing(file: object) -> FreezePlan | None:
         raise ValueError(f'freeze is {file!r}: give the path of what zbpp freeze -o wrote, or None')
     try:
         return FreezePlan.from_json(Path(file).read_text(encoding='utf-8'))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f'{file}: {error}: give what zbpp freeze -o wrote') from error

@@ -115,8 +115,10 @@ def test_a_package_that_megatron_lacks(tmp_path):
     script = tmp_path / 'pretrain.py'
     script.write_text('')
     done = commands.run([sys.executable, '-m', 'megatron_zbpp.launch', '--cpu', script])
-    assert done.returncode and 'enable()' not in done.stderr
+    assert done.returncode == 2 and 'enable()' not in done.stderr
+    assert 'Traceback' not in done.stderr, done.stderr
     assert 'megatron.training.arguments imports: pip install six_of_nowhere' in done.stderr
     (tmp_path / 'six_of_nowhere.py').write_text('')  # the cure
     done = commands.run([sys.executable, '-m', 'megatron_zbpp.launch', '--cpu', script])
     assert 'six_of_nowhere' not in done.stderr, done.stderr
+    assert 'Traceback' not in done.stderr and 'our flags would be unknown' in done.stderr

@@ -237,3 +237,41 @@ def test_a_package_that_is_not_here_is_named_with_its_cure(monkeypatch, capsys):
     assert main(f'show --schedule zb-v {SHAPE}'.split()) == 2
     cure = 'pip install torch, or run zbpp where the job runs'
     assert capsys.readouterr().err == f"zbpp: No module named 'torch': {cure}\n"
+
+
+READ_WITH_LAYERS = {'schedules', 'pp', 'microbatches', 'layers', 'devices', 'latencies', 'csv'}
+READ_WITH_LAYERS |= {'table'}
+NOT_WITH_LAYERS = {
+    'file': 'plan.json',
+    'output': 'rows.html',
+    'times': '1,1,1',  # the default, but given
+    'comm': '1',
+    'vpp': '2',
+    'memory_limit': '4',
+    'together': '0.8',
+    'slices': '2',
+    'seq_length': '64',
+    'attention': '0.3',
+    'context_exchange': '1',
+    'vocab_parallel': '0.3',
+    'vocab_layers': 'input+output',
+    'against': 'interleaved',
+    'title': 'Mine',
+}
+
+
+def test_layers_leave_no_option_unread(folder):
+    """Comparing on partitions refuses each option that it does not read, by its name."""
+    own = {a.dest: a.option_strings[-1] for name, a in OPTIONS if name == 'compare'}
+    assert {*own} == READ_WITH_LAYERS | {*NOT_WITH_LAYERS}
+    for name, value in NOT_WITH_LAYERS.items():
+        words = f'compare --layers-file layers.json --schedules 1f1b {SHAPE} {own[name]}'.split()
+        code, out, errors = said([*words, value])
+        assert code == 2 and not out and f'{own[name]} does not go' in errors, (name, errors)
+        assert errors.count('\n') == 0, errors
+
+
+@pytest.mark.skipif(not Path('/dev/full').exists(), reason='no /dev/full here')
+def test_a_full_disk_names_the_file(folder):
+    code, _, errors = said(f'convert --schedule zb-v {SHAPE} --to json -o /dev/full'.split())
+    assert code == 2 and errors.startswith('zbpp: /dev/full: No space left on device: give ')
