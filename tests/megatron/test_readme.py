@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pages
 import pytest
+import walks
 from commands import run
-from nsight_report import report
 from nvidia import COMMON, SCRIPT, needs_training
 from paths import ROOT
 
@@ -147,47 +147,13 @@ def test_benchmark_command(command, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def shorter(command: str, data: Path) -> str:
-    """The command, with less to search and to train."""
-    if command.startswith('zbpp partition'):
-        return re.sub(r' --seconds \d+', ' --seconds 1', command)
-    if command.startswith('zbpp plan'):
-        command = re.sub(r' --seconds \d+', '', command)
-        command = re.sub(r'(--frontier [\d.]+),[\d.,]+,', r'\1,', command)
-        return command.replace('zbpp plan', 'zbpp plan --seconds 1')
-    if command.startswith('zbpp page'):
-        return f'{command} --pp 2,4 --microbatches 4 --vpp 2'
-    if 'examples/gpt' in command:
-        command = command.replace('per-node 4', 'per-node 2').replace('-size 4', '-size 2', 1)
-        return f'{command} --train-iters 2 --data-path {data}'
-    return command
-
-
-def add_recorded(folder: Path) -> None:
-    """Puts there what a job of somebody's left: a log, traces, a report."""
-    recorded = ROOT / 'tests' / 'unit' / 'partitioning' / 'recorded'
-    (folder / 'torch_profile').mkdir()
-    shutil.copy(recorded / 'timers-all.log', folder / 'job.log')
-    for rank in (0, 1):
-        shutil.copy(
-            recorded / f'stock-{rank}.json.gz', folder / 'torch_profile' / f'rank-{rank}.json.gz'
-        )
-    report(folder / 'report.sqlite')
-
-
 @pytest.mark.parametrize(
     'page', TOGETHER, ids=lambda page: '-'.join(page.relative_to(ROOT).with_suffix('').parts)
 )
 def test_zbpp_commands(page, tmp_path, data):
     """What a page tells to type, one after the other, beside the files that it shows."""
-    (tmp_path / 'docs' / 'pictures').mkdir(parents=True)
-    (tmp_path / 'examples').symlink_to(ROOT / 'examples')
-    for name, text in pages.files(page).items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    if page.stem == 'unbalanced':
-        add_recorded(tmp_path)
-    lines = [shorter(line, data) for line in TOGETHER[page]]
+    walks.prepare(page, tmp_path)
+    lines = [walks.shorter(line, data) for line in TOGETHER[page]]
     env = {
         'XDG_CACHE_HOME': str(tmp_path / 'cache'),
         'PATH': f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}',

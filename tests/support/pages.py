@@ -34,14 +34,19 @@ def blocks() -> list[Block]:
     return [Block(page, *found) for page in PAGES for found in _FENCE.findall(page.read_text())]
 
 
+def lines(page: Path) -> list[str]:
+    """Returns the commands of a page, one after the other."""
+    texts = [block.text for block in blocks() if (block.page, block.language) == (page, 'bash')]
+    typed = [line for text in texts for line in text.replace('\\\n', ' ').splitlines()]
+    return [command for line in typed if (command := ' '.join(line.partition(' #')[0].split()))]
+
+
 def commands() -> list[Command]:
     """Returns every command of all pages, once: of the first page that has it."""
     found: dict[str, Path] = {}
-    for block in blocks():
-        if block.language == 'bash':
-            for line in block.text.replace('\\\n', ' ').splitlines():
-                if command := ' '.join(line.partition(' #')[0].split()):
-                    found.setdefault(command, block.page)
+    for page in PAGES:
+        for line in lines(page):
+            found.setdefault(line, page)
     return [Command(page, line) for line, page in found.items()]
 
 
