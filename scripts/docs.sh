@@ -9,6 +9,7 @@ VENV=${DOCS_VENV:-.venv-docs}
 
 wanted=$(sha256sum pyproject.toml)
 if [ "$(cat "$VENV/installed" 2> /dev/null)" != "$wanted" ]; then
+    echo "installing what builds the documentation into $VENV ..." >&2
     "$PYTHON" -m venv "$VENV"
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -e '.[docs]'
     echo "$wanted" > "$VENV/installed"

@@ -43,7 +43,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         'the same weights by zb-h1 and zb-v, on CPU and gloo; prints a table and draws pictures.',
     )
     add = parser.add_argument
-    add('--ranks', type=int, default=max(2, os.cpu_count() or 2), help='default: one a core')
+    ranks = min(max(2, os.cpu_count() or 2), 4)
+    add('--ranks', type=int, default=ranks, help='default: one a core, at most 4')
     add('--input', type=Path, nargs='+', help="text to train on; default: Python's own sources")
     add('--iterations', type=int, default=40, help='of each schedule')
     add('--hidden-size', type=int, default=192)
@@ -69,9 +70,9 @@ def prepare(args: argparse.Namespace) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """One thread a rank, as one core a rank; warnings about what only a GPU has are left out."""
+    """One thread a rank, no GPU, and no warnings about what only a GPU has."""
     quiet = {'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore', 'TORCH_CPP_LOG_LEVEL': 'ERROR'}
-    return os.environ | quiet
+    return os.environ | quiet | {'CUDA_VISIBLE_DEVICES': ''}
 
 
 @contextmanager

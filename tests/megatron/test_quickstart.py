@@ -51,3 +51,15 @@ def test_quickstart_refuses_one_rank():
     done = run(command, cwd=ROOT, env={'VENV': sys.prefix, 'PYTHON': sys.executable})
     assert done.returncode == 2
     assert '--ranks 1 is too small' in done.stderr
+
+
+def test_a_node_of_many_cores_and_gpus(monkeypatch):
+    """Four ranks on the CPU, whatever the machine has."""
+    monkeypatch.syspath_prepend(str(ROOT / 'scripts'))
+    from quickstart import environment, parse_args
+
+    for cores, ranks in ((224, 4), (3, 3), (1, 2), (None, 2)):
+        monkeypatch.setattr('os.cpu_count', lambda cores=cores: cores)
+        assert parse_args([]).ranks == ranks
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0,1')
+    assert environment()['CUDA_VISIBLE_DEVICES'] == ''
