@@ -19,7 +19,7 @@
 #   WHEELS   a folder of wheels, to install without a network (PIP_FIND_LINKS does the same); made by
 #            pip download -d FOLDER '.[megatron,plot,exact]' setuptools wheel pytest pytest-timeout hypothesis
 #            or, with NO_VENV=1, of some 6 MB, by
-#            pip download -d FOLDER --no-deps megatron-core docstring-parser pytest pytest-timeout hypothesis
+#            pip download -d FOLDER --no-deps megatron-core docstring-parser pytest pytest-timeout hypothesis tqdm
 #   PYTHON   the interpreter (default: python3)
 #   VENV     where to install (default: .venv-gpu); it sees the packages of PYTHON, so that a
 #            container's torch, Transformer Engine and apex are used
@@ -74,7 +74,7 @@ if [ "$NO_VENV" = 1 ]; then
     folder=$(cd "$VENV" && pwd)
     export PYTHONPATH="$ROOT:$folder${PYTHONPATH:+:$PYTHONPATH}"
     for package in megatron-core:megatron.core docstring-parser:docstring_parser pytest:pytest \
-        pytest-timeout:pytest_timeout hypothesis:hypothesis; do
+        pytest-timeout:pytest_timeout hypothesis:hypothesis tqdm:tqdm; do
         "$python" -c "import importlib.util as u; assert u.find_spec('${package#*:}')" 2> /dev/null ||
             install "$python" --no-deps --target "$VENV" "${package%:*}"
     done
@@ -89,7 +89,11 @@ fi
     no_gpu "$device is here, but torch $("$python" -c 'import torch; print(torch.__version__)') cannot use it"
 
 mkdir -p "$RESULTS"
-name=$RESULTS/$(date -u +%Y-%m-%d)-$(tr -cs '[:alnum:]\n' - <<< "$device")
+first=$RESULTS/$(date -u +%Y-%m-%d)-$(tr -cs '[:alnum:]\n' - <<< "$device")
+name=$first run=1
+while [ "$REHEARSE" != 1 ] && [ -e "$name.md" ]; do # results of an earlier run stay
+    run=$((run + 1)) name=$first-$run
+done
 status=0
 declare -A results=()
 
@@ -103,6 +107,9 @@ run() { # NAME FILE COMMAND ...: what it says goes to FILE, what came of it into
     [ "$ended" != 124 ] || results[$1]="FAILED: not done after $LIMIT s"
 }
 
+# Files with tests that are for a GPU or for Transformer Engine: others may import what is not here.
+mapfile -t files < <(grep -rlE 'gpu import|mark\.(gpu|te)\b|te_ranks' tests/{dist,megatron} --include='test_*.py' | sort)
+
 # The emulations of CUDA, NCCL and Transformer Engine's kernels stay out where there is a GPU.
 run_tests() { # NAME PYTEST_ARGUMENT ...
     local collect=()
@@ -115,9 +122,14 @@ run_tests() { # NAME PYTEST_ARGUMENT ...
 
 stage_tests() {
     rm -f "$name.tests.txt"
-    run_tests 'tests on a GPU' -m gpu
+    run_tests 'tests on a GPU' -m gpu "${files[@]}"
     if "$python" -c 'import transformer_engine.pytorch' 2> /dev/null; then
-        run_tests 'tests of the installed Transformer Engine' -m 'te and not gpu'
+        run 'Transformer Engine by itself' "$name.tests.txt" "$python" -c 'if 1:
+            import torch, transformer_engine.pytorch as te
+            m, x = te.LayerNormLinear(256, 256).cuda(), torch.randn(64, 256, device="cuda")
+            m(x).square().mean().backward()
+            assert m.weight.grad.isfinite().all() and m.weight.grad.any()'
+        run_tests 'tests of the installed Transformer Engine' -m 'te and not gpu' "${files[@]}"
         run_tests "Transformer Engine's sources" tests/unit/emulation/test_te_sources.py
     else
         results['tests of the installed Transformer Engine']='not run: it cannot be imported'

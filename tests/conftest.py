@@ -37,7 +37,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption('--list-support', action='store_true', help='print what the tests would show')
 
 
+class Failures:
+    """Tells the last line of a failure when it comes: the end of a run may be cut off."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            said = report.longreprtext.strip().splitlines() or ['no reason given']
+            told = [line for line in said if line.startswith('E ')] or said
+            terminal = self._config.pluginmanager.get_plugin('terminalreporter')
+            terminal.write_line(f'\n{report.nodeid}: {told[-1].removeprefix("E").strip()[:500]}')
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Failures(config))
     if config.getoption('--record-support'):
         config.pluginmanager.register(supported.Recorder())
     if config.getoption('--list-support'):

@@ -2,10 +2,11 @@
 
     python -m benchmarks.one_gpu.shards [--ranks 4] [--words 131072] [--hidden 4096] [--tokens 4096]
 
-Ranks of NCCL share the GPU (see `ranks`): one takes S and T of its shard while the others wait, and
-the whole output layer beside them, forward and backward by Megatron's functions. Then all run the
-collectives of a microbatch together: sockets carry them, so their times are no network's. Losses of
-all shards are compared with the whole layer's. Without a GPU the same code runs small on gloo.
+Ranks of NCCL share the GPU (see `ranks`): one takes S and T of its shard while the others wait on
+the host, and the whole output layer beside them, forward and backward by Megatron's functions. Then
+all run the collectives of a microbatch together: sockets carry them, so their times are no
+network's. Losses of all shards are compared with the whole layer's. Without a GPU the same runs
+small on gloo.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
         (hidden @ weight.t()).float(), targets, reduction='none'
     )
     off = ((losses - expected).abs().max() / expected.abs().max()).item()
+    host = dist.new_group(backend='gloo')  # who waits in it leaves the GPU to the others
+    dist.barrier(host)
     if rank == 0:
         told = {
             'S': lambda: shard(hidden, targets=targets),
@@ -75,7 +78,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
         }
         for name, run in told.items():
             print(f'{name}: {milliseconds(run, real):.2f} ms', flush=True)
-    dist.barrier()
+    dist.barrier(host)
     own = part.away.clone()
     collectives = {
         'broadcast of hidden states': lambda: dist.broadcast(hidden, 0),

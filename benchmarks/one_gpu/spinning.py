@@ -2,10 +2,11 @@
 
     python -m benchmarks.one_gpu.spinning
 
-NCCL's receive is a kernel of a few thread blocks that spins until data comes. Here a kernel of our
-own spins on a flag in host memory: matrix products are timed with 0 to 16 such blocks beside them.
-Then a kernel as small as a send becomes ready between products that are queued: how long until it
-ends, on a stream of normal and of high priority.
+NCCL's receive is a kernel of a few thread blocks that spins until data comes: one thread of a block
+reads a flag, the others wait for it. Here a kernel of our own does so, on a flag in the device's
+memory (as between GPUs of a node) and in the host's (as by a network): matrix products are timed
+with 0 to 16 such blocks beside them. Then a kernel as small as a send becomes ready between
+products that are queued: how long until it ends, on a stream of normal and of high priority.
 """
 
 from __future__ import annotations
@@ -24,22 +25,29 @@ THREADS, SHARED = 544, 40 << 10  # of a block, about as NCCL's
 SOURCE = """
 extern "C" __global__ void spin(volatile int* flag) {
     extern __shared__ char shared[];
-    while (*flag == 0) {}
+    if (threadIdx.x == 0) while (*flag == 0) {}
+    __syncthreads();
     if (*flag == 7) shared[0] = 1;
 }
 """
 
 
 class Spinner:
-    """A kernel that runs until it is told to end."""
+    """A kernel that runs until it is told to end.
 
-    def __init__(self) -> None:
+    Args:
+        memory: where its flag is, the device's or the host's.
+    """
+
+    def __init__(self, memory: str) -> None:
         self._kernel = torch.cuda._compile_kernel(SOURCE, 'spin')
-        self._flag = torch.zeros(1, dtype=torch.int32).pin_memory()
+        flag = torch.zeros(1, dtype=torch.int32)
+        self._flag = flag.pin_memory() if memory == 'host' else flag.cuda()
+        self._teller = torch.cuda.Stream()
 
     def start(self, blocks: int, stream: torch.cuda.Stream) -> None:
         """Begin to spin; none of the blocks ends before `end`."""
-        self._flag.zero_()
+        self._tell(0)
         self.launch(blocks, stream)
 
     def launch(self, blocks: int, stream: torch.cuda.Stream) -> None:
@@ -47,7 +55,14 @@ class Spinner:
         self._kernel((blocks, 1, 1), (THREADS, 1, 1), [self._flag], SHARED, stream)
 
     def end(self) -> None:
-        self._flag.fill_(1)
+        """Let all blocks end."""
+        self._tell(1)
+
+    def _tell(self, value: int) -> None:
+        """Write the flag behind nothing that is queued: a kernel that would write it could wait."""
+        with torch.cuda.stream(self._teller):
+            self._flag.copy_(torch.tensor([value], dtype=torch.int32).pin_memory())
+        self._teller.synchronize()
 
 
 def products(shape: tuple[int, int, int], count: int, device: str) -> Callable[[], None]:
@@ -85,6 +100,19 @@ def milliseconds(run: Callable[[], None], spinner: Spinner, blocks: int) -> floa
     return statistics.median(taken[2:])
 
 
+def slowed(spinner: Spinner, shape: tuple[int, int, int]) -> str:
+    """Return a line on products of this shape alone, and beside 1 to 16 blocks."""
+    run = products(shape, 20, 'cuda')
+    run()
+    found = [milliseconds(run, spinner, blocks) for blocks in BLOCKS]
+    beside = (
+        f'{blocks} {taken / found[0] - 1:+.1%}'
+        for blocks, taken in zip(BLOCKS[1:], found[1:], strict=True)
+    )
+    size = ' x '.join(map(str, shape))
+    return f'{size}: {found[0] / 20 * 1e3:.0f} us; beside {", ".join(beside)}'
+
+
 def wait_of_a_send(spinner: Spinner, priority: int) -> list[float]:
     """Return microseconds from the end of a pass to that of a send behind it, sorted."""
     side, taken = torch.cuda.Stream(priority=priority), []
@@ -113,17 +141,11 @@ def main() -> int:
         products((64, 64, 64), 20, device)()
         print('64 x 64 x 64: ran; nothing spins here, so nothing is timed')
         return 0
-    spinner = Spinner()
-    for shape in SHAPES:
-        run = products(shape, 20, device)
-        run()
-        found = [milliseconds(run, spinner, blocks) for blocks in BLOCKS]
-        beside = (
-            f'{blocks} blocks {taken / found[0] - 1:+.1%}'
-            for blocks, taken in zip(BLOCKS[1:], found[1:], strict=True)
-        )
-        size = ' x '.join(map(str, shape))
-        print(f'{size}: {found[0] / 20 * 1e3:.0f} us; beside', ', '.join(beside), flush=True)
+    for memory in ('device', 'host'):
+        spinner = Spinner(memory)
+        print(f"beside blocks that read a flag in the {memory}'s memory:", flush=True)
+        for shape in SHAPES:
+            print(slowed(spinner, shape), flush=True)
     for priority in (0, -1):
         taken = wait_of_a_send(spinner, priority)
         print(

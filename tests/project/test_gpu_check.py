@@ -65,7 +65,9 @@ def test_order(check):
     """Tests first, then what is proven on one GPU, then what is measured."""
     done, ran, report = check()
     assert done.returncode == 0, done.stderr
-    assert [re.sub(r' --(models|json|logs).*', '', call) for call in ran] == [
+    assert [
+        re.sub(r' (--(models|json|logs)|tests/(dist|megatron)/).*', '', call) for call in ran
+    ] == [
         '-m pytest -v -rs -m gpu',
         '-m pytest -v -rs -m te and not gpu',
         '-m pytest -v -rs tests/unit/emulation/test_te_sources.py',
@@ -103,6 +105,16 @@ def test_stages(check):
     assert ran[:2] == ['-m benchmarks.one_gpu.ddp_race', '-m benchmarks.one_gpu.spinning']
     assert len(ran) == 4
     assert '- spinning receives and waiting sends: done' in report
+
+
+def test_earlier_results_stay(check, tmp_path):
+    """A second run on a day has files of its own."""
+    check(STAGES='streams')
+    (first,) = (tmp_path / 'results').glob('*.md')
+    said = first.read_text()
+    check(STAGES='micro')
+    second = first.with_name(f'{first.stem}-2.md')
+    assert first.read_text() == said and 'copies both ways' in second.read_text()
 
 
 def test_a_stage_that_is_none(check):

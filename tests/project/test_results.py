@@ -9,6 +9,7 @@ import pytest
 from paths import ROOT
 
 PAGE = ROOT / 'docs' / 'results' / 'README.md'
+RESULT = re.compile(r'\]\(([\w.-]+\.md)\)')  # of a GPU, beside the page
 PROOF = re.compile(r'`((?:tests|scripts)/[\w/.]+\.(?:py|sh))`')
 
 
@@ -24,10 +25,11 @@ def test_each_row_names_its_proof(row):
     assert len(columns) == 3, row
     assert PROOF.search(' '.join(columns[:2])) or 'none yet' in columns[2], capability
     for column in columns:
-        named = PROOF.findall(column)
+        named = [ROOT / path for path in PROOF.findall(column)]
+        named += [PAGE.parent / path for path in RESULT.findall(column)]
         assert named or not column or column.startswith('none yet'), column
         for path in named:
-            assert (ROOT / path).is_file(), path
+            assert path.is_file(), path
 
 
 def test_gpu_column():
