@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import get_attr_wrapped_model
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -111,13 +112,15 @@ def load(folder: Path, models: list[Any], optimizer: Any, scheduler: Any) -> int
         raise InputError(f'{folder} cannot be read ({reason}); {instead}') from error
     for i, model in enumerate(models):
         _unwrapped(model).load_state_dict(state[f'model{i}'])
-    optimizer.load_state_dict(state['optimizer'])
+    _load_optimizer(optimizer, state['optimizer'])
     scheduler.load_state_dict(state['opt_param_scheduler'])
     return state['iteration']
 
 
 def _state(models: list[Any], optimizer: Any, scheduler: Any, loading: bool) -> dict:
     """Return what is saved: sharded by global layer number, so that any placement can load it."""
+    if loading:
+        _begin_steps(optimizer)
     states = {f'model{i}': _unwrapped(m).sharded_state_dict() for i, m in enumerate(models)}
     metadata = {'distrib_optim_sharding_type': 'fully_reshardable'}
     return {
@@ -125,6 +128,49 @@ def _state(models: list[Any], optimizer: Any, scheduler: Any, loading: bool) -> 
         'optimizer': optimizer.sharded_state_dict(states, loading, metadata=metadata),
         'opt_param_scheduler': scheduler.state_dict(),
     }
+
+
+def _begin_steps(optimizer: Any) -> None:
+    """Make the state of torch's Adam under Megatron's distributed optimizer, at step 0.
+
+    Megatron asks it for its step before anything is loaded, when it has none.
+    """
+    leaf = _on_torch_adam(optimizer)
+    for group in leaf.optimizer.param_groups if leaf else ():
+        for parameter in group['params']:
+            state = leaf.optimizer.state[parameter]
+            for name in ('exp_avg', 'exp_avg_sq'):
+                state.setdefault(name, torch.zeros_like(parameter))
+            state.setdefault('step', torch.zeros(()))
+
+
+def _load_optimizer(optimizer: Any, state: dict) -> None:
+    """Load the state of an optimizer, with steps of torch's Adam.
+
+    Beside tensors of the size of a parameter Megatron does not expect them, and it gives all
+    parameters the same one, which each would count up.
+    """
+    leaf = _on_torch_adam(optimizer)
+    if leaf is None:
+        optimizer.load_state_dict(state)
+        return
+    of_parameters = state.pop('param_state')
+    leaf.load_state_dict(state)
+    states = leaf.optimizer.state.values()
+    steps = [each.pop('step') for each in states]
+    leaf.load_parameter_state_from_fully_reshardable(of_parameters)
+    for each, step in zip(states, steps, strict=True):
+        each['step'] = step.clone()
+
+
+def _on_torch_adam(optimizer: Any) -> Any | None:
+    """Return the distributed optimizer, where what steps in it is torch's own Adam; else None.
+
+    Megatron's loop does not meet it: it needs Apex or Transformer Engine there.
+    """
+    (leaf,) = optimizer.chained_optimizers
+    adam = isinstance(leaf.optimizer, torch.optim.Adam)
+    return leaf if adam and isinstance(leaf, DistributedOptimizer) else None
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:

@@ -204,7 +204,7 @@ def test_data_that_forwards_in_flight_have_read(ranks):
     method=METHODS[:2],
     more=(
         '--bf16',
-        '--untie-embeddings-and-output-weights',
+        '--untie-embeddings-and-output-weights --use-distributed-optimizer',
     ),
 )
 def test_resumed_as_if_never_ended(ranks, data, tmp_path, method, more):

@@ -11,16 +11,20 @@ METADATA = 'iter_0000004/.metadata'
 
 @pytest.mark.shared
 @supports('GPT, {precision}, checkpoints go from one schedule to the next', '{first} {second}')
-@pytest.mark.parametrize('precision', ['fp32', 'bf16'])
+@pytest.mark.parametrize('precision', ['fp32', 'bf16', 'bf16, distributed optimizer'])
 @pytest.mark.parametrize(
     ('first', 'second'), [('1f1b', 'zb-v'), ('zb-v', '1f1b'), ('megatron', 'zb-v')]
 )
 def test_resume_with_another_schedule(ranks, data, tmp_path, first, second, precision):
-    pool = ranks(2)
-    common = ['--num-layers', 5, '--pipeline-model-parallel-size', 2, '--global-batch-size', 4]
+    replicas = 2 if 'distributed' in precision else 1
+    pool = ranks(2 * replicas)
+    common = ['--num-layers', 5, '--pipeline-model-parallel-size', 2]
+    common += ['--global-batch-size', 4 * replicas]
     common += ['--data-path', data, '--clip-grad', 1e9, '--train-iters', 5]
-    common += ['--bf16'] if precision == 'bf16' else []
-    whole = run(pool, tmp_path, *common, '--pipeline-schedule', 'megatron')
+    common += ['--bf16'] if 'bf16' in precision else []
+    common += ['--use-distributed-optimizer'] if replicas > 1 else []
+    reference = second if replicas > 1 else 'megatron'  # ranks have shards by the schedule
+    whole = run(pool, tmp_path, *common, '--pipeline-schedule', reference)
     saving = ['--save', tmp_path / 'checkpoint', '--exit-interval', 3]
     before = run(pool, tmp_path, *common, '--pipeline-schedule', first, *saving)
     loading = ['--load', tmp_path / 'checkpoint']
