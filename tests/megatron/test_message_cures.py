@@ -1913,6 +1913,8 @@ ELSEWHERE = {
     'mcore/replicas.py _both': 'test_two_way_training.py::test_what_cannot_work',
     'mcore/reading.py require_asked': 'test_two_way_training.py::test_what_cannot_work',
     'mcore/reading.py _require_same': 'test_two_way_training.py::test_data_of_the_wrong_replica',
+    'mcore/iteration/seen_weights.py _after_forward': 'test_asynchronous_weights.py::'
+    'test_what_sees_neither_version',
     'mcore/iteration/prewarm.py prewarmed': 'test_prewarm.py::test_failing_inside',
     'mcore/building.py _require_chunk': 'test_built.py::test_a_model_that_is_not_told',
     'mcore/iteration/built.py require_all_layers': 'test_other_scripts.py::test_images',

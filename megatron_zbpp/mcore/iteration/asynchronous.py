@@ -12,6 +12,7 @@ from megatron.core.utils import unwrap_model
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.mcore.iteration.arguments import Arguments, same
 from megatron_zbpp.mcore.iteration.batch import NextIteration
+from megatron_zbpp.mcore.iteration.seen_weights import require_seen
 from megatron_zbpp.mcore.iteration.stages import ModelStage
 from megatron_zbpp.mcore.left_behind import random_states, same_states, set_random_states
 from megatron_zbpp.mcore.lowered import Lowered
@@ -206,6 +207,7 @@ def make_versions(
     endless, updates = session.endless, updates_of(schedule.graph)
     assert endless is not None and updates is not None, 'else there is one version'
     assert calls is not None, 'of an asynchronous schedule'
+    require_seen(models)
     for model in unwrap_model(models):
         model.register_state_dict_pre_hook(lambda *_: endless.finish_step())
     (stage,) = schedule.placement.stages(rank)

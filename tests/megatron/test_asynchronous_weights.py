@@ -1,0 +1,132 @@
+"""Modules that do not see other versions of their weights are refused by name."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from example import forget_groups
+from ranks import RankError
+from weights_by_hand import Case
+
+
+class Kept(torch.nn.Linear):
+    """Computes with a copy of its weights, made in its first forward."""
+
+    def key(self) -> object:
+        return None
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        if getattr(self, 'made_of', self) != self.key():
+            self.made_of, self.kept = self.key(), self.weight.detach().clone()
+        return torch.nn.functional.linear(given, self.kept, self.bias.detach() * 0)
+
+
+class KeptByPlace(Kept):
+    """Makes another copy where the weights are elsewhere."""
+
+    def key(self) -> object:
+        return self.weight.data_ptr()
+
+
+class KeptByCount(Kept):
+    """Makes another copy where autograd has seen that something is written."""
+
+    def key(self) -> object:
+        return self.weight._version
+
+
+class Drawing(torch.nn.Linear):
+    """Sees its weights, and draws random numbers; counts its forwards in a buffer."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+        self.register_buffer('forwards', torch.zeros(()))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        return torch.nn.functional.dropout(super().forward(given), 0.5)
+
+
+class KeptAndDrawing(Kept):
+    """Its outputs differ by the random states alone."""
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(super().forward(given), 0.5)
+
+
+def asked() -> tuple[list[str], list]:
+    """On a rank: what is said of each class, and what a module that is not refused is left with."""
+    from megatron_zbpp.mcore.iteration.seen_weights import require_seen
+
+    said = []
+    for kind in (Kept, KeptByPlace, KeptByCount, KeptAndDrawing):
+        module = kind(4, 4)
+        require_seen([torch.nn.Sequential(module)])
+        module(torch.zeros(2, 4))  # any weights make the same
+        with pytest.raises(NotImplementedError) as error:
+            module(torch.ones(2, 4))
+        said.append(str(error.value))
+    torch.manual_seed(1)
+    module = Drawing(4)
+    place, data = module.weight.data_ptr(), module.weight.detach().clone()
+    states = torch.get_rng_state()
+    plain = module(torch.ones(2, 4))
+    torch.set_rng_state(states)
+    require_seen([module])
+    hooks = len(module._forward_hooks)
+    same = torch.equal(module(torch.ones(2, 4)), plain)
+    hooks -= len(module._forward_hooks)
+    as_was = module.weight.data_ptr() == place and torch.equal(module.weight, data)
+    return said, [same, hooks, as_was, module.forwards.item()]
+
+
+def test_what_sees_neither_version(ranks):
+    """By the class; others are left as they were, with random states and buffers."""
+    ((said, left),) = ranks(1).run(asked)
+    for kind, line in zip((Kept, KeptByPlace, KeptByCount, KeptAndDrawing), said, strict=True):
+        assert f'.{kind.__name__} does not see another version of its weights' in line
+        assert line.endswith('or take a synchronous schedule, such as zb-v')
+        assert '\n' not in line
+    assert left == [True, 1, True, 2]
+
+
+def kept_column(build: Any, *given: Any, **named: Any) -> Any:
+    """A chunk of Megatron's whose MLPs compute with what their weights were at first."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    class KeptColumn(ColumnParallelLinear):
+        def forward(self, given: torch.Tensor, *more: Any, **named: Any) -> Any:
+            kept = vars(self).setdefault('kept', self.weight.detach().clone())
+            return super().forward(given, kept)
+
+    model = build(*given, **named)
+    for layer in model.decoder.layers:
+        layer.mlp.linear_fc1.__class__ = KeptColumn
+    return model
+
+
+def train(argv: list[str]) -> None:
+    """Runs on each rank: a batch of the example by PACI."""
+    import pretrain_gpt as script
+
+    with ExitStack() as stack:
+        stack.callback(forget_groups)
+        args = script.parse_args([*argv, '--pipeline-schedule', 'paci'])
+        script.enable(args, stack)
+        made = partial(kept_column, script.GPTModel)
+        stack.enter_context(mock.patch.object(script, 'GPTModel', made))
+        script.initialize(args)
+        models = script.build_model(args)
+        data = script.iterators(args, script.build_datasets(args)[0], 0)
+        script.run_batch(args, models, data)
+
+
+def test_a_layer_that_keeps_its_weights(ranks, data):
+    """Before anything is trained."""
+    with pytest.raises(RankError, match=r'KeptColumn does not see another version of its weights'):
+        ranks(2).run(train, Case('paci', 2, 1).argv(data))
