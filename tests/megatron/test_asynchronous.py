@@ -78,6 +78,27 @@ def test_beside_other_parallelism(ranks, data, method, setting):
     require_equal(ranks, data, case(method, **SETTINGS[setting]))
 
 
+TE = {
+    'GPT of dense': {'words': '--bf16'},
+    'GPT of grouped experts': {'kind': 'grouped experts', 'words': UNTIED},
+    'GPT of dense, tensor and sequence parallel 2': {
+        'tp': 2,
+        'words': f'{UNTIED} --bf16 --tensor-model-parallel-size 2',
+    },
+}
+
+
+@pytest.mark.te
+@pytest.mark.shared
+@supports('asynchronous: {model}', ' '.join(METHODS[:2]))
+@grid(method=METHODS[:2], model=tuple(TE))
+def test_layers_of_transformer_engine(te_ranks, data, method, model):
+    """The same by its layers, whose weights are read in each forward, too."""
+    own = dict(TE[model])
+    words = own.pop('words')
+    require_equal(te_ranks, data, case(method, words, job=Job(**own)))
+
+
 def test_at_rate_zero_all_are_1f1b(ranks, data):
     """Weights do not move: losses, gradients and what the optimizer keeps are those of 1F1B."""
     still = ('--lr', '0', '--min-lr', '0')
