@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import partial
@@ -27,14 +29,16 @@ from megatron_zbpp.cli.printing import (
     row,
     write,
 )
+from megatron_zbpp.cli.progress import progress
 from megatron_zbpp.cli.searching import add_search, searched
 from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.ir.costs_file import SELECTIVE
 from megatron_zbpp.ir.formats import Units, memory_of_plan
 from megatron_zbpp.ir.timeline import MEANING
+from megatron_zbpp.planner.budget import Budget, OnTime
 from megatron_zbpp.planner.cache import default_folder, planned
 from megatron_zbpp.planner.frontier import FrontierInterrupted, frontier
-from megatron_zbpp.planner.plans import Candidate, Plan, PlanningInterrupted
+from megatron_zbpp.planner.plans import Candidate, Plan, PlanningInterrupted, is_small
 from megatron_zbpp.planner.problem import OBJECTIVES
 from megatron_zbpp.planner.slice_counts import Count, fewest, slice_counts
 from megatron_zbpp.render.scene import number
@@ -56,7 +60,9 @@ def plan_schedule(args: Namespace) -> int:
     if args.frontier:
         return _plan_frontier(args)
     picture = _planned_output(args)
-    counts = _propose_slices(args)
+    with progress('slices', '%', 100) as done:
+        counts = _propose_slices(args, Budget(args.seconds, done).on_time)
+    begun = time.monotonic()
     (found, cached), status = searched(
         'planning',
         'this is the best plan',
@@ -72,6 +78,13 @@ def plan_schedule(args: Namespace) -> int:
         ),
         lambda e: (e.best, False) if isinstance(e, PlanningInterrupted) else None,
     )
+    if not (cached or found.repeats or is_small(args.pp * args.microbatches * 3)):
+        print(
+            f'zbpp: the clock ended planning after {time.monotonic() - begun:.0f} s: not all '
+            f'schedules of {args.pp} ranks and {args.microbatches} microbatches were tried; give '
+            'more --seconds, or fewer --microbatches',
+            file=sys.stderr,
+        )
     made = _plan_facts(args, found, cached, counts)
     _write_plan(
         args, picture, found.as_good_as or 'planned', Case(found.schedule, found.costs), made
@@ -199,7 +212,7 @@ def _of_stages(args: Namespace) -> tuple[str, ...]:
     return tuple(name for name in args.actions if name != SELECTIVE)
 
 
-def _propose_slices(args: Namespace) -> list[Count]:
+def _propose_slices(args: Namespace, on_time: OnTime) -> list[Count]:
     """Settle on slices where `auto` is asked for; return what each number of them would give."""
     if slicing.number(args) != 0:
         return []
@@ -211,6 +224,7 @@ def _propose_slices(args: Namespace) -> list[Count]:
         slicing.attention(args),
         least=args.least_slice,
         objective=args.objective,
+        on_time=on_time,
     )
     try:
         found = list(propose(memory_limit=args.memory_limit))

@@ -20,13 +20,13 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.errors import ScheduleError
-from megatron_zbpp.planner.budget import Budget
+from megatron_zbpp.planner.budget import Budget, always
 from megatron_zbpp.planner.cp_sat import available
 from megatron_zbpp.planner.limits import Candidate, Graphs, Limit, activation_limits, said
 from megatron_zbpp.planner.lower_bounds import lower_bound
 from megatron_zbpp.planner.moving_bounds import moving_bound
 from megatron_zbpp.planner.named_schedules import variants
-from megatron_zbpp.planner.plans import Plan
+from megatron_zbpp.planner.plans import Plan, is_small
 from megatron_zbpp.planner.problem import EPSILON, Problem
 from megatron_zbpp.schedules import FAMILIES
 from megatron_zbpp.techniques import placed_in_turn
@@ -115,10 +115,20 @@ class ActionSearch:
                 if new is not None and problem.has(schedule):
                     self._todo += [(schedule, state, at) for state in self._states(schedule)]
 
-    def start_named(self) -> None:
-        """Rate all families; those that move activations also as techniques make variants."""
-        for problem in self._problems:
-            for family in FAMILIES:
+    @property
+    def is_small(self) -> bool:
+        """True where all families are rated in a moment."""
+        return is_small(sum(problem.num_passes for problem in self._problems))
+
+    def start_named(self, budget: Budget | None = None) -> None:
+        """Rate all families; those that move activations also as techniques make variants.
+
+        Args:
+            budget: whose clock ends it, each placement with a share; None: nothing does.
+        """
+        for at, problem in enumerate(self._problems):
+            on_time = budget.turn(1 / (len(self._problems) - at)) if budget else always
+            for family in itertools.takewhile(lambda _, asked=on_time: asked(), FAMILIES):
                 label = family.label(problem.placement.num_chunks)
                 for costs in self._variants(problem.costs) if family.moves else (problem.costs,):
                     for schedule in variants(family, replace(problem, costs=costs)):
@@ -176,7 +186,7 @@ class ActionSearch:
         """
         best = self.best
         if best is None:
-            raise ValueError(self._too_tight())
+            raise ValueError(self._too_tight() + ('' if repeats else ', or more seconds'))
         named = min(self._named, key=lambda entry: entry[1], default=None)
         costs = self._problems[best.candidate].costs
         schedule = replace(best.schedule, name='planned', phases=())

@@ -27,6 +27,7 @@ from megatron_zbpp.techniques.base import Technique
 _ABOVE = (1.0, 1.5, 2.0, 3.0, inf)  # limits of the orders to begin with, over the one asked for
 _ORDERS = 0.5  # share of the time that these get
 _OTHERS = 0.25  # of slices: that of orders under higher limits
+_NAMED = 0.5  # of the rest, the most that named schedules get where they take long
 _BRIEF = 0.3  # of what is left, that is searched before
 _EXACT = 0.8  # and of what is left then, that the exact solver gets, where it can do it
 
@@ -77,17 +78,27 @@ def plan_within(
         )
     techniques = _known(candidates, actions, objective)
     search = ActionSearch(candidates, num_microbatches, memory_limit, objective, techniques, graph)
-    repeats = True
+    rest = 1 - _ORDERS - (_OTHERS if graph is not None else 0)
+    whole, length, repeats = Budget(seconds, progress), seconds * rest, True
+
+    def tell(_: float) -> None:
+        whole.on_time()  # reports the share of the whole time
+
     try:
         for schedule in starts:
             search.start(schedule)
-        search.start_named()
+        if search.is_small:
+            search.start_named()
+        else:
+            naming = Budget(length * _NAMED, tell)
+            search.start_named(naming)
+            repeats = not naming.overran
         asked = memory_limit, objective, seconds, seed, graph
-        for found in _plain_plans(candidates, num_microbatches, *asked):
+        for found in _plain_plans(candidates, num_microbatches, *asked, tell):
             search.start(found.schedule)
             repeats = repeats and found.repeats
-        rest = 1 - _ORDERS - (_OTHERS if graph is not None else 0)
-        budget = Budget(seconds * rest, progress)
+        late = 0.0 if search.is_small else length - whole.seconds
+        budget = Budget(length, tell, reserve=max(late, 0.0))
         search.climb(budget.split_off(_BRIEF), Random(seed))
         search.solve(budget.split_off(_EXACT))
         search.climb(budget, Random(seed + 1))
@@ -106,6 +117,7 @@ def _plain_plans(
     seconds: float,
     seed: int,
     graph: Graphs | None,
+    progress: Callable[[float], None] | None,
 ) -> Iterator[Plan]:
     """Yield plans without actions under limits that actions may bring down to the one asked for."""
     shares = [_ORDERS / len(_ABOVE)] * len(_ABOVE)
@@ -121,6 +133,7 @@ def _plain_plans(
                 seconds=seconds * share,
                 seed=seed,
                 graph=graph,
+                progress=progress,
             )
 
 

@@ -16,6 +16,7 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import BW, B, F, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.errors import ScheduleError
+from megatron_zbpp.planner.budget import OnTime, always
 from megatron_zbpp.planner.named_schedules import on_placement
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.schedules import FAMILIES
@@ -30,17 +31,18 @@ class Joined(NamedTuple):
     costs: Costs
 
 
-def joined(problem: Problem, found: Schedule) -> Iterator[Joined]:
+def joined(problem: Problem, found: Schedule, on_time: OnTime = always) -> Iterator[Joined]:
     """Yield schedules with cells that the problem allows; none where costs say that hides nothing.
 
     Args:
         problem: what to plan.
         found: the best schedule of it without cells.
+        on_time: asked before each named schedule.
     """
     if problem.costs.least_share == 1 or not problem.is_plain or problem.slices > 1:
         return
     candidates = [(None, _side_by_side(found, *kinds)) for kinds in ((F, B), (B, F))]
-    for name, schedule in itertools.chain(candidates, _named(problem)):
+    for name, schedule in itertools.chain(candidates, _named(problem, on_time)):
         held = peak(schedule, problem.costs)
         fits = all(amount <= limit for amount, limit in zip(held, problem.limits, strict=True))
         if not schedule.together or not fits:
@@ -64,10 +66,12 @@ def _side_by_side(schedule: Schedule, first: str, second: str) -> Schedule:
     return replace(schedule, together=frozenset(cells))
 
 
-def _named(problem: Problem) -> Iterator[tuple[str, Schedule]]:
+def _named(problem: Problem, on_time: OnTime) -> Iterator[tuple[str, Schedule]]:
     """Yield families that have cells, where they are on the problem's placement."""
     placement = problem.placement
     for family in FAMILIES:
+        if not on_time():
+            return
         found = on_placement(family, placement, problem.num_microbatches, together=True)
         if found is not None:
             yield family.label(placement.num_chunks), found

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from math import inf
 
 from megatron_zbpp.planner.annealing import Solution
+from megatron_zbpp.planner.budget import OnTime, always
 from megatron_zbpp.planner.ends import replay
 from megatron_zbpp.planner.problem import Ends, Orders, Problem
 
@@ -18,8 +19,17 @@ _BEATS = (1, 2)  # microbatches in one repetition
 _PLACES = range(10, 95, 3)  # where to repeat, in percent of the time
 
 
-def extrapolate(few: Problem, orders: Orders, many: Problem) -> Solution | None:
-    """Return the best orders of `many` that repeat a part of `orders`; None if none can be."""
+def extrapolate(
+    few: Problem, orders: Orders, many: Problem, on_time: OnTime = always
+) -> Solution | None:
+    """Return the best orders of `many` that repeat a part of `orders`; None if none can be.
+
+    Args:
+        few: what `orders` are for.
+        orders: of few microbatches.
+        many: the same question of more microbatches.
+        on_time: asked before each part that is tried.
+    """
     added = many.num_microbatches - few.num_microbatches
     result = replay(few, orders)
     best = None
@@ -27,6 +37,8 @@ def extrapolate(few: Problem, orders: Orders, many: Problem) -> Solution | None:
         if result is None or added % beat:
             continue
         for cut in _cuts(few, orders, result[1], beat):
+            if not on_time():
+                return best
             longer = [
                 order[:at] + order[at : at + len(queues) * beat] * (added // beat) + order[at:]
                 for at, order, queues in zip(cut, orders, few.queues, strict=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from megatron_zbpp.ir import Schedule
+from megatron_zbpp.planner.budget import OnTime, always
 from megatron_zbpp.planner.ends import replay
 from megatron_zbpp.planner.problem import Orders, Problem
 from megatron_zbpp.schedules.construct.orders import split_one_forward_one_backward
@@ -52,19 +53,27 @@ class _Grouping:
         return problem.orders(Schedule.of('grouped', placement, m, passes))
 
 
-def grouped(problem: Problem) -> list[Orders]:
-    """Return the best few of the family within the limits; none but on a loop of several chunks."""
+def grouped(problem: Problem, on_time: OnTime = always) -> list[Orders]:
+    """Return the best few of the family within the limits; none but on a loop of several chunks.
+
+    Args:
+        problem: what they are for.
+        on_time: asked before each of the family.
+    """
     placement = problem.placement
     if placement.num_chunks < 2 or not placement.is_loop or not problem.is_plain:
         return []
-    ranked = sorted(_values(problem.with_fewer_microbatches), key=lambda entry: entry[0])
-    return [grouping.orders(problem) for _, grouping in ranked[:_KEPT]]
+    few = problem.with_fewer_microbatches
+    ranked = sorted(_values(few, on_time), key=lambda entry: entry[0])
+    return [grouping.orders(problem) for _, grouping in ranked[:_KEPT] if on_time()]
 
 
-def _values(problem: Problem) -> Iterator[tuple[float, _Grouping]]:
+def _values(problem: Problem, on_time: OnTime) -> Iterator[tuple[float, _Grouping]]:
     """Yield those that fit, each with its value."""
     p = problem.placement.num_ranks
     for choice in product(range((p + 1) // 2, p + 1), _AHEAD, _DEFER):
+        if not on_time():
+            return
         grouping = _Grouping(*choice)
         orders = grouping.orders(problem)
         result = replay(problem, orders) if problem.fits(orders) else None

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner.budget import OnTime, always
 from megatron_zbpp.planner.ends import replay
 from megatron_zbpp.planner.problem import Orders, Problem
 from megatron_zbpp.schedules import FAMILIES, Family
+from megatron_zbpp.schedules.registry import Sizes
 from megatron_zbpp.techniques.slices.place import in_slices
 
 
@@ -23,19 +26,35 @@ class Named:
     orders: Orders
 
 
-def named(problem: Problem) -> list[Named]:
-    """Return the named schedules on the problem's placement and within its limits, best first."""
-    found: list[Named] = []
-    for family in FAMILIES if problem.is_plain else ():
+def named(problem: Problem, on_time: OnTime = always) -> list[Named]:
+    """Return the named schedules on the problem's placement and within its limits, best first.
+
+    Args:
+        problem: what they are for.
+        on_time: asked before each family, those with the smallest bubbles first and those that
+            take long to build, for they look for their order by times, last.
+    """
+    found: dict[str, list[Named]] = {}
+    for family in sorted(FAMILIES, key=partial(_turn, problem)) if problem.is_plain else ():
         if family.moves:
             continue  # what a copy takes is no part of the problem
+        if not on_time():
+            break
         for schedule in variants(family, problem):
             orders = problem.orders(schedule)
             result = replay(problem, orders) if problem.fits(orders) else None
             if result is not None:
                 name = family.label(problem.placement.num_chunks)
-                found.append(Named(name, result[0], orders))
-    return sorted(found, key=lambda entry: entry.value)
+                found.setdefault(family.name, []).append(Named(name, result[0], orders))
+    in_order = (entry for family in FAMILIES for entry in found.get(family.name, ()))
+    return sorted(in_order, key=lambda entry: entry.value)
+
+
+def _turn(problem: Problem, family: Family) -> tuple[bool, float]:
+    """Return the sort key of families where there may be no time for all."""
+    placement = problem.placement
+    sizes = Sizes(placement.num_ranks, problem.num_microbatches, placement.num_chunks)
+    return 'costs' in family.options, family.bubble(sizes) if family.bubble else inf
 
 
 def variants(family: Family, problem: Problem) -> Iterator[Schedule]:

@@ -9,7 +9,6 @@ found is compared with the same in such cells (`cells`).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -18,7 +17,7 @@ from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner import cp_sat
-from megatron_zbpp.planner.budget import Budget
+from megatron_zbpp.planner.budget import Budget, OnTime, always
 from megatron_zbpp.planner.cells import Joined, joined
 from megatron_zbpp.planner.grouped_orders import grouped
 from megatron_zbpp.planner.limits import Candidate, Graphs, Limit, activation_limits, with_room
@@ -31,6 +30,9 @@ _EXACT_PASSES = 4 * 8 * 2 * 3  # p, m, chunks, kinds: the exact solver ends in t
 _BRIEF = 0.05  # share of the time that is searched before
 _EXACT = 0.8  # and of what is left then, that it gets
 _ROUNDS = (0.25, 1.0)  # shares of the time that is left when each begins
+_SMALL = 10_000  # passes of all placements: up to here, the clock ends no building of schedules
+_CHECK = 2e-5  # seconds for each pass of a plan that is checked
+_CELLS = 10  # times that, where costs say what forwards and backwards take that run as one
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ def plan(
             `costs.amounts`; its parameters count.
         objective: 'makespan' while all ranks wait for each other between iterations; 'window',
             the longest span of one rank, where they do not.
-        seconds: at most; turned into a number of steps, so that plans can be made again.
+        seconds: at most, but for the schedule to begin with and the check of the plan; turned into
+            a number of steps, so that plans can be made again.
         seed: another one searches elsewhere.
         starts: schedules of m microbatches to be at least as good as, where they keep the limit;
             those of another graph are left out.
@@ -114,26 +117,61 @@ def plan(
             graph with passes that the search cannot place.
     """
     require_question(candidates, objective)
-    budget = Budget(seconds, progress)
-    searches: list[Search] = []
-    names: list[Named] = []
+    problems: list[Problem] = []
     for placement, costs in with_room(candidates, memory_limit, graph):
         limits = activation_limits(memory_limit, placement, costs)
         made = graph and graph(placement.num_stages)
         units = num_microbatches * (made.num_slices if made else 1)
-        problem = Problem(placement, units, costs, limits, objective, made)
-        known = named(problem)
+        problems.append(Problem(placement, units, costs, limits, objective, made))
+    whole = Budget(seconds)
+    in_time = always if _small(problems) else whole.on_time
+    budget = Budget(seconds, progress, reserve=min(seconds / 2, _reserve(problems)))
+    searches, names = _begun(problems, list(starts), seed, budget)
+    try:
+        _search([search for search in searches if search.solutions], budget)
+    except KeyboardInterrupt:
+        raise PlanningInterrupted(_made(searches, names, budget, in_time)) from None
+    return _made(searches, names, budget, in_time)
+
+
+def is_small(num_passes: int) -> bool:
+    """Return whether all named schedules of so many passes are built within a second or so."""
+    return num_passes <= _SMALL
+
+
+def _small(problems: Sequence[Problem]) -> bool:
+    return is_small(sum(problem.num_passes for problem in problems))
+
+
+def _reserve(problems: Sequence[Problem]) -> float:
+    """Return the seconds that the best plan of the problems takes once it is found."""
+    cells = any(problem.costs.least_share != 1 for problem in problems)
+    each = _CHECK * (_CELLS if cells else 1)
+    return 0.0 if _small(problems) else each * max(problem.num_passes for problem in problems)
+
+
+def _begun(
+    problems: Sequence[Problem], starts: Sequence[Schedule], seed: int, budget: Budget
+) -> tuple[list[Search], list[Named]]:
+    """Return a search on each problem, and the named schedules that they begin with.
+
+    Where building takes long, each problem gets an equal share of the time that is left, and has no
+    solution if nothing is left. The first always has one.
+    """
+    searches: list[Search] = []
+    names: list[Named] = []
+    for at, problem in enumerate(problems):
+        small = _small(problems)
+        turn = always if small else budget.turn(1 / (len(problems) - at))
+        known = named(problem, turn)
         names += known
         given = [problem.orders(s) for s in starts if problem.has(s)]
-        starts_here = [*(entry.orders for entry in known), *grouped(problem), *given]
-        if not problem.is_plain:
+        starts_here = [*(entry.orders for entry in known), *grouped(problem, turn), *given]
+        needed = small or not (starts_here or any(each.solutions for each in searches))
+        if not problem.is_plain and (needed or turn()):
             starts_here.append(dispatch(problem, Pattern.straight(problem, 0.0, 0.0, inf)))
-        searches.append(Search(problem, starts_here, seed))
-    try:
-        _search(searches, budget)
-    except KeyboardInterrupt:
-        raise PlanningInterrupted(_made(searches, names, budget)) from None
-    return _made(searches, names, budget)
+        searches.append(Search(problem, starts_here, seed, always if needed else turn))
+    return searches, names
 
 
 def require_question(candidates: Sequence[Candidate], objective: str) -> None:
@@ -144,12 +182,13 @@ def require_question(candidates: Sequence[Candidate], objective: str) -> None:
         raise ValueError(f'objective {objective!r} is unknown: use {" or ".join(OBJECTIVES)}')
 
 
-def _made(searches: list[Search], names: list[Named], budget: Budget) -> Plan:
+def _made(searches: list[Search], names: list[Named], budget: Budget, in_time: OnTime) -> Plan:
     """Return the best of all searches, with cells where they make it shorter."""
-    best = min(searches, key=lambda search: search.best.value)
+    begun = [search for search in searches if search.solutions]
+    best = min(begun, key=lambda search: search.best.value)
     schedule = best.problem.schedule(best.best.orders, 'planned')
     found = Joined(best.best.value, None, schedule, best.problem.costs)
-    with_cells = list(itertools.chain.from_iterable(map(_joined, searches)))
+    with_cells = [each for search in begun for each in _joined(search, in_time)]
     found = min(found, *with_cells, key=lambda each: each.value) if with_cells else found
     schedule = replace(found.schedule, name='planned', phases=())
     check(schedule)
@@ -173,7 +212,7 @@ def _search(searches: list[Search], budget: Budget) -> None:
         ranked = sorted(searches, key=lambda search: (search.best.value, search.bound))
         for at, search in enumerate(ranked):
             best = min(search.best.value for search in searches)
-            if search.bound < best - EPSILON:
+            if search.bound < best - EPSILON and budget.on_time():
                 rest = len(ranked) - at
                 _improve(search, part.split_off(1 / rest if share < 1 else 1 / min(rest, 2)), best)
 
@@ -190,7 +229,7 @@ def _improve(search: Search, budget: Budget, best: float) -> None:
 
 def _solve(search: Search, budget: Budget, best: float) -> None:
     """Ask the exact solver for less than `best`, or a proof that there is none."""
-    if not budget.effort:
+    if not (budget.effort and budget.on_time()):
         return
     answer = cp_sat.solve(
         search.problem,
@@ -206,9 +245,10 @@ def _solve(search: Search, budget: Budget, best: float) -> None:
         search.add(answer.orders)
 
 
-def _joined(search: Search) -> list[Joined]:
+def _joined(search: Search, in_time: OnTime) -> list[Joined]:
     """Return what becomes of the best by cells, and named schedules with them."""
-    return list(joined(search.problem, search.problem.schedule(search.best.orders, 'planned')))
+    schedule = search.problem.schedule(search.best.orders, 'planned')
+    return list(joined(search.problem, schedule, in_time))
 
 
 def _best(names: list[Named], with_cells: list[Joined]) -> tuple[str, float] | None:

@@ -389,10 +389,11 @@ class Problem:
     def orders(self, schedule: Schedule) -> Orders:
         """Return the orders of a schedule on this placement."""
         graph, rows = self._flat.graph, self._flat.rows
-        return [
-            [rows[task] for p in order for task in graph.tasks(p.kind, p.stage)]
-            for order in schedule.passes
-        ]
+        queues = {
+            key: [rows[task] for task in graph.tasks(*key)]
+            for key in {p[:2] for order in schedule.passes for p in order}
+        }
+        return [[queue for p in order for queue in queues[p[:2]]] for order in schedule.passes]
 
     def schedule(self, orders: Orders, name: str) -> Schedule:
         """Return the schedule of these orders."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from random import Random
 
 from megatron_zbpp.planner.annealing import Solution, anneal, fold, plain
-from megatron_zbpp.planner.budget import Budget
+from megatron_zbpp.planner.budget import Budget, OnTime, always
 from megatron_zbpp.planner.ends import replay, replay_whole
 from megatron_zbpp.planner.extrapolation import extrapolate
 from megatron_zbpp.planner.lower_bounds import lower_bound
@@ -34,13 +34,16 @@ class Search:
         solutions: the best orders known, best first.
     """
 
-    def __init__(self, problem: Problem, starts: Iterable[Orders], seed: int) -> None:
+    def __init__(
+        self, problem: Problem, starts: Iterable[Orders], seed: int, on_time: OnTime = always
+    ) -> None:
         """Begin with the best of `starts`.
 
         Args:
             problem: with limits that hold one microbatch.
             starts: orders within the limits, to start from.
             seed: the same seed and budget find the same.
+            on_time: asked before a random order is tried, too.
         """
         self.problem = problem
         self.bound = lower_bound(problem)
@@ -51,7 +54,8 @@ class Search:
         self._unit = min((time for time in problem.durations if time > 0), default=0.0)
         for orders in starts:
             self.add(orders)
-        self.add(dispatch(problem, Pattern.random(problem, self._rng)))
+        if on_time():
+            self.add(dispatch(problem, Pattern.random(problem, self._rng)))
 
     @property
     def best(self) -> Solution:
@@ -73,7 +77,7 @@ class Search:
         if not self.done:
             self._climb(budget.split_off(0.15 if self._pool else 0.4))
         for done in range(_ROUNDS):
-            if self.done:
+            if self.done or not budget.on_time():
                 return
             self._anneal(budget.split_off(1 / (_ROUNDS - done)), min(done, len(self.solutions) - 1))
 
@@ -97,13 +101,15 @@ class Search:
             pool.sort(key=lambda entry: entry[0])
             del pool[_POOL:]
         for _, pattern in pool[:3]:
-            self._follow(pattern)
+            if budget.on_time():
+                self._follow(pattern, budget.on_time)
 
-    def _follow(self, pattern: Pattern) -> None:
+    def _follow(self, pattern: Pattern, on_time: OnTime) -> None:
         """Make the schedule of a pattern known, and the one that repeats its steady state."""
         self.add(dispatch(self.problem, pattern))
         if self._few is not self.problem:
-            extended = extrapolate(self._few, dispatch(self._few, pattern), self.problem)
+            orders = dispatch(self._few, pattern)
+            extended = extrapolate(self._few, orders, self.problem, on_time)
             if extended is not None:
                 self.add(extended.orders)
 

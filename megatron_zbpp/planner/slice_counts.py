@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from megatron_zbpp.planner.budget import OnTime, always
 from megatron_zbpp.planner.limits import Candidate, Limit, activation_limits, with_room
 from megatron_zbpp.planner.named_schedules import named
+from megatron_zbpp.planner.plans import is_small
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.techniques.slices.balance import Attention, balanced, in_parts
 from megatron_zbpp.techniques.slices.graph import Slicing
@@ -48,6 +50,7 @@ def slice_counts(
     least: int,
     memory_limit: Limit = None,
     objective: str = 'makespan',
+    on_time: OnTime = always,
 ) -> Iterator[Count]:
     """Yield 1, 2, 4, ... balanced slices, each with the best named schedule within the limit.
 
@@ -61,15 +64,16 @@ def slice_counts(
         least: tokens of a slice, as a mean of all.
         memory_limit: see `planner.plans.plan`.
         objective: 'makespan' or 'window'.
+        on_time: asked before each number, and where schedules take long to build, before each.
 
     Raises:
         ValueError: a microbatch does not fit.
     """
     units = num_microbatches * max(3 * each.num_stages for each, _ in candidates)
-    best = partial(_best, candidates, num_microbatches, attention, memory_limit, objective)
+    best = partial(_best, candidates, num_microbatches, attention, memory_limit, objective, on_time)
     cut = partial(balanced, length=length, attention=attention, costs=candidates[0][1])
     for sizes in doubled(cut, length, least, units):
-        found = best(sizes)
+        found = best(sizes) if len(sizes) == 1 or on_time() else None
         if found is not None:
             yield found
 
@@ -101,6 +105,7 @@ def _best(
     attention: Attention,
     limit: Limit,
     objective: str,
+    on_time: OnTime,
     sizes: tuple[int, ...],
 ) -> Count | None:
     candidates = [(placement, in_parts(costs, sizes, attention)) for placement, costs in candidates]
@@ -110,7 +115,8 @@ def _best(
         limits = activation_limits(limit, placement, costs)
         graph = graphs and graphs(placement.num_stages)
         units = num_microbatches * len(sizes)
-        for entry in named(Problem(placement, units, costs, limits, objective, graph))[:1]:
+        problem = Problem(placement, units, costs, limits, objective, graph)
+        for entry in named(problem, always if is_small(problem.num_passes) else on_time)[:1]:
             if best is None or entry.value < best.value:
                 best = Count(sizes, entry.name, entry.value)
     return best

@@ -1,0 +1,161 @@
+"""The clock ends every part of planning that takes long, and small questions are never cut."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.planner import (
+    action_search,
+    budget,
+    cells,
+    extrapolation,
+    grouped_orders,
+    named_schedules,
+    pattern,
+    plans,
+    search,
+)
+from megatron_zbpp.planner.actions import plan_within
+from megatron_zbpp.planner.plans import plan
+from megatron_zbpp.planner.problem import Problem
+from megatron_zbpp.planner.slice_counts import slice_counts
+from megatron_zbpp.techniques.slices.balance import Attention
+
+P, M = 4, 24
+INIT = budget.Budget.__init__  # by which the clock counts, as it does not in other tests
+PLACEMENTS = (Placement.loop(P), Placement.v(P), Placement.loop(P, 4))
+CANDIDATES = [(at, Costs.uniform(at)) for at in PLACEMENTS]
+
+
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return what makes each look at the clock take that many seconds; 500 passes are many."""
+    monkeypatch.setattr(plans, '_SMALL', 500)
+    monkeypatch.setattr(budget.Budget, '__init__', INIT)
+
+    def tick(seconds: float) -> None:
+        clock = itertools.count()
+        ticking = SimpleNamespace(monotonic=lambda: next(clock) * seconds)
+        monkeypatch.setattr(budget, 'time', ticking)
+
+    return tick
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[object]:
+    """Count the calls of a function by the name that `module` has for it."""
+    calls: list[object] = []
+    original = getattr(module, name)
+
+    def wrapper(*args: object, **options: object) -> object:
+        calls.append(args)
+        return original(*args, **options)
+
+    monkeypatch.setattr(module, name, wrapper)
+    return calls
+
+
+def test_a_large_question_ends_with_what_the_clock_left_time_for(
+    ticks: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+):
+    ticks(1.0)
+    built = counted(monkeypatch, named_schedules, 'on_placement')
+    tried = counted(monkeypatch, grouped_orders, 'replay')
+    followed = counted(monkeypatch, search, 'extrapolate')
+    shares: list[float] = []
+    made = plan(CANDIDATES, M, seconds=20.0, progress=shares.append)
+    assert not made.repeats and made.lower_bound <= made.value
+    assert 0 < len(built) < 20 and len(tried) < 20 and not followed
+    assert shares == sorted(shares) and len(shares) > 5 and 0 < shares[0] < 0.2 and shares[-1] <= 1
+
+
+def test_each_placement_gets_a_share(ticks: Callable[[float], None]):
+    """The last of them has the least idle time: with all of the time for the first, none is."""
+    ticks(0.5)
+    made = plan(CANDIDATES, M, seconds=20.0)
+    assert made.best_named is not None and made.best_named[0] in ('zb-v', 'zb-interleaved v=4')
+    assert made.schedule.placement != PLACEMENTS[0]
+
+
+@pytest.mark.parametrize('limit', [None, P / 2])
+def test_without_any_time_there_is_one_plan(ticks: Callable[[float], None], limit: float | None):
+    bounds = [plan([each], M, seconds=0.1, memory_limit=limit).lower_bound for each in CANDIDATES]
+    ticks(100.0)
+    made = plan(CANDIDATES, M, seconds=1.0, memory_limit=limit)
+    assert not made.repeats and made.best_named is None
+    assert made.lower_bound == min(bounds) < made.value  # of those, too, on which there is none
+
+
+def test_small_questions_are_not_cut(ticks: Callable[[float], None]):
+    small = [(at, Costs.uniform(at)) for at in (Placement.loop(P), Placement.v(P))]
+    ticks(0.0)
+    known = plan(small, 8, seconds=0.1)
+    ticks(100.0)
+    cut = plan(small, 8, seconds=0.1)
+    assert cut.best_named == known.best_named is not None
+
+
+def test_repeating_the_steady_state_ends_with_the_clock(monkeypatch: pytest.MonkeyPatch):
+    """It is tried at twenty-nine places of the time."""
+    placement, costs = CANDIDATES[0]
+    many = Problem(placement, 3 * M, costs, (3.0,) * P)
+    few = many.with_fewer_microbatches
+    replayed = counted(monkeypatch, extrapolation, 'replay')
+    orders = pattern.dispatch(few, pattern.Pattern.straight(few, 0.5, 1.0, inf))
+    assert extrapolation.extrapolate(few, orders, many) and len(replayed) > 4
+    replayed.clear()
+    left = iter([True, True, True])
+    extrapolation.extrapolate(few, orders, many, lambda: next(left, False))
+    assert len(replayed) == 4
+
+
+def test_a_turn_is_a_share_of_the_time_that_is_left(ticks: Callable[[float], None]):
+    ticks(1.0)
+    whole = budget.Budget(40.0)
+    turn = whole.turn(0.5)
+    assert len(list(itertools.takewhile(lambda _: turn(), range(40)))) == 9  # two looks each
+    assert whole.overran and whole.on_time() and whole.left == whole.steps
+
+
+def test_cells_of_named_schedules_end_with_the_clock(
+    ticks: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+):
+    placement = Placement.v(P)
+    costs = replace(Costs.uniform(placement), together=0.9)
+    built = counted(monkeypatch, cells, 'on_placement')
+    ticks(60.0)
+    plan([(placement, costs)], M, seconds=50.0)
+    assert not built
+    ticks(0.0)
+    plan([(placement, costs)], M, seconds=0.1)
+    assert built
+
+
+def test_actions_are_searched_for_within_the_time(
+    ticks: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+):
+    placement = Placement.v(P)
+    costs = Costs.uniform(placement).with_times(O=(0.5,) * 2 * P, L=(0.5,) * 2 * P)
+    rated = counted(monkeypatch, action_search, 'variants')
+    ticks(0.5)
+    shares: list[float] = []
+    asked = {'actions': ('offload',), 'memory_limit': P / 2, 'progress': shares.append}
+    made = plan_within([(placement, costs)], M, seconds=40.0, **asked)
+    assert not made.repeats and 0 < len(rated) < 20
+    assert budget.time.monotonic() < 44.0
+    assert shares == sorted(shares) and 0 < shares[0] < 0.3 and shares[-1] <= 1
+
+
+def test_numbers_of_slices_are_tried_while_there_is_time():
+    left = iter([True, True, False])
+    found = slice_counts(
+        CANDIDATES, 4, 4096, Attention(), least=1, on_time=lambda: next(left, False)
+    )
+    assert [each.slices for each in found] == [1, 2, 4]
