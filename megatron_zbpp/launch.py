@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> None:
         except ModuleNotFoundError as error:
             parser.exit(2, f'{parser.prog}: error: {error}\n')
 
+    from megatron_zbpp.mcore import enabled
     from megatron_zbpp.mcore.command_line import arguments, pairing
 
     try:
@@ -63,7 +64,15 @@ def main(argv: list[str] | None = None) -> None:
         parser.exit(2, f'{parser.prog}: error: {error}\n')
     before = cpu_flags(args.arguments) if args.cpu else ()
     sys.argv = [str(args.script), *before, *args.arguments]
-    runpy.run_path(str(args.script), run_name='__main__')
+    try:
+        runpy.run_path(str(args.script), run_name='__main__')
+    finally:
+        if not arguments.has_run and enabled.plugin is None:
+            print(
+                f'megatron_zbpp: {args.script} did not read the flags of Megatron-LM: no schedule '
+                'was asked for, and nothing was changed; call megatron_zbpp.enable() in it',
+                file=sys.stderr,
+            )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 from outcome import of_all, outcome, refusal
 
+from megatron_zbpp.mcore.command_line.flags import FLAGS
 from megatron_zbpp.schedules import build
 
 # Megatron's own defaults of what our flags look at
@@ -83,11 +84,20 @@ def test_nothing_asked_nothing_done(ranks):
     assert found.result.placed == {name: MEGATRONS[name] for name in PLACED}
 
 
-@pytest.mark.parametrize('name', ['freeze', 'offload', 'recompute'])
-def test_what_is_about_a_schedule_wants_one(ranks, name):
-    """Not ignored where Megatron's own runs."""
-    said = f'--pipeline-{name} is about a --pipeline-schedule: give that, too'
-    assert said in refused(ranks, f'--pipeline-{name}', 'all')
+def test_what_is_about_a_schedule_wants_one(ranks):
+    """Not ignored where Megatron's own runs: each flag but those that name a schedule."""
+    names = []
+    for each in FLAGS:
+        if each.name in ('--pipeline-schedule', '--pipeline-schedule-file'):
+            continue
+        number = each.least is not None and (each.flag_default or 0) + max(1, each.least)
+        value = [] if not each.unit else [number or 'all']
+        said = f'{each.name} is about a --pipeline-schedule: give that, too'
+        assert said in refused(ranks, each.name, *value)
+        names.append(each.name)
+    assert len(names) > 20
+    both = ['--pipeline-freeze', 'all', '--enable-optimizer-post-validation']
+    assert ' are about a --pipeline-schedule: give that, too' in refused(ranks, *both)
 
 
 @pytest.mark.parametrize(

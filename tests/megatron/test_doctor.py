@@ -272,6 +272,18 @@ def test_layers_need_not_divide(ranks):
     assert code == 0 and sum(found['launch_line']['layers']) == 21
 
 
+def test_a_script_that_is_not_there(ranks, tmp_path):
+    script = tmp_path / 'pretrain_gpt.py'
+    words = ['-m', 'megatron_zbpp.launch', script, *SIZES, '--pipeline-schedule', 'zb-v']
+    words = ['--gpus', 8, '--', *words]
+    (code, out, _), _ = ranks(2).run(doctor, words)
+    assert code == 1 and out.startswith(f'refused: there is no script {script}: correct its path')
+    assert 'schedule: zb-v' in out
+    script.touch()
+    code, found = report(ranks, *words)
+    assert code == 0 and not found['missing_script']
+
+
 def test_refused(ranks):
     launch = ['torchrun', '--nproc-per-node', '8', '-m', 'megatron_zbpp.launch', '--cpu', 'gpt.py']
     given = ['--pipeline-schedule', 'zb-v', '--tp-comm-overlap', '--fp8-format', 'hybrid']

@@ -52,6 +52,27 @@ def test_no_workers_load_data_on_a_cpu(tmp_path):
 
 
 @needs_training
+@pytest.mark.parametrize(
+    ('does', 'told'),
+    [
+        ('raise SystemExit(3)', 1),
+        ("import megatron_zbpp; megatron_zbpp.enable('zb-v')", 0),
+    ],
+    ids=['exit', 'enable'],
+)
+def test_a_script_that_is_not_megatrons(tmp_path, does, told):
+    """At its end one line says that the schedule changed nothing, unless it asks for one itself."""
+    script = tmp_path / 'hello.py'
+    script.write_text(f"print('hello')\n{does}\n")
+    done = launched('--cpu', script, '--pipeline-schedule', 'zb-v')
+    assert done.stdout == 'hello\n' and done.returncode == (3 if 'Exit' in does else 0)
+    line = (
+        f'megatron_zbpp: {script} did not read the flags of Megatron-LM: no schedule was asked for'
+    )
+    assert [each.startswith(line) for each in done.stderr.splitlines()].count(True) == told
+
+
+@needs_training
 def test_torchrun_repeats_why_it_ends():
     """Else its own report of the failed children, of 50 lines and more, hides it."""
     launcher = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2']

@@ -564,6 +564,11 @@ FLAGS = {
         '--pipeline-offload is about a --pipeline-schedule: give that, too',
         flags('--pipeline-offload half --pipeline-schedule zb-v'),
     ),
+    'a trace without a schedule': row(
+        flags('--pipeline-trace-dir traces --enable-optimizer-post-validation'),
+        'are about a --pipeline-schedule: give that, too',
+        flags('--pipeline-trace-dir traces --pipeline-schedule zb-v'),
+    ),
     'pictures where nothing can be written': row(
         flags('--pipeline-schedule zb-v --pipeline-trace-dir /proc/nope'),
         "--pipeline-trace-dir is '/proc/nope', but nothing can be written in /proc (",

@@ -28,6 +28,7 @@ from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.runtime.log import job_log
 
 _OURS = '_with_our_flags'  # on a function: it adds our flags already
+has_run = False  # whether Megatron has read its command line in this process
 _PACKAGES = {'yaml': 'pyyaml', 'PIL': 'pillow'}  # of modules with other names
 
 
@@ -99,7 +100,9 @@ def _preparing(parse: Callable) -> Callable:
 
     @functools.wraps(parse)
     def parse_known_args(*args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
+        global has_run
         namespace, rest = parse(*args, **kwargs)
+        has_run = True
         try:
             prepare(namespace)
         except (OSError, ValueError, NotImplementedError) as error:

@@ -43,16 +43,18 @@ class Report:
         versions: of what takes part, by its name.
         patches: what is replaced while the plugin is enabled.
         dry_run: what the launch line would run; None: there was none.
+        missing: the script of the launch line, where it is not here.
     """
 
     versions: dict[str, str]
     patches: tuple[Patch, ...]
     dry_run: DryRun | None = None
+    missing: str = ''
 
     @property
     def fine(self) -> bool:
         refused = self.dry_run is not None and self.dry_run.refused
-        return not refused and not any(patch.problem for patch in self.patches)
+        return not (refused or self.missing) and not any(patch.problem for patch in self.patches)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
@@ -63,6 +65,7 @@ class Report:
             'versions': self.versions,
             'patches': found,
             'launch_line': dry_run,
+            'missing_script': self.missing,
         }
 
 
@@ -76,7 +79,7 @@ def examine(words: Sequence[str] = (), gpus: int | None = None) -> Report:
     Raises:
         ValueError: the launch line makes no sense.
     """
-    dry_run = None
+    dry_run, missing = None, ''
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # Megatron's, about packages that it lacks
         device = prepare(words)
@@ -85,7 +88,9 @@ def examine(words: Sequence[str] = (), gpus: int | None = None) -> Report:
             from megatron_zbpp.mcore.command_line.dry_run import dry_run_of
 
             dry_run = dry_run_of(launch_line.read(words, gpus))
-        return Report(versions() | {'device': device}, tuple(patches()), dry_run)
+            script = launch_line.divided(words)[1]
+            missing = script if script and not Path(script).is_file() else ''
+        return Report(versions() | {'device': device}, tuple(patches()), dry_run, missing)
 
 
 def prepare(words: Sequence[str]) -> str:
@@ -193,6 +198,9 @@ def text_of(report: Report, verbose: bool = False) -> str:
         verbose: name each patch, and each version also where a launch line was given.
     """
     lines = [] if report.dry_run is None else [*report.dry_run.lines(), '']
+    if report.missing:
+        cure = 'correct its path, or give the flags behind it alone'
+        lines.insert(0, f'refused: there is no script {report.missing}: {cure}')
     if verbose or report.dry_run is None:
         width = max(map(len, report.versions))
         lines += [f'{name:{width}}  {version}' for name, version in report.versions.items()]

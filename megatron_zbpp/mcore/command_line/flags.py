@@ -12,7 +12,6 @@ from megatron_zbpp.mcore.command_line.aliases import add_aliases, announce, tran
 from megatron_zbpp.mcore.command_line.messages import flag
 from megatron_zbpp.mcore.options import Option
 from megatron_zbpp.mcore.settings import OPTIONS, Settings
-from megatron_zbpp.techniques import ASKED
 
 FLAGS = [each for option in OPTIONS.values() for each in option.flags]
 
@@ -56,7 +55,7 @@ def read(args: argparse.Namespace) -> Mapping[str, Any] | None:
     """Return the values of our flags, those of other forks translated with a word; None: none.
 
     Raises:
-        ValueError: flags that contradict each other.
+        ValueError: flags that contradict each other, or flags of a schedule without one.
     """
     values = {each.dest: getattr(args, each.dest) for each in FLAGS}
     translated = translate(args)
@@ -68,9 +67,15 @@ def read(args: argparse.Namespace) -> Mapping[str, Any] | None:
     announce(args, translated)
     values |= translated
     if values['pipeline_schedule'] is None and values['pipeline_schedule_file'] is None:
-        for each in (OPTIONS[name] for name in ('freeze', 'slices', *ASKED)):
-            if values[each.dest] is not None:
-                raise ValueError(f'{each.name} is about a --pipeline-schedule: give that, too')
+        idle = [
+            each
+            for each in FLAGS
+            if values[each.dest] != (each.flag_default if each.unit else False)
+        ]
+        if idle:
+            names = ', '.join(each.name for each in idle)
+            are = 'are' if len(idle) > 1 else 'is'
+            raise ValueError(f'{names} {are} about a --pipeline-schedule: give that, too')
         return None
     return values
 
