@@ -401,20 +401,6 @@ class Settings:
                     f'{name} is {shown!r}: it does not train with the output layer on all ranks '
                     'yet: leave it out, or vocab_parallel'
                 )
-        if isinstance(source, Schedule):
-            sliced = source.graph.num_slices > 1
-        else:
-            sliced = find(source).default_slices > 1
-        if self.vocab_parallel == BOTH and self.amounts:
-            raise ValueError(
-                f'vocab_parallel is {BOTH!r}: it does not train with {min(self.amounts)} yet: give '
-                f'{OUTPUT!r}, or leave {min(self.amounts)} out'
-            )
-        if self.vocab_parallel == BOTH and (sliced or self.slices is not None):
-            raise ValueError(
-                f'vocab_parallel is {BOTH!r}: it does not train in slices yet: give {OUTPUT!r}, or '
-                'a schedule of whole sequences without slices'
-            )
 
     def _require_amounts(self) -> None:
         """Raise ValueError unless what is asked for of techniques makes sense."""

@@ -389,7 +389,6 @@ LONG = '--pipeline-schedule zb-v --seq-length 16 --pipeline-slices {}'.format
 
 UNTIED = '--untie-embeddings-and-output-weights'
 OUTPUT = f'--pipeline-schedule {{}} --pipeline-vocab-parallel output {UNTIED}'.format
-EMBEDDING = f'--pipeline-schedule {{}} --pipeline-vocab-parallel input+output {UNTIED}'.format
 
 FLAGS = {
     'another layer': row(
@@ -397,19 +396,6 @@ FLAGS = {
         "--pipeline-vocab-parallel is 'input': give 'output'",
         flags(OUTPUT('zb-v')),
     ),
-    **{
-        f'the embedding on all ranks and {asked}': row(
-            flags(f'{EMBEDDING(schedule)} --seq-length 16 {asked}'),
-            "yet: give 'output', or",
-            flags(EMBEDDING('zb-v')),
-            flags(f'{OUTPUT(schedule)} --seq-length 16 {asked}'),
-        )
-        for schedule, asked in (
-            ('zb-v', '--pipeline-slices 4'),
-            ('seq1f1b', ''),
-            ('zb-v', '--pipeline-recompute 1'),
-        )
-    },
     **{
         f'the output layer on all ranks and {asked}': row(
             flags(f'{OUTPUT(schedule)} --seq-length 16 {asked}'),

@@ -175,6 +175,28 @@ def test_both_layers(trained, layers, schedule):
     assert_same(of_ranks(found, BOTH), of_ranks(alike, BOTH), job.iterations)
 
 
+@supports(
+    'the output layer and the embedding on all ranks, beside {technique}, {slices} slices: '
+    '{layers} GPT',
+    '{schedule}',
+    TOLERANCE,
+)
+@grid(
+    technique=('no other', 'recompute', 'offload'),
+    slices=(4, '5,3,6,2', 'no'),
+    schedule=('zb-v', '1f1b'),
+    layers=('tied', 'untied'),
+)
+def test_both_layers_beside_others(trained, technique, slices, schedule, layers):
+    """To the bit as with all that is kept, and alike in all schedules of the same slices."""
+    job, tied, cut = few(), layers == 'tied', None if slices == 'no' else slices
+    more = {} if technique == 'no other' else {technique: 'all'}
+    found = trained(job, schedule, cut, BOTH, tied, **more)
+    compare(found, trained(job, 'megatron', None, OUTPUT, tied), job, tied)
+    alike = trained(job, '1f1b', cut, BOTH, tied)
+    assert_same(of_ranks(found, BOTH), of_ranks(alike, BOTH), job.iterations)
+
+
 JOBS = {
     'SwiGLU on 4 ranks': few('SwiGLU', pp=4, layers=1),
     'bf16, distributed optimizer': few(bf16=True, distributed=True, overlap=True, dp=2),

@@ -20,6 +20,7 @@ from megatron_zbpp.mcore.iteration.vocabulary import VocabularyStage, shard_of
 from megatron_zbpp.mcore.vocabulary import InputShard
 from megatron_zbpp.runtime.actions import Action, Inputs, Outputs
 from megatron_zbpp.runtime.channels import Message
+from megatron_zbpp.runtime.key import Key, key_of
 from megatron_zbpp.techniques.vocabulary.graph import (
     EMBEDDING,
     EMBEDDING_GRADIENT,
@@ -94,12 +95,16 @@ class EmbeddingStage(VocabularyStage):
     ) -> Any:
         if not self.is_first:
             return super()._by_megatron(p, received, data, results)
-        items, shard = self._read.pop(p.microbatch), input_shard(self.inner)
-        shard.given = received
+        input_shard(self.inner).given = received
         try:
-            return super()._by_megatron(p, None, None if data is None else iter(items), results)
+            return super()._by_megatron(p, None, data, results)
         finally:
-            shard.given = None
+            input_shard(self.inner).given = None
+
+    def _data(self, p: Pass) -> Iterator | None:
+        if not self.is_first or self.data_iterator is None:
+            return self.data_iterator
+        return iter(self._read.pop(p.microbatch, ()))  # the first slice reads for all
 
 
 class Lookups:
@@ -110,14 +115,17 @@ class Lookups:
 
     Args:
         stages: of this rank, in the order of its chunks.
+        lengths: tokens of each slice; of a whole sequence, one.
     """
 
-    def __init__(self, stages: Sequence[Any]) -> None:
+    def __init__(self, stages: Sequence[Any], lengths: Sequence[int]) -> None:
+        self._lengths = lengths
         self._stage: EmbeddingStage = stages[-1]
         self._first = next((stage for stage in stages if stage.is_first), None)
         self._shard = input_shard(self._stage.inner)
         self._is_tied = shard_of(self._stage.model).is_tied
-        self._tokens: dict[int, torch.Tensor] = {}
+        self._of_slices: Sequence[torch.Tensor] = ()  # tokens of the microbatch that D reads
+        self._tokens: dict[Key, torch.Tensor] = {}
         self._sum: torch.Tensor | None = None
 
     @property
@@ -127,23 +135,26 @@ class Lookups:
 
     def _read(self, p: Pass, inputs: Inputs) -> Outputs:
         assert self._first is not None, 'D is on the first stage'
-        return {TOKENS: self._first.read(p)}
+        if p.slice == 0:
+            self._of_slices = self._first.read(p).split(self._lengths, 1)
+        return {TOKENS: self._of_slices[p.slice].contiguous()}
 
     def _look_up(self, p: Pass, inputs: Inputs) -> Outputs:
         ((tokens,),) = inputs.values()
         assert isinstance(tokens, torch.Tensor)
         if not self._stage.call.arguments.forward_only:
-            self._tokens[p.microbatch] = tokens
+            self._tokens[key_of(p)] = tokens
         with torch.no_grad():
             return {EMBEDDING: self._shard.look_up(tokens)}
 
     def _scatter(self, p: Pass, inputs: Inputs) -> Outputs:
         ((gradient,),) = inputs.values()
         assert isinstance(gradient, torch.Tensor)
-        tokens = self._tokens.pop(p.microbatch)
+        tokens = self._tokens.pop(key_of(p))
         if not self._shard.rows.requires_grad:
             return {}
         last = p.microbatch == self._stage.call.arguments.num_microbatches - 1
+        last = last and p.slice == 0  # of which the gradient comes last
         if self._is_tied and not last:
             self._sum = self._shard.summed(self._sum, tokens, gradient)
             return {}
@@ -155,21 +166,20 @@ class Lookups:
 
 
 def of_executor(
-    stages: Sequence[Any], whole: Message
+    stages: Sequence[Any], of_slices: Sequence[Message]
 ) -> tuple[dict[str, Action], dict[str, tuple[Message, ...]]]:
     """Return the actions of D, I and J, and the messages of their collectives.
 
     Args:
         stages: of this rank, in the order of its chunks.
-        whole: hidden states of a sequence, (sequence, micro batch, hidden size).
+        of_slices: hidden states of each, (its tokens, micro batch, hidden size).
     """
-    assert whole.shape is not None, 'sequences of any length are refused'
-    sequence, micro_batch, hidden = whole.shape
-    words = Message((micro_batch, sequence), torch.int64, whole.device)
-    dtype = input_shard(stages[-1].inner).rows.dtype
-    looked_up = Message((micro_batch, sequence, hidden), dtype, whole.device)
+    shapes = [each.shape for each in of_slices if each.shape is not None]
+    rows = input_shard(stages[-1].inner).rows
+    words = tuple(Message((b, s), torch.int64, rows.device) for s, b, _ in shapes)
+    looked_up = tuple(Message((b, s, h), rows.dtype, rows.device) for s, b, h in shapes)
     messages = {TOKENS: words, EMBEDDING: looked_up, EMBEDDING_GRADIENT: looked_up}
-    return Lookups(stages).actions, {name: (each,) for name, each in messages.items()}
+    return Lookups(stages, [s for s, *_ in shapes]).actions, messages
 
 
 def input_shard(model: Any) -> InputShard:

@@ -154,7 +154,7 @@ def _maker(
         if programs.shards_vocabulary:
             from megatron_zbpp.mcore.iteration import sliced_vocabulary
 
-            stage = sliced_vocabulary.SlicedVocabularyStage
+            stage = sliced_vocabulary.STAGES[programs.shards_embedding]
         return functools.partial(stage, cuts, session.slicing)
     if lowered.calls is not None and session.endless is not None:
         from megatron_zbpp.mcore.iteration import asynchronous

@@ -130,8 +130,7 @@ class ModelStage:
         self._no_sync = no_sync or contextlib.nullcontext
 
     def forward(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
-        data, results = self.data_iterator, self.call.results
-        output, num_tokens = self._forward_step(p, received, data, results)
+        output, num_tokens = self._forward_step(p, received, self._data(p), self.call.results)
         self.count(num_tokens)
         return output
 
@@ -141,7 +140,8 @@ class ModelStage:
             self.call.num_tokens += num_tokens
 
     def forward_unsaved(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
-        read = None if self.data_iterator is None else Read(self.data_iterator)
+        data = self._data(p)
+        read = None if data is None else Read(data)
         states = left_behind.random_states()
         with torch.no_grad():
             output, num_tokens = self._forward_step(p, received, read, self.call.results)
@@ -191,6 +191,10 @@ class ModelStage:
             vp_stage=self.vp_stage,
             is_last_stage=self._is_last,
         )
+
+    def _data(self, p: Pass) -> Iterator | None:
+        """Return what a forward reads from."""
+        return self.data_iterator
 
     def _step(self, p: Pass) -> Callable:
         """Return the function that Megatron's forward step calls."""

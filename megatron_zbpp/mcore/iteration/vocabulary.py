@@ -242,8 +242,7 @@ def of_executor(
         pipeline: ranks of it.
         of_slices: what neighbours exchange, by slice; one: sequences are whole.
         stages: of this rank, in the order of its chunks.
-        beside: makes actions and messages of other shards, of the stages and of the message of a
-            whole sequence.
+        beside: makes those of other shards, of the stages and of hidden states by slice.
     """
     own = [stage for stage in stages.values() if isinstance(stage, VocabularyStage)]
     config = own[-1].config
@@ -253,7 +252,7 @@ def of_executor(
     shapes = [message.shape or () for message in messages[GRADIENT]]
     actions = Shards(own, [shape[:-1] for shape in shapes]).actions
     if beside is not None:
-        further, exchanges = beside(own, messages[GRADIENT][0])
+        further, exchanges = beside(own, messages[GRADIENT])
         actions |= further
         messages |= exchanges
     return {
