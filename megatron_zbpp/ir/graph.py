@@ -217,8 +217,8 @@ class Graph:
             for own in needed.values():
                 own |= set().union(*(needed[kind] for kind in own))
         of_ranks = {task.kind for task in self.needs if task.stage >= self.num_stages}
-        wanted = {F, *of_ranks}.union(*(needed[kind] for kind in (F, *of_ranks)))
-        return frozenset(kind for kind in wanted if kind != B and B not in needed[kind])
+        last = {F, *(kind for kind in of_ranks if B not in needed[kind])}
+        return frozenset(last.union(*(needed[kind] for kind in last)))
 
     @cached_property
     def sites(self) -> range:

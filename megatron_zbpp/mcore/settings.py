@@ -388,18 +388,12 @@ class Settings:
         if self.vocab_parallel not in SHARED_LAYERS:
             known = ', '.join(map(repr, SHARED_LAYERS))
             raise ValueError(f'vocab_parallel is {self.vocab_parallel!r}: give {known}, or None')
-        others = {
-            'schedule': source == AUTO,
-            'freeze': self.freeze is not None,
-            'post_validation': self.post_validation not in (None, False),
-        }
-        for name, asked in others.items():
+        others = {'freeze': self.freeze, 'post_validation': self.post_validation}
+        for name, asked in {'schedule': source == AUTO, **others}.items():
             if asked:
-                value = getattr(self, name)
-                shown = value.name if isinstance(value, Schedule) else value
                 raise ValueError(
-                    f'{name} is {shown!r}: it does not train with the output layer on all ranks '
-                    'yet: leave it out, or vocab_parallel'
+                    f'{name} is {getattr(self, name)!r}: it does not train with the output layer '
+                    'on all ranks yet: leave it out, or vocab_parallel'
                 )
 
     def _require_amounts(self) -> None:

@@ -39,8 +39,10 @@ EMBEDDING = 'split_embedding'
 OUTPUT, BOTH = SHARED_LAYERS = 'output', 'input+output'
 """Layers that all ranks share, as users ask for them."""
 
-TRAINED = (*NAMES, SLICED, OVERLAP)
+TRAINED = (*NAMES, SLICED, OVERLAP, VOCABULARY, EMBEDDING)
 """Techniques that train, each by itself. Others are planned, simulated and drawn."""
+
+ADDED = (*NAMES, VOCABULARY, EMBEDDING)  # to the orders of a schedule
 
 ASYNCHRONOUS = 'pipedream', 'pipedream-2bw', 'paci', 'pipemare'
 """Asynchronous families that train, by their names: not their schedules from files."""
@@ -62,12 +64,20 @@ _LATE = Clash(
 )
 _NO_PLAN = 'Megatron makes no plan of the layers of a forward that runs again'
 _FREED = 'Megatron frees what layers of such a pair pass to each other before it could be elsewhere'
+_PLAIN = Clash('shards are put between F, B and W alone', 'take a schedule of these, such as zb-v')
+_APART = Clash(
+    'shards run between passes, and such a pair has no between',
+    'drop --overlap-moe-expert-parallel-comm, or leave out --pipeline-vocab-parallel',
+)
 _MOVED = Clash(
     'what goes to partners does not go to the host as well',
     'take a schedule that moves nothing, such as 1f1b',
 )
 CLASHES: Mapping[tuple[str, str], Clash] = {
-    **{(name, name): _ONCE for name in NAMES},
+    **{(name, name): _ONCE for name in ADDED},
+    (EMBEDDING, VOCABULARY): _ONCE,
+    **{(name, shards): _PLAIN for name in NAMES for shards in (VOCABULARY, EMBEDDING)},
+    **{(OVERLAP, shards): _APART for shards in (VOCABULARY, EMBEDDING)},
     **{
         (OVERLAP, name): Clash(
             reason, f'drop --overlap-moe-expert-parallel-comm, or take a schedule without {name}'
@@ -120,9 +130,9 @@ def require_goes_with(schedule: Schedule, name: str) -> None:
 
 def table() -> str:
     """Return the docs' table of all pairs: a schedule has the row's, the column's is added."""
-    lines = [f'| has, added | {" | ".join(NAMES)} |', '|---' * (1 + len(NAMES)) + '|']
+    lines = [f'| has, added | {" | ".join(ADDED)} |', '|---' * (1 + len(ADDED)) + '|']
     for has in TRAINED:
-        cells = (CLASHES.get((has, name)) for name in NAMES)
+        cells = (CLASHES.get((has, name)) for name in ADDED)
         words = ('to the bit' if clash is None else f'refused: {clash.reason}' for clash in cells)
         lines.append(f'| {has} | {" | ".join(words)} |')
     return '\n'.join(lines)

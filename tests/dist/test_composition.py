@@ -23,24 +23,32 @@ from megatron_zbpp.mcore import refusals
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques import ASKED, NAMES, find
 from megatron_zbpp.techniques.composition import (
+    ADDED,
     CLASHES,
+    EMBEDDING,
     OVERLAP,
     SLICED,
     TRAINED,
+    VOCABULARY,
     table,
     techniques_of,
 )
 from megatron_zbpp.techniques.copies import with_copies
 from megatron_zbpp.techniques.offload.place import offloaded
 from megatron_zbpp.techniques.recompute.place import recomputed
+from megatron_zbpp.techniques.vocabulary.embedding import with_embedding
+from megatron_zbpp.techniques.vocabulary.place import with_shards
 
 P, M = 4, 8
-PAIRS = [*itertools.product(TRAINED, NAMES)]
+PAIRS = [*itertools.product(TRAINED, ADDED)]
+SHARDS = {VOCABULARY: with_shards, EMBEDDING: with_embedding}
 DOCS = Path(__file__).parents[2] / 'docs' / 'limits.md'
 
 
 def added(schedule: Schedule, name: str) -> Schedule:
     """Place a technique on half of the stages, so that two of them meet and miss each other."""
+    if name in SHARDS:
+        return SHARDS[name](schedule)
     costs = with_copies(Costs.uniform(schedule.placement), 0.5, ('E', 'K'))
     if name == 'recompute':
         return recomputed(schedule, 'half')
@@ -57,6 +65,8 @@ def having(name: str) -> Schedule:
         return build('dualpipe-v', P, 2 * P, together=True)
     if name == SLICED:
         return schedule_of(ORDERS['seq1f1b-zb'])
+    if name == EMBEDDING:
+        return with_embedding(having(VOCABULARY))
     return added(build('interleaved', P, M), name)
 
 
@@ -66,11 +76,20 @@ def train(schedule: Schedule):
 
 @pytest.mark.parametrize(
     'pair',
-    [pair for pair in PAIRS if pair[0] != SLICED and (pair not in CLASHES or pair[0] == OVERLAP)],
+    [
+        pair
+        for pair in PAIRS
+        if pair[0] != SLICED
+        and (pair not in CLASHES or pair[0] == OVERLAP)
+        and not set(pair) & SHARDS.keys()
+    ],
     ids='+'.join,
 )
 def test_to_the_bit(ranks, pair):
-    """Passes of pairs run one after the other here, as where no flag makes a model join them."""
+    """Passes of pairs run one after the other here, as where no flag makes a model join them.
+
+    Those with shards train in `tests/megatron/test_vocabulary_pairs.py`.
+    """
     first, second = pair
     schedule = added(having(first), second)
     assert techniques_of(schedule) == {first, second} - {OVERLAP}
@@ -96,7 +115,9 @@ def test_slices_to_the_bit(ranks, name):
             assert all(map(torch.equal, gradients, expected[stage][1]))
 
 
-@pytest.mark.parametrize('pair', [pair for pair in CLASHES if pair[0] != OVERLAP], ids='+'.join)
+@pytest.mark.parametrize(
+    'pair', [pair for pair in PAIRS if pair in CLASHES and pair[0] != OVERLAP], ids='+'.join
+)
 def test_refused_where_it_is_placed(pair):
     clash = CLASHES[pair]
     said = f'{pair[1]}: .* has {pair[0]} already, and {clash.reason}: {clash.cure}'
@@ -104,7 +125,16 @@ def test_refused_where_it_is_placed(pair):
         added(having(pair[0]), pair[1])
 
 
-@pytest.mark.parametrize('name', NAMES)
+def test_the_table_knows_no_other_pairs():
+    assert CLASHES.keys() <= {*PAIRS}
+
+
+def test_shards_are_not_put_between_pairs_that_run_as_one():
+    with pytest.raises(ValueError, match=CLASHES[OVERLAP, VOCABULARY].reason):
+        added(having(OVERLAP), VOCABULARY)
+
+
+@pytest.mark.parametrize('name', ADDED)
 def test_refused_beside_pairs_that_run_as_one(name):
     """Megatron's arguments are asked, by all who ask: there pairs run as one."""
     clash = CLASHES[OVERLAP, name]
@@ -115,11 +145,16 @@ def test_refused_beside_pairs_that_run_as_one(name):
 
 
 @pytest.mark.parametrize(
-    ('schedule', 'pair'), [('po-h', ('offload', 'recompute')), ('bpipe', ('evict', 'offload'))]
+    ('schedule', 'pair', 'asked'),
+    [
+        ('po-h', ('offload', 'recompute'), ('--recompute', 'half')),
+        ('bpipe', ('evict', 'offload'), ('--offload', 'half')),
+        ('bpipe', ('evict', VOCABULARY), ('--vocab-parallel', '0.2')),
+    ],
 )
-def test_the_command_says_the_same(capsys, schedule, pair):
+def test_the_command_says_the_same(capsys, schedule, pair, asked):
     sizes = ['--schedule', schedule, '--pp', '4', '--microbatches', '8']
-    assert main(['simulate', *sizes, f'--{pair[1]}', 'half']) == 2
+    assert main(['simulate', *sizes, *asked]) == 2
     assert CLASHES[pair].reason in re.sub(r'\s+', ' ', capsys.readouterr().err)
 
 

@@ -46,12 +46,8 @@ class EmbeddingStage(VocabularyStage):
     def __init__(self, *of_stage: Any) -> None:
         super().__init__(*of_stage)
         self.inner: Any = unwrap_model(self.model)
+        self.is_first: bool = self.inner.pre_process  # the one behind the embedding
         self._read: dict[int, list[Any]] = {}  # by microbatch
-
-    @property
-    def is_first(self) -> bool:
-        """True if it is the one behind the embedding."""
-        return self.inner.pre_process
 
     def read(self, p: Pass) -> torch.Tensor:
         """Return the tokens of a microbatch, (micro batch, sequence).

@@ -82,13 +82,9 @@ class Executors:
     ) -> Executor:
         session, messages = self.session, self.messages
         if session.programs.shards_vocabulary:
-            from megatron_zbpp.mcore.iteration import vocabulary
+            from megatron_zbpp.mcore.iteration import embedding, vocabulary
 
-            beside = None
-            if session.programs.shards_embedding:
-                from megatron_zbpp.mcore.iteration import embedding
-
-                beside = embedding.of_executor
+            beside = embedding.of_executor if session.programs.shards_embedding else None
             more |= vocabulary.of_executor(session, self.pipeline, messages, stages, beside)
         call = next(iter(stages.values())).call
         kind: Callable[..., Executor] = Executor

@@ -142,7 +142,7 @@ def _maker(
     """
     models, programs = arguments.models, session.programs
     if programs.shards_vocabulary:
-        from megatron_zbpp.mcore.iteration import vocabulary
+        from megatron_zbpp.mcore.iteration import embedding, vocabulary
 
         vocabulary.require(unwrap_model(models), arguments)
     if len(cuts) > 2:
@@ -161,11 +161,8 @@ def _maker(
 
         return asynchronous.maker(session, next_iteration, lowered, models, rank)
     if programs.shards_vocabulary:
-        if programs.shards_embedding:
-            from megatron_zbpp.mcore.iteration import embedding
-
-            return embedding.EmbeddingStage
-        return vocabulary.VocabularyStage
+        both = programs.shards_embedding
+        return embedding.EmbeddingStage if both else vocabulary.VocabularyStage
     if programs.together and not arguments.forward_only:
         combined.require(unwrap_model(models), arguments.forward_step_func)
         return combined.CombinedStage

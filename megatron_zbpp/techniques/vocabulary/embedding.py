@@ -11,6 +11,7 @@ from __future__ import annotations
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import B, F, Schedule
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.techniques.composition import EMBEDDING, require_goes_with
 from megatron_zbpp.techniques.vocabulary.graph import LOOKUP, READ, SCATTER, T, split_embedding
 from megatron_zbpp.techniques.vocabulary.place import USUAL_SHARE, Entry, in_order, with_shard_times
 
@@ -30,7 +31,11 @@ def in_embedding_shards(schedule: Schedule, costs: Costs) -> Schedule:
     Args:
         schedule: with the output layer on all ranks.
         costs: of its stages and shards; D, I and J take no time unless they have some.
+
+    Raises:
+        ValueError: it has what this does not go with.
     """
+    require_goes_with(schedule, EMBEDDING)
     n, spans = schedule.num_stages, simulate(schedule, costs).spans
     first = schedule.placement.rank_of(0, 0)
     own = list(zip(schedule.passes[first], spans[first], strict=True))

@@ -28,6 +28,7 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.errors import ScheduleError
 from megatron_zbpp.ir.graph import Graph
 from megatron_zbpp.techniques.base import lack_of_times
+from megatron_zbpp.techniques.composition import CLASHES, OVERLAP, VOCABULARY, require_goes_with
 from megatron_zbpp.techniques.slices.place import with_forwards_earlier
 from megatron_zbpp.techniques.vocabulary.graph import S, T, split_vocabulary
 
@@ -138,13 +139,14 @@ def _most_logits(schedule: Schedule) -> int:
 
 def _require_plain(host: Schedule) -> None:
     """Raise ValueError unless S and T can be put into the orders of `host`."""
+    require_goes_with(host, VOCABULARY)
     why = None
     if not host.placement.is_one_way:
         why = 'it has two routes'
     elif others := {each.name for each in host.graph.techniques} - {'sliced', 'exchanging_context'}:
         why = f'it has {min(others)} already'
     elif host.together:
-        why = 'it has passes that run as one'
+        why = CLASHES[OVERLAP, VOCABULARY].reason
     elif all(p.kind == F for _, p in host):
         why = 'it has forwards only'
     if why is not None:

@@ -16,6 +16,8 @@ from megatron_zbpp.ir import Schedule, chain
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.errors import ScheduleError
 from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques import ASKED, find
+from megatron_zbpp.techniques.composition import techniques_of
 from megatron_zbpp.techniques.slices.place import in_slices
 from megatron_zbpp.techniques.vocabulary.embedding import in_embedding_shards
 from megatron_zbpp.techniques.vocabulary.graph import split_embedding
@@ -61,8 +63,16 @@ def test_six_collectives_a_microbatch():
 
 
 @pytest.mark.parametrize('name', ['1f1b', 'zb-v'])
-def test_evaluations_look_up_and_scatter_nothing(name):
-    made = both(build(name, 4, 6))[1].forward_only()
+@pytest.mark.parametrize('technique', [None, *ASKED])
+def test_evaluations_look_up_and_scatter_nothing(name, technique):
+    """Nor does anything that they keep go elsewhere, or run again."""
+    made = both(build(name, 4, 6))[1]
+    if technique is not None:
+        request = find(technique).request
+        assert request is not None
+        made = request(made, 'all', None)
+        assert technique in techniques_of(made)
+    made = made.forward_only()
     check(made)
     counts = Counter(p.kind for _, p in made)
     assert counts == {'F': 6 * made.num_stages, 'D': 6, **dict.fromkeys('IST', 24)}

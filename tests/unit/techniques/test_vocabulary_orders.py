@@ -233,9 +233,12 @@ def test_memory_limit():
 @pytest.mark.parametrize(
     ('make', 'why'),
     [
-        (lambda: build('bpipe', 4, 8), 'it has offload already'),
+        (lambda: build('pipedream', 4, 8), 'it has updating already'),
         (lambda: two_ways(2, 4), 'it has two routes'),
-        (lambda: build('dualpipe-v', 4, 8, together=True), 'it has passes that run as one'),
+        (
+            lambda: build('dualpipe-v', 4, 8, together=True),
+            'such a pair has no between',
+        ),
         (lambda: build('1f1b', 4, 8).forward_only(), 'it has forwards only'),
     ],
 )
