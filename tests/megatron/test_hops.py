@@ -214,6 +214,7 @@ def require_same(found, ranks):
     assert found[-1][0] and len(found) == ranks
 
 
+@pytest.mark.shared
 @supports('stages that exchange several tensors ({given})')
 @grid(
     schedule=('zb-v', 'zb-h1', 'interleaved', '1f1b'),
@@ -251,6 +252,7 @@ def test_what_does_not_go_with_it(ranks, options, lengths, cure):
         ranks(4).run(trained, 'zb-h1', 4, None, False, options, lengths)
 
 
+@pytest.mark.shared
 @supports("hyper-connections of several residual streams (mHC), without Megatron's guard")
 @grid(schedule=('zb-v', 'zb-h1', 'interleaved'), ranks_=(2, 2, 2))
 def test_residual_streams(ranks, schedule, ranks_):

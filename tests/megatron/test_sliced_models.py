@@ -115,6 +115,7 @@ def close(trained, reference, relative, gradients=True):
             assert off <= relative * mean.abs().max(), (key, off)
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize('job', JOBS.values(), ids=JOBS)
 def test_close_to_whole_sequences(ranks, data, tmp_path, job):
     stock = ranks(job.size).run(train, job, job.argv('megatron', False, data))
@@ -142,6 +143,7 @@ def whole(ranks, data):
     return functools.cache(trained)
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize('name', MODELS)
 def test_slices_one_by_one(ranks, data, whole, name):
     """On one rank: what the pipeline adds to that is compared to the bit below."""
@@ -184,6 +186,7 @@ def test_transformer_engines_layers(te_ranks, data, tmp_path, job):
     close(by_slices(te_ranks, data, tmp_path, job), stock, 1e-6)
 
 
+@pytest.mark.shared
 @grid(
     when=lambda kind, schedule, p: p == 2 or schedule in ('1f1b', 'zb-h1'),  # of 4 layers
     kind=('dense', 'SwiGLU', 'experts', 'dense'),

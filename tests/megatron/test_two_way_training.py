@@ -52,6 +52,7 @@ def assert_same(found, expected):
     assert found.optimizer == expected.optimizer
 
 
+@pytest.mark.shared
 @supports('GPT, fp32, two replicas', '{family}')
 @grid(family=FAMILIES, shape=((2, 4), (2, 5), (2, 2), (4, 4), (2, 1), (2, 8), (4, 8)))
 def test_identical_to_megatron(trained, family, shape):
@@ -81,6 +82,7 @@ JOBS = {
 }
 
 
+@pytest.mark.shared
 @supports('{job}, two replicas', '{family}')
 @grid(job=tuple(JOBS), family=('dualpipe', 'chimera-zb'))
 def test_models(ranks, data, job, family):
@@ -122,6 +124,7 @@ def held(job, argv):
         return train(job, argv).parameters
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize('distributed', [False, True])
 def test_each_rank_holds_what_zb_v_holds(ranks, data, distributed):
     job = Job(bf16=True, distributed=distributed, iterations=2, microbatches=2, **HALF)
@@ -224,6 +227,7 @@ def example_without(changes, argv, metrics):
         return said(train, argv, metrics)
 
 
+@pytest.mark.shared
 @refuses('a two-way pipeline on one replica', 'it runs on pairs of replicas')
 @refuses('GEMS with --overlap-grad-reduce', 'the two replicas have other orders')
 @pytest.mark.parametrize(

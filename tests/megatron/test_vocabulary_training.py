@@ -118,6 +118,7 @@ def compare(found, stock, job, tied=False):
 HOSTS = ('1f1b', 'zb-v', 'zb-h1')
 
 
+@pytest.mark.shared
 @supports('the output layer on all ranks: GPT', '{schedule}', TOLERANCE)
 @pytest.mark.parametrize(
     'schedule',
@@ -131,6 +132,7 @@ def test_close_to_stock(trained, schedule):
     assert_same(of_ranks(found), of_ranks(trained(job, HOSTS[0])), job.iterations)
 
 
+@pytest.mark.shared
 @supports('the output layer on all ranks, in {slices} slices: GPT', '{schedule}', TOLERANCE)
 @grid(schedule=(*HOSTS[:2], 'slimpipe'), slices=(4, '5,3,6,2'))
 def test_slices_close_to_stock(trained, schedule, slices):
@@ -141,6 +143,7 @@ def test_slices_close_to_stock(trained, schedule, slices):
     assert_same(of_ranks(found), of_ranks(trained(job, HOSTS[0], slices)), job.iterations)
 
 
+@pytest.mark.shared
 @supports('the output layer on all ranks, beside {technique}: GPT', '{schedule}', TOLERANCE)
 @grid(technique=('recompute', 'offload'), schedule=('1f1b', 'zb-v'), slices=(4, None))
 def test_activations_elsewhere(trained, technique, schedule, slices):
@@ -151,6 +154,7 @@ def test_activations_elsewhere(trained, technique, schedule, slices):
     assert_same(of_ranks(found), of_ranks(kept), job.iterations)
 
 
+@pytest.mark.shared
 @supports('the output layer and the embedding on all ranks: {layers} GPT', '{schedule}', TOLERANCE)
 @pytest.mark.parametrize(
     ('layers', 'schedule'),
@@ -175,6 +179,7 @@ def test_both_layers(trained, layers, schedule):
     assert_same(of_ranks(found, BOTH), of_ranks(alike, BOTH), job.iterations)
 
 
+@pytest.mark.shared
 @supports(
     'the output layer and the embedding on all ranks, beside {technique}, {slices} slices: '
     '{layers} GPT',

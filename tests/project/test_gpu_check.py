@@ -156,10 +156,14 @@ REHEARSED = {
     'shards': (REHEARSAL, 'S: ', 'T: ', 'reduction of the gradient, 2 ranks: ', 'right'),
     'stage': ('predicted', 'zb-v'),
 }
+LONG = ('nccl', 'slices', 'shards')
 
 
 @pytest.mark.skipif(CUDA, reason='on a GPU nothing is rehearsed')
-@pytest.mark.parametrize('stage', REHEARSED)
+@pytest.mark.parametrize(
+    'stage',
+    [pytest.param(stage, marks=pytest.mark.full if stage in LONG else ()) for stage in REHEARSED],
+)
 def test_rehearsal(tmp_path, stage):
     """Each stage with what stands in for the card: gloo among two ranks, the CPU."""
     env = {'REHEARSE': '1', 'NO_VENV': '1', 'PYTHON': sys.executable, 'WHEELS': '', 'TESTS': ''}
