@@ -78,6 +78,16 @@ def refused(ranks, *flags, **changes):
     return refusal(parsed(ranks, *flags, **changes))
 
 
+def test_megatrons_list_of_arguments_has_no_flags_of_other_forks():
+    """Which would look switched off while a schedule of ours runs."""
+    from megatron_zbpp.mcore.command_line import aliases
+
+    parser = argparse.ArgumentParser()
+    aliases.add_aliases(parser)
+    assert vars(parser.parse_args([])) == {}
+    assert vars(parser.parse_args(['--enable-zero-bubble'])) == {'enable_zero_bubble': True}
+
+
 def test_nothing_asked_nothing_done(ranks):
     found = parsed(ranks)
     assert found.result.source is None and not found.said

@@ -16,6 +16,7 @@ from paths import ROOT
 import megatron_zbpp
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
+from megatron_zbpp.cli import main
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore import refusals
 from megatron_zbpp.mcore.command_line import aliases
@@ -47,6 +48,21 @@ def test_each_refusal_says_what_was_tried():
     text = (ROOT / 'docs' / 'limits.md').read_text().partition('## Refusals left')[2]
     named = set(re.findall(r'`(\w+)`', text))
     assert set(refusals.settings()) <= named
+
+
+@pytest.mark.parametrize(
+    'words',
+    [
+        'compare --pp 2 --microbatches 4',
+        'simulate --schedule zb-v --pp 2 --microbatches 4',
+        'simulate --schedule pipedream --pp 2 --microbatches 2',
+    ],
+)
+def test_glossary_has_the_headings_of_tables(words, capsys):
+    assert main([*words.split(), '--table', 'csv']) == 0
+    headings = capsys.readouterr().out.partition('\n')[0].split(',')
+    defined = (ROOT / 'docs' / 'glossary.md').read_text()
+    assert [name for name in headings if name not in defined] == []
 
 
 def test_flags_of_ours_exist():

@@ -42,10 +42,12 @@ _NEEDLESS = {
 
 
 def add_aliases(parser: argparse.ArgumentParser) -> None:
-    """Add a group for them."""
+    """Add a group for them; one that is not given leaves nothing for Megatron's list of arguments."""
     aliases = parser.add_argument_group('pipeline schedule: names of other forks, deprecated')
     for alias, options in _ALIASES.items():
-        aliases.add_argument(alias, help='says what to use instead', **options)
+        aliases.add_argument(
+            alias, help='says what to use instead', default=argparse.SUPPRESS, **options
+        )
 
 
 def translate(args: argparse.Namespace) -> dict[str, Any]:
@@ -54,17 +56,19 @@ def translate(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: flags that contradict each other, or a limit that is no number.
     """
-    setup, limit = args.zero_bubble_v_schedule_mem_setup, args.zero_bubble_max_pending_backward
-    offload = {} if args.offload_chunk_num is None else {'pipeline_offload': args.offload_chunk_num}
+    given = vars(args).get
+    setup = given('zero_bubble_v_schedule_mem_setup')
+    limit, chunks = given('zero_bubble_max_pending_backward'), given('offload_chunk_num')
+    offload = {} if chunks is None else {'pipeline_offload': chunks}
     meant = {
-        '1f1b-v': args.enable_1f1b_v,
-        'zb-h1': args.enable_zbh1_pipeline,
-        _V_SCHEDULES[setup or 'zb']: args.zero_bubble_v_schedule or setup,
+        '1f1b-v': given('enable_1f1b_v'),
+        'zb-h1': given('enable_zbh1_pipeline'),
+        _V_SCHEDULES[setup or 'zb']: given('zero_bubble_v_schedule') or setup,
     }
-    names = [name for name, given in meant.items() if given]
+    names = [name for name, asked in meant.items() if asked]
     if len(names) > 1:
         raise ValueError(f'flags that mean {" and ".join(names)}: give --pipeline-schedule instead')
-    if names or not args.enable_zero_bubble:
+    if names or not given('enable_zero_bubble'):
         if limit is not None:
             job_log.warning(
                 f'{_LIMIT} {limit} has no effect: it is a limit for --enable-zero-bubble alone'
@@ -85,5 +89,5 @@ def announce(args: argparse.Namespace, translated: dict[str, Any]) -> None:
         instead = ' '.join(f'{flag(name)} {value}' for name, value in translated.items())
         job_log.warning(f'deprecated flags: use {instead}')
     for name, why in _NEEDLESS.items():
-        if getattr(args, name):
+        if vars(args).get(name):
             job_log.warning(f'{flag(name)} has no effect: {why}')
