@@ -115,7 +115,8 @@ def _for_messages(theirs: Any, kernels: MessageKernels) -> Any:
     """
     options = dist.ProcessGroupNCCL.Options()
     unset = options.config.max_ctas
-    options._timeout = compat.group_timeout(theirs)  # else torch warns of two
+    if timeout := compat.group_timeout(theirs):
+        options._timeout = timeout  # else torch warns of two
     options.is_high_priority_stream = kernels.high_priority or theirs.is_high_priority_stream
     options.config = theirs.config  # a copy
     if theirs.config.max_ctas == unset:
