@@ -35,6 +35,7 @@ from megatron_zbpp.cli.printing import (
     with_layers,
     write,
 )
+from megatron_zbpp.cli.progress import now
 from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.graph import HOST
@@ -258,9 +259,13 @@ def _format(file: str, asked: str | None) -> str:
 
 def doctor(args: Namespace) -> int:
     """Return what is installed, whether our patches fit it, and what a launch line would run."""
-    from megatron_zbpp.mcore.command_line.doctor import examine, text_of  # takes torch and Megatron
+    now('importing torch ...')
+    from megatron_zbpp.mcore.command_line.doctor import examine, text_of
 
-    report = examine(args.line, args.gpus)
+    try:
+        report = examine(args.line, args.gpus, now)
+    finally:
+        now('')
     print_json(report.to_dict()) if args.json else print(text_of(report, args.verbose))
     return 0 if report.fine else 1
 

@@ -7,6 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
+def now(text: str) -> None:
+    """Show on stderr what a command is doing, in place of what it did before; empty: nothing."""
+    if sys.stderr.isatty():
+        print(f'\r\x1b[K{text}', end='', file=sys.stderr, flush=True)
+
+
 @contextmanager
 def progress(text: str, unit: str, total: int) -> Iterator[Callable[[float], None]]:
     """Show a bar on stderr while the block runs, if that is a terminal.

@@ -75,6 +75,19 @@ def test_command():
     assert '  megatron.core.parallel_state.initialize_model_parallel\n' in told
 
 
+def looked_at():
+    from megatron_zbpp.mcore.command_line.doctor import examine
+
+    told = []
+    examine([*SIZES, '--global-batch-size', '48'], 8, told.append)
+    return told
+
+
+def test_what_is_looked_at_is_told(ranks):
+    (told,) = ranks(1).run(looked_at)
+    assert [text.split()[0] for text in told] == ['importing', 'reading', 'looking']
+
+
 def test_a_plan_is_simulated_by_its_own_costs(ranks, tmp_path):
     """Doctor and `zbpp simulate` say the same; of a plan of an older release what it lacks."""
     from megatron_zbpp import Costs, build, simulate

@@ -42,7 +42,7 @@ _NEEDLESS = {
 
 
 def add_aliases(parser: argparse.ArgumentParser) -> None:
-    """Add a group for them; one that is not given leaves nothing for Megatron's list of arguments."""
+    """Add a group for them; one that is not given leaves nothing in Megatron's list."""
     aliases = parser.add_argument_group('pipeline schedule: names of other forks, deprecated')
     for alias, options in _ALIASES.items():
         aliases.add_argument(

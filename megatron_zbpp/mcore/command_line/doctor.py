@@ -7,7 +7,7 @@ import importlib.util
 import platform
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -69,12 +69,17 @@ class Report:
         }
 
 
-def examine(words: Sequence[str] = (), gpus: int | None = None) -> Report:
+def examine(
+    words: Sequence[str] = (),
+    gpus: int | None = None,
+    now: Callable[[str], None] = lambda text: None,
+) -> Report:
     """Look at the installation, and at a launch line if there is one.
 
     Args:
         words: of the launch line: see `launch_line.read`.
         gpus: processes of the job.
+        now: told what is looked at.
 
     Raises:
         ValueError: the launch line makes no sense.
@@ -82,14 +87,17 @@ def examine(words: Sequence[str] = (), gpus: int | None = None) -> Report:
     dry_run, missing = None, ''
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # Megatron's, about packages that it lacks
+        now('importing Megatron ...')
         device = prepare(words)
         if words:
+            now('reading the launch line ...')
             from megatron_zbpp.mcore.command_line import launch_line
             from megatron_zbpp.mcore.command_line.dry_run import dry_run_of
 
             dry_run = dry_run_of(launch_line.read(words, gpus))
             script = launch_line.divided(words)[1]
             missing = script if script and not Path(script).is_file() else ''
+        now('looking for what the patches replace ...')
         return Report(versions() | {'device': device}, tuple(patches()), dry_run, missing)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -13,7 +14,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from paths import ROOT
 
-from megatron_zbpp.cli import main
+from megatron_zbpp.cli import main, progress
 from megatron_zbpp.cli.parser import _COMMANDS
 
 SCHEMA = json.loads((ROOT / 'docs/zbpp.schema.json').read_text())
@@ -136,6 +137,15 @@ def test_colour_on_a_terminal_only(folder):
     while part := _read(ours):
         shown += part
     assert '\x1b[' not in piped and b'\x1b[' in shown
+
+
+@pytest.mark.parametrize('terminal', [True, False])
+def test_what_is_done_is_shown_on_a_terminal_only(terminal, monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, 'isatty', lambda: terminal)
+    monkeypatch.setattr(sys, 'stderr', stream)
+    progress.now('reading the launch line ...')
+    assert stream.getvalue() == ('\r\x1b[Kreading the launch line ...' if terminal else '')
 
 
 def _read(terminal: int) -> bytes:
