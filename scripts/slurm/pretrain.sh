@@ -1,7 +1,7 @@
 # Sourced by the files beside it, one a model: trains it with NVIDIA's pretrain_gpt.py under SLURM.
 #
-# They say MODEL, TENSOR_PARALLEL, PIPELINE_PARALLEL, MICRO_BATCH and GLOBAL_BATCH. What follows is
-# yours to change, here or in the environment, as is what launch.sh lists: another number of GPUs a
+# They say MODEL, TENSOR_PARALLEL, PIPELINE_PARALLEL, MICRO_BATCH and GLOBAL_BATCH, and
+# EXPERT_PARALLEL where there are experts. What follows is yours to change, here or in the environment, as is what launch.sh lists: another number of GPUs a
 # node, or none. Arguments behind the sbatch file go to pretrain_gpt.py, after all others.
 # shellcheck shell=bash
 set -euo pipefail
@@ -11,6 +11,7 @@ MEGATRON_LM=${MEGATRON_LM:?"is not set: give the folder of a checkout of Megatro
 DATA=${DATA:?"is not set: give the prefix of what tools/preprocess_data.py wrote, or mock"}
 VOCAB=${VOCAB:-$(dirname "$DATA")/gpt2-vocab.json}
 MERGES=${MERGES:-$(dirname "$DATA")/gpt2-merges.txt}
+EXPERT_PARALLEL=${EXPERT_PARALLEL:-1}
 SCHEDULE=${SCHEDULE-zb-v} # see zbpp list; empty: Megatron's own
 CHECKPOINTS=${CHECKPOINTS:-checkpoints/$SLURM_JOB_NAME}
 ITERATIONS=${ITERATIONS:-100000}
@@ -25,6 +26,11 @@ if ((world % ranks)); then
     exit 2
 fi
 replicas=$((world / ranks))
+if ((replicas % EXPERT_PARALLEL)); then
+    echo "$SLURM_JOB_NAME: $replicas replicas do not divide by EXPERT_PARALLEL=$EXPERT_PARALLEL:" \
+        "set another, or give another number of --nodes" >&2
+    exit 2
+fi
 step=$((replicas * MICRO_BATCH))
 if ((GLOBAL_BATCH % step)); then
     echo "$SLURM_JOB_NAME: GLOBAL_BATCH=$GLOBAL_BATCH does not divide by $step (data parallel x" \
@@ -45,6 +51,9 @@ parallel=(
 )
 if [ "$DEVICE" = gpu ]; then # without Transformer Engine it cannot load what it saved
     parallel+=(--use-distributed-optimizer)
+fi
+if ((EXPERT_PARALLEL > 1)); then
+    parallel+=(--expert-model-parallel-size "$EXPERT_PARALLEL")
 fi
 if ((TENSOR_PARALLEL > 1)); then
     parallel+=(--sequence-parallel)

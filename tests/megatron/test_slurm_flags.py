@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 from nvidia import CHECKOUT, needs_training
-from slurm import FILES, launch, nodes
+from slurm import EXPERTS, FILES, launch, nodes
 
 
-@pytest.mark.parametrize('file', FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize('file', [*FILES, EXPERTS], ids=lambda file: file.stem)
 def test_torchrun_understands(file, tmp_path):
     from torch.distributed.run import parse_args
 
@@ -55,7 +55,7 @@ def parsed(argv, world):
 
 
 @needs_training
-@pytest.mark.parametrize('file', FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize('file', [*FILES, EXPERTS], ids=lambda file: file.stem)
 def test_megatron_understands(file, tmp_path, ranks):
     script = launch(file, tmp_path).script
     layers = int(script[script.index('--num-layers') + 1])

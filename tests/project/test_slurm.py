@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from slurm import BENCHMARK, FILES, FOLDER, ROOT, launch, nodes
+from slurm import BENCHMARK, EXPERTS, FILES, FOLDER, ROOT, launch, nodes
 
 from benchmarks.gpt import cli, jobs
 
@@ -32,7 +32,7 @@ def test_lint():
     shellcheck = beside if beside.exists() else shutil.which('shellcheck')
     assert shellcheck, "no shellcheck: pip install -e '.[dev]'"
     done = subprocess.run(
-        [shellcheck, '--external-sources', *FILES, BENCHMARK, *FOLDER.glob('*.sh')],
+        [shellcheck, '--external-sources', *FILES, EXPERTS, BENCHMARK, *FOLDER.glob('*.sh')],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -62,6 +62,22 @@ def test_sizes(file, tmp_path):
     ends = 2 * ('--account-for-loss-in-pipeline-split' in script)
     assert ends == 2 * ('--account-for-embedding-in-pipeline-split' in script)
     assert (layers + ends) % pipeline == 0, 'ranks have equal work'
+
+
+def test_experts(tmp_path):
+    """46.7 billion parameters, as Mixtral has; experts divide among the replicas of a stage."""
+    script = launch(EXPERTS, tmp_path).script
+    flags = '--num-layers', '--hidden-size', '--ffn-hidden-size', '--num-experts'
+    layers, hidden, ffn, experts = (number(script, flag) for flag in flags)
+    rows = number(script, '--num-query-groups') / number(script, '--num-attention-heads')
+    layer = (2 + 2 * rows) * hidden**2 + 3 * experts * hidden * ffn
+    assert (layers * layer + 2 * 32000 * hidden) / 1e9 == pytest.approx(46.7, rel=0.01)
+    replicas = nodes(EXPERTS) * 8 // number(script, '--pipeline-model-parallel-size')
+    assert replicas % number(script, '--expert-model-parallel-size') == 0
+    assert number(script, '--global-batch-size') // replicas >= 24
+    refused = launch(EXPERTS, tmp_path, EXPERT_PARALLEL='3')
+    assert refused.status == 2 and '8 replicas do not divide by EXPERT_PARALLEL=3' in refused.errors
+    assert '--expert-model-parallel-size' not in launch(FILES[0], tmp_path).script
 
 
 @each_file

@@ -13,6 +13,7 @@ from paths import ROOT
 
 FOLDER = ROOT / 'scripts' / 'slurm'
 FILES = sorted(FOLDER.glob('gpt-*.sbatch'))  # one a model
+EXPERTS = FOLDER / 'moe-8x7b.sbatch'
 BENCHMARK = FOLDER / 'benchmark_gpt.sbatch'
 _SRUN = """#!{python}
 import json, os, sys
