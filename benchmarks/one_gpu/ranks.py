@@ -26,19 +26,22 @@ _NCCL = {
 }
 
 
+def shared_environment(rank: int) -> dict[str, str]:
+    """Return what lets a rank share a GPU with others, and makes it compute the same each time."""
+    bits = {'CUBLAS_WORKSPACE_CONFIG': ':4096:8'}
+    return {**_NCCL, 'NCCL_HOSTID': f'host{rank}', 'GLOO_SOCKET_IFNAME': 'lo', **bits}
+
+
 def environment(rank: int, size: int, port: int) -> dict[str, str]:
     """Return what makes a process rank `rank` of `size` on this host's first GPU."""
     return {
-        **_NCCL,
-        'NCCL_HOSTID': f'host{rank}',
-        'GLOO_SOCKET_IFNAME': 'lo',
+        **shared_environment(rank),
         'RANK': str(rank),
         'LOCAL_RANK': '0',  # all of them on the first GPU
         'WORLD_SIZE': str(size),
         'MASTER_ADDR': '127.0.0.1',
         'MASTER_PORT': str(port),
         'OMP_NUM_THREADS': '1',
-        'CUBLAS_WORKSPACE_CONFIG': ':4096:8',  # bits are compared
     }
 
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show. Ranks share one over gloo; NCCL where there are two."""
+"""What only a GPU can show. Ranks share one, over NCCL."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import time
 import pytest
 import torch
 from example import run
-from gpu import CUDA, marks
+from gpu import marks
 
 NO_CLIPPING = 1e9
 pytestmark = marks
-needs_two = pytest.mark.skipif(
-    CUDA and torch.cuda.device_count() < 2, reason='needs two GPUs: NCCL refuses two ranks on one'
-)
 
 
 @pytest.fixture
@@ -108,15 +105,11 @@ def check_execution(results):
         assert 0 < flat[-1] - flat[0] < host
 
 
+@pytest.mark.parametrize('backend', ['gloo', 'nccl'])
 @pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v'])
-def test_executor_on_a_shared_gpu(ranks, name):
-    check_execution(ranks(2).run(execute, name, 6, 'gloo'))
-
-
-@needs_two
-@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v'])
-def test_executor_over_nccl(ranks, name):
-    check_execution(ranks(2).run(execute, name, 6, 'nccl'))
+def test_executor(ranks, name, backend):
+    """Over gloo messages go by way of the host."""
+    check_execution(ranks(2).run(execute, name, 6, backend))
 
 
 def test_clock(device):

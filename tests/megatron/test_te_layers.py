@@ -232,8 +232,8 @@ def compare(order, *case):
 
 @pytest.fixture(scope='module')
 def layer_ranks(te_ranks):
-    """One rank a GPU, at most two, with Megatron's groups for all tests here."""
-    chosen = te_ranks(min(torch.cuda.device_count(), 2) if CUDA else 2)
+    """Two ranks, with Megatron's groups for all tests here."""
+    chosen = te_ranks(2)
     yield chosen
     chosen.run(forget_groups)
 
@@ -326,7 +326,6 @@ PARALLEL = {
 }
 
 
-@pytest.mark.skipif(CUDA and torch.cuda.device_count() < 2, reason='needs two GPUs')
 @pytest.mark.parametrize('dtype', ['bf16', 'fp8'])
 def test_sequence_parallelism(te_ranks, dtype):
     """What B gathers waits as each rank's own rows, FP8 without data that W does not read."""

@@ -116,7 +116,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Ranks:
-    """A gloo group of `size` processes of `pool`.
+    """A group of `size` processes of `pool`: gloo, and NCCL for tensors of a GPU.
 
     Ranks of an unpickled function import its module, so it must be at the top of one.
     """
@@ -140,7 +140,7 @@ def _join(size: int, port: int) -> None:
         dist.destroy_process_group()
     os.environ |= {'WORLD_SIZE': str(size), 'MASTER_PORT': str(port)}
     os.environ['TORCHELASTIC_USE_AGENT_STORE'] = 'True'  # the store is kept by who starts ranks
-    dist.init_process_group('gloo')
+    dist.init_process_group(os.environ.get('RANKS_BACKEND', 'gloo'))
 
 
 def _serve(
@@ -166,7 +166,7 @@ def _serve(
     if not emulated:
         pass
     elif torch.cuda.is_available():
-        from staged import join_gpu
+        from shared_gpu import join_gpu
 
         join_gpu(rank)
     else:
