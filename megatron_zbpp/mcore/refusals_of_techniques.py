@@ -213,11 +213,6 @@ def _with_shards(settings: Any, of_both: bool) -> Iterator[Refusal]:
     if graphs := captured(settings):
         reason = 'a captured last stage hands on no hidden states'
         yield Refusal('cuda_graph_impl', graphs, reason, 'give --cuda-graph-impl none')
-    pattern = hybrid(settings)
-    if pattern is not None and not _has_hybrid_model():
-        reason = 'the output layer of a MambaModel has not been divided yet'
-        cure = f'take Megatron-Core from 0.18 on, or have a GPT, {_UNDIVIDED}'
-        yield Refusal(pattern, getattr(settings, pattern), reason, cure)
 
 
 def _with_recomputation(settings: Any) -> Iterator[Refusal]:

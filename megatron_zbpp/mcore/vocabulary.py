@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_viewless_tensor
 
 _EMBEDDING = 'embedding.word_embeddings.weight'
 # as Megatron marks the weights of both layers
@@ -137,7 +137,8 @@ class OutputShard(ColumnParallelLinear):
                 'the output layer is on all pipeline ranks, and the model was called by itself: '
                 'run it by a schedule, or leave out --pipeline-vocab-parallel'
             )
-        return input_, None
+        # MambaStack of 0.16 returns a view, whose memory could not be freed
+        return make_viewless_tensor(input_, input_.requires_grad, keep_graph=True), None
 
     def loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Take note of what would be computed here, in place of `compute_language_model_loss`."""

@@ -8,11 +8,14 @@ import commands
 import pytest
 from grids import grid
 from nvidia import CHECKOUT, COMMON, known, run, since
-from supported import absent, refuses, supports
+from supported import TOLERANCE, absent, refuses, supports
 from test_hybrid import PATTERNS, SPEC, TE
 from test_hybrid import segments as divided_among
 from test_launch import NO_CLIPPING
 from test_other_scripts import script
+from test_sliced_models import UNTIED
+from test_vocabulary_hybrid import FP32
+from test_vocabulary_training import FLAG, near
 
 pytestmark = [
     pytest.mark.te,
@@ -65,6 +68,31 @@ def test_one_chunk_a_rank(te_ranks, schedule):
         te_ranks(2), *flags, '--pipeline-schedule', schedule, script=script('pretrain_mamba.py')
     )
     assert ours == stock
+
+
+@supports('`pretrain_mamba.py` of one chunk a rank, {layers} on all ranks', outcome=TOLERANCE)
+@pytest.mark.parametrize(
+    ('layers', 'schedule'),
+    [
+        ('input+output, tied', 'zb-h1'),
+        *(
+            pytest.param(layers, schedule, marks=pytest.mark.full)
+            for layers in ('output', 'input+output', 'input+output, tied')
+            for schedule in ('zb-h1', '1f1b')
+            if (layers, schedule) != ('input+output, tied', 'zb-h1')
+        ),
+    ],
+)
+def test_one_chunk_a_rank_with_shards(te_ranks, layers, schedule):
+    """From scratch: weights begin as stock draws them."""
+    if SEGMENTS in te_ranks(2).run(known)[0]:
+        absent('hybrid models have segments from 0.17 on')
+    layers, _, tied = layers.partition(', ')
+    flags = [*MAMBA, *FP32, *NO_CLIPPING, *PIPELINE, '--num-layers', 8]
+    flags += ['--hybrid-override-pattern', '*-*-*-*-', *([] if tied else UNTIED)]
+    stock = run(te_ranks(2), *flags, script=script('pretrain_mamba.py'))
+    flags += ['--pipeline-schedule', schedule, FLAG, layers]
+    near(run(te_ranks(2), *flags, script=script('pretrain_mamba.py')), stock, 0)
 
 
 @refuses('hybrid models on a CPU: `M`, `G` and `D`', 'their kernels need a GPU', 'zb-h1')

@@ -131,17 +131,6 @@ def shards(setting):
     return pytest.param(setting, marks=marks, id=setting)
 
 
-@pytest.mark.parametrize('known', [True, False])
-def test_hybrid_models_have_shards_where_there_is_hybrid_model(known):
-    """From 0.18 on; MambaModel has not been tried."""
-    name = 'megatron_zbpp.mcore.refusals_of_techniques._has_hybrid_model'
-    how = {'placement': Placement.loop(2), 'techniques': ('split_vocabulary',)}
-    with mock.patch(name, return_value=known):
-        found = [*refusals.refused(SimpleNamespace(hybrid_layer_pattern='*-'), **how)]
-    assert [each.setting for each in found] == ([] if known else ['hybrid_layer_pattern'])
-    assert known or 'take Megatron-Core from 0.18 on' in found[0].cure
-
-
 def refused_with_shards(setting, cured=False, techniques=('split_vocabulary',)):
     others, *values = GIVEN[setting]
     given = SimpleNamespace(**others, **{setting: values[cured]})

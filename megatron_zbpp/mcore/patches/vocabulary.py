@@ -23,7 +23,6 @@ from megatron_zbpp.mcore.patches.registry import Patch
 from megatron_zbpp.mcore.vocabulary import InputShard, OutputShard, gathered
 from megatron_zbpp.techniques.composition import BOTH
 
-_GPT = 'megatron.core.models.gpt.gpt_model:GPTModel'
 _PADDING = 128  # Megatron's default of --make-vocab-size-divisible-by
 
 Collective = Callable[[str], AbstractContextManager]
@@ -37,13 +36,10 @@ def patches(num_chunks: int, collective: Collective, both: bool) -> Iterator[Pat
         collective: around what waits for other ranks.
         both: whether the embedding is divided, too.
     """
-    for model in (_GPT, *_hybrid()):
-        yield Patch(model, '__init__', functools.partial(_dividing, num_chunks, collective, both))
-
-
-def _hybrid() -> tuple[str, ...]:
-    module = compat.hybrid_model()
-    return () if module is None else (f'{module}:HybridModel',)
+    init = functools.partial(_dividing, num_chunks, collective, both)
+    for module, name in compat.models_and_stacks()[0]:
+        if name != 'BertModel':  # it has several losses
+            yield Patch(f'{module}:{name}', '__init__', init)
 
 
 def _dividing(num_chunks: int, collective: Collective, both: bool, original: Callable) -> Callable:
@@ -54,11 +50,12 @@ def _dividing(num_chunks: int, collective: Collective, both: bool, original: Cal
         original(self, *args, **kwargs)
         if self.config.pipeline_model_parallel_size == 1:
             return
-        if self.vp_stage in (None, 0):
+        vp_stage = getattr(self, 'vp_stage', None)  # MambaModel of 0.16 has one chunk
+        if vp_stage in (None, 0):
             first.clear()
         if self.pre_process:
             first.append(self)
-        if self.vp_stage in (None, num_chunks - 1):
+        if vp_stage in (None, num_chunks - 1):
             with collective('shards of the output layer'):
                 divide(self, both, *first)
             first.clear()
