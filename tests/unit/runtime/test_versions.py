@@ -146,8 +146,11 @@ def test_steps_of_buffers_are_copied_out_of_them():
     assert weight.item() == 1 and versions.most == 2
     versions.before_backward(backward(0))
     assert weight.item() == 0
-    buffer.add_(5)
-    assert weight.item() == 0
+    versions.before_forward(forward(1))
+    versions.step(lambda: buffer.add_(5))
+    assert weight.item() == 6
+    versions.before_backward(backward(1))
+    assert weight.item() == 1
 
 
 def test_a_step_that_is_taken_when_its_weights_are_needed():
