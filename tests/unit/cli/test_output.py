@@ -114,6 +114,7 @@ def test_what_doctor_refuses():
     refused = Refusal('fp8', 'e4m3', 'no TE', 'drop it')
     job = DryRun({'GPUs': 2}, layer=LayerMemory(34.0, 32.0, 1), refused=(refused,))
     report = {'fine': False, 'versions': {}, 'patches': [], 'launch_line': job.to_dict()}
+    report |= {'missing_script': ''}
     assert not errors('doctor', json.loads(json.dumps(report)))
 
 

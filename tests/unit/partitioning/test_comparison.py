@@ -83,7 +83,7 @@ def test_command(tmp_path, capsys):
     ('more', 'said'),
     [
         (['--csv', 'rows.csv'], '--csv goes with --layers-file'),
-        (['--layers-file', 'LAYERS', '-o', 'a.svg'], 'leave -o a.svg out'),
+        (['--layers-file', 'LAYERS', '-o', 'a.svg'], '--output does not go with --layers-file'),
         (['--layers-file', 'LAYERS', '--times', '1,2,1'], '--times does not go with --layers-file'),
         (['--layers-file', 'LAYERS', '--comm', '0'], '--latencies says what a message takes'),
         (['--layers-file', 'LAYERS', '--vpp', '2'], '--vpp does not go with --layers-file'),
