@@ -38,17 +38,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class Failures:
-    """Tells the last line of a failure when it comes: the end of a run may be cut off."""
+    """Tells a failure when it comes, by its first and last line: the end of a run may be cut off."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            said = report.longreprtext.strip().splitlines() or ['no reason given']
-            told = [line for line in said if line.startswith('E ')] or said
+            crash = getattr(report.longrepr, 'reprcrash', None)
+            said = crash.message if crash else report.longreprtext
+            lines = [line.strip() for line in said.splitlines() if line.strip()] or ['no reason']
             terminal = self._config.pluginmanager.get_plugin('terminalreporter')
-            terminal.write_line(f'\n{report.nodeid}: {told[-1].removeprefix("E").strip()[:500]}')
+            for line in dict.fromkeys((lines[0], lines[-1])):
+                terminal.write_line(f'\n{report.nodeid}: {line[:400]}')
 
 
 def pytest_configure(config: pytest.Config) -> None:
