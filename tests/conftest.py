@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class Failures:
-    """Tells a failure when it comes, by its first and last line: the end of a run may be cut off."""
+    """Tells a failure when it comes, by two of its lines: the end of a run may be cut off."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
