@@ -81,6 +81,7 @@ def test_both_ways(tmp_path):
     assert checksum > 0 and others == [pytest.approx(checksum, rel=1e-5)] * 3
 
 
+@pytest.mark.full
 def test_with_optimizer(tmp_path):
     """Steps that wait for all ranks, and steps that do not."""
     names = 'zb-v,zb-v+post-validation,pipedream-2bw'
@@ -177,6 +178,7 @@ def test_overhead(capsys, tmp_path):
     assert overhead.main([*flags, '--limit-us', '0']) == 1
 
 
+@pytest.mark.full
 def test_training(tmp_path):
     """A real GPT by Megatron's 1F1B and ours."""
     file = tmp_path / 'training.json'
@@ -235,6 +237,7 @@ def test_training_refuses(capsys, flags, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_splitting(tmp_path):
     """Layers of both kinds, alone and shared by two ranks, large and small."""
     file = tmp_path / 'splitting.json'

@@ -39,6 +39,7 @@ def torchrun(folder, *flags):
     return done, json.loads(file.read_text())['rows']
 
 
+@pytest.mark.full
 def test_sweep_goes_on_and_resumes(tmp_path):
     """What fails, before or in its processes, is a row; what is there is not measured again."""
     flags = ['--microbatches', '4', '--schedules']

@@ -44,6 +44,7 @@ def test_costs_partition_iterations(tmp_path):
     assert result['layout'] == 'Ett|ttL' and len(result['stages_s']) == 2
 
 
+@pytest.mark.full
 def test_shards(tmp_path):
     """The output layer on all ranks beside stock's layouts: S and T take their times."""
     text, result = run(tmp_path, '--head', '2', '--shards', '1f1b,zb-v')
@@ -81,6 +82,7 @@ def limited() -> str | None:
         return str(error)
 
 
+@pytest.mark.full
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason='two ranks want a processor each')
 def test_real_passes(tmp_path):
     """Profiled while all ranks train, planned, trained: losses are those of stock, to the bit."""

@@ -31,6 +31,8 @@ ELSEWHERE = {
     'REHEARSE=1 NO_VENV=1 STAGES=streams RESULTS=/tmp/rehearsal ./scripts/gpu_check.sh': (
         'tests/project/test_gpu_check.py'
     ),
+    'python scripts/benchmark_gpt.py --single-gpu --models 1.5b,6.2b --predict-ranks 8,16 '
+    '--iterations 5': 'tests/project/test_gpu_check.py',
     'python scripts/compare_with_paper.py': 'tests/project/test_paper_page.py',
     'python scripts/benchmark_copies.py --ms 100 --rounds 2 --realtime': (
         'tests/dist/test_copies_beside_passes.py'

@@ -133,6 +133,7 @@ def test_cancelled_training_ends(cluster, tmp_path):
     assert 'CANCELLED AT' in job.said()
 
 
+@pytest.mark.full
 def test_cancelled_benchmark_goes_on(cluster, tmp_path):
     result = tmp_path / 'result.json'
 
