@@ -33,6 +33,9 @@ ELSEWHERE = {
     ),
     'python scripts/benchmark_gpt.py --single-gpu --models 1.5b,6.2b --predict-ranks 8,16 '
     '--iterations 5': 'tests/project/test_gpu_check.py',
+    'python scripts/benchmark_asynchronous.py --png docs/pictures/asynchronous.png': (
+        'tests/megatron/test_benchmark_asynchronous.py'
+    ),
     'python scripts/compare_with_paper.py': 'tests/project/test_paper_page.py',
     'python scripts/benchmark_copies.py --ms 100 --rounds 2 --realtime': (
         'tests/dist/test_copies_beside_passes.py'
@@ -58,6 +61,9 @@ ELSEWHERE = {
 WALK = {  # by tests/megatron/test_unbalanced_page.py, with those between
     c.line for c in COMMANDS if c.page.stem == 'unbalanced' and 'megatron_zbpp.launch' in c.line
 }
+REFERENCE = {  # by tests/megatron/test_asynchronous_reference.py
+    c.line for c in COMMANDS if c.page.stem == 'asynchronous' and c.line.startswith('torchrun')
+}
 LAUNCH = [c.line for c in COMMANDS if 'megatron_zbpp.launch' in c.line and c.line not in WALK]
 BENCH = [c.line for c in COMMANDS if c.line.startswith('zbpp bench')]
 INSTALL = [c.line for c in COMMANDS if c.line.startswith('pip install')]
@@ -66,7 +72,7 @@ BENCHMARKS = [
     for c in COMMANDS
     if c.line.startswith('python scripts/benchmark') and c.line not in ELSEWHERE
 ]
-APART = {*ELSEWHERE, *LAUNCH, *BENCH, *WALK, *INSTALL, *BENCHMARKS}
+APART = {*ELSEWHERE, *LAUNCH, *BENCH, *WALK, *REFERENCE, *INSTALL, *BENCHMARKS}
 TOGETHER = {  # of each page, in one folder, as they use each other's files
     page: lines
     for page in pages.PAGES
