@@ -1973,8 +1973,6 @@ UNTRIED = {
     'mcore/patches/registry.py Registry._put': 'a release that nobody knows yet: it is reported',
     'mcore/patches/transformer_engine/module.py DelayedModule.put': 'a backward outside of a '
     'schedule: nothing to be cured',
-    'mcore/refusals_of_techniques.py _with_shards: pattern': 'a cure is another release: '
-    'test_refusals.py::test_hybrid_models_have_shards_where_there_is_hybrid_model',
     'emulation/te.py install': 'the cures install Transformer Engine or a checkout',
     'emulation/te.py _load_tools': 'the cure is another environment of Python',
 }
