@@ -33,8 +33,10 @@ def doctor(words, training=False):
     lacks = '' if training else 'megatron.training is not here'
     found = mock.patch.object(launch_line, '_lacks', lambda: lacks)
     alone = mock.patch.dict(os.environ)
+    paths = mock.patch.object(sys, 'path', [*sys.path])  # doctor looks beside the script first
     out, errors = io.StringIO(), io.StringIO()
-    with found, alone, contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+    said = contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors)
+    with found, alone, paths, said[0], said[1]:
         del os.environ['WORLD_SIZE']
         try:
             code = main(['doctor', *map(str, words)])
