@@ -1,8 +1,9 @@
 # Sourced by the files beside it, one a model: trains it with NVIDIA's pretrain_gpt.py under SLURM.
 #
 # They say MODEL, TENSOR_PARALLEL, PIPELINE_PARALLEL, MICRO_BATCH and GLOBAL_BATCH, and
-# EXPERT_PARALLEL where there are experts. What follows is yours to change, here or in the environment, as is what launch.sh lists: another number of GPUs a
-# node, or none. Arguments behind the sbatch file go to pretrain_gpt.py, after all others.
+# EXPERT_PARALLEL where there are experts. What follows is yours to change, here or in the
+# environment, as is what launch.sh lists: another number of GPUs a node, or none. Arguments behind
+# the sbatch file go to pretrain_gpt.py, after all others.
 # shellcheck shell=bash
 set -euo pipefail
 
