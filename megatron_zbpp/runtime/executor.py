@@ -185,7 +185,8 @@ class Executor:
         """Forget what has been run ahead, once all that was sent for it has arrived.
 
         A message whose receive is given up would block its connection for ever (gloo), or be taken
-        for the next one.
+        for the next one. One whose send is given up never leaves, and its receiver waits for ever:
+        so this rank, too, waits until the others have dropped theirs.
         """
         self._messages.settle()
         for incoming in self._incoming.values():
@@ -193,6 +194,7 @@ class Executor:
         for found in self._several.values():
             for _, each in found:
                 each.wait()
+        self.channels.finish()
         self._several.clear()
         self._contributions.clear()
         self._incoming.clear()

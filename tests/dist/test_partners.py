@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from unittest import mock
 
 import torch
@@ -99,6 +101,18 @@ def on_gloo(schedule, varying):
     return [*results, iterations.train(ahead=True)]
 
 
+def drop_and_go(schedule, varying):
+    """Runs ahead for nothing, the later ranks slowly, and ends what messages went by."""
+    iterations = Iterations(schedule, dist.group.WORLD, varying)
+    program, count = iterations.ahead()
+    executor, _ = iterations.executor(program)
+    executor.run_ahead(count)
+    time.sleep(0.2 * iterations.rank)
+    executor.drop()
+    del executor, iterations
+    gc.collect()
+
+
 def on_nccl(schedule, varying, mode):
     with nccl.Device(**MODES[mode]) as device:
         group = dist.new_group(list(range(dist.get_world_size())), backend=nccl.NAME)
@@ -126,6 +140,12 @@ def test_to_the_bit(ranks, p, m, varying):
     """No rank holds more than was planned; forwards run ahead, and are dropped."""
     schedule = build('bpipe', p, m)
     verify(schedule, ranks(p).run(on_gloo, schedule, varying), varying)
+
+
+@grid(name=('bpipe', 'zb-v', 'zb-2p', '1f1b'), p=(4, 2), varying=(False, True))
+def test_a_training_ends_behind_its_last_drop(ranks, name, p, varying):
+    """A send that is given up never leaves, and whoever receives it waits for ever."""
+    ranks(p).run(drop_and_go, build(name, p, 8), varying)
 
 
 @grid(mode=tuple(MODES), p=(4, 6), varying=(False, True))

@@ -188,6 +188,7 @@ class ActivationStore:
         """Forget everything once all that was sent has come: forwards run ahead for nothing."""
         for bundle in self._bundles.values():
             bundle.settle()
-        if self.keeping is not None:
+        if self.keeping is not None and self._channels is not None:
             self.keeping.drop()
+            self._channels.finish()
         self.clear()
