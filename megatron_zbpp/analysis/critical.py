@@ -64,8 +64,8 @@ def _cause(
     rank_of = schedule.rank_of
     causes = [(spans[previous][1], 'rank', previous)] if previous else []
     for need, q in schedule.needs(p):
-        ranks = rank_of(q), rank_of(p)
-        edge = costs.travel(schedule.graph, need.message, *ranks) if need.message else 0.0
+        ranks, stages = (rank_of(q), rank_of(p)), (q.stage, p.stage)
+        edge = costs.travel(schedule.graph, need.message, ranks, stages) if need.message else 0.0
         waited = 'communication' if edge else 'dependency'
         causes.append((spans[q][1] + edge, waited, q))
     if not causes:

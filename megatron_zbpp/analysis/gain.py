@@ -41,7 +41,12 @@ def idle_parts(timeline: Timeline, costs: Costs) -> Idle:
         return Idle(0.0, 0.0, 0.0)
     busy = [timeline.busy(rank) for rank in range(ranks)]
     at_once = replace(
-        costs, comm=0.0, message=0.0, edges=(), collectives=dict.fromkeys(costs.collectives, 0.0)
+        costs,
+        comm=0.0,
+        message=0.0,
+        edges=(),
+        hops=(),
+        collectives=dict.fromkeys(costs.collectives, 0.0),
     )
     silent = span if at_once == costs else simulate(timeline.schedule, at_once).makespan
     most = max(busy)
@@ -63,8 +68,10 @@ def makespan_of(name: str, schedule: Schedule, costs: Costs) -> float | None:
         None: the stages do not become those of the family, or it takes no such number of
         microbatches.
     """
+    from megatron_zbpp.ir.plan_costs import joined  # which no run without a comparison needs
+
     p, m = schedule.num_ranks, schedule.num_microbatches
-    alike = costs.joined(p * find(name).default_chunks)
+    alike = joined(costs, p * find(name).default_chunks)
     if costs.num_stages != schedule.num_stages or alike is None:
         return None
     try:

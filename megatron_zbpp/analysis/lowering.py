@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -36,7 +37,7 @@ from megatron_zbpp.analysis.program import (
     Send,
 )
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Pass, Schedule
+from megatron_zbpp.ir import F, Pass, Schedule
 from megatron_zbpp.ir.compiled import Compiled, compiled
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import BROADCAST, REDUCE
@@ -309,13 +310,29 @@ class _Collectives:
         )
 
 
+def _costs(schedule: Schedule) -> Costs:
+    """Return by what times programs are written: equal stages, and what other kinds usually take.
+
+    A rank that enters a collective late holds up all: then what the schedule was made for counts.
+    """
+    graph, usual = schedule.graph, Costs.uniform(schedule.placement, comm=_LATENCY)
+    if not graph.collectives:
+        return usual
+    if schedule.costs is not None:
+        latency = _LATENCY * max(schedule.costs.times[F])
+        return replace(schedule.costs, comm=schedule.costs.comm or latency)
+    times = {
+        kind: (each.usual,) * len(graph.sites) for kind, each in graph.kinds.items() if each.usual
+    }
+    return usual.with_times(**times)
+
+
 def _by_end(schedule: Schedule, joined: Set[int]) -> tuple[list[int], list[tuple[float, float]]]:
     """Return the numbers of all passes in the order in which they end, and when each runs.
 
     Those `joined` end together.
     """
-    costs = Costs.uniform(schedule.placement, comm=_LATENCY)
-    spans = simulate(schedule, costs).spans
+    spans = simulate(schedule, _costs(schedule)).spans
     flat = list(itertools.chain.from_iterable(spans))
     ends = list(map(itemgetter(1), flat))
     if compiled(schedule.graph).on_copy_engines:  # copies end behind passes that come after them

@@ -150,7 +150,7 @@ class _Run:
         def entry(kind: str, stage: int, step: Step) -> _Flat:
             rank = placement.on_route(route, stage)
             needs = [
-                (self._entry(link.row) - link.back, self._edge(route, link, rank))
+                (self._entry(link.row) - link.back, self._edge(route, link, stage))
                 for link in step.links
             ] or [(0, 0.0)]
             own = [self._entry(row) for row in step.rows] or [self.nobody]
@@ -169,12 +169,13 @@ class _Run:
     def _entry(self, row: int) -> int:
         return (row + 1) * self.entries + self.before
 
-    def _edge(self, route: int, link: Link, rank: int) -> float:
-        """Return the time from the end of what `link` names to when `rank` may start."""
+    def _edge(self, route: int, link: Link, stage: int) -> float:
+        """Return the time from the end of what `link` names to when a pass of `stage` may start."""
         if not link.message:
             return 0.0
-        sender = self.schedule.placement.on_route(route, link.stage)
-        return self.costs.travel(self.schedule.graph, link.message, sender, rank)
+        rank_of = self.schedule.placement.on_route
+        ranks = rank_of(route, link.stage), rank_of(route, stage)
+        return self.costs.travel(self.schedule.graph, link.message, ranks, (link.stage, stage))
 
     def to_the_end(self) -> None:
         """Run passes as far as they can."""

@@ -103,8 +103,8 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         default=NO_TIMES,
         metavar='F,B,W|FILE',
         help='times of a full rank, or a JSON file of costs: F, B and W by stage, and at will '
-        'activation, retained, parameters, comm, message, edges, speeds, together, pairs, times, '
-        'amounts, parts, collectives; default 1,1,1',
+        'activation, retained, parameters, comm, message, edges, hops, speeds, together, pairs, '
+        'times, amounts, parts, collectives; default 1,1,1',
     )
     parser.add_argument(
         '--comm',

@@ -19,7 +19,7 @@ from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.formats import BYTES, MANY, UNITS, PlanFile, Units
 from megatron_zbpp.ir.graph import HOST, TRANSFERS
-from megatron_zbpp.ir.plan_costs import in_reverse
+from megatron_zbpp.ir.plan_costs import in_reverse, joined
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.schedules import build, find, names
@@ -413,9 +413,9 @@ def _require_bytes(times: Times | StageCosts | PlanCosts) -> None:
 def _of_passes(args: Namespace, placement: Placement, selective: bool) -> Costs:
     if isinstance(args.times, PlanCosts):
         own, stages = args.times.costs, placement.num_stages
-        if (joined := own.joined(stages)) is None:
+        if (alike := joined(own, stages)) is None:
             raise ValueError(f'{own.num_stages} stages of the plan do not make {stages}')
-        return joined
+        return alike
     if not isinstance(args.times, StageCosts):
         return Costs.uniform(placement, *args.times, comm=args.comm or 0.0)
     if args.times.num_stages != placement.num_stages:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import fsum, isfinite
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from megatron_zbpp.ir import B, F, Graph, Placement, Task, W
@@ -45,6 +45,8 @@ class Costs:
         parameters: per stage, held all the time: weights, gradients and the optimizer's states, in
             the unit of 'activation'. They count against a memory limit. Default: 0.
         edges: (sender, receiver, latency) of pairs of ranks whose latency is not `comm`.
+        hops: by stage but for the last, further time of what it sends to the next stage, and of the
+            gradient that comes back: bytes over bandwidth, where edges carry unlike ones.
         speeds: per rank, how many times as fast as the times say. Default: 1 each.
         together: time of passes that run as one (`ir.Together`), over the sum of theirs. Default:
             1, nothing is hidden.
@@ -71,6 +73,7 @@ class Costs:
         default_factory=dict[str, tuple[tuple[float, ...], ...]]
     )
     collectives: Mapping[str, float] = field(default_factory=dict[str, float])
+    hops: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         times, amounts = (
@@ -105,6 +108,13 @@ class Costs:
         _require_costs('speeds', self.speeds)
         if 0 in self.speeds:
             raise ValueError('a speed of 0 never ends: give numbers above 0')
+        object.__setattr__(self, 'hops', tuple(map(tuple, self.hops)))
+        _require_costs('hops', tuple(time for hop in self.hops for time in hop))
+        if self.hops and [*map(len, self.hops)] != [2] * (self.num_stages - 1):
+            raise ValueError(
+                f'hops has {len(self.hops)} entries: give [forward, back] for each of the '
+                f'{self.num_stages - 1} stages before the last'
+            )
         parts = {name: tuple(map(tuple, own)) for name, own in self.parts.items()}
         object.__setattr__(self, 'parts', parts)
         self._require_parts()
@@ -286,56 +296,37 @@ class Costs:
         """Return the costs that `schedule` was planned for, else those by `layers` of stages."""
         return schedule.costs or cls.by_layers(schedule.placement, layers)
 
-    def joined(self, stages: int) -> Costs | None:
-        """Return the costs of as many stages of the same model; None: they do not join so.
-
-        Neighbours are joined, or each is cut into equal parts. Kinds of passes other than F, B and
-        W are left out, as are parts of slices.
-        """
-        own = self.num_stages
-        if stages % own and own % stages:
-            return None
-
-        def joined(values: Sequence[float]) -> list[float]:
-            if stages > own:
-                parts = stages // own
-                return [value / parts for value in values for _ in range(parts)]
-            each = own // stages
-            return [fsum(values[at : at + each]) for at in range(0, own, each)]
-
-        f, b, w = (joined(self.times[kind]) for kind in (F, B, W))
-        amounts = {name: joined(self.amounts[name]) for name in ('activation', 'retained')}
-        return Costs(
-            {F: tuple(f), B: tuple(b), W: tuple(w)},
-            {name: tuple(values) for name, values in amounts.items()},
-            self.comm,
-            self.message,
-            tuple(joined(self.parameters)),
-            self.edges,
-            self.speeds,
-        )
-
     @property
     def num_stages(self) -> int:
         return len(self.times[F])
 
-    def edge(self, sender: int, receiver: int) -> float:
+    def edge(self, sender: int, receiver: int, stages: Sequence[int] = ()) -> float:
         """Return the time from the end of a pass to when another rank may start on what it sent.
 
-        Between stages of one rank it is 0.
+        On one rank it is 0. Without the `stages` of the two what hops take is left out.
         """
         if sender == receiver:
             return 0.0
-        return self._latencies.get((sender, receiver), self.comm) + self.message
+        time = self._latencies.get((sender, receiver), self.comm) + self.message
+        if self.hops and stages:
+            made, taken = stages
+            first = min(made, taken)
+            if abs(made - taken) == 1 and first < len(self.hops):
+                time += self.hops[first][made > taken]
+        return time
 
-    def travel(self, graph: Graph, message: str, sender: int, receiver: int) -> float:
+    def travel(
+        self, graph: Graph, message: str, ranks: tuple[int, int], stages: Sequence[int]
+    ) -> float:
         """Return the time of `message`, be it from rank to rank or in a collective.
 
-        What is gathered or reduced takes that on the rank of its maker, too.
+        What is gathered or reduced takes that on the rank of its maker, too. Of maker and taker:
+        the `ranks`, and the `stages`.
         """
         collective = graph.collectives.get(message)
+        sender, receiver = ranks
         if collective is None or message not in self.collectives:
-            return self.edge(sender, receiver)
+            return self.edge(sender, receiver, stages)
         if collective.operation == BROADCAST and sender == receiver:
             return 0.0
         return self.collectives[message] + self.collectives.get(collective.after, 0.0)

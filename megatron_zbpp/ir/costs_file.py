@@ -91,6 +91,17 @@ def _edge_list(value: Any) -> str | None:
     return None if fits else 'a list of [sender, receiver, latency]'
 
 
+def _hop_list(value: Any) -> str | None:
+    """Check times of messages between stages."""
+    fits = strict_json.is_list(value) and all(
+        strict_json.is_list(hop)
+        and len(hop) == 2
+        and all(strict_json.number(time) is None for time in hop)
+        for hop in value
+    )
+    return None if fits else 'a list of [forward, back] for each stage before the last'
+
+
 _PER_STAGE = strict_json.list_of(strict_json.number, 'numbers, one per stage', filled=True)
 _NUMBERS = strict_json.list_of(strict_json.number, 'numbers')
 _BY_NAME = strict_json.object_of(_PER_STAGE, 'lists of numbers, such as {"R": [1, 1]}')
@@ -104,6 +115,7 @@ _FIELDS: dict[str, strict_json.Check] = {
         'a list a stage, such as {"F": [[0.6, 0.4], [0.6, 0.4]]}',
     ),
     'edges': _edge_list,
+    'hops': _hop_list,
     **dict.fromkeys(
         ('collectives', 'pairs'),
         strict_json.object_of(strict_json.number, 'numbers, such as {"hidden": 0.1}'),

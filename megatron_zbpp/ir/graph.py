@@ -119,6 +119,8 @@ class Kind:
         of_weights: it changes the weights of its stage, so that each copy of them has to do it.
         optional: a microbatch may do without it and without all that is optional beside it; who
             needs it then needs what that needs.
+        usual: time that it usually takes, in forwards of a full rank: by that programs are written
+            where no costs are known.
     """
 
     words: str
@@ -128,6 +130,7 @@ class Kind:
     every: int = 1
     of_weights: bool = field(default=False, repr=False)
     optional: bool = False
+    usual: float = field(default=0.0, repr=False)
 
 
 class Applied(NamedTuple):

@@ -1,11 +1,13 @@
-"""Costs of plans: as a file has them, and with the ranks in reverse order."""
+"""Costs of plans: as a file has them, with the ranks in reverse order, of other stages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from math import fsum
 from typing import Any
 
+from megatron_zbpp.ir import B, F, W
 from megatron_zbpp.ir.costs import Costs
 
 
@@ -33,4 +35,36 @@ def in_reverse(costs: Costs, num_ranks: int) -> Costs:
         parts=renamed(costs.parts),
         edges=tuple((last - a, last - b, latency) for a, b, latency in costs.edges),
         speeds=costs.speeds[::-1],
+    )
+
+
+def joined(costs: Costs, stages: int) -> Costs | None:
+    """Return the costs of as many stages of the same model; None: they do not join so.
+
+    Neighbours are joined, or each is cut into equal parts. Kinds of passes other than F, B and
+    W are left out, as are parts of slices.
+    """
+    own = costs.num_stages
+    if stages % own and own % stages:
+        return None
+
+    def sums(values: Sequence[float]) -> list[float]:
+        if stages > own:
+            parts = stages // own
+            return [value / parts for value in values for _ in range(parts)]
+        each = own // stages
+        return [fsum(values[at : at + each]) for at in range(0, own, each)]
+
+    f, b, w = (sums(costs.times[kind]) for kind in (F, B, W))
+    amounts = {name: sums(costs.amounts[name]) for name in ('activation', 'retained')}
+    ends = [(at + 1) * own // stages - 1 for at in range(stages - 1)]
+    return Costs(
+        {F: tuple(f), B: tuple(b), W: tuple(w)},
+        {name: tuple(values) for name, values in amounts.items()},
+        costs.comm,
+        costs.message,
+        tuple(sums(costs.parameters)),
+        costs.edges,
+        costs.speeds,
+        hops=tuple(costs.hops[max(0, end)] for end in ends) if costs.hops else (),
     )

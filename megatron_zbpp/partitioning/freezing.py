@@ -121,7 +121,7 @@ class _Programme:
         """Add what `p` waits for, and that the batch ends no sooner."""
         rank, solver = self._schedule.rank_of(p), self._solver
         for q in self._schedule.predecessors(p):
-            edge = self._costs.edge(self._schedule.rank_of(q), rank)
+            edge = self._costs.edge(self._schedule.rank_of(q), rank, (q.stage, p.stage))
             solver.Add(self._starts[q] + self._lengths[q] + edge <= self._starts[p])
         solver.Add(self._starts[p] + self._lengths[p] <= self._end)
 

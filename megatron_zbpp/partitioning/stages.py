@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
+from typing import Any
 
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.devices import Devices
-from megatron_zbpp.partitioning.layers import Layers
+from megatron_zbpp.partitioning.layers import Layer, Layers
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,6 @@ class Partition:
 def stage_costs(layers: Layers, devices: Devices, partition: Partition) -> Costs:
     """Return what the stages of `partition` cost on its devices.
 
-    Where two ranks exchange messages of several stages, the largest counts for all.
-
     Args:
         layers: of the model.
         devices: that `partition.order` numbers.
@@ -51,26 +51,25 @@ def stage_costs(layers: Layers, devices: Devices, partition: Partition) -> Costs
         weight,
         activation=tuple(sum(x.activation for x in own) for own in held),
         retained=tuple(sum(x.retained or 0.0 for x in own) for own in held),
-        edges=_edges(layers, devices, partition),
+        **_messages(held, devices, partition),
     )
 
 
-def _edges(
-    layers: Layers, devices: Devices, partition: Partition
-) -> tuple[tuple[int, int, float], ...]:
-    """Return the latencies between ranks that hold neighbouring stages, both ways."""
-    ranks, order = partition.placement.only_route, partition.order
-    found: dict[tuple[int, int], float] = {}
-    at = 0
-    for stage, count in enumerate(partition.cuts[:-1]):
-        at += count
-        pair = ranks[stage], ranks[stage + 1]
-        output = layers.layers[at - 1].output
+def _messages(
+    held: Sequence[Sequence[Layer]], devices: Devices, partition: Partition
+) -> dict[str, Any]:
+    """Return the latencies between ranks that hold neighbouring stages, and what hops take."""
+    order = partition.order
+    edges: dict[tuple[int, int], float] = {}
+    hops: list[tuple[float, ...]] = []
+    for own, pair in zip(held, pairwise(partition.placement.only_route), strict=False):
+        both: list[float] = []
         for a, b in (pair, pair[::-1]):
-            edge = devices.edge(order[a], order[b], output)
-            if edge:
-                found[a, b] = max(edge, found.get((a, b), 0.0))
-    return tuple((a, b, edge) for (a, b), edge in sorted(found.items()))
+            edges[a, b] = latency = devices.edge(order[a], order[b], 0.0)
+            both.append(devices.edge(order[a], order[b], own[-1].output) - latency)
+        hops.append(tuple(both))
+    found = tuple((a, b, latency) for (a, b), latency in sorted(edges.items()) if latency)
+    return {'edges': found, 'hops': hops if any(map(any, hops)) else ()}
 
 
 def parameters_held(layers: Layers, partition: Partition) -> tuple[float, ...]:

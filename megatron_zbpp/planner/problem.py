@@ -176,7 +176,12 @@ class Problem:
         """Queues whose same microbatch must end before, but those that others of them imply."""
         return tuple(
             tuple(
-                (link.row, self.costs.edge(self.ranks[link.row], rank) if link.message else 0.0)
+                (
+                    link.row,
+                    self.costs.edge(self.ranks[link.row], rank, (link.stage, task.stage))
+                    if link.message
+                    else 0.0,
+                )
                 for link in self._flat.step(*task).links
             )
             for task, rank in zip(self.tasks, self.ranks, strict=True)

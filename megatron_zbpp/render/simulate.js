@@ -52,7 +52,7 @@ function uniformCosts(schedule, times, comm) {
   const route = schedule.routes[0], count = rank => route.filter(other => other === rank).length;
   const shares = route.map(rank => 1 / count(rank));
   return {times: times.map(time => shares.map(share => time * share)), activation: shares,
-    retained: shares, parameters: shares.map(() => 0), comm, message: 0, edges: [], speeds: [],
+    retained: shares, parameters: shares.map(() => 0), comm, message: 0, edges: [], hops: [], speeds: [],
     together: 1, pairs: {}};
 }
 
@@ -63,7 +63,9 @@ function joinedCosts(costs, stages) {
   const parts = stages / own, each = own / stages;
   const joined = values => Array.from({length: stages}, (_, k) =>
     stages > own ? values[Math.floor(k / parts)] / parts : total(values.slice(k * each, (k + 1) * each)));
-  return {...costs, times: costs.times.map(joined), activation: joined(costs.activation),
+  const hops = costs.hops.length ? Array.from({length: stages - 1}, (_, k) =>
+    costs.hops[Math.max(0, Math.floor((k + 1) * own / stages) - 1)]) : [];
+  return {...costs, hops, times: costs.times.map(joined), activation: joined(costs.activation),
     retained: joined(costs.retained), parameters: joined(costs.parameters), together: 1, pairs: {}};
 }
 
@@ -71,6 +73,11 @@ function edgeTime(costs, sender, receiver) {
   if (sender === receiver) return 0;
   const own = costs.edges.filter(([from, to]) => from === sender && to === receiver).pop();
   return (own ? own[2] : costs.comm) + costs.message;
+}
+
+// Further time of what goes from a stage to its neighbour.
+function hopTime(costs, made, taken) {
+  return costs.hops.length && made !== taken ? costs.hops[Math.min(made, taken)][made > taken ? 1 : 0] : 0;
 }
 
 function passTime(costs, kind, stage, rank) {
@@ -102,7 +109,9 @@ function simulate(schedule, costs) {
         if (last > first && filledWithin(orders[rank], first, last, row, stage, microbatches[at])) continue;
         const end = ends[row][stage * m + microbatches[at]];
         if (end === PENDING) return false;
-        start = Math.max(start, end + lag[rank][rankOf(schedule, stage, microbatches[at])]);
+        const sender = rankOf(schedule, stage, microbatches[at]);
+        const hop = sender === rank ? 0 : hopTime(costs, stage, stages[at]);
+        start = Math.max(start, end + (lag[rank][sender] + hop));
       }
     }
     const share = last > first ? shareOfPair(costs, kinds.slice(first, last + 1)) : 1;
@@ -154,7 +163,7 @@ function figuresOf({schedule, starts, ends}) {
 
 // Parts of the idle GPU time, as `analysis.gain.idle_parts`.
 function idleParts(run, figures) {
-  const silent = figuresOf(simulate(run.schedule, {...run.costs, comm: 0, message: 0, edges: []})).makespan;
+  const silent = figuresOf(simulate(run.schedule, {...run.costs, comm: 0, message: 0, edges: [], hops: []})).makespan;
   const span = figures.makespan || 1, mean = total(figures.busy) / run.schedule.ranks;
   return {schedule: (silent - figures.most) / span, stages: (figures.most - mean) / span, messages: 1 - silent / span};
 }

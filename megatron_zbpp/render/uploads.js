@@ -29,7 +29,7 @@ function readFile(text) {
 // Fields of `Costs`, as `ir.costs_file` reads them; `inPage` are those that the page simulates.
 function readCosts(data) {
   const inPage = ['times', 'amounts', 'F', 'B', 'W', 'activation', 'retained', 'parameters', 'comm',
-    'message', 'edges', 'speeds', 'together', 'pairs', 'layout'];
+    'message', 'edges', 'hops', 'speeds', 'together', 'pairs', 'layout'];
   const unknown = Object.keys(data).filter(name => !inPage.includes(name));
   require(!unknown.length, `"${unknown[0]}" is not simulated in this page: leave it out, or use zbpp compare`);
   const numbers = (name, values, length, above = 0) => {
@@ -56,11 +56,14 @@ function readCosts(data) {
   const edges = data.edges ?? [];
   require(Array.isArray(edges) && edges.every(edge => Array.isArray(edge) && edge.length === 3 && isWhole(edge[0]) && isWhole(edge[1]) && isNumber(edge[2])),
     'edges are not a list of [sender, receiver, latency]');
+  const hops = data.hops ?? [];
+  require(Array.isArray(hops) && hops.every(hop => Array.isArray(hop) && hop.length === 2 && hop.every(isNumber)) && (!hops.length || hops.length === stages - 1),
+    `hops are not a list of [forward, back]: give one for each of the ${stages - 1} stages before the last`);
   const activation = amounts.activation?.length ? numbers('activation', amounts.activation, stages) : null;
   const retained = amounts.retained?.length ? numbers('retained', amounts.retained, stages) : activation;
   const parameters = data.parameters?.length ? numbers('parameters', data.parameters, stages) : zeros;
   return {times: found, activation, retained, parameters, comm: data.comm ?? 0, message: data.message ?? 0,
-    edges, speeds, together: data.together ?? 1, pairs};
+    edges, hops, speeds, together: data.together ?? 1, pairs};
 }
 
 function readPlan(data) {

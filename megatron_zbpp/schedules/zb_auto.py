@@ -202,7 +202,8 @@ class _Scheduler:
                 now += time
                 more += self.activation[rank]
                 counts[rank] += 1
-            first_b = max(now, first_b) + self._time(B, rank) + self.costs.edge(rank, rank - 1)
+            edge = self.costs.edge(rank, rank - 1, (rank, rank - 1))
+            first_b = max(now, first_b) + self._time(B, rank) + edge
         for rank in range(1, self.p):  # a rank stays ahead of the one below, while it has more
             ahead = counts[rank - 1] if counts[rank - 1] == self.m else counts[rank - 1] - 1
             counts[rank] = max(1, min(counts[rank], ahead))
@@ -222,7 +223,7 @@ class _Scheduler:
     def _is_worth(self, rank: int) -> bool:
         """Return whether an F now lets `rank` start its next B when that is there, or is needed."""
         now, below = self.draft.clock[rank], rank + 1
-        next_b = self.draft.clock[below] + self.costs.edge(below, rank)
+        next_b = self.draft.clock[below] + self.costs.edge(below, rank, (below, rank))
         next_b += self._time(F, below) + self._time(B, below)
         if now >= next_b:
             return False

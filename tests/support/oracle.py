@@ -156,7 +156,11 @@ def spans(
             for before, p in zip((None, *order), order, strict=False):
                 ready = starts[before] + time(before, costs) if before else 0.0
                 for q in needs(p, everything):
-                    edge = costs.comm + costs.message if ranks[q.stage] != ranks[p.stage] else 0.0
+                    edge = 0.0
+                    if ranks[q.stage] != ranks[p.stage]:
+                        there, back = dict(enumerate(costs.hops)).get(min(q.stage, p.stage), (0, 0))
+                        hop = there if q.stage < p.stage else back
+                        edge = costs.comm + costs.message + hop
                     ready = max(ready, starts[q] + time(q, costs) + edge)
                 if ready > starts[p]:
                     starts[p], changed = ready, True

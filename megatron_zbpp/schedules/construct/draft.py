@@ -54,7 +54,8 @@ def _steps(placement: Placement, costs: Costs, graph: Graph) -> dict[str, list[_
         kind: [
             _Step(
                 tuple(
-                    (link.row, costs.edge(ranks[link.stage], ranks[stage])) for link in step.links
+                    (each.row, costs.edge(ranks[each.stage], ranks[stage], (each.stage, stage)))
+                    for each in step.links
                 ),
                 step.rows,
                 costs.duration(graph, kind, stage, ranks[stage], part),

@@ -154,7 +154,9 @@ class _Rank:
         at = self.done[BW]
         if self.rank == len(ranks) - 1 or len(ranks[self.rank + 1].ends) <= at:
             return []
-        there = ranks[self.rank + 1].ends[at] + self.draft.costs.edge(self.rank + 1, self.rank)
+        below = self.rank + 1
+        edge = self.draft.costs.edge(below, self.rank, (below, self.rank))
+        there = ranks[below].ends[at] + edge
         start = max(now, there - self.draft.duration(R, self.rank))
         return [(start, 0, self.rank, Pass(R, self.rank, at))]
 

@@ -200,7 +200,7 @@ class _Filling:
         p = self._left[rank][0]
         if p not in self._known:
             self._known[p] = tuple(
-                (q, self._costs.edge(self._schedule.rank_of(q), rank))
+                (q, self._costs.edge(self._schedule.rank_of(q), rank, (q.stage, p.stage)))
                 for q in self._schedule.predecessors(p)
             )
         return self._known[p]

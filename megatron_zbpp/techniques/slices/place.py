@@ -209,4 +209,5 @@ def _of_units(costs: Costs, slices: int) -> Costs:
         comm=slices * costs.comm,
         message=slices * costs.message,
         edges=tuple((*pair, slices * latency) for *pair, latency in costs.edges),
+        hops=tuple((slices * there, slices * back) for there, back in costs.hops),
     )

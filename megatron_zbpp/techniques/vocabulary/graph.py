@@ -23,6 +23,9 @@ HIDDEN, STATISTICS, GRADIENT = 'hidden', 'statistics', 'vocabulary'
 """Messages: the output of the last layer; maxima, sums and logits of the targets, from which each
 rank has the loss; the gradient of the output of the last layer."""
 
+USUAL_SHARE = 0.2
+"""Forward of a rank's shard over that of its layers, where nobody says it."""
+
 READ, LOOKUP, SCATTER = 'D', 'I', 'J'
 TOKENS, EMBEDDING, EMBEDDING_GRADIENT = 'tokens', 'embedding', 'embedding_gradient'
 """Messages: the tokens that the first stage reads; the sum of the rows that all shards have of them
@@ -61,7 +64,10 @@ def split_vocabulary(graph: Graph, ranks: int, barriers: int = 1) -> Graph:
         awaited = logits if barriers == 1 else gradients
         backward = task._replace(kind=B)
         needs[backward] = (*needs[backward], *(Need(each, GRADIENT) for each in awaited))
-    kinds = {S: Kind('logits of a shard'), T: Kind('weight gradient of a shard')}
+    kinds = {
+        S: Kind('logits of a shard', usual=2 * USUAL_SHARE),
+        T: Kind('weight gradient of a shard', usual=USUAL_SHARE),
+    }
     collectives = {
         HIDDEN: Collective(BROADCAST),
         STATISTICS: Collective(GATHER),

@@ -30,10 +30,7 @@ from megatron_zbpp.ir.graph import Graph
 from megatron_zbpp.techniques.base import lack_of_times
 from megatron_zbpp.techniques.composition import CLASHES, OVERLAP, VOCABULARY, require_goes_with
 from megatron_zbpp.techniques.slices.place import with_forwards_earlier
-from megatron_zbpp.techniques.vocabulary.graph import S, T, split_vocabulary
-
-USUAL_SHARE = 0.2
-"""Forward of a rank's shard over that of its layers, where nobody says it."""
+from megatron_zbpp.techniques.vocabulary.graph import USUAL_SHARE, S, T, split_vocabulary
 
 Entry = tuple[float, int, int, Pass]
 """A pass with its start, and what decides between passes of one start."""

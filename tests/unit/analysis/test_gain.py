@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,6 +34,8 @@ def test_each_cause_is_told_by_itself():
     late = Costs.uniform(schedule.placement, comm=0.25)
     timeline = simulate(schedule, late)
     assert idle_parts(timeline, late).messages == pytest.approx(1 - 33 / timeline.makespan)
+    wide = replace(even, hops=((0.25, 0.25),) * 3)
+    assert idle_parts(simulate(schedule, wide), wide) == idle_parts(timeline, late)
     heavy = Costs.of((1, 1, 1, 3), (1, 1, 1, 3), (1, 1, 1, 3))
     timeline = simulate(schedule, heavy)
     uneven = idle_parts(timeline, heavy)

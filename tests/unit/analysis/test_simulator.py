@@ -35,7 +35,13 @@ PLACEMENTS = (
 
 def random_costs(random, num_stages: int) -> Costs:
     times = [tuple(random.randint(0, 9) for _ in range(num_stages)) for _ in range(3)]
-    return Costs.of(*times, comm=random.choice((0, 0, 1, 5)), message=random.choice((0, 2)))
+    hops = [(random.randint(0, 4), random.randint(0, 4)) for _ in range(num_stages - 1)]
+    return Costs.of(
+        *times,
+        comm=random.choice((0, 0, 1, 5)),
+        message=random.choice((0, 2)),
+        hops=random.choice(([], hops)),
+    )
 
 
 runs = given(st.integers(0, 2**32), st.sampled_from(PLACEMENTS), st.integers(1, 3))
@@ -56,12 +62,16 @@ def test_critical_path_explains_the_makespan(seed, placement, m):
     costs = random_costs(random, placement.num_stages)
     timeline = simulate(schedule, costs)
     path = critical_path(timeline, costs)
-    edges = sum(costs.comm + costs.message for step in path if step.waited == 'communication')
-    assert sum(step.end - step.start for step in path) + edges == timeline.makespan
-    assert (path[0].start, path[0].waited, path[0].on) == (0, 'start', None)
+    ranks = placement.only_route
+    edges = [0.0]
     for before, step in pairwise(path):
+        stages = before.ran.stage, step.ran.stage
+        sent = costs.edge(ranks[stages[0]], ranks[stages[1]], stages)
+        edges.append(sent if step.waited == 'communication' else 0.0)
+    assert sum(step.end - step.start for step in path) + sum(edges) == timeline.makespan
+    assert (path[0].start, path[0].waited, path[0].on) == (0, 'start', None)
+    for before, step, edge in zip(path, path[1:], edges[1:], strict=False):
         assert step.on == before.ran
-        edge = costs.comm + costs.message if step.waited == 'communication' else 0
         assert step.start == before.end + edge
         assert (step.waited == 'rank') <= (step.rank == before.rank)
 

@@ -200,6 +200,8 @@ def test_a_costs_file_is_read_whole(zbpp, refusal, tmp_path: Path) -> None:
         ('speeds', [1], '1 speeds do not fit 2 ranks'),
         ('edges', [[0, 2, 1]], 'from rank 0 to rank 2: there are ranks 0 to 1'),
         ('edges', [[0, 1]], 'is not a list of [sender, receiver, latency]'),
+        ('hops', [[0.5]], 'is not a list of [forward, back] for each stage'),
+        ('hops', [[1, 1], [1, 1]], 'for each of the 1 stages before the last'),
         ('times', {'R': 1}, 'is not an object of lists'),
         ('times', {'F': [1, 1]}, 'given twice'),
         ('comm', '1', 'is not a number'),

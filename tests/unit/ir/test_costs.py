@@ -8,6 +8,7 @@ import pytest
 
 from megatron_zbpp.ir import Pass, Placement, Schedule, chain
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.plan_costs import joined
 from megatron_zbpp.ir.timeline import Timeline
 
 
@@ -37,6 +38,32 @@ def test_uniform_does_not_count_the_copy_on_the_other_route():
 
 def test_an_edge_takes_latency_and_message():
     assert Costs.of((1, 1), (1, 1), (1, 1), comm=0.25, message=0.5).edge(0, 1) == 0.75
+
+
+HOPS = Costs.of([1] * 4, [1] * 4, [1] * 4, comm=0.5, hops=[(1, 2), (3, 4), (5, 6)])
+
+
+def test_hops_of_unlike_edges():
+    """There and back; nothing between stages of a rank, nor for other than neighbouring stages."""
+    assert [HOPS.edge(0, 1, (s, s + 1)) for s in range(3)] == [1.5, 3.5, 5.5]
+    assert [HOPS.edge(1, 0, (s + 1, s)) for s in range(3)] == [2.5, 4.5, 6.5]
+    assert HOPS.edge(1, 1, (1, 2)) == 0 and HOPS.edge(0, 1) == HOPS.edge(0, 1, (0, 3)) == 0.5
+    assert HOPS.edge(0, 1, (3, 4)) == 0.5  # a site behind the stages
+
+
+def test_hops_of_joined_stages():
+    """What is between the stages that are left; within a stage that is cut, what comes before."""
+    both, cut = joined(HOPS, 2), joined(HOPS, 8)
+    assert both is not None and both.hops == ((3, 4),)
+    assert cut is not None and cut.hops == tuple(HOPS.hops[max(0, k // 2 - 1)] for k in range(1, 8))
+
+
+def test_hops_of_another_number_of_stages():
+    for hops in ([(1, 1)], [(1, 1, 1)] * 2, [(1, 1)] * 3):
+        with pytest.raises(
+            ValueError, match=r'hops has .*for each of the 2 stages before the last'
+        ):
+            Costs.of([1] * 3, [1] * 3, [1] * 3, hops=hops)
 
 
 def test_defaults_hold_one_activation_until_weight():

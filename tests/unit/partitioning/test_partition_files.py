@@ -86,4 +86,7 @@ def test_costs_of_stages():
     costs = stage_costs(layers, devices, Partition(Placement.loop(2), (2, 1), (1, 0)))
     assert (costs.times['F'], costs.times['B'], costs.times['W']) == ((3, 10), (3, 6), (5, 21))
     assert (costs.amounts['activation'], costs.amounts['retained']) == ((3, 1), (2.5, 1))
-    assert costs.edge(0, 1) == 2 and costs.edge(1, 0) == 1 + 8 / 4
+    assert costs.edge(0, 1, (0, 1)) == 2 and costs.edge(1, 0, (1, 0)) == 1 + 8 / 4
+    assert costs.hops == ((0, 8 / 4),)
+    plain = Devices.from_json('{"devices": [{}, {}], "latency": [[0, 1], [2, 0]]}')
+    assert not stage_costs(layers, plain, Partition(Placement.loop(2), (2, 1), (1, 0))).hops

@@ -108,16 +108,16 @@ def test_without_or_tools(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize('objective', ['makespan', 'window'])
 @pytest.mark.parametrize(
-    ('edges', 'speeds'),
+    ('edges', 'speeds', 'hops'),
     [
-        (((0, 1, 1.5), (1, 0, 0.25)), ()),
-        ((), (1.0, 2.0)),
-        (((0, 1, 0.7),), (0.5, 1.0)),
+        (((0, 1, 1.5), (1, 0, 0.25)), (), ()),
+        ((), (1.0, 2.0), ()),
+        (((0, 1, 0.7),), (0.5, 1.0), ((0.0, 1.5),)),
     ],
 )
-def test_links_and_speeds_of_their_own(edges, speeds, objective):
-    """Latencies of each direction, and ranks of several speeds: the optimum of all orders."""
-    costs = Costs.of((1.0, 1.0), (1.7, 1.0), (1.0, 0.5), 0.1, edges=edges, speeds=speeds)
+def test_links_and_speeds_of_their_own(edges, speeds, hops, objective):
+    """Latencies of each direction and hop, ranks of several speeds: the optimum of all orders."""
+    costs = Costs.of((1.0, 1.0), (1.7, 1.0), (1.0, 0.5), 0.1, edges=edges, speeds=speeds, hops=hops)
     problem = Problem(PLACEMENT, M, costs, same_limits(2, 2), objective)
     best = optimum(problem)
     answer = cp_sat.solve(problem, START, lower_bound(problem), enough=1e6, effort=10, seconds=60)

@@ -45,6 +45,7 @@ def costs_of(placement: Placement) -> Costs:
         activation=held,
         retained=tuple(0.75 * each for each in held),
         edges=((0, 1, 0.75), (2, 1, 0.5)),
+        hops=tuple((0.125 * s, 0.25) for s in stages[1:]),
         speeds=SPEEDS,
         times={kind: tuple(1.0 + s % 2 for s in stages) for kind in 'OLEKR'},
         amounts={'input': (0.125,) * len(stages)},
@@ -76,6 +77,7 @@ def of_time(costs: Costs, by: float) -> Costs:
         comm=by * costs.comm,
         message=by * costs.message,
         edges=tuple((sender, receiver, by * t) for sender, receiver, t in costs.edges),
+        hops=tuple((by * there, by * back) for there, back in costs.hops),
     )
 
 

@@ -23,6 +23,7 @@ from megatron_zbpp.guests.tracing import tracer
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.formats import load_plan
+from megatron_zbpp.ir.plan_costs import joined
 from megatron_zbpp.render.planner_page import Sizes, encoded, families, planner_page
 from megatron_zbpp.schedules import build
 
@@ -123,7 +124,7 @@ def expected(name: str, costs: Costs | None = None, **sizes: int) -> list[str]:
     chunks = {'num_chunks': sizes['v']} if 'v' in sizes else {}
     schedule, rival = build(name, p, m, **chunks), build('1f1b', p, m)
     ours, theirs = (
-        costs.joined(each.num_stages) if costs else Costs.uniform(each.placement)
+        joined(costs, each.num_stages) if costs else Costs.uniform(each.placement)
         for each in (schedule, rival)
     )
     line, other = simulate(schedule, ours), simulate(rival, theirs)
@@ -154,6 +155,7 @@ def random_costs(schedule: Schedule, rng: random.Random) -> Costs:
         parameters=each(),
         edges=tuple((a, b, rng.random()) for a in range(ranks) for b in range(a)),
         speeds=tuple(rng.uniform(0.5, 2) for _ in range(ranks)),
+        hops=rng.choice([(), tuple((rng.random(), rng.random()) for _ in stages[1:])]),
         together=rng.choice([1.0, 0.8]),
         pairs=rng.choice([{}, {'FF': 0.9, 'FW': 0.85}]),
     )
@@ -229,13 +231,13 @@ def test_costs_of_other_numbers_of_stages(loaded):
     given = as_file(costs)
     for stages in (2, 4, 8, 16, 24):
         said = loaded.evaluate(f'joinedCosts(readCosts({given}), {stages})')
-        wanted = costs.joined(stages)
+        wanted = joined(costs, stages)
         for kind, own in zip('FBW', said['times'], strict=True):
             assert own == pytest.approx(wanted.times[kind])
         assert said['activation'] == pytest.approx(wanted.amounts['activation'])
         assert said['parameters'] == pytest.approx(wanted.parameters)
         assert said['together'] == wanted.together == 1
-    assert loaded.evaluate(f'joinedCosts(readCosts({given}), 6)') is costs.joined(6) is None
+    assert loaded.evaluate(f'joinedCosts(readCosts({given}), 6)') is joined(costs, 6) is None
 
 
 def test_an_order_that_is_no_order_of_microbatches_is_refused():
