@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, Schedule
@@ -142,6 +142,7 @@ def sharded(
     schedule = in_shards(host, costs)
     schedule = in_embedding_shards(schedule, costs) if both else schedule
     whole = *cuts[:-1], cuts[-1] + 1
+    schedule = replace(schedule, costs=costs)
     makespan = simulate(schedule, costs).makespan
     layout = known.layers.text(whole)
     return Entry(ZBPP, f'{name}, shards', schedule, cuts, layout, makespan, shard)

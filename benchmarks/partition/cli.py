@@ -25,6 +25,7 @@ from benchmarks.partition.cases import (
 )
 from benchmarks.partition.measured import Gpt
 from benchmarks.partition.place import Place, made
+from benchmarks.partition.resident import planned, resident
 from benchmarks.partition.run import Job, Sample, alike, measure
 from megatron_zbpp.partitioning.devices import Devices
 
@@ -60,7 +61,7 @@ real passes, four ranks that each have 0.45 of one of two processors (Linux, as 
 the same with real passes of a head of 64k words:
 
     python scripts/benchmark_partition.py --real --share 0.45 --hidden-size 512 --layers 16 \\
-        --seq-length 64 --words 65536 --shards 1f1b,zb-v [--tied]
+        --seq-length 64 --words 65536 --shards 1f1b,zb-v --memory [--tied]
 
 columns: median of the iterations; what the simulator predicts, and how far that is off; ratio to
 the even split with Megatron's 1F1B; layers of each stage.
@@ -127,6 +128,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.real:
         first, last = (fmean(map(float.fromhex, samples[0][at].work)) for at in (0, -1))
         print(f'loss of the first round: {first:.4f}; of the last: {last:.4f}')
+    if args.memory:
+        rows = [row | held for row, held in zip(rows, _memory(job), strict=True)]
+        print(_memory_table(rows))
     if args.json:
         args.json.write_text(json.dumps({'rows': rows, **found}, indent=1) + '\n')
     return 0
@@ -172,6 +176,29 @@ def _rows(chosen: Sequence[Entry], samples: Sequence[Sequence[Sample]]) -> list[
             }
         )
     return rows
+
+
+def _memory(job: Job) -> list[dict[str, list[float]]]:
+    """Return bytes by rank, planned and resident, of each entry."""
+    assert job.gpt is not None, 'checked'
+    found = resident(job)
+    return [
+        {'planned_bytes': planned(job.gpt, entry), 'resident_bytes': own}
+        for entry, own in zip(job.entries, found, strict=True)
+    ]
+
+
+def _memory_table(rows: Sequence[dict[str, Any]]) -> str:
+    heads = ('runner', 'schedule', 'MiB of each rank: resident', 'planned')
+    lines = [
+        (row['runner'], row['name'], *(_mib(row[of]) for of in ('resident_bytes', 'planned_bytes')))
+        for row in rows
+    ]
+    return aligned([heads, *lines], left=4)
+
+
+def _mib(amounts: Sequence[float]) -> str:
+    return ' '.join(f'{each / 2**20:4.0f}' for each in amounts)
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
@@ -226,10 +253,13 @@ def _check_real(args: argparse.Namespace) -> None:
         ValueError: one is not.
     """
     if not args.real:
-        if args.tied:
-            raise ValueError('--tied is of real passes: give --real')
-        if args.share is not None:
-            raise ValueError('--share is of real passes: give --real')
+        for name, given in (
+            ('tied', args.tied),
+            ('share', args.share is not None),
+            ('memory', args.memory),
+        ):
+            if given:
+                raise ValueError(f'--{name} is of real passes: give --real')
         return
     for name in ('measure', 'busy'):
         if getattr(args, name):
@@ -264,6 +294,8 @@ def _parser() -> argparse.ArgumentParser:
         'of zb-v and the plan')  # fmt: skip
     add('--tied', action='store_true', help='of --real: the output layer is the embedding; both '
         'are on all ranks with --shards')  # fmt: skip
+    add('--memory', action='store_true', help='of --real: what ranks hold, too, each entry in '
+        'processes of its own (Linux)')  # fmt: skip
     add('--measure', action='store_true', help='the costs, on a real GPT')
     add('--real', action='store_true', help='profile, partition and train that GPT: real passes')
     add('--share', type=float, metavar='S', help='of --real: of a processor, for each rank: a '

@@ -73,7 +73,7 @@ def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
     meeting = job.place.enter(rank, len(job.factors), port)
     sizes = {'pipeline_model_parallel_size': len(job.factors)}
     with joined(rank, len(job.factors), meeting, **sizes):
-        runners = [_runner(entry, job, job.factors[rank]) for entry in job.entries]
+        runners = [runner_of(entry, job, job.factors[rank]) for entry in job.entries]
         job.place.limit(rank)
         for number in range(job.rounds + 1):
             for index, runner in enumerate(runners):
@@ -82,7 +82,7 @@ def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
                     queue.put((index, sample if number else None))
 
 
-def _runner(entry: Entry, job: Job, factor: float) -> Any:
+def runner_of(entry: Entry, job: Job, factor: float) -> Any:
     from benchmarks.partition.model import LaidOutGpt, ShardedModel, UnevenModel
     from benchmarks.pipelines.runners import MegatronRunner, ZbppRunner
 
