@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.runtime.filler import Filler
 from megatron_zbpp.runtime.observe.measure import Iteration
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
+
+Around = Callable[[Pass], AbstractContextManager]
+"""Returns what a pass runs within."""
 
 
 class Change(NamedTuple):
@@ -102,6 +105,10 @@ class Guest:
         Args:
             step: its number, from 0; None: the one after the last.
         """
+
+    def within(self, named: Around, call: Any, pp_group: Any) -> Around:
+        """Return what passes of a call run within: `named`, and what the guest has around it."""
+        return named
 
     def after(self, iteration: Iteration, run: Run) -> Change | None:
         """Take note that an iteration of training has ended; collectives of the job may follow.

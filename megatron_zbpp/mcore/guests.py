@@ -13,6 +13,10 @@ from megatron_zbpp.runtime.log import job_log
 
 def asked_for(settings: Settings) -> Iterator[Guest]:
     """Yield the guests of a run, in the order in which they hear of an iteration."""
+    if settings.dropout_seeds:
+        from megatron_zbpp.mcore import dropout_seeds
+
+        yield dropout_seeds.DropoutSeeds()
     if settings.freeze_plan is not None:
         from megatron_zbpp.guests.freezing import freeze_run
 

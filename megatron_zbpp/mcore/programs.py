@@ -269,8 +269,9 @@ class Programs:
         return self._parts(num_ranks).mirrored
 
     def techniques(self, num_ranks: int) -> frozenset[str]:
-        """Return the names of the techniques that the schedule has."""
-        return self._parts(num_ranks).techniques
+        """Return the names of the techniques that the schedule has, and that of dropout seeds."""
+        seeded = {'dropout_seeds'} if self._settings.dropout_seeds else ()
+        return self._parts(num_ranks).techniques.union(seeded)
 
     def cuts(self, settings: Any, length: int | None) -> tuple[int, ...]:
         """Return the first token of each slice of a sequence, and behind them its length.

@@ -98,6 +98,7 @@ WITH_VERSIONS = {
 }
 _COUNTS = 'forwards of the next batch have counted tokens of experts before this one ends'
 _COUNTED = {'moe_router_enable_expert_bias': (_COUNTS, 'drop --moe-router-enable-expert-bias')}
+_UNSEEDED = 'or leave out --pipeline-dropout-seeds'
 _OTHER_ORDERS = 'the two replicas of a pair run their stages in other orders, and would deadlock'
 
 
@@ -111,6 +112,8 @@ def with_techniques(settings: Any, techniques: Collection[str]) -> Iterator[Refu
         yield from _with_recomputation(settings)
     if 'updating' in techniques:
         yield from with_versions(settings)
+    if 'dropout_seeds' in techniques:
+        yield from _with_seeds(settings)
     if getattr(settings, OVERLAP, False):
         yield from _with_cells(techniques)
 
@@ -224,6 +227,16 @@ def _with_recomputation(settings: Any) -> Iterator[Refusal]:
     if graphs := captured(settings):
         reason = 'a captured forward cannot run again with other random states'
         yield Refusal('cuda_graph_impl', graphs, reason, 'give --cuda-graph-impl none')
+
+
+def _with_seeds(settings: Any) -> Iterator[Refusal]:
+    """Yield what runs layers in which no seed can be set."""
+    if getattr(settings, OVERLAP, False):
+        cure = f'drop --overlap-moe-expert-parallel-comm, {_UNSEEDED}'
+        yield Refusal(OVERLAP, True, 'layers run in parts, which have no seeds', cure)
+    if graphs := captured(settings):
+        reason, cure = 'captured layers cannot be seeded', 'give --cuda-graph-impl none'
+        yield Refusal('cuda_graph_impl', graphs, reason, f'{cure}, {_UNSEEDED}')
 
 
 def _with_cells(techniques: Collection[str]) -> Iterator[Refusal]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -47,6 +45,7 @@ _SYNCHRONOUS = (
     'slices',
     'vocab_parallel',
     'freeze',
+    'dropout_seeds',
     'post_validation',
     'trace_dir',
     'prewarm',
@@ -144,6 +143,14 @@ class Settings:
     )
     """As an argument: False. True: those of 1F1B; or the stages of another run of stock Megatron,
     in the language of its layouts, as Et|t|t|tL."""
+    dropout_seeds: bool = option(
+        False,
+        '--pipeline-dropout-seeds',
+        flag_default=None,
+        page='[exactness](exactness.md#seeds-of-dropout)',
+    )
+    """Seed dropout for each layer and microbatch: all schedules, 1f1b included, draw the same
+    masks, whatever their placement. Stock Megatron draws others."""
     clip: str | None = option(
         None, f'--pipeline-clip {"|".join(CLIPPING)}', page='[steps](asynchronous.md#steps)'
     )
@@ -274,12 +281,17 @@ class Settings:
                 f'same_start is {self.same_start!r}: give True, False, or the stages of stock '
                 "Megatron, such as 'Ett|ttL'"
             )
+        if not isinstance(self.dropout_seeds, bool):
+            raise ValueError(f'dropout_seeds is {self.dropout_seeds!r}: give True or False')
         if self.prewarm not in (None, True, False):
             raise ValueError(f'prewarm is {self.prewarm!r}: give True, False, or None')
         if self.flags is not None and not isinstance(self.flags, Mapping):
             raise ValueError(f'flags is {self.flags!r}: give names with values, such as vars(args)')
-        object.__setattr__(self, 'trace_dir', _folder(self.trace_dir))
-        object.__setattr__(self, 'freeze', _freezing(self.freeze))
+        if self.trace_dir is not None or self.freeze is not None:
+            from megatron_zbpp.mcore import setting_files
+
+            object.__setattr__(self, 'trace_dir', setting_files.trace_folder(self.trace_dir))
+            object.__setattr__(self, 'freeze', setting_files.freeze_plan(self.freeze))
         if self.freeze is not None and self.schedule == AUTO:
             raise ValueError('freeze: it is planned for one schedule: name that instead of auto')
         found = self._family()
@@ -419,40 +431,3 @@ def meaning(name: str) -> str:
     """Return the first sentence of an option, as help of `zbpp` for what means the same there."""
     sentence = OPTIONS[name].text.partition('. ')[0]
     return sentence[:1].lower() + sentence[1:]
-
-
-def _folder(trace_dir: object) -> Path | None:
-    """Return the folder of traces; None: nothing is traced."""
-    if trace_dir is None:
-        return None
-    if not isinstance(trace_dir, str | Path) or not str(trace_dir):
-        raise ValueError(f'trace_dir is {trace_dir!r}: give the path of a folder, or None')
-    path = Path(trace_dir)
-    if path.exists() and not path.is_dir():
-        raise ValueError(f'trace_dir is {str(path)!r}, which is a file: give the path of a folder')
-    there = next(each for each in (path, *path.absolute().parents) if each.exists())
-    try:
-        if int(os.environ.get('RANK', 0)) == 0:  # which writes them
-            tempfile.TemporaryFile(dir=there).close()
-    except OSError as error:
-        raise ValueError(
-            f'trace_dir is {str(path)!r}, but nothing can be written in {there} '
-            f'({error.strerror}): give the path of another folder'
-        ) from error
-    return path
-
-
-def _freezing(file: object) -> FreezePlan | None:
-    """Return the freeze plan, read if a file is given; None: nothing is frozen."""
-    if file is None:
-        return None
-    from megatron_zbpp.partitioning.freeze_plans import FreezePlan
-
-    if isinstance(file, FreezePlan):
-        return file
-    if not isinstance(file, str | Path):
-        raise ValueError(f'freeze is {file!r}: give the path of what zbpp freeze -o wrote, or None')
-    try:
-        return FreezePlan.from_json(Path(file).read_text(encoding='utf-8'))
-    except (OSError, ValueError) as error:
-        raise ValueError(f'{file}: {error}: give what zbpp freeze -o wrote') from error

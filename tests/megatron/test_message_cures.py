@@ -1057,6 +1057,12 @@ PROGRAMS = {
         settings(same_start=False),
         settings(same_start='Ett|ttL'),
     ),
+    'seeds of dropout': row(
+        settings(dropout_seeds=1),
+        'give True or False',
+        settings(dropout_seeds=True),
+        settings(dropout_seeds=False),
+    ),
     'a start of another model': row(
         start_like('Ett|tL'),
         'give the stages of stock Megatron with as many layers, or leave it True',
@@ -1322,6 +1328,7 @@ EXPERTS = {'overlap_moe_expert_parallel_comm': True}
 RECOMPUTED = {'techniques': {'recompute'}}
 VERSIONS = {'techniques': {'updating'}}
 NO_W = {'splits': False}
+SEEDED = {'techniques': {'dropout_seeds'}, 'joins': True, 'splits': False}
 SHARDED = {'techniques': {'split_vocabulary'}, 'splits': False}
 BOTH_SHARDED = {'techniques': {'split_vocabulary', 'split_embedding'}, 'splits': False}
 FUSED = {'cross_entropy_loss_fusion': True}
@@ -1375,6 +1382,18 @@ def offloading(layers: int, *modules: str, on: bool = True) -> Callable:
 
 
 REFUSALS = {
+    'seeds of dropout and layers in parts': row(
+        refusal(SEEDED, overlap_moe_expert_parallel_comm=True),
+        'drop --overlap-moe-expert-parallel-comm, or leave out --pipeline-dropout-seeds',
+        refusal(SEEDED),
+        refusal({'joins': True}, overlap_moe_expert_parallel_comm=True),
+    ),
+    'seeds of dropout and graphs': row(
+        refusal(SEEDED, cuda_graph_impl='local'),
+        'give --cuda-graph-impl none, or leave out --pipeline-dropout-seeds',
+        refusal(SEEDED, cuda_graph_impl='none'),
+        refusal(NO_W, cuda_graph_impl='local'),
+    ),
     'versions of weights and a setting': row(
         refusal(VERSIONS, mtp_num_layers=1),
         'drop --mtp-num-layers, or take a synchronous schedule, such as zb-v',
@@ -1901,6 +1920,8 @@ ELSEWHERE = {
         ),
         'test_advise.py::test_segments_of_a_pattern',
     ),
+    'mcore/dropout_seeds.py DropoutSeeds._enter': 'test_dropout_seeds.py::'
+    'test_layers_that_run_twice',
     'mcore/replicas.py _both': 'test_two_way_training.py::test_what_cannot_work',
     'mcore/reading.py require_asked': 'test_two_way_training.py::test_what_cannot_work',
     'mcore/reading.py _require_same': 'test_two_way_training.py::test_data_of_the_wrong_replica',

@@ -73,6 +73,7 @@ ASKED = [
     ({'post_validation': 5}, {'check_interval': 10}, {'check_interval': 0}),
     ({}, {'same_start': True}, {'same_start': False}),
     ({'same_start': False}, {}, {'same_start': 'Ett|ttL'}),
+    ({}, {'dropout_seeds': False}, {'dropout_seeds': True}),
     ({'schedule': 'paci'}, {'clip': None}, {'clip': 'global'}),
     ({'schedule': 'pipemare'}, {'anneal_steps': None}, {'anneal_steps': 9}),
     ({'schedule': 'pipemare'}, {'correction_decay': 0.135}, {'correction_decay': 0.5}),

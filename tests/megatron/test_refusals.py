@@ -495,6 +495,21 @@ def test_masks_of_middle_stages():
     assert not list(refusals.refused(asked, placement=Placement.v(4)))
 
 
+_IN_PARTS = 'layers run in parts, which have no seeds'
+_NO_SEEDS = 'captured layers cannot be seeded'
+
+
+@refuses('`--pipeline-dropout-seeds`, `overlap_moe_expert_parallel_comm`', _IN_PARTS)
+@refuses('`--pipeline-dropout-seeds`, `cuda_graph_impl`', _NO_SEEDS)
+def test_what_cannot_be_seeded():
+    asked = SimpleNamespace(overlap_moe_expert_parallel_comm=True, cuda_graph_impl='local')
+    how = {'splits': False, 'joins': True}
+    found = [*refusals.refused(asked, techniques={'dropout_seeds'}, **how)]
+    assert [each.reason for each in found] == [_IN_PARTS, _NO_SEEDS]
+    assert all(each.cure.endswith('or leave out --pipeline-dropout-seeds') for each in found)
+    assert not list(refusals.refused(asked, **how))
+
+
 # what is refused with others, or by some releases, only: settings, and how it is asked
 TOGETHER = {
     'delayed scaling and recompute passes': (

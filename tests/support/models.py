@@ -138,6 +138,7 @@ class Job:
         change: what happens to the layers once they are built: a key of CHANGES.
         evaluation: whether there is one in the middle, as with dropout.
         shared: whether ranks of tensor parallelism share sequences out.
+        seeds: of dropout, by layer and microbatch, for schedules of ours.
     """
 
     kind: str = 'dense'
@@ -166,6 +167,7 @@ class Job:
     change: str = ''
     evaluation: bool = False
     shared: bool = True
+    seeds: bool = False
 
     @property
     def evaluates(self) -> bool:
@@ -291,8 +293,11 @@ def replacements(script: Any, job: Job) -> Iterator[tuple[Any, str, Any]]:
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import MLATransformerConfig
 
+    import megatron_zbpp
     from megatron_zbpp.runtime.activations import store
 
+    if job.seeds:
+        yield megatron_zbpp, 'enable', partial(megatron_zbpp.enable, dropout_seeds=True)
     mla = (KINDS | KINDS_OF_SOME)[job.kind].get('multi_latent_attention')
     make = MLATransformerConfig if mla else script.TransformerConfig
     yield script, 'TransformerConfig', _with(make, **job.config())

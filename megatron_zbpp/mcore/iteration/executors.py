@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_zbpp.guests.base import Around
 from megatron_zbpp.mcore.iteration import combined
 from megatron_zbpp.mcore.iteration.ranges import profiled
 from megatron_zbpp.mcore.iteration.stages import Call, ModelStage
@@ -87,6 +88,9 @@ class Executors:
             beside = embedding.of_executor if session.programs.shards_embedding else None
             more |= vocabulary.of_executor(session, self.pipeline, messages, stages, beside)
         call = next(iter(stages.values())).call
+        named: Around = profiled
+        for guest in session.guests:
+            named = guest.within(named, call, self.pipeline)
         kind: Callable[..., Executor] = Executor
         if self.edges:
             from megatron_zbpp.runtime.hops import HopExecutor
@@ -99,7 +103,7 @@ class Executors:
             messages if len(messages) > 1 else messages[0],
             session.store,
             clock_for(call.device, counting=session.counting),
-            profiled,
+            named,
             tables=tables,
             **more,
         )

@@ -31,8 +31,16 @@ def _reasons(settings: Settings, placement: Placement, config: Any) -> Iterator[
     if not settings.same_start and not placement.is_loop:
         yield 'other ranks draw the initial weights (--no-pipeline-same-start)'
     dropped = [f'{name} {value}' for name in _DROPOUTS if (value := getattr(config, name, None))]
-    if dropped and placement != Placement.loop(placement.num_ranks):
-        yield f'other ranks draw the masks of {", ".join(dropped)} (zb-h1 keeps them)'
+    if dropped and settings.dropout_seeds:
+        yield (
+            f'masks of {", ".join(dropped)} are seeded by layer and microbatch '
+            '(--pipeline-dropout-seeds), as by 1f1b with that flag'
+        )
+    elif dropped and placement != Placement.loop(placement.num_ranks):
+        yield (
+            f'other ranks draw the masks of {", ".join(dropped)} (zb-h1 keeps them; all schedules '
+            'draw the same with --pipeline-dropout-seeds)'
+        )
     name = settings.schedule
     if isinstance(name, str) and name != AUTO and find(name).asynchronous:
         yield f'{name} is asynchronous: gradients are of older weights'

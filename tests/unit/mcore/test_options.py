@@ -124,7 +124,7 @@ def test_flags_ask_for_what_enable_asks_for():
         'check_interval': ('zb-v', '0', 0),
     }
     alone = {name for name, each in OPTIONS.items() if each.flag}
-    assert alone - words.keys() == {'freeze'}  # which needs a file
+    assert alone - words.keys() == {'freeze', 'dropout_seeds'}  # needs a file; a switch
     for name, (schedule, text, value) in words.items():
         made = parsed('--pipeline-schedule', schedule, OPTIONS[name].name, text)
         assert made == Settings(schedule, **{'watchdog_timeout': 300, name: value}), name
@@ -133,6 +133,8 @@ def test_flags_ask_for_what_enable_asks_for():
 def test_a_switch_that_takes_something_out():
     assert parsed().same_start is True
     assert parsed('--no-pipeline-same-start').same_start is False
+    assert parsed().dropout_seeds is False
+    assert parsed('--pipeline-dropout-seeds').dropout_seeds is True
     assert parsed().prewarm is None
     assert parsed('--no-pipeline-prewarm').prewarm is False
     assert parsed('--pipeline-prewarm').prewarm is True

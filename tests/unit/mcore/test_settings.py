@@ -55,6 +55,8 @@ TWO_WAYS = 'two_ways:two-ways'
             {'message_receives': 'soon'},
             "message_receives is 'soon': give 'early', 'late' or 'latest'",
         ),
+        ({'dropout_seeds': 'yes'}, "dropout_seeds is 'yes': give True or False"),
+        ({'schedule': 'paci', 'dropout_seeds': True}, 'paci is asynchronous: leave it out'),
         ({'same_start': 'tt|ttL'}, "same_start is 'tt|ttL': give True, False, or the stages"),
         ({'kept_gib': -1}, 'kept_gib is -1: give a number from 0 up'),
         ({'recompute': 'all', 'schedule': 'auto'}, 'recompute: auto plans orders only: name a'),

@@ -1,0 +1,193 @@
+"""Seeds of dropout: all schedules draw the masks of 1F1B, to the bit, whatever their placement."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+from grids import grid
+from models import Job, assert_same, check, train
+from nvidia import needs_training, run, since
+from supported import supports
+from test_launch import NO_CLIPPING, PIPELINE
+from test_launch_post_validation import EARLY
+
+pytestmark = pytest.mark.shared
+FEW = {'te': False, 'dropout': 0.1, 'seeds': True, 'iterations': 2, 'microbatches': 4}
+MORE = {
+    'GPT': {},
+    '4 ranks': {'pp': 4},
+    'full recomputation': {'recompute': 'full'},
+    'recompute passes': {'again': 'all'},
+    'tensor parallel': {'tp': 2, 'shared': False},
+    'experts': {'kind': 'experts', 'dp': 2, 'ep': 2},
+}
+OF_TE = {
+    'tensor parallel, sequence parallel': {'tp': 2},
+    'experts, full recomputation': {'kind': 'grouped experts', 'recompute': 'full'},
+}
+
+
+@supports('dropout seeded by layer and microbatch: {what}', '{schedule}')
+@grid(
+    schedule=('zb-v', 'zb-h1', 'interleaved', 'zb-v+post-validation'),
+    what=tuple(MORE),
+    when=lambda schedule, what: '+' not in schedule or what in ('GPT', '4 ranks'),
+)
+def test_as_1f1b(ranks, data, schedule, what):
+    """With an evaluation between, of a model that still drops."""
+    job = Job(**{'te': False, 'dropout': 0.1, 'seeds': True} | MORE[what])
+    check(ranks, data, schedule, job, than='1f1b')
+
+
+@pytest.mark.te
+@supports(
+    "dropout seeded by layer and microbatch: Transformer Engine's layers, {what}", '{schedule}'
+)
+@grid(what=tuple(OF_TE), schedule=('zb-v', 'interleaved'))
+def test_as_1f1b_te(te_ranks, data, schedule, what):
+    job = Job(**{'bf16': True, 'dropout': 0.1, 'seeds': True} | OF_TE[what])
+    check(te_ranks, data, schedule, job, than='1f1b')
+
+
+def losses(ranks, data, schedule, **more):
+    job = Job(**FEW | more)
+    found = ranks(2).run(train, job, job.argv(schedule, False, data))
+    return next(rank.losses for rank in found if rank.losses[0] is not None)
+
+
+def test_without(ranks, data):
+    """Masks of the ranks' own differ from one placement to another; seeded ones are others."""
+    found = {
+        tuple(losses(ranks, data, schedule, seeds=seeds, iterations=1))
+        for schedule, seeds in (('1f1b', False), ('zb-v', False), ('zb-v', True))
+    }
+    assert len(found) == 3
+
+
+def drawn(job, argv, first):
+    """Runs on a rank: the random states with which layers begin, by name, step and microbatch.
+
+    Also, those that each step begins with.
+    """
+    from megatron.core import parallel_state
+
+    from megatron_zbpp.mcore.dropout_seeds import DropoutSeeds
+    from megatron_zbpp.mcore.left_behind import random_states
+    from megatron_zbpp.runtime.guard.agreement import digest
+
+    found, ambient, tp = defaultdict(set), set(), set()
+
+    def states():
+        _, default, tracked = random_states()
+        each = {'default': default, **tracked}
+        return tuple((name, digest(str(each[name].tolist()))) for name in sorted(each))
+
+    enter, before, join = DropoutSeeds._enter, DropoutSeeds.before, DropoutSeeds.join
+
+    def entering(self, name, *of):
+        enter(self, name, *of)
+        if self._place is not None:
+            tp.add(parallel_state.get_tensor_model_parallel_rank())
+            found[(name, *self._place[1])].add(states())
+
+    def beginning(self, step):
+        before(self, step)
+        ambient.add(states())
+
+    def joining(self, session):
+        join(self, session)
+        self.resume(first)
+
+    with (
+        mock.patch.object(DropoutSeeds, '_enter', entering),
+        mock.patch.object(DropoutSeeds, 'before', beginning),
+        mock.patch.object(DropoutSeeds, 'join', joining),
+    ):
+        train(job, argv)
+    return tp.pop(), dict(found), ambient
+
+
+def by_rank(ranks, data, schedule, job, first=0):
+    """By tensor-parallel rank, what all its pipeline ranks have drawn."""
+    found = defaultdict(dict)
+    argv = job.argv(schedule, False, data)
+    for tp, states, ambient in ranks(job.size).run(drawn, job, argv, first):
+        assert len(ambient) == 1, 'steps leave random states as they were'
+        for place, own in states.items():
+            assert len(own) == 1, 'what runs again draws the same'
+            assert found[tp].setdefault(place, own) == own, 'whatever the rank'
+    return found
+
+
+def test_states(ranks, data):
+    """All differ; on tensor-parallel ranks the default ones do not, outside of divided layers."""
+    states_of(ranks, data, te=False, shared=False)
+
+
+@pytest.mark.te
+@pytest.mark.full
+def test_states_of_sequence_parallelism(te_ranks, data):
+    """There the default state of a layer is that of model parallelism."""
+    states_of(te_ranks, data, te=True, shared=True)
+
+
+def states_of(ranks, data, **how):
+    job = Job(**FEW | {'tp': 2, 'recompute': 'full'} | how)
+    found = by_rank(ranks, data, 'zb-v', job)
+    assert found == by_rank(ranks, data, '1f1b', job)
+    layers = {place: own for place, own in found[0].items() if place[0] != 'model'}
+    names = {name for name, *_ in layers}
+    assert names == {f'decoder.layers {number}' for number in range(1, 5)}
+    assert len(layers) == 4 * 3 * 4  # layers, two steps and an evaluation, microbatches
+    every = [state for own in found[0].values() for one in own for _, state in one]
+    of_layers = {state for own in layers.values() for one in own for _, state in one}
+    # the default one is as that of data parallelism, as stock's, or of model parallelism
+    assert len(of_layers) == 3 * len(layers) and len({*every}) == 3 * len(found[0])
+    for place, own in found[0].items():
+        ((mine, theirs),) = zip(map(dict, own), map(dict, found[1][place]), strict=True)
+        assert mine['model-parallel-rng'] != theirs['model-parallel-rng']
+        assert (mine['default'] == theirs['default']) == (place[0] == 'model' or not job.shared)
+        assert mine['data-parallel-rng'] == theirs['data-parallel-rng']
+    resumed = by_rank(ranks, data, 'zb-v', replace(job, iterations=1), first=1)
+    assert resumed[1] == {place: own for place, own in found[1].items() if place[1] == 1}
+
+
+@supports('dropout seeded by layer and microbatch: slices of sequences', '{schedule}')
+@grid(schedule=('interleaved', 'zb-v'))
+def test_slices(ranks, data, tmp_path, schedule):
+    """Of one length, all schedules draw slice by slice the same, in each slice other masks."""
+    from test_sliced_models import by_slices
+
+    job = Job(**FEW | {'recompute': 'full'})
+    found = [by_slices(ranks, data, tmp_path, job, name) for name in ('1f1b', schedule)]
+    assert_same(*found, job.iterations)
+    job = replace(job, file=str(tmp_path / f'{schedule}.json'))
+    every = by_rank(ranks, data, '', job)[0]
+    assert {place[3] for place in every} == {0, 1, 2, 3}, 'slices'
+    assert len(set.union(*every.values())) == len(every)
+
+
+def test_layers_that_run_twice(ranks, data):
+    """They would draw the same masks twice."""
+    job = Job(**FEW | {'change': 'run twice'})
+    with pytest.raises(AssertionError, match=r'runs twice in a forward.* --pipeline-dropout-seeds'):
+        ranks(2).run(train, job, job.argv('1f1b', False, data))
+
+
+@supports("NVIDIA's loop: dropout seeded by layer and microbatch", '{schedule}')
+@needs_training
+@grid(schedule=('zb-v+post-validation', 'interleaved'))
+def test_resumed(ranks, tmp_path, schedule):
+    """A training that goes on from a checkpoint, of another schedule, is the uninterrupted one."""
+    name, _, early = schedule.partition('+')
+    flags = [*PIPELINE, *NO_CLIPPING, '--global-batch-size', 4, '--train-iters', 4]
+    flags += ['--hidden-dropout', 0.1, '--attention-dropout', 0.1, '--pipeline-dropout-seeds']
+    saves = ['--pipeline-schedule', '1f1b', '--save', tmp_path, '--save-interval', 2]
+    whole = run(ranks(2), *flags, *saves)
+    loads = ['--load', tmp_path, '--ckpt-step', 2, '--pipeline-schedule', name]
+    found = run(ranks(2), *flags, *loads, *(EARLY if early else []))
+    assert found.losses == since(2, whole.losses) and len(found.losses) == 2
+    assert found.parameters == whole.parameters
