@@ -1,6 +1,10 @@
 """Makes the gallery of schedules and the planner page while mkdocs builds the site.
 
-mkdocs calls `on_files`; `gallery`, `picture` and `planner` need nothing of mkdocs.
+python scripts/docs_gallery.py
+
+That writes docs/schedules.md, the gallery of a checkout, which is drawn with letters where the site
+has pictures. A test holds that it is what the registry gives. mkdocs calls `on_files`; the rest
+needs nothing of mkdocs.
 """
 
 from __future__ import annotations
@@ -18,17 +22,20 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.render.planner_page import planner_page
 from megatron_zbpp.render.svg import svg
+from megatron_zbpp.render.text import timeline_text
 from megatron_zbpp.schedules import Family, own_families
 from megatron_zbpp.techniques.updates.steady_state import steady_state
 
 RANKS, MICROBATCHES = 4, 8
 PLANNER = 'pages/planner.html'  # where planner.md links to
+PAGE = Path(__file__).parents[1] / 'docs' / 'schedules.md'
+_WIDTH = 132  # characters of a line of a drawing
 _FAMILIES = own_families(every=True)
 _EXAMPLE = re.compile(r'^ *>>> .*(?:\n(?! *$).*)*', re.M)
 _INTRODUCTION = f"""# Gallery of schedules
 
 Every schedule that the registry knows, drawn for p = {RANKS} ranks and m = {MICROBATCHES}
-microbatches with F = B = W = 1: each rank's passes, and below them the activations that it holds.
+microbatches with F = B = W = 1: each rank's passes{{beside}}.
 *Window*: from the first to the last pass of a rank, which counts with
 [post-validation](post-validation.md); *makespan*: of all ranks. *Bubble* is the idle share of the
 busiest rank; *idle GPU time* the share of all ranks' time that is lost. *Memory* is in
@@ -44,12 +51,18 @@ Other numbers: `zbpp show --schedule NAME --pp P --microbatches M`, or `zbpp com
 |---|---|---|---|---|
 """
 
+_BESIDE = {
+    True: ', and below them the activations that it holds',
+    False: ', in letters. `./scripts/docs.sh` builds a site with pictures',
+}
+
 
 def on_files(files, config):
     """Add the page and its pictures to mkdocs' files."""
     from mkdocs.structure.files import File
 
-    files.append(File.generated(config, 'schedules.md', content=gallery()))
+    files.remove(files.get_file_from_path(PAGE.name))  # that of a checkout
+    files.append(File.generated(config, PAGE.name, content=gallery()))
     for family in _FAMILIES:
         path = f'pictures/schedules/{family.name}.svg'
         files.append(File.generated(config, path, content=picture(family)))
@@ -57,13 +70,19 @@ def on_files(files, config):
     return files
 
 
-def gallery() -> str:
-    """Return the page: a table of all families, and a section for each."""
+def gallery(with_pictures: bool = True) -> str:
+    """Return the page: a table of all families, and a section for each.
+
+    Args:
+        with_pictures: for the site; else drawn with letters.
+    """
+    section = _section if with_pictures else _drawn
     rows = ''.join(
         f'| [`{family.name}`](#{family.name}) | {" | ".join(_facts(family))} |\n'
         for family in _FAMILIES
     )
-    return _INTRODUCTION + rows + '\n' + '\n'.join(map(_section, _FAMILIES))
+    introduction = _INTRODUCTION.format(beside=_BESIDE[with_pictures])
+    return introduction + rows + '\n' + '\n'.join(map(section, _FAMILIES))
 
 
 @functools.cache  # `serve` builds anew at each change
@@ -84,11 +103,24 @@ def fenced(docstring: str) -> str:
     return _EXAMPLE.sub(lambda found: f'```pycon\n{found[0]}\n```', docstring)
 
 
+def _drawn(family: Family) -> str:
+    """Return the section of a family, drawn with letters."""
+    drawing = timeline_text(_case(family)[0], _WIDTH)
+    return _with_drawing(family, f'## {family.name}', f'```text\n{drawing}\n```', '')
+
+
 def _section(family: Family) -> str:
+    """Return the section of a family, with its picture and the words of its generator."""
+    words = re.split(r'^(?:Args|Returns|Raises):', inspect.getdoc(family.generate), flags=re.M)[0]
+    heading = f'## {family.name} {{ #{family.name} }}'
+    picture = f'![{family.name}](pictures/schedules/{family.name}.svg)'
+    return _with_drawing(family, heading, picture, f'\n{fenced(words).rstrip()}\n')
+
+
+def _with_drawing(family: Family, heading: str, drawing: str, words: str) -> str:
     others = ', '.join(f'`{alias}`' for alias in family.aliases)
     aliases = f'\n\nAlso called {others}.' if others else ''
-    words = re.split(r'^(?:Args|Returns|Raises):', inspect.getdoc(family.generate), flags=re.M)[0]
-    return f"""## {family.name} {{ #{family.name} }}
+    return f"""{heading}
 
 {family.summary[0].upper()}{family.summary[1:]}.{aliases}
 
@@ -96,10 +128,8 @@ def _section(family: Family) -> str:
 |---|---|---|
 | {family.bubble} | {family.memory} | {family.source} |
 
-![{family.name}](pictures/schedules/{family.name}.svg)
-
-{fenced(words).rstrip()}
-"""
+{drawing}
+{words}"""
 
 
 def _facts(family: Family) -> tuple[str, ...]:
@@ -118,3 +148,7 @@ def _case(family: Family):
     schedule = family.generate(RANKS, MICROBATCHES)
     costs = Costs.uniform(schedule.placement)
     return simulate(schedule, costs), costs
+
+
+if __name__ == '__main__':
+    PAGE.write_text(gallery(with_pictures=False))

@@ -28,6 +28,7 @@ from megatron_zbpp.techniques.slices.place import in_slices
 from scripts import docs_gallery, flags_page, readme_picture
 
 LINK = re.compile(r'\]\(([^)#\s]+)')
+ANCHOR = re.compile(r'\]\(([^)#\s]*\.md|)#([^)\s]+)\)')
 
 
 def test_readme_is_short():
@@ -39,8 +40,28 @@ def test_readme_is_short():
 @pytest.mark.parametrize('page', pages.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for link in LINK.findall(page.read_text()):
-        made = link in ('schedules.md', docs_gallery.PLANNER)  # made while the site is built
+        made = link == docs_gallery.PLANNER  # made while the site is built
         assert made or link.startswith('https://') or (page.parent / link).exists(), link
+
+
+def headings(page):
+    """Their anchors, as GitHub makes them, and those that the page names itself."""
+    named = re.findall(r'<\w+ id="([^"]+)"', page.read_text())
+    code = re.sub(r'^```.*?^```', '', page.read_text(), flags=re.M | re.S)
+    found = (title.replace('`', '') for title in re.findall(r'^#+ (.+)$', code, re.M))
+    return {*named, *(re.sub(r'[^\w\- ]', '', t.lower()).replace(' ', '-') for t in found)}
+
+
+@pytest.mark.parametrize('page', pages.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_headings(page):
+    for file, anchor in ANCHOR.findall(page.read_text()):
+        assert anchor in headings(page.parent / file if file else page), (file, anchor)
+
+
+def test_the_gallery_of_a_checkout():
+    """Its links work where no site is built: `python scripts/docs_gallery.py` writes it."""
+    assert docs_gallery.PAGE.read_text() == docs_gallery.gallery(with_pictures=False)
+    assert {family.name for family in own_families(every=True)} <= headings(docs_gallery.PAGE)
 
 
 def test_each_refusal_says_what_was_tried():
