@@ -27,6 +27,7 @@ from megatron_zbpp.cli.printing import (
     print_asynchronous,
     print_headline,
     print_json,
+    print_reversed,
     print_summary,
     print_wrapped,
     rows,
@@ -112,6 +113,7 @@ def show(args: Namespace) -> None:
         units = f'{number(shown, 3)} of {number(timeline.makespan)}'
         print(f'… {units} time units shown: --width 0 shows all')
     print_wrapped(legend(case.schedule))
+    print_reversed(case.schedule.placement)
     found = facts(case, timeline, args.against)
     print(
         f'makespan {number(timeline.makespan)}{"" if "period" in found else gained(found)}, '
@@ -150,6 +152,7 @@ def simulate_case(args: Namespace) -> None:
         columns.append([case.units.scaled(most) for most in host])
     rows = [(rank, *map(number, cells)) for rank, cells in enumerate(zip(*columns, strict=True))]
     print_table(*with_layers(args.file, case.schedule, heads, rows))
+    print_reversed(case.schedule.placement)
 
 
 def check_file(args: Namespace) -> None:

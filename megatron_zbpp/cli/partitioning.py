@@ -19,6 +19,8 @@ from megatron_zbpp.cli.printing import (
     idle_text,
     picture_format,
     print_json,
+    print_reversed,
+    print_wrapped,
     write,
 )
 from megatron_zbpp.cli.searching import add_search, searched
@@ -283,14 +285,20 @@ def _finish(
         _draw(args, picture, found)
     elif args.output:
         write(args.output, json.dumps(made, indent=1))
-    print_json(made) if args.json else _print(found, devices)
+    print_json(made) if args.json else _print(found, devices, limit_of(args) is not None)
     if args.output and not args.json:
         print(f'wrote {args.output}')
     return 0
 
 
-def _print(found: PartitionPlan, devices: Devices) -> None:
-    """Print a plan for people: where everything is, and how good that is."""
+def _print(found: PartitionPlan, devices: Devices, limited: bool) -> None:
+    """Print a plan for people: where everything is, and how good that is.
+
+    Args:
+        found: the plan.
+        devices: that it is for.
+        limited: whether a limit of memory was given.
+    """
     timeline = found.timeline
     print(headline(found.schedule))
     print(f'layout {found.layout}')
@@ -303,16 +311,28 @@ def _print(found: PartitionPlan, devices: Devices) -> None:
         f'{found.objective} {number(found.value)}, lower bound of all partitions '
         f'{number(found.lower_bound)}, gap {found.gap:.2%}'
     )
-    if found.even is None:
-        print('the even split with 1F1B does not fit')
-    else:
-        gain = 1 - found.value / found.even if found.even else 0.0
-        print(f'even split with 1f1b: {number(found.even)}; this takes {gain:.1%} less')
+    _print_gain(found, limited)
     if not found.repeats:
-        print('the clock or Ctrl-C ended the search: another run may find another plan')
+        print_wrapped(
+            'the clock or Ctrl-C ended the search: another run may find another plan, up to '
+            f'{1 - found.lower_bound / found.value if found.value else 0.0:.1%} faster; with more '
+            '--seconds it searches longer'
+        )
     _print_ranks(found, timeline, devices)
-    if found.schedule.placement.only_route[-1] == 0 and len(found.device_order) > 1:
-        print('Megatron wants the loss on its last rank: it runs this with the ranks reversed')
+    print_reversed(found.schedule.placement)
+
+
+def _print_gain(found: PartitionPlan, limited: bool) -> None:
+    """Print time and memory beside those of the even split."""
+    if found.even is None or found.even_peak is None:
+        print('the even split with 1F1B does not fit')
+        return
+    gain = 1 - found.value / found.even if found.even else 0.0
+    most, alone = max(found.peak_activations), found.even_peak
+    held = f', and holds {most / alone:.1f} times its activations' if most > alone > 0 else ''
+    limit = ': --memory-limit bounds them' if held and not limited else ''
+    even = f'even split with 1f1b: {number(found.even)}; this takes {gain:.1%} less'
+    print_wrapped(f'{even}{held}{limit}')
 
 
 def _print_ranks(found: PartitionPlan, timeline: Timeline, devices: Devices) -> None:

@@ -14,7 +14,7 @@ from typing import TextIO
 from megatron_zbpp.analysis.gain import gain_text, idle_parts, makespan_of, megatron_refuses
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.cli.inputs import Case
-from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.formats import BYTES, UNITS, Units, load_plan
 from megatron_zbpp.ir.timeline import MEANING, Timeline
 from megatron_zbpp.render.html import html
@@ -159,6 +159,12 @@ def print_headline(schedule: Schedule) -> None:
     refused = megatron_refuses(schedule.placement, schedule.num_microbatches)
     if refused and schedule.name == 'interleaved':
         print_wrapped(refused)
+
+
+def print_reversed(placement: Placement) -> None:
+    """Print that a training has the ranks in the other order, where it has."""
+    if placement.is_one_way and placement.num_ranks > 1 and placement.only_route[-1] == 0:
+        print('Megatron wants the loss on its last rank: it runs this with the ranks reversed')
 
 
 def print_summary(found: dict, units: Units = UNITS) -> None:

@@ -41,6 +41,7 @@ class PartitionPlan:
         lower_bound: no allowed partition takes less.
         even: value of the even split with 1F1B on the devices as they are named; None: it does not
             fit the memory, or there are too few layers.
+        even_peak: most that a rank holds by that, as `peak_activations`.
         repeats: whether the same inputs give the same plan again.
     """
 
@@ -54,6 +55,7 @@ class PartitionPlan:
     value: float
     lower_bound: float
     even: float | None
+    even_peak: float | None
     repeats: bool
 
     @property
@@ -219,6 +221,7 @@ def default_placements(layers: Layers, num_ranks: int) -> list[Placement]:
 def _plan(space: Space, found: Outcome) -> PartitionPlan:
     best = found.best
     where = best.partition
+    even, even_peak = _even(space)
     return PartitionPlan(
         schedule=schedule_of(best),
         cuts=where.cuts,
@@ -229,16 +232,20 @@ def _plan(space: Space, found: Outcome) -> PartitionPlan:
         objective=space.objective,
         value=best.value,
         lower_bound=found.lower_bound,
-        even=_even(space),
+        even=even,
+        even_peak=even_peak,
         repeats=found.repeats,
     )
 
 
-def _even(space: Space) -> float | None:
-    """Return what the even split takes with 1F1B; None: there is none that fits."""
+def _even(space: Space) -> tuple[float, float] | tuple[None, None]:
+    """Return what the even split takes and holds with 1F1B; None: there is none that fits."""
     try:
         even: Partition = space.even()
     except ValueError:
-        return None
+        return None, None
     known = rank(replace(space, fused=True), even, ('1f1b',), draft=False)
-    return None if known is None else known.value
+    if known is None:
+        return None, None
+    costs = stage_costs(space.layers, space.devices, even)
+    return known.value, max(peak(schedule_of(known), costs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import csv
 import re
 from dataclasses import replace
 from itertools import product
@@ -166,6 +167,16 @@ def simulated(name, comm=0.0, chunks=None):
         f'{100 * timeline.bubble_makespan:.1f} %',
         f'{max(peak(schedule, costs)):g}',
     )
+
+
+def test_what_a_partner_costs(capsys):
+    """As `compare` says: the page once had the bubble of 1F1B."""
+    words = 'compare --schedules 1f1b,bpipe --pp 8 --microbatches 24 --table csv'
+    assert main(words.split()) == 0
+    rows = {row['schedule']: row for row in csv.DictReader(capsys.readouterr().out.splitlines())}
+    idle = {name: f'{float(row["idle"].strip("%")):.1f} %' for name, row in rows.items()}
+    text = ' '.join((ROOT / 'docs' / 'does-not-fit.md').read_text().split())
+    assert f'idle for {idle["bpipe"]} instead of {idle["1f1b"]}' in text
 
 
 def test_numbers_of_the_schedules():

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_zbpp.analysis.checker import check
+from megatron_zbpp.analysis.gain import RIVAL, makespan_of
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.guests.autotune.background import BackgroundSearch, schedule_text
@@ -204,6 +205,8 @@ class AutoPlan(Guest):
             simulate(each, costs).value(self.objective) for each in (planned, schedule)
         )
         times = f'{known * 1e3:.1f} ms with {schedule.name}, {expected * 1e3:.1f} ms planned'
+        rival = makespan_of(RIVAL, schedule, costs) if self.objective == 'makespan' else None
+        times += f', {rival * 1e3:.1f} ms with {RIVAL}' if rival else ''
         if expected >= known:
             self.say(f'auto: nothing better found (simulated: {times}); {schedule.name} stays')
             return _KEEP

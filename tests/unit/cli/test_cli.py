@@ -154,6 +154,9 @@ def test_simulate_matches_the_papers_formula(zbpp) -> None:
         assert found['bubble_rate_window'] == pytest.approx(idle / (12 * 30 + idle))
 
 
+REVERSED = 'Megatron wants the loss on its last rank: it runs this with the ranks reversed'
+
+
 def test_simulate_for_people(zbpp) -> None:
     lines = zbpp('simulate', *ZB_V).splitlines()
     assert lines[0] == 'zb-v: 4 ranks, 8 stages (v), 8 microbatches, 192 passes'
@@ -161,9 +164,12 @@ def test_simulate_for_people(zbpp) -> None:
     assert lines[2] == 'idle GPU time 5.88%: schedule 5.88%'
     assert lines[3] == 'window 24, bubble 0.00%'
     assert lines[5] == MEANING and max(map(len, lines)) <= 80
-    assert [line.split() for line in lines[-4:]] == [
+    assert [line.split() for line in lines[-5:-1]] == [
         [str(r), '24', '24', '0', '4'] for r in range(4)
     ]
+    assert lines[-1] == REVERSED
+    assert zbpp('show', *ZB_V).splitlines().count(REVERSED) == 1
+    assert REVERSED not in zbpp('show', '--schedule', 'zb-h1', *ZB_V[2:])
 
 
 # The larger ones in full runs: test_simulate has their numbers in every run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from dataclasses import replace
@@ -216,6 +217,7 @@ def test_a_planner_that_prints(monkeypatch, tmp_path):
     """What stands in its file counts, not what somebody prints."""
     said, answer = asked(monkeypatch, tmp_path, NOISY)
     assert answer == 'keep' and said[0].startswith('auto: nothing better found (simulated: ')
+    assert re.search(r'ms with zb-v, .* ms planned, \d+\.\d ms with 1f1b\); zb-v stays', said[0])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,9 @@ def test_plan_for_people_and_for_megatron(case, capsys, tmp_path):
     plan = tmp_path / 'plan.json'
     assert main([*case, '--pp', '4', '--seconds', '1', '-o', str(plan)]) == 0
     said = capsys.readouterr().out
-    assert 'layout Ett|tt|tt|L' in said and 'even split with 1f1b: 104' in said
+    assert 'layout Ett|tt|tt|L' in said
+    assert 'even split with 1f1b: 104; this takes 37.5% less' in ' '.join(said.split())
+    assert 'ended the search' not in said
     assert load_plan(plan).schedule.num_stages == 4
     assert load_plan(plan).layout == 'Ett|tt|tt|L'
     assert main(['check', str(plan)]) == 0
@@ -47,6 +50,33 @@ def test_plan_for_people_and_for_megatron(case, capsys, tmp_path):
     )
     assert load(str(plan) + '.csv').passes == load(plan).passes
     assert load_plan(str(plan) + '.csv').layout is None
+
+
+HEAVY = [
+    {'kind': 'E', 'F': 1, 'W': 1},
+    {'kind': 't', 'count': 14, 'F': 4, 'B': 4, 'W': 3},
+    {'kind': 'L', 'F': 9, 'B': 9, 'W': 9},
+]
+
+
+def test_what_it_holds_beside_the_even_split(tmp_path, capsys):
+    """More than that by its memory, too; and what more time might bring."""
+    file = tmp_path / 'layers.json'
+    file.write_text(json.dumps({'format': 'megatron_zbpp.layers/1', 'layers': HEAVY}))
+    given = ['partition', str(file), '--pp', '4', '--microbatches', '8', '--seconds', '1']
+    assert main([*given, '--placements', 'v']) == 0
+    said = ' '.join(capsys.readouterr().out.split())
+    bound, value = (
+        float(re.search(rf'{word} (\d+)', said)[1]) for word in ('all partitions', 'makespan')
+    )
+    held = re.search(r'even split with 1f1b: 603; this takes .* less(, and holds .*:|) ?', said)
+    most = max(int(own) for own in re.findall(r'[tEL]+ \d+ (\d+)', said))
+    assert (most > 16) == bool(held[1]), '1F1B holds four microbatches of four layers'
+    assert not held[1] or f'{most / 16:.1f} times its activations: --memory-limit' in said
+    clock = f'another plan, up to {1 - bound / value:.1%} faster; with more --seconds'
+    assert (clock in said) == (value > bound)
+    assert main([*given, '--memory-limit', '40']) == 0
+    assert '--memory-limit' not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('kind', ['svg', 'html', 'png'])
