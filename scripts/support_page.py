@@ -36,7 +36,8 @@ refusals, [limits](limits.md) what else to know.
 - **passes** a test that is not ours
 - **—** that release does not have it, as the test found
 
-0.20.0 is Megatron's main branch as of 22 August 2026.
+0.20.0 is Megatron's main branch as of 22 August 2026. 0.17 and 0.18 have no column: 0.17.1 and
+0.18.2 were [trained by launch lines](getting-started.md#on-your-megatron-lm), not in these tests.
 """
 DETAILS = """
 ## Details
