@@ -43,6 +43,7 @@ def test_as_1f1b(ranks, data, schedule, what):
 
 
 @pytest.mark.te
+@pytest.mark.full
 @supports(
     "dropout seeded by layer and microbatch: Transformer Engine's layers, {what}", '{schedule}'
 )
