@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import fsum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, Schedule
@@ -40,14 +40,8 @@ def idle_parts(timeline: Timeline, costs: Costs) -> Idle:
     if not span:
         return Idle(0.0, 0.0, 0.0)
     busy = [timeline.busy(rank) for rank in range(ranks)]
-    at_once = replace(
-        costs,
-        comm=0.0,
-        message=0.0,
-        edges=(),
-        hops=(),
-        collectives=dict.fromkeys(costs.collectives, 0.0),
-    )
+    times: dict[str, Any] = {'comm': 0.0, 'message': 0.0, 'edges': (), 'hops': ()}
+    at_once = replace(costs, **times, collectives=dict.fromkeys(costs.collectives, 0.0))
     silent = span if at_once == costs else simulate(timeline.schedule, at_once).makespan
     most = max(busy)
     return Idle((silent - most) / span, most / span - fsum(busy) / ranks / span, 1 - silent / span)

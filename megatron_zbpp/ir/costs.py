@@ -308,11 +308,10 @@ class Costs:
         if sender == receiver:
             return 0.0
         time = self._latencies.get((sender, receiver), self.comm) + self.message
-        if self.hops and stages:
-            made, taken = stages
-            first = min(made, taken)
-            if abs(made - taken) == 1 and first < len(self.hops):
-                time += self.hops[first][made > taken]
+        made, taken = stages or (0, 0)
+        first = min(made, taken)
+        if abs(made - taken) == 1 and 0 <= first < len(self.hops):
+            time += self.hops[first][made > taken]
         return time
 
     def travel(
