@@ -414,8 +414,10 @@ class Programs:
         return Lowered(schedule, programs, ahead)
 
     def _draining(self, num_ranks: int, num_microbatches: int, forward_only: bool) -> Lowered:
-        """Return 1F1B: evaluations drain, and so does what warms up."""
-        schedule = build('1f1b', num_ranks, num_microbatches)
+        """Return 1F1B, interleaved over chunks: evaluations drain, and so does what warms up."""
+        chunks = self.num_chunks
+        name = 'interleaved' if chunks > 1 else '1f1b'
+        schedule = build(name, num_ranks, num_microbatches, num_chunks=chunks)
         schedule = schedule.forward_only() if forward_only else schedule
         return Lowered(schedule, check(schedule, receives=self._receives).programs, ())
 

@@ -21,6 +21,7 @@ from megatron_zbpp.techniques.composition import (
     EMBEDDING,
     OUTPUT,
     SHARED_LAYERS,
+    TRAINED_BY,
     VOCABULARY,
     require_family_trained,
     require_trained,
@@ -303,7 +304,7 @@ class Settings:
         if found is not None:
             require_family_trained(found)
             self._require_plain(found)
-            object.__setattr__(self, 'schedule', found.name)
+            object.__setattr__(self, 'schedule', TRAINED_BY.get(found.name, found.name))
             checked_chunks(found, self.num_chunks)
             require_no_limit(found, self.memory_limit)
             if found.in_shards:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from megatron_zbpp.ir import Pass
@@ -27,11 +28,13 @@ class EndlessTraining:
         late: whether they are: once a call has run.
         loaded: what versions had kept, of a checkpoint.
         tau: mean delay of the forwards of this rank's stage, in steps.
+        at_end: undoes what the training has left at its models.
     """
 
     def __init__(self, late: bool = False, warm_up: int = 0) -> None:
         self.versions: Versions | None = None
         self.late, self.tau = late, 0.0
+        self.at_end = ExitStack()
         self.loaded: Kept = {}
         self._unfinished: Callable[[], Any] | None = None
         self._result: Any = None  # of the latest step
@@ -114,6 +117,7 @@ class EndlessTraining:
         self.drop()
         if self.versions is not None:
             self.versions.close()
+        self.at_end.close()
         self.versions = None
         self._calls = self._steps = 0
 

@@ -8,6 +8,7 @@ one memory, which steps write to unseen by the graphs. To mix both would be sile
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
@@ -27,13 +28,14 @@ Kept = Mapping[str, Mapping[int, torch.Tensor]]
 
 
 class Versions(Protocol):
-    """The versions of the weights of one stage.
+    """The versions of the weights of one stage, or of all of a rank's.
 
     Attributes:
-        most: copies that there were at once.
+        most: copies of a stage that there were at once.
     """
 
-    most: int
+    @property
+    def most(self) -> int: ...
 
     def kept(self) -> Kept:
         """Return what a training that goes on needs beside the newest weights."""
@@ -218,7 +220,8 @@ class Slots:
         self._slots = {0: _copied(self._stepped) if self._stepped else self._data()}
         for age in filter(str.isdecimal, loaded):
             weights = loaded[age]
-            self._slots[-int(age)] = [weights[id(each)] for each in self._parameters]
+            if all(id(each) in weights for each in self._parameters):  # of a method with older ones
+                self._slots[-int(age)] = [weights[id(each)] for each in self._parameters]
         self._newest, self._current = 0, -1
         self._use(0)
         self._flying: dict[Key, int] = {}  # versions of microbatches between F and B
@@ -284,6 +287,47 @@ class Slots:
             for parameter, data in zip(self._parameters, self._slots[version], strict=True):
                 parameter.data = data
             self._current = version
+
+
+class ByStage:
+    """The versions of several stages of a rank, which step together.
+
+    Args:
+        of_stage: those of each.
+    """
+
+    def __init__(self, of_stage: Mapping[int, Versions]) -> None:
+        self.of_stage = of_stage
+
+    @property
+    def most(self) -> int:
+        return max(each.most for each in self.of_stage.values())
+
+    def kept(self) -> Kept:
+        found: dict[str, dict[int, torch.Tensor]] = {}
+        for versions in self.of_stage.values():
+            for name, tensors in versions.kept().items():
+                found.setdefault(name, {}).update(tensors)
+        return found
+
+    def before_forward(self, p: Pass) -> None:
+        self.of_stage[p.stage].before_forward(p)
+
+    def before_backward(self, p: Pass) -> None:
+        self.of_stage[p.stage].before_backward(p)
+
+    def step(self, step: Callable[[], Result]) -> Result:
+        for versions in self.of_stage.values():
+            step = partial(versions.step, step)
+        return step()
+
+    def restart(self, batch: int, every: int) -> None:
+        for versions in self.of_stage.values():
+            versions.restart(batch, every)
+
+    def close(self) -> None:
+        for versions in self.of_stage.values():
+            versions.close()
 
 
 def _copied(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -179,7 +179,14 @@ _MODULES = {
         'dualpipe',
         'bitpipe',
     ),
-    'techniques.updates.families': ('pipedream', 'pipedream-2bw', 'paci', 'pipemare', 'wpipe'),
+    'techniques.updates.families': (
+        'pipedream',
+        'pipedream-2bw',
+        'paci',
+        'pipemare',
+        'wpipe',
+        'wpipe-joint',
+    ),
 }
 _FAMILIES: dict[str, Family] = {}  # by name, in the order of registration
 _NAMES: dict[str, str] = {}  # of each name and alias, as look-ups compare them, the family's name

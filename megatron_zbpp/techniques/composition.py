@@ -44,8 +44,11 @@ TRAINED = (*NAMES, SLICED, OVERLAP, VOCABULARY, EMBEDDING)
 
 ADDED = (*NAMES, VOCABULARY, EMBEDDING)  # to the orders of a schedule
 
-ASYNCHRONOUS = 'pipedream', 'pipedream-2bw', 'paci', 'pipemare'
+ASYNCHRONOUS = 'pipedream', 'pipedream-2bw', 'paci', 'pipemare', 'wpipe', 'wpipe-joint'
 """Asynchronous families that train, by their names: not their schedules from files."""
+
+TRAINED_BY = {'wpipe': 'wpipe-joint'}
+"""The families that train what others plan, in an order that Megatron's optimizers allow."""
 
 _UNTRAINED = {
     'updating': Clash(

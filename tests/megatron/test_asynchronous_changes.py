@@ -15,11 +15,13 @@ import torch
 from example import MODEL, forget_groups, run
 from grids import grid
 from supported import supports
-from weights_by_hand import ByHand, evaluation
+from weights_by_hand import ByChunk, ByHand, evaluation
 
+import megatron_zbpp
 from megatron_zbpp.ir import Pass
 
-METHODS = 'pipedream-2bw', 'pipedream', 'paci'
+METHODS = 'pipedream-2bw', 'pipedream', 'paci', 'wpipe'
+KEEP_OLDER = 'pipedream-2bw', 'pipedream', 'wpipe'
 ITERATIONS, GROWS, EVALUATES, OTHER_DATA, OTHER_MODEL = 7, 2, 3, 4, 5
 
 
@@ -33,8 +35,8 @@ class ByFormula(ByHand):
 
     def version(self, i: int) -> int:
         p, m, stage = self.sizes
-        if self.method == 'pipedream-2bw':
-            return max(0, self.number - 1)
+        if self.method in ('pipedream-2bw', 'wpipe'):
+            return max(0, self.number - (self.method == 'pipedream-2bw' or stage < p))
         newest_in_order = self.number + (i - (p - 1 - stage)) // m
         return max(self.filled if self.method == 'paci' else 0, newest_in_order)
 
@@ -53,6 +55,16 @@ class ByFormula(ByHand):
         self.put(self.number if self.method == 'paci' else self.version(self.backwards))
         self.backwards += 1
         return original(*args, **given)
+
+
+class ByFormulaOfChunks(ByChunk):
+    """The same for each chunk."""
+
+    of_chunk = ByFormula
+
+    def begin(self, m: int, fills: bool) -> None:
+        for hand in self.hands.values():
+            hand.begin(m, fills)
 
 
 def draws() -> str:
@@ -74,12 +86,15 @@ def train(method: str, by_hand: bool, argv: list[str]) -> tuple:
     made = script.TransformerConfig
 
     def config(**given: Any) -> Any:
-        return made(**{**given, 'hidden_dropout': 0.1})
+        return made(**{**given, 'hidden_dropout': 0.0 if method == 'wpipe' else 0.1})
 
     with ExitStack() as stack:
         stack.callback(forget_groups)
         stack.enter_context(mock.patch.object(script, 'TransformerConfig', config))
         args = script.parse_args([*argv, *schedule])
+        if method == 'wpipe':
+            ranks = args.pipeline_model_parallel_size
+            args.layout = megatron_zbpp.layout_for(method, ranks, args.num_layers)
         plugin = script.enable(args, stack)
         script.initialize(args)
 
@@ -92,11 +107,12 @@ def train(method: str, by_hand: bool, argv: list[str]) -> tuple:
         data, others, held_out = (script.iterators(args, dataset, at) for at in (0, 50, 100))
         p, rank = args.pipeline_model_parallel_size, 'get_pipeline_model_parallel_rank'
         sizes = p, args.num_microbatches, getattr(parallel_state, rank)()
-        hand = ByFormula(method, *sizes, models)
+        by = ByFormulaOfChunks if method == 'wpipe' else ByFormula
+        hand = by(method, *sizes, models)
         losses, norms, states, left = [], [[]], [], []
         for iteration in range(args.train_iters):
             if iteration == GROWS:
-                args.num_microbatches += 1
+                args.num_microbatches += p if method == 'wpipe' else 1
             if iteration == EVALUATES:
                 with evaluation(models):
                     losses.append(script.run_batch(args, models, held_out, forward_only=True))
@@ -109,7 +125,7 @@ def train(method: str, by_hand: bool, argv: list[str]) -> tuple:
                 norms.append([])
                 models, optimizer, scheduler = build()
                 sizes = p, args.num_microbatches, sizes[2]
-                hand = ByFormula(method, *sizes, models)
+                hand = by(method, *sizes, models)
             for model in models:
                 model.zero_grad_buffer()
             optimizer.zero_grad()
@@ -144,7 +160,9 @@ def test_what_is_in_flight_runs_again(ranks, data, method, sizes, more):
     p, m = sizes
     if method == 'pipedream-2bw':
         m = max(m, p - 1)
-    argv = [*MODEL, '--num-layers', p, '--data-path', data, '--log-interval', 1000]
+    if method == 'wpipe' and m % p:  # which Megatron's interleaved schedule cannot
+        m = p
+    argv = [*MODEL, '--num-layers', 2 * p, '--data-path', data, '--log-interval', 1000]
     argv += ['--pipeline-model-parallel-size', p, '--global-batch-size', m, *more]
     argv += ['--train-iters', ITERATIONS, '--lr-warmup-iters', 1, '--clip-grad', 0.5]
     argv = list(map(str, argv))
@@ -199,9 +217,9 @@ def test_data_that_forwards_in_flight_have_read(ranks):
     assert ['evaluation' in each for each in refused] == [True, False]
 
 
-@supports('asynchronous: checkpoints hold older weights', ' '.join(METHODS[:2]))
+@supports('asynchronous: checkpoints hold older weights', ' '.join(KEEP_OLDER))
 @grid(
-    method=METHODS[:2],
+    method=KEEP_OLDER,
     more=(
         '--bf16',
         '--untie-embeddings-and-output-weights --use-distributed-optimizer',
@@ -210,7 +228,7 @@ def test_data_that_forwards_in_flight_have_read(ranks):
 def test_resumed_as_if_never_ended(ranks, data, tmp_path, method, more):
     """And Megatron loads them; from its own, versions are equal at first."""
     p, pool = 2, ranks(2)
-    common = ['--num-layers', p, '--pipeline-model-parallel-size', p, '--global-batch-size', 2]
+    common = ['--num-layers', 2 * p, '--pipeline-model-parallel-size', p, '--global-batch-size', 2]
     common += ['--data-path', data, '--clip-grad', 0.5, '--train-iters', 6, *more.split()]
     ours = ['--pipeline-schedule', method, '--pipeline-clip', 'global']
     whole = run(pool, tmp_path, *common, *ours)

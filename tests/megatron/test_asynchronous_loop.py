@@ -12,11 +12,11 @@ import events
 import pytest
 from nvidia import needs_training, run
 from supported import supports
-from weights_by_hand import ByHand
+from weights_by_hand import ByChunk, ByHand
 
 pytestmark = needs_training
 
-METHODS = 'pipedream-2bw', 'pipedream', 'paci'
+METHODS = 'pipedream-2bw', 'pipedream', 'paci', 'wpipe'
 BASE = ['--pipeline-model-parallel-size', 2, '--num-layers', 2, '--train-iters', 5]
 BASE += ['--clip-grad', 0.5, '--global-batch-size', 2, '--split', '90,10,0']
 BASE += ['--eval-iters', 1, '--eval-interval', 2]
@@ -50,7 +50,8 @@ class WeightsByHand:
                     models = (
                         given['model'] if isinstance(given['model'], list) else [given['model']]
                     )
-                    hands.append(ByHand(self.method, p, get_num_microbatches(), stage, models))
+                    by = ByChunk if self.method == 'wpipe' else ByHand
+                    hands.append(by(self.method, p, get_num_microbatches(), stage, models))
                 hands[0].keep()
                 with hands[0].batch():
                     return original(**given)
@@ -78,14 +79,18 @@ def finished(training: Any) -> Iterator[tuple[list[str], list[str]]]:
 
 @supports("NVIDIA's loop: asynchronous, beside 1F1B with weights put in by hand", '{method}')
 @pytest.mark.parametrize(
-    'method', [pytest.param(m, marks=[pytest.mark.full] * (m == 'paci')) for m in METHODS]
+    'method', [pytest.param(m, marks=[pytest.mark.full] * (m in METHODS[2:])) for m in METHODS]
 )
 def test_as_with_weights_put_in_by_hand(ranks, method):
     """Losses, evaluations, parameters and optimizer state to the bit; clipping is active."""
     untied = ['--untie-embeddings-and-output-weights'] * (method == 'pipedream-2bw')
     flags = [*BASE, '--log-interval', 4, *untied]
+    chunks = []
+    if method == 'wpipe':
+        flags += ['--num-layers', 4]
+        chunks = ['--num-virtual-stages-per-pipeline-rank', 2]
     ours = run(ranks(2), *flags, '--pipeline-schedule', method, event=finished)
-    reference = run(ranks(2), *flags, event=WeightsByHand(method))
+    reference = run(ranks(2), *flags, *chunks, event=WeightsByHand(method))
     assert ours.losses == reference.losses
     assert ours.parameters == reference.parameters
     assert ours.optimizer == reference.optimizer

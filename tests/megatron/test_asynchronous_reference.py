@@ -45,8 +45,8 @@ def losses_of(lines):
 @pytest.mark.parametrize(
     ('method', 'p'),
     [
-        pytest.param(method, p, marks=[pytest.mark.full] * (p > 2 or method == 'pipedream'))
-        for method in ('pipedream-2bw', 'pipedream')
+        pytest.param(method, p, marks=[pytest.mark.full] * (p > 2 or method != 'pipedream-2bw'))
+        for method in ('pipedream-2bw', 'pipedream', 'wpipe')
         for p in (2, 4)
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -77,12 +78,14 @@ def asked() -> tuple[list[str], list]:
     states = torch.get_rng_state()
     plain = module(torch.ones(2, 4))
     torch.set_rng_state(states)
-    require_seen([module])
+    end = require_seen([module, other := torch.nn.Bilinear(4, 4, 4)])
     hooks = len(module._forward_hooks)
     same = torch.equal(module(torch.ones(2, 4)), plain)
     hooks -= len(module._forward_hooks)
     as_was = module.weight.data_ptr() == place and torch.equal(module.weight, data)
-    return said, [same, hooks, as_was, module.forwards.item()]
+    waiting = len(other._forward_hooks)  # until it is known that it does not run
+    end()
+    return said, [same, hooks, as_was, module.forwards.item(), waiting, len(other._forward_hooks)]
 
 
 def test_what_sees_neither_version(ranks):
@@ -92,7 +95,7 @@ def test_what_sees_neither_version(ranks):
         assert f'.{kind.__name__} does not see another version of its weights' in line
         assert line.endswith('or take a synchronous schedule, such as zb-v')
         assert '\n' not in line
-    assert left == [True, 1, True, 2]
+    assert left == [True, 1, True, 2, 1, 0]
 
 
 def kept_column(build: Any, *given: Any, **named: Any) -> Any:
@@ -110,23 +113,49 @@ def kept_column(build: Any, *given: Any, **named: Any) -> Any:
     return model
 
 
-def train(argv: list[str]) -> None:
-    """Runs on each rank: a batch of the example by PACI."""
+def never_run(build: Any, *given: Any, **named: Any) -> Any:
+    """A chunk of Megatron's with a module that has weights and no forwards."""
+    model = build(*given, **named)
+    model.never_run = torch.nn.Bilinear(2, 2, 2)
+    return model
+
+
+def train(argv: list[str], changed: Callable[..., Any]) -> list[int]:
+    """Runs on each rank: a batch of the example by PACI, whose chunks `changed` builds.
+
+    Returns how many hooks all modules have before it, behind it, and once the plugin is disabled.
+    """
     import pretrain_gpt as script
 
     with ExitStack() as stack:
         stack.callback(forget_groups)
         args = script.parse_args([*argv, '--pipeline-schedule', 'paci'])
-        script.enable(args, stack)
-        made = partial(kept_column, script.GPTModel)
+        plugin = script.enable(args, stack)
+        made = partial(changed, script.GPTModel)
         stack.enter_context(mock.patch.object(script, 'GPTModel', made))
         script.initialize(args)
         models = script.build_model(args)
         data = script.iterators(args, script.build_datasets(args)[0], 0)
+        modules = [module for model in models for module in model.modules()]
+
+        def hooks() -> int:
+            names = '_forward_hooks', '_state_dict_pre_hooks'
+            return sum(len(getattr(module, name)) for module in modules for name in names)
+
+        found = [hooks()]
         script.run_batch(args, models, data)
+        found.append(hooks())
+        plugin.disable()
+        return [*found, hooks()]
 
 
 def test_a_layer_that_keeps_its_weights(ranks, data):
     """Before anything is trained."""
     with pytest.raises(RankError, match=r'KeptColumn does not see another version of its weights'):
-        ranks(2).run(train, Case('paci', 2, 1).argv(data))
+        ranks(2).run(train, Case('paci', 2, 1).argv(data), kept_column)
+
+
+def test_models_are_left_as_they_were(ranks, data):
+    """Also modules that have run no forward: their hooks wait until the training ends."""
+    for before, behind, left in ranks(2).run(train, Case('paci', 2, 1).argv(data), never_run):
+        assert before == left == behind - 2  # of `never_run`, and of the model's state

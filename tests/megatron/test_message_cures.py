@@ -1000,15 +1000,10 @@ PROGRAMS = {
     ),
     'updates': row(
         settings(schedule=updating),
-        'has asynchronous updates: simulated, does not train yet: take a synchronous schedule',
+        'has asynchronous updates: simulated, does not train yet: take a synchronous schedule, '
+        'such as zb-v, or by its name pipedream, pipedream-2bw, paci, pipemare, wpipe, wpipe-joint',
         settings(schedule='1f1b'),
-    ),
-    'an asynchronous schedule': row(
         settings(schedule='wpipe'),
-        'wpipe has asynchronous updates: simulated, does not train yet: take a synchronous '
-        'schedule, such as zb-v, or by its name pipedream, pipedream-2bw, paci, pipemare',
-        settings(schedule='zb-v'),
-        settings(schedule='paci'),
     ),
     'post-validation of an asynchronous schedule': row(
         settings(schedule='paci', post_validation=True),

@@ -7,10 +7,8 @@ import re
 from paths import ROOT
 
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import BW, F, Pass
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build
-from megatron_zbpp.techniques.updates import orders
 from megatron_zbpp.techniques.updates.steady_state import SteadyState, steady_state
 
 PAGE = (ROOT / 'docs' / 'asynchronous.md').read_text()
@@ -41,7 +39,10 @@ def test_times_of_a_call():
             f'{3 * sizes[1]}',
             *(f'{simulated(name, *sizes).makespan:g}' for name in ('1f1b', 'zb-h1')),
             f'{zb_v.makespan:g} [{max(zb_v.windows):g}]',
-            *(f'{steady(name, *sizes).period:.5g}' for name in ('pipedream-2bw', 'wpipe')),
+            *(
+                f'{steady(name, *sizes).period:.5g}'
+                for name in ('pipedream-2bw', 'wpipe', 'wpipe-joint')
+            ),
         ]
 
 
@@ -52,20 +53,3 @@ def test_copies_and_delays():
         found = steady('pipedream', 8, int(m))
         assert copies == numbers(found.weight_copies)
         assert delays == numbers(each.mean for each in found.delays)
-
-
-def test_wpipe_with_one_step_of_both_halves(monkeypatch):
-    """Forwards of the second half then wait for the last backward of the first on their rank."""
-    needs = orders._Draft._needs
-
-    def both(self, p: Pass) -> list[Pass]:
-        half, batch = self._p, p.microbatch // self._m
-        waits = p.kind == F and p.stage >= half and batch > 0
-        last = Pass(BW, p.stage - half, batch * self._m - 1)
-        return needs(self, p) + [last] * waits
-
-    period = steady('wpipe', 4, 4).period
-    monkeypatch.setattr(orders._Draft, '_needs', both)
-    later, zb_v = steady('wpipe', 4, 4).period, simulated('zb-v', 4, 4).makespan
-    assert f'takes {later:g} instead of {period:g} a call where p = m = 4' in PAGE
-    assert f"more than `zb-v`'s {zb_v:g}" in PAGE

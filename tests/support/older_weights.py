@@ -25,9 +25,9 @@ class OlderWeights:
     """Puts older weights into the whole model, by formula.
 
     Args:
-        method: pipedream-2bw, whose weights are one step old, or pipedream, where part s of p has
-            seen the microbatch p-1-s later.
-        parts: p.
+        method: pipedream-2bw, whose weights are one step old; pipedream, where part s of p has seen
+            the microbatch p-1-s later; or wpipe, where those of the first half are one step old.
+        parts: p, for wpipe 2p.
     """
 
     def __init__(self, method: str, parts: int) -> None:
@@ -39,6 +39,8 @@ class OlderWeights:
 
     def version(self, part: int) -> int:
         late = self.every if self.method == 'pipedream-2bw' else self.parts - 1 - part
+        if self.method == 'wpipe':
+            late = self.every if part < self.parts // 2 else 0
         return max(0, (self.begun - late) // self.every)
 
     def run_batch(self, original: Callable, args: Any, models: list, data: Any) -> float:
@@ -69,8 +71,14 @@ class OlderWeights:
 
 
 def train(method: str, parts: int, argv: list[str]) -> None:
-    """The example's training, of which batches and forwards have other weights."""
-    weights = OlderWeights(method, parts)
+    """The example's training, of which batches and forwards have other weights.
+
+    Args:
+        method: see `OlderWeights`.
+        parts: ranks of the pipeline whose weights they are.
+        argv: flags of the example.
+    """
+    weights = OlderWeights(method, 2 * parts if method == 'wpipe' else parts)
     args = script.parse_args([*argv, '--pipeline-schedule', 'megatron'])
     run_batch = partial(weights.run_batch, script.run_batch)
     forward_step = partial(weights.forward_step, script.forward_step)

@@ -13,6 +13,7 @@ import torch
 from example import MODEL, forget_groups
 from models import Job, replacements
 
+import megatron_zbpp
 from megatron_zbpp.ir import BW, B, Pass, W
 from megatron_zbpp.techniques.updates import orders
 
@@ -75,6 +76,8 @@ class Case:
 
 def version_of_forward(method: str, p: int, m: int, stage: int, j: int) -> int:
     """The version of the weights of a stage that microbatch j of the training uses."""
+    if method == 'wpipe':
+        return max(0, j // m - (stage < p))
     return max(0, j // m - 1 if method == 'pipedream-2bw' else (j - (p - 1 - stage)) // m)
 
 
@@ -126,6 +129,37 @@ class ByHand:
                 stack.enter_context(mock.patch.object(schedules, name, ours))
             yield
         self.put(-1)
+
+
+class ByChunk(ByHand):
+    """The same for each chunk of a rank, of which Megatron's own schedule interleaves the steps."""
+
+    of_chunk = ByHand
+
+    def __init__(self, method: str, p: int, m: int, rank: int, models: list) -> None:
+        self.hands = {
+            id(model): self.of_chunk(method, p, m, rank + p * chunk, [model])
+            for chunk, model in enumerate(models)
+        }
+        self.made: dict[int, tuple[Any, ByHand]] = {}  # outputs by identity, and whose they are
+
+    def keep(self) -> None:
+        for hand in self.hands.values():
+            hand.keep()
+
+    def put(self, version: int) -> None:
+        for hand in self.hands.values():
+            hand.put(version)
+
+    def forward(self, original: Callable, *args: Any, **given: Any) -> Any:
+        hand = self.hands[id(args[2])]
+        made = hand.forward(original, *args, **given)
+        self.made[id(made[0])] = made[0], hand
+        return made
+
+    def backward(self, original: Callable, *args: Any, **given: Any) -> Any:
+        _, hand = self.made.pop(id(args[1]))
+        return hand.backward(original, *args, **given)
 
 
 class PipeMare(ByHand):
@@ -217,6 +251,8 @@ def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
     with ExitStack() as stack:
         stack.callback(forget_groups)
         args = script.parse_args([*argv, *schedule])
+        if case.method == 'wpipe':
+            args.layout = megatron_zbpp.layout_for('wpipe', case.p, args.num_layers)
         plugin = script.enable(args, stack)
         for owner, name, made in replaced(script, case, optimizer):
             stack.enter_context(mock.patch.object(owner, name, made))
@@ -228,7 +264,7 @@ def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
             clip_by_stage(stepping, args.use_distributed_optimizer)
         data, held_out = (script.iterators(args, dataset, at) for at in (0, 100))
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        by = PipeMare if case.method == 'pipemare' else ByHand
+        by = {'pipemare': PipeMare, 'wpipe': ByChunk}.get(case.method, ByHand)
         hand = by(case.method, case.p, case.m, stage, models)
         losses, norms, late = [], [], []
         for iteration in range(args.train_iters):
@@ -254,8 +290,14 @@ def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
         if plugin is not None:
             plugin.finish_step()
         left = report.fingerprint(report.by_layer(models), stepping)
-        most = None if plugin is None else plugin.session.endless.versions.most
+        most = None if plugin is None else copies_of(plugin.session.endless.versions)
         return losses, norms, left, most, stage, late
+
+
+def copies_of(versions: Any) -> Any:
+    """The copies that there were of the weights of a rank, or of each of its stages."""
+    of_stage = getattr(versions, 'of_stage', None)
+    return versions.most if of_stage is None else [each.most for each in of_stage.values()]
 
 
 @contextmanager
@@ -313,5 +355,6 @@ def require_equal(ranks: Callable, data: Any, case: Case) -> None:
     assert 0 < len(taken) < ITERATIONS or not case.half, ours[0][1]
     assert min(taken) > 0.5, 'clipping must have been active'
     fixed = {'paci': (1,) * p, 'pipemare': (2,) * (p - 1) + (1,), 'pipedream-2bw': (2,) * p}
+    fixed['wpipe'] = ([2, 1],) * p
     copies = fixed.get(case.method) or COPIES[p, case.m]
     assert [own[3] for own in ours] == [copies[own[4]] for own in ours]

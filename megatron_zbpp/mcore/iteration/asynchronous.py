@@ -19,7 +19,7 @@ from megatron_zbpp.mcore.lowered import Lowered
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.replay import ReplayIterator
 from megatron_zbpp.runtime.endless import EndlessTraining
-from megatron_zbpp.runtime.versions import Corrected, OneStorage, Slots, Versions
+from megatron_zbpp.runtime.versions import ByStage, Corrected, OneStorage, Slots, Versions
 from megatron_zbpp.techniques.updates.graph import CORRECTED, STASHED
 from megatron_zbpp.techniques.updates.versions import delays, updates_of
 
@@ -197,26 +197,42 @@ class VersionedStage(ModelStage):
 def make_versions(
     session: Session, lowered: Lowered, rank: int, models: list[torch.nn.Module]
 ) -> Versions:
-    """Return the versions of the weights of this rank's stage, before the first call.
+    """Return the versions of the weights of this rank's stages, before the first call.
 
     Raises:
         NotImplementedError: the optimizer has a part of the weights alone, of which T2 needs all.
         ValueError: copies of tied embeddings would be stepped at other rates (T1).
     """
+    endless = session.endless
+    assert endless is not None, 'of an asynchronous schedule'
+    endless.at_end.callback(require_seen(models))
+    for model in unwrap_model(models):
+        hook = model.register_state_dict_pre_hook(lambda *_: endless.finish_step())
+        endless.at_end.callback(hook.remove)
+    stages = lowered.schedule.placement.stages(rank)
+    of_stage = {
+        stage: _versions_of(stage, session, lowered, rank, model)
+        for stage, model in zip(stages, models, strict=True)
+    }
+    return of_stage[stages[0]] if len(stages) == 1 else ByStage(of_stage)
+
+
+def _versions_of(
+    stage: int, session: Session, lowered: Lowered, rank: int, model: torch.nn.Module
+) -> Versions:
+    """Return the versions of the weights of one stage of this rank."""
     schedule, calls = lowered.schedule, lowered.calls
     endless, updates = session.endless, updates_of(schedule.graph)
     assert endless is not None and updates is not None, 'else there is one version'
     assert calls is not None, 'of an asynchronous schedule'
-    require_seen(models)
-    for model in unwrap_model(models):
-        model.register_state_dict_pre_hook(lambda *_: endless.finish_step())
-    (stage,) = schedule.placement.stages(rank)
     taus = [each.mean for each in delays(schedule)]
     tau = endless.tau = taus[stage]
-    parameters = [each for model in models for each in model.parameters()]
-    buffered = getattr(getattr(models[0], 'ddp_config', None), 'use_distributed_optimizer', False)
+    parameters = [*model.parameters()]
+    buffered = getattr(getattr(model, 'ddp_config', None), 'use_distributed_optimizer', False)
     if updates.backward == STASHED:
         delay = updates.delays[stage] if updates.delays else None
+        if delay == 0:  # all passes of a batch are between two steps
+            return OneStorage(parameters)
         ahead, finish = calls.ahead(rank), endless.finish_step
         ages = max(updates.delays, default=-(-calls.ahead(0) // updates.every))
         sizes = updates.every, delay, buffered, ahead
@@ -228,7 +244,7 @@ def make_versions(
         )
     if updates.backward != CORRECTED:
         return OneStorage(parameters)
-    tied = getattr(unwrap_model(models)[0], 'share_embeddings_and_output_weights', False)
+    tied = getattr(unwrap_model(model), 'share_embeddings_and_output_weights', False)
     if tied and max(taus) > 1 and session.settings.anneal_steps != 0:
         raise ValueError(
             'embeddings are tied, and pipemare would step their copies at the rates of their '

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from megatron_zbpp.mcore.side_effects import SideEffects
 from megatron_zbpp.runtime.compat import unseen_by_autograd
 
 
-def require_seen(models: Iterable[torch.nn.Module]) -> None:
+def require_seen(models: Iterable[torch.nn.Module]) -> Callable[[], None]:
     """Have the first forward of each class of module that has trained weights run on others.
 
     Behind its own, it runs three times on the same input and random states: on its weights, on
@@ -22,6 +23,9 @@ def require_seen(models: Iterable[torch.nn.Module]) -> None:
 
     Args:
         models: the chunks of this rank, before their first forward with versions.
+
+    Returns:
+        What ends this: modules that have run no forward keep nothing of it.
 
     The forward raises:
         NotImplementedError: a class does not see them.
@@ -33,6 +37,13 @@ def require_seen(models: Iterable[torch.nn.Module]) -> None:
                 functools.partial(_after_forward, waiting), with_kwargs=True
             )
             waiting[type(module)].append(hook)
+
+    def end() -> None:
+        for hook in itertools.chain(*waiting.values()):
+            hook.remove()
+        waiting.clear()
+
+    return end
 
 
 def _after_forward(

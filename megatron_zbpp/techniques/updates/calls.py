@@ -1,24 +1,26 @@
 """An endless order cut into calls: the programs that the first and each later call runs.
 
 A call of Megatron's schedule function is one period: all backwards of a batch, and forwards, the
-last of which belong to the batches behind it. The order is lowered with a meeting of all ranks at
-each step; so no message crosses a cut, and ranks may meet there (for the norm of all gradients).
+last of which belong to the batches behind it. Each message is received in the call in which it is
+sent: none crosses a cut, and ranks may meet there (for the norm of all gradients).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 from megatron_zbpp.analysis.deadlock import Collective, prove
 from megatron_zbpp.analysis.lowering import lower
-from megatron_zbpp.analysis.program import Hand, Instruction, Program, Receive, Send
-from megatron_zbpp.ir import F, Graph, Pass, Schedule
-from megatron_zbpp.ir.techniques import applied
-from megatron_zbpp.techniques.updates.graph import NORM, UPDATE, updating
+from megatron_zbpp.analysis.program import Instruction, Program, Receive, Send
+from megatron_zbpp.ir import F, Pass, Schedule
+from megatron_zbpp.techniques.updates.graph import UPDATE
 from megatron_zbpp.techniques.updates.steady_state import whole_calls
 from megatron_zbpp.techniques.updates.versions import updates_of
+
+_PROVEN = 4  # calls, of which the last three are equal
 
 
 @dataclass(frozen=True)
@@ -55,70 +57,89 @@ def calls_of(schedule: Schedule) -> Calls:
     The proof holds with a meeting of all ranks at each step, and without.
 
     Args:
-        schedule: one that `check` accepts, with a stage a rank, and with several calls.
+        schedule: one that `check` accepts, with several calls, whose ranks step all of their stages
+            at once.
 
     Raises:
         DeadlockError: the programs do not end.
         ValueError: calls differ, or a message crosses the border of two.
     """
     updates = updates_of(schedule.graph)
-    if updates is None or schedule.num_ranks != schedule.num_stages:
+    if updates is None or any(map(_steps_apart, schedule.passes)):
         raise ValueError(
             f'{schedule.name} cannot be cut into calls because it has not one update a rank and '
-            'batch: take pipedream, pipedream-2bw, paci or pipemare'
+            'batch: take pipedream, pipedream-2bw, paci, pipemare or wpipe-joint'
         )
-    programs = lower(replace(schedule, graph=_meeting(schedule.graph)))
-    plain = tuple(tuple(i for i in program if not _of_norm(i)) for program in programs)
-    everyone = tuple(range(schedule.num_ranks))
-    prove([_with_meetings(program, everyone) for program in plain])
-    parts = [list(_parts(program)) for program in plain]
-    m = updates.every
-    for call in range(len(parts[0])):
-        _require_closed(schedule, call, [own[call] for own in parts])
-    for call in range(2, whole_calls(schedule)):
-        if any(own[call] != _shifted(own[1], (call - 1) * m) for own in parts):
+    parts = [list(_parts(program)) for program in lower(schedule)]
+    _receive_in_call_of_send(parts)
+    m, last = updates.every, whole_calls(schedule) - 1
+    for call in range(2, last + 1):
+        if any(_passes(own[call]) != _passes(_shifted(own[1], (call - 1) * m)) for own in parts):
             raise ValueError(f'{schedule.name}: call {call} is not call 1, later: give such orders')
-    first, second = (tuple(own[call] for own in parts) for call in range(2))
-    return Calls(m, first, second)
+    first = tuple(tuple(own[0]) for own in parts)
+    second = tuple(_shifted(own[last], (1 - last) * m) for own in parts)
+    for call, programs in enumerate((first, second)):
+        _require_closed(schedule, call, programs)
+    calls = Calls(m, first, second)
+    prove([_with_meetings(calls, rank) for rank in range(schedule.num_ranks)])
+    return calls
 
 
-def _meeting(graph: Graph) -> Graph:
-    """Return the graph where each step waits for the gradients of all stages."""
-    techniques = [
-        (name, (arguments[0], True, *arguments[2:]) if name == updating.__name__ else arguments)
-        for name, arguments in graph.techniques
-    ]
-    return applied(graph.num_stages, techniques)
+def _steps_apart(order: Sequence[Pass]) -> bool:
+    """Return whether stages of a rank step at different places of its order."""
+    steps = [list(group) for is_step, group in groupby(order, _is_step) if is_step]
+    stages = {p.stage for p in order}
+    return any({p.stage for p in group} != stages for group in steps)
 
 
-def _of_norm(instruction: Instruction) -> bool:
-    return isinstance(instruction, Send | Receive | Hand) and instruction.message == NORM
+def _is_step(each: object) -> bool:
+    return isinstance(each, Pass) and each.kind == UPDATE
 
 
-def _with_meetings(program: Program, ranks: tuple[int, ...]) -> list[Instruction | Collective]:
-    """Return the program with a collective of `ranks` before each step."""
+def _parts(program: Program) -> Iterator[list[Instruction]]:
+    """Yield the program of each call: up to its steps."""
+    part: list[Instruction] = []
+    for is_step, group in groupby(program, _is_step):
+        if is_step:
+            yield part
+        part = [] if is_step else list(group)
+
+
+def _passes(program: Iterable[Instruction]) -> list[Pass]:
+    return [each for each in program if isinstance(each, Pass)]
+
+
+def _receive_in_call_of_send(parts: Sequence[Sequence[list[Instruction]]]) -> None:
+    """Move receives into the call in which their message is sent: to its end, or its beginning.
+
+    Args:
+        parts: by rank and call, which are changed.
+    """
+    each = [(call, i) for own in parts for call, part in enumerate(own) for i in part]
+    sent = {(i.producer, i.consumer): call for call, i in each if isinstance(i, Send)}
+    for own in parts:
+        moved = defaultdict[int, tuple[list, list]](lambda: ([], []))  # to the beginning, the end
+        for call, part in enumerate(own):
+            for i in [i for i in part if isinstance(i, Receive)]:
+                if (target := sent.get((i.producer, i.consumer), call)) != call:
+                    part.remove(i)
+                    moved[target][target < call].append(i)
+        for call, (begin, end) in moved.items():
+            own[call][:] = [*begin, *own[call], *end]
+
+
+def _with_meetings(calls: Calls, rank: int) -> list[Instruction | Collective]:
+    """Return the programs of some calls, with a meeting of all ranks behind each."""
+    everyone = tuple(range(len(calls.first)))
     found: list[Instruction | Collective] = []
-    for each in program:
-        if isinstance(each, Pass) and each.kind == UPDATE:
-            found.append(Collective(f'step of microbatch {each.microbatch}', ranks))
-        found.append(each)
+    for call in range(_PROVEN):
+        found += [*calls.program(rank, call), Collective(f'step of call {call}', everyone)]
     return found
 
 
-def _parts(program: Program) -> Iterator[Program]:
-    """Yield the program of each call: up to a step."""
-    part: list[Instruction] = []
-    for each in program:
-        if isinstance(each, Pass) and each.kind == UPDATE:
-            yield tuple(part)
-            part = []
-        else:
-            part.append(each)
-
-
-def _require_closed(schedule: Schedule, call: int, parts: Sequence[Program]) -> None:
+def _require_closed(schedule: Schedule, call: int, programs: Iterable[Program]) -> None:
     """Require that each message of a call is sent and received in it."""
-    each = [i for part in parts for i in part]
+    each = [i for program in programs for i in program]
     sent = Counter((i.producer, i.consumer) for i in each if isinstance(i, Send))
     received = Counter((i.producer, i.consumer) for i in each if isinstance(i, Receive))
     if sent != received:
@@ -129,7 +150,7 @@ def _require_closed(schedule: Schedule, call: int, parts: Sequence[Program]) -> 
         )
 
 
-def _shifted(program: Program, microbatches: int) -> Program:
+def _shifted(program: Iterable[Instruction], microbatches: int) -> Program:
     """Return the program for microbatches that come later."""
 
     def later(p: Pass) -> Pass:

@@ -7,10 +7,10 @@ goes on. So bubbles are those of a call in the middle.
 from __future__ import annotations
 
 from megatron_zbpp.ir import Schedule
-from megatron_zbpp.ir.graph import chain
+from megatron_zbpp.ir.graph import Graph, chain
 from megatron_zbpp.schedules.registry import TWO, Formula, family
 from megatron_zbpp.techniques.updates.graph import CORRECTED, NEWEST, updating
-from megatron_zbpp.techniques.updates.orders import in_two_groups, without_flush
+from megatron_zbpp.techniques.updates.orders import in_joint_calls, in_two_groups, without_flush
 
 _FULL = Formula('0 of a call', lambda at: 0)
 _MEMORY = Formula('p', lambda at: at.p)
@@ -154,9 +154,41 @@ def wpipe(num_ranks: int, num_microbatches: int) -> Schedule:
       on 1.4 % and less.
     - Peak memory: at most 2p activations; two copies of the weights of the first half, one of the
       second.
+    - When: to compare. It trains another model, of which half has no delay; by `wpipe-joint`, since
+      Megatron's optimizer steps both halves at once.
+    """
+    graph = _of_two_groups(num_ranks, num_microbatches)
+    return in_two_groups('wpipe', graph, num_ranks, num_microbatches)
+
+
+@family(
+    'wpipe-joint',
+    summary='wpipe whose halves step at once, as optimizers of Megatron do: trains the same',
+    bubble=Formula('a fifth of a call at m = p, by list scheduling', lambda at: 0),
+    memory=Formula('at most 3.5p', lambda at: 3.5 * at.p),
+    source='WPipe, ICLR 2022; the order is ours',
+    chunks=TWO,
+    asynchronous=True,
+)
+def wpipe_joint(num_ranks: int, num_microbatches: int) -> Schedule:
+    """WPipe with one step a rank and call, behind the last backwards of both halves of the model.
+
+    Weights, delays and copies are those of `wpipe`, and so is what it trains.
+
+        >>> print(grid(wpipe_joint(2, 2), width=76))
+        rank 0   0F0    0F1    2F0    2F1    0F2    0F3    2BW0   2BW1   0BW0…
+        rank 1   1F0    1F1    3F0    3BW0   3F1    3BW1   1BW0   1BW1   1F2…
+
+    - Bubble where F=B=W: 2.5F of a call where p = m = 4, 6.5F where p = m = 8; from 2p microbatches
+      on 7 % and less.
+    - Peak memory: at most 3.5p activations, where m is 4p; two copies of the weights of the first
+      half, one of the second.
     - When: to compare. It trains another model, of which half has no delay.
     """
-    graph = updating(
-        chain(2 * num_ranks), num_microbatches, delays=(1,) * num_ranks + (0,) * num_ranks
-    )
-    return in_two_groups('wpipe', graph, num_ranks, num_microbatches)
+    graph = _of_two_groups(num_ranks, num_microbatches)
+    return in_joint_calls('wpipe-joint', graph, num_ranks, num_microbatches)
+
+
+def _of_two_groups(p: int, m: int) -> Graph:
+    """Return the graph of two stages a rank, the first of them one step late."""
+    return updating(chain(2 * p), m, delays=(1,) * p + (0,) * p)

@@ -10,6 +10,7 @@ from megatron_zbpp.ir import BW, F, Graph, Pass, Placement, Schedule
 from megatron_zbpp.techniques.updates.graph import UPDATE
 
 _TIMES = {F: 1, BW: 2}
+_STEADY = 4  # a call of a draft behind which its calls are taken to repeat
 
 
 def num_calls(num_ranks: int, num_microbatches: int) -> int:
@@ -62,8 +63,38 @@ def in_two_groups(name: str, graph: Graph, num_ranks: int, num_microbatches: int
     return Schedule.of(name, placement, draft.total, draft.orders(), graph)
 
 
+def in_joint_calls(name: str, graph: Graph, num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return an order of two chunks a rank that step together, behind all backwards of a batch.
+
+    Each call has one order, repeated: behind the forwards of its second chunk a rank runs those of
+    its first for the next batch (of more than 4p, the first 2p). Of what is ready it takes first a
+    backward of its second chunk, then a forward of it, a backward of its first, a forward of that.
+
+    Args:
+        name: of the schedule.
+        graph: of two stages a rank, whose forwards need the steps of one and of no batch before.
+        num_ranks: p.
+        num_microbatches: of a batch, which is a call.
+    """
+    p, m = num_ranks, num_microbatches
+    ahead, calls = m if m <= 4 * p else 2 * p, num_calls(p, m) + 2
+    draft = _JointDraft(p, m, ahead)
+    orders = []
+    for rank, drafted in enumerate(draft.orders()):
+        order = [Pass(F, rank, j) for j in range(ahead)]
+        at = [i for i, each in enumerate(drafted) if each.kind == UPDATE and each.stage >= p]
+        steady = drafted[at[_STEADY - 1] + 1 : at[_STEADY] + 1]
+        for later in range(-_STEADY * m, (calls - _STEADY) * m, m):
+            moved = (each._replace(microbatch=each.microbatch + later) for each in steady)
+            order += [each for each in moved if each.microbatch < calls * m]
+        orders.append(order)
+    return Schedule.of(name, Placement.loop(p, 2), calls * m, orders, graph)
+
+
 class _Draft:
     """Runs two chunks a rank against the clock."""
+
+    turns = tuple((half, kind) for half in (1, 0) for kind in (F, BW))  # what comes first
 
     def __init__(self, num_ranks: int, num_microbatches: int, calls: int) -> None:
         self._p, self._m, self.total = num_ranks, num_microbatches, calls * num_microbatches
@@ -82,22 +113,26 @@ class _Draft:
             self._begun[taken.kind, taken.stage] += 1
             busy[rank] = self._ends[taken] = now + _TIMES[taken.kind]
             orders[rank].append(taken)
-            if taken.kind == BW and (taken.microbatch + 1) % self._m == 0:
-                orders[rank].append(taken._replace(kind=UPDATE))
+            orders[rank] += self._steps(rank, taken)
             for other in range(self._p):
                 heappush(wakes, (busy[rank], other))
         return orders
 
     def _ready(self, rank: int, now: int) -> Pass | None:
         """Return what `rank` runs next; None: nothing is ready."""
-        for stage in (rank + self._p, rank):
-            for kind in (F, BW):
-                p = Pass(kind, stage, self._begun[kind, stage])
-                needs = self._needs(p)
-                there = (self._ends.get(need, now + 1) <= now for need in needs)
-                if p.microbatch < self.total and self._has_room(p) and all(there):
-                    return p
+        for half, kind in self.turns:
+            stage = rank + half * self._p
+            p = Pass(kind, stage, self._begun[kind, stage])
+            needs = self._needs(p)
+            there = (self._ends.get(need, now + 1) <= now for need in needs)
+            if p.microbatch < self.total and self._has_room(p) and all(there):
+                return p
         return None
+
+    def _steps(self, rank: int, taken: Pass) -> list[Pass]:
+        """Return the steps behind `taken`."""
+        last = taken.kind == BW and (taken.microbatch + 1) % self._m == 0
+        return [taken._replace(kind=UPDATE)] if last else []
 
     def _has_room(self, p: Pass) -> bool:
         held = p.microbatch - self._begun[BW, p.stage]
@@ -112,3 +147,33 @@ class _Draft:
         batch = j // self._m - (stage < self._p)  # whose weights it takes
         weights = [Pass(BW, stage, batch * self._m - 1)] if batch > 0 else []
         return weights + ([p._replace(stage=stage - 1)] if stage else [])
+
+
+class _JointDraft(_Draft):
+    """Runs calls that each end with the steps of both chunks of a rank.
+
+    Args:
+        ahead: forwards of the first chunk that a call runs for the next one.
+    """
+
+    turns = (1, BW), (1, F), (0, BW), (0, F)
+
+    def __init__(self, num_ranks: int, num_microbatches: int, ahead: int) -> None:
+        super().__init__(num_ranks, num_microbatches, _STEADY + 3)
+        self._ahead = ahead
+        self._calls = [0] * num_ranks  # that have ended
+
+    def _steps(self, rank: int, taken: Pass) -> list[Pass]:
+        stages, end = (rank, rank + self._p), (self._calls[rank] + 1) * self._m
+        run = [self._begun[kind, stage] for kind in (F, BW) for stage in stages]
+        if min(run) < end or run[0] < end + self._ahead:
+            return []
+        self._calls[rank] += 1
+        return [Pass(UPDATE, stage, end - 1) for stage in stages]
+
+    def _has_room(self, p: Pass) -> bool:
+        """Return whether `p` is of the call: forwards of the next come behind all of its own."""
+        end = (self._calls[p.stage % self._p] + 1) * self._m
+        if p.kind == F and p.stage < self._p and self._begun[F, p.stage + self._p] >= end:
+            end += self._ahead
+        return p.microbatch < end

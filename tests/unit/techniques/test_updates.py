@@ -135,8 +135,9 @@ def test_calls_repeat(p, m, old):
 
 
 def test_what_cannot_be_cut_into_calls():
-    with pytest.raises(ValueError, match='not one update a rank and batch: take pipedream'):
-        calls_of(Schedule.of('none', Placement.loop(1), 1, [[]]))
+    for schedule in (Schedule.of('none', Placement.loop(1), 1, [[]]), build('wpipe', 2, 2)):
+        with pytest.raises(ValueError, match='not one update a rank and batch: take pipedream'):
+            calls_of(schedule)
     with pytest.raises(ValueError, match='none has no updates of the weights'):
         copies(Schedule.of('none', Placement.loop(1), 1, [[]]))
     for arguments, why in (
@@ -148,15 +149,16 @@ def test_what_cannot_be_cut_into_calls():
             updating(chain(2), *arguments)
 
 
-def test_without_a_meeting_in_the_lowering_calls_are_not_closed(monkeypatch):
-    """Then forwards are sent behind the step of their rank, which waits for the other ranks."""
-    schedule = endless(4, 4)
+@pytest.mark.parametrize(('name', 'm'), [('pipedream', 4), ('wpipe-joint', 8)])
+def test_messages_are_received_in_the_call_in_which_they_are_sent(monkeypatch, name, m):
+    """As they are lowered, some are received behind a step of their receiver: ranks cannot meet."""
+    schedule = build(name, 4, m)
     calls_of(schedule)
-    monkeypatch.setattr(calls, '_meeting', lambda graph: graph)
-    with pytest.raises(DeadlockError, match='rendezvous'):
-        calls_of(schedule)
-    monkeypatch.setattr(calls, 'prove', lambda programs: None)
+    monkeypatch.setattr(calls, '_receive_in_call_of_send', lambda parts: None)
     with pytest.raises(ValueError, match='crosses the border of call 0: move the forward of'):
+        calls_of(schedule)
+    monkeypatch.setattr(calls, '_require_closed', lambda *given: None)
+    with pytest.raises(DeadlockError, match='rendezvous'):
         calls_of(schedule)
 
 
@@ -201,6 +203,33 @@ def test_wpipe():
             assert max(peak(schedule, Costs.uniform(schedule.placement))) <= 2 * p
 
 
+def test_wpipe_with_joint_steps():
+    """The versions of `wpipe`; forwards of the next batch come behind all of their rank's own."""
+    for (p, m), period in {(2, 2): 6.5, (4, 4): 14.5, (4, 8): 24.5, (8, 8): 30.5}.items():
+        found = state('wpipe-joint', p, m)
+        assert found.period == period
+        assert found.weight_copies == (2,) * p + (1,) * p
+        assert [each.mean for each in found.delays] == [1] * p + [0] * p
+        versions = [forward_versions(build(name, p, m)) for name in ('wpipe', 'wpipe-joint')]
+        shared = versions[0].keys() & versions[1].keys()
+        assert len(shared) > 2 * p * m and all(versions[0][f] == versions[1][f] for f in shared)
+    for p in (1, 2, 3, 4):
+        for m in range(1, 10):
+            schedule = build('wpipe-joint', p, m)
+            check(schedule)
+            found = calls_of(schedule)
+            assert max(peak(schedule, Costs.uniform(schedule.placement))) <= 3.5 * p
+            ahead = m if m <= 4 * p else 2 * p
+            assert [found.ahead(rank) for rank in range(p)] == [ahead] * p
+            for rank in range(p):
+                ran = [
+                    str(i) for i in found.program(rank, 2) if isinstance(i, Pass) and i.kind == 'F'
+                ]
+                own = [ran.index(f'{rank + p}F{j}') for j in range(2 * m, 3 * m)]
+                next_batch = [f'{rank}F{j}' for j in range(3 * m, 3 * m + ahead)]
+                assert ran[max(own) + 1 :][-len(next_batch) :] == next_batch
+
+
 def test_weights_of_all_copies_count():
     schedule = build('pipedream', 4, 1)
     plain = Costs.uniform(schedule.placement)
@@ -233,5 +262,5 @@ def test_pictures_mark_steps_and_tell_versions():
 
 def test_who_never_takes_one():
     late = [each.name for each in own_families(every=True) if each.asynchronous]
-    assert late == ['pipedream', 'pipedream-2bw', 'paci', 'pipemare', 'wpipe']
+    assert late == ['pipedream', 'pipedream-2bw', 'paci', 'pipemare', 'wpipe', 'wpipe-joint']
     assert not {*late} & {*names()}
