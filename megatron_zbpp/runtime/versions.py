@@ -74,19 +74,25 @@ class OneStorage:
         parameters: of the stage.
         stepped: as of `Corrected`, where other stages correct theirs: a checkpoint has an average
             of every parameter.
+        ages: as of `Slots`, where other stages keep theirs; here they are the newest.
     """
 
     most = 1
 
     def __init__(
-        self, parameters: Iterable[torch.Tensor], stepped: Iterable[torch.Tensor] = ()
+        self,
+        parameters: Iterable[torch.Tensor],
+        stepped: Iterable[torch.Tensor] = (),
+        ages: int = 0,
     ) -> None:
-        self._parameters, self._stepped = tuple(parameters), tuple(stepped)
+        self._parameters, self._stepped, self._ages = tuple(parameters), tuple(stepped), ages
 
     def kept(self) -> Kept:
         of_each = zip(self._parameters, self._stepped, strict=False)
         averages = {id(parameter): torch.zeros_like(each.data) for parameter, each in of_each}
-        return {_AVERAGE: averages} if averages else {}
+        newest = {id(each): each.data for each in self._parameters}
+        older = {str(age): newest for age in range(1, self._ages + 1)}
+        return {_AVERAGE: averages} if averages else older
 
     def before_forward(self, p: Pass) -> None:
         """Parameters have the newest weights."""
@@ -220,8 +226,7 @@ class Slots:
         self._slots = {0: _copied(self._stepped) if self._stepped else self._data()}
         for age in filter(str.isdecimal, loaded):
             weights = loaded[age]
-            if all(id(each) in weights for each in self._parameters):  # of a method with older ones
-                self._slots[-int(age)] = [weights[id(each)] for each in self._parameters]
+            self._slots[-int(age)] = [weights[id(each)] for each in self._parameters]
         self._newest, self._current = 0, -1
         self._use(0)
         self._flying: dict[Key, int] = {}  # versions of microbatches between F and B

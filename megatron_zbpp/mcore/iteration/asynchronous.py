@@ -231,10 +231,10 @@ def _versions_of(
     buffered = getattr(getattr(model, 'ddp_config', None), 'use_distributed_optimizer', False)
     if updates.backward == STASHED:
         delay = updates.delays[stage] if updates.delays else None
-        if delay == 0:  # all passes of a batch are between two steps
-            return OneStorage(parameters)
         ahead, finish = calls.ahead(rank), endless.finish_step
         ages = max(updates.delays, default=-(-calls.ahead(0) // updates.every))
+        if delay == 0:  # all passes of a batch are between two steps
+            return OneStorage(parameters, ages=ages)
         sizes = updates.every, delay, buffered, ahead
         return Slots(parameters, *sizes, finish, ages, endless.loaded)
     if updates.backward == CORRECTED and buffered:
