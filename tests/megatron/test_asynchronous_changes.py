@@ -147,10 +147,16 @@ def train(method: str, by_hand: bool, argv: list[str]) -> tuple:
         return norms, losses, states, [report.fingerprint(report.by_layer(m), o) for m, o in left]
 
 
+def _has_reference(method: str, sizes: tuple[int, int], **_: Any) -> bool:
+    """Whether Megatron's own schedule is right: with m > p = 2, interleaved, it is not on gloo."""
+    return method != 'wpipe' or sizes[0] > 2
+
+
 @supports(
     'asynchronous: batches that grow, other data and models, evaluation, dropout', ' '.join(METHODS)
 )
 @grid(
+    _has_reference,
     method=METHODS,
     sizes=((2, 2), (4, 1), (2, 1)),
     more=((), ('--bf16', '--use-distributed-optimizer')),
@@ -160,8 +166,7 @@ def test_what_is_in_flight_runs_again(ranks, data, method, sizes, more):
     p, m = sizes
     if method == 'pipedream-2bw':
         m = max(m, p - 1)
-    if method == 'wpipe' and m % p:  # which Megatron's interleaved schedule cannot
-        m = p
+    m = p if method == 'wpipe' else m  # else Megatron's interleaved schedule cannot
     argv = [*MODEL, '--num-layers', 2 * p, '--data-path', data, '--log-interval', 1000]
     argv += ['--pipeline-model-parallel-size', p, '--global-batch-size', m, *more]
     argv += ['--train-iters', ITERATIONS, '--lr-warmup-iters', 1, '--clip-grad', 0.5]
