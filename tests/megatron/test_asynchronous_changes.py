@@ -152,9 +152,7 @@ def _has_reference(method: str, sizes: tuple[int, int], **_: Any) -> bool:
     return method != 'wpipe' or sizes[0] > 2
 
 
-@supports(
-    'asynchronous: batches that grow, other data and models, evaluation, dropout', ' '.join(METHODS)
-)
+@supports('asynchronous: batches that grow, other data and models, evaluation, dropout', '{method}')
 @grid(
     _has_reference,
     method=METHODS,
@@ -222,7 +220,7 @@ def test_data_that_forwards_in_flight_have_read(ranks):
     assert ['evaluation' in each for each in refused] == [True, False]
 
 
-@supports('asynchronous: checkpoints hold older weights', ' '.join(KEEP_OLDER))
+@supports('asynchronous: checkpoints hold older weights', '{method}')
 @grid(
     method=KEEP_OLDER,
     more=(
