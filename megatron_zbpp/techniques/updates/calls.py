@@ -118,7 +118,8 @@ def _receive_in_call_of_send(parts: Sequence[Sequence[list[Instruction]]]) -> No
     each = [(call, i) for own in parts for call, part in enumerate(own) for i in part]
     sent = {(i.producer, i.consumer): call for call, i in each if isinstance(i, Send)}
     for own in parts:
-        moved = defaultdict[int, tuple[list, list]](lambda: ([], []))  # to the beginning, the end
+        # to the beginning, and to the end
+        moved = defaultdict[int, tuple[list[Receive], list[Receive]]](lambda: ([], []))
         for call, part in enumerate(own):
             for i in [i for i in part if isinstance(i, Receive)]:
                 if (target := sent.get((i.producer, i.consumer), call)) != call:

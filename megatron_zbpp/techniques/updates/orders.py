@@ -79,7 +79,7 @@ def in_joint_calls(name: str, graph: Graph, num_ranks: int, num_microbatches: in
     p, m = num_ranks, num_microbatches
     ahead, calls = m if m <= 4 * p else 2 * p, num_calls(p, m) + 2
     draft = _JointDraft(p, m, ahead)
-    orders = []
+    orders: list[list[Pass]] = []
     for rank, drafted in enumerate(draft.orders()):
         order = [Pass(F, rank, j) for j in range(ahead)]
         at = [i for i, each in enumerate(drafted) if each.kind == UPDATE and each.stage >= p]
