@@ -146,9 +146,9 @@ def _everywhere(pairs: Iterable[tuple[Any, Any]]) -> Iterator[Place]:
     wanted = {id(one): (one, other) for one, other in pairs}
     if not wanted:
         return
-    for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType):
-            continue
+    for path, module in list(sys.modules.items()):
+        if path.startswith(('torch.', 'sympy.')) or not isinstance(module, ModuleType):
+            continue  # those have most of all names that there are, and none of Megatron
         if wanted.keys().isdisjoint(map(id, vars(module).values())):
             continue  # as nearly all do, of thousands
         for name, value in list(vars(module).items()):
