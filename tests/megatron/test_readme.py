@@ -181,6 +181,7 @@ def test_zbpp_commands(page, tmp_path, data):
         assert sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) == 25
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize(
     'code', sorted({b.text for b in pages.blocks() if b.language == 'python' and not b.title})
 )
