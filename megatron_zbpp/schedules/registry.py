@@ -139,6 +139,7 @@ class Family:
         return self.name if num_chunks == self.default_chunks else f'{self.name} v={num_chunks}'
 
 
+ASYNCHRONOUS = 'pipedream', 'pipedream-2bw', 'paci', 'pipemare', 'wpipe', 'wpipe-joint'
 # The library's own, by the modules that register them, of this room or of another; their order is
 # that of `zbpp list`. A module is imported when one of its families is asked for.
 _MODULES = {
@@ -179,14 +180,7 @@ _MODULES = {
         'dualpipe',
         'bitpipe',
     ),
-    'techniques.updates.families': (
-        'pipedream',
-        'pipedream-2bw',
-        'paci',
-        'pipemare',
-        'wpipe',
-        'wpipe-joint',
-    ),
+    'techniques.updates.families': ASYNCHRONOUS,
 }
 _FAMILIES: dict[str, Family] = {}  # by name, in the order of registration
 _NAMES: dict[str, str] = {}  # of each name and alias, as look-ups compare them, the family's name

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.graph import PARTNER, Applied
-from megatron_zbpp.schedules.registry import Family
+from megatron_zbpp.schedules.registry import ASYNCHRONOUS, Family
 from megatron_zbpp.techniques import NAMES
 
 
@@ -43,9 +43,6 @@ TRAINED = (*NAMES, SLICED, OVERLAP, VOCABULARY, EMBEDDING)
 """Techniques that train, each by itself. Others are planned, simulated and drawn."""
 
 ADDED = (*NAMES, VOCABULARY, EMBEDDING)  # to the orders of a schedule
-
-ASYNCHRONOUS = 'pipedream', 'pipedream-2bw', 'paci', 'pipemare', 'wpipe', 'wpipe-joint'
-"""Asynchronous families that train, by their names: not their schedules from files."""
 
 TRAINED_BY = {'wpipe': 'wpipe-joint'}
 """The families that train what others plan, in an order that Megatron's optimizers allow."""
