@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.common.spawning import joined, spawned
 from benchmarks.partition.cases import Entry
@@ -22,16 +26,23 @@ _WEIGHT = 2 * _FLOAT  # and its gradient; there is no optimizer
 
 
 def planned(gpt: Gpt, entry: Entry) -> list[float]:
-    """Return the bytes of weights, gradients and activations of each rank at their peak."""
+    """Return the bytes of weights, gradients and activations of each rank at their peak.
+
+    One gradient more is counted, of the largest weight: autograd makes it, then adds it.
+    """
     placement, p = entry.schedule.placement, gpt.num_ranks
     kinds = _kinds(gpt, entry)
-    held = [sum(_parameters(gpt, kind, entry) for kind in own) * _WEIGHT for own in kinds]
-    by_rank = [sum(held[stage] for stage in placement.stages(rank)) for rank in range(p)]
-    if entry.shard is not None:
-        rows = gpt.words * gpt.hidden / p
-        # tied: gradients of the embedding's passes and of T are summed apart
-        shares = (_WEIGHT + _FLOAT) if gpt.tied else _WEIGHT
-        by_rank = [each + rows * shares for each in by_rank]
+    by_rank = []
+    for rank in range(p):
+        letters = ''.join(kinds[stage] for stage in placement.stages(rank))
+        weights = [_parameters(gpt, kind, entry) for kind in letters]
+        largest = [gpt.words * gpt.hidden * (kind != 't') for kind in letters]
+        if entry.shard is not None:
+            shard = gpt.words * gpt.hidden / p
+            # tied: gradients of the embedding's passes and of T are summed apart
+            weights.append(shard * (1.5 if gpt.tied else 1))
+            largest = [each * (not gpt.tied) for each in largest] + [shard]
+        by_rank.append(sum(weights) * _WEIGHT + max(*largest, 4 * gpt.hidden**2) * _FLOAT)
     activations = peak(entry.schedule, _costs(gpt, entry, kinds))
     return [sum(both) for both in zip(by_rank, activations, strict=True)]
 
@@ -80,7 +91,8 @@ def _costs(gpt: Gpt, entry: Entry, kinds: Sequence[str]) -> Costs:
 def resident(job: Job) -> list[list[float]]:
     """Return by entry the bytes by which each rank's process grows, at its peak.
 
-    Each entry has processes of its own. The peak is that of a second iteration.
+    Each entry has processes of its own, which have run a tiny model before; their allocator gives
+    back what is freed. The peak is that of a second iteration.
 
     Raises:
         RuntimeError: a rank failed.
@@ -88,8 +100,9 @@ def resident(job: Job) -> list[list[float]]:
     found = []
     for entry in job.entries:
         by_rank = [0.0] * len(job.factors)
-        for rank, grown in spawned(_rank, len(by_rank), (job, entry)):
-            by_rank[rank] = grown
+        with mock.patch.dict(os.environ, {'MALLOC_MMAP_THRESHOLD_': str(2**18)}):
+            for rank, grown in spawned(_rank, len(by_rank), (job, entry)):
+                by_rank[rank] = grown
         found.append(by_rank)
     return found
 
@@ -98,15 +111,21 @@ def _rank(rank: int, given: tuple[Job, Entry], port: int, queue: Any) -> None:
     job, entry = given
     p = len(job.factors)
     with joined(rank, p, job.place.enter(rank, p, port), pipeline_model_parallel_size=p):
-        from benchmarks.partition import model  # noqa: F401 - what it imports is no model
-
+        assert job.gpt is not None, 'of real passes'
+        tiny = replace(job.gpt, hidden=64, sequence=16, words=64 * p)
+        _iterate(runner_of(entry, replace(job, gpt=tiny), 1.0))
         before = _status('VmRSS')
-        runner = runner_of(entry, job, job.factors[rank])
-        with runner.ready():
-            runner.iterate()
-            Path('/proc/self/clear_refs').write_text('5')  # the peak begins anew
-            runner.iterate()
+        _iterate(runner_of(entry, job, 1.0))
         queue.put((rank, _status('VmHWM') - before))
+
+
+def _iterate(runner: Any) -> None:
+    """Run two iterations; the process's peak begins anew before the second, with what is in use."""
+    with runner.ready():
+        runner.iterate()
+        ctypes.CDLL(None).malloc_trim(0)
+        Path('/proc/self/clear_refs').write_text('5')
+        runner.iterate()
 
 
 def _status(name: str) -> float:

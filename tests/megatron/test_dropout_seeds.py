@@ -30,7 +30,7 @@ OF_TE = {
 }
 
 
-@supports('dropout seeded by layer and microbatch: {what}', '{schedule}')
+@supports('dropout seeded as in our 1f1b with `--pipeline-dropout-seeds`: {what}', '{schedule}')
 @grid(
     schedule=('zb-v', 'zb-h1', 'interleaved', 'zb-v+post-validation'),
     what=tuple(MORE),
@@ -45,7 +45,8 @@ def test_as_1f1b(ranks, data, schedule, what):
 @pytest.mark.te
 @pytest.mark.full
 @supports(
-    "dropout seeded by layer and microbatch: Transformer Engine's layers, {what}", '{schedule}'
+    "dropout seeded as in our 1f1b with `--pipeline-dropout-seeds`: Transformer Engine's layers, {what}",
+    '{schedule}',
 )
 @grid(what=tuple(OF_TE), schedule=('zb-v', 'interleaved'))
 def test_as_1f1b_te(te_ranks, data, schedule, what):
@@ -156,7 +157,10 @@ def states_of(ranks, data, **how):
     assert resumed[1] == {place: own for place, own in found[1].items() if place[1] == 1}
 
 
-@supports('dropout seeded by layer and microbatch: slices of sequences', '{schedule}')
+@supports(
+    'dropout seeded as in our 1f1b with `--pipeline-dropout-seeds`: slices of sequences',
+    '{schedule}',
+)
 @grid(schedule=('interleaved', 'zb-v'))
 def test_slices(ranks, data, tmp_path, schedule):
     """Of one length, all schedules draw slice by slice the same, in each slice other masks."""
@@ -178,7 +182,9 @@ def test_layers_that_run_twice(ranks, data):
         ranks(2).run(train, job, job.argv('1f1b', False, data))
 
 
-@supports("NVIDIA's loop: dropout seeded by layer and microbatch", '{schedule}')
+@supports(
+    "NVIDIA's loop: dropout seeded as in our 1f1b with `--pipeline-dropout-seeds`", '{schedule}'
+)
 @needs_training
 @grid(schedule=('zb-v+post-validation', 'interleaved'))
 def test_resumed(ranks, tmp_path, schedule):
