@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -170,7 +171,8 @@ class LaidOutGpt(Gpt):
         super().__init__(*shape, layout=layout, tied=sizes.tied)
 
     def chunks(self, placement: Placement, store: WeightGradStore) -> list[GPTModel]:
-        found = super().chunks(placement, store)
+        with _tied_on(placement.only_route[0], placement.only_route[-1]):
+            found = super().chunks(placement, store)
         for chunk in found:
             _draw(chunk)
         return found
@@ -184,6 +186,15 @@ class LaidOutGpt(Gpt):
             {'tokens': words[:, :-1], 'labels': words[:, 1:], 'positions': positions}
             for words in drawn
         )
+
+
+@contextmanager
+def _tied_on(*ranks: int) -> Iterator[None]:
+    """Inside, these ranks have the embedding and its copy; groups were made for those of a loop."""
+    made = dist.new_group(sorted({*ranks}))  # by all ranks
+    group = made if dist.get_rank() in ranks else None
+    with mock.patch.object(parallel_state, '_EMBEDDING_GROUP', group):
+        yield
 
 
 def _draw(model: GPTModel) -> None:
