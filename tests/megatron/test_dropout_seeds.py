@@ -45,7 +45,8 @@ def test_as_1f1b(ranks, data, schedule, what):
 @pytest.mark.te
 @pytest.mark.full
 @supports(
-    "dropout seeded as in our 1f1b with `--pipeline-dropout-seeds`: Transformer Engine's layers, {what}",
+    'dropout seeded as in our 1f1b with `--pipeline-dropout-seeds`: '
+    "Transformer Engine's layers, {what}",
     '{schedule}',
 )
 @grid(what=tuple(OF_TE), schedule=('zb-v', 'interleaved'))
