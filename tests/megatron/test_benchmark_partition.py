@@ -10,7 +10,8 @@ import sys
 import pytest
 from paths import ROOT
 
-from benchmarks.partition import cases, cli, shares, two_hosts
+from benchmarks.partition import cases, cli, resident, shares, two_hosts
+from benchmarks.partition.measured import Gpt
 
 
 def run(folder, *flags):
@@ -103,12 +104,32 @@ def test_real_passes(tmp_path):
 def test_real_shards(tmp_path, layers):
     """S and T are profiled, too; all begin with the same weights."""
     share = [] if limited() else ['--share', '0.45']
-    more = ['--shards', '1f1b,zb-v', *layers, '--rounds', '1']
+    more = ['--shards', '1f1b,zb-v', '--memory', *layers, '--rounds', '1']
     text, result = run(tmp_path, *REAL, *share, *more)
     assert 'losses are equal to the bit' in text and 'a shard: S ' in text
     names = [row['name'] for row in result['rows']]
     assert names == ['1f1b, even', '1f1b, best layout', '1f1b, shards', 'zb-v, shards']
     assert all(each > 0 for each in result['shard_s'])
+    for row in result['rows']:
+        assert len(row['planned_bytes']) == len(row['resident_bytes']) == 2
+        assert min(row['planned_bytes']) > 0
+
+
+def test_memory_by_shapes():
+    """Two layers and the output layer on the last of two ranks, or half of that on each."""
+    sizes = Gpt(2, 4, hidden=64, sequence=16, words=512, iterations=1, num_microbatches=4)
+    known = cases.Known(cases.gpt(4, 3.0), cases.machines(2, None, 1, 0.0))
+    even, *_ = cases.entries(known, 4, 0.1)
+    shards = cases.sharded(known, 4, '1f1b')
+    layers, head, values = 2 * (12 * 64**2 + 13 * 64), 512 * 64, 16 * 64
+    held = 2 * values * ((2 + 3 + 1) + (2 + 4 + 4)) * 4  # of attention and MLP, with their norms
+    whole = resident.planned(sizes, even)[1]
+    assert whole == 8 * (layers + head + 2 * 64) + 4 * head + held + 16 * (512 + 64) * 4
+    part = resident.planned(sizes, shards)[1]
+    logits = 16 * (512 // 2 + 64 + 4 + 2 * 64) * 4  # and hidden states, gradient of these
+    made = [p.kind for p in shards.schedule.passes[1]]
+    most = max(made[:at].count('S') - made[:at].count('T') for at in range(len(made) + 1))
+    assert part <= 8 * (layers + head / 2) + 4 * head / 2 + 2 * held + most * logits < whole
 
 
 SPIN = """
@@ -165,6 +186,7 @@ def test_ranks_share_no_more_than_there_is():
     [
         (['--share', '0.4'], '--share is of real passes'),
         (['--tied'], '--tied is of real passes'),
+        (['--memory'], '--memory is of real passes'),
         (['--real', '--measure'], '--measure is of emulated passes'),
         (['--real', '--slow', '1:2'], 'with --real a slow rank has a smaller share'),
         (['--real', '--share', '0.1', '--realtime'], 'leave --realtime out'),
