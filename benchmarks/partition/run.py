@@ -83,6 +83,7 @@ def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
 
 
 def runner_of(entry: Entry, job: Job, factor: float) -> Any:
+    """Return what runs iterations of an entry on this rank, whose passes take `factor` as long."""
     from benchmarks.partition.model import LaidOutGpt, ShardedModel, UnevenModel
     from benchmarks.pipelines.runners import MegatronRunner, ZbppRunner
 
