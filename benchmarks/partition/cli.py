@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f'{what} differ: they did not do the same work')
         return 1
     print(f'all did the same work: {what} are equal to the bit')
-    if args.real:
+    if args.real and not args.tied:  # which step by an optimizer alone
         first, last = (fmean(map(float.fromhex, samples[0][at].work)) for at in (0, -1))
         print(f'loss of the first round: {first:.4f}; of the last: {last:.4f}')
     if args.memory:
