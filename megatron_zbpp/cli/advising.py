@@ -18,7 +18,7 @@ from megatron_zbpp.cli.progress import progress
 from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.partitioning.advise.flags import flags_of
 from megatron_zbpp.partitioning.advise.job import JOB_SIZES, STOCK, Job, Setup
-from megatron_zbpp.partitioning.advise.prediction import BY_RATES, BY_TIMES, Prediction
+from megatron_zbpp.partitioning.advise.prediction import BY_RATES, BY_TIMES, Prediction, stages_of
 from megatron_zbpp.partitioning.advise.search import SCHEDULES, Advice, advise, with_measured
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.planner.limits import Bytes
@@ -191,10 +191,33 @@ def _measured(job: Job, own: Setup, layers: Layers) -> Job:
         )
     times = zip(*((each.forward, each.backward, each.weight) for each in layers), strict=True)
     forward, backward, weight = map(sum, times)
-    rough = with_measured(job, (forward, backward, weight), own)
-    rate = job.shape.tflops * 3 / sum(rough.factors)  # near it, communication has its own share
-    near = replace(job, shape=replace(job.shape, tflops=rate))
-    return with_measured(near, (forward, backward, weight), own)
+    rate = _rate(job, forward + backward + weight, own)
+    return with_measured(_at_rate(job, rate), (forward, backward, weight), own)
+
+
+def _at_rate(job: Job, tflops: float) -> Job:
+    return replace(job, shape=replace(job.shape, tflops=tflops))
+
+
+def _rate(job: Job, measured: float, own: Setup) -> float:
+    """Return the TFLOP/s at which the layers take what was measured, communication included.
+
+    Raises:
+        ValueError: communication alone would take as long.
+    """
+    slow, fast = (
+        sum(map(sum, stages_of(_at_rate(job, tflops), own).costs.times.values()))
+        for tflops in (1.0, 2.0)
+    )
+    products = 2 * (slow - fast)  # at 1 TFLOP/s
+    talk = slow - products
+    if not measured > talk:
+        raise ValueError(
+            f'--within {job.within:g}, --between {job.between:g}: communication alone would take '
+            f'{talk:.3g} s a microbatch, and all of --layers-file {measured:.3g} s: give the rates '
+            'of the links that it was measured on'
+        )
+    return products / (measured - talk)
 
 
 def _machine(args: Namespace) -> dict[str, Any]:

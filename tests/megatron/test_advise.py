@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+from dataclasses import replace
 
 import pytest
 from commands import run
@@ -16,7 +17,8 @@ from megatron_zbpp.cli import main
 from megatron_zbpp.mcore.command_line import doctor
 from megatron_zbpp.mcore.command_line.advise import AdvisedLine
 from megatron_zbpp.partitioning.advise.job import FULL, NONE, SELECTIVE, Job, Setup
-from megatron_zbpp.partitioning.advise.prediction import predict
+from megatron_zbpp.partitioning.advise.layer_costs import layer_costs
+from megatron_zbpp.partitioning.advise.prediction import BY_RATES, BY_TIMES, predict
 from megatron_zbpp.partitioning.advise.search import advise
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.partitioning.shapes import Shape, layers_of
@@ -82,6 +84,59 @@ def test_setups_of_lines(words: str, setup: Setup) -> None:
     assert line.own(job_of(line)) == setup
 
 
+@pytest.mark.parametrize(
+    ('words', 'wanted'),
+    [
+        ('', {'overlaps': False, 'cp': 1, 'etp': 0, 'ends': (False, False), 'fused': True}),
+        ('--overlap-grad-reduce', {'overlaps': True}),
+        ('--context-parallel-size 2', {'cp': 2}),
+        ('--expert-tensor-parallel-size 1', {'etp': 1}),
+        ('--account-for-embedding-in-pipeline-split', {'ends': (True, False)}),
+        ('--account-for-loss-in-pipeline-split', {'ends': (False, True)}),
+        ('--attention-backend unfused', {'fused': False}),
+        ('--attention-backend flash', {'fused': True}),
+        ('--transformer-impl local --use-flash-attn', {'fused': True}),
+    ],
+)
+def test_jobs_of_lines(words: str, wanted: dict[str, object]) -> None:
+    job = job_of(read(f'{LINE} {words}'))
+    assert {name: getattr(job, name) for name in wanted} == wanted
+
+
+def test_a_batch_that_the_line_leaves_out() -> None:
+    """One microbatch of each replica, as Megatron has it."""
+    line = read(LINE.replace('--global-batch-size 16', '').replace('batch-size 1', 'batch-size 3'))
+    assert line.sizes(8)['global_batch'] == 3 * 8 // (2 * 2)
+
+
+def test_sizes_that_follow_from_others() -> None:
+    plain = LINE.replace('--ffn-hidden-size 128', '')
+    gated = job_of(read(f'{plain} --kv-channels 32')).shape
+    assert (gated.ffn, gated.head_dim) == (64 * (4 * 64 * 2 // 3 // 64), 32)
+    shape = job_of(read(plain.replace('--swiglu', ''))).shape
+    assert (shape.model, shape.ffn, shape.width) == ('gpt', 4 * 64, 16)
+
+
+OF_THE_LINE = """--pipeline-model-parallel-layout Et|tL --decoder-first-pipeline-num-layers 1
+    --decoder-last-pipeline-num-layers 1 --num-layers-per-virtual-pipeline-stage 1
+    --num-virtual-stages-per-pipeline-rank 2 --expert-model-parallel-size 2 --sequence-parallel
+    --recompute-granularity selective --recompute-method block --recompute-num-layers 2
+    --recompute-modules mlp core_attn --recompute-activations --distribute-saved-activations
+    --pipeline-schedule zb-h1 --pipeline-offload half --enable-optimizer-post-validation"""
+
+
+def test_proposed_lines_have_nothing_of_the_setup_of_the_line() -> None:
+    """Whatever that was made of; and all else."""
+    line = read(LINE)
+    line = replace(line, flags=(*line.flags, *OF_THE_LINE.split(), '--lr', '1e-4'))
+    setup = Setup(1, 4, 1, 1, 2, '1f1b', NONE, False)
+    words = line.line_of(job_of(line), setup)
+    kept = LINE.replace(PARALLEL, '').replace('--micro-batch-size 1 ', '').split()
+    given = """--tensor-model-parallel-size 1 --pipeline-model-parallel-size 4
+        --micro-batch-size 2""".split()
+    assert words == [*kept, '--lr', '1e-4', *given]
+
+
 def test_proposed_lines_are_read_as_what_they_propose() -> None:
     """All setups of a job: each line has the model, batch and setup that it is proposed for."""
     line = read(f'{LINE} --lr 1e-4 --recompute-activations')
@@ -143,6 +198,7 @@ def test_printed(capsys, monkeypatch) -> None:
     assert not list(Draft202012Validator(own).iter_errors(found))
     assert found['is_own'] and found['against']['launch_line'] == LINE.strip()
     assert found['best'][0]['seconds'] <= found['against']['seconds']
+    assert found['against']['seconds_to'] == BY_RATES[1] * found['against']['seconds']
     assert main(asked(LINE, *few)) == 0
     printed = capsys.readouterr().out
     assert all(len(line) <= 80 for line in printed.splitlines())
@@ -189,6 +245,28 @@ def test_segments_of_a_pattern() -> None:
         job_of(line)
 
 
+def test_measured_layers_of_slow_links(tmp_path, capsys) -> None:
+    """Others take what they do at the rate that the layers were made with: links have their own."""
+    slow = '--within 0.005 --between 0.005'
+    line = read(LINE)
+    job = replace(job_of(line), within=0.005, between=0.005)
+    job = replace(job, shape=replace(job.shape, tflops=0.01, bandwidth=0.0))
+    file = tmp_path / 'layers.json'
+    file.write_text(layer_costs(job, line.own(job)).layers.to_json())
+    words = f'advise --gpus 8 --memory 5GiB --vocab 128 {slow} --json --schedules 1f1b --count 99'
+    assert main([*words.split(), '--layers-file', str(file), '--', *LINE.split()]) == 0
+    rows = json.loads(capsys.readouterr().out)['best']
+    assert len({row['tp'] for row in rows}) == 3
+    for row in rows:
+        others = Setup(row['tp'], row['pp'], 1, 1, row['micro_batch'], '1f1b', row['recompute'])
+        made = predict(job, replace(others, sequence_parallel=row['tp'] > 1))
+        assert row['seconds'] == pytest.approx(made.seconds, rel=1e-6), others
+    slower = ['--within', '0.002', '--layers-file', str(file), '--', *LINE.split()]
+    assert main([*words.split(), *slower]) == 2
+    told = r'--within 0\.002, .* alone would take .* and all of --layers-file .*: give the rates of'
+    assert re.search(told, capsys.readouterr().err)
+
+
 def test_measured_layers(tmp_path, capsys) -> None:
     """A line that takes as long as measured; its others in proportion."""
     shape = Shape('llama', 8, 64, 4, 128, 32, 0.01, ffn=128, tp=2)
@@ -199,7 +277,9 @@ def test_measured_layers(tmp_path, capsys) -> None:
     for factor in (1.0, 3.0):
         file.write_text(layers.scaled(factor).to_json())
         assert main([*words, '--json', '--layers-file', str(file), '--', *LINE.split()]) == 0
-        took.append(json.loads(capsys.readouterr().out)['against']['seconds'])
+        own = json.loads(capsys.readouterr().out)['against']
+        assert own['seconds_to'] == BY_TIMES[1] * own['seconds']
+        took.append(own['seconds'])
     assert took[1] / took[0] == pytest.approx(3, rel=0.05)
     sums = sum(layer.time for layer in layers)
     assert took[0] == pytest.approx(sums * (8 + 1) / 2, rel=0.1), 'm + p - 1 turns of half of it'

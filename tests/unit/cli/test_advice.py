@@ -1,0 +1,67 @@
+"""What `zbpp advise` prints of a shape: the figures are those of the predictions, by rank."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_zbpp.cli import main
+from megatron_zbpp.partitioning.advise.job import Job
+from megatron_zbpp.partitioning.advise.prediction import BY_RATES
+from megatron_zbpp.partitioning.advise.search import advise
+from megatron_zbpp.partitioning.shapes import Shape
+
+GIB = 2.0**30
+FEW = ('1f1b', 'zb-v')
+SHAPE = '--model gpt --num-layers 16 --hidden 4096 --heads 32 --vocab 51200 --seq 2048'
+RATES = '--tflops 245 --bandwidth 2039 --global-batch-size 16'
+LINE = f'advise --gpus 8 --memory 20GiB --gpus-per-node 1 {RATES} {SHAPE}'
+MODEL = Shape('gpt', 16, 4096, 32, 51200, 2048, 245.0, bandwidth=2039.0)
+JOB = Job(MODEL, 16, 8, 20 * GIB, gpus_per_node=1)
+
+
+def printed(capsys: pytest.CaptureFixture, *more: str) -> str:
+    words = [*LINE.split(), '--schedules', ','.join(FEW), '--count', '4', *more]
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+
+def test_rows_are_the_predictions(capsys: pytest.CaptureFixture) -> None:
+    made = json.loads(printed(capsys, '--json'))
+    best, (rival,) = (
+        advise(JOB, FEW, count=4).best,
+        advise(JOB, ('1f1b', 'interleaved'), count=1).best,
+    )
+    assert made['against']['seconds'] == rival.seconds and not made['is_own']
+    assert any(len(set(each.nbytes)) > 1 for each in best), 'ranks differ'
+    for row, each in zip(made['best'], best, strict=True):
+        setup = each.setup
+        assert (row['pp'], row['tp'], row['vpp']) == (setup.pp, setup.tp, setup.chunks)
+        assert row['pp'] * row['tp'] * row['dp'] == 8
+        assert row['dp'] * row['micro_batch'] * row['microbatches'] == 16
+        assert (row['schedule'], row['recompute']) == (setup.schedule, setup.saving)
+        assert row['bytes'] == list(each.nbytes) and row['fits']
+        assert row['gain'] == pytest.approx((rival.seconds - each.seconds) / rival.seconds)
+        shares = [row[name] / each.seconds for name in ('seconds_from', 'seconds_to')]
+        assert shares == pytest.approx(BY_RATES) and row['idle_all_ranks'] == each.idle
+        assert f'--micro-batch-size {setup.micro_batch}' in row['launch_line']
+
+
+def test_text_has_the_same_figures(capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    monkeypatch.setenv('COLUMNS', '200')
+    made, text = json.loads(printed(capsys, '--json')), printed(capsys)
+    lines = text.splitlines()
+    heads = lines[1].split()
+    names = ['schedule', 'pp', 'tp', 'dp', 'mb', 're', 's/step', 'idle', 'gain', 'GiB']
+    assert heads == names
+    short = {'none': '-', 'selective': 'sel', 'full': 'full'}
+    for number, row in enumerate(made['best'], 1):
+        _, *cells = lines[2 + number].split()
+        gib = [f'{own / GIB:.1f}' for own in row['bytes']]
+        wanted = [row['pp'], row['tp'], row['dp'], row['micro_batch'], short[row['recompute']]]
+        wanted += [f'{row["seconds"]:.4g}', f'{row["idle_all_ranks"]:.1%}', f'{row["gain"]:.1%}']
+        assert cells[-9:] == [*map(str, wanted), f'{max(row["bytes"]) / GIB:.1f}']
+        low, high = (f'{row[name]:.4g}' for name in ('seconds_from', 'seconds_to'))
+        told = f'{number}: {row["seconds"]:.4g} s, probably {low} to {high}; GiB of each pipeline '
+        assert f'{told}rank: {" ".join(gib)}' in ' '.join(text.split())
