@@ -91,7 +91,7 @@ def anneal(
     orders = [part.unfold() for part in folded]
     value, ends = replay_whole(problem, orders)
     best = Solution(value, [list(order) for order in orders])
-    cost = 6 + problem.num_passes / 20
+    cost = 6 + problem.num_steps / 20
     path, stale = critical(problem, orders, ends), 0
     while best.value > enough and budget.charge(cost):
         rank, position = _pick(path, orders, rng)

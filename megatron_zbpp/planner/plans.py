@@ -88,6 +88,7 @@ def plan(
     memory_limit: Limit = None,
     objective: str = 'makespan',
     seconds: float = 20.0,
+    spent: float = 0.0,
     seed: int = 0,
     starts: Iterable[Schedule] = (),
     graph: Graphs | None = None,
@@ -104,6 +105,7 @@ def plan(
             the longest span of one rank, where they do not.
         seconds: at most, but for the schedule to begin with and the check of the plan; turned into
             a number of steps, so that plans can be made again.
+        spent: seconds of these that are over: the clock ends the search so much earlier.
         seed: another one searches elsewhere.
         starts: schedules of m microbatches to be at least as good as, where they keep the limit;
             those of another graph are left out.
@@ -123,9 +125,10 @@ def plan(
         made = graph and graph(placement.num_stages)
         units = num_microbatches * (made.num_slices if made else 1)
         problems.append(Problem(placement, units, costs, limits, objective, made))
-    whole = Budget(seconds)
+    whole = Budget(seconds, reserve=spent)
     in_time = always if _small(problems) else whole.on_time
-    budget = Budget(seconds, progress, reserve=min(seconds / 2, _reserve(problems)))
+    reserve = min((seconds - spent) / 2, _reserve(problems))
+    budget = Budget(seconds, progress, reserve=spent + reserve)
     searches, names = _begun(problems, list(starts), seed, budget)
     try:
         _search([search for search in searches if search.solutions], budget)

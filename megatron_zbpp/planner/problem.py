@@ -131,6 +131,12 @@ class Problem:
         return self.num_queues * self.num_microbatches
 
     @cached_property
+    def num_steps(self) -> int:
+        """Passes, and inputs that they have beyond one: what a replay of orders looks at."""
+        more = sum(max(0, len(inputs) - 1) for inputs in self.inputs)
+        return self.num_passes + self.num_microbatches * more
+
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Rank of each queue."""
         return tuple(self.placement.rank_of(task.stage, 0) for task in self.tasks)

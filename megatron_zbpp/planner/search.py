@@ -89,7 +89,7 @@ class Search:
         """Try random patterns, then changes of the best, and keep the schedules of these."""
         few, pool, rng = self._few, self._pool, self._rng
         explore = 0.0 if pool else _RANDOM
-        while budget.charge(2 * few.num_passes):
+        while budget.charge(2 * few.num_steps):
             climb = len(pool) == _POOL and budget.spent > explore
             at = min(int(rng.expovariate(0.5)), _POOL - 1)
             pattern = pool[at][1].mutated(rng) if climb else Pattern.random(few, rng)

@@ -24,6 +24,7 @@ from megatron_zbpp.planner.moving_bounds import moving_bound
 from megatron_zbpp.planner.pattern import Pattern, dispatch
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem
+from megatron_zbpp.planner.search import Search
 from megatron_zbpp.techniques.offload.graph import offload
 from megatron_zbpp.techniques.recompute.graph import recompute
 from megatron_zbpp.techniques.slices.graph import sliced
@@ -193,3 +194,20 @@ def test_windows_need_a_known_beginning():
         plan(costs, M, graph=ahead, objective='window', seconds=0.1)
     found = plan(costs, M, graph=GRAPHS['slices'], objective='window', seconds=0.1)
     assert found.value == pytest.approx(max(simulate(found.schedule, costs[0][1]).windows))
+
+
+@pytest.mark.parametrize(('name', 'more'), [('slices', 0), ('shards of the vocabulary', 8)])
+def test_steps_are_charged_by_inputs(name, more):
+    """A replay of shards looks at what all ranks have made of a microbatch."""
+    placement = PLACEMENTS['loop']
+    graph = GRAPHS[name](placement.num_stages)
+    problem = Problem(placement, M * graph.num_slices, costs_of(placement), (inf,) * 3, graph=graph)
+    assert problem.num_steps == problem.num_passes + problem.num_microbatches * more
+    charged, charge = set(), budget.Budget.charge
+    with patch.object(
+        budget.Budget, 'charge', lambda self, steps: charged.add(steps) or charge(self, steps)
+    ):
+        start = dispatch(problem, Pattern.straight(problem, 0.0, 0.0, inf))
+        Search(problem, [start], 0).improve(budget.Budget(0.02))
+    assert {2 * problem.with_fewer_microbatches.num_steps} < charged
+    assert 6 + problem.num_steps / 20 in charged

@@ -45,7 +45,7 @@ from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques import NAMES, find
 
 ACTIONS = NAMES
-ADDED = {'times', 'steps', 'even', 'of_slices'}  # properties younger than the file
+ADDED = {'times', 'steps', 'even', 'of_slices', 'num_steps'}  # properties younger than the file
 FILE = Path(__file__).with_name('plans.json')
 # Halves and quarters: releases of Python add them in different ways to the same sum.
 TIMES = ((2.0, 3.0, 2.0), (3.0, 4.0, 1.0), (2.5, 2.0, 2.5), (1.5, 1.75, 1.0))
