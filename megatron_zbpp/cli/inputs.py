@@ -21,6 +21,7 @@ from megatron_zbpp.ir.formats import BYTES, MANY, UNITS, PlanFile, Units
 from megatron_zbpp.ir.graph import HOST, TRANSFERS
 from megatron_zbpp.ir.plan_costs import in_reverse, joined
 from megatron_zbpp.ir.timeline import Timeline
+from megatron_zbpp.planner.budget import always
 from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.schedules import build, find, names
 from megatron_zbpp.techniques import ASKED, placed_in_turn
@@ -144,7 +145,7 @@ def _in_shards(args: Namespace, case: Case) -> Case:
     if limit is not None:
         limit = max(0.0, limit - max(costs.static(placement)))
     if VOCABULARY not in techniques_of(made):
-        made = in_shards(made, costs, limit)
+        made = in_shards(made, costs, limit, getattr(args, 'on_time', always))
     if args.vocab_layers == BOTH:
         made = in_embedding_shards(made, costs)
     return case._replace(schedule=made, costs=costs)

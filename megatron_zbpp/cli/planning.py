@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from megatron_zbpp.cli.printing import (
     write,
 )
 from megatron_zbpp.cli.progress import progress
-from megatron_zbpp.cli.searching import add_search, searched
+from megatron_zbpp.cli.searching import add_search, searched, tell_cut_short
 from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.ir.costs_file import SELECTIVE
 from megatron_zbpp.ir.formats import Units, memory_of_plan
@@ -79,12 +78,7 @@ def plan_schedule(args: Namespace) -> int:
         lambda e: (e.best, False) if isinstance(e, PlanningInterrupted) else None,
     )
     if not (cached or found.repeats or is_small(args.pp * args.microbatches * 3)):
-        print(
-            f'zbpp: the clock ended planning after {time.monotonic() - begun:.0f} s: not all '
-            f'schedules of {args.pp} ranks and {args.microbatches} microbatches were tried; give '
-            'more --seconds, or fewer --microbatches',
-            file=sys.stderr,
-        )
+        tell_cut_short(args, begun)
     made = _plan_facts(args, found, cached, counts)
     _write_plan(
         args, picture, found.as_good_as or 'planned', Case(found.schedule, found.costs), made

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from argparse import ArgumentParser
+import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -85,3 +86,13 @@ def searched(
             raise
     print(f'zbpp: interrupted: {what} by then', file=sys.stderr)
     return found, 128 + signal.SIGINT
+
+
+def tell_cut_short(args: Namespace, begun: float) -> None:
+    """Print that the clock ended planning, which began at `begun`, and the cure."""
+    print(
+        f'zbpp: the clock ended planning after {time.monotonic() - begun:.0f} s: not all '
+        f'schedules of {args.pp} ranks and {args.microbatches} microbatches were tried; give '
+        'more --seconds, or fewer --microbatches',
+        file=sys.stderr,
+    )

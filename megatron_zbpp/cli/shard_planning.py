@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 from megatron_zbpp.cli import arguments, slicing
@@ -20,14 +22,17 @@ from megatron_zbpp.cli.printing import (
     print_summary,
     print_wrapped,
 )
-from megatron_zbpp.cli.searching import searched
+from megatron_zbpp.cli.progress import progress
+from megatron_zbpp.cli.searching import searched, tell_cut_short
 from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.formats import memory_of_plan
-from megatron_zbpp.planner.plans import Plan, PlanningInterrupted, plan
+from megatron_zbpp.planner.budget import Budget, always
+from megatron_zbpp.planner.plans import Plan, PlanningInterrupted, is_small, plan
 from megatron_zbpp.planner.slice_counts import doubled
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.schedules import find
+from megatron_zbpp.schedules.registry import Sizes
 from megatron_zbpp.techniques.composition import OUTPUT
 from megatron_zbpp.techniques.slices.balance import balanced
 from megatron_zbpp.techniques.slices.sizes import AUTO, sizes_of
@@ -35,6 +40,8 @@ from megatron_zbpp.techniques.slices.sizes import AUTO, sizes_of
 # that keep their bubble with the output layer on all ranks
 _HOSTS = '1f1b', 'zb-h1', 'zb-v', 'v-half', 'v-min', 'interleaved', 'zb-interleaved'
 _HARDLY = 0.01  # of a value: for less neither slices nor shards are worth their passes
+_WAYS = 0.5  # share of the time for named schedules, of which each way has an equal part
+_TRIED = 5  # times that a pass of a named schedule is looked at, of one that a search replays
 _ON_ALL, _WHOLE = 'on all ranks', 'whole'
 
 
@@ -90,14 +97,20 @@ def plan_in_shards(args: Namespace) -> tuple[Case, dict, int]:
     for flag, value in (('--frontier', args.frontier), ('--actions', args.actions)):
         if value:
             raise ValueError(f'{flag} with --vocab-parallel is not planned yet: leave one out')
-    ways = _ways(args)
+    begun = time.monotonic()
+    with progress('named schedules', '%', 100) as done:
+        budget = Budget(args.seconds * _WAYS, done)
+        ways = _ways(args, budget)
     best = choose(ways)
     found, status = searched(
         'planning',
         'this is the best plan',
-        lambda done: _searched(args, best, done),
+        lambda done: _searched(args, best, begun, done),
         lambda e: e.best if isinstance(e, PlanningInterrupted) else None,
     )
+    repeats = found.repeats and not budget.overran
+    if not (repeats or _is_small(args)):
+        tell_cut_short(args, begun)
     case, asked = Case(found.schedule, found.costs), args.vocab_parallel
     args.slices = found.schedule.graph.num_slices  # what it has come to, for headings
     args.vocab_parallel = getattr(asked, 'share', asked) if best.layer == _ON_ALL else None
@@ -107,6 +120,7 @@ def plan_in_shards(args: Namespace) -> tuple[Case, dict, int]:
         'lower_bound': found.lower_bound,
         'gap': found.gap,
         'best_named': {'name': best.case.schedule.name, args.objective: best.value},
+        'repeats': repeats,
         'slice_sizes': sizes_of(found.schedule.graph),
         'ways': [
             {
@@ -124,43 +138,76 @@ def plan_in_shards(args: Namespace) -> tuple[Case, dict, int]:
     return case, made, status
 
 
-def _ways(args: Namespace) -> list[Way]:
+def _ways(args: Namespace, budget: Budget) -> list[Way]:
     """Return the best named schedule of each number of slices, with shards and without.
+
+    Where that takes long, the clock gives each of them an equal share of the time that is left. One
+    has a schedule in any case.
 
     Raises:
         ValueError: there is none; it says why the last one cannot be.
     """
-    found, why = list[Way](), ''
-    asked = args.vocab_parallel
-    for sizes in _sizes(args):
-        given = {**vars(args)} if sizes is None else {**vars(args), 'slices': sizes}
-        kinds = {_ON_ALL: {'vocab_parallel': getattr(asked, 'share', asked)}}
-        if isinstance(asked, Undecided):
-            kinds[_WHOLE] = {
-                'vocab_parallel': None,
-                'vocab_layers': OUTPUT,
-                'whole_layer': asked.share,
-            }
-        for layer, more in kinds.items():
-            cases = list[Case]()
-            for name, chunks in product(_HOSTS, allowed_chunks(args)):
-                if chunks not in find(name).chunks:
-                    continue
-                try:
-                    with warnings.catch_warnings():
-                        warnings.simplefilter('ignore')  # of what slices do not suit
-                        wanted = Namespace(**{**given, **more, 'vpp': chunks})
-                        cases.append(load_case(wanted, name))
-                except ValueError as error:
-                    why = str(error).partition('\n')[0]
-            if cases:
-                cases.sort(key=partial(_length, args))
-                value = _length(args, cases[0])
-                slices = cases[0].schedule.graph.num_slices
-                found.append(Way(slices, layer, value, cases[0], tuple(cases[1:])))
+    found, why, asked = list[Way](), '', args.vocab_parallel
+    kinds = {_ON_ALL: {'vocab_parallel': getattr(asked, 'share', asked)}}
+    if isinstance(asked, Undecided):
+        kinds[_WHOLE] = {
+            'vocab_parallel': None,
+            'vocab_layers': OUTPUT,
+            'whole_layer': asked.share,
+        }
+    tries = list(product(_sizes(args), kinds.items()))
+    for at, (sizes, (layer, more)) in enumerate(tries):
+        turn = always if _is_small(args) else budget.turn(1 / (len(tries) - at))
+        given = vars(args) | more | ({} if sizes is None else {'slices': sizes})
+        cases, problem = _cases(Namespace(**given, on_time=turn), needed=not found)
+        why = problem or why
+        if cases:
+            value = _length(args, cases[0])
+            slices = cases[0].schedule.graph.num_slices
+            found.append(Way(slices, layer, value, cases[0], tuple(cases[1:])))
     if not found:
         raise ValueError(f'none of {", ".join(_HOSTS)}: {why or "--vpp: give 1 or 2"}')
     return found
+
+
+def _cases(args: Namespace, needed: bool) -> tuple[list[Case], str]:
+    """Return named schedules, the shortest first, and why the last one that is not cannot be.
+
+    Args:
+        args: of one way.
+        needed: whether one is to be built even if there is no time.
+    """
+    cases, why = list[Case](), ''
+    for name, chunks in sorted(product(_HOSTS, allowed_chunks(args)), key=partial(_turn, args)):
+        if chunks not in find(name).chunks:
+            continue
+        if (cases or not needed) and not args.on_time():
+            break
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter('ignore')  # of what slices do not suit
+                cases.append(load_case(Namespace(**vars(args) | {'vpp': chunks}), name))
+        except ValueError as error:
+            why = str(error).partition('\n')[0]
+    return sorted(cases, key=partial(_length, args)), why
+
+
+def _turn(args: Namespace, host: tuple[str, int]) -> float:
+    """Return the sort key of hosts, where there may be no time for all: the smallest bubble."""
+    name, chunks = host
+    bubble = find(name).bubble
+    if args.on_time is always:
+        return 0.0
+    return bubble(Sizes(args.pp, args.microbatches, chunks)) if bubble else inf
+
+
+def _is_small(args: Namespace) -> bool:
+    """Return whether all ways are gone within some seconds, and the clock cuts none short."""
+    slices = slicing.number(args)
+    if slices == 0:  # those that are tried
+        slices = (args.seq_length or 1) // args.least_slice
+    passes = args.pp * args.microbatches * max(allowed_chunks(args)) * 5
+    return is_small(_TRIED * passes * max(1, slices or 1))
 
 
 def _sizes(args: Namespace) -> Iterator[int | tuple[int, ...] | None]:
@@ -189,8 +236,11 @@ def _length(args: Namespace, case: Case) -> float:
     return max(timeline.windows) if args.objective == 'window' else timeline.makespan
 
 
-def _searched(args: Namespace, best: Way, progress: Callable[[float], None]) -> Plan:
-    """Return the best order that a search finds on the placement of the best named schedule."""
+def _searched(args: Namespace, best: Way, begun: float, progress: Callable[[float], None]) -> Plan:
+    """Return the best order that a search finds on the placement of the best named schedule.
+
+    Planning began at `begun`, which counts where the clock may end it.
+    """
     schedule, costs, _ = best.case
     same = [each.schedule for each in best.others if each.schedule.graph == schedule.graph]
     return plan(
@@ -199,6 +249,7 @@ def _searched(args: Namespace, best: Way, progress: Callable[[float], None]) -> 
         memory_limit=args.memory_limit,
         objective=args.objective,
         seconds=args.seconds,
+        spent=0.0 if _is_small(args) else time.monotonic() - begun,
         seed=args.seed,
         starts=[schedule, *(each for each in same if each.placement == schedule.placement)],
         graph=(lambda _: schedule.graph) if schedule.graph.techniques else None,

@@ -14,7 +14,7 @@ and of those that in which the fewest logits wait for T: nobody needs to say wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
 from math import inf
@@ -89,7 +89,12 @@ def with_shards(host: Schedule) -> Schedule:
     return in_shards(host, with_shard_times(uniform, host.placement, USUAL_SHARE))
 
 
-def in_shards(host: Schedule, costs: Costs, memory_limit: float | None = None) -> Schedule:
+def in_shards(
+    host: Schedule,
+    costs: Costs,
+    memory_limit: float | None = None,
+    on_time: Callable[[], bool] = lambda: True,
+) -> Schedule:
     """Return the orders of `host` with the output layer on all ranks: S and T of Algorithm 2.
 
     At most one microbatch more is held on a rank than by the host.
@@ -98,6 +103,7 @@ def in_shards(host: Schedule, costs: Costs, memory_limit: float | None = None) -
         host: a schedule of a plain pipeline.
         costs: of its stages, and behind them of the shards, S and T.
         memory_limit: most that a rank may hold.
+        on_time: asked before each way, once one fits.
 
     Raises:
         ValueError: the host is of another kind, S and T have no times, or nothing fits the limit.
@@ -108,6 +114,8 @@ def in_shards(host: Schedule, costs: Costs, memory_limit: float | None = None) -
     best: tuple[float, float, float] = (inf, inf, inf)
     found, least = None, inf
     for made in _ways(host, costs):
+        if found is not None and not on_time():
+            break
         try:
             makespan = round(simulate(made, costs).makespan, _DIGITS)
         except ScheduleError:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_zbpp.cli import main
+from megatron_zbpp.cli import main, searching, shard_planning
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.planner import budget, plans
 from megatron_zbpp.techniques.composition import SLICED, VOCABULARY, techniques_of
 
+INIT = budget.Budget.__init__  # by which the clock counts, as it does not in other tests
 SLICES = '--slices auto --seq-length 4096 --least-slice'
 INSTANCES = {
     'a large vocabulary': ('--pp 4 --microbatches 3 --vpp 1', 'auto:0.5', 2048, {SLICED}, True),
@@ -69,6 +74,78 @@ def test_search_beats_every_host(capsys):
     made = run(capsys, f'plan {shape} --vocab-parallel 0.3 --seconds 1')
     assert made['makespan'] < made['best_named']['makespan'] - 0.1
     assert max(made['peak_activations']) <= 2
+
+
+@pytest.fixture
+def ticks(monkeypatch):
+    """Return what makes each look at the clock take that many seconds; 100 passes are many."""
+    monkeypatch.setattr(plans, '_SMALL', 500)
+    monkeypatch.setattr(budget.Budget, '__init__', INIT)
+
+    def tick(seconds):
+        clock = itertools.count()
+        ticking = SimpleNamespace(monotonic=lambda: next(clock) * seconds)
+        monkeypatch.setattr(budget, 'time', ticking)
+
+    return tick
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Names of the schedules that shards are put into, or a whole layer, as they are built."""
+    names, original = [], shard_planning.load_case
+
+    def load_case(args, name):
+        names.append(name)
+        return original(args, name)
+
+    monkeypatch.setattr(shard_planning, 'load_case', load_case)
+    return names
+
+
+LARGE = 'plan --pp 4 --microbatches 8 --vpp 1,2 --vocab-parallel auto:0.3 --seconds 20'
+
+
+def test_the_clock_gives_each_way_a_share(capsys, ticks, built):
+    """Those with the smallest bubbles come first; what the clock ends, it says."""
+    ticks(0.2)
+    made = run(capsys, LARGE)
+    assert [way['output_layer'] for way in made['ways']] == ['on all ranks', 'whole']
+    assert built[0] == 'zb-v' == built[built.index('zb-v', 1)] and len(built) < 18
+    assert not made['repeats'] and made['best_named']['name'].startswith('zb-v')
+    assert main(LARGE.split()) == 0
+    said = capsys.readouterr().err
+    assert 'the clock ended planning' in said and 'give more --seconds, or fewer' in said
+
+
+def test_without_any_time_one_schedule_is_built(capsys, ticks, built):
+    ticks(100.0)
+    made = run(capsys, LARGE)
+    assert len(built) == len(made['ways']) == 1
+
+
+def test_small_questions_are_not_cut(capsys, ticks, built):
+    ticks(100.0)
+    made = run(capsys, 'plan --pp 2 --microbatches 2 --vpp 1,2 --vocab-parallel auto:0.3')
+    assert len(built) == 2 * 9 and len(made['ways']) == 2
+    assert not capsys.readouterr().err
+
+
+def test_progress_is_shown(monkeypatch, capsys, ticks):
+    """On a terminal, from the first schedules on."""
+    shares = []
+
+    @contextmanager
+    def progress(text, unit, total):
+        yield lambda share: shares.append((text, share))
+
+    ticks(0.5)
+    for module in (shard_planning, searching):
+        monkeypatch.setattr(module, 'progress', progress)
+    assert main(LARGE.split()) == 0
+    named = [share for text, share in shares if text == 'named schedules']
+    assert len(named) > 5 and named == sorted(named) and 0 < named[0] < 0.3 and named[-1] <= 1
+    assert any(text == 'planning' for text, _ in shares)
 
 
 @pytest.mark.parametrize(
