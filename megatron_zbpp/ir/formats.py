@@ -132,7 +132,11 @@ class PlanFile:
 
 def load(path: str | Path) -> Schedule:
     """Return the schedule in a file: see `load_plan`."""
-    return load_plan(path).schedule
+    try:
+        return load_plan(path).schedule
+    except OSError as error:
+        cure = 'give the path of a schedule or a plan'
+        raise OSError(error.errno, f'{error.strerror}: {cure}', str(path)) from error
 
 
 def load_plan(path: str | Path) -> PlanFile:

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import megatron_zbpp
 from megatron_zbpp import Costs, build, compare, layout_for
 from megatron_zbpp.cli import main
 from megatron_zbpp.cli.parser import _COMMANDS, _parser
@@ -208,6 +209,15 @@ def test_sizes_in_python():
     ):
         with pytest.raises(ValueError, match=r'num_\w+ is .*: give a whole number, such as 4'):
             call()
+
+
+def test_a_file_that_is_not_there_in_python(tmp_path):
+    for path in (tmp_path / 'none.json', tmp_path):
+        with pytest.raises(OSError, match=r'y: give the path of a schedule or a plan: .*') as error:
+            megatron_zbpp.load(path)
+        assert error.value.filename == str(path) and error.value.errno
+    with pytest.raises(FileNotFoundError):
+        megatron_zbpp.load('none.json')
 
 
 def test_what_is_no_schedule_and_no_times_in_python():
