@@ -92,7 +92,7 @@ def add_profile(command: ArgumentParser) -> None:
         metavar='M',
         help='of FILE, a log that does not tell: microbatches of an iteration',
     )
-    command.add_argument('--constant', action='store_true', help='a stage has a time of its own')
+    command.add_argument('--constant', action='store_true', help='fit a fixed time for each stage')
     command.add_argument(
         '-o', '--output', type=values.path, metavar='FILE', help='the file of layers to write'
     )
