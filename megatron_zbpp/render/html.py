@@ -10,6 +10,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from megatron_zbpp.analysis.gain import RIVAL
 from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.compiled import compiled
@@ -226,13 +227,15 @@ def _subtitle(timelines: Mapping[str, Timeline]) -> str:
 
 
 def _summary(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> str:
-    """Return a table with a line for each timeline."""
+    """Return a table with a line for each timeline, linked to it; the page's script sorts them."""
     rows: list[str] = []
-    known = timelines.keys() & costs.keys()
+    known, rival = timelines.keys() & costs.keys(), timelines.get(RIVAL)
+    rival = rival if rival and rival.makespan else None
     hosted = {name: _on_host(timelines[name].schedule, costs[name]) for name in known}
-    for name, line in timelines.items():
+    for index, (name, line) in enumerate(timelines.items()):
         cells = [
             number(line.makespan),
+            *([f'{1 - line.makespan / rival.makespan:.1%}'] if rival else []),
             number(max(line.windows)),
             f'{line.bubble_makespan:.2%}',
             f'{line.bubble_window:.2%}',
@@ -240,9 +243,11 @@ def _summary(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> s
             number(max(peak(line.schedule, costs[name]))) if name in costs else 'unknown',
             *([number(hosted.get(name, 0.0))] if any(hosted.values()) else []),
         ]
-        rows.append(f'<tr><td>{escape(name)}</td>{"".join(f"<td>{c}</td>" for c in cells)}</tr>')
+        link = f'<a href="#panel-{index}">{escape(name)}</a>'
+        rows.append(f'<tr><td>{link}</td>{"".join(f"<td>{c}</td>" for c in cells)}</tr>')
     heads = (
         'makespan',
+        *([f'gain over {RIVAL}'] if rival else []),
         'longest window',
         'bubble of makespan',
         'bubble of window',
@@ -250,9 +255,11 @@ def _summary(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> s
         'peak activations',
         *(['most on the host'] if any(hosted.values()) else []),
     )
-    head = ''.join(f'<th>{text}</th>' for text in heads)
+    several = len(timelines) > 1
+    head = ''.join(f'<th>{f"<button>{text}</button>" if several else text}</th>' for text in heads)
     caption = f'<caption class="soft">{MEANING}</caption>'
-    return f'<table class="summary">{caption}<tr><th></th>{head}</tr>{"".join(rows)}</table>'
+    head = f'<thead><tr><th></th>{head}</tr></thead>'
+    return f'<table class="summary">{caption}{head}<tbody>{"".join(rows)}</tbody></table>'
 
 
 def _legend(timelines: Mapping[str, Timeline]) -> Iterator[str]:

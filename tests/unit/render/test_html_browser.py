@@ -199,6 +199,60 @@ def test_table_and_memory_curves(page: chromium.Page) -> None:
     assert len(heights) == 2 and min(heights) > 100
 
 
+def test_lines_of_a_comparison_are_sorted_and_linked(
+    browser: chromium.Page, tmp_path: Path
+) -> None:
+    """By a click on a head, and the other way round by the next; unknown values come last."""
+    made = {name: build(name, 4, 8) for name in ('zb-h1', '1f1b', 'zb-v', 'gpipe')}
+    costs = {name: Costs.uniform(each.placement) for name, each in made.items()}
+    lines = {name: simulate(each, costs[name]) for name, each in made.items()}
+    del costs['zb-h1']
+    file = tmp_path / 'compared.html'
+    file.write_text(html(lines, costs))
+    browser.events.clear()
+    browser.open(file)
+    cells = '[...document.querySelectorAll(".summary tbody tr")].map(r => r.cells[{}].innerText)'
+    heads = browser.evaluate("[...document.querySelectorAll('.summary th')].map(h => h.innerText)")
+    assert heads[1:3] == ['makespan', 'gain over 1f1b'] and browser.evaluate(cells.format(0)) == [
+        *made
+    ]
+    gains = [f'{1 - line.makespan / lines["1f1b"].makespan:.1%}' for line in lines.values()]
+    assert browser.evaluate(cells.format(2)) == gains and gains[1] == '0.0%' < gains[2]
+
+    def click(head: str) -> list[str]:
+        place = heads.index(head)
+        browser.evaluate(f"document.querySelectorAll('.summary th')[{place}].firstChild.click()")
+        sorting = f"document.querySelectorAll('.summary th')[{place}].getAttribute('aria-sort')"
+        assert browser.evaluate("document.querySelectorAll('[aria-sort]').length") == 1
+        return [browser.evaluate(sorting), *browser.evaluate(cells.format(0))]
+
+    rising = sorted(made, key=lambda name: lines[name].makespan)
+    assert click('makespan') == ['ascending', *rising] != ['ascending', *made]
+    assert click('makespan') == ['descending', *sorted(rising, key=lambda n: -lines[n].makespan)]
+    assert click('peak activations')[-1] == 'zb-h1', 'whose costs are not known'
+    assert click('peak activations')[-1] == 'zb-h1'
+    for name in made:
+        target = browser.evaluate(
+            f"[...document.querySelectorAll('.summary a')].find(a => a.innerText === '{name}').hash"
+        )
+        panel = (
+            f"document.querySelector('{target}').closest('section').querySelector('h2').innerText"
+        )
+        assert browser.evaluate(panel) == name
+    assert not troubles(browser)
+
+
+def test_a_narrow_screen_scrolls_the_table_alone(page: chromium.Page) -> None:
+    sizes = {'width': 480, 'height': 900, 'deviceScaleFactor': 1, 'mobile': False}
+    page.call('Emulation.setDeviceMetricsOverride', **sizes)
+    try:
+        fits = '(x => x.scrollWidth <= x.clientWidth)'
+        assert page.evaluate(f'{fits}(document.documentElement)')
+        assert not page.evaluate(f"{fits}(document.querySelector('.wide'))")
+    finally:
+        page.call('Emulation.clearDeviceMetricsOverride')
+
+
 def test_thousands_of_passes(browser: chromium.Page, tmp_path: Path) -> None:
     schedule = build('zb-v', 16, 128)
     costs = Costs.uniform(schedule.placement)
