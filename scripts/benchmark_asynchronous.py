@@ -14,12 +14,13 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.render.png import new_figure
 from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques.composition import TRAINED_BY
 from megatron_zbpp.techniques.updates.steady_state import steady_state
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / 'examples' / 'gpt'
 STOCK, SAME = '1f1b', 'zb-v'  # which trains what 1F1B trains, to the bit
-METHODS = 'pipedream-2bw', 'pipedream', 'paci', 'pipemare'
+METHODS = 'pipedream-2bw', 'pipedream', 'paci', 'pipemare', 'wpipe'
 SMOOTHED = 20  # steps of which a mean is drawn and shown
 
 
@@ -97,7 +98,7 @@ def environment() -> dict[str, str]:
 
 def period(name: str, ranks: int, microbatches: int) -> float:
     """Return the simulated time of a step, where F, B and W of a rank's layers take 1 each."""
-    schedule = build(name, ranks, microbatches)
+    schedule = build(TRAINED_BY.get(name, name), ranks, microbatches)
     timeline = simulate(schedule, Costs.uniform(schedule.placement))
     steady = steady_state(timeline)
     return timeline.makespan if steady is None else steady.period

@@ -9,19 +9,31 @@ import pytest
 from commands import run
 from paths import ROOT
 
+from megatron_zbpp.schedules import own_families
+from megatron_zbpp.techniques.composition import TRAINED_BY
+from scripts.benchmark_asynchronous import METHODS
+
 SCRIPT = [sys.executable, ROOT / 'scripts' / 'benchmark_asynchronous.py']
+
+
+def test_all_methods():
+    """All asynchronous schedules but for another order of one of them."""
+    others = [each.name for each in own_families(every=True) if each.asynchronous]
+    assert {*METHODS} == {*others} - {*TRAINED_BY.values()}
 
 
 @pytest.mark.full
 def test_losses_by_step_and_time(tmp_path):
     small = ['--ranks', 2, '--iterations', 7, '--hidden-size', 8, '--seq-length', 8]
-    done = run([*SCRIPT, *small, '--methods', 'paci', '--output', tmp_path])
+    done = run([*SCRIPT, *small, '--methods', 'paci,wpipe', '--output', tmp_path])
     assert done.returncode == 0, done.stderr
     rows = re.findall(r'^\| `(\S+)` \| (\S+) \| (\S+) \| (\d+) \| (\S+) \|$', done.stdout, re.M)
-    assert [row[:2] for row in rows] == [('1f1b', '9'), ('zb-v', '6.5'), ('paci', '6')]
-    stock, same, paci = rows
+    times = {'1f1b': '9', 'zb-v': '6.5', 'paci': '6', 'wpipe': '6.5'}
+    assert dict(row[:2] for row in rows) == times
+    stock, same, paci, wpipe = rows
     assert stock[2] == same[2] != paci[2] == paci[4]
-    assert [row[3] for row in rows] == ['4', '6', '7']
+    assert wpipe[2] not in (stock[2], paci[2])
+    assert [row[3] for row in rows] == ['4', '6', '7', '6']
     assert (tmp_path / 'losses.png').stat().st_size > 10_000
 
 

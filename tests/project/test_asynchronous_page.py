@@ -9,7 +9,9 @@ from paths import ROOT
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques.composition import TRAINED_BY
 from megatron_zbpp.techniques.updates.steady_state import SteadyState, steady_state
+from scripts.benchmark_asynchronous import METHODS, SAME, STOCK, period
 
 PAGE = (ROOT / 'docs' / 'asynchronous.md').read_text()
 
@@ -44,6 +46,18 @@ def test_times_of_a_call():
                 for name in ('pipedream-2bw', 'wpipe', 'wpipe-joint')
             ),
         ]
+
+
+def test_times_of_trained_methods():
+    """Each method that is trained has a row, with its simulated time, and its steps in the same."""
+    rows = re.findall(
+        r'^\| `([\w-]+)`(.*) \| ([\d.]+) \| [\d.]+ \| (\d+) \| [\d.]+ \|$', PAGE, re.M
+    )
+    assert [row[0] for row in rows] == [STOCK, SAME, *METHODS]
+    for name, more, time, steps in rows:
+        own = period(name, 4, 4)
+        assert TRAINED_BY.get(name, '') in more
+        assert (time, steps) == (f'{own:g}', f'{int(200 * 12 / own)}')
 
 
 def test_copies_and_delays():
