@@ -111,7 +111,7 @@ class OneStorage:
         """Parameters have the newest weights."""
 
 
-class Corrected:
+class Corrected(OneStorage):
     """The newest version; backwards have an estimate of their forward's from it (PipeMare's T2).
 
     The estimate is w - tau d, with d <- g d + (1-g)(w' - w) for each step from w to w' and
@@ -137,7 +137,7 @@ class Corrected:
         decay: float,
         loaded: Kept = MappingProxyType({}),
     ) -> None:
-        self._parameters, self._stepped = tuple(parameters), tuple(stepped)
+        super().__init__(parameters, stepped)
         self._tau, self._share = tau, decay ** (1 / tau)
         self._averages = [torch.zeros_like(each.data) for each in self._stepped]
         for parameter, average in zip(self._parameters, self._averages, strict=True):
@@ -166,9 +166,6 @@ class Corrected:
             average.mul_(self._share).add_((new.data - before) * (1 - self._share))
         self._correct()
         return result
-
-    def restart(self, batch: int, every: int) -> None:
-        """Parameters have the newest weights."""
 
     def close(self) -> None:
         self._hold(corrected=False)
@@ -222,8 +219,9 @@ class Slots:
         self._parameters = tuple(parameters)
         self._first, self._every, self._delay, self._ahead = 0, every, delay, ahead
         self._finish_step, self._ages = finish_step, ages
-        self._stepped = [each.data for each in self._parameters] if buffered else None
-        self._slots = {0: _copied(self._stepped) if self._stepped else self._data()}
+        home = [each.data for each in self._parameters]
+        self._stepped = home if buffered else []
+        self._slots = {0: _copied(home) if buffered else home}
         for age in filter(str.isdecimal, loaded):
             weights = loaded[age]
             self._slots[-int(age)] = [weights[id(each)] for each in self._parameters]
@@ -249,7 +247,7 @@ class Slots:
         wanted = {*self._flying.values(), *range(self._newest - (self._delay or 0), self._newest)}
         tensors = self._slots[old]
         self._slots = {version: self._slots[version] for version in wanted & self._slots.keys()}
-        if self._stepped is not None:
+        if self._stepped:
             with unseen_by_autograd(self._parameters):
                 result = step()
             self._put(_copied(self._stepped))
@@ -275,7 +273,7 @@ class Slots:
 
     def close(self) -> None:
         self._use(self._newest)
-        for parameter, data in zip(self._parameters, self._stepped or (), strict=False):
+        for parameter, data in zip(self._parameters, self._stepped, strict=False):
             parameter.data = data
 
     def _put(self, tensors: list[torch.Tensor]) -> None:
@@ -283,9 +281,6 @@ class Slots:
         self._slots[self._newest] = tensors
         self.most = max(self.most, len(self._slots))
         self._use(self._newest)
-
-    def _data(self) -> list[torch.Tensor]:
-        return [each.data for each in self._parameters]
 
     def _use(self, version: int) -> None:
         if version != self._current:

@@ -332,6 +332,16 @@ def test_what_still_waits(ranks, schedule, sums):
     assert not any('rerun_mode' in note for note in notes), 'they are left out'
 
 
+def test_another_model_is_trained(ranks):
+    """An asynchronous schedule says how old weights are, and how many copies there are."""
+    words = [*SIZES, '--global-batch-size', 4, '--pipeline-schedule', 'pipedream']
+    code, found = report(ranks, '--gpus', 8, '--', *words)
+    (note,) = [each for each in found['launch_line']['notes'] if 'trains another model' in each]
+    assert code == 0 and note.startswith('2 microbatches: asynchronous')
+    assert 'are 3.5 3 2.5 2 1.5 1 0.5 0 steps old' in note
+    assert 'there are 5 4 4 3 3 2 2 1 copies' in note
+
+
 @pytest.mark.parametrize('size', [8, 1])
 def test_nothing_to_do(ranks, size):
     given = [] if size == 8 else ['--pipeline-schedule', 'zb-v']
@@ -356,6 +366,10 @@ def test_nothing_to_do(ranks, size):
             'data-parallel size 1 is wrong because chimera runs on pairs of replicas',
         ),
         (
+            ['--pipeline-schedule', 'pipedream-2bw', '--global-batch-size', '12'],
+            'pipedream-2bw with 6 microbatches on 8 ranks needs weights before they are made',
+        ),
+        (
             ['--pipeline-schedule', 'zb-v', '--pipeline-slices', '7,9'],
             'slices: 7,9 are 16 tokens, but sequences have',
         ),
@@ -371,6 +385,7 @@ def test_nothing_to_do(ranks, size):
         'gpus',
         'file',
         'routes',
+        'versions',
         'slices',
         'flag',
         'switch',

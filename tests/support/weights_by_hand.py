@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from models import Job, replacements
 
 import megatron_zbpp
 from megatron_zbpp.ir import BW, B, Pass, W
+from megatron_zbpp.runtime.versions import Slots
 from megatron_zbpp.techniques.updates import orders
 
 ITERATIONS = 5
@@ -241,7 +243,7 @@ def replaced(script: Any, case: Case, optimizer: str) -> Iterator[tuple[Any, str
 
 
 def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
-    """Runs on each rank; returns all that is left, and how many copies of weights there were."""
+    """Runs on each rank; returns all that is left, and copies of weights; bytes as the log has."""
     import pretrain_gpt as script
     import report
     from megatron.core import parallel_state
@@ -250,6 +252,7 @@ def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
     schedule = ['--pipeline-schedule', 'megatron' if by_hand else case.method]
     with ExitStack() as stack:
         stack.callback(forget_groups)
+        told = stack.enter_context(told_mib())
         args = script.parse_args([*argv, *schedule])
         if case.method == 'wpipe':
             args.layout = megatron_zbpp.layout_for('wpipe', case.p, args.num_layers)
@@ -291,13 +294,53 @@ def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
             plugin.finish_step()
         left = report.fingerprint(report.by_layer(models), stepping)
         most = None if plugin is None else copies_of(plugin.session.endless.versions)
-        return losses, norms, left, most, stage, late
+        return losses, norms, left, most, stage, late, told
 
 
-def copies_of(versions: Any) -> Any:
-    """The copies that there were of the weights of a rank, or of each of its stages."""
-    of_stage = getattr(versions, 'of_stage', None)
-    return versions.most if of_stage is None else [each.most for each in of_stage.values()]
+def copies_of(versions: Any) -> tuple[list[int], int]:
+    """The copies that there were of each stage's weights, and the bytes beside Megatron's."""
+    of_stage = [*getattr(versions, 'of_stage', {0: versions}).values()]
+    return [each.most for each in of_stage], sum(map(bytes_beside, of_stage))
+
+
+def bytes_beside(versions: Any) -> int:
+    """Bytes of all tensors that are held, but those that the optimizer steps or the model has."""
+    stepped = getattr(versions, '_stepped', None) or ()
+    buffered = isinstance(versions, Slots) and stepped
+    megatron = [*stepped, *(() if buffered else versions._parameters)]
+    theirs = {each.data_ptr() for each in megatron}
+    held = {each.data_ptr(): each.nbytes for each in tensors_in(vars(versions).values())}
+    return sum(nbytes for place, nbytes in held.items() if place not in theirs)
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.nn.Parameter):
+            continue  # the model's, wherever it is pointed to
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+        elif isinstance(value, dict):
+            yield from tensors_in(value.values())
+
+
+@contextmanager
+def told_mib() -> Iterator[list[float]]:
+    """Gives MiB of copies of weights that the log has on the first rank."""
+    found: list[float] = []
+    handler = logging.Handler()
+
+    def emit(record: logging.LogRecord) -> None:
+        arguments: Any = record.args
+        if 'copies of weights' in str(record.msg):
+            found.extend(arguments)
+
+    handler.emit = emit
+    log = logging.getLogger('megatron_zbpp.job')
+    log.addHandler(handler)
+    yield found
+    log.removeHandler(handler)
 
 
 @contextmanager
@@ -338,7 +381,8 @@ def taken_late(late: bool, last: bool, evaluates: bool, warm: int) -> list[bool]
     return found
 
 
-COPIES = {(2, 2): (2, 1), (4, 1): (4, 3, 2, 1), (4, 4): (2, 2, 2, 1)}
+SIZES = (2, 2), (2, 4), (4, 4)
+COPIES = {(4, 1): (4, 3, 2, 1)} | {each: (2,) * (each[0] - 1) + (1,) for each in SIZES}
 
 
 def require_equal(ranks: Callable, data: Any, case: Case) -> None:
@@ -355,6 +399,8 @@ def require_equal(ranks: Callable, data: Any, case: Case) -> None:
     assert 0 < len(taken) < ITERATIONS or not case.half, ours[0][1]
     assert min(taken) > 0.5, 'clipping must have been active'
     fixed = {'paci': (1,) * p, 'pipemare': (2,) * (p - 1) + (1,), 'pipedream-2bw': (2,) * p}
-    fixed['wpipe'] = ([2, 1],) * p
-    copies = fixed.get(case.method) or COPIES[p, case.m]
-    assert [own[3] for own in ours] == [copies[own[4]] for own in ours]
+    copies = fixed.get(case.method) or COPIES.get((p, case.m), ())
+    for own in ours:
+        assert own[3][0] == ([2, 1] if case.method == 'wpipe' else [copies[own[4]]])
+    assert ours[0][6] == [ours[0][3][1] / 2**20], 'bytes of copies are those that the log has'
+    assert ours[0][3][1] or case.method == 'paci'

@@ -20,6 +20,7 @@ from megatron_zbpp.mcore.command_line import flags, plan_layout, sizes
 from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
 from megatron_zbpp.mcore.command_line.layer_memory import LayerMemory, layer_memory
 from megatron_zbpp.mcore.command_line.naming import by_flags, renaming
+from megatron_zbpp.mcore.iteration.announcement import asynchrony
 from megatron_zbpp.mcore.post_validation.barriers import barriers
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.same_start.losses import losses_from_scratch
@@ -190,7 +191,7 @@ def dry_run_of(line: LaunchLine) -> DryRun:
         tuple(
             _simulated(programs, placement.num_ranks, count, counted)
             for count in counts
-            if not programs.asynchronous  # refused: see `zbpp simulate`
+            if not programs.asynchronous  # see `zbpp simulate`
         ),
         layer_memory(args),
         refused,
@@ -211,6 +212,10 @@ def _consequences(
         found.append(_first_iteration(settings.prewarm, line.on_cpu))
     found.append(losses_from_scratch(settings, placement, line.args))
     found += [_CONNECTIONS] if getattr(line.args, refusals.OVERLAP, False) else []
+    for count in counts if programs.asynchronous else ():
+        lowered = programs.lowered(placement.num_ranks, count, forward_only=False)
+        late = asynchrony(lowered.schedule)
+        found += [f'{count} microbatches: {late[1]}'] if late else []
     found += filter(None, (megatron_refuses(placement, count) for count in counts))
     found += [
         _of_copies(name, programs, placement.num_ranks, counts[-1])

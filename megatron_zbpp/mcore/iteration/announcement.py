@@ -47,7 +47,7 @@ def lines(schedule: Schedule, config: Any) -> list[str]:
         alike = whole.rival_costs(schedule, costs)
         rival += whole.WHOLE
         times += '' if schedule.costs else f', shards {whole.USUAL_SHARE}'
-    timeline, late = simulate(schedule, costs), _asynchronous(schedule)
+    timeline, late = simulate(schedule, costs), asynchrony(schedule)
     least = makespan_of(RIVAL, schedule, alike)
     m = late[0] if late else schedule.num_microbatches
     found = [
@@ -77,7 +77,7 @@ def _held(schedule: Schedule, most: float) -> str:
     return f'{most:.4g} in the unit of the plan'
 
 
-def _asynchronous(schedule: Schedule) -> tuple[int, str] | None:
+def asynchrony(schedule: Schedule) -> tuple[int, str] | None:
     """Return the microbatches of a call, and how it differs from training with Megatron's own.
 
     None: the schedule is synchronous.

@@ -19,9 +19,10 @@ from megatron_zbpp.mcore.lowered import Lowered
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.replay import ReplayIterator
 from megatron_zbpp.runtime.endless import EndlessTraining
+from megatron_zbpp.runtime.log import job_log
 from megatron_zbpp.runtime.versions import ByStage, Corrected, OneStorage, Slots, Versions
 from megatron_zbpp.techniques.updates.graph import CORRECTED, STASHED
-from megatron_zbpp.techniques.updates.versions import delays, updates_of
+from megatron_zbpp.techniques.updates.versions import copies, delays, updates_of
 
 
 class _Point(NamedTuple):
@@ -214,6 +215,10 @@ def make_versions(
         stage: _versions_of(stage, session, lowered, rank, model)
         for stage, model in zip(stages, models, strict=True)
     }
+    kept = copies(lowered.schedule)
+    more = (_nbytes(of_stage[s], models[at], kept[s]) for at, s in enumerate(stages))
+    size = sum(more) / 2**20
+    job_log.info("copies of weights on the first rank, beside Megatron's: %.4g MiB", size)
     return of_stage[stages[0]] if len(stages) == 1 else ByStage(of_stage)
 
 
@@ -228,7 +233,7 @@ def _versions_of(
     taus = [each.mean for each in delays(schedule)]
     tau = endless.tau = taus[stage]
     parameters = [*model.parameters()]
-    buffered = getattr(getattr(model, 'ddp_config', None), 'use_distributed_optimizer', False)
+    buffered = _is_buffered(model)
     if updates.backward == STASHED:
         delay = updates.delays[stage] if updates.delays else None
         ahead, finish = calls.ahead(rank), endless.finish_step
@@ -255,6 +260,20 @@ def _versions_of(
     if not tau:
         return OneStorage(parameters, stepped)
     return Corrected(parameters, stepped, tau, session.settings.correction_decay, endless.loaded)
+
+
+def _nbytes(versions: Versions, model: torch.nn.Module, copies: int) -> int:
+    """Return the bytes of so many copies of a chunk's weights, beside what Megatron holds."""
+    weights = [*model.parameters()]
+    one = sum(each.nbytes for each in weights)
+    if isinstance(versions, Corrected):  # and averages
+        return one + sum(4 * each.numel() for each in weights)
+    return one * (copies - 1 + (isinstance(versions, Slots) and _is_buffered(model)))
+
+
+def _is_buffered(model: torch.nn.Module) -> bool:
+    """Return whether the optimizer writes to DDP's buffers, wherever parameters are pointed to."""
+    return bool(getattr(getattr(model, 'ddp_config', None), 'use_distributed_optimizer', False))
 
 
 def maker(
