@@ -20,10 +20,12 @@ from benchmarks.pipelines.entries import (
     EARLY,
     LIBRARIES,
     TORCH,
+    WAITING,
     ZBPP,
     Entry,
     entry,
     is_asynchronous,
+    plain,
     selected,
 )
 from benchmarks.pipelines.measure import Job, checksums_agree, measure
@@ -50,7 +52,8 @@ optimizer steps that wait for all ranks beside those that do not:
 asynchronous schedules, which do neither, and train another model:
 
     python scripts/benchmark_pipelines.py --pp 4 --microbatches 4 --optimizer \\
-        --iterations-per-sample 8 --schedules zb-h1,zb-v,zb-v+post-validation,pipedream-2bw
+        --iterations-per-sample 8 \\
+        --schedules zb-v,zb-v+post-validation,pipedream-2bw,pipedream-2bw+global-norm
 
 columns: median of the samples; what the simulator predicts, with messages that take no time, and
 the ratio to it; bubble, the share of the iteration in which a rank idles; ratio to Megatron's 1F1B;
@@ -96,8 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     add('--times-ms', default='20,20,20', metavar='F,B,W', help='of a full rank, in ms; a stage '
         'takes its share (default: 20,20,20)')  # fmt: skip
     add('--schedules', metavar='NAME,...', help=f'LIBRARY:NAME, a name of ours, {AUTO}, one of '
-        f'these with {EARLY}, or all of a LIBRARY ({", ".join(LIBRARIES)}); default: all that '
-        'fits')  # fmt: skip
+        f'these with {EARLY} or {WAITING}, or all of a LIBRARY ({", ".join(LIBRARIES)}); default: '
+        'all that fits')  # fmt: skip
     add('--rounds', type=int, default=5, help='samples of each runner (default: 5)')
     add('--iterations-per-sample', type=int, default=1, metavar='N', help='back to back; the time '
         'is that of one, from the end of the second on (default: 1)')  # fmt: skip
@@ -159,8 +162,7 @@ def _job(args: argparse.Namespace) -> tuple[Job, dict[str, str]]:
 
 
 def _goes_both_ways(name: str) -> bool:
-    plain = name.removesuffix(EARLY)
-    return plain != AUTO and find(plain).num_routes > 1
+    return plain(name) != AUTO and find(plain(name)).num_routes > 1
 
 
 def _times(text: str) -> Times:

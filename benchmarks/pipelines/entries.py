@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.pipelines.emulated import Times
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import chain
 from megatron_zbpp.planner.cache import default_folder, planned
 from megatron_zbpp.schedules import build, find, names
-from megatron_zbpp.techniques.composition import require_family_trained
+from megatron_zbpp.techniques.composition import TRAINED_BY, require_family_trained
+from megatron_zbpp.techniques.updates.graph import updating
 from megatron_zbpp.techniques.updates.steady_state import steady_state
 from megatron_zbpp.techniques.updates.versions import updates_of
 
 MEGATRON, TORCH, ZBPP = LIBRARIES = ('megatron', 'torch', 'zbpp')
 AUTO = 'auto'
 EARLY = '+post-validation'  # behind a name of ours: steps do not wait for all ranks
+WAITING = '+global-norm'  # behind an asynchronous one: steps do
 _MEGATRON = ('1f1b', 'interleaved')
 _TORCH = ('1F1B', 'Interleaved1F1B', 'InterleavedZeroBubble', 'ZBVZeroBubble', 'DualPipeV')
 _PLANNING = 10.0  # seconds for `auto`
@@ -31,7 +34,7 @@ class Entry:
 
     Attributes:
         runner: the library that runs it.
-        name: of the schedule, there; ours may end in `EARLY`.
+        name: of the schedule, there; ours may end in `EARLY` or `WAITING`.
         schedule: the same as a value: what is simulated.
         simulated: seconds of an iteration; messages take no time. Where steps do not wait: of the
             longest window of a rank; of an asynchronous schedule: of a call in the middle.
@@ -54,6 +57,11 @@ class Entry:
         return self.name.endswith(EARLY)
 
     @property
+    def waits(self) -> bool:
+        """Whether steps of an asynchronous schedule wait for the norm of all ranks."""
+        return self.name.endswith(WAITING)
+
+    @property
     def passes(self) -> int:
         """Most passes of a rank in an iteration."""
         updates = updates_of(self.schedule.graph)
@@ -62,10 +70,14 @@ class Entry:
         return 2 * updates.every
 
 
+def plain(name: str) -> str:
+    """Return the name of a schedule, without what is said of its steps."""
+    return name.removesuffix(EARLY).removesuffix(WAITING)
+
+
 def is_asynchronous(runner: str, name: str) -> bool:
     """Return whether the schedule steps as it goes: it runs with steps alone."""
-    plain = name.removesuffix(EARLY)
-    return runner == ZBPP and plain != AUTO and find(plain).asynchronous
+    return runner == ZBPP and plain(name) != AUTO and find(plain(name)).asynchronous
 
 
 def known() -> dict[str, tuple[str, ...]]:
@@ -96,13 +108,18 @@ def _named(text: str) -> list[tuple[str, str]]:
     library = library or ZBPP
     if library not in LIBRARIES:
         raise ValueError(f'{text!r}: no library {library!r}: known are {", ".join(LIBRARIES)}')
-    suffix = EARLY if library == ZBPP and name.endswith(EARLY) else ''
-    plain = name.removesuffix(suffix)
-    if library == ZBPP and plain.lower() != AUTO:
-        return [(ZBPP, find(plain).name + suffix)]
+    base = plain(name) if library == ZBPP else name
+    suffix = name.removeprefix(base)
+    if suffix == WAITING and not is_asynchronous(library, name.lower()):
+        raise ValueError(
+            f'{name}: steps of {base} are not asynchronous, and wait anyhow: leave {WAITING} out'
+        )
+    if library == ZBPP and base.lower() != AUTO:
+        family = find(base).name
+        return [(ZBPP, TRAINED_BY.get(family, family) + suffix)]
     by_key = {other.lower(): other for other in known()[library]}
-    if plain.lower() in by_key:
-        return [(library, by_key[plain.lower()] + suffix)]
+    if base.lower() in by_key:
+        return [(library, by_key[base.lower()] + suffix)]
     near = difflib.get_close_matches(name.lower(), by_key, n=1, cutoff=0.3)
     hint = f' (did you mean {library}:{by_key[near[0]]}?)' if near else ''
     raise ValueError(
@@ -129,19 +146,25 @@ def entry(
     Raises:
         ValueError: the schedule cannot be had for p and m.
     """
-    if runner == ZBPP and name != AUTO and find(name.removesuffix(EARLY)).num_routes > 1:
+    if runner == ZBPP and name != AUTO and find(plain(name)).num_routes > 1:
         _require_pairs(name, num_ranks, num_microbatches)
     if is_asynchronous(runner, name):
-        require_family_trained(find(name))
-    schedule = _schedule(
-        runner, name.removesuffix(EARLY), num_ranks, num_microbatches, times, progress
-    )
+        require_family_trained(find(plain(name)))
+    schedule = _schedule(runner, plain(name), num_ranks, num_microbatches, times, progress)
     costs = _costs(schedule.placement, times)
-    timeline = simulate(schedule, costs)
+    timeline = simulate(_waiting(schedule) if name.endswith(WAITING) else schedule, costs)
     steady = steady_state(timeline)
     simulated = max(timeline.windows) if name.endswith(EARLY) else timeline.makespan
     simulated = simulated if steady is None else steady.period
     return Entry(runner, name, schedule, simulated, max(peak(schedule, costs)))
+
+
+def _waiting(schedule: Schedule) -> Schedule:
+    """Return the asynchronous schedule with steps that need the gradients of all stages."""
+    updates = updates_of(schedule.graph)
+    assert updates is not None, 'as it is asynchronous'
+    graph = updating(chain(schedule.num_stages), *updates._replace(everywhere=True))
+    return replace(schedule, graph=graph)
 
 
 def _require_pairs(name: str, num_ranks: int, num_microbatches: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from benchmarks.common.realtime import realtime
 from benchmarks.common.spawning import joined, spawned
 from benchmarks.pipelines.emulated import LAYERS, Meter, Times, sleep_until
-from benchmarks.pipelines.entries import AUTO, EARLY, MEGATRON, TORCH, Entry, is_asynchronous
+from benchmarks.pipelines.entries import AUTO, MEGATRON, TORCH, Entry, is_asynchronous, plain
 
 _LEAD = 0.01  # seconds between agreeing on a start and starting
 
@@ -126,11 +126,11 @@ def _runner(entry: Entry, job: Job) -> Runner:
     model = EmulatedModel(job.times)
     if entry.runner == MEGATRON:
         return MegatronRunner(entry.schedule, model, job.optimizer)
-    name = entry.name.removesuffix(EARLY)
+    name = plain(entry.name)
     source = entry.schedule if name == AUTO else name
     if len(entry.schedule.placement.routes) > 1:
         return TwoWayRunner(entry.schedule, source, model)
-    return ZbppRunner(entry.schedule, source, model, job.optimizer, entry.early)
+    return ZbppRunner(entry.schedule, source, model, job.optimizer, entry.early, entry.waits)
 
 
 def _sample(runner: Runner, job: Job, entry: Entry) -> Sample:

@@ -201,6 +201,7 @@ class ZbppRunner(MegatronRunner):
         model: to train.
         optimizer: see `MegatronRunner`.
         early: whether its steps do not wait for all ranks.
+        waits: whether steps of an asynchronous schedule do.
 
     Attributes:
         plugin: that runs it.
@@ -213,10 +214,14 @@ class ZbppRunner(MegatronRunner):
         model: Model,
         optimizer: bool,
         early: bool = False,
+        waits: bool = False,
     ) -> None:
         self._model = model
         with model.ready():
-            self.plugin = megatron_zbpp.enable(source, post_validation=early and 1, anneal_steps=0)
+            clip = {'clip': 'global'} if waits else {}
+            self.plugin = megatron_zbpp.enable(
+                source, post_validation=early and 1, anneal_steps=0, **clip
+            )
         placement, updates = for_megatron(schedule).placement, updates_of(schedule.graph)
         m = schedule.num_microbatches if updates is None else updates.every  # of one of its calls
         self._build(placement, m, self.plugin.session.store)

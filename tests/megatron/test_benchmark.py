@@ -84,16 +84,18 @@ def test_both_ways(tmp_path):
 @pytest.mark.full
 def test_with_optimizer(tmp_path):
     """Steps that wait for all ranks, and steps that do not."""
-    names = 'zb-v,zb-v+post-validation,pipedream-2bw'
+    names = 'zb-v,zb-v+post-validation,pipedream-2bw,pipedream-2bw+global-norm'
     flags = ['--schedules', names, '--rounds', '1', '--optimizer']
     _, result = run(tmp_path, *flags, '--iterations-per-sample', '3')
-    stock, ours, early, late = result['rows']
+    stock, ours, early, late, waiting = result['rows']
     assert stock['optimizer'] and ours['optimizer'] and early['optimizer']
     assert ours['checksum'] == pytest.approx(stock['checksum'], rel=1e-5)
     assert early['checksum'] == ours['checksum']
     assert late['checksum'] == pytest.approx(stock['checksum'], rel=1e-5), 'at rate 0'
     work = late['m'] * sum(late['times_ms'])
     assert late['simulated_ms'] == pytest.approx(work), 'a call has no bubble'
+    assert waiting['checksum'] == late['checksum']
+    assert waiting['simulated_ms'] > late['simulated_ms'], 'with a meeting behind each call'
     assert early['simulated_ms'] <= ours['simulated_ms'], 'the window, not the makespan'
 
 
@@ -108,6 +110,7 @@ def test_with_optimizer(tmp_path):
         ('--times-ms 1,nan,1', '--times-ms 1,nan,1: give numbers above 0'),
         ('--schedules zb-v+post-validation --optimizer', '--iterations-per-sample 3 or more'),
         ('--schedules paci', 'paci is about steps between iterations: give --optimizer'),
+        ('--schedules zb-v+global-norm', 'steps of zb-v are not asynchronous, and wait anyhow'),
         ('--schedules zb-w', "unknown schedule 'zb-w'"),
         ('--schedules torch:ZBV', 'did you mean torch:ZBVZeroBubble?'),
         ('--schedules pipedream:1f1b', 'known are megatron, torch, zbpp'),
