@@ -85,3 +85,30 @@ def test_an_asynchronous_schedule_says_that_it_trains_another_model(ranks):
     assert first.endswith('4 ranks x 1 chunks, 2 microbatches')
     assert late.startswith('asynchronous, trains another model than 1F1B: weights of forwards are')
     assert 'are 1.5 1 0.5 0 steps old' in late and 'there are 3 2 2 1 copies' in late
+    assert late.endswith('each step makes the weights of the next forward')
+    _, _, late, _ = ranks(2).run(told, 'pipedream-2bw', 4, 4)[0]
+    assert late.endswith('norm and success in the log are of the step before')
+
+
+def told_of_norms():
+    """The log's lines of whose norm clips, where stages can have their own, and where not."""
+    import logging
+    from unittest import mock
+
+    from megatron_zbpp.mcore.post_validation.stage_norm import StageNorms
+    from megatron_zbpp.mcore.session import Session
+    from megatron_zbpp.mcore.settings import Settings
+
+    said = []
+    log = logging.getLogger('megatron_zbpp.job')
+    with mock.patch.object(log, 'handle', lambda record: said.append(record.getMessage())):
+        for refused in ([], ['embeddings are tied']):
+            StageNorms(Session(Settings('paci'))).decide(refused)
+    return said
+
+
+def test_whose_norm_clips_is_told(ranks):
+    own, of_all = ranks(2).run(told_of_norms)[0]
+    assert own.startswith('gradients are clipped by the norm of their own stage')
+    assert '--pipeline-clip global clips by that of all' in own
+    assert of_all.endswith('for which each step waits: embeddings are tied')
