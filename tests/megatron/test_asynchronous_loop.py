@@ -12,14 +12,14 @@ import events
 import pytest
 from nvidia import needs_training, run
 from supported import supports
-from weights_by_hand import ByChunk, ByHand
+from weights_by_hand import ByChunk, ByHand, PipeMare, clip_by_stage
 
 pytestmark = needs_training
 
-METHODS = 'pipedream-2bw', 'pipedream', 'paci', 'wpipe'
+METHODS = 'pipedream-2bw', 'pipedream', 'paci', 'wpipe', 'pipemare'
 BASE = ['--pipeline-model-parallel-size', 2, '--num-layers', 2, '--train-iters', 5]
 BASE += ['--clip-grad', 0.5, '--global-batch-size', 2, '--split', '90,10,0']
-BASE += ['--eval-iters', 1, '--eval-interval', 2]
+BASE += ['--eval-iters', 1, '--eval-interval', 2, '--untie-embeddings-and-output-weights']
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class WeightsByHand:
                     models = (
                         given['model'] if isinstance(given['model'], list) else [given['model']]
                     )
-                    by = ByChunk if self.method == 'wpipe' else ByHand
+                    by = {'wpipe': ByChunk, 'pipemare': PipeMare}.get(self.method, ByHand)
                     hands.append(by(self.method, p, get_num_microbatches(), stage, models))
                 hands[0].keep()
                 with hands[0].batch():
@@ -59,7 +59,18 @@ class WeightsByHand:
             return forward_backward
 
         mine = mock.patch.object(training, 'get_forward_backward_func', get_forward_backward_func)
-        with events.evaluations(training) as losses, mine:
+        built = training.setup_model_and_optimizer
+
+        def setup_model_and_optimizer(*args: Any, **named: Any) -> Any:
+            models, optimizer, scheduler = built(*args, **named)
+            if self.method != 'pipedream-2bw':
+                clip_by_stage(optimizer, sharded=False)
+            return models, optimizer, scheduler
+
+        clipping = mock.patch.object(
+            training, 'setup_model_and_optimizer', setup_model_and_optimizer
+        )
+        with events.evaluations(training) as losses, mine, clipping:
             yield losses
 
 
@@ -82,9 +93,11 @@ def finished(training: Any) -> Iterator[tuple[list[str], list[str]]]:
     'method', [pytest.param(m, marks=[pytest.mark.full] * (m in METHODS[2:])) for m in METHODS]
 )
 def test_as_with_weights_put_in_by_hand(ranks, method):
-    """Losses, evaluations, parameters and optimizer state to the bit; clipping is active."""
-    untied = ['--untie-embeddings-and-output-weights'] * (method == 'pipedream-2bw')
-    flags = [*BASE, '--log-interval', 4, *untied]
+    """Losses, evaluations, parameters and optimizer state to the bit; clipping is active.
+
+    The loop waits for no other rank in the last iteration.
+    """
+    flags = [*BASE, '--log-interval', 4]
     chunks = []
     if method == 'wpipe':
         flags += ['--num-layers', 4]
@@ -95,6 +108,5 @@ def test_as_with_weights_put_in_by_hand(ranks, method):
     assert ours.parameters == reference.parameters
     assert ours.optimizer == reference.optimizer
     assert [each for each, _ in ours.reported] == list(reference.reported)
-    if untied:  # else the norm of all is waited for, as the log says
-        assert [waits for _, waits in ours.reported] == [[], []]
+    assert [waits for _, waits in ours.reported] == [[], []]
     assert all(float.fromhex(norm) > 0.5 for norm in reference.grad_norms.values())
