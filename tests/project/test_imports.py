@@ -76,6 +76,8 @@ def test_a_training_loads_no_search_no_picture_and_no_guest():
     assert families(modules) == {'zb_h'}
     idle = {'techniques.offload.place', 'techniques.recompute.place', 'runtime.activations.store'}
     assert not modules & idle, 'nothing is offloaded, and nothing runs again'
+    divided = {name for name in modules if 'vocabulary' in name or name == 'runtime.collectives'}
+    assert not divided, 'the output layer is whole'
 
 
 @needs_megatron
