@@ -1,10 +1,16 @@
-"""Processes, one a rank, that stay for all tests: starting them is what costs."""
+"""Processes, one a rank, that stay for all tests: starting them is what costs.
+
+Each is a fork of one that has imported Megatron already.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
+import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -12,10 +18,12 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import psutil
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -23,6 +31,7 @@ _MOST_THREADS = 24  # of a rank between two calls
 # with so many left, ranks start anew: on what holds their groups Python has no hold; more where
 # tests of a module keep Megatron's groups for each other
 _TOO_MANY, _WITH_KEPT = 60, 150
+_SERVERS = 2  # neighbours are forks of different ones: their sets of texts have other orders
 _LAST_WORDS = 5  # seconds for the others to answer when a rank has failed
 
 
@@ -37,14 +46,16 @@ class Pool:
     Layers of Transformer Engine leave a group with each training.
 
     Args:
-        prepare: called in each process, with `args`, before Megatron is imported.
+        prepare: called before Megatron is imported, with `args`, in the processes that are forked;
+            where a GPU is, in each fork: what CUDA has begun no fork takes with it.
         emulated: whether what asks for CUDA gets the CPU, where no GPU is; else `prepare` sees to
             it.
     """
 
     def __init__(self, prepare: Callable | None = None, *args: Any, emulated: bool = True) -> None:
-        self._prepare = emulated, prepare, args
-        self._processes: list[mp.Process] = []
+        self._prepare = torch.cuda.is_available(), emulated, prepare, args
+        self._servers: list[tuple[mp.Process, Connection]] = []
+        self._processes: list[psutil.Process] = []
         self._connections: list[Connection] = []
         self._joined = 0
         self._keeps = False  # whether ranks have Megatron's groups for the next call
@@ -54,8 +65,8 @@ class Pool:
     def run(self, size: int, function: Callable, args: tuple, timeout: float) -> list[Any]:
         """`function(*args)` on the ranks of a group of `size`: see `Ranks.run`."""
         most = _WITH_KEPT if self._keeps else _TOO_MANY
-        if any(psutil.Process(each.pid).num_threads() > most for each in self._processes):
-            self.stop()
+        if any(each.num_threads() > most for each in self._processes):
+            self._end_ranks()
         try:
             self._start(size)
             if self._joined != size:
@@ -65,29 +76,46 @@ class Pool:
                 self._joined = size
             return self._call(size, function, args, timeout)
         except BaseException:  # whatever it is: answers may still be on their way
-            self.stop()
+            self._end_ranks()
             raise
 
     def stop(self) -> None:
         """Ends the processes and whatever they started."""
+        self._end_ranks()
+        for process, connection in self._servers:
+            connection.close()
+            process.join()
+        self._servers = []
+
+    def _end_ranks(self) -> None:
         for connection in self._connections:
             connection.close()
+        psutil.wait_procs(self._processes, timeout=5)
         for process in self._processes:
-            process.join(5)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.join()
+        psutil.wait_procs(self._processes)
         self._processes, self._connections, self._joined, self._keeps = [], [], 0, False
 
     def _start(self, size: int) -> None:
-        context = mp.get_context('spawn')
         for rank in range(len(self._processes), size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs, *self._prepare))
-            process.start()  # no daemon: saving a checkpoint starts a process of its own
+            if rank % _SERVERS == len(self._servers):
+                self._servers.append(self._server())
+            _, server = self._servers[rank % _SERVERS]
+            ours, theirs = mp.Pipe()
+            server.send(rank)
+            reduction.send_handle(server, theirs.fileno(), None)
+            self._processes.append(psutil.Process(server.recv()))
             theirs.close()
-            self._processes.append(process)
             self._connections.append(ours)
+
+    def _server(self) -> tuple[mp.Process, Connection]:
+        context = mp.get_context('spawn')
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_fork_ranks, args=(theirs, *self._prepare))
+        process.start()  # no daemon: it has children, which have some where they save a checkpoint
+        theirs.close()
+        return process, ours
 
     def _call(self, size: int, function: Callable, args: tuple, timeout: float) -> list[Any]:
         connections = self._connections[:size]
@@ -143,36 +171,71 @@ def _join(size: int, port: int) -> None:
     dist.init_process_group(os.environ.get('RANKS_BACKEND', 'gloo'))
 
 
-def _serve(
-    rank: int,
-    connection: Connection,
-    emulated: bool,
-    prepare: Callable | None,
-    prepared: tuple,
+def _fork_ranks(
+    connection: Connection, gpu: bool, emulated: bool, prepare: Callable | None, prepared: tuple
 ) -> None:
-    """Answers calls until the parent is gone."""
-    os.setsid()  # so that saving's helper process can be ended with it
-    os.environ |= {
-        'RANK': str(rank),
-        'LOCAL_RANK': str(rank),
-        'MASTER_ADDR': '127.0.0.1',
-        'GLOO_SOCKET_IFNAME': 'lo',
-    }
-    import torch
+    """Makes a rank of each number that comes, on the pipe that comes with it, until none can."""
+    torch.set_num_threads(1)
+    make_ready = functools.partial(_make_ready, emulated, prepare, prepared)
+    if not gpu:
+        make_ready()
+        _import_megatron()
+    gc.collect()
+    gc.freeze()
+    context, ranks = mp.get_context('fork'), []
+    while True:
+        ended = wait([connection, *(each.sentinel for each in ranks)])
+        for each in [each for each in ranks if each.sentinel in ended]:
+            each.join()
+            ranks.remove(each)
+        if connection in ended:
+            try:
+                rank = connection.recv()
+            except EOFError:
+                return
+            theirs = Connection(reduction.recv_handle(connection))
+            given = rank, theirs, connection, make_ready if gpu else None
+            ranks.append(context.Process(target=_serve, args=given))
+            ranks[-1].start()
+            theirs.close()
+            connection.send(ranks[-1].pid)
 
+
+def _make_ready(emulated: bool, prepare: Callable | None, prepared: tuple) -> None:
     from megatron_zbpp.emulation import cpu
 
-    torch.set_num_threads(1)
     if not emulated:
         pass
     elif torch.cuda.is_available():
         from shared_gpu import join_gpu
 
-        join_gpu(rank)
+        join_gpu(int(os.environ['RANK']))
     else:
         cpu.install(alias_sends=False)  # the executor keeps what it sends by itself
     if prepare is not None:
         prepare(*prepared)
+
+
+def _import_megatron() -> None:
+    """Imports what nearly every test of it needs, unless a checkout takes its place in some."""
+    if 'MEGATRON_LM' not in os.environ and importlib.util.find_spec('megatron') is not None:
+        for name in ('pretrain_gpt', 'torch._dynamo', 'sympy'):  # the first step and backward do
+            importlib.import_module(name)
+
+
+def _serve(
+    rank: int,
+    connection: Connection,
+    parents: Connection,
+    make_ready: Callable | None,
+) -> None:
+    """Answers calls until the parent is gone."""
+    parents.close()
+    os.setsid()  # so that saving's helper process can be ended with it
+    os.environ |= {'RANK': str(rank), 'MASTER_ADDR': '127.0.0.1', 'GLOO_SOCKET_IFNAME': 'lo'}
+    os.environ.setdefault('LOCAL_RANK', str(rank))
+    if make_ready is not None:
+        make_ready()
     while True:
         try:
             function, args = connection.recv()
