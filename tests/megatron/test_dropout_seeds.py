@@ -55,6 +55,17 @@ def test_as_1f1b_te(te_ranks, data, schedule, what):
     check(te_ranks, data, schedule, job, than='1f1b')
 
 
+@supports(
+    'dropout seeded as in our 1f1b with `--pipeline-dropout-seeds`: {what}, two replicas',
+    '{family}',
+)
+@grid(family=('dualpipe', 'chimera-zb'), what=('GPT', 'full recomputation'))
+def test_two_ways(ranks, data, family, what):
+    """Both routes draw the masks of their replica's microbatches, as replicas of 1F1B do."""
+    job = Job(**{'te': False, 'dropout': 0.1, 'seeds': True, 'dp': 2} | MORE[what])
+    check(ranks, data, family, job, than='1f1b')
+
+
 def losses(ranks, data, schedule, **more):
     job = Job(**FEW | more)
     found = ranks(2).run(train, job, job.argv(schedule, False, data))
