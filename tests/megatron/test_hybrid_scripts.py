@@ -15,7 +15,7 @@ from test_launch import NO_CLIPPING
 from test_other_scripts import script
 from test_sliced_models import UNTIED
 from test_vocabulary_hybrid import FP32
-from test_vocabulary_training import FLAG, near
+from test_vocabulary_loop import FLAG, near
 
 pytestmark = [
     pytest.mark.te,

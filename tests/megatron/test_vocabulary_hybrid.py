@@ -10,7 +10,8 @@ from supported import TOLERANCE, absent, supports
 from test_hybrid import PATTERNS, SPEC, model_of_a_pattern, segments
 from test_launch import NO_CLIPPING
 from test_sliced_models import UNTIED
-from test_vocabulary_training import BOTH, FLAG, OUTPUT, near
+from test_vocabulary_loop import FLAG, near
+from test_vocabulary_training import BOTH, OUTPUT
 
 pytestmark = [pytest.mark.te, needs_training]
 

@@ -11,9 +11,7 @@ import pytest
 import torch
 from grids import grid
 from models import Job, assert_same, train
-from nvidia import needs_training, run, since
-from supported import TOLERANCE, absent, supports
-from test_launch import NO_CLIPPING, PIPELINE
+from supported import TOLERANCE, supports
 from test_sliced_models import UNTIED, close
 
 OUTPUT, BOTH = 'output', 'input+output'
@@ -257,86 +255,6 @@ def test_te_layers(te_ranks, data, kind):
         leave(te_ranks, data, job, name, None, layers, tied) for name in ('zb-v', 'megatron')
     )
     compare(found, stock, job, tied)
-
-
-FLAG = '--pipeline-vocab-parallel'
-
-
-@pytest.fixture(scope='module')
-def stock(ranks, tmp_path_factory):
-    """`stock(tied, *more)`: losses of Megatron's 1F1B, its flags, a folder of its checkpoints."""
-
-    @functools.cache
-    def made(tied=False, *more):
-        folder = tmp_path_factory.mktemp('stock')
-        flags = [*PIPELINE, *NO_CLIPPING, *([] if tied else UNTIED)]
-        flags += ['--global-batch-size', 4, '--train-iters', 3]
-        flags += more
-        return run(ranks(2), *flags, '--save', folder, '--save-interval', 1), flags, folder
-
-    return made
-
-
-def tells_rates():
-    """Runs on a rank: whether optimizers tell groups by their rates, too, when they load."""
-    from nvidia import _find_megatron
-
-    _find_megatron()
-    from megatron.core.optimizer import optimizer
-
-    return 'max_lr' in optimizer.param_group_identifier_keys
-
-
-DECOUPLED = '--decoupled-lr', 5e-4, '--decoupled-min-lr', 1e-4
-
-
-def near(found, expected, iteration):
-    """Losses and norms after an iteration, as NVIDIA's loop has them."""
-    for at, (loss, *rest) in since(iteration, expected.losses).items():
-        own, *others = found.losses[at]
-        assert float.fromhex(own) == pytest.approx(float.fromhex(loss), rel=1e-6)
-        assert others == rest
-        norms = (float.fromhex(each.grad_norms[at]) for each in (found, expected))
-        assert next(norms) == pytest.approx(next(norms), rel=1e-6)
-
-
-@supports(
-    "NVIDIA's loop: {layers} on all ranks, from and to checkpoints of stock",
-    outcome=TOLERANCE,
-)
-@needs_training
-@pytest.mark.parametrize(
-    ('layers', 'schedule', 'more'),
-    [
-        (OUTPUT, 'zb-v', ()),
-        *(pytest.param(OUTPUT, n, DECOUPLED, marks=pytest.mark.full) for n in ('1f1b', 'zb-h1')),
-        (f'{BOTH}, tied', 'zb-v', ()),
-        pytest.param(BOTH, 'zb-v', DECOUPLED, marks=pytest.mark.full),
-        pytest.param(f'{BOTH}, tied', '1f1b', DECOUPLED, marks=pytest.mark.full),
-        pytest.param(OUTPUT, 'slimpipe', (), marks=pytest.mark.full),
-    ],
-)
-def test_nvidias_loop(ranks, stock, tmp_path, layers, schedule, more):
-    """Begins from a checkpoint of Megatron's own 1F1B, which goes on from ours."""
-    if more and not ranks(1).run(tells_rates)[0]:
-        absent('until 0.18 Megatron cannot go on from its own checkpoint with decoupled rates')
-    layers, _, tied = layers.partition(', ')
-    expected, flags, folder = stock(bool(tied), *more)
-    ours = [*flags, '--pipeline-schedule', schedule, FLAG, layers]
-    ours += ['--load', folder, '--ckpt-step', 1]
-    found = run(ranks(2), *ours, '--save', tmp_path, '--save-interval', 1)
-    near(found, expected, 1)
-    near(run(ranks(2), *flags, '--load', tmp_path, '--ckpt-step', 2), expected, 2)
-
-
-@pytest.mark.full
-@supports("NVIDIA's loop: {layers} on all ranks, from scratch", outcome=TOLERANCE)
-@needs_training
-@grid(schedule=('zb-v', '1f1b'), layers=(OUTPUT, BOTH))
-def test_from_scratch(ranks, stock, schedule, layers):
-    """Weights begin as stock draws them; tied ones where the embedding is on all ranks."""
-    expected, flags, _ = stock(layers == BOTH)
-    near(run(ranks(2), *flags, '--pipeline-schedule', schedule, FLAG, layers), expected, 0)
 
 
 def first_call(argv):

@@ -1,0 +1,135 @@
+"""The output layer, and the embedding, on all pipeline ranks in NVIDIA's loop."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from nvidia import needs_training, run, since
+from supported import TOLERANCE, absent, supports
+from test_launch import NO_CLIPPING, PIPELINE
+from test_sliced_models import UNTIED
+from test_vocabulary_training import BOTH, HOSTS, OUTPUT
+
+pytestmark = needs_training
+FLAG = '--pipeline-vocab-parallel'
+
+
+@pytest.fixture(scope='module')
+def stock(ranks, tmp_path_factory):
+    """`stock(tied, *more)`: losses of Megatron's 1F1B, its flags, a folder of its checkpoints."""
+
+    @functools.cache
+    def made(tied=False, *more):
+        folder = tmp_path_factory.mktemp('stock')
+        flags = [*PIPELINE, *NO_CLIPPING, *([] if tied else UNTIED)]
+        flags += ['--global-batch-size', 4, '--train-iters', 3]
+        flags += more
+        return run(ranks(2), *flags, '--save', folder, '--save-interval', 1), flags, folder
+
+    return made
+
+
+def tells_rates():
+    """Runs on a rank: whether optimizers tell groups by their rates, too, when they load."""
+    from nvidia import _find_megatron
+
+    _find_megatron()
+    from megatron.core.optimizer import optimizer
+
+    return 'max_lr' in optimizer.param_group_identifier_keys
+
+
+DECOUPLED = 'decoupled rates'
+OPTIONS = {
+    DECOUPLED: ('--decoupled-lr', 5e-4, '--decoupled-min-lr', 1e-4),
+    'clipped gradients': ('--clip-grad', 0.1),
+    'stages of unlike numbers of layers': ('--num-layers', 6),
+}
+TIED = f'{BOTH}, tied'
+ALL = OUTPUT, BOTH, TIED
+
+
+def near(found, expected, iteration):
+    """Losses and norms after an iteration, as NVIDIA's loop has them."""
+    for at, (loss, *rest) in since(iteration, expected.losses).items():
+        own, *others = found.losses[at]
+        assert float.fromhex(own) == pytest.approx(float.fromhex(loss), rel=1e-6)
+        assert others == rest
+        norms = (float.fromhex(each.grad_norms[at]) for each in (found, expected))
+        assert next(norms) == pytest.approx(next(norms), rel=1e-6)
+
+
+def go_on(ranks, stock, folder, layers, schedule, *more):
+    """Trains from a checkpoint of Megatron's own 1F1B, which then goes on from ours."""
+    layers, _, tied = layers.partition(', ')
+    expected, flags, begun = stock(bool(tied), *more)
+    ours = [*flags, '--pipeline-schedule', schedule, FLAG, layers]
+    ours += ['--load', begun, '--ckpt-step', 1]
+    found = run(ranks(2), *ours, '--save', folder, '--save-interval', 1)
+    near(found, expected, 1)
+    near(run(ranks(2), *flags, '--load', folder, '--ckpt-step', 2), expected, 2)
+
+
+ALWAYS = (OUTPUT, 'zb-v'), (TIED, 'zb-v')
+
+
+@supports(
+    "NVIDIA's loop: {layers} on all ranks, from and to checkpoints of stock",
+    outcome=TOLERANCE,
+)
+@pytest.mark.parametrize(
+    ('layers', 'schedule'),
+    [
+        *ALWAYS,
+        *(
+            pytest.param(layers, schedule, marks=pytest.mark.full)
+            for layers in ALL
+            for schedule in HOSTS
+            if (layers, schedule) not in ALWAYS
+        ),
+        pytest.param(OUTPUT, 'slimpipe', marks=pytest.mark.full),
+    ],
+)
+def test_nvidias_loop(ranks, stock, tmp_path, layers, schedule):
+    go_on(ranks, stock, tmp_path, layers, schedule)
+
+
+@pytest.mark.full
+@supports(
+    "NVIDIA's loop: {layers} on all ranks, {option}, from and to checkpoints of stock",
+    outcome=TOLERANCE,
+)
+@pytest.mark.parametrize(
+    ('layers', 'schedule', 'option'),
+    [
+        *((OUTPUT, schedule, DECOUPLED) for schedule in ('1f1b', 'zb-h1')),
+        (BOTH, 'zb-v', DECOUPLED),
+        (TIED, '1f1b', DECOUPLED),
+        *((layers, 'zb-v', option) for option in [*OPTIONS][1:] for layers in (OUTPUT, TIED)),
+    ],
+)
+def test_nvidias_loop_with(ranks, stock, tmp_path, layers, schedule, option):
+    if option == DECOUPLED and not ranks(1).run(tells_rates)[0]:
+        absent('until 0.18 Megatron cannot go on from its own checkpoint with decoupled rates')
+    go_on(ranks, stock, tmp_path, layers, schedule, *OPTIONS[option])
+
+
+@supports("NVIDIA's loop: {layers} on all ranks, from scratch", outcome=TOLERANCE)
+@pytest.mark.parametrize(
+    ('layers', 'schedule'),
+    [
+        (OUTPUT, 'zb-v'),
+        *(
+            pytest.param(layers, schedule, marks=pytest.mark.full)
+            for layers in ALL
+            for schedule in ('1f1b', 'zb-v')
+            if (layers, schedule) != (OUTPUT, 'zb-v')
+        ),
+    ],
+)
+def test_from_scratch(ranks, stock, layers, schedule):
+    """Weights begin as stock draws them."""
+    layers, _, tied = layers.partition(', ')
+    expected, flags, _ = stock(bool(tied))
+    near(run(ranks(2), *flags, '--pipeline-schedule', schedule, FLAG, layers), expected, 0)
