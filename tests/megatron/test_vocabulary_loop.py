@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 from nvidia import needs_training, run, since
+from ranks import RankError
 from supported import TOLERANCE, absent, supports
 from test_launch import NO_CLIPPING, PIPELINE
 from test_sliced_models import UNTIED
@@ -133,3 +135,14 @@ def test_from_scratch(ranks, stock, layers, schedule):
     layers, _, tied = layers.partition(', ')
     expected, flags, _ = stock(bool(tied))
     near(run(ranks(2), *flags, '--pipeline-schedule', schedule, FLAG, layers), expected, 0)
+
+
+@pytest.mark.full
+def test_words_that_ranks_do_not_divide(ranks):
+    """They are refused; with the flag that the message names they train."""
+    flags = [*PIPELINE, '--pipeline-model-parallel-size', 3, '--num-layers', 3, *UNTIED]
+    flags += ['--train-iters', 2, '--pipeline-schedule', '1f1b', FLAG, OUTPUT]
+    with pytest.raises(RankError, match='256 words does not divide among 3 ranks: give') as error:
+        run(ranks(3), *flags)
+    (cure,) = set(re.findall(r'give (--make-vocab-size-divisible-by \d+)', str(error.value)))
+    assert len(run(ranks(3), *flags, *cure.split()).losses) == 2
