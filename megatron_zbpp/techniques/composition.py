@@ -24,8 +24,8 @@ class Clash(NamedTuple):
     cure: str
 
 
-OVERLAP = 'overlap'
-"""Pairs of F and BW that a model runs as one: not a technique of the graph."""
+OVERLAP = 'overlap'  # pairs of F and BW that a model runs as one: not of the graph
+SEEDS = 'dropout_seeds'  # of each layer and microbatch: likewise
 
 SLICED = 'sliced'
 """Slices of a sequence, by the name of their graph's function."""
@@ -131,7 +131,7 @@ def require_goes_with(schedule: Schedule, name: str) -> None:
 def table() -> str:
     """Return the docs' table of all pairs: a schedule has the row's, the column's is added."""
     lines = [f'| has, added | {" | ".join(ADDED)} |', '|---' * (1 + len(ADDED)) + '|']
-    for has in TRAINED:
+    for has in (*TRAINED, SEEDS):
         cells = (CLASHES.get((has, name)) for name in ADDED)
         words = ('to the bit' if clash is None else f'refused: {clash.reason}' for clash in cells)
         lines.append(f'| {has} | {" | ".join(words)} |')

@@ -93,6 +93,27 @@ def test_from_scratch(bridge_ranks, tmp_path):
     assert ours.losses == stock.losses and ours.weights == stock.weights
 
 
+DROPOUT = {'model.hidden_dropout': 0.1, 'model.attention_dropout': 0.1}
+
+
+@supports(WHAT + 'dropout seeded as in our 1f1b with `dropout_seeds`: {kind}', 'zb-v')
+@pytest.mark.parametrize('kind', [UNTIED, pytest.param(MTP, marks=pytest.mark.full)])
+def test_dropout_seeds(bridge_ranks, stock, kind, record_property):
+    """All placements draw the same masks; the layers of LoRA's model are wrapped."""
+    record_property('te', wheels.NEWEST)
+    folder, without = stock(kind)
+    seeded, ours = (
+        bridge_ranks(2).run(
+            functools.partial(train, dropout_seeds=True),
+            *(folder, name, False, kind, DROPOUT),
+            timeout=240,
+        )[-1]
+        for name in ('1f1b', 'zb-v')
+    )
+    assert ours.losses == seeded.losses != without[-1].losses
+    assert ours.weights == seeded.weights
+
+
 def enabling(folder, changes, schedule='zb-v'):
     """Runs on a rank: what the configuration has become, or why it cannot."""
     from megatron_zbpp import bridge as ours

@@ -13,6 +13,9 @@ from nvidia import needs_training, run, since
 from supported import supports
 from test_launch import NO_CLIPPING, PIPELINE
 from test_launch_post_validation import EARLY
+from test_vocabulary_training import BOTH, OUTPUT, leave, of_ranks
+
+from megatron_zbpp.techniques.composition import ADDED, EMBEDDING, VOCABULARY
 
 pytestmark = pytest.mark.shared
 FEW = {'te': False, 'dropout': 0.1, 'seeds': True, 'iterations': 2, 'microbatches': 4}
@@ -64,6 +67,42 @@ def test_two_ways(ranks, data, family, what):
     """Both routes draw the masks of their replica's microbatches, as replicas of 1F1B do."""
     job = Job(**{'te': False, 'dropout': 0.1, 'seeds': True, 'dp': 2} | MORE[what])
     check(ranks, data, family, job, than='1f1b')
+
+
+# of each technique that can be added: a schedule with it; recompute passes are above
+BESIDE = {
+    'offload': Job(te=False, dropout=0.1, seeds=True, offload='all'),
+    'evict': Job(te=False, dropout=0.1, seeds=True, pp=4),
+    VOCABULARY: Job(**FEW),
+    EMBEDDING: Job(**FEW),
+}
+
+
+@supports(
+    'dropout seeded as in our 1f1b with `--pipeline-dropout-seeds`, beside {added}: GPT',
+    '{schedule}',
+)
+@pytest.mark.parametrize(
+    ('added', 'schedule'),
+    [
+        pytest.param('offload', 'zb-v', marks=pytest.mark.full),
+        pytest.param('evict', 'bpipe', marks=pytest.mark.full),
+        pytest.param(VOCABULARY, 'zb-v', marks=pytest.mark.full),
+        (EMBEDDING, 'zb-v'),
+    ],
+)
+def test_beside(ranks, data, added, schedule):
+    """As the table of compositions says; layers on all ranks as by 1F1B that has them there."""
+    assert {*BESIDE, 'recompute'} == {*ADDED} and 'again' in MORE['recompute passes']
+    job = BESIDE[added]
+    if added not in (VOCABULARY, EMBEDDING):
+        check(ranks, data, schedule, job, than='1f1b', moves=True)
+        return
+    layers = BOTH if added == EMBEDDING else OUTPUT
+    found, plain = (
+        of_ranks(leave(ranks, data, job, name, None, layers), layers) for name in (schedule, '1f1b')
+    )
+    assert_same(found, plain, job.iterations)
 
 
 def losses(ranks, data, schedule, **more):

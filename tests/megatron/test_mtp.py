@@ -16,6 +16,7 @@ from test_te_launch import TE
 
 pytestmark = needs_training
 
+SEEDS = ['--pipeline-dropout-seeds']
 Layers = tuple[Callable[[int], Ranks], list]
 MTP = """--untie-embeddings-and-output-weights --position-embedding-type rope
     --clip-grad 1e9 --global-batch-size 6 --train-iters 3""".split()
@@ -92,6 +93,24 @@ def test_post_validation(layers, tmp_path, schedule):
     assert ours.parameters == stock.parameters
     assert ours.reported[-1] == stock.reported[-1][1:]
     assert len({tuple(losses) for losses in stock.reported[-1]}) == 5, 'of the rank that has them'
+
+
+@supports(
+    'dropout seeded as in our 1f1b with `--pipeline-dropout-seeds`: multi-token prediction',
+    '{schedule}',
+)
+@grid(schedule=('zb-v', 'interleaved'))
+def test_dropout_seeds(layers, schedule):
+    """From scratch; its layers have masks of their own, and those of its embedding go with them."""
+    ranks, te = layers
+    flags = [*MTP, *te, '--pipeline-model-parallel-size', 2, '--num-layers', 4]
+    flags += ['--mtp-num-layers', 2, '--hidden-dropout', 0.1, '--attention-dropout', 0.1]
+    plain, seeded, ours = (
+        run(ranks(2), *flags, '--pipeline-schedule', name, *more)
+        for name, more in (('1f1b', []), ('1f1b', SEEDS), (schedule, SEEDS))
+    )
+    assert ours.losses == seeded.losses != plain.losses and len(ours.losses) == 3
+    assert ours.parameters == seeded.parameters
 
 
 @supports('multi-token prediction in a stage of its own, depth {depth}', 'zb-h1')

@@ -197,6 +197,7 @@ def train(
     post_validation: bool | int,
     kind: str,
     changes: Mapping[str, Any] = types.MappingProxyType({}),
+    **options: Any,
 ) -> Trained:
     """Runs on each rank: `pretrain` of Bridge, by `schedule`; 'megatron' is Megatron's own.
 
@@ -206,6 +207,7 @@ def train(
         post_validation: as for `enable`.
         kind: of recipe.
         changes: to its configuration.
+        **options: as for `enable`.
     """
     from megatron.bridge.training import pretrain as entry
     from megatron.bridge.training.callbacks import Callback
@@ -232,7 +234,7 @@ def train(
     change(made, changes)
     try:
         if schedule != 'megatron':
-            ours.enable(made, schedule, post_validation=post_validation)
+            ours.enable(made, schedule, post_validation=post_validation, **options)
         with events.pipeline_waits() as current:
             entry.pretrain(made, forward_step, callbacks=[Watch()])
         return Trained(losses, norms, found['weights'], found['loaded'], early_steps(), waits)
