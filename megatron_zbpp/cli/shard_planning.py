@@ -36,9 +36,8 @@ from megatron_zbpp.schedules.registry import Sizes
 from megatron_zbpp.techniques.composition import OUTPUT
 from megatron_zbpp.techniques.slices.balance import balanced
 from megatron_zbpp.techniques.slices.sizes import AUTO, sizes_of
+from megatron_zbpp.techniques.vocabulary.hosts import HOSTS
 
-# that keep their bubble with the output layer on all ranks
-_HOSTS = '1f1b', 'zb-h1', 'zb-v', 'v-half', 'v-min', 'interleaved', 'zb-interleaved'
 _HARDLY = 0.01  # of a value: for less neither slices nor shards are worth their passes
 _WAYS = 0.5  # share of the time for named schedules, of which each way has an equal part
 _TRIED = 5  # times that a pass of a named schedule is looked at, of one that a search replays
@@ -166,7 +165,7 @@ def _ways(args: Namespace, budget: Budget) -> list[Way]:
             slices = cases[0].schedule.graph.num_slices
             found.append(Way(slices, layer, value, cases[0], tuple(cases[1:])))
     if not found:
-        raise ValueError(f'none of {", ".join(_HOSTS)}: {why or "--vpp: give 1 or 2"}')
+        raise ValueError(f'none of {", ".join(HOSTS)}: {why or "--vpp: give 1 or 2"}')
     return found
 
 
@@ -178,7 +177,7 @@ def _cases(args: Namespace, needed: bool) -> tuple[list[Case], str]:
         needed: whether one is to be built even if there is no time.
     """
     cases, why = list[Case](), ''
-    for name, chunks in sorted(product(_HOSTS, allowed_chunks(args)), key=partial(_turn, args)):
+    for name, chunks in sorted(product(HOSTS, allowed_chunks(args)), key=partial(_turn, args)):
         if chunks not in find(name).chunks:
             continue
         if (cases or not needed) and not args.on_time():

@@ -401,9 +401,8 @@ class Settings:
         if self.vocab_parallel not in SHARED_LAYERS:
             known = ', '.join(map(repr, SHARED_LAYERS))
             raise ValueError(f'vocab_parallel is {self.vocab_parallel!r}: give {known}, or None')
-        others = {'freeze': self.freeze, 'post_validation': self.post_validation}
-        for name, asked in {'schedule': source == AUTO, **others}.items():
-            if asked:
+        for name in ('freeze', 'post_validation'):
+            if getattr(self, name):
                 raise ValueError(
                     f'{name} is {getattr(self, name)!r}: it does not train with the output layer '
                     'on all ranks yet: leave it out, or vocab_parallel'

@@ -405,9 +405,6 @@ FLAGS = {
         )
         for schedule, asked in (('zb-v', '--enable-optimizer-post-validation'),)
     },
-    'the output layer on all ranks and auto': row(
-        flags(OUTPUT('auto')), "--pipeline-schedule is 'auto': it does", flags(OUTPUT('1f1b'))
-    ),
     'too many slices': row(flags(LONG(17)), 'give at most 16', flags(LONG(16))),
     'slices that do not sum': row(
         flags(LONG('8,4')), 'give sizes that sum to that', flags(LONG('8,4,4')), flags(LONG(2))

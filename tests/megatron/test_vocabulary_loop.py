@@ -9,6 +9,7 @@ import pytest
 from nvidia import needs_training, run, since
 from ranks import RankError
 from supported import TOLERANCE, absent, supports
+from test_auto import told
 from test_launch import NO_CLIPPING, PIPELINE
 from test_sliced_models import UNTIED
 from test_vocabulary_training import BOTH, HOSTS, OUTPUT
@@ -146,3 +147,20 @@ def test_words_that_ranks_do_not_divide(ranks):
         run(ranks(3), *flags)
     (cure,) = set(re.findall(r'give (--make-vocab-size-divisible-by \d+)', str(error.value)))
     assert len(run(ranks(3), *flags, *cure.split()).losses) == 2
+
+
+@supports("NVIDIA's loop: measures, plans and switches: {layers} on all ranks", 'auto')
+@pytest.mark.parametrize('layers', [OUTPUT, pytest.param(BOTH, marks=pytest.mark.full)])
+def test_auto(ranks, layers):
+    """It switches for sure, and goes on to the bit of 1F1B with the same layers on all ranks."""
+    flags = [*PIPELINE, *NO_CLIPPING, *UNTIED, '--global-batch-size', 4, '--train-iters', 13]
+    flags += [FLAG, layers]
+    plain = run(ranks(2), *flags, '--pipeline-schedule', '1f1b')
+    auto = ['--pipeline-schedule', 'auto', '--pipeline-schedule-profile-iters', 3]
+    switching = functools.partial(told, switching=True, seconds=2.0)
+    ours = run(ranks(2), *flags, *auto, event=switching)
+    assert len(ours.losses) == 13 and ours.losses == plain.losses
+    assert ours.parameters == plain.parameters
+    planned, compared, partition = ours.reported[0]
+    assert 'switches' in planned and 'whole output layer on its last rank' in planned
+    assert 'ms with the planned schedule' in compared and 'output layer on all ranks' in partition

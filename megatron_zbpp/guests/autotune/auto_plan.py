@@ -8,7 +8,7 @@ ranks make it together.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from statistics import median
@@ -29,6 +29,7 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.speeds import slow_ranks
 from megatron_zbpp.runtime.log import rank_log
 from megatron_zbpp.runtime.observe.measure import Iteration
+from megatron_zbpp.techniques.composition import VOCABULARY, techniques_of
 
 _UNKNOWN = ModelLayers(None, alike=True)
 _OF_SIZE = (  # what is known for one number of microbatches
@@ -157,10 +158,10 @@ class AutoPlan(Guest):
                 f'auto: rank {rank} takes {times:.3g} times as long as other replicas usually do '
                 'for the same stages: all of them wait for it'
             )
-        placement = placement.reversed() if _mirrored(schedule) else placement
-        inputs = placement, self.costs, schedule.num_microbatches, limit
-        search = partial(schedule_text, *inputs, self.seconds, self.objective)
-        self._search = search
+        start = schedule.reversed() if _mirrored(schedule) else schedule
+        self._search = partial(
+            schedule_text, start, self.costs, limit, self.seconds, self.objective
+        )
         self._launch()
 
     def _launch(self) -> None:
@@ -179,7 +180,7 @@ class AutoPlan(Guest):
         if said[0] == _KEEP:
             self._settle(schedule)
             return None
-        self.planned = Schedule.from_json(said[0])
+        self.planned = replace(Schedule.from_json(said[0]), costs=self.costs)
         self._original, self._measured_before = schedule, self._spans
         self._seen, self._spans = 0, []  # measured anew
         return self.planned
@@ -205,8 +206,7 @@ class AutoPlan(Guest):
             simulate(each, costs).value(self.objective) for each in (planned, schedule)
         )
         times = f'{known * 1e3:.1f} ms with {schedule.name}, {expected * 1e3:.1f} ms planned'
-        rival = makespan_of(RIVAL, schedule, costs) if self.objective == 'makespan' else None
-        times += f', {rival * 1e3:.1f} ms with {RIVAL}' if rival else ''
+        times += _rival(schedule, costs) if self.objective == 'makespan' else ''
         if expected >= known:
             self.say(f'auto: nothing better found (simulated: {times}); {schedule.name} stays')
             return _KEEP
@@ -241,8 +241,8 @@ class AutoPlan(Guest):
             return
         if self._partition is not None:
             return  # one that was begun for another number of microbatches
-        if (self._original or schedule).together:
-            self.say('auto: looks for no other partition of the layers: it knows no cells')
+        if unknown := _unknown_to_partitions(self._original or schedule):
+            self.say(f'auto: looks for no other partition of the layers: it knows no {unknown}')
             return
         looked = look(self.layers.layout, schedule, self.costs, self.objective, self.layers.alike)
         # a proposal may take all the room that there is; what runs keeps to what 1F1B holds
@@ -258,9 +258,29 @@ class AutoPlan(Guest):
         )
 
 
+def _rival(schedule: Schedule, costs: Costs) -> str:
+    """Return how long the schedule that gains are told against would take; empty: it has none."""
+    name = RIVAL
+    if VOCABULARY in techniques_of(schedule):
+        from megatron_zbpp.techniques.vocabulary import whole
+
+        name, costs = RIVAL + whole.WHOLE, whole.rival_costs(schedule, costs)
+    makespan = makespan_of(RIVAL, schedule, costs)
+    return f', {makespan * 1e3:.1f} ms with {name}' if makespan else ''
+
+
+def _unknown_to_partitions(schedule: Schedule) -> str:
+    """Return what a schedule has that the search for a partition does not know; empty: nothing."""
+    if VOCABULARY in techniques_of(schedule):
+        return 'output layer on all ranks'
+    return 'cells' if schedule.together else ''
+
+
 def _words(costs: Costs, full: float | None) -> str:
     """Return what was measured."""
+    n = costs.num_stages
     times = {kind: costs.times[kind] for kind in (F, B, W)}
+    times |= {kind: own[n:] for kind, own in costs.times.items() if any(own[n:])}  # of shards
     parts = [f'{kind} {min(t) * 1e3:.3g} to {max(t) * 1e3:.3g} ms' for kind, t in times.items()]
     if costs.together != 1:
         parts.append(f'a forward and a backward as one {costs.together:.0%} of both')

@@ -16,30 +16,43 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir import Placement, Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.layers import MTP, Layers
 from megatron_zbpp.partitioning.plans import partition
 from megatron_zbpp.planner.cache import default_folder, planned
+from megatron_zbpp.planner.plans import plan
+from megatron_zbpp.techniques.composition import VOCABULARY, techniques_of
+from megatron_zbpp.techniques.vocabulary.hosts import hosts_like
 
 COMMAND = (sys.executable, '-m', 'megatron_zbpp.guests.autotune.background')
 _LATE = 10  # times the seconds to search in, after which the search is taken for stuck
 
 
 def schedule_text(
-    placement: Placement,
-    costs: Costs,
-    num_microbatches: int,
-    memory_limit: float,
-    seconds: float,
-    objective: str,
+    start: Schedule, costs: Costs, memory_limit: float, seconds: float, objective: str
 ) -> str:
-    """Return a planned schedule on a placement whose stage 0 is on rank 0, as JSON: see `plan`."""
-    inputs = {'memory_limit': memory_limit, 'seconds': seconds, 'objective': objective, 'seed': 0}
-    found, _ = planned(default_folder(), [(placement, costs)], num_microbatches, **inputs)
-    return found.schedule.to_json()
+    """Return a planned schedule of the passes and placement of `start`, as JSON: see `plan`.
+
+    Stage 0 is on rank 0.
+    """
+    candidates, m = [(start.placement, costs)], start.num_microbatches
+    inputs: dict[str, Any] = {
+        'memory_limit': memory_limit,
+        'seconds': seconds,
+        'objective': objective,
+        'seed': 0,
+    }
+    if VOCABULARY not in techniques_of(start):
+        found, _ = planned(default_folder(), candidates, m, **inputs)
+        return found.schedule.to_json()
+    starts = [start, *hosts_like(start, costs, memory_limit)]
+    return plan(
+        candidates, m, **inputs, starts=starts, graph=lambda _: start.graph
+    ).schedule.to_json()
 
 
 def partition_text(

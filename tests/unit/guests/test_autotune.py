@@ -128,7 +128,7 @@ def test_cells_are_planned_by_what_they_take(share, cells):
     costs, limit, _ = merge_measurements(
         [Measured(fit(timeline), 1.0, {}, None, 0)] * 2, schedule, None
     )
-    text = schedule_text(schedule.placement, costs, 8, limit, 0.2, 'makespan')
+    text = schedule_text(schedule, costs, limit, 0.2, 'makespan')
     found = Schedule.from_json(text)
     assert bool(found.together) == cells
     assert simulate(found, costs).makespan <= timeline.makespan

@@ -11,11 +11,16 @@ from instances import P1
 from megatron_zbpp import Costs, Devices, Layer, Layers, Placement, Schedule
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.memory import peak
+from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.guests.autotune.background import (
     BackgroundSearch,
     partition_text,
     schedule_text,
 )
+from megatron_zbpp.schedules import build
+from megatron_zbpp.techniques.vocabulary.embedding import with_embedding
+from megatron_zbpp.techniques.vocabulary.hosts import hosts_like
+from megatron_zbpp.techniques.vocabulary.place import with_shard_times, with_shards
 
 
 def searched(search: partial[str]) -> str:
@@ -32,11 +37,30 @@ def test_a_schedule(monkeypatch, tmp_path, objective):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     placement = Placement.v(2)
     costs = Costs.uniform(placement, 10, 12, 8, comm=1)
-    text = searched(partial(schedule_text, placement, costs, 4, 1.5, 0.2, objective))
+    start = build('zb-v', 2, 4)
+    text = searched(partial(schedule_text, start, costs, 1.5, 0.2, objective))
     found = Schedule.from_json(text)
     check(found)
     assert found.placement == placement and found.num_microbatches == 4
     assert max(peak(found, costs)) <= 1.5
+
+
+@pytest.mark.parametrize('both', [False, True])
+def test_a_schedule_with_shards(both):
+    """Of the same passes, and as good as each named schedule for these times and this limit."""
+    start = with_shards(build('zb-v', 4, 8))
+    start = with_embedding(start) if both else start
+    plain = Costs.uniform(start.placement, 10, 12, 8, comm=1)
+    costs = with_shard_times(plain, start.placement, 0.6)
+    found = Schedule.from_json(searched(partial(schedule_text, start, costs, 3.5, 0.2, 'makespan')))
+    check(found)
+    assert found.graph == start.graph and found.placement == start.placement
+    assert max(peak(found, costs)) <= 3.5 < max(peak(start, costs))
+    named = [*hosts_like(start, costs, 3.5)]
+    assert [each.name.partition(' ')[0] for each in named] == ['v-half', 'v-min']
+    assert len([*hosts_like(start, costs)]) == 3
+    least = min(simulate(each, costs).makespan for each in named)
+    assert simulate(found, costs).makespan <= least
 
 
 def asked(layers, limit=None, seconds=1.0):

@@ -1,0 +1,41 @@
+"""Named schedules that keep their bubble with the output layer on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_zbpp.ir import Schedule
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.schedules import build, find
+from megatron_zbpp.techniques.composition import EMBEDDING, techniques_of
+from megatron_zbpp.techniques.vocabulary.embedding import in_embedding_shards
+from megatron_zbpp.techniques.vocabulary.place import in_shards
+
+HOSTS = '1f1b', 'zb-h1', 'zb-v', 'v-half', 'v-min', 'interleaved', 'zb-interleaved'
+
+
+def hosts_like(
+    schedule: Schedule, costs: Costs, memory_limit: float | None = None
+) -> Iterator[Schedule]:
+    """Yield what hosts on the placement of `schedule` come to with the shards that it has.
+
+    Left out is what cannot be built for so many microbatches, or holds more.
+
+    Args:
+        schedule: with S and T, of whole sequences.
+        costs: of its stages and shards.
+        memory_limit: most that a rank may hold.
+    """
+    placement, m = schedule.placement, schedule.num_microbatches
+    p, chunks = placement.num_ranks, placement.num_chunks
+    for name in HOSTS:
+        if chunks not in find(name).chunks:
+            continue
+        try:
+            host = build(name, p, m, num_chunks=chunks)
+            made = in_shards(host, costs, memory_limit) if host.placement == placement else None
+        except ValueError:  # another host may do
+            continue
+        if made is not None:
+            both = EMBEDDING in techniques_of(schedule)
+            yield in_embedding_shards(made, costs) if both else made
