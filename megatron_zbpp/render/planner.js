@@ -404,10 +404,10 @@ async function stateOf(fragment) {
   return next;
 }
 
-async function restore() {
+async function restore(fragment) {
   let next = defaults(), wrong = '';
   try {
-    next = await stateOf(location.hash.slice(1));
+    next = await stateOf(fragment.slice(1));
   } catch (error) {
     wrong = error.message;
   }
@@ -438,8 +438,9 @@ async function start() {
     writeLink();
     navigator.clipboard.writeText(location.href).then(() => { byId('link').textContent = 'link copied'; }, () => complain('the browser lets no page copy: the address bar has the link'));
   };
-  addEventListener('hashchange', restore);
-  await restore();
+  // the address may be written anew before this event comes
+  addEventListener('hashchange', event => restore(new URL(event.newURL).hash));
+  await restore(location.hash);
   document.body.dataset.ready = 'yes';
 }
 start();

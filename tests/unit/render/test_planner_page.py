@@ -377,7 +377,8 @@ def test_a_link_restores_the_state(page, file):
     assert parse_qs(address[1:])['B'] == ['1.5'] and len(shown) in (2, 4)
     page.evaluate("document.getElementById('defaults').click()")
     assert table(page) != before and link(page) != address
-    page.evaluate(f'location.hash = {json.dumps(address)}')  # as typed into the address
+    # as typed into the address, while the link of the sliders is still to be written
+    page.evaluate(f'location.hash = {json.dumps(address)}; writeLink()')
     until(page, 'state.B === 1.5')
     assert table(page) == before
     assert silent(page)
