@@ -14,15 +14,7 @@ from megatron_zbpp.mcore.refusal import (
     scales_late,
     set_in,
 )
-from megatron_zbpp.techniques.composition import (
-    BOTH,
-    CLASHES,
-    CORRECTING,
-    EMBEDDING,
-    SEEDS,
-    SLICED,
-    VOCABULARY,
-)
+from megatron_zbpp.techniques.composition import BOTH, CLASHES, EMBEDDING, SLICED, VOCABULARY
 from megatron_zbpp.techniques.composition import OVERLAP as COMBINED
 
 OVERLAP = 'overlap_moe_expert_parallel_comm'
@@ -106,12 +98,6 @@ WITH_VERSIONS = {
 }
 _COUNTS = 'forwards of the next batch have counted tokens of experts before this one ends'
 _COUNTED = {'moe_router_enable_expert_bias': (_COUNTS, 'drop --moe-router-enable-expert-bias')}
-_WITH_CORRECTIONS = {
-    'use_distributed_optimizer': (
-        'a rank needs all of its weights to correct them',
-        'drop --use-distributed-optimizer',
-    )
-}
 _UNSEEDED = 'or leave out --pipeline-dropout-seeds'
 _OTHER_ORDERS = 'the two replicas of a pair run their stages in other orders, and would deadlock'
 
@@ -125,21 +111,19 @@ def with_techniques(settings: Any, techniques: Collection[str]) -> Iterator[Refu
     if 'recompute' in techniques:
         yield from _with_recomputation(settings)
     if 'updating' in techniques:
-        yield from with_versions(settings, CORRECTING in techniques)
-    if SEEDS in techniques:
+        yield from with_versions(settings)
+    if 'dropout_seeds' in techniques:
         yield from _with_seeds(settings)
     if getattr(settings, OVERLAP, False):
         yield from _with_cells(techniques)
 
 
-def with_versions(settings: Any, corrected: bool = False) -> Iterator[Refusal]:
+def with_versions(settings: Any) -> Iterator[Refusal]:
     """Yield what asynchronous schedules do not train with yet.
 
     Args:
         settings: Megatron's arguments, or the config of a model or of DDP.
-        corrected: whether backwards have weights that are estimated.
     """
-    yield from set_in(_WITH_CORRECTIONS if corrected else {}, settings, 'or take paci')
     table = {name: (_UNTRIED, cure) for name, cure in WITH_VERSIONS.items()}
     yield from set_in(table | _COUNTED, settings, _SYNCHRONOUS)
     if _GLOBAL in str(value := getattr(settings, _BALANCING, None)):

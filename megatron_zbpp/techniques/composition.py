@@ -26,7 +26,6 @@ class Clash(NamedTuple):
 
 OVERLAP = 'overlap'  # pairs of F and BW that a model runs as one: not of the graph
 SEEDS = 'dropout_seeds'  # of each layer and microbatch: likewise
-CORRECTING = 'correcting'  # backwards with weights that are estimated: likewise
 
 SLICED = 'sliced'
 """Slices of a sequence, by the name of their graph's function."""

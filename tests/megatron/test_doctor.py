@@ -411,16 +411,6 @@ def test_what_slices_refuse(ranks):
 
 
 @needs_training
-def test_what_corrected_weights_refuse(ranks):
-    words = [*SIZES, '--global-batch-size', 48, '--use-distributed-optimizer']
-    for schedule, refused in ('paci', []), ('pipemare', ['use_distributed_optimizer']):
-        line = [*words, '--pipeline-schedule', schedule]
-        code, found = report(ranks, '--gpus', 8, '--', *line, training=True)
-        assert [each['setting'] for each in found['launch_line']['refused']] == refused
-        assert code == bool(refused)
-
-
-@needs_training
 def test_by_megatrons_own_parser(ranks):
     words = [
         *SIZES,

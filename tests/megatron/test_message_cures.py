@@ -191,7 +191,7 @@ def updating() -> object:
     return replace(host, graph=updating(host.graph))
 
 
-def versions(tied: bool = False, anneals: int | None = None) -> Callable:
+def versions(sharded: bool = False, tied: bool = False, anneals: int | None = None) -> Callable:
     """Weights of PipeMare on 4 ranks, in batches of one microbatch."""
 
     def run() -> None:
@@ -202,6 +202,7 @@ def versions(tied: bool = False, anneals: int | None = None) -> Callable:
         from megatron_zbpp.mcore.settings import Settings
 
         model = torch.nn.Linear(1, 1)
+        model.ddp_config = SimpleNamespace(use_distributed_optimizer=sharded)
         model.share_embeddings_and_output_weights = tied
         session = Session(Settings('pipemare', anneal_steps=anneals))
         make_versions(session, session.programs.lowered(4, 1, False), 0, [model])
@@ -1085,6 +1086,9 @@ PROGRAMS = {
         'give a number above 0, below 1',
         settings(schedule='pipemare', correction_decay=0.5),
     ),
+    'shards of weights that are corrected': row(
+        versions(True), 'drop --use-distributed-optimizer, or take paci', versions(False)
+    ),
     'copies of tied embeddings at two rates': row(
         versions(tied=True),
         'give --untie-embeddings-and-output-weights, --pipeline-anneal-steps 0',
@@ -1387,12 +1391,6 @@ REFUSALS = {
         'drop --mtp-num-layers, or take a synchronous schedule, such as zb-v',
         refusal(VERSIONS),
         refusal({}, mtp_num_layers=1),
-    ),
-    'corrected weights and shards of them': row(
-        refusal({'techniques': {'updating', 'correcting'}}, use_distributed_optimizer=True),
-        'drop --use-distributed-optimizer, or take paci',
-        refusal({'techniques': {'updating', 'correcting'}}),
-        refusal(VERSIONS, use_distributed_optimizer=True),
     ),
     'versions of weights and a bias of experts': row(
         refusal(VERSIONS, moe_router_enable_expert_bias=True),

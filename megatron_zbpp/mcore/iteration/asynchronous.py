@@ -201,6 +201,7 @@ def make_versions(
     """Return the versions of the weights of this rank's stages, before the first call.
 
     Raises:
+        NotImplementedError: the optimizer has a part of the weights alone, of which T2 needs all.
         ValueError: copies of tied embeddings would be stepped at other rates (T1).
     """
     endless = session.endless
@@ -232,14 +233,20 @@ def _versions_of(
     taus = [each.mean for each in delays(schedule)]
     tau = endless.tau = taus[stage]
     parameters = [*model.parameters()]
+    buffered = _is_buffered(model)
     if updates.backward == STASHED:
         delay = updates.delays[stage] if updates.delays else None
         ahead, finish = calls.ahead(rank), endless.finish_step
         ages = max(updates.delays, default=-(-calls.ahead(0) // updates.every))
         if delay == 0:  # all passes of a batch are between two steps
             return OneStorage(parameters, ages=ages)
-        sizes = updates.every, delay, _is_buffered(model), ahead
+        sizes = updates.every, delay, buffered, ahead
         return Slots(parameters, *sizes, finish, ages, endless.loaded)
+    if updates.backward == CORRECTED and buffered:
+        raise NotImplementedError(
+            'use_distributed_optimizer does not go with pipemare, since a rank needs all of the '
+            'weights to correct them: drop --use-distributed-optimizer, or take paci'
+        )
     if updates.backward != CORRECTED:
         return OneStorage(parameters)
     tied = getattr(unwrap_model(model), 'share_embeddings_and_output_weights', False)

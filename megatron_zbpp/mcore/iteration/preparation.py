@@ -122,8 +122,7 @@ def _allow(session: Session, arguments: Arguments, config: Any, num_ranks: int) 
     if not programs.mirrored(num_ranks):
         found += refusals.across_replicas(getattr(arguments.models[0], 'ddp_config', None))
     if programs.asynchronous:
-        ddp_config = getattr(arguments.models[0], 'ddp_config', None)
-        found += with_versions(ddp_config, programs.corrects_weights)
+        found += with_versions(getattr(arguments.models[0], 'ddp_config', None))
     refuse_unsupported(config, arguments.adjust_tensor_shapes_fn, found)
     programs.join(getattr(config, refusals.OVERLAP, False))
 
