@@ -120,8 +120,8 @@ class Corrected(OneStorage):
 
     Args:
         parameters: of the stage.
-        stepped: what the optimizer steps of each, in float32: the parameter itself, or its main
-            copy.
+        stepped: of which the steps are averaged, in float32: of each the parameter itself, or its
+            main copy.
         tau: mean delay of forwards, in steps; more than 0.
         decay: of d over tau steps.
         loaded: what another one kept, of a training that goes on.
@@ -139,7 +139,7 @@ class Corrected(OneStorage):
     ) -> None:
         super().__init__(parameters, stepped)
         self._tau, self._share = tau, decay ** (1 / tau)
-        self._averages = [torch.zeros_like(each.data) for each in self._stepped]
+        self._averages = [torch.zeros_like(p.data, dtype=torch.float32) for p in self._stepped]
         for parameter, average in zip(self._parameters, self._averages, strict=True):
             if _AVERAGE in loaded:
                 average.copy_(loaded[_AVERAGE][id(parameter)])
@@ -163,7 +163,8 @@ class Corrected(OneStorage):
         with unseen_by_autograd((*self._parameters, *self._stepped)):
             result = step()
         for new, before, average in zip(self._stepped, old, self._averages, strict=True):
-            average.mul_(self._share).add_((new.data - before) * (1 - self._share))
+            moved = new.data.float() - before
+            average.mul_(self._share).add_(moved * (1 - self._share))
         self._correct()
         return result
 

@@ -77,9 +77,8 @@ def test_as_with_weights_put_in_by_hand(ranks, data, method, sizes, more):
 
 
 def _goes_with(method: str, setting: str) -> bool:
-    """Whether a rank has all weights in float32, as PipeMare needs them; W is put behind 1F1B's."""
-    refused = {'pipemare': 'distributed', 'wpipe': 'split W'}
-    return method not in refused or refused[method] not in setting
+    """Whether there is a reference: W is put behind 1F1B's."""
+    return method != 'wpipe' or 'split W' not in setting
 
 
 @supports('asynchronous: {setting}', '{method}')

@@ -320,7 +320,16 @@ def test_averages_and_steps_are_in_checkpoints(ranks, tmp_path):
 
 
 @supports('asynchronous: checkpoints hold averages of steps', 'pipemare')
-@pytest.mark.parametrize('more', ['--bf16'])
+@pytest.mark.parametrize(
+    'more',
+    [
+        '--bf16',
+        pytest.param(
+            '--untie-embeddings-and-output-weights --use-distributed-optimizer',
+            marks=pytest.mark.full,
+        ),
+    ],
+)
 def test_corrections_go_on(ranks, data, tmp_path, more):
     """All stages have averages, the last one too; later steps are nearly those of a whole training.
 

@@ -191,7 +191,7 @@ def updating() -> object:
     return replace(host, graph=updating(host.graph))
 
 
-def versions(sharded: bool = False, tied: bool = False, anneals: int | None = None) -> Callable:
+def versions(tied: bool = False, anneals: int | None = None) -> Callable:
     """Weights of PipeMare on 4 ranks, in batches of one microbatch."""
 
     def run() -> None:
@@ -202,7 +202,6 @@ def versions(sharded: bool = False, tied: bool = False, anneals: int | None = No
         from megatron_zbpp.mcore.settings import Settings
 
         model = torch.nn.Linear(1, 1)
-        model.ddp_config = SimpleNamespace(use_distributed_optimizer=sharded)
         model.share_embeddings_and_output_weights = tied
         session = Session(Settings('pipemare', anneal_steps=anneals))
         make_versions(session, session.programs.lowered(4, 1, False), 0, [model])
@@ -1085,9 +1084,6 @@ PROGRAMS = {
         settings(schedule='pipemare', correction_decay=1.0),
         'give a number above 0, below 1',
         settings(schedule='pipemare', correction_decay=0.5),
-    ),
-    'shards of weights that are corrected': row(
-        versions(True), 'drop --use-distributed-optimizer, or take paci', versions(False)
     ),
     'copies of tied embeddings at two rates': row(
         versions(tied=True),

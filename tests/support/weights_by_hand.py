@@ -171,13 +171,15 @@ class PipeMare(ByHand):
         super().__init__(*args)
         p, m, stage = self.sizes
         self.tau, self.decay, self.annealed = (p - 1 - stage) / m, 0.135, 5
-        self.main = [getattr(each, 'main_param', each) for each in self.parameters]
-        self.newest = [each.data.clone() for each in self.main]
-        self.delta = [torch.zeros_like(each) for each in self.newest]
+        sharded = any(model.ddp_config.use_distributed_optimizer for model in args[-1])
+        self.main = [p if sharded else getattr(p, 'main_param', p) for p in self.parameters]
+        self.newest: list[torch.Tensor] = []  # until steps are asynchronous
+        self.delta = [torch.zeros_like(each.data, dtype=torch.float32) for each in self.main]
 
     def keep(self) -> None:
         super().keep()
-        before, self.newest = self.newest, [each.data.clone() for each in self.main]
+        now = [each.data.float().clone() for each in self.main]
+        before, self.newest = self.newest or now, now
         if self.tau:
             gamma = self.decay ** (1 / self.tau)
             moved = [new - old for new, old in zip(self.newest, before, strict=True)]

@@ -201,7 +201,6 @@ def make_versions(
     """Return the versions of the weights of this rank's stages, before the first call.
 
     Raises:
-        NotImplementedError: the optimizer has a part of the weights alone, of which T2 needs all.
         ValueError: copies of tied embeddings would be stepped at other rates (T1).
     """
     endless = session.endless
@@ -242,11 +241,6 @@ def _versions_of(
             return OneStorage(parameters, ages=ages)
         sizes = updates.every, delay, buffered, ahead
         return Slots(parameters, *sizes, finish, ages, endless.loaded)
-    if updates.backward == CORRECTED and buffered:
-        raise NotImplementedError(
-            'use_distributed_optimizer does not go with pipemare, since a rank needs all of the '
-            'weights to correct them: drop --use-distributed-optimizer, or take paci'
-        )
     if updates.backward != CORRECTED:
         return OneStorage(parameters)
     tied = getattr(unwrap_model(model), 'share_embeddings_and_output_weights', False)
@@ -256,7 +250,8 @@ def _versions_of(
             'stages: give --untie-embeddings-and-output-weights, --pipeline-anneal-steps 0, or at '
             f'least {len(taus) - 1} microbatches, from which on rates are alike'
         )
-    stepped = [getattr(each, 'main_param', each) for each in parameters]
+    # of the distributed optimizer's main copies a rank has a part alone
+    stepped = parameters if buffered else [getattr(p, 'main_param', p) for p in parameters]
     if not tau:
         return OneStorage(parameters, stepped)
     return Corrected(parameters, stepped, tau, session.settings.correction_decay, endless.loaded)
