@@ -218,9 +218,9 @@ class ZbppRunner(MegatronRunner):
     ) -> None:
         self._model = model
         with model.ready():
-            clip = {'clip': 'global'} if waits else {}
+            clip = 'global' if waits else None
             self.plugin = megatron_zbpp.enable(
-                source, post_validation=early and 1, anneal_steps=0, **clip
+                source, post_validation=early and 1, anneal_steps=0, clip=clip
             )
         placement, updates = for_megatron(schedule).placement, updates_of(schedule.graph)
         m = schedule.num_microbatches if updates is None else updates.every  # of one of its calls

@@ -21,7 +21,7 @@ from megatron_zbpp.schedules import build, checked_chunks, find
 from megatron_zbpp.techniques import find as find_technique
 from megatron_zbpp.techniques import placed_in_turn
 from megatron_zbpp.techniques.amounts import ALL
-from megatron_zbpp.techniques.composition import BOTH, EMBEDDING, VOCABULARY, techniques_of
+from megatron_zbpp.techniques.composition import BOTH, EMBEDDING, SEEDS, VOCABULARY, techniques_of
 from megatron_zbpp.techniques.slices.sizes import Slices, ToFind, cuts_of, number_of, sizes_of
 
 _SOME = 2  # slices, where it does not matter how many
@@ -270,7 +270,7 @@ class Programs:
 
     def techniques(self, num_ranks: int) -> frozenset[str]:
         """Return the names of the techniques that the schedule has, and that of dropout seeds."""
-        seeded = {'dropout_seeds'} if self._settings.dropout_seeds else ()
+        seeded = {SEEDS} if self._settings.dropout_seeds else ()
         return self._parts(num_ranks).techniques.union(seeded)
 
     def cuts(self, settings: Any, length: int | None) -> tuple[int, ...]:

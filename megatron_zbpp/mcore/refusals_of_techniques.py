@@ -14,7 +14,7 @@ from megatron_zbpp.mcore.refusal import (
     scales_late,
     set_in,
 )
-from megatron_zbpp.techniques.composition import BOTH, CLASHES, EMBEDDING, SLICED, VOCABULARY
+from megatron_zbpp.techniques.composition import BOTH, CLASHES, EMBEDDING, SEEDS, SLICED, VOCABULARY
 from megatron_zbpp.techniques.composition import OVERLAP as COMBINED
 
 OVERLAP = 'overlap_moe_expert_parallel_comm'
@@ -112,7 +112,7 @@ def with_techniques(settings: Any, techniques: Collection[str]) -> Iterator[Refu
         yield from _with_recomputation(settings)
     if 'updating' in techniques:
         yield from with_versions(settings)
-    if 'dropout_seeds' in techniques:
+    if SEEDS in techniques:
         yield from _with_seeds(settings)
     if getattr(settings, OVERLAP, False):
         yield from _with_cells(techniques)

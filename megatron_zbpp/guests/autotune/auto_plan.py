@@ -29,7 +29,7 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.speeds import slow_ranks
 from megatron_zbpp.runtime.log import rank_log
 from megatron_zbpp.runtime.observe.measure import Iteration
-from megatron_zbpp.techniques.composition import VOCABULARY, techniques_of
+from megatron_zbpp.techniques.vocabulary.whole import WHOLE, has_shards, rival_costs
 
 _UNKNOWN = ModelLayers(None, alike=True)
 _OF_SIZE = (  # what is known for one number of microbatches
@@ -260,18 +260,14 @@ class AutoPlan(Guest):
 
 def _rival(schedule: Schedule, costs: Costs) -> str:
     """Return how long the schedule that gains are told against would take; empty: it has none."""
-    name = RIVAL
-    if VOCABULARY in techniques_of(schedule):
-        from megatron_zbpp.techniques.vocabulary import whole
-
-        name, costs = RIVAL + whole.WHOLE, whole.rival_costs(schedule, costs)
-    makespan = makespan_of(RIVAL, schedule, costs)
+    makespan = makespan_of(RIVAL, schedule, rival_costs(schedule, costs))
+    name = RIVAL + WHOLE * has_shards(schedule)
     return f', {makespan * 1e3:.1f} ms with {name}' if makespan else ''
 
 
 def _unknown_to_partitions(schedule: Schedule) -> str:
     """Return what a schedule has that the search for a partition does not know; empty: nothing."""
-    if VOCABULARY in techniques_of(schedule):
+    if has_shards(schedule):
         return 'output layer on all ranks'
     return 'cells' if schedule.together else ''
 

@@ -25,8 +25,8 @@ from megatron_zbpp.partitioning.layers import MTP, Layers
 from megatron_zbpp.partitioning.plans import partition
 from megatron_zbpp.planner.cache import default_folder, planned
 from megatron_zbpp.planner.plans import plan
-from megatron_zbpp.techniques.composition import VOCABULARY, techniques_of
 from megatron_zbpp.techniques.vocabulary.hosts import hosts_like
+from megatron_zbpp.techniques.vocabulary.whole import has_shards
 
 COMMAND = (sys.executable, '-m', 'megatron_zbpp.guests.autotune.background')
 _LATE = 10  # times the seconds to search in, after which the search is taken for stuck
@@ -46,13 +46,12 @@ def schedule_text(
         'objective': objective,
         'seed': 0,
     }
-    if VOCABULARY not in techniques_of(start):
+    if has_shards(start):
+        starts = [start, *hosts_like(start, costs, memory_limit)]
+        found = plan(candidates, m, **inputs, starts=starts, graph=lambda _: start.graph)
+    else:
         found, _ = planned(default_folder(), candidates, m, **inputs)
-        return found.schedule.to_json()
-    starts = [start, *hosts_like(start, costs, memory_limit)]
-    return plan(
-        candidates, m, **inputs, starts=starts, graph=lambda _: start.graph
-    ).schedule.to_json()
+    return found.schedule.to_json()
 
 
 def partition_text(

@@ -28,14 +28,15 @@ def hosts_like(
     """
     placement, m = schedule.placement, schedule.num_microbatches
     p, chunks = placement.num_ranks, placement.num_chunks
+    both = EMBEDDING in techniques_of(schedule)
     for name in HOSTS:
         if chunks not in find(name).chunks:
             continue
         try:
             host = build(name, p, m, num_chunks=chunks)
-            made = in_shards(host, costs, memory_limit) if host.placement == placement else None
+            if host.placement != placement:
+                continue
+            made = in_shards(host, costs, memory_limit)
         except ValueError:  # another host may do
             continue
-        if made is not None:
-            both = EMBEDDING in techniques_of(schedule)
-            yield in_embedding_shards(made, costs) if both else made
+        yield in_embedding_shards(made, costs) if both else made
