@@ -27,7 +27,7 @@ class EndlessTraining:
         versions: of the weights of this rank's stage; made in the first call.
         late: whether they are: once a call has run.
         loaded: what versions had kept, of a checkpoint.
-        tau: mean delay of the forwards of this rank's stage, in steps.
+        tau: mean delay of the forwards of this rank, in steps, where it has one stage.
         at_end: undoes what the training has left at its models.
     """
 
@@ -84,10 +84,11 @@ class EndlessTraining:
                 'numbers weights by calls; step once after each call, or take a synchronous '
                 'schedule, such as zb-v'
             )
-        if self._running is None and self.versions is not None:
-            self._first = self._calls
-            self.versions.restart(self._calls, calls.num_microbatches)
         self._every = calls.num_microbatches
+        if self._running is None:
+            self._first, self.tau = self._calls, calls.ahead(rank) / self._every
+            if self.versions is not None:
+                self.versions.restart(self._calls, self._every)
         self._calls += 1
         return Tables(calls.program(rank, self._calls - 1 - self._first))
 

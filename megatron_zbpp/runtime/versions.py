@@ -114,15 +114,16 @@ class OneStorage:
 class Corrected(OneStorage):
     """The newest version; backwards have an estimate of their forward's from it (PipeMare's T2).
 
-    The estimate is w - tau d, with d <- g d + (1-g)(w' - w) for each step from w to w' and
-    g = decay^(1/tau). It is copied into the memory of the parameters for each backward, and the
-    newest back for each forward.
+    The estimate is w - tau d, with d <- g d + (1-g)(w' - w) for each step from w to w',
+    g = decay^(1/tau), and tau = ahead / every, the mean delay of forwards in steps. It is copied
+    into the memory of the parameters for each backward, and the newest back for each forward.
 
     Args:
         parameters: of the stage.
         stepped: of which the steps are averaged, in float32: of each the parameter itself, or its
             main copy.
-        tau: mean delay of forwards, in steps; more than 0.
+        every: microbatches a step.
+        ahead: forwards of later batches that are run before a step; more than 0.
         decay: of d over tau steps.
         loaded: what another one kept, of a training that goes on.
     """
@@ -133,12 +134,13 @@ class Corrected(OneStorage):
         self,
         parameters: Iterable[torch.Tensor],
         stepped: Iterable[torch.Tensor],
-        tau: float,
+        every: int,
+        ahead: int,
         decay: float,
         loaded: Kept = MappingProxyType({}),
     ) -> None:
         super().__init__(parameters, stepped)
-        self._tau, self._share = tau, decay ** (1 / tau)
+        self._tau, self._ahead, self._decay = ahead / every, ahead, decay
         self._averages = [torch.zeros_like(p.data, dtype=torch.float32) for p in self._stepped]
         for parameter, average in zip(self._parameters, self._averages, strict=True):
             if _AVERAGE in loaded:
@@ -162,11 +164,17 @@ class Corrected(OneStorage):
         old = [each.data.clone() for each in self._stepped]
         with unseen_by_autograd((*self._parameters, *self._stepped)):
             result = step()
+        share = self._decay ** (1 / self._tau)
         for new, before, average in zip(self._stepped, old, self._averages, strict=True):
             moved = new.data.float() - before
-            average.mul_(self._share).add_(moved * (1 - self._share))
+            average.mul_(share).add_(moved * (1 - share))
         self._correct()
         return result
+
+    def restart(self, batch: int, every: int) -> None:
+        self._hold(corrected=False)
+        self._tau = self._ahead / every
+        self._correct()
 
     def close(self) -> None:
         self._hold(corrected=False)

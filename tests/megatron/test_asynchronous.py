@@ -12,6 +12,7 @@ from weights_by_hand import SIZES, Case, require_equal, trained
 
 METHODS = ('pipedream-2bw', 'pipedream', 'paci', 'pipemare', 'wpipe')
 UNTIED = '--untie-embeddings-and-output-weights'
+SHARDED = '--use-distributed-optimizer'
 SETTINGS = {
     'two replicas, distributed optimizer, overlapped reduction, bf16': {
         'words': '--bf16 --use-distributed-optimizer --overlap-grad-reduce',
@@ -50,30 +51,28 @@ def case(method: str, words: str = '', **more) -> Case:
 
 
 def _has_reference(method: str, sizes: tuple[int, int], more: tuple[str, ...]) -> bool:
-    """Whether PipeMare steps tied embeddings alike, and Megatron's interleaved schedule is right.
+    """Whether PipeMare steps tied embeddings alike, and Megatron's own schedule runs and is right.
 
-    PipeMare is refused else; Megatron's mixes messages of two ranks on gloo where m is more.
+    PipeMare is refused else, as is 2BW of fewer than p-1. Megatron's interleaved schedule has a
+    multiple of p, and on gloo mixes messages of two ranks where m is more.
     """
-    if method == 'wpipe':
-        return sizes != (2, 4)
-    return method != 'pipemare' or sizes != (4, 1) or '--untie' in ' '.join(more)
+    p, m = sizes
+    if method == 'pipemare':
+        return sizes != (4, 1) or UNTIED in more
+    return {'pipedream-2bw': m >= p - 1, 'wpipe': not m % p and sizes != (2, 4)}.get(method, True)
 
 
+@pytest.mark.shared
 @supports('asynchronous, beside 1F1B with weights put in by hand', '{method}')
 @grid(
     _has_reference,
     method=METHODS,
-    sizes=((4, 1), *SIZES),
-    more=((), ('--bf16',), ('--untie-embeddings-and-output-weights',)),
+    sizes=SIZES,
+    more=((), ('--bf16',), (UNTIED,), (SHARDED,), (UNTIED, '--bf16', SHARDED)),
 )
 def test_as_with_weights_put_in_by_hand(ranks, data, method, sizes, more):
     """Losses, norms, parameters, optimizer state to the bit; clipping is active."""
-    p, m = sizes
-    if method == 'pipedream-2bw':
-        m = max(m, p - 1)
-    if method == 'wpipe' and m % p:  # which Megatron's interleaved schedule cannot
-        m = 2 * p
-    require_equal(ranks, data, Case(method, p, m, more, evaluates=bool(more)))
+    require_equal(ranks, data, Case(method, *sizes, more, evaluates=bool(more)))
 
 
 def _goes_with(method: str, setting: str) -> bool:

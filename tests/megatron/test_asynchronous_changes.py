@@ -15,12 +15,12 @@ import torch
 from example import MODEL, forget_groups, run
 from grids import grid
 from supported import supports
-from weights_by_hand import ByChunk, ByHand, evaluation
+from weights_by_hand import ByChunk, ByHand, PipeMare, evaluation
 
 import megatron_zbpp
 from megatron_zbpp.ir import Pass
 
-METHODS = 'pipedream-2bw', 'pipedream', 'paci', 'wpipe'
+METHODS = 'pipedream-2bw', 'pipedream', 'paci', 'pipemare', 'wpipe'
 KEEP_OLDER = 'pipedream-2bw', 'pipedream', 'wpipe'
 ITERATIONS, GROWS, EVALUATES, OTHER_DATA, OTHER_MODEL = 7, 2, 3, 4, 5
 
@@ -28,7 +28,8 @@ ITERATIONS, GROWS, EVALUATES, OTHER_DATA, OTHER_MODEL = 7, 2, 3, 4, 5
 class ByFormula(ByHand):
     """Weights of batches that may have other sizes.
 
-    The pipeline fills anew where that changes, and where data does: PACI has no older weights then.
+    The pipeline fills anew where that changes, and where data does: PACI and PipeMare have no older
+    weights then.
     """
 
     number, filled = -1, 0
@@ -38,7 +39,7 @@ class ByFormula(ByHand):
         if self.method in ('pipedream-2bw', 'wpipe'):
             return max(0, self.number - (self.method == 'pipedream-2bw' or stage < p))
         newest_in_order = self.number + (i - (p - 1 - stage)) // m
-        return max(self.filled if self.method == 'paci' else 0, newest_in_order)
+        return max(self.filled if self.method in ('paci', 'pipemare') else 0, newest_in_order)
 
     def begin(self, m: int, fills: bool) -> None:
         p, _, stage = self.sizes
@@ -52,9 +53,18 @@ class ByFormula(ByHand):
         return original(*args, **given)
 
     def backward(self, original: Callable, *args: Any, **given: Any) -> Any:
-        self.put(self.number if self.method == 'paci' else self.version(self.backwards))
+        self.put_back(self.number if self.method == 'paci' else self.version(self.backwards))
         self.backwards += 1
         return original(*args, **given)
+
+
+class PipeMareByFormula(PipeMare, ByFormula):
+    """The same, where forwards are fewer steps late as batches grow."""
+
+    def begin(self, m: int, fills: bool) -> None:
+        super().begin(m, fills)
+        p, _, stage = self.sizes
+        self.tau = (p - 1 - stage) / m
 
 
 class ByFormulaOfChunks(ByChunk):
@@ -65,6 +75,9 @@ class ByFormulaOfChunks(ByChunk):
     def begin(self, m: int, fills: bool) -> None:
         for hand in self.hands.values():
             hand.begin(m, fills)
+
+
+BY = {'pipemare': PipeMareByFormula, 'wpipe': ByFormulaOfChunks}
 
 
 def draws() -> str:
@@ -107,7 +120,7 @@ def train(method: str, by_hand: bool, argv: list[str]) -> tuple:
         data, others, held_out = (script.iterators(args, dataset, at) for at in (0, 50, 100))
         p, rank = args.pipeline_model_parallel_size, 'get_pipeline_model_parallel_rank'
         sizes = p, args.num_microbatches, getattr(parallel_state, rank)()
-        by = ByFormulaOfChunks if method == 'wpipe' else ByFormula
+        by = BY.get(method, ByFormula)
         hand = by(method, *sizes, models)
         losses, norms, states, left = [], [[]], [], []
         for iteration in range(args.train_iters):
@@ -133,7 +146,8 @@ def train(method: str, by_hand: bool, argv: list[str]) -> tuple:
             hand.begin(args.num_microbatches, iteration in (0, GROWS, OTHER_DATA))
             with hand.batch() if by_hand else ExitStack():
                 losses.append(script.run_batch(args, models, data))
-            succeeded, norm, _ = optimizer.step()
+            with hand.rates(optimizer, scheduler.num_steps) if by_hand else ExitStack():
+                succeeded, norm, _ = optimizer.step()
             assert succeeded
             scheduler.step(increment=1)
             norms[-1].append(float(norm))
@@ -168,6 +182,8 @@ def test_what_is_in_flight_runs_again(ranks, data, method, sizes, more):
     argv = [*MODEL, '--num-layers', 2 * p, '--data-path', data, '--log-interval', 1000]
     argv += ['--pipeline-model-parallel-size', p, '--global-batch-size', m, *more]
     argv += ['--train-iters', ITERATIONS, '--lr-warmup-iters', 1, '--clip-grad', 0.5]
+    if method == 'pipemare':  # whose rates differ by stage where m < p-1
+        argv += ['--untie-embeddings-and-output-weights', '--pipeline-clip', 'global']
     argv = list(map(str, argv))
     ours = ranks(p).run(train, method, False, argv)
     reference = ranks(p).run(train, method, True, argv)
@@ -265,7 +281,7 @@ def kept_in_checkpoint(folder):
 
     ended, begun = EndlessTraining(warm_up=1), EndlessTraining(warm_up=1)
     ended.resume(3)
-    ended.versions = Corrected([weight], [main], tau=2.0, decay=0.25)
+    ended.versions = Corrected([weight], [main], every=1, ahead=2, decay=0.25)
     ended.versions.step(lambda: main.add_(0.001))
     for endless, call in (
         (ended, lambda: dist_checkpointing.save(state(), str(folder))),

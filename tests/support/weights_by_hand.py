@@ -383,8 +383,8 @@ def taken_late(late: bool, last: bool, evaluates: bool, warm: int) -> list[bool]
     return found
 
 
-SIZES = (2, 2), (2, 4), (4, 4)
-COPIES = {(4, 1): (4, 3, 2, 1)} | {each: (2,) * (each[0] - 1) + (1,) for each in SIZES}
+SIZES = (2, 2), (4, 3), (2, 1), (4, 8), (4, 4), (4, 1), (2, 4)
+COPIES = {each: (2,) * (each[0] - 1) + (1,) for each in SIZES} | {(4, 1): (4, 3, 2, 1)}
 
 
 def require_equal(ranks: Callable, data: Any, case: Case) -> None:

@@ -22,7 +22,7 @@ from megatron_zbpp.runtime.endless import EndlessTraining
 from megatron_zbpp.runtime.log import job_log
 from megatron_zbpp.runtime.versions import ByStage, Corrected, OneStorage, Slots, Versions
 from megatron_zbpp.techniques.updates.graph import CORRECTED, STASHED
-from megatron_zbpp.techniques.updates.versions import copies, delays, updates_of
+from megatron_zbpp.techniques.updates.versions import copies, updates_of
 
 
 class _Point(NamedTuple):
@@ -229,32 +229,31 @@ def _versions_of(
     endless, updates = session.endless, updates_of(schedule.graph)
     assert endless is not None and updates is not None, 'else there is one version'
     assert calls is not None, 'of an asynchronous schedule'
-    taus = [each.mean for each in delays(schedule)]
-    tau = endless.tau = taus[stage]
     parameters = [*model.parameters()]
     buffered = _is_buffered(model)
+    ahead = calls.ahead(rank)
     if updates.backward == STASHED:
         delay = updates.delays[stage] if updates.delays else None
-        ahead, finish = calls.ahead(rank), endless.finish_step
         ages = max(updates.delays, default=-(-calls.ahead(0) // updates.every))
         if delay == 0:  # all passes of a batch are between two steps
             return OneStorage(parameters, ages=ages)
         sizes = updates.every, delay, buffered, ahead
-        return Slots(parameters, *sizes, finish, ages, endless.loaded)
+        return Slots(parameters, *sizes, endless.finish_step, ages, endless.loaded)
     if updates.backward != CORRECTED:
         return OneStorage(parameters)
     tied = getattr(unwrap_model(model), 'share_embeddings_and_output_weights', False)
-    if tied and max(taus) > 1 and session.settings.anneal_steps != 0:
+    if tied and calls.ahead(0) > updates.every and session.settings.anneal_steps != 0:
         raise ValueError(
             'embeddings are tied, and pipemare would step their copies at the rates of their '
             'stages: give --untie-embeddings-and-output-weights, --pipeline-anneal-steps 0, or at '
-            f'least {len(taus) - 1} microbatches, from which on rates are alike'
+            f'least {calls.ahead(0)} microbatches, from which on rates are alike'
         )
     # of the distributed optimizer's main copies a rank has a part alone
     stepped = parameters if buffered else [getattr(p, 'main_param', p) for p in parameters]
-    if not tau:
+    if not ahead:
         return OneStorage(parameters, stepped)
-    return Corrected(parameters, stepped, tau, session.settings.correction_decay, endless.loaded)
+    decay = session.settings.correction_decay
+    return Corrected(parameters, stepped, updates.every, ahead, decay, endless.loaded)
 
 
 def _nbytes(versions: Versions, model: torch.nn.Module, copies: int) -> int:

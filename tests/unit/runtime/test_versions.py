@@ -191,7 +191,7 @@ def test_a_step_that_is_taken_when_its_weights_are_needed():
 def test_backwards_on_corrected_weights():
     """By the formula of the paper; forwards and steps have the newest."""
     weight = torch.full((1,), 4.0)
-    versions = Corrected([weight], [weight], tau=2.0, decay=0.25)
+    versions = Corrected([weight], [weight], every=1, ahead=2, decay=0.25)
     for by, corrected in ((0.0, 4.0), (2.0, 6 - 2 * 1.0), (1.0, 7 - 2 * (0.5 + 0.5))):
         versions.step(lambda by=by: weight.data.add_(by))
         newest = weight.item()
@@ -204,6 +204,21 @@ def test_backwards_on_corrected_weights():
         versions.before_backward(backward(2))
 
 
+def test_corrections_of_batches_that_grow():
+    """The average goes on; from then on forwards are fewer steps late."""
+    weight = torch.full((1,), 4.0)
+    versions = Corrected([weight], [weight], every=1, ahead=2, decay=0.25)
+    versions.step(lambda: weight.data.add_(2.0))
+    versions.before_backward(backward(0))
+    versions.restart(batch=1, every=2)
+    assert weight.item() == 6
+    versions.before_backward(backward(0))
+    assert weight.item() == 6 - 1 * 1.0
+    versions.step(lambda: weight.data.add_(2.0))
+    versions.before_backward(backward(2))
+    assert weight.item() == 8 - 1 * (0.25 * 1 + 0.75 * 2)
+
+
 @pytest.mark.parametrize('steps', [0, 1, 2])
 def test_a_training_that_goes_on_corrects_as_the_one_that_ended(steps):
     """What is kept of it, and the newest weights, are all that there is."""
@@ -214,12 +229,12 @@ def test_a_training_that_goes_on_corrects_as_the_one_that_ended(steps):
             versions.step(lambda amount=amount: weight.data.add_(amount))
 
     whole, ended = torch.full((1,), 4.0), torch.full((1,), 4.0)
-    versions, other = (Corrected([w], [w], tau=2.0, decay=0.25) for w in (whole, ended))
+    versions, other = (Corrected([w], [w], every=2, ahead=4, decay=0.25) for w in (whole, ended))
     step(whole, versions, by)
     step(ended, other, by[:steps])
     resumed = ended.clone()
     loaded = {name: {id(resumed): kept[id(ended)]} for name, kept in other.kept().items()}
-    going_on = Corrected([resumed], [resumed], 2.0, 0.25, loaded)
+    going_on = Corrected([resumed], [resumed], 2, 4, 0.25, loaded)
     step(resumed, going_on, by[steps:])
     for each in (versions, going_on):
         each.before_backward(backward(0))
