@@ -15,6 +15,7 @@ from megatron_zbpp.cli.slicing import add_slices
 from megatron_zbpp.mcore.settings import meaning
 from megatron_zbpp.schedules import find
 from megatron_zbpp.techniques.composition import OUTPUT, SHARED_LAYERS
+from megatron_zbpp.techniques.vocabulary.graph import USUAL_SHARE
 
 
 def add_renamed(
@@ -67,16 +68,17 @@ def add_vocabulary(
 
     Args:
         parser: of a command.
-        share: reads what is asked for, auto:SHARE, too; None: no such choice is to be had.
+        share: reads what is asked for, auto and auto:SHARE, too; None: no such choice is to be had.
     """
-    choice = f'|auto:SHARE|auto:{IN_FILE}' if share else ''
+    where = f'; auto: where it pays, with {USUAL_SHARE} or times of FILE for no SHARE'
+    choice = f'|auto|auto:SHARE|auto:{IN_FILE}' if share else ''
     parser.add_argument(
         '--vocab-parallel',
         type=share or shard,
         metavar=f'SHARE|{IN_FILE}{choice}',
         help='the output layer on all ranks, as passes S and T: forward of a shard over that of a '
         f'full rank, or {IN_FILE} if that of --times has times of S and T'
-        f'{"; auto: where it pays" if share else ""}; default: it is part of the last stage',
+        f'{where if share else ""}; default: it is part of the last stage',
     )
     parser.add_argument(
         '--vocab-layers',

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megatron_zbpp.cli import arguments, slicing
 from megatron_zbpp.cli.candidates import allowed_chunks
-from megatron_zbpp.cli.inputs import Case, costs_of, load_case, units_of
+from megatron_zbpp.cli.inputs import IN_FILE, Case, costs_of, load_case, units_of
 from megatron_zbpp.cli.printing import (
     facts,
     headline,
@@ -36,6 +36,7 @@ from megatron_zbpp.schedules.registry import Sizes
 from megatron_zbpp.techniques.composition import OUTPUT
 from megatron_zbpp.techniques.slices.balance import balanced
 from megatron_zbpp.techniques.slices.sizes import AUTO, sizes_of
+from megatron_zbpp.techniques.vocabulary.graph import USUAL_SHARE, S, T
 from megatron_zbpp.techniques.vocabulary.hosts import HOSTS
 
 _HARDLY = 0.01  # of a value: for less neither slices nor shards are worth their passes
@@ -45,16 +46,17 @@ _ON_ALL, _WHOLE = 'on all ranks', 'whole'
 
 
 class Undecided(NamedTuple):
-    """`--vocab-parallel auto:SHARE`: shards only if they pay.
+    """`--vocab-parallel auto` or `auto:SHARE`: shards only if they pay.
 
     Attributes:
-        share: forward of a shard over that of a rank's layers, or where its times are.
+        share: forward of a shard over that of a rank's layers, or where its times are; None: there
+            if the costs have them, else the usual one.
     """
 
-    share: float | str
+    share: float | str | None
 
     def __str__(self) -> str:
-        return f'{AUTO}:{self.share}'
+        return AUTO if self.share is None else f'{AUTO}:{self.share}'
 
 
 class Way(NamedTuple):
@@ -77,13 +79,15 @@ class Way(NamedTuple):
 
 def share_or_auto(text: str) -> float | str | Undecided:
     """Return the share of a shard, or where its times are; undecided where that is asked for."""
+    if text == AUTO:
+        return Undecided(None)
     word, colon, told = text.partition(':')
     if not colon or word != AUTO:
         told = text
     try:
         share = arguments.shard(told)
     except ArgumentTypeError as error:
-        raise ArgumentTypeError(f'{error}, or {AUTO}:0.2') from error
+        raise ArgumentTypeError(f'{error}, {AUTO}, or {AUTO}:{USUAL_SHARE}') from error
     return share if told == text else Undecided(share)
 
 
@@ -96,7 +100,8 @@ def plan_in_shards(args: Namespace) -> tuple[Case, dict, int]:
     for flag, value in (('--frontier', args.frontier), ('--actions', args.actions)):
         if value:
             raise ValueError(f'{flag} with --vocab-parallel is not planned yet: leave one out')
-    begun = time.monotonic()
+    begun, asked = time.monotonic(), args.vocab_parallel
+    args.vocab_parallel = _with_share(args)
     with progress('named schedules', '%', 100) as done:
         budget = Budget(args.seconds * _WAYS, done)
         ways = _ways(args, budget)
@@ -110,9 +115,9 @@ def plan_in_shards(args: Namespace) -> tuple[Case, dict, int]:
     repeats = found.repeats and not budget.overran
     if not (repeats or _is_small(args)):
         tell_cut_short(args, begun)
-    case, asked = Case(found.schedule, found.costs), args.vocab_parallel
+    case, share = Case(found.schedule, found.costs), _share(args)
     args.slices = found.schedule.graph.num_slices  # what it has come to, for headings
-    args.vocab_parallel = getattr(asked, 'share', asked) if best.layer == _ON_ALL else None
+    args.vocab_parallel = share if best.layer == _ON_ALL else None
     made = {
         **facts(case, case.timeline, args.against),
         'objective': args.objective,
@@ -120,6 +125,7 @@ def plan_in_shards(args: Namespace) -> tuple[Case, dict, int]:
         'gap': found.gap,
         'best_named': {'name': best.case.schedule.name, args.objective: best.value},
         'repeats': repeats,
+        'share': share,
         'slice_sizes': sizes_of(found.schedule.graph),
         'ways': [
             {
@@ -134,7 +140,25 @@ def plan_in_shards(args: Namespace) -> tuple[Case, dict, int]:
         **memory_of_plan(found.costs, units_of(args)),
     }
     print_json(made) if args.json else _print(args, found, made, ways, best)
+    if asked == Undecided(None) and share != IN_FILE and not args.json:
+        print_wrapped(
+            f'share of a shard: {share:g}, the usual one; of a GPT it is words / (12 x hidden '
+            f'size) / layers of a rank / ranks: give {AUTO}:SHARE'
+        )
     return case, made, status
+
+
+def _with_share(args: Namespace) -> float | str | Undecided:
+    """Return what is asked for, with a share: times in the costs, or else the usual one."""
+    if args.vocab_parallel != Undecided(None):
+        return args.vocab_parallel
+    costs = costs_of(args, Placement.loop(args.pp, allowed_chunks(args)[0]))
+    return Undecided(IN_FILE if {S, T} & costs.times.keys() else USUAL_SHARE)
+
+
+def _share(args: Namespace) -> float | str:
+    """Return the share of a shard, or where its times are."""
+    return getattr(args.vocab_parallel, 'share', args.vocab_parallel)
 
 
 def _ways(args: Namespace, budget: Budget) -> list[Way]:
@@ -147,12 +171,12 @@ def _ways(args: Namespace, budget: Budget) -> list[Way]:
         ValueError: there is none; it says why the last one cannot be.
     """
     found, why, asked = list[Way](), '', args.vocab_parallel
-    kinds = {_ON_ALL: {'vocab_parallel': getattr(asked, 'share', asked)}}
+    kinds: dict[str, dict] = {_ON_ALL: {'vocab_parallel': _share(args)}}
     if isinstance(asked, Undecided):
         kinds[_WHOLE] = {
             'vocab_parallel': None,
             'vocab_layers': OUTPUT,
-            'whole_layer': asked.share,
+            'whole_layer': _share(args),
         }
     tries = list(product(_sizes(args), kinds.items()))
     for at, (sizes, (layer, more)) in enumerate(tries):

@@ -45,6 +45,7 @@ PLAN_FIELDS = (
     'slices',
     'slice_sizes',
     'slice_counts',
+    'share',
     'ways',
     'copies',
     'placement',

@@ -68,6 +68,33 @@ def test_what_is_gained_is_said(capsys):
     assert 'output layer whole: slices or shards gain less than 1%' in said
 
 
+def test_without_a_share_the_usual_one_is_taken_and_said(capsys):
+    line = 'plan --pp 4 --microbatches 4 --vpp 1 --seconds 0.1 --vocab-parallel auto'
+    given = run(capsys, f'{line}:0.2')
+    assert run(capsys, line) == given and given['share'] == 0.2
+    assert main(line.split()) == 0
+    said = ' '.join(capsys.readouterr().out.split())
+    assert 'share of a shard: 0.2, the usual one; of a GPT it is words /' in said
+    assert main(f'{line}:0.2'.split()) == 0
+    assert 'the usual one' not in capsys.readouterr().out
+
+
+def test_without_a_share_times_of_the_file_are_taken(capsys, tmp_path):
+    shards = {'S': [0, 0, 2, 2], 'T': [0, 0, 1, 1]}
+    times = {**{kind: [1.0, 1.0] for kind in 'FBW'}, 'times': shards}
+    file = tmp_path / 'times.json'
+    file.write_text(json.dumps(times))
+    line = f'plan --pp 2 --microbatches 4 --vpp 1 --times {file} --seconds 0.1 --vocab-parallel'
+    given = run(capsys, line, 'auto:file')
+    assert run(capsys, line, 'auto') == given and given['share'] == 'file'
+    assert main(f'{line} auto'.split()) == 0
+    assert 'the usual one' not in capsys.readouterr().out
+    times['times'].pop('T')
+    file.write_text(json.dumps(times))
+    assert main(f'{line} auto'.split()) == 2
+    assert 'costs have no times of T' in capsys.readouterr().err
+
+
 def test_search_beats_every_host(capsys):
     """V-Half in slices is ordered badly by its rule; a search with S and T is at the bound."""
     shape = '--pp 4 --microbatches 4 --vpp 2 --slices 2 --memory-limit 2'
@@ -151,8 +178,8 @@ def test_progress_is_shown(monkeypatch, capsys, ticks):
 @pytest.mark.parametrize(
     ('asked', 'said'),
     [
-        ('--vocab-parallel auto', "'auto' is not possible"),
-        ('--vocab-parallel auto:x', 'or auto:0.2'),
+        ('--vocab-parallel auto:', "'' is not possible"),
+        ('--vocab-parallel auto:x', 'or file, auto, or auto:0.2'),
         ('--vocab-parallel 0.2 --actions offload --memory-limit 2', '--actions with --vocab'),
         ('--vocab-parallel auto:0.2 --slices auto', '--slices auto needs --seq-length'),
         ('--vocab-parallel auto:file', 'costs have no times of S and T'),
