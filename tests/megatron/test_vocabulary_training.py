@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
+import threading
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -198,6 +202,41 @@ def test_both_layers_beside_others(trained, technique, slices, schedule, layers)
     compare(found, trained(job, 'megatron', None, OUTPUT, tied), job, tied)
     alike = trained(job, '1f1b', cut, BOTH, tied)
     assert_same(of_ranks(found, BOTH), of_ranks(alike, BOTH), job.iterations)
+
+
+def entered(training, job, argv):
+    """Runs on a rank: calls of functions in each file of ours while it trains."""
+    import megatron_zbpp
+
+    root, calls = f'{Path(megatron_zbpp.__file__).parent}/', Counter()
+
+    def count(frame, event, _):
+        if event == 'call' and frame.f_code.co_filename.startswith(root):
+            calls[frame.f_code.co_filename.removeprefix(root)] += 1
+
+    threading.setprofile(count)
+    sys.setprofile(count)
+    try:
+        training(job, argv)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize('schedule', ['zb-v', pytest.param('1f1b', marks=pytest.mark.full)])
+def test_without_the_flag_no_function_of_it_is_called(ranks, data, schedule):
+    """By pass, message, layer or step; with the flag all of its files are."""
+    job = replace(few(), evaluation=False)
+    argv = [*job.argv(schedule, False, data), *UNTIED]
+    divided = functools.partial(train_in_shards, BOTH, None)
+    without, beside = (ranks(job.size).run(entered, how, job, argv) for how in (train, divided))
+    for plain, sharded in zip(without, beside, strict=True):
+        own = {file for file in sharded if 'vocabulary' in file or 'embedding' in file}
+        assert own >= {f'mcore/{place}vocabulary.py' for place in ('', 'iteration/', 'patches/')}
+        own |= {'runtime/collectives.py', 'mcore/iteration/embedding.py'}
+        assert own < sharded.keys() and not own & plain.keys()
+        assert plain['runtime/executor.py'] > 0 < sharded['runtime/executor.py']
 
 
 JOBS = {
