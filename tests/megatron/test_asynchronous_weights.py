@@ -8,8 +8,10 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import models
 import pytest
 import torch
+from entered import entered
 from example import forget_groups
 from ranks import RankError
 from weights_by_hand import Case
@@ -159,3 +161,25 @@ def test_models_are_left_as_they_were(ranks, data):
     """Also modules that have run no forward: their hooks wait until the training ends."""
     for before, behind, left in ranks(2).run(train, Case('paci', 2, 1).argv(data), never_run):
         assert before == left == behind - 2  # of `never_run`, and of the model's state
+
+
+OWN = {
+    'mcore/iteration/asynchronous.py',
+    'mcore/patches/older_weights.py',
+    'mcore/post_validation/asynchronous_steps.py',
+    'mcore/post_validation/late_step.py',
+    'runtime/endless.py',
+    'runtime/versions.py',
+}
+
+
+def test_synchronous_schedules_call_nothing_of_it(ranks, data):
+    """By pass, message or step."""
+    job = models.Job(te=False, iterations=2)
+    ours, plain = (
+        ranks(job.size).run(entered, models.train, job, job.argv(schedule, False, data))
+        for schedule in ('pipedream-2bw', 'zb-h1')
+    )
+    for own, other in zip(ours, plain, strict=True):
+        assert own.keys() >= OWN and not other.keys() & OWN
+        assert other['runtime/executor.py'] > 0

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import sys
-import threading
-from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from entered import entered
 from grids import grid
 from models import Job, assert_same, train
 from supported import TOLERANCE, supports
@@ -202,26 +199,6 @@ def test_both_layers_beside_others(trained, technique, slices, schedule, layers)
     compare(found, trained(job, 'megatron', None, OUTPUT, tied), job, tied)
     alike = trained(job, '1f1b', cut, BOTH, tied)
     assert_same(of_ranks(found, BOTH), of_ranks(alike, BOTH), job.iterations)
-
-
-def entered(training, job, argv):
-    """Runs on a rank: calls of functions in each file of ours while it trains."""
-    import megatron_zbpp
-
-    root, calls = f'{Path(megatron_zbpp.__file__).parent}/', Counter()
-
-    def count(frame, event, _):
-        if event == 'call' and frame.f_code.co_filename.startswith(root):
-            calls[frame.f_code.co_filename.removeprefix(root)] += 1
-
-    threading.setprofile(count)
-    sys.setprofile(count)
-    try:
-        training(job, argv)
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    return calls
 
 
 @pytest.mark.parametrize('schedule', ['zb-v', pytest.param('1f1b', marks=pytest.mark.full)])
