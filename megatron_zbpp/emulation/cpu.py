@@ -87,47 +87,33 @@ def _backward(
     )
 
 
-class Stream:
-    """A stream of the CPU, whose work is done when the call returns: there is nothing to order."""
-
-    cuda_stream = 0
+class _Done:
+    """Work on the CPU, done when the call returns: there is nothing to order or to wait for."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self, *args: object, **kwargs: object) -> None:
+        pass
+
+
+class Stream(_Done):
+    """A stream of the CPU."""
+
+    cuda_stream = 0
+    wait_stream = wait_event = _Done.synchronize
 
     def record_event(self, event: Event | None = None) -> Event:
         return event or Event()
 
-    def query(self) -> bool:
-        return True
 
-    def wait_stream(self, stream: Stream) -> None:
-        pass
-
-    def wait_event(self, event: Event) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
-class Event:
+class Event(_Done):
     """An event on such a stream has always happened."""
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def record(self, stream: Stream | None = None) -> None:
-        pass
-
-    def wait(self, stream: Stream | None = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
+    record = wait = _Done.synchronize
 
 
 def _as_written(model: Any = None, **options: object) -> Any:
