@@ -35,13 +35,20 @@ def _cpu(device: Any) -> Any:
     return device
 
 
+# calls that may name a device in another way than by `device=`, or need the mode within
+_REWRITTEN = {torch.Tensor.to, torch.device, torch.Tensor.backward, torch.autograd.backward}
+
+
 class CudaMeansCpu(TorchFunctionMode):
     """Every torch call with device=<cuda>, and Tensor.to(<cuda>): some 100 places upstream."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if kwargs and kwargs.get('device') is not None:
+        if not kwargs and func not in _REWRITTEN:  # as nearly always: reading a shape is a call
+            return func(*args)
+        kwargs = kwargs or {}
+        if kwargs.get('device') is not None:
             kwargs['device'] = _cpu(kwargs['device'])
-        if kwargs and kwargs.get('pin_memory'):  # nothing is page-locked for no device
+        if kwargs.get('pin_memory'):  # nothing is page-locked for no device
             kwargs['pin_memory'] = False
         if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is not int:
             if args[1] == 'cpu' and type(args[0]).cpu is not torch.Tensor.cpu:
@@ -49,11 +56,11 @@ class CudaMeansCpu(TorchFunctionMode):
             args = (args[0], _cpu(args[1]), *args[2:])
         if func is torch.device:
             args = ('cuda', *args) if args and type(args[0]) is int else args
-            return _cpu(torch.device(*args, **(kwargs or {})))
+            return _cpu(torch.device(*args, **kwargs))
         if func in (torch.Tensor.backward, torch.autograd.backward):
             with self:  # torch leaves the mode while it runs `func`: layers' backwards need it
-                return _backward(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+                return _backward(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 class _Range(contextlib.ContextDecorator):
