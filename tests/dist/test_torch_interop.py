@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import Ranks
 from test_executor import check_run
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -48,18 +49,13 @@ def gradients(module: torch.nn.Module) -> list[torch.Tensor]:
     return [parameter.grad for parameter in module.parameters()]
 
 
-def run_in_torch(rank: int, folder: Path) -> None:
+def run_in_torch(folder: Path) -> None:
     """One of the ranks: runs all CSVs, those for two ranks on the first two."""
-    torch.set_num_threads(1)
-    store = f'file://{folder}/store'
-    dist.init_process_group(
-        'gloo', init_method=store, rank=rank, world_size=max(RANKS), timeout=PATIENCE
-    )
-    for ranks in RANKS:
-        group = dist.new_group(list(range(ranks)))
-        if rank < ranks:
-            run_files(folder / str(ranks), rank, group)
-    dist.destroy_process_group()
+    for size in RANKS:
+        group = dist.new_group(list(range(size)), timeout=PATIENCE)
+        if dist.get_rank() < size:
+            run_files(folder / str(size), dist.get_rank(), group)
+            dist.destroy_process_group(group)
 
 
 def run_files(folder: Path, rank: int, group: dist.ProcessGroup) -> None:
@@ -83,15 +79,15 @@ def run_files(folder: Path, rank: int, group: dist.ProcessGroup) -> None:
 
 
 @pytest.fixture(scope='module')
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ran(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """By number of ranks, a folder with the CSVs of our schedules and what came of them."""
     folder = tmp_path_factory.mktemp('torch')
-    for ranks in RANKS:
-        (folder / str(ranks)).mkdir()
+    for size in RANKS:
+        (folder / str(size)).mkdir()
         for name in names(plain=True):
-            text = formats.to_torch_csv(build(name, ranks, 2 * ranks))
-            (folder / str(ranks) / f'{name}.csv').write_text(text)
-    mp.spawn(run_in_torch, (folder,), nprocs=max(RANKS))
+            text = formats.to_torch_csv(build(name, size, 2 * size))
+            (folder / str(size) / f'{name}.csv').write_text(text)
+    ranks(max(RANKS)).run(run_in_torch, folder)
     return folder
 
 
