@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.partitioning.advise.flags import flags_of
 from megatron_zbpp.partitioning.advise.job import FULL, NONE, SELECTIVE, Job, Setup
@@ -16,6 +17,7 @@ from megatron_zbpp.partitioning.advise.prediction import predict, stages_of
 from megatron_zbpp.partitioning.advise.search import advise, setups_of, with_measured
 from megatron_zbpp.partitioning.layers import Layer
 from megatron_zbpp.partitioning.shapes import Shape, layers_of
+from megatron_zbpp.schedules import build
 
 H = SEQ = 2048
 SBH = SEQ * H
@@ -93,6 +95,14 @@ def test_equally_fast_setups_come_with_the_least_memory_first() -> None:
     assert all(a <= b for a, b in held) and any(a < b for a, b in held)
 
 
+def test_many_microbatches_follow_from_few() -> None:
+    """Each p more take as long as the last p did: those of all are not simulated."""
+    made, setup = Job(QUICK, 250, 4, 80 * 2.0**30), Setup(1, 4)
+    stages = stages_of(made, setup)
+    whole = simulate(build('1f1b', 4, 250), stages.costs).makespan
+    assert predict(made, setup).seconds == pytest.approx(whole + stages.rest)
+
+
 # Context parallelism, and expert tensor parallelism
 
 
@@ -117,6 +127,25 @@ def test_ranks_of_an_expert_gather_its_tokens() -> None:
     collectives = 2 * 2 * SBH / 2 / NODE
     own = 2 * (SEQ / 2) * 2 * H
     assert talk == pytest.approx(collectives + 2 * (own / 2 + own) / NODE, rel=1e-4)
+
+
+def test_rows_that_tensor_parallel_ranks_do_not_divide() -> None:
+    """s·b·h·(10 + 24/t) bytes without sequence parallelism, of which 8 wait for W undivided."""
+    for tp in (2, 4):
+        made = layer(job(SMALL), Setup(tp, sequence_parallel=False))
+        whole = layer(job(SMALL), Setup(tp, sequence_parallel=True))
+        assert made.activation == pytest.approx(SBH * (10 + 24 / tp))
+        assert whole.activation == pytest.approx(SBH * 34 / tp)
+        assert made.retained is not None and whole.retained is not None
+        assert made.retained - whole.retained == pytest.approx(8 * SBH * (1 - 1 / tp))
+
+
+@pytest.mark.parametrize(('node', 'slow'), [(8, {3}), (4, {1, 3, 5}), (16, set())])
+def test_stages_send_over_the_links_of_their_nodes(node: int, slow: set[int]) -> None:
+    """Of 16 GPUs two are a pipeline rank: four ranks of a node of eight."""
+    made = stages_of(Job(QUICK, 32, 16, 40 * 2.0**30, gpus_per_node=node), Setup(2, 8))
+    times = [SBH / (NET if k in slow else NODE) for k in range(7)]  # half of 2·s·b·h bytes
+    assert made.costs.hops == tuple((pytest.approx(time),) * 2 for time in times)
 
 
 def test_an_expert_of_one_rank_is_whole_there() -> None:
