@@ -19,6 +19,7 @@ STRIPES = {F: 0, B: 1, W: 2, BW: 3}
 _GOLDEN = 0.61803398875  # of the circle of hues, from one kind without a hue of its own to the next
 IDLE = '#eeeeee'
 _PALEST = 0.6  # share of white in the last chunk of many
+_NAMED = 4  # chunks whose shades a legend names one by one
 
 
 def colour(kind: str, chunk: int = 0, num_chunks: int = 1) -> str:
@@ -46,7 +47,7 @@ def kinds(schedules: Iterable[Schedule]) -> dict[str, Kind]:
 
 
 def legend(schedules: Iterable[Schedule]) -> list[tuple[str, str]]:
-    """Return (text, colour) of each kind of pass, and of its end chunks or of those upwards."""
+    """Return (text, colour) of each kind of pass, and of its chunks or of those upwards."""
     schedules = tuple(schedules)
     entries: list[tuple[str, str]] = []
     for name, kind in kinds(schedules).items():
@@ -54,13 +55,30 @@ def legend(schedules: Iterable[Schedule]) -> list[tuple[str, str]]:
         both = [placement for placement in having if not placement.is_one_way]
         down = ', down' if len(both) == len(having) else ''
         entries.append((f'{name}: {kind.words}{down}', colour(name)))
-        if any(placement.num_chunks > 1 for placement in having if placement not in both):
+        chunks = {placement.num_chunks for placement in having if placement not in both}
+        entries += [(f'{name} of {said}', colour(name, k, v)) for said, k, v in between(chunks)]
+        if chunks - {1}:
             entries.append((f'{name} of the last chunk', colour(name, 1, 2)))
         if any(by_version(s) for s in schedules) and not kind.of_weights:
             entries.append((f'{name} of every other version of the weights', colour(name, 1, 2)))
         if both:
             entries.append((f'{name}, up', colour(name, 1, 2)))
     return [*entries, ('idle', IDLE)]
+
+
+def between(chunks: Iterable[int]) -> list[tuple[str, int, int]]:
+    """Return (text, chunk, number of chunks) for shades between those of the end chunks.
+
+    Args:
+        chunks: numbers of them that schedules have; of more than four one shade stands for all.
+    """
+    found: list[tuple[str, int, int]] = []
+    for v in sorted({*chunks}):
+        if v > _NAMED:
+            found.append((f'chunks between, of {v}', v // 2, v))
+        else:
+            found += [(f'chunk {k + 1} of {v}', k, v) for k in range(1, v - 1)]
+    return found
 
 
 def by_version(schedule: Schedule) -> bool:

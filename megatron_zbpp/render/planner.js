@@ -306,7 +306,8 @@ function showPanels(found) {
   const kindsOf = test => new Set(made.filter(test).flatMap(panel => panel.rows.flatMap(row => row.kinds)));
   const shown = {all: kindsOf(() => true), chunks: kindsOf(panel => !panel.route && Math.max(...panel.chunks) > 0), routes: kindsOf(panel => panel.route)};
   document.querySelectorAll('.legend li[data-kind]').forEach(entry => {
-    entry.hidden = !shown[entry.dataset.when].has(entry.dataset.kind);
+    const {when, kind} = entry.dataset, v = Number(when.split(' ').at(-1));  // as in 'chunk 2 of 4'
+    entry.hidden = !(shown[when] ?? kindsOf(panel => !panel.route && Math.max(...panel.chunks) === v - 1)).has(kind);
   });
 }
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron_zbpp.ir import BW, B, F, Schedule, W
 from megatron_zbpp.ir.formats import MANY
-from megatron_zbpp.render.colours import HUES, STRIPES, colour, ink
+from megatron_zbpp.render.colours import HUES, STRIPES, between, colour, ink
 from megatron_zbpp.render.html import embedded, filled
 from megatron_zbpp.schedules import Family, build, own_families
 from megatron_zbpp.version import __version__
@@ -85,7 +85,9 @@ def planner_page(
         'many': MANY,
         'version': __version__,
     }
-    return filled('planner.html', {'data': embedded(data), 'legend': ''.join(_legend())})
+    return filled(
+        'planner.html', {'data': embedded(data), 'legend': ''.join(_legend(sizes.chunks))}
+    )
 
 
 def families() -> tuple[Family, ...]:
@@ -190,12 +192,16 @@ def _meanings() -> dict[str, str]:
     return {kind: kinds[kind].words for kind in KINDS}
 
 
-def _legend() -> Iterator[str]:
-    """Yield entries for all kinds; the script shows those of what is drawn."""
+def _legend(chunks: Sequence[int]) -> Iterator[str]:
+    """Yield entries for all kinds and chunks; the script shows those of what is drawn."""
     for kind in KINDS:
-        feet = '<s></s>' * STRIPES[kind]
+        feet, shades = '<s></s>' * STRIPES[kind], [fill for fill, _ in _shades(kind)]
         entries = {
             'all': (f'{kind}: {_meanings()[kind]}', HUES[kind]),
+            **{
+                said: (f'{kind} of {said}', shades[int(k * (_SHADES - 1) / (v - 1) + 0.5)])
+                for said, k, v in between(chunks)
+            },
             'chunks': (f'{kind} of the last chunk', colour(kind, 1, 2)),
             'routes': (f'{kind}, up', colour(kind, 1, 2)),
         }

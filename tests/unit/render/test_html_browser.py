@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import re
+from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
 
 import chromium
 import pytest
+import yaml
+from matplotlib.image import imread
+from paths import ROOT
 
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.render.html import html, waits
+from megatron_zbpp.render.svg import svg
 from megatron_zbpp.schedules import build
+
+MKDOCS = ROOT / 'mkdocs.yml'
 
 pytestmark = pytest.mark.skipif(
     chromium.find() is None, reason='no Chromium on PATH (Debian: apt-get install chromium)'
@@ -251,6 +260,26 @@ def test_a_narrow_screen_scrolls_the_table_alone(page: chromium.Page) -> None:
         assert not page.evaluate(f"{fits}(document.querySelector('.wide'))")
     finally:
         page.call('Emulation.clearDeviceMetricsOverride')
+
+
+@pytest.mark.parametrize(('scheme', 'dark'), [('default', False), ('slate', True)])
+def test_pictures_of_the_docs_go_with_the_scheme(
+    browser: chromium.Page, tmp_path: Path, scheme: str, dark: bool
+) -> None:
+    """That of Material for MkDocs, which the reader may switch: no white boxes on a dark page."""
+    (css,) = yaml.safe_load(re.sub('!!.*', '', MKDOCS.read_text()))['extra_css']
+    (tmp_path / 'zb-v.svg').write_text(svg({'zb-v': SIMULATED}, {'zb-v': COSTS}, width=600))
+    page = f'<style>{(MKDOCS.parent / "docs" / css).read_text()} body {{margin: 0}}</style>'
+    page += f'<body data-md-color-scheme="{scheme}"><p class="md-content"><img src="zb-v.svg">'
+    (tmp_path / 'page.html').write_text(page)
+    browser.open(tmp_path / 'page.html')
+    clip = {'x': 8, 'y': 20, 'width': 500, 'height': 200, 'scale': 1}
+    taken = b64decode(browser.call('Page.captureScreenshot', clip=clip)['data'])
+    shown = imread(io.BytesIO(taken))[..., :3]
+    background = shown.reshape(-1, 3)[0]
+    assert (background.max() < 0.3) == dark and (background.min() > 0.9) != dark
+    blue = (shown[..., 2] - shown[..., 0]).max()
+    assert blue > 0.4, 'forwards stay blue'
 
 
 def test_thousands_of_passes(browser: chromium.Page, tmp_path: Path) -> None:

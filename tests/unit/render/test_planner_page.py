@@ -359,6 +359,14 @@ def test_legend_is_complete(page, file):
     load(page, file, '#p=4&m=8&show=zb-v')
     chunks = [text for entry in whole[:3] for text in (entry, f'{entry[0]} of the last chunk')]
     assert page.evaluate(entries) == [*chunks, 'idle', 'activations held']
+    load(page, file, '#p=4&m=8&v=4&show=zb-interleaved')
+    of_four = ('F: forward', 'F of chunk 2 of 4', 'F of chunk 3 of 4', 'F of the last chunk')
+    assert tuple(page.evaluate(entries)[:4]) == of_four
+    fill = (
+        'getComputedStyle(document.querySelector(\'[data-when="chunk 3 of 4"] i\')).backgroundColor'
+    )
+    fills = "[...document.querySelectorAll('.passes path')].map(p => getComputedStyle(p).fill)"
+    assert page.evaluate(fill) in page.evaluate(fills)
     load(page, file, '#p=4&m=8&show=chimera')
     assert 'F, up' in page.evaluate(entries)
 

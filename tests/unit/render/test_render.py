@@ -98,6 +98,17 @@ def test_legend_names_what_occurs() -> None:
     assert 'W of the last chunk' in dict(legend([fused, split]))
 
 
+@pytest.mark.parametrize(('v', 'named'), [(2, 2), (3, 3), (4, 4), (6, 3)])
+def test_legend_names_each_shade(v: int, named: int) -> None:
+    """Of up to four chunks; of more the ends, and one for all between them."""
+    looped = build('interleaved', 2, 4, num_chunks=v)
+    entries = [each for each in legend([looped]) if each[0].startswith('F')]
+    shades = [colour('F', chunk, v) for chunk in range(v)]
+    assert len(entries) == named and {fill for _, fill in entries} <= {*shades}
+    assert [entries[0][1], entries[-1][1]] == [shades[0], shades[-1]]
+    assert v > 4 or [fill for _, fill in entries] == shades
+
+
 # What all pictures share
 
 
