@@ -29,7 +29,7 @@ from megatron_zbpp.cli.printing import (
     write,
 )
 from megatron_zbpp.cli.progress import progress
-from megatron_zbpp.cli.searching import add_search, searched, tell_cut_short
+from megatron_zbpp.cli.searching import add_search, searched, tell_cut_short, tell_wide_gap
 from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.ir.costs_file import SELECTIVE
 from megatron_zbpp.ir.formats import Units, memory_of_plan
@@ -45,6 +45,8 @@ from megatron_zbpp.techniques import NAMES, find
 from megatron_zbpp.techniques.composition import SLICED
 from megatron_zbpp.techniques.slices.sizes import sizes_of
 
+_SLICES = 0.5  # share of the time in which --slices auto finds how many, the rest plans their order
+
 
 def plan_schedule(args: Namespace) -> int:
     """Return 0, or 130 where Ctrl-C ended the search; prints and writes the best plan."""
@@ -59,16 +61,16 @@ def plan_schedule(args: Namespace) -> int:
     if args.frontier:
         return _plan_frontier(args)
     picture = _planned_output(args)
+    begun, finds = time.monotonic(), slicing.number(args) == 0
     with progress('slices', '%', 100) as done:
-        counts = _propose_slices(args, Budget(args.seconds, done).on_time)
-    begun = time.monotonic()
+        counts = _propose_slices(args, Budget(args.seconds * _SLICES, done).on_time)
     (found, cached), status = searched(
         'planning',
         'this is the best plan',
         lambda done: planned(
             *_plan_inputs(args),
             memory_limit=args.memory_limit,
-            seconds=args.seconds,
+            seconds=args.seconds * (1 - finds * _SLICES),
             objective=args.objective,
             seed=args.seed,
             actions=_of_stages(args),
@@ -79,6 +81,7 @@ def plan_schedule(args: Namespace) -> int:
     )
     if not (cached or found.repeats or is_small(args.pp * args.microbatches * 3)):
         tell_cut_short(args, begun)
+    tell_wide_gap(args, found.gap, sum(map(len, found.schedule.passes)))
     made = _plan_facts(args, found, cached, counts)
     _write_plan(
         args, picture, found.as_good_as or 'planned', Case(found.schedule, found.costs), made

@@ -14,6 +14,7 @@ from megatron_zbpp.cli.arguments import add_title
 from megatron_zbpp.cli.progress import progress
 
 Found = TypeVar('Found')
+_WIDE = 0.1  # gap to the lower bound above which a longer search is proposed
 
 
 def add_search(
@@ -96,3 +97,14 @@ def tell_cut_short(args: Namespace, begun: float) -> None:
         'more --seconds, or fewer --microbatches',
         file=sys.stderr,
     )
+
+
+def tell_wide_gap(args: Namespace, gap: float, num_passes: int) -> None:
+    """Print that a search over actions was short, where its plan may be far from the best."""
+    if args.actions and gap > _WIDE:
+        print(
+            f'zbpp: gap {gap:.0%}: a search of {args.seconds:g} s tries few actions for '
+            f'{num_passes} passes; give more --seconds, a larger --memory-limit, or fewer '
+            '--microbatches',
+            file=sys.stderr,
+        )

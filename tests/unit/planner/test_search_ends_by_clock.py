@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_zbpp.cli import main, planning, searching
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.planner import (
@@ -159,3 +161,40 @@ def test_numbers_of_slices_are_tried_while_there_is_time():
         CANDIDATES, 4, 4096, Attention(), least=1, on_time=lambda: next(left, False)
     )
     assert [each.slices for each in found] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(('asked', 'halves'), [('auto', True), ('2', False)])
+def test_finding_slices_and_planning_share_the_time(
+    monkeypatch: pytest.MonkeyPatch, asked: str, halves: bool
+):
+    """What `--slices auto` takes to find how many is not there to plan them."""
+    given: list[float] = []
+    original, begun = planning.planned, planning.Budget
+
+    def planned(*args: object, seconds: float, **options: object) -> object:
+        given.append(seconds)
+        return original(*args, seconds=seconds, **options)
+
+    def found_in(seconds: float, *report: object) -> object:
+        given.append(seconds)
+        return begun(seconds, *report)
+
+    monkeypatch.setattr(planning, 'planned', planned)
+    monkeypatch.setattr(planning, 'Budget', found_in)
+    words = f'plan --pp 2 --microbatches 2 --slices {asked} --seq-length 8192 --seconds 0.5'
+    assert main([*words.split(), '--no-cache']) == 0
+    assert given[1] == (0.25 if halves else 0.5) and (sum(given) == 0.5 or not halves)
+
+
+@pytest.mark.parametrize('share', [0.0, 1.0])
+def test_a_short_search_over_actions_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], share: float
+):
+    monkeypatch.setattr(searching, '_WIDE', share)
+    words = 'plan --pp 4 --microbatches 12 --actions offload --memory-limit 2 --seconds 0.1'
+    assert main([*words.split(), '--no-cache', '--json']) == 0
+    told = capsys.readouterr()
+    gap = json.loads(told.out)['gap']
+    assert 0.0 < gap < 1.0
+    said = f'zbpp: gap {gap:.0%}: a search of 0.1 s tries few actions for '
+    assert (said in told.err) == (share == 0.0) == ('give more --seconds' in told.err)
