@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import fsum
 from statistics import fmean, median
 
+from megatron_zbpp.analysis.collectives import collective_times
 from megatron_zbpp.ir import B, F, Pass, Placement, Schedule, Together, W
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.graph import BROADCAST, R
+from megatron_zbpp.ir.graph import R
 from megatron_zbpp.ir.timeline import Timeline
 
 
@@ -67,34 +68,6 @@ def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
         else {},
         collectives=collective_times(timeline),
     )
-
-
-def collective_times(timeline: Timeline) -> dict[str, float]:
-    """Return the shortest measured time of each collective, from the last contribution on.
-
-    What waits for another collective takes that one's time less.
-    """
-    schedule, found = timeline.schedule, dict[str, float]()
-    all_of = schedule.graph.collectives
-    for p, (start, _) in timeline.by_pass.items() if all_of else ():
-        makers: dict[str, list[Pass]] = defaultdict(list)
-        for need, q in schedule.needs(p):
-            if need.message is not None and need.message in all_of:
-                makers[need.message].append(q)
-        for message, own in makers.items():
-            at_hand = [schedule.rank_of(q) for q in own] == [schedule.rank_of(p)]
-            if all_of[message].operation != BROADCAST or not at_hand:
-                took = start - max(timeline.by_pass[q][1] for q in own)
-                found[message] = min(took, found.get(message, took))
-    whole = {message: max(0.0, took) for message, took in found.items()}
-    for message, took in list(whole.items()):
-        before = all_of[message].after
-        if before in whole:  # it has come by then
-            whole[before] = min(whole[before], took)
-    return {
-        message: max(0.0, took - whole.get(all_of[message].after, 0.0))
-        for message, took in whole.items()
-    }
 
 
 def _shares(times: tuple[float, ...]) -> tuple[float, ...]:

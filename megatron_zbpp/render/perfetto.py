@@ -1,7 +1,9 @@
 """Timelines as a trace for ui.perfetto.dev or chrome://tracing.
 
 Each rank is a process: its passes, a counter of live activations, and an arrow from every pass to
-the pass on another rank that takes what it made. Format: Google's "Trace Event Format".
+the pass on another rank that takes what it made. What goes through a collective of all ranks is a
+bar of its own on each of them instead (asynchronous events, which may overlap). Format: Google's
+"Trace Event Format".
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from itertools import count
 
+from megatron_zbpp.analysis.collectives import collective_spans
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.scene import Bar, bars, held
@@ -35,6 +38,7 @@ def perfetto(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs] | Non
         events += _processes(rows, prefix, first)
         events += _passes(rows, timeline, first)
         events += _arrows(rows, timeline, first, arrows)
+        events += _collectives(timeline, (costs or {}).get(name), first, arrows)
         if costs and name in costs:
             events += _counters(timeline, costs[name], first)
         first += len(rows)
@@ -77,10 +81,13 @@ def _passes(rows: list[list[Bar]], timeline: Timeline, first: int) -> Iterator[_
 def _arrows(
     rows: list[list[Bar]], timeline: Timeline, first: int, ids: Iterator[int]
 ) -> Iterator[_Event]:
-    """Yield a start and a finish event for each message between ranks."""
+    """Yield a start and a finish event for each message between ranks, but for collectives."""
+    schedule = timeline.schedule
+    apart = schedule.graph.collectives
     where = {bar.ran: (rank, bar) for rank, row in enumerate(rows) for bar in row}
     for taker, (rank, bar) in where.items():
-        for maker in timeline.schedule.predecessors(taker):
+        needs = schedule.needs(taker)
+        for maker in dict.fromkeys(q for need, q in needs if need.message not in apart):
             if where[maker][0] == rank:
                 continue
             peer, sent = where[maker]
@@ -89,6 +96,26 @@ def _arrows(
             yield {'ph': 's', 'pid': first + peer, 'ts': leaves * _MICROSECONDS, **key}
             arrives = bar.start * _MICROSECONDS
             yield {'ph': 'f', 'bp': 'e', 'pid': first + rank, 'ts': arrives, **key}
+
+
+def _collectives(
+    timeline: Timeline, costs: Costs | None, first: int, ids: Iterator[int]
+) -> Iterator[_Event]:
+    """Yield the begin and the end of each collective, on each rank."""
+    schedule = timeline.schedule
+    if not schedule.graph.collectives:
+        return
+    origin = min(spans[0][0] for spans in timeline.spans if spans)
+    for each in collective_spans(timeline, costs):
+        part = f'.{each.slice}' if schedule.graph.num_slices > 1 else ''
+        named = {
+            'cat': 'collective',
+            'name': f'{each.operation} {each.message} {each.microbatch}{part}',
+        }
+        for rank in range(schedule.num_ranks):
+            key = {'pid': first + rank, 'tid': 0, 'id': next(ids), **named}
+            yield {'ph': 'b', 'ts': (each.start - origin) * _MICROSECONDS, **key}
+            yield {'ph': 'e', 'ts': (each.end - origin) * _MICROSECONDS, **key}
 
 
 def _counters(timeline: Timeline, costs: Costs, first: int) -> Iterator[_Event]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from timed import Pipeline, ShiftedClock
+from vocabulary import executor, split_1f1b
 
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.cli import main
@@ -15,6 +16,7 @@ from megatron_zbpp.guests.base import Change, ModelLayers
 from megatron_zbpp.guests.tracing.tracer import Tracer
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.runtime.observe.measure import Iteration
 from megatron_zbpp.schedules import build
 
 
@@ -131,3 +133,32 @@ def test_profiles_name_passes(ranks):
     found = ranks(2).run(profile, schedule)
     for names, order in zip(found, schedule.passes, strict=True):
         assert names == [f'PP:{p}' for p in order]
+
+
+def sharded(folder):
+    clock, schedule = ShiftedClock(100.0 * dist.get_rank()), split_1f1b(2, 4)
+    tracer = Tracer(folder)
+    for _ in range(5):
+        record = executor(schedule, clock=clock)[0].run()
+        tracer.after(Iteration(schedule, dist.group.WORLD, record, clock), None)
+
+
+def test_collectives(ranks, tmp_path):
+    """Three of each microbatch, on both ranks: behind the passes that make what they exchange."""
+    ranks(2).run(sharded, tmp_path)
+    events = json.loads((tmp_path / 'pipeline.perfetto.json').read_text())['traceEvents']
+    ends = {e['name']: e['ts'] + e['dur'] for e in events if e['ph'] == 'X'}
+    begun = {(e['name'], e['pid']): e['ts'] for e in events if e['ph'] == 'b'}
+    ended = {(e['name'], e['pid']): e['ts'] for e in events if e['ph'] == 'e'}
+    names = 'broadcast hidden', 'all-gather statistics', 'reduce vocabulary'
+    assert (
+        begun.keys()
+        == ended.keys()
+        == {(f'{name} {i}', rank) for name in names for i in range(4) for rank in range(2)}
+    )
+    assert all(ended[key] >= ts for key, ts in begun.items())
+    for i in range(4):
+        made = max(ends[f'{2 + rank}S{i}'] for rank in range(2))
+        assert begun[f'all-gather statistics {i}', 0] == pytest.approx(made)
+        assert begun[f'reduce vocabulary {i}', 0] == ended[f'all-gather statistics {i}', 0]
+        assert begun[f'broadcast hidden {i}', 1] == pytest.approx(ends[f'1F{i}'])

@@ -1,0 +1,104 @@
+"""Collectives of the pipeline's ranks in a timeline: when they ran, and how long they take."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from math import inf
+from typing import NamedTuple
+
+from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.graph import BROADCAST
+from megatron_zbpp.ir.timeline import Timeline
+
+
+class _Key(NamedTuple):
+    """A message of all ranks: its name, microbatch and slice."""
+
+    message: str
+    microbatch: int
+    slice: int
+
+
+class CollectiveSpan(NamedTuple):
+    """A collective with its start and end, on the clock of its timeline.
+
+    Attributes:
+        operation: as in `ir.graph.Collective`.
+        message: its name.
+        microbatch, slice: of the passes that contribute.
+        start: when all have contributed, and the collective whose result they need is over.
+        end: no later than the first pass that takes the result.
+    """
+
+    operation: str
+    message: str
+    microbatch: int
+    slice: int
+    start: float
+    end: float
+
+
+def collective_spans(timeline: Timeline, costs: Costs | None = None) -> list[CollectiveSpan]:
+    """Return each collective, those of one message in the order of their starts.
+
+    A timeline has times of passes only. So a collective begins where the last of its passes ends,
+    and takes as long as costs say; without costs, or of messages that they do not name, until a
+    pass takes the result.
+
+    Args:
+        timeline: simulated or measured.
+        costs: of its schedule, in its unit.
+    """
+    all_of = timeline.schedule.graph.collectives
+    times: Mapping[str, float] = {} if costs is None else costs.collectives
+    ends: dict[_Key, float] = {}
+    found: list[CollectiveSpan] = []
+    bounds = _bounds(timeline)
+    for key in sorted(bounds, key=lambda key: (bool(all_of[key.message].after), key)):
+        own, (made, taken) = all_of[key.message], bounds[key]
+        start = max(made, ends.get(key._replace(message=own.after), made))
+        ends[key] = end = max(start, min(taken, start + times.get(key.message, inf)))
+        found.append(CollectiveSpan(own.operation, *key, start, end))
+    return sorted(found, key=lambda each: (each.message, each.start))
+
+
+def collective_times(timeline: Timeline) -> dict[str, float]:
+    """Return the shortest measured time of each collective, from the last contribution on.
+
+    What waits for another collective takes that one's time less.
+    """
+    all_of, found = timeline.schedule.graph.collectives, dict[str, float]()
+    for key, (made, taken) in _bounds(timeline).items():
+        found[key.message] = min(taken - made, found.get(key.message, inf))
+    whole = {message: max(0.0, took) for message, took in found.items()}
+    return {
+        message: max(0.0, took - whole.get(all_of[message].after, 0.0))
+        for message, took in whole.items()
+    }
+
+
+def _bounds(timeline: Timeline) -> dict[_Key, tuple[float, float]]:
+    """Return when the last pass contributed to each collective, and when its result was there.
+
+    It was when the first pass took it, on another rank than that of its maker if it is a broadcast,
+    or took the result of the collective that comes after it.
+    """
+    schedule, spans = timeline.schedule, timeline.by_pass
+    all_of = schedule.graph.collectives
+    made: dict[_Key, float] = {}
+    taken: dict[_Key, float] = defaultdict(lambda: inf)
+    for p, (start, _) in spans.items() if all_of else ():
+        for need, q in schedule.needs(p):
+            if need.message is None or need.message not in all_of:
+                continue
+            key = _Key(need.message, q.microbatch, q.slice)
+            made[key] = max(spans[q][1], made.get(key, -inf))
+            elsewhere = schedule.rank_of(p) != schedule.rank_of(q)
+            if elsewhere or all_of[need.message].operation != BROADCAST:
+                taken[key] = min(start, taken[key])
+    for key, start in list(taken.items()):
+        before = key._replace(message=all_of[key.message].after)
+        if before in taken:
+            taken[before] = min(start, taken[before])
+    return {key: (end, taken[key]) for key, end in made.items() if key in taken}
