@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import fsum
 from statistics import fmean, median
 
@@ -13,6 +14,15 @@ from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import R
 from megatron_zbpp.ir.timeline import Timeline
+
+
+def measured_costs(timeline: Timeline) -> Costs:
+    """Return `fit` with the latencies that were measured, of each pair of ranks if they differ."""
+    costs, pairs = fit(timeline, latency(timeline)), _latencies(timeline)
+    if len({*pairs.values()}) < 2:
+        return costs
+    both = [(*way, pairs[a, b]) for a, b in sorted(pairs) for way in ((a, b), (b, a))]
+    return replace(costs, edges=tuple(both))
 
 
 def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
@@ -112,9 +122,15 @@ def latency(timeline: Timeline) -> float:
     The shortest that was seen between two ranks, both ways taken together, so that clocks which
     differ do not matter; the median over the neighbours.
     """
+    both = _latencies(timeline).values()
+    return median(both) if both else 0.0
+
+
+def _latencies(timeline: Timeline) -> dict[tuple[int, int], float]:
+    """Return those of all neighbours, by pairs of ranks, the lower one first."""
     shortest = timeline.lags()
-    both = [(lag + shortest[b, a]) / 2 for (a, b), lag in shortest.items() if a < b]
-    return max(0.0, median(both)) if both else 0.0
+    ways = {(a, b): lag + shortest[b, a] for (a, b), lag in shortest.items() if a < b}
+    return {pair: max(0.0, both / 2) for pair, both in ways.items()}
 
 
 def middle(found: Sequence[Costs]) -> Costs:
@@ -128,6 +144,10 @@ def middle(found: Sequence[Costs]) -> Costs:
         },
         {name: first.amounts[name] for name in ('activation', 'retained')},
         median(costs.comm for costs in found),
+        edges=tuple(
+            (*pair, median(costs.edge(*pair) for costs in found))
+            for pair in sorted({(a, b) for costs in found for a, b, _ in costs.edges})
+        ),
         collectives={
             message: median(costs.collectives.get(message, 0.0) for costs in found)
             for message in first.collectives

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megatron_zbpp.analysis.fit_costs import fit, full_rank, latency, middle, with_bytes
+from megatron_zbpp.analysis.fit_costs import full_rank, measured_costs, middle, with_bytes
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
@@ -46,7 +46,7 @@ def measured(iteration: Iteration) -> list[Measured]:
     """Return what every rank of the job knows of an iteration that has ended: a collective."""
     timeline = iteration.gather().timeline
     own = Measured(
-        fit(timeline, latency(timeline)),
+        measured_costs(timeline),
         timeline.makespan,
         iteration.held(),
         iteration.clock.spare(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_zbpp.analysis.fit_costs import fit, latency
+from megatron_zbpp.analysis.fit_costs import measured_costs
 from megatron_zbpp.analysis.gain import RIVAL, gain_text, makespan_of
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir.timeline import Timeline
@@ -72,6 +72,6 @@ def summarise(session: Session) -> Summary | None:
 
 def _simulated(measured: Timeline, overlaps: bool) -> tuple[float, float | None]:
     """Return seconds of an iteration and of 1F1B's, which is never validated later."""
-    costs = fit(measured, latency(measured))
+    costs = measured_costs(measured)
     ours = simulate(measured.schedule, costs).value('window' if overlaps else 'makespan')
     return ours, makespan_of(RIVAL, measured.schedule, costs)

@@ -26,6 +26,7 @@ from megatron_zbpp.guests.base import Change, Guest, ModelLayers, Run
 from megatron_zbpp.guests.measurements import WARM_UP, Measured, measured, merge_measurements
 from megatron_zbpp.ir import B, F, Schedule, W
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.plan_costs import in_reverse
 from megatron_zbpp.partitioning.speeds import slow_ranks
 from megatron_zbpp.runtime.log import rank_log
 from megatron_zbpp.runtime.observe.measure import Iteration
@@ -158,10 +159,10 @@ class AutoPlan(Guest):
                 f'auto: rank {rank} takes {times:.3g} times as long as other replicas usually do '
                 'for the same stages: all of them wait for it'
             )
-        start = schedule.reversed() if _mirrored(schedule) else schedule
-        self._search = partial(
-            schedule_text, start, self.costs, limit, self.seconds, self.objective
-        )
+        start, costs = schedule, self.costs
+        if _mirrored(schedule):
+            start, costs = schedule.reversed(), in_reverse(costs, schedule.num_ranks)
+        self._search = partial(schedule_text, start, costs, limit, self.seconds, self.objective)
         self._launch()
 
     def _launch(self) -> None:
@@ -280,7 +281,9 @@ def _words(costs: Costs, full: float | None) -> str:
     parts = [f'{kind} {min(t) * 1e3:.3g} to {max(t) * 1e3:.3g} ms' for kind, t in times.items()]
     if costs.together != 1:
         parts.append(f'a forward and a backward as one {costs.together:.0%} of both')
-    parts.append(f'messages {(costs.comm + costs.message) * 1e3:.3g} ms')
+    latencies = {costs.comm, *(latency for *_, latency in costs.edges)}
+    ends = (f'{(end(latencies) + costs.message) * 1e3:.3g}' for end in (min, max))
+    parts.append(f'messages {" to ".join(dict.fromkeys(ends))} ms')
     if full is not None:
         parts.append(f'an activation of a full rank {full / 2**20:.4g} MiB')
     return f'measured {", ".join(parts)}'

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_zbpp.analysis.fit_costs import fit, latency
+from megatron_zbpp.analysis.fit_costs import measured_costs
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.guests.base import Change, Guest, ModelLayers, Run
 from megatron_zbpp.ir import B, F, W
@@ -61,7 +61,7 @@ class Tracer(Guest):
 
     def draw(self, measured: Timeline) -> None:
         """Write the files."""
-        fitted, own = fit(measured, latency(measured)), measured.schedule.costs
+        fitted, own = measured_costs(measured), measured.schedule.costs
         planned = simulate(measured.schedule, self._costs or own or fitted)
         if self._costs is None and own is not None:
             planned = _scaled(planned, measured)

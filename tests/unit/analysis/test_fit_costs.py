@@ -10,7 +10,7 @@ import oracle
 import pytest
 from grids import grid
 
-from megatron_zbpp.analysis.fit_costs import fit, full_rank, latency, middle
+from megatron_zbpp.analysis.fit_costs import fit, full_rank, latency, measured_costs, middle
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Placement, Schedule, Together, chain
 from megatron_zbpp.ir.costs import Costs
@@ -165,3 +165,26 @@ def test_an_iteration_that_was_disturbed_does_not_count():
 def test_one_rank_has_no_latency():
     schedule = build('1f1b', 1, 3)
     assert latency(simulate(schedule, Costs.uniform(schedule.placement))) == 0
+
+
+@pytest.mark.parametrize('name', ['1f1b', 'zb-v'])
+def test_each_pair_of_ranks_has_its_latency(name):
+    """Some message of each is waited for; with them an iteration is simulated as it was."""
+    schedule = build(name, 4, 8)
+    costs = Costs.uniform(schedule.placement, comm=0.25)
+    slow = [(*pair, time) for a, b, time in ((0, 1, 0.1), (2, 3, 0.7)) for pair in ((a, b), (b, a))]
+    timeline = simulate(schedule, replace(costs, edges=tuple(slow)))
+    found = measured_costs(timeline)
+    assert {(a, b): time for a, b, time in found.edges} == pytest.approx(
+        {(a, b): time for a, b, time in slow} | {(1, 2): 0.25, (2, 1): 0.25}
+    )
+    assert simulate(schedule, found).makespan == pytest.approx(timeline.makespan)
+    assert simulate(schedule, replace(found, edges=())).makespan < timeline.makespan - 0.3
+    assert middle([found, found, replace(found, edges=())]).edges == found.edges
+
+
+def test_equal_latencies_are_one():
+    schedule = build('zb-v', 2, 4)
+    costs = Costs.uniform(schedule.placement, comm=0.25)
+    found = measured_costs(simulate(schedule, costs))
+    assert found.comm == pytest.approx(0.25) and not found.edges

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_zbpp.analysis.fit_costs import fit
+from megatron_zbpp.analysis.fit_costs import fit, measured_costs
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.guests.autotune import background
@@ -132,6 +132,29 @@ def test_cells_are_planned_by_what_they_take(share, cells):
     found = Schedule.from_json(text)
     assert bool(found.together) == cells
     assert simulate(found, costs).makespan <= timeline.makespan
+
+
+@pytest.mark.parametrize('mirrored', [False, True])
+def test_plans_know_the_latency_of_each_pair_of_ranks(monkeypatch, mirrored):
+    """Also where Megatron has the ranks of a V in reverse."""
+    schedule = build('zb-v', 4, 8)
+    schedule = schedule.reversed() if mirrored else schedule
+    edges = tuple((*pair, 0.7e-3) for pair in ((0, 1), (1, 0)))
+    costs = replace(Costs.uniform(schedule.placement, 2e-3, 2e-3, 2e-3, comm=0.1e-3), edges=edges)
+    measured = Measured(measured_costs(simulate(schedule, costs)), 1.0, {}, None, 0, (0, 1, 2, 3))
+    from megatron_zbpp.guests.autotune import auto_plan
+
+    told, asked = [], []
+    monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda: 0)
+    monkeypatch.setattr(BackgroundSearch, 'start', lambda _, search, *rest: asked.append(search))
+    auto = AutoPlan(say=told.append, _spans=[9.0], _found=[measured] * 3)
+    auto._start(schedule)
+    start, given, *_ = asked[0].args
+    assert start.placement.only_route[0] == 0
+    assert given.edge(*((2, 3) if mirrored else (0, 1))) == pytest.approx(0.7e-3)
+    known = simulate(schedule, auto.costs).makespan
+    assert simulate(start, given).makespan == pytest.approx(known)
+    assert 'messages 0.1 to 0.7 ms' in told[0]
 
 
 @pytest.mark.parametrize('settled', [False, True])
