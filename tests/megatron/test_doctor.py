@@ -78,16 +78,36 @@ def test_command():
 
 
 def looked_at():
+    """What is told, and how many passes each schedule has that is simulated, of a large job."""
+    from megatron_zbpp.analysis import gain
+    from megatron_zbpp.mcore.command_line import dry_run
     from megatron_zbpp.mcore.command_line.doctor import examine
 
-    told = []
-    examine([*SIZES, '--global-batch-size', '48'], 8, told.append)
-    return told
+    told, simulated = [], []
+
+    def counted(schedule, costs):
+        simulated.append(sum(map(len, schedule.passes)))
+        return simulate(schedule, costs)
+
+    simulate, starts = dry_run.simulate, AssertionError('doctor starts nothing')
+    words = [*SIZES, '--num-layers', '64', '--pipeline-model-parallel-size', '16']
+    with (
+        mock.patch.object(dry_run, 'simulate', counted),
+        mock.patch.object(gain, 'simulate', counted),
+        mock.patch('torch.distributed.new_group', side_effect=starts),
+        mock.patch('torch.distributed.init_process_group', side_effect=starts),
+        mock.patch('subprocess.Popen', side_effect=starts),
+    ):
+        given = ['--global-batch-size', '512', '--pipeline-schedule', 'zb-v']
+        examine([*words, *given], 16, told.append)
+    return told, simulated
 
 
 def test_what_is_looked_at_is_told(ranks):
-    (told,) = ranks(1).run(looked_at)
+    """It answers in seconds: it simulates the schedule and 1F1B once each, and starts no job."""
+    ((told, simulated),) = ranks(1).run(looked_at)
     assert [text.split()[0] for text in told] == ['importing', 'reading', 'looking']
+    assert sorted(simulated) == [16 * 256 * 2, 2 * 16 * 256 * 3], 'F and BW of 1F1B'
 
 
 def test_a_plan_is_simulated_by_its_own_costs(ranks, tmp_path):
