@@ -298,7 +298,7 @@ def hiding(training: Any) -> Iterator[tuple[list[str], list]]:
     """
     from megatron_zbpp.guests import measurements
 
-    fit = measurements.fit
+    fit = measurements.measured_costs
     measured = []
 
     def halved(*args: Any) -> Any:
@@ -308,7 +308,7 @@ def hiding(training: Any) -> Iterator[tuple[list[str], list]]:
     with (
         told(training, switching=True, seconds=1.0) as said,
         combined_steps(training) as steps,
-        mock.patch.object(measurements, 'fit', halved),
+        mock.patch.object(measurements, 'measured_costs', halved),
     ):
         yield said, steps
     assert all(costs.together != 1 for costs in measured), 'cells are measured'

@@ -29,19 +29,19 @@ def planned_for(job, argv):
     from megatron_zbpp.guests import measurements
     from megatron_zbpp.guests.autotune import auto_plan
 
-    made, measured, fit, planner = [], [], measurements.fit, auto_plan.AutoPlan
+    made, measured, fit, planner = [], [], measurements.measured_costs, auto_plan.AutoPlan
 
     def make(profile_iters=5, *settings, **named):  # without: what nothing is known for
         made.append(planner(1, *settings, **named, seconds=0.1))
         return made[0]
 
-    def noting(timeline, comm):
+    def noting(timeline):
         measured.append(timeline)
-        return fit(timeline, comm)
+        return fit(timeline)
 
     with (
         mock.patch.object(auto_plan, 'AutoPlan', make),
-        mock.patch.object(measurements, 'fit', noting),
+        mock.patch.object(measurements, 'measured_costs', noting),
     ):
         train(job, argv)
     return made[0].costs, measured

@@ -615,7 +615,7 @@ def test_a_plan_has_the_fields_that_are_taken(zbpp) -> None:
     """What `--pipeline-schedule-file` reads of it, and no other."""
     printed = zbpp('plan', '--pp', 2, '--microbatches', 2, '--seconds', 0.1, '--json')
     of_partitions = {'cuts', 'device_order', 'layout', 'layers', 'devices'}
-    of_shards = {'ways'}
+    of_shards = {'share', 'ways'}
     others = {'timeline', 'spans'} | of_partitions | of_shards
     assert set(printed) == set(formats.PLAN_FIELDS) - others
     shown = zbpp('show', *ZB_V, '--json')
