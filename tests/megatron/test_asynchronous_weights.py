@@ -183,3 +183,30 @@ def test_synchronous_schedules_call_nothing_of_it(ranks, data):
     for own, other in zip(ours, plain, strict=True):
         assert own.keys() >= OWN and not other.keys() & OWN
         assert other['runtime/executor.py'] > 0
+
+
+def shrunk(argv):
+    """Runs on each rank: two steps of PipeMare, the second one of a single microbatch."""
+    import pretrain_gpt as script
+
+    with ExitStack() as stack:
+        stack.callback(forget_groups)
+        args = script.parse_args([*argv, '--pipeline-schedule', 'pipemare'])
+        script.enable(args, stack)
+        script.initialize(args)
+        chunks = script.build_model(args)
+        optimizer, scheduler = script.build_optimizer(args, chunks)
+        data = script.iterators(args, script.build_datasets(args)[0], 0)
+        script.run_batch(args, chunks, data)
+        optimizer.step()
+        scheduler.step(increment=1)
+        args.num_microbatches = 1
+        with pytest.raises(ValueError, match='embeddings are tied') as error:
+            script.run_batch(args, chunks, data)
+        return str(error.value)
+
+
+def test_tied_copies_are_not_stepped_at_two_rates_where_batches_shrink(ranks, data):
+    """On all ranks, before anything of that batch has run."""
+    for told in ranks(4).run(shrunk, Case('pipemare', 4, 3).argv(data)):
+        assert told.endswith('or at least 3 microbatches, from which on rates are alike')

@@ -197,14 +197,15 @@ def versions(tied: bool = False, anneals: int | None = None) -> Callable:
     def run() -> None:
         import torch
 
-        from megatron_zbpp.mcore.iteration.asynchronous import make_versions
+        from megatron_zbpp.mcore.iteration.asynchronous import ForwardsInFlight, maker
         from megatron_zbpp.mcore.session import Session
         from megatron_zbpp.mcore.settings import Settings
 
         model = torch.nn.Linear(1, 1)
         model.share_embeddings_and_output_weights = tied
         session = Session(Settings('pipemare', anneal_steps=anneals))
-        make_versions(session, session.programs.lowered(4, 1, False), 0, [model])
+        lowered = session.programs.lowered(4, 1, False)
+        maker(session, ForwardsInFlight(session), lowered, [model], 0)
 
     return run
 

@@ -198,11 +198,7 @@ class VersionedStage(ModelStage):
 def make_versions(
     session: Session, lowered: Lowered, rank: int, models: list[torch.nn.Module]
 ) -> Versions:
-    """Return the versions of the weights of this rank's stages, before the first call.
-
-    Raises:
-        ValueError: copies of tied embeddings would be stepped at other rates (T1).
-    """
+    """Return the versions of the weights of this rank's stages, before the first call."""
     endless = session.endless
     assert endless is not None, 'of an asynchronous schedule'
     endless.at_end.callback(require_seen(models))
@@ -241,19 +237,27 @@ def _versions_of(
         return Slots(parameters, *sizes, endless.finish_step, ages, endless.loaded)
     if updates.backward != CORRECTED:
         return OneStorage(parameters)
-    tied = getattr(unwrap_model(model), 'share_embeddings_and_output_weights', False)
-    if tied and calls.ahead(0) > updates.every and session.settings.anneal_steps != 0:
-        raise ValueError(
-            'embeddings are tied, and pipemare would step their copies at the rates of their '
-            'stages: give --untie-embeddings-and-output-weights, --pipeline-anneal-steps 0, or at '
-            f'least {calls.ahead(0)} microbatches, from which on rates are alike'
-        )
     # of the distributed optimizer's main copies a rank has a part alone
     stepped = parameters if buffered else [getattr(p, 'main_param', p) for p in parameters]
     if not ahead:
         return OneStorage(parameters, stepped)
     decay = session.settings.correction_decay
     return Corrected(parameters, stepped, updates.every, ahead, decay, endless.loaded)
+
+
+def _require_equal_rates(session: Session, lowered: Lowered, models: list[torch.nn.Module]) -> None:
+    """Raise ValueError where copies of tied embeddings would be stepped at two rates (T1)."""
+    updates, calls = updates_of(lowered.schedule.graph), lowered.calls
+    assert updates is not None and calls is not None, 'of an asynchronous schedule'
+    if updates.backward != CORRECTED or session.settings.anneal_steps == 0:
+        return
+    tied = getattr(unwrap_model(models[0]), 'share_embeddings_and_output_weights', False)
+    if tied and calls.ahead(0) > updates.every:
+        raise ValueError(
+            'embeddings are tied, and pipemare would step their copies at the rates of their '
+            'stages: give --untie-embeddings-and-output-weights, --pipeline-anneal-steps 0, or at '
+            f'least {calls.ahead(0)} microbatches, from which on rates are alike'
+        )
 
 
 def _nbytes(versions: Versions, model: torch.nn.Module, copies: int) -> int:
@@ -285,9 +289,13 @@ def maker(
         lowered: programs of the call.
         models: the chunks of this rank.
         rank: in the pipeline.
+
+    Raises:
+        ValueError: copies of tied embeddings would be stepped at two rates.
     """
     endless, updates = session.endless, updates_of(lowered.schedule.graph)
     assert endless is not None and updates is not None, 'of an asynchronous schedule'
     assert isinstance(flight, ForwardsInFlight), 'as the plugin chooses'
+    _require_equal_rates(session, lowered, models)
     make = functools.partial(make_versions, session, lowered, rank, models)
     return functools.partial(VersionedStage, endless.begin(updates, make), endless, flight)
