@@ -87,6 +87,7 @@ def train(
     """
     _find_megatron()
     _read_descriptions_once()
+    import few_documents  # noqa: F401  (what it does, importing it does)
     import report
     from example import early_steps
     from megatron.training import training

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import few_documents  # noqa: F401  (what it does, importing it does)
 import packed
 import torch
 from megatron.core import mpu
