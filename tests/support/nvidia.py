@@ -86,7 +86,7 @@ def train(
         script: that one.
     """
     _find_megatron()
-    _read_descriptions_once()
+    read_descriptions_once()
     import few_documents  # noqa: F401  (what it does, importing it does)
     import report
     from example import early_steps
@@ -151,8 +151,7 @@ def known() -> set[str]:
     from megatron.core.transformer import TransformerConfig
     from megatron.training import arguments
 
-    add = arguments.add_megatron_arguments
-    parser = getattr(add, '__wrapped__', add)(argparse.ArgumentParser(allow_abbrev=False))
+    parser = _parser(arguments)
     found = {field.name for field in fields(TransformerConfig)}
     for action in parser._actions:
         found |= {action.dest, *action.option_strings}
@@ -167,8 +166,12 @@ def source(module: str) -> str:
 
 
 @functools.cache
-def _read_descriptions_once() -> None:
-    """Parsing the source of config classes, for what --help says, took a sixth of each run."""
+def read_descriptions_once() -> None:
+    """Parsing the source of config classes, for what --help says, took a sixth of each run.
+
+    All are read at once: in a server of ranks, for all of them.
+    """
+    from megatron.training import arguments
     from megatron.training.argument_utils import ArgumentGroupFactory
 
     by_class, read = {}, ArgumentGroupFactory._get_field_docstrings
@@ -179,6 +182,13 @@ def _read_descriptions_once() -> None:
         return by_class[config]
 
     ArgumentGroupFactory._get_field_docstrings = remembered
+    _parser(arguments)
+
+
+def _parser(arguments) -> argparse.ArgumentParser:
+    """Megatron's, without what our launcher adds."""
+    add = arguments.add_megatron_arguments
+    return getattr(add, '__wrapped__', add)(argparse.ArgumentParser(allow_abbrev=False))
 
 
 def _find_megatron() -> None:

@@ -229,6 +229,8 @@ def _import_megatron() -> None:
         names += ['megatron.training.training', 'megatron_zbpp.launch', 'nvidia', 'pretrain_script']
     for name in names:
         importlib.import_module(name)
+    if 'nvidia' in names:
+        sys.modules['nvidia'].read_descriptions_once()
 
 
 def _serve(
