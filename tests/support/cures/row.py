@@ -1,0 +1,29 @@
+"""A message, and the cures that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """A message, and what is done about it.
+
+    Attributes:
+        given: raises it.
+        said: words of it.
+        cures: what it names, each done by itself: all of them pass.
+        refuses: whether the release of Megatron that is here has the reason for it.
+    """
+
+    given: Callable
+    said: str
+    cures: tuple[Callable, ...]
+    refuses: Callable[[], bool]
+
+
+def row(
+    given: Callable, said: str, *cures: Callable, refuses: Callable[[], bool] = lambda: True
+) -> Row:
+    return Row(given, said, cures, refuses)

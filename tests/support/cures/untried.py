@@ -1,0 +1,109 @@
+"""Statements that refuse something and that no row reaches.
+
+Each is `file function`, or `file function: words of it`.
+"""
+
+from __future__ import annotations
+
+# statements whose cure another test applies
+ELSEWHERE = {
+    **dict.fromkeys(
+        (
+            'mcore/command_line/advise.py AdvisedLine.shape: is missing',
+            'mcore/command_line/advise.py AdvisedLine.shape: --vocab-size',
+            'mcore/command_line/advise.py AdvisedLine.sizes',
+            'mcore/command_line/advise.py AdvisedLine.own',
+        ),
+        'test_advise.py::test_what_cannot_work',
+    ),
+    'mcore/command_line/advise.py AdvisedLine._dense_first': 'test_advise.py::test_experts',
+    **dict.fromkeys(
+        (
+            'mcore/command_line/advise.py AdvisedLine._model: give letters',
+            'mcore/command_line/advise.py AdvisedLine._model: dense models alone',
+        ),
+        'test_advise.py::test_segments_of_a_pattern',
+    ),
+    'mcore/dropout_seeds.py DropoutSeeds._enter': 'test_dropout_seeds.py::'
+    'test_layers_that_run_twice',
+    'mcore/replicas.py _both': 'test_two_way_training.py::test_what_cannot_work',
+    'mcore/reading.py require_asked': 'test_two_way_training.py::test_what_cannot_work',
+    'mcore/reading.py _require_same': 'test_two_way_training.py::test_data_of_the_wrong_replica',
+    'mcore/iteration/seen_weights.py _after_forward': 'test_asynchronous_weights.py::'
+    'test_what_sees_neither_version',
+    'mcore/iteration/prewarm.py prewarmed': 'test_prewarm.py::test_failing_inside',
+    'mcore/building.py _require_chunk': 'test_built.py::test_a_model_that_is_not_told',
+    'mcore/iteration/built.py require_all_layers': 'test_other_scripts.py::test_images',
+    'mcore/iteration/built.py _require_layout': 'test_built.py::test_a_loop',
+    'mcore/iteration/built.py _require_model_order': 'test_changed_layers.py::'
+    'test_identical_to_megatron',
+    'mcore/patches/rank_files.py require_same': 'test_rank_files.py::test_the_cure',
+    'mcore/patches/transformer_engine/chunk.py delaying_modules: parameters_split': 'test_te_layers'
+    '.py::test_refused',
+    'mcore/patches/transformer_engine/chunk.py delaying_modules: DistributedData': 'test_te_layers'
+    '.py::test_refused',
+    'mcore/patches/transformer_engine/chunk.py delaying_modules: GroupedTensor': 'test_te_layers'
+    '.py::test_gradients_to_the_bit',
+    **dict.fromkeys(
+        (
+            'mcore/iteration/sliced.py require: collect_non_loss_data',
+            'mcore/iteration/sliced.py require: GPTModel',
+            'mcore/iteration/sliced.py require: attend',
+            'mcore/patches/slices.py _cutting.forward',
+            'mcore/patches/slices.py _require_slices_alone: needs its state',
+            'mcore/patches/slices.py _require_slices_alone: attn_mask_type',
+        ),
+        'test_sliced_models.py::test_refused_at_the_first_call',
+    ),
+    **dict.fromkeys(
+        (
+            'mcore/iteration/vocabulary.py VocabularyStage._step.checked',
+            'mcore/iteration/vocabulary.py VocabularyStage.report',
+            'mcore/iteration/embedding.py EmbeddingStage._tokens',
+            'mcore/vocabulary.py InputShard.forward',
+            'mcore/patches/vocabulary.py divide',
+        ),
+        'test_vocabulary_training.py::test_refused_at_the_first_call',
+    ),
+    **dict.fromkeys(
+        (
+            'mcore/iteration/asynchronous.py ForwardsInFlight.take',
+            'mcore/iteration/asynchronous.py ForwardsInFlight._require_free',
+        ),
+        'test_asynchronous_changes.py::test_data_that_forwards_in_flight_have_read',
+    ),
+    'mcore/iteration/hops.py _agreed': 'test_hops.py::test_neighbours_that_do_not_agree',
+    **dict.fromkeys(
+        (
+            'mcore/iteration/hops.py with_hops',
+            'mcore/iteration/hops.py _require_supported',
+        ),
+        'test_hops.py::test_what_does_not_go_with_it',
+    ),
+    'emulation/cpu.py install': 'test_cpu.py::test_seeds_are_applied',
+    'mcore/layout.py require_placed: {reason}': 'test_refusals.py::'
+    'test_hybrid_model_where_it_is_built',
+}
+# statements that name no cure, or one that cannot be tried here
+UNTRIED = {
+    '__init__.py __getattr__': "Python's own words for a name that a module lacks",
+    'mcore/command_line/arguments.py _preparing.parse_known_args': 'ends what has been told',
+    'mcore/command_line/flags.py _number': 'argparse raises its own instead: rows of no number',
+    'mcore/iteration/embedding.py EmbeddingStage._tokens.stop': 'ends a call of the program',
+    'mcore/iteration/completeness.py _looking': 'a layer that nobody knows yet: it is reported',
+    'mcore/iteration/preparation.py refuse_unsupported: adjust_tensor': 'the cure is a program '
+    'without the plugin',
+    'mcore/patches/linear.py _Unasked.__torch_function__': 'a backward that Megatron '
+    'has not: nothing to be cured',
+    'mcore/patches/registry.py Registry._put': 'a release that nobody knows yet: it is reported',
+    'mcore/patches/transformer_engine/module.py DelayedModule.put': 'a backward outside of a '
+    'schedule: nothing to be cured',
+    'emulation/te.py install': 'the cures install Transformer Engine or a checkout',
+    'emulation/te.py _load_tools': 'the cure is another environment of Python',
+}
+OF_SOME_RELEASES = (
+    'mcore/refusals.py _with_own_offloading',
+    'mcore/refusals.py _unplaced',
+    'mcore/refusals.py _with_chunks: _UNMASKED_HYBRID',
+    'mcore/refusals.py _packed',
+)
