@@ -14,14 +14,13 @@ from unittest import mock
 import events
 import pytest
 from collectives import counted
-from nvidia import SCRIPT, needs_training, run, since
+from nvidia import SCRIPT, launch, needs_training, run, since
 from outcome import of_all, refusal
 from supported import refuses, supports
 from test_auto import told
 from test_collectives import TP, norms_for_sequence_parallelism, of_tensor_parallelism
 from test_launch import MOE, NO_CLIPPING
 from test_launch_post_validation import EARLY
-from test_refusals import launch
 
 from megatron_zbpp.ir import Pass
 from megatron_zbpp.mcore.lowered import for_megatron

@@ -1,6 +1,6 @@
 """Megatron's own offloading of activations under our schedules, where it fits: to the bit.
 
-`test_refusals.py` has where it does not.
+`test_refusals_by_script.py` has where it does not.
 """
 
 from __future__ import annotations

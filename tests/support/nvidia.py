@@ -17,9 +17,11 @@ from collections.abc import Container
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import events
 import pytest
+from outcome import Outcome, outcome
 from paths import SUPPORT
 from ranks import Ranks
 
@@ -243,3 +245,17 @@ def run(
         hashes['optimizer_sha256'],
         reported,
     )
+
+
+def launch(*argv: str) -> Outcome:
+    """The script under our launcher, until it has parsed its arguments: run it on each rank."""
+    _find_megatron()
+    import megatron.training  # noqa: F401  # it prints
+
+    import megatron_zbpp.launch
+
+    with mock.patch.object(sys, 'argv', sys.argv):
+        try:
+            return outcome(megatron_zbpp.launch.main, ['--cpu', str(SCRIPT), *argv])
+        finally:
+            forget()

@@ -81,7 +81,7 @@ ELSEWHERE = {
         'test_hops.py::test_what_does_not_go_with_it',
     ),
     'emulation/cpu.py install': 'test_cpu.py::test_seeds_are_applied',
-    'mcore/layout.py require_placed: {reason}': 'test_refusals.py::'
+    'mcore/layout.py require_placed: {reason}': 'test_refusals_when_built.py::'
     'test_hybrid_model_where_it_is_built',
 }
 # statements that name no cure, or one that cannot be tried here
