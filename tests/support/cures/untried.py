@@ -38,10 +38,13 @@ ELSEWHERE = {
     'mcore/iteration/built.py _require_model_order': 'test_changed_layers.py::'
     'test_identical_to_megatron',
     'mcore/patches/rank_files.py require_same': 'test_rank_files.py::test_the_cure',
-    'mcore/patches/transformer_engine/chunk.py delaying_modules: parameters_split': 'test_te_layers'
-    '.py::test_refused',
-    'mcore/patches/transformer_engine/chunk.py delaying_modules: DistributedData': 'test_te_layers'
-    '.py::test_refused',
+    **dict.fromkeys(
+        (
+            'mcore/patches/transformer_engine/chunk.py delaying_modules: parameters_split',
+            'mcore/patches/transformer_engine/chunk.py delaying_modules: DistributedData',
+        ),
+        'test_te_layers_delayed.py::test_refused',
+    ),
     'mcore/patches/transformer_engine/chunk.py delaying_modules: GroupedTensor': 'test_te_layers'
     '.py::test_gradients_to_the_bit',
     **dict.fromkeys(
