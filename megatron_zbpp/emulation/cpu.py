@@ -35,8 +35,7 @@ def _cpu(device: Any) -> Any:
     return device
 
 
-# calls that may name a device in another way than by `device=`, or need the mode within
-_REWRITTEN = {torch.Tensor.to, torch.device, torch.Tensor.backward, torch.autograd.backward}
+_REWRITTEN = {torch.Tensor.to, torch.device}  # may name a device in another way than by `device=`
 
 
 class CudaMeansCpu(TorchFunctionMode):
