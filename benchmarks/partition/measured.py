@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.common.spawning import joined, spawned
 from benchmarks.partition.place import Place
-from megatron_zbpp.analysis.fit_costs import fit, latency, middle
+from megatron_zbpp.analysis.fit_costs import measured_costs, middle
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.layout import layers_per_stage, layout_string
@@ -101,4 +101,4 @@ def _costs(
                     assert latest is not None
                     timeline = latest.gather().timeline
                 if number >= _WARM_UP:
-                    yield name, fit(timeline, latency(timeline))
+                    yield name, measured_costs(timeline)

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.common.overhead import spans
 from benchmarks.common.spawning import collected, joined, spawned
 from benchmarks.common.tables import aligned
-from megatron_zbpp.analysis.fit_costs import fit, latency, middle
+from megatron_zbpp.analysis.fit_costs import measured_costs, middle
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import BW, B, F, Schedule, W
@@ -107,7 +107,7 @@ def _sample(runner: Any, job: Job) -> Sample:
     passes, makespan, costs = {}, None, None
     if plugin is not None:
         timeline = plugin.latest.gather().timeline
-        makespan, costs = timeline.makespan, fit(timeline, latency(timeline))
+        makespan, costs = timeline.makespan, measured_costs(timeline)
         passes = spans(plugin.latest.record)
     gathered: list[Any] = [None] * job.num_ranks
     dist.all_gather_object(gathered, (seconds, passes))
