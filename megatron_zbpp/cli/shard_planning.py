@@ -37,7 +37,7 @@ from megatron_zbpp.techniques.composition import OUTPUT
 from megatron_zbpp.techniques.slices.balance import balanced
 from megatron_zbpp.techniques.slices.sizes import AUTO, sizes_of
 from megatron_zbpp.techniques.vocabulary.graph import USUAL_SHARE, S, T
-from megatron_zbpp.techniques.vocabulary.hosts import HOSTS
+from megatron_zbpp.techniques.vocabulary.hosts import HOSTS, hosts_of
 
 _HARDLY = 0.01  # of a value: for less neither slices nor shards are worth their passes
 _WAYS = 0.5  # share of the time for named schedules, of which each way has an equal part
@@ -201,9 +201,7 @@ def _cases(args: Namespace, needed: bool) -> tuple[list[Case], str]:
         needed: whether one is to be built even if there is no time.
     """
     cases, why = list[Case](), ''
-    for name, chunks in sorted(product(HOSTS, allowed_chunks(args)), key=partial(_turn, args)):
-        if chunks not in find(name).chunks:
-            continue
+    for name, chunks in sorted(hosts_of(allowed_chunks(args)), key=partial(_turn, args)):
         if (cases or not needed) and not args.on_time():
             break
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import product
 
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
@@ -12,6 +13,11 @@ from megatron_zbpp.techniques.vocabulary.embedding import in_embedding_shards
 from megatron_zbpp.techniques.vocabulary.place import in_shards
 
 HOSTS = '1f1b', 'zb-h1', 'zb-v', 'v-half', 'v-min', 'interleaved', 'zb-interleaved'
+
+
+def hosts_of(chunks: Iterable[int]) -> Iterator[tuple[str, int]]:
+    """Yield hosts with each of these numbers of chunks per rank that they can have."""
+    return ((name, k) for name, k in product(HOSTS, chunks) if k in find(name).chunks)
 
 
 def hosts_like(
@@ -27,13 +33,10 @@ def hosts_like(
         memory_limit: most that a rank may hold.
     """
     placement, m = schedule.placement, schedule.num_microbatches
-    p, chunks = placement.num_ranks, placement.num_chunks
     both = EMBEDDING in techniques_of(schedule)
-    for name in HOSTS:
-        if chunks not in find(name).chunks:
-            continue
+    for name, chunks in hosts_of([placement.num_chunks]):
         try:
-            host = build(name, p, m, num_chunks=chunks)
+            host = build(name, placement.num_ranks, m, num_chunks=chunks)
             if host.placement != placement:
                 continue
             made = in_shards(host, costs, memory_limit)
