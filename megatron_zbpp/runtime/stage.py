@@ -10,32 +10,31 @@ import torch
 
 from megatron_zbpp.ir import Pass
 
+MaybeTensor = torch.Tensor | None
+"""What a stage receives or returns; None at an end of the model."""
+
 
 class Stage(Protocol):
     """The protocol of one stage of the model; it keeps no state between passes."""
 
-    def forward(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, p: Pass, received: MaybeTensor) -> torch.Tensor:
         """Return the output of the stage; `received` is None on the first one.
 
         The last returns its loss: where no backward follows, that may be anything.
         """
         ...
 
-    def forward_unsaved(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
+    def forward_unsaved(self, p: Pass, received: MaybeTensor) -> torch.Tensor:
         """Return the output of the stage, of which nothing is kept: `recompute` makes it again."""
         ...
 
-    def recompute(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
+    def recompute(self, p: Pass, received: MaybeTensor) -> torch.Tensor:
         """Make the same output again, to the bit, with its graph; leave nothing else behind."""
         ...
 
     def backward(
-        self,
-        p: Pass,
-        received: torch.Tensor | None,
-        output: torch.Tensor,
-        gradient: torch.Tensor | None,
-    ) -> torch.Tensor | None:
+        self, p: Pass, received: MaybeTensor, output: torch.Tensor, gradient: MaybeTensor
+    ) -> MaybeTensor:
         """Return the gradient with respect to `received`; `gradient` is None on the last stage."""
         ...
 
@@ -52,7 +51,7 @@ class Forward(NamedTuple):
 
     stage: Stage
     p: Pass
-    received: torch.Tensor | None
+    received: MaybeTensor
 
 
 class Backward(NamedTuple):
@@ -60,10 +59,10 @@ class Backward(NamedTuple):
 
     stage: Stage
     p: Pass
-    received: torch.Tensor | None
+    received: MaybeTensor
     output: torch.Tensor
-    gradient: torch.Tensor | None
+    gradient: MaybeTensor
 
 
-RunTogether = Callable[[Forward, Backward], tuple[torch.Tensor, torch.Tensor | None]]
+RunTogether = Callable[[Forward, Backward], tuple[torch.Tensor, MaybeTensor]]
 """Runs both as one; returns what each would."""

@@ -20,6 +20,7 @@ from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.replay import ReplayIterator
 from megatron_zbpp.runtime.endless import EndlessTraining
 from megatron_zbpp.runtime.log import job_log
+from megatron_zbpp.runtime.stage import MaybeTensor
 from megatron_zbpp.runtime.versions import ByStage, Corrected, OneStorage, Slots, Versions
 from megatron_zbpp.techniques.updates.graph import CORRECTED, STASHED
 from megatron_zbpp.techniques.updates.versions import copies, updates_of
@@ -178,19 +179,15 @@ class VersionedStage(ModelStage):
         super().__init__(*of_stage)
         self._versions, self._endless, self._flight = versions, endless, flight
 
-    def forward(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, p: Pass, received: MaybeTensor) -> torch.Tensor:
         self._versions.before_forward(p)
         if self._endless.is_ahead(p):
             self._flight.before_forward(p)
         return super().forward(p, received)
 
     def backward(
-        self,
-        p: Pass,
-        received: torch.Tensor | None,
-        output: torch.Tensor,
-        gradient: torch.Tensor | None,
-    ) -> torch.Tensor | None:
+        self, p: Pass, received: MaybeTensor, output: torch.Tensor, gradient: MaybeTensor
+    ) -> MaybeTensor:
         self._versions.before_backward(p)
         return super().backward(p, received, output, gradient)
 

@@ -20,7 +20,7 @@ from megatron_zbpp.ir import Pass
 from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.iteration.stages import ModelStage
 from megatron_zbpp.mcore.refusals import OVERLAP
-from megatron_zbpp.runtime.stage import Backward, Forward
+from megatron_zbpp.runtime.stage import Backward, Forward, MaybeTensor
 
 _ASKS_FOR_A_PLAN = 'return_schedule_plan'
 _MAKES_A_PLAN = 'build_schedule_plan'
@@ -30,29 +30,21 @@ class CombinedStage(ModelStage):
     """A chunk of a model of which Megatron's combined step runs each pass."""
 
     def _by_megatron(
-        self,
-        p: Pass,
-        received: torch.Tensor | None,
-        data: Iterator | None,
-        results: list[Any],
+        self, p: Pass, received: MaybeTensor, data: Iterator | None, results: list[Any]
     ) -> Any:
         assert data is self.data_iterator and results is self.call.results, 'nothing runs again'
         output, num_tokens, _ = _step(Forward(self, p, received), None)
         return output, num_tokens
 
     def backward(
-        self,
-        p: Pass,
-        received: torch.Tensor | None,
-        output: torch.Tensor,
-        gradient: torch.Tensor | None,
-    ) -> torch.Tensor | None:
+        self, p: Pass, received: MaybeTensor, output: torch.Tensor, gradient: MaybeTensor
+    ) -> MaybeTensor:
         with self.delaying.queueing():
             *_, made = _step(None, Backward(self, p, received, output, gradient))
         return made
 
 
-def as_one(forward: Forward, backward: Backward) -> tuple[torch.Tensor, torch.Tensor | None]:
+def as_one(forward: Forward, backward: Backward) -> tuple[torch.Tensor, MaybeTensor]:
     """Run both at once; return the output of one, and the input's gradient of the other."""
     ahead, back = cast(CombinedStage, forward.stage), cast(CombinedStage, backward.stage)
     with back.delaying.queueing():

@@ -21,6 +21,7 @@ from megatron_zbpp.mcore.vocabulary import InputShard
 from megatron_zbpp.runtime.actions import Action, Inputs, Outputs
 from megatron_zbpp.runtime.channels import Message
 from megatron_zbpp.runtime.key import Key, key_of
+from megatron_zbpp.runtime.stage import MaybeTensor
 from megatron_zbpp.techniques.vocabulary.graph import (
     EMBEDDING,
     EMBEDDING_GRADIENT,
@@ -83,11 +84,7 @@ class EmbeddingStage(VocabularyStage):
         return tokens.contiguous()
 
     def _by_megatron(
-        self,
-        p: Pass,
-        received: torch.Tensor | None,
-        data: Iterator | None,
-        results: list[Any],
+        self, p: Pass, received: MaybeTensor, data: Iterator | None, results: list[Any]
     ) -> Any:
         if not self.is_first:
             return super()._by_megatron(p, received, data, results)

@@ -15,6 +15,7 @@ from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.iteration.stages import ModelStage
 from megatron_zbpp.mcore.patches.slices import attends_in_slices, is_cut
 from megatron_zbpp.mcore.slicing import Kept, Running, Slice
+from megatron_zbpp.runtime.stage import MaybeTensor
 
 _NO_CACHE = 'disable_parameter_transpose_cache'
 _known: WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]] = WeakKeyDictionary()
@@ -48,11 +49,7 @@ class SlicedStage(ModelStage):
         self._losses: dict[int, list[torch.Tensor]] = {}
 
     def _by_megatron(
-        self,
-        p: Pass,
-        received: torch.Tensor | None,
-        data: Iterator | None,
-        results: list[Any],
+        self, p: Pass, received: MaybeTensor, data: Iterator | None, results: list[Any]
     ) -> Any:
         part = self._part(p)
         with self._runs(part):
@@ -122,12 +119,8 @@ class SlicedStage(ModelStage):
         return of_slice
 
     def backward(
-        self,
-        p: Pass,
-        received: torch.Tensor | None,
-        output: torch.Tensor,
-        gradient: torch.Tensor | None,
-    ) -> torch.Tensor | None:
+        self, p: Pass, received: MaybeTensor, output: torch.Tensor, gradient: MaybeTensor
+    ) -> MaybeTensor:
         part = self._part(p)
         with self._runs(part), _of_slice(part):
             made = super().backward(p, received, output, gradient)

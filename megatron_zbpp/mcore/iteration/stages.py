@@ -17,6 +17,7 @@ from megatron_zbpp.mcore import compat, left_behind
 from megatron_zbpp.mcore.iteration.arguments import Arguments
 from megatron_zbpp.mcore.patches import transformer_engine
 from megatron_zbpp.runtime.key import Key, key_of
+from megatron_zbpp.runtime.stage import MaybeTensor
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 
@@ -129,7 +130,7 @@ class ModelStage:
             no_sync = no_sync[vp_stage or 0]
         self._no_sync = no_sync or contextlib.nullcontext
 
-    def forward(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, p: Pass, received: MaybeTensor) -> torch.Tensor:
         output, num_tokens = self._forward_step(p, received, self._data(p), self.call.results)
         self.count(num_tokens)
         return output
@@ -139,7 +140,7 @@ class ModelStage:
         if self._is_last:
             self.call.num_tokens += num_tokens
 
-    def forward_unsaved(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
+    def forward_unsaved(self, p: Pass, received: MaybeTensor) -> torch.Tensor:
         data = self._data(p)
         read = None if data is None else Read(data)
         states = left_behind.random_states()
@@ -149,7 +150,7 @@ class ModelStage:
         self._to_run_again[key_of(p)] = states, [] if read is None else read.items
         return output
 
-    def recompute(self, p: Pass, received: torch.Tensor | None) -> torch.Tensor:
+    def recompute(self, p: Pass, received: MaybeTensor) -> torch.Tensor:
         states, items = self._to_run_again.pop(key_of(p))
         data = None if self.data_iterator is None else iter(items)
         logged = left_behind.emptied(compat.logged_mtp_losses())  # the first has been
@@ -157,11 +158,7 @@ class ModelStage:
             return self._forward_step(p, received, data, [])[0]
 
     def _forward_step(
-        self,
-        p: Pass,
-        received: torch.Tensor | None,
-        data: Iterator | None,
-        results: list[Any],
+        self, p: Pass, received: MaybeTensor, data: Iterator | None, results: list[Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output, and on the last stage how many tokens count."""
         made = self.call.run_step(p, self._by_megatron, p, received, data, results)
@@ -169,11 +166,7 @@ class ModelStage:
         return cast(tuple[torch.Tensor, torch.Tensor], made)
 
     def _by_megatron(
-        self,
-        p: Pass,
-        received: torch.Tensor | None,
-        data: Iterator | None,
-        results: list[Any],
+        self, p: Pass, received: MaybeTensor, data: Iterator | None, results: list[Any]
     ) -> Any:
         call, given = self.call, self.call.arguments
         return schedules.forward_step(
@@ -201,15 +194,11 @@ class ModelStage:
         return self.call.arguments.forward_step_func
 
     def backward(
-        self,
-        p: Pass,
-        received: torch.Tensor | None,
-        output: torch.Tensor,
-        gradient: torch.Tensor | None,
-    ) -> torch.Tensor | None:
+        self, p: Pass, received: MaybeTensor, output: torch.Tensor, gradient: MaybeTensor
+    ) -> MaybeTensor:
         with self.delaying.queueing():
             made = schedules.backward_step(received, output, gradient, *self._context)
-        return cast(torch.Tensor | None, made)
+        return cast(MaybeTensor, made)
 
     def release(self, output: torch.Tensor) -> None:
         schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)

@@ -32,6 +32,7 @@ from megatron_zbpp.mcore.vocabulary import (
 from megatron_zbpp.runtime.actions import Action, Inputs, Outputs
 from megatron_zbpp.runtime.channels import Message
 from megatron_zbpp.runtime.key import Key, key_of
+from megatron_zbpp.runtime.stage import MaybeTensor
 from megatron_zbpp.techniques.vocabulary.graph import GRADIENT, HIDDEN, STATISTICS, S, T
 
 _BESIDE = 16  # bytes of a row behind its hidden states: target and gradient, and rows stay aligned
@@ -110,11 +111,7 @@ class VocabularyStage(ModelStage):
         return self._is_last
 
     def _by_megatron(
-        self,
-        p: Pass,
-        received: torch.Tensor | None,
-        data: Iterator | None,
-        results: list[Any],
+        self, p: Pass, received: MaybeTensor, data: Iterator | None, results: list[Any]
     ) -> Any:
         if not self._is_last:
             return super()._by_megatron(p, received, data, results)
@@ -176,12 +173,8 @@ class VocabularyStage(ModelStage):
         return found
 
     def backward(
-        self,
-        p: Pass,
-        received: torch.Tensor | None,
-        output: torch.Tensor,
-        gradient: torch.Tensor | None,
-    ) -> torch.Tensor | None:
+        self, p: Pass, received: MaybeTensor, output: torch.Tensor, gradient: MaybeTensor
+    ) -> MaybeTensor:
         if self._is_last:
             assert gradient is not None, 'of its output'
             output, weights = self._forwards.pop(key_of(p))
