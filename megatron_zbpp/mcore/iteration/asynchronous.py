@@ -203,43 +203,48 @@ def make_versions(
         hook = model.register_state_dict_pre_hook(lambda *_: endless.finish_step())
         endless.at_end.callback(hook.remove)
     stages = lowered.schedule.placement.stages(rank)
-    of_stage = {
-        stage: _versions_of(stage, session, lowered, rank, model)
+    made = [
+        _versions_of(stage, session, lowered, rank, model)
         for stage, model in zip(stages, models, strict=True)
-    }
-    kept = copies(lowered.schedule)
-    more = (_nbytes(of_stage[s], models[at], kept[s]) for at, s in enumerate(stages))
-    size = sum(more) / 2**20
+    ]
+    size = sum(nbytes for _, nbytes in made) / 2**20
     job_log.info("copies of weights on the first rank, beside Megatron's: %.4g MiB", size)
+    of_stage = {stage: versions for stage, (versions, _) in zip(stages, made, strict=True)}
     return of_stage[stages[0]] if len(stages) == 1 else ByStage(of_stage)
 
 
 def _versions_of(
     stage: int, session: Session, lowered: Lowered, rank: int, model: torch.nn.Module
-) -> Versions:
-    """Return the versions of the weights of one stage of this rank."""
+) -> tuple[Versions, int]:
+    """Return the versions of the weights of a stage, and the bytes of their copies at most."""
     schedule, calls = lowered.schedule, lowered.calls
     endless, updates = session.endless, updates_of(schedule.graph)
     assert endless is not None and updates is not None, 'else there is one version'
     assert calls is not None, 'of an asynchronous schedule'
     parameters = [*model.parameters()]
-    buffered = _is_buffered(model)
+    nbytes = sum(each.nbytes for each in parameters)
+    # whether the optimizer writes to DDP's buffers, wherever parameters are pointed to
+    ddp = getattr(model, 'ddp_config', None)
+    buffered = bool(getattr(ddp, 'use_distributed_optimizer', False))
     ahead = calls.ahead(rank)
     if updates.backward == STASHED:
         delay = updates.delays[stage] if updates.delays else None
         ages = max(updates.delays, default=-(-calls.ahead(0) // updates.every))
         if delay == 0:  # all passes of a batch are between two steps
-            return OneStorage(parameters, ages=ages)
+            return OneStorage(parameters, ages=ages), 0
         sizes = updates.every, delay, buffered, ahead
-        return Slots(parameters, *sizes, endless.finish_step, ages, endless.loaded)
+        slots = Slots(parameters, *sizes, endless.finish_step, ages, endless.loaded)
+        return slots, nbytes * (copies(schedule)[stage] - 1 + buffered)
     if updates.backward != CORRECTED:
-        return OneStorage(parameters)
+        return OneStorage(parameters), 0
     # of the distributed optimizer's main copies a rank has a part alone
     stepped = parameters if buffered else [getattr(p, 'main_param', p) for p in parameters]
     if not ahead:
-        return OneStorage(parameters, stepped)
+        return OneStorage(parameters, stepped), 0
     decay = session.settings.correction_decay
-    return Corrected(parameters, stepped, updates.every, ahead, decay, endless.loaded)
+    averages = sum(4 * each.numel() for each in parameters)
+    corrected = Corrected(parameters, stepped, updates.every, ahead, decay, endless.loaded)
+    return corrected, nbytes + averages
 
 
 def _require_equal_rates(session: Session, lowered: Lowered, models: list[torch.nn.Module]) -> None:
@@ -255,20 +260,6 @@ def _require_equal_rates(session: Session, lowered: Lowered, models: list[torch.
             'stages: give --untie-embeddings-and-output-weights, --pipeline-anneal-steps 0, or at '
             f'least {calls.ahead(0)} microbatches, from which on rates are alike'
         )
-
-
-def _nbytes(versions: Versions, model: torch.nn.Module, copies: int) -> int:
-    """Return the bytes of so many copies of a chunk's weights, beside what Megatron holds."""
-    weights = [*model.parameters()]
-    one = sum(each.nbytes for each in weights)
-    if isinstance(versions, Corrected):  # and averages
-        return one + sum(4 * each.numel() for each in weights)
-    return one * (copies - 1 + (isinstance(versions, Slots) and _is_buffered(model)))
-
-
-def _is_buffered(model: torch.nn.Module) -> bool:
-    """Return whether the optimizer writes to DDP's buffers, wherever parameters are pointed to."""
-    return bool(getattr(getattr(model, 'ddp_config', None), 'use_distributed_optimizer', False))
 
 
 def maker(
