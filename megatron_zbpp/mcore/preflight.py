@@ -50,6 +50,7 @@ def refused(
             programs.joins,
             offloads and programs.in_order(num_ranks, num_microbatches),
             programs.mirrored(num_ranks),
+            programs.seeded,
         )
     )
 

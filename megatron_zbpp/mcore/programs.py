@@ -21,7 +21,7 @@ from megatron_zbpp.schedules import build, checked_chunks, find
 from megatron_zbpp.techniques import find as find_technique
 from megatron_zbpp.techniques import placed_in_turn
 from megatron_zbpp.techniques.amounts import ALL
-from megatron_zbpp.techniques.composition import BOTH, EMBEDDING, SEEDS, VOCABULARY, techniques_of
+from megatron_zbpp.techniques.composition import BOTH, EMBEDDING, VOCABULARY, techniques_of
 from megatron_zbpp.techniques.slices.sizes import Slices, ToFind, cuts_of, number_of, sizes_of
 
 _SOME = 2  # slices, where it does not matter how many
@@ -269,9 +269,13 @@ class Programs:
         return self._parts(num_ranks).mirrored
 
     def techniques(self, num_ranks: int) -> frozenset[str]:
-        """Return the names of the techniques that the schedule has, and that of dropout seeds."""
-        seeded = {SEEDS} if self._settings.dropout_seeds else ()
-        return self._parts(num_ranks).techniques.union(seeded)
+        """Return the names of the techniques that the schedule has."""
+        return self._parts(num_ranks).techniques
+
+    @property
+    def seeded(self) -> bool:
+        """True where each layer has its own seeds of dropout."""
+        return self._settings.dropout_seeds
 
     def cuts(self, settings: Any, length: int | None) -> tuple[int, ...]:
         """Return the first token of each slice of a sequence, and behind them its length.

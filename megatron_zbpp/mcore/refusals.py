@@ -21,6 +21,7 @@ from megatron_zbpp.mcore.refusals_of_techniques import (
     WITH_SHARDS,
     WITH_SLICES,
     across_replicas,
+    with_seeds,
     with_techniques,
 )
 
@@ -200,6 +201,7 @@ def refused(
     joins: bool = False,
     in_order: bool = False,
     mirrored: bool = True,
+    seeded: bool = False,
 ) -> Iterator[Refusal]:
     """Return everything in Megatron's arguments or config that is refused.
 
@@ -213,6 +215,7 @@ def refused(
         joins: whether it can run a forward and a backward as one.
         in_order: whether it runs back as Megatron's own offloading takes for granted.
         mirrored: whether ranks that hold the same stages run them in one order.
+        seeded: whether each layer has its own seeds of dropout.
     """
     if not mirrored:
         yield from across_replicas(settings)
@@ -227,6 +230,8 @@ def refused(
         yield from _sharded_weights(settings)
     yield from _captured(settings, splits)
     yield from with_techniques(settings, techniques)
+    if seeded:
+        yield from with_seeds(settings)
     yield from _unplaced(settings, placement)
     if placement is not None and placement.num_chunks > 1:
         yield from _with_chunks(settings, placement)

@@ -14,7 +14,7 @@ from megatron_zbpp.mcore.refusal import (
     scales_late,
     set_in,
 )
-from megatron_zbpp.techniques.composition import BOTH, CLASHES, EMBEDDING, SEEDS, SLICED, VOCABULARY
+from megatron_zbpp.techniques.composition import BOTH, CLASHES, EMBEDDING, SLICED, VOCABULARY
 from megatron_zbpp.techniques.composition import OVERLAP as COMBINED
 
 OVERLAP = 'overlap_moe_expert_parallel_comm'
@@ -112,8 +112,6 @@ def with_techniques(settings: Any, techniques: Collection[str]) -> Iterator[Refu
         yield from _with_recomputation(settings)
     if 'updating' in techniques:
         yield from with_versions(settings)
-    if SEEDS in techniques:
-        yield from _with_seeds(settings)
     if getattr(settings, OVERLAP, False):
         yield from _with_cells(techniques)
 
@@ -229,7 +227,7 @@ def _with_recomputation(settings: Any) -> Iterator[Refusal]:
         yield Refusal('cuda_graph_impl', graphs, reason, 'give --cuda-graph-impl none')
 
 
-def _with_seeds(settings: Any) -> Iterator[Refusal]:
+def with_seeds(settings: Any) -> Iterator[Refusal]:
     """Yield what runs layers in which no seed can be set."""
     if getattr(settings, OVERLAP, False):
         cure = f'drop --overlap-moe-expert-parallel-comm, {_UNSEEDED}'

@@ -170,7 +170,7 @@ _NO_SEEDS = 'captured layers cannot be seeded'
 def test_what_cannot_be_seeded():
     asked = SimpleNamespace(overlap_moe_expert_parallel_comm=True, cuda_graph_impl='local')
     how = {'splits': False, 'joins': True}
-    found = [*refusals.refused(asked, techniques={'dropout_seeds'}, **how)]
+    found = [*refusals.refused(asked, seeded=True, **how)]
     assert [each.reason for each in found] == [_IN_PARTS, _NO_SEEDS]
     assert all(each.cure.endswith('or leave out --pipeline-dropout-seeds') for each in found)
     assert not list(refusals.refused(asked, **how))

@@ -16,6 +16,7 @@ BIG = (
 
 FOUND = '--pipeline-schedule zb-v --pipeline-slices auto --seq-length 512'
 SHAPE = '--hidden-size 64 --num-attention-heads 4'
+SEEDED = '--pipeline-schedule 1f1b --pipeline-dropout-seeds'
 LONG = '--pipeline-schedule zb-v --seq-length 16 --pipeline-slices {}'.format
 
 UNTIED = '--untie-embeddings-and-output-weights'
@@ -374,6 +375,12 @@ FLAGS = {
         ZB_V,
         flags('--pipeline-schedule 1f1b --tp-comm-overlap'),
         flags('--pipeline-schedule interleaved --tp-comm-overlap'),
+    ),
+    'seeds of dropout': row(
+        flags(f'{SEEDED} --cuda-graph-impl local'),
+        'give --cuda-graph-impl none, or leave out --pipeline-dropout-seeds',
+        flags(f'{SEEDED} --cuda-graph-impl none'),
+        flags('--pipeline-schedule 1f1b --cuda-graph-impl local'),
     ),
     'memory of the host': row(
         flags(f'--pipeline-offload all {BIG}', **NODE_OF_4),
