@@ -60,6 +60,8 @@ def main(argv: list[str] | None = None) -> None:
         if args.pair_partners:
             os.environ['RANK'] = str(pairing.rank_for(args.arguments, os.environ))
         arguments.install()
+        if os.environ.get('RANK', '0') == '0' and (lacks := arguments.lacks_compiler()):
+            raise RuntimeError(lacks)
     except (RuntimeError, ValueError) as error:
         parser.exit(2, f'{parser.prog}: error: {error}\n')
     before = cpu_flags(args.arguments) if args.cpu else ()

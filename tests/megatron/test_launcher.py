@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import sys
+from pathlib import Path
 
 import commands
 import pytest
-from nvidia import COMMON, SCRIPT, needs_training, run
+from nvidia import CHECKOUT, COMMON, SCRIPT, needs_training, run
 
 from megatron_zbpp.mcore.command_line.flags import FLAGS
 
 PIPELINE = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 4, '--train-iters', 3]
+needs_checkout = pytest.mark.skipif(not CHECKOUT, reason='needs a checkout: MEGATRON_LM names it')
+BUILT = shutil.ignore_patterns('helpers_cpp*')
 
 
 def launched(*argv):
@@ -125,6 +131,37 @@ def test_layers_where_they_are_asked(ranks, tmp_path, flags):
     ours = run(ranks(2), *common, *flags[2:], *loading)
     assert ours.losses == {at: stock.losses[at] for at in (2, 3)}
     assert (ours.parameters, ours.optimizer) == (stock.parameters, stock.optimizer)
+
+
+@needs_checkout
+@pytest.mark.parametrize('compiler', [True, False], ids=['pybind11', 'without'])
+def test_helpers_that_are_to_be_compiled(tmp_path, compiler):
+    """Where pybind11 is missing, rank 0 and the doctor say so before a C++ compiler would."""
+    datasets = Path(CHECKOUT, 'megatron', 'core', 'datasets')
+    shutil.copytree(datasets, tmp_path / datasets.relative_to(CHECKOUT), ignore=BUILT)
+    for folder in (datasets, datasets.parent):  # the rest of the checkout is as it is
+        for each in folder.parent.iterdir():
+            if each != folder:
+                (tmp_path / each.relative_to(CHECKOUT)).symlink_to(each)
+    script, path = tmp_path / 'ran.py', tmp_path / 'bin'
+    script.write_text("print('ran')")
+    path.mkdir()
+    (path / 'python3').write_text(
+        f'#!/bin/sh\nexec {sys.executable} {"" if compiler else "-S"} "$@"'
+    )
+    (path / 'python3').chmod(0o755)
+    env = {'PATH': f'{path}:{os.environ["PATH"]}', 'RANK': '0'}
+    words = ['-m', 'megatron_zbpp.launch', '--cpu', script]
+    why = 'python3 has no pybind11, with which Megatron compiles its helpers for data'
+    cure = 'python3 -m pip install pybind11'
+    done = commands.run([sys.executable, *words], env=env)
+    assert (done.returncode, done.stdout) == ((0, 'ran\n') if compiler else (2, '')), done.stderr
+    assert done.stderr.endswith(f'launch: error: {why}: {cure}\n') != compiler, done.stderr
+    if not compiler:  # other ranks compile nothing
+        assert commands.run([sys.executable, *words], env={**env, 'RANK': '1'}).stdout == 'ran\n'
+    doctor = [sys.executable, '-m', 'megatron_zbpp.cli', 'doctor', '--json', '--']
+    told = commands.run([*doctor, *words[1:], *COMMON], env=env)
+    assert (f'{why}: {cure}' in json.loads(told.stdout)['launch_line']['notes']) != compiler
 
 
 def test_a_package_that_megatron_lacks(tmp_path):

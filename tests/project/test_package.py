@@ -28,6 +28,7 @@ for line in sys.argv[1:]:
         sys.exit(f'{line}: {status}')
 """
 NEEDS = 'Requires-Dist: '
+MEGATRON = re.compile(r'extra == .megatron.')
 SHAPE = '--pp 2 --microbatches 4'
 
 
@@ -58,6 +59,12 @@ def test_the_wheel_works_alone(built, tmp_path) -> None:
     requires = [line for line in (metadata / 'METADATA').read_text().splitlines() if NEEDS in line]
     always = [line.removeprefix(NEEDS) for line in requires if 'extra ==' not in line]
     assert not any(line.startswith(('torch', 'megatron', 'numpy', 'matplotlib')) for line in always)
+    brings = {
+        re.match('[a-z0-9-]+', line.removeprefix(NEEDS))[0]
+        for line in requires
+        if MEGATRON.search(line)
+    }
+    assert brings == {'torch', 'numpy', 'megatron-core', 'pybind11'}, 'all that a first run takes'
     lines = (
         'list',
         f'compare {SHAPE} -o compare.html',

@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,6 +68,27 @@ def require_packages(module: str) -> None:
             raise RuntimeError(
                 f'{error}, which {module} imports: pip install {_PACKAGES.get(package, package)}'
             ) from error
+
+
+def lacks_compiler() -> str:
+    """Return why Megatron's loop would not compile its helpers for data; empty: it would, or has.
+
+    Rank 0 runs their Makefile, and so the python3 of the PATH, whichever runs the job.
+    """
+    if importlib.util.find_spec('megatron.core.datasets.helpers_cpp'):
+        return ''
+    (folder,) = importlib.import_module('megatron.core.datasets').__path__
+    asked = 'python3 -m pybind11 --includes'  # as the Makefile does
+    if not Path(folder, 'Makefile').is_file() or _succeeds(asked):
+        return ''
+    return (
+        'python3 has no pybind11, with which Megatron compiles its helpers for data: python3 -m '
+        'pip install pybind11'
+    )
+
+
+def _succeeds(command: str) -> bool:
+    return not subprocess.run(command, shell=True, capture_output=True).returncode
 
 
 def _with_our_flags(original: Callable) -> Callable:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_zbpp.mcore.command_line.dry_run import DryRun
 
 _CPU = 'CPU'
-_PACKAGES = ('torch', 'megatron-core', 'transformer-engine', 'apex')
+_PACKAGES = ('torch', 'megatron-core', 'transformer-engine', 'apex', 'pybind11')
 
 
 @dataclass(frozen=True)

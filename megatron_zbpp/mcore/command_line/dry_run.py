@@ -17,6 +17,7 @@ from megatron_zbpp.ir.layout import layers_per_stage
 from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.mcore import layout, preflight, refusals, replicas, superseded
 from megatron_zbpp.mcore.command_line import flags, plan_layout, sizes
+from megatron_zbpp.mcore.command_line.arguments import lacks_compiler
 from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
 from megatron_zbpp.mcore.command_line.layer_memory import LayerMemory, layer_memory
 from megatron_zbpp.mcore.command_line.naming import by_flags, renaming
@@ -150,7 +151,7 @@ def dry_run_of(line: LaunchLine) -> DryRun:
         OSError: the file of its schedule cannot be read.
     """
     only = 'only sizes, parallelism and our flags were read'
-    notes = [f'{line.lacks}; {only}'] if line.lacks else []
+    notes = [*filter(None, [f'{line.lacks}; {only}' if line.lacks else lacks_compiler()])]
     if line.unknown:
         words = ' '.join(line.unknown)
         notes.append(f'no flags of Megatron, unless the script adds them: {words}')
