@@ -357,15 +357,16 @@ def _check_memory(schedule: Schedule, limit: float, costs: Costs) -> None:
     """Require that no rank holds more than `limit` at the end of an F, of a B, or within a BW."""
     if not limit >= 0:
         raise ValueError(f'memory limit {limit} is not an amount: give a number from 0 up')
+    unit = type(limit) if isinstance(limit, float) else float  # which tells how it is written
     static = costs.static(schedule.placement)
     for rank, held in enumerate(highest(schedule, costs)):
         room = limit - static[rank] + RESOLUTION
         at = next((i for i, amount in enumerate(held) if amount > room), None)
         if at is not None:
-            parameters = f' beside parameters of {static[rank]:g}' if static[rank] else ''
+            parameters = f' beside parameters of {unit(static[rank]):g}' if static[rank] else ''
             what = (
-                f'rank {rank} holds activations of {held[at]:g}{parameters} at '
-                f'{schedule.passes[rank][at]}, {max(held):g} at its peak, above the limit of '
+                f'rank {rank} holds activations of {unit(held[at]):g}{parameters} at '
+                f'{schedule.passes[rank][at]}, {unit(max(held)):g} at its peak, above the limit of '
                 f'{limit:g}: raise the limit, or take a schedule that holds less'
             )
             raise ScheduleError(what, schedule, [(rank, at)])

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_zbpp.analysis.gain import RIVAL
 from megatron_zbpp.cli import values
 from megatron_zbpp.cli.inputs import IN_FILE, NO_TIMES, StageCosts, Times
+from megatron_zbpp.cli.layer_costs import LayerCosts, load_layers
 from megatron_zbpp.cli.slicing import add_slices
 from megatron_zbpp.mcore.settings import meaning
 from megatron_zbpp.schedules import find
@@ -97,9 +98,20 @@ def shard(text: str) -> float | str:
         raise argparse.ArgumentTypeError(f'{error}, or {IN_FILE}') from error
 
 
-def add_costs(parser: argparse.ArgumentParser) -> None:
-    """Add times, and what else a schedule costs."""
-    parser.add_argument(
+def add_costs(parser: argparse.ArgumentParser, layers: bool = True) -> None:
+    """Add times, those of a file of `layers`, too, and what else a schedule costs."""
+    source = parser.add_mutually_exclusive_group()
+    if layers:
+        source.add_argument(
+            '--layers-file',
+            type=_layers,
+            dest='times',
+            default=NO_TIMES,
+            metavar='FILE',
+            help='of a model, as for zbpp partition, in place of --times: each placement gets its '
+            'even split',
+        )
+    source.add_argument(
         '--times',
         type=_times,
         default=NO_TIMES,
@@ -126,8 +138,8 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         '--memory-limit',
         type=values.memory,
         metavar='A',
-        help=f'{meaning("memory_limit")}; or in bytes, such as 60GiB, where FILE has activation '
-        'and parameters in bytes',
+        help=f'{meaning("memory_limit")}, or in units of FILE; or in bytes, such as 60GiB, where '
+        'FILE has activation and parameters in bytes',
     )
 
 
@@ -163,6 +175,14 @@ def add_copy_ratio(parser: argparse.ArgumentParser) -> None:
         metavar='K',
         help='time of a copy out and back, over that of F, B and W of what is copied; default 1',
     )
+
+
+def _layers(text: str) -> LayerCosts:
+    try:
+        return LayerCosts(load_layers(values.path(text)), text)
+    except (OSError, ValueError) as error:
+        cure = 'give a file of layers, as zbpp profile -o writes it'
+        raise argparse.ArgumentTypeError(f'{text!r} has no layers ({error}): {cure}') from error
 
 
 def _times(text: str) -> Times | StageCosts:

@@ -19,6 +19,7 @@ from megatron_zbpp.cli.inputs import (
     require_size,
     stages_of,
 )
+from megatron_zbpp.cli.layer_costs import LayerCosts
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.costs_file import SELECTIVE
@@ -110,6 +111,9 @@ def allowed_chunks(args: Namespace) -> list[int]:
     """Return the chunks per rank that `plan` may use."""
     stages = stages_of(args.times)
     allowed = args.vpp or ([1, 2, 4] if stages is None else [stages // args.pp])
+    if isinstance(args.times, LayerCosts) and args.vpp is None:
+        most = max(len(args.times.layers.splits()) + 1, args.pp)
+        allowed = [chunks for chunks in allowed if args.pp * chunks <= most]
     return allowed if args.layers is None else _within(args, allowed)
 
 

@@ -10,10 +10,12 @@ from megatron_zbpp.analysis.gain import RIVAL
 from megatron_zbpp.cli import values
 from megatron_zbpp.cli.arguments import add_renamed
 from megatron_zbpp.cli.inputs import NO_TIMES
-from megatron_zbpp.cli.partitioning import load_devices, load_layers
+from megatron_zbpp.cli.layer_costs import load_devices, load_layers
+from megatron_zbpp.cli.partitioning import limit_of, within
 from megatron_zbpp.cli.printing import print_json
 from megatron_zbpp.cli.progress import progress
 from megatron_zbpp.cli.tables import print_table
+from megatron_zbpp.ir.formats import MANY
 from megatron_zbpp.partitioning.comparison import (
     PARTITIONS,
     Row,
@@ -21,6 +23,7 @@ from megatron_zbpp.partitioning.comparison import (
     compared,
     winners,
 )
+from megatron_zbpp.planner.limits import Bytes
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.schedules import names
 from megatron_zbpp.techniques.composition import OUTPUT
@@ -62,12 +65,25 @@ def compare_partitions(args: Namespace) -> None:
     _refuse_what_is_not_read(args)
     layers, devices = load_layers(args.layers), load_devices(args.devices, args.pp)
     wanted, latencies = list(args.schedules or names()), args.latencies or [0.0]
+    given = args.memory_limit and [args.memory_limit]
+    devices = within(given, devices, layers, args.layers)
     _, skipped = comparable(wanted, layers, len(devices), args.microbatches)
     rows: list[Row] = []
     with progress('comparing', 'it', len(latencies)) as done:
         for at, latency in enumerate(latencies, 1):
-            rows += compared(layers, devices, args.microbatches, wanted, [latency])
+            rows += compared(
+                layers,
+                devices,
+                args.microbatches,
+                wanted,
+                [latency],
+                memory_limit=limit_of(given),
+            )
             done(at / len(latencies))
+    for row in (each for each in rows if not each.fits):
+        name = f'{row.schedule}, {row.partition}, at {row.latency:g}'
+        skipped[name] = f'a rank holds {_memory(row, given)}, above its memory'
+    rows = [row for row in rows if row.fits]
     if not rows:
         raise ValueError(f'no schedule fits: {"; ".join(_reasons(skipped))}')
     if args.csv:
@@ -86,12 +102,19 @@ def compare_partitions(args: Namespace) -> None:
         )
     _print(rows, latencies)
     for kind in PARTITIONS:
-        said = [f'{best[kind, at].schedule} at {at:g}' for at in latencies]
+        at_each = ((at, best.get((kind, at))) for at in latencies)
+        said = [f'{row.schedule if row else "none"} at {at:g}' for at, row in at_each]
         print(f'shortest on the {kind} partition: {", ".join(said)}')
     for reason in _reasons(skipped):
         print(reason)
     if args.csv:
         print(f'wrote {args.csv}')
+
+
+def _memory(row: Row, given: list[float] | None) -> str:
+    """Return the most that a rank holds, in GiB where that is how the limit counts."""
+    least = row.peak if limit_of(given) is not None else row.memory
+    return f'{Bytes(least) if row.memory >= MANY else least:g}'
 
 
 def _reasons(skipped: dict[str, str]) -> list[str]:
@@ -112,7 +135,6 @@ def _refuse_what_is_not_read(args: Namespace) -> None:
         'times': 'the file of layers has them',
         'comm': '--latencies says what a message takes',
         'vpp': 'schedules have their usual chunks',
-        'memory_limit': 'the rows of --csv say what each rank holds at most',
         'together': 'passes run apart',
         'slices seq_length attention context_exchange': 'partitions are of whole sequences',
         'vocab_parallel vocab_layers': 'the output layer is one of the layers',
@@ -133,7 +155,7 @@ def _print(rows: list[Row], latencies: list[float]) -> None:
     for row in rows:
         lines.setdefault((row.schedule, row.partition), {})[row.latency] = row.makespan
     table = [
-        (f'{name}, {kind}', *(number(own[at]) for at in latencies))
-        for (name, kind), own in sorted(lines.items(), key=lambda line: line[1][latencies[0]])
+        (f'{name}, {kind}', *(number(own[at]) if at in own else '-' for at in latencies))
+        for (name, kind), own in sorted(lines.items(), key=lambda line: min(line[1].items()))
     ]
     print_table(('makespan at a latency of', *(f'{at:g}' for at in latencies)), table)

@@ -13,6 +13,7 @@ from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli import slicing
 from megatron_zbpp.cli.files import json_of
+from megatron_zbpp.cli.layer_costs import LayerCosts, require_bytes
 from megatron_zbpp.cli.progress import progress
 from megatron_zbpp.ir import Placement, Schedule, formats, strict_json
 from megatron_zbpp.ir.compiled import compiled
@@ -84,6 +85,9 @@ class PlanCosts(NamedTuple):
     units: Units
 
 
+AnyTimes = Times | StageCosts | PlanCosts | LayerCosts
+
+
 class Case(NamedTuple):
     """A checked schedule, what its passes cost, and in which units."""
 
@@ -128,7 +132,12 @@ def load_case(args: Namespace, name: str | None = None) -> Case:
 
 
 def require_share(args: Namespace) -> None:
-    """Raise ValueError for layers on all ranks of which nobody says what they cost."""
+    """Raise ValueError for layers on all ranks whose cost nobody says, or a file of layers has."""
+    if isinstance(args.times, LayerCosts) and getattr(args, 'vocab_parallel', None) is not None:
+        raise ValueError(
+            '--vocab-parallel does not go with --layers-file: the output layer is one of the '
+            'layers; leave it out, or give --times'
+        )
     layers = getattr(args, 'vocab_layers', OUTPUT)
     if layers != OUTPUT and args.vocab_parallel is None:
         raise ValueError(
@@ -316,7 +325,9 @@ def heading(args: Namespace, case: Case | None = None) -> str:
     """
     sizes = {'p': args.pp, 'm': args.microbatches, 'n': slicing.number(args)}
     parts = [f'{name} = {size}' for name, size in sizes.items() if size is not None]
-    if isinstance(args.times, StageCosts):
+    if isinstance(args.times, LayerCosts):
+        parts.append('layers from a file')
+    elif isinstance(args.times, StageCosts):
         parts.append('times of each stage from a file')
     elif isinstance(args.times, PlanCosts) or (case and case.schedule.costs is not None):
         parts.append('times of the plan')
@@ -331,14 +342,12 @@ def heading(args: Namespace, case: Case | None = None) -> str:
     return f'{", ".join(parts)}; simulated'
 
 
-def stages_of(times: Times | StageCosts | PlanCosts) -> int | None:
+def stages_of(times: AnyTimes) -> int | None:
     """Return of how many stages they are; None: of one full rank."""
     return times.num_stages if isinstance(times, StageCosts) else None
 
 
-def chunks_of(
-    times: Times | StageCosts | PlanCosts, p: int, asked: int | None, default: int
-) -> int:
+def chunks_of(times: AnyTimes, p: int, asked: int | None, default: int) -> int:
     """Return v: what is asked for, or follows from the times of all stages, or the default."""
     stages = stages_of(times)
     if stages is None:
@@ -358,7 +367,9 @@ def costs_of(args: Namespace, placement: Placement, selective: bool = False) -> 
         ValueError: they do not fit the placement, one is given twice, or say nothing of bytes
             though a limit does.
     """
-    if any(isinstance(limit, Bytes) for limit in _limits(args)):
+    if isinstance(args.times, LayerCosts):
+        require_bytes(args.times.layers, args.times.file, _limits(args))
+    elif any(isinstance(limit, Bytes) for limit in _limits(args)):
         _require_bytes(args.times)
     return _with_pairs(args, _of_passes(args, placement, selective), 'the file of --times')
 
@@ -384,7 +395,7 @@ def _with_comm(args: Namespace, costs: Costs, source: str) -> Costs:
 
 def units_of(args: Namespace) -> Units:
     """Return the units of a plan: those of --times, which are bytes where they are as many."""
-    if isinstance(args.times, PlanCosts):
+    if isinstance(args.times, PlanCosts | LayerCosts):
         return args.times.units
     in_bytes = any(isinstance(limit, Bytes) for limit in _limits(args))
     if isinstance(args.times, StageCosts):
@@ -396,7 +407,7 @@ def _limits(args: Namespace) -> list[float | None]:
     return [args.memory_limit, *(getattr(args, 'frontier', None) or ())]
 
 
-def _require_bytes(times: Times | StageCosts | PlanCosts) -> None:
+def _require_bytes(times: AnyTimes) -> None:
     """Raise ValueError unless costs say how many bytes a stage holds."""
     if isinstance(times, PlanCosts) and times.units.memory == BYTES:
         return
@@ -417,6 +428,8 @@ def _of_passes(args: Namespace, placement: Placement, selective: bool) -> Costs:
         if (alike := joined(own, stages)) is None:
             raise ValueError(f'{own.num_stages} stages of the plan do not make {stages}')
         return alike
+    if isinstance(args.times, LayerCosts):
+        return _with_comm(args, args.times.costs(placement), args.times.file)
     if not isinstance(args.times, StageCosts):
         return Costs.uniform(placement, *args.times, comm=args.comm or 0.0)
     if args.times.num_stages != placement.num_stages:

@@ -252,7 +252,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
         help='a plan beside them, whose sizes and costs they take; or another schedule',
     )
     arguments.add_shape(parser, required=False)
-    arguments.add_costs(parser)
+    arguments.add_costs(parser, layers=False)  # its own compares partitions
     arguments.add_vocabulary(parser)
     arguments.add_against(parser)
     parser.add_argument(

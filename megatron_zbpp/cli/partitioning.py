@@ -6,12 +6,11 @@ import json
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
 
 from megatron_zbpp.analysis.gain import idle_parts
 from megatron_zbpp.cli import values
-from megatron_zbpp.cli.files import json_of
 from megatron_zbpp.cli.inputs import Case
+from megatron_zbpp.cli.layer_costs import load_devices, load_layers, require_bytes
 from megatron_zbpp.cli.printing import (
     draw,
     gib,
@@ -25,8 +24,8 @@ from megatron_zbpp.cli.printing import (
 )
 from megatron_zbpp.cli.searching import add_search, searched
 from megatron_zbpp.cli.tables import print_table
-from megatron_zbpp.ir import Placement, strict_json
-from megatron_zbpp.ir.formats import BYTES, fields_of_plan
+from megatron_zbpp.ir import Placement
+from megatron_zbpp.ir.formats import BYTES
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.layers import Layers
@@ -103,56 +102,6 @@ def add_case(command: ArgumentParser) -> None:
     )
 
 
-def load_layers(path: str) -> Layers:
-    """Return the layers in a file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it has none; the message names the file.
-    """
-    return _read(path, Layers.from_json, 'layers')
-
-
-def load_devices(path: str | None, ranks: int | None) -> Devices:
-    """Return the devices in a file, or so many that are alike.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: neither is given, or they contradict each other.
-    """
-    if path is None:
-        if ranks is None:
-            raise ValueError('--pp or --devices: say how many ranks there are')
-        return Devices.alike(ranks)
-    devices = _read(path, Devices.from_json, 'devices')
-    if ranks not in (None, len(devices)):
-        raise ValueError(f'--pp {ranks}, but {path} has {len(devices)} devices: leave --pp out')
-    return devices
-
-
-def _read(path: str, reader: Callable, name: str):
-    """Return what a file has, or under `name` that of a plan."""
-    text = ''
-    try:
-        text = json_of(path)
-        kept = fields_of_plan(text).get(name)
-        return reader(text if kept is None else json.dumps(kept))
-    except UnicodeDecodeError as error:
-        raise ValueError(f'{path}: not text: give a file of JSON or YAML') from error
-    except ValueError as error:
-        raise ValueError(f'{path}: {error}{_what_it_is(text, name)}') from error
-
-
-def _what_it_is(text: str, wanted: str) -> str:
-    """Return what a file is that is not what is wanted; empty: nothing that is known."""
-    try:
-        data = strict_json.loads(text)
-    except ValueError:
-        return ''
-    own = strict_json.is_object(data) and wanted in data
-    return '' if own else strict_json.other_kind(data, '', ': ')
-
-
 def _require_work(layers: Layers) -> None:
     """Return if there is something to divide; say which layers Megatron has no letter for.
 
@@ -191,21 +140,22 @@ def placements_of(text: str | None, layers: Layers, ranks: int) -> list[Placemen
     return found
 
 
-def limit_of(args: Namespace) -> float | list[float] | None:
-    """Return the memory limit: one for all, one a device, or none."""
-    given = args.memory_limit
+def limit_of(given: list[float] | None) -> float | list[float] | None:
+    """Return the limit of activations: one for all, one a device, or none."""
     if given and isinstance(given[0], Bytes):
         return None  # the devices have it
     return given[0] if given and len(given) == 1 else given
 
 
-def _within(devices: Devices, args: Namespace) -> Devices:
+def within(given: list[float] | None, devices: Devices, layers: Layers, file: str) -> Devices:
     """Return the devices, with no more memory than a limit in bytes says.
 
     Raises:
-        ValueError: some limits are in bytes and others are not, or they are not one a device.
+        ValueError: some limits are in bytes and others are not, the layers are not, or there is not
+            one a device.
     """
-    given = args.memory_limit or [0.0]
+    given = given or [0.0]
+    require_bytes(layers, file, given)
     kinds = {isinstance(limit, Bytes) for limit in given}
     if kinds == {False}:
         return devices
@@ -219,7 +169,8 @@ def partition_layers(args: Namespace) -> int:
     """Return 0, or 130 where Ctrl-C ended the search; prints and writes the best plan."""
     layers = load_layers(args.layers)
     _require_work(layers)
-    devices = _within(load_devices(args.devices, args.pp), args)
+    devices = load_devices(args.devices, args.pp)
+    devices = within(args.memory_limit, devices, layers, args.layers)
     picture = picture_format(args.output, args.title, 'the plan')
     if args.strategy:
         _refuse_what_a_strategy_ignores(args)
@@ -234,7 +185,7 @@ def partition_layers(args: Namespace) -> int:
             devices,
             args.microbatches,
             placements=placements_of(args.placements, layers, len(devices)),
-            memory_limit=limit_of(args),
+            memory_limit=limit_of(args.memory_limit),
             objective=args.objective,
             fused=args.fused,
             keep_order=args.keep_order,
@@ -272,7 +223,7 @@ def _refuse_what_a_strategy_ignores(args: Namespace) -> None:
 def _space(args: Namespace, layers: Layers, devices: Devices) -> Space:
     """Return what a strategy chooses in."""
     loop = [Placement.loop(len(devices))]
-    limit, m = limit_of(args), args.microbatches
+    limit, m = limit_of(args.memory_limit), args.microbatches
     return Space.of(layers, devices, m, loop, limit, args.objective, args.fused, args.keep_order)
 
 
@@ -285,7 +236,9 @@ def _finish(
         _draw(args, picture, found)
     elif args.output:
         write(args.output, json.dumps(made, indent=1))
-    print_json(made) if args.json else _print(found, devices, limit_of(args) is not None)
+    print_json(made) if args.json else _print(
+        found, devices, limit_of(args.memory_limit) is not None
+    )
     if args.output and not args.json:
         print(f'wrote {args.output}')
     return 0

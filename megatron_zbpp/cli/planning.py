@@ -17,6 +17,7 @@ from megatron_zbpp.cli.candidates import (
     with_selective,
 )
 from megatron_zbpp.cli.inputs import PLACEMENTS, Case, units_of
+from megatron_zbpp.cli.layer_costs import LayerCosts
 from megatron_zbpp.cli.printing import (
     draw,
     facts,
@@ -117,6 +118,8 @@ def _print_plan(found: Plan, made: dict) -> None:
     chunks = found.schedule.num_stages // found.schedule.num_ranks
     each = f'{chunks} chunks' if chunks > 1 else '1 chunk'
     print(f'needs {found.schedule.num_stages} layers or more: {each} on each rank (--vpp)')
+    if 'layout' in made:
+        print(f'layout {made["layout"]}')
     if made['slice_sizes']:
         print(f'slices of {", ".join(map(str, made["slice_sizes"]))} tokens')
     for technique in found.schedule.graph.techniques:
@@ -272,7 +275,15 @@ def _plan_facts(args: Namespace, found: Plan, cached: bool, counts: Sequence[Cou
         'slice_counts': [each._asdict() for each in counts],
         'schedule': json.loads(found.schedule.to_json()),
         **memory_of_plan(found.costs, units_of(args)),
+        **_layout(args, found),
     }
+
+
+def _layout(args: Namespace, found: Plan) -> dict[str, str]:
+    """Return the stages of --layers-file, by which the job is to place them."""
+    if not isinstance(args.times, LayerCosts):
+        return {}
+    return {'layout': args.times.layout(found.schedule.placement)}
 
 
 def _frontier_row(args: Namespace, limit: float, found: Plan) -> tuple[str, ...]:

@@ -9,13 +9,18 @@ from typing import NamedTuple
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, Schedule
-from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.bounds import Bounds
 from megatron_zbpp.partitioning.climb import climb
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.partitioning.space import Space
-from megatron_zbpp.partitioning.stages import Partition, stage_costs
+from megatron_zbpp.partitioning.stages import (
+    Partition,
+    memory_limits,
+    parameters_held,
+    stage_costs,
+)
+from megatron_zbpp.planner.limits import Limit
 from megatron_zbpp.schedules import build, find
 
 PARTITIONS = ('even', 'best')
@@ -32,6 +37,8 @@ class Row(NamedTuple):
         makespan, window: simulated.
         bubble: share of the makespan in which even the busiest rank idles.
         peak: most activations of a rank, in the unit of the layers.
+        memory: most of a rank, parameters included.
+        fits: whether each rank stays within its memory.
     """
 
     schedule: str
@@ -42,6 +49,8 @@ class Row(NamedTuple):
     window: float
     bubble: float
     peak: float
+    memory: float
+    fits: bool
 
 
 def compared(
@@ -52,6 +61,7 @@ def compared(
     latencies: Sequence[float],
     partitions: Sequence[str] = PARTITIONS,
     rounds: int = 200,
+    memory_limit: Limit = None,
 ) -> Iterator[Row]:
     """Yield a row for each schedule that can be built, each partition and each latency.
 
@@ -63,6 +73,8 @@ def compared(
         latencies: to try.
         partitions: 'even', 'best' or both.
         rounds: simulations at most of a search for the best partition.
+        memory_limit: most activations of a rank, or of each; beside the memory of the devices,
+            parameters included.
 
     Raises:
         ValueError: no schedule has one of the names.
@@ -71,12 +83,18 @@ def compared(
     for latency in latencies:
         slow = with_latency(devices, latency)
         for name, schedule in schedules.items():
-            space = Space.of(layers, slow, num_microbatches, [schedule.placement], keep_order=True)
+            space = Space.of(
+                layers,
+                slow,
+                num_microbatches,
+                [schedule.placement],
+                memory_limit,
+                keep_order=True,
+            )
             even = space.even(schedule.placement)
             for kind in partitions:
                 where = even if kind == 'even' else best_for(space, even, name, rounds)
-                costs = stage_costs(layers, slow, where)
-                yield _row(name, kind, schedule, layers.text(where.cuts), latency, costs)
+                yield _row(name, kind, schedule, latency, space, where)
 
 
 def with_latency(devices: Devices, latency: float) -> Devices:
@@ -145,22 +163,27 @@ def _comparable(name: str, layers: Layers, num_ranks: int, m: int) -> Schedule:
 
 
 def _row(
-    name: str, kind: str, schedule: Schedule, layout: str, latency: float, costs: Costs
+    name: str, kind: str, schedule: Schedule, latency: float, space: Space, where: Partition
 ) -> Row:
     placed: Placement = schedule.placement
+    costs = stage_costs(space.layers, space.devices, where)
     if 'costs' in find(name).options:
         m = schedule.num_microbatches
         schedule = build(name, placed.num_ranks, m, costs=costs)
-    timeline = simulate(schedule, costs)
+    timeline, held = simulate(schedule, costs), peak(schedule, costs)
+    limits = memory_limits(space.layers, space.devices, where, space.limits)
+    taken = parameters_held(space.layers, where)
     return Row(
         name,
         kind,
-        layout,
+        space.layers.text(where.cuts),
         latency,
         timeline.makespan,
         max(timeline.windows),
         timeline.bubble_makespan,
-        max(peak(schedule, costs)),
+        max(held),
+        max(map(sum, zip(held, taken, strict=True))),
+        all(own <= most * (1 + 1e-9) for own, most in zip(held, limits, strict=True)),
     )
 
 

@@ -19,7 +19,12 @@ _GIB = 2**30
 
 
 class Bytes(float):
-    """An amount that is told in bytes: a limit of all that a rank holds."""
+    """An amount that is told in bytes: a limit of all that a rank holds; `:g` tells it in GiB."""
+
+    def __format__(self, spec: str) -> str:
+        if spec != 'g':
+            return super().__format__(spec)
+        return f'{ceil(self / _GIB * 100) / 100:g} GiB'
 
 
 def with_room(
@@ -78,7 +83,7 @@ def _refusal(
 def said(amount: float, limit: Limit) -> str:
     """Return an amount as the limit was told: in GiB, rounded up, or as a number."""
     first = limit[0] if isinstance(limit, Sequence) else limit
-    return f'{ceil(amount / _GIB * 100) / 100:g} GiB' if isinstance(first, Bytes) else f'{amount:g}'
+    return f'{Bytes(amount) if isinstance(first, Bytes) else amount:g}'
 
 
 def _least(placement: Placement, costs: Costs, graph: Graphs | None) -> list[float]:

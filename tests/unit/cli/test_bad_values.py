@@ -250,14 +250,13 @@ def test_a_package_that_is_not_here_is_named_with_its_cure(monkeypatch, capsys):
 
 
 READ_WITH_LAYERS = {'schedules', 'pp', 'microbatches', 'layers', 'devices', 'latencies', 'csv'}
-READ_WITH_LAYERS |= {'table'}
+READ_WITH_LAYERS |= {'table', 'memory_limit'}
 NOT_WITH_LAYERS = {
     'file': 'plan.json',
     'output': 'rows.html',
     'times': '1,1,1',  # the default, but given
     'comm': '1',
     'vpp': '2',
-    'memory_limit': '4',
     'together': '0.8',
     'slices': '2',
     'seq_length': '64',

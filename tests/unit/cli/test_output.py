@@ -35,6 +35,7 @@ PRINTED = (
     f'compare {SHAPE}',
     'compare --layers-file layers.json --pp 2 --microbatches 4 --schedules zb-v,1f1b,zb-h1,gis',
     f'plan {SHAPE} --seconds 1',
+    f'plan {SHAPE} --seconds 1 --layers-file layers.json',
     f'plan {SHAPE} --seconds 1 --frontier 1,2',
     f'partition layers.json {SHAPE} --seconds 1',
     f'partition layers.json {SHAPE} --strategy spp',

@@ -87,7 +87,8 @@ def test_command(tmp_path, capsys):
         (['--layers-file', 'LAYERS', '--times', '1,2,1'], '--times does not go with --layers-file'),
         (['--layers-file', 'LAYERS', '--comm', '0'], '--latencies says what a message takes'),
         (['--layers-file', 'LAYERS', '--vpp', '2'], '--vpp does not go with --layers-file'),
-        (['--layers-file', 'LAYERS', '--memory-limit', '4'], '--memory-limit does not go with'),
+        (['--layers-file', 'LAYERS', '--memory-limit', '0.5'], 'holds 6, above its memory'),
+        (['--layers-file', 'LAYERS', '--memory-limit', '1GiB'], 'hold 8: give their activation'),
         (['--layers-file', 'LAYERS', '--schedules', 'zb-w'], "unknown schedule 'zb-w'"),
         (
             ['--layers-file', 'LAYERS', '--schedules', 'hanayo', '--pp', '7'],
