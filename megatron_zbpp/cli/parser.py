@@ -33,6 +33,7 @@ from megatron_zbpp.cli import (
 from megatron_zbpp.ir import formats
 from megatron_zbpp.ir.strict_json import printable
 from megatron_zbpp.ir.tables import FORMATS
+from megatron_zbpp.mcore.problems import Problems
 from megatron_zbpp.mcore.settings import meaning
 from megatron_zbpp.techniques import ASKED, find
 from megatron_zbpp.version import __version__
@@ -119,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         package = (error.name or '').partition('.')[0]
         cure = f': pip install {package}, or run zbpp where the job runs' if package else ''
         return _complain(f'{error}{cure}')
+    except Problems as error:
+        return max(map(_complain, error.lines))
     except (ValueError, ImportError) as error:
         return _complain(str(error))
     return status or 0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_zbpp.analysis.posting import LATE, RECEIVES, require_known
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.mcore.options import Option, option, options_of
+from megatron_zbpp.mcore.problems import Checks
 from megatron_zbpp.runtime.message_kernels import MessageKernels
 from megatron_zbpp.schedules import Family, checked_chunks, find, require_no_limit
 from megatron_zbpp.techniques import ASKED
@@ -260,34 +261,70 @@ class Settings:
     numbers, or they stop before they train."""
 
     def __post_init__(self) -> None:
+        numbers = Checks()
         for name, each in OPTIONS.items():
             if not isinstance(self.post_validation, bool) or name != 'post_validation':
-                each.require(getattr(self, name), name)
-        self._read_slices()
-        self._require_amounts()
-        if self.message_priority not in _PRIORITIES:
-            raise ValueError(
-                f'message_priority is {self.message_priority!r}: give '
-                + ' or '.join(map(repr, _PRIORITIES))
-            )
-        if self.clip not in (None, *CLIPPING):
-            raise ValueError(f'clip is {self.clip!r}: give ' + ' or '.join(map(repr, CLIPPING)))
-        if not 0 < self.correction_decay < 1:
-            raise ValueError(
-                f'correction_decay is {self.correction_decay!r}: give a number above 0, below 1'
-            )
-        require_known(self.message_receives, 'message_receives')
-        if not isinstance(self.same_start, bool) and not _is_layout(self.same_start):
-            raise ValueError(
-                f'same_start is {self.same_start!r}: give True, False, or the stages of stock '
-                "Megatron, such as 'Ett|ttL'"
-            )
-        if not isinstance(self.dropout_seeds, bool):
-            raise ValueError(f'dropout_seeds is {self.dropout_seeds!r}: give True or False')
-        if self.prewarm not in (None, True, False):
-            raise ValueError(f'prewarm is {self.prewarm!r}: give True, False, or None')
-        if self.flags is not None and not isinstance(self.flags, Mapping):
-            raise ValueError(f'flags is {self.flags!r}: give names with values, such as vars(args)')
+                with numbers.one():
+                    each.require(getattr(self, name), name)
+        numbers.require_all()  # what follows takes them for numbers
+        checks = Checks()
+        with checks.one():
+            self._read_slices()
+        for name, amount in self.amounts.items():
+            with checks.one():
+                self._require_amount(name, amount)
+        self._require_words(checks)
+        with checks.one():
+            self._read_files()
+        with checks.one():
+            found = self._family()
+            with checks.one():
+                self._require_clip(found)
+            if found is not None:
+                self._take(found, checks)
+        with checks.one():
+            self._require_vocabulary()
+        checks.require_all()
+        if isinstance(self.post_validation, bool):
+            steps = _CLEAN_STEPS if self.post_validation else None
+            object.__setattr__(self, 'post_validation', steps)
+        object.__setattr__(self, 'watchdog_timeout', self.watchdog_timeout or 0)
+
+    def _require_words(self, checks: Checks) -> None:
+        """Check values that are no numbers, each by itself."""
+        with checks.one():
+            if self.message_priority not in _PRIORITIES:
+                raise ValueError(
+                    f'message_priority is {self.message_priority!r}: give '
+                    + ' or '.join(map(repr, _PRIORITIES))
+                )
+        with checks.one():
+            if not 0 < self.correction_decay < 1:
+                raise ValueError(
+                    f'correction_decay is {self.correction_decay!r}: give a number above 0, below 1'
+                )
+        with checks.one():
+            require_known(self.message_receives, 'message_receives')
+        with checks.one():
+            if not isinstance(self.same_start, bool) and not _is_layout(self.same_start):
+                raise ValueError(
+                    f'same_start is {self.same_start!r}: give True, False, or the stages of stock '
+                    "Megatron, such as 'Ett|ttL'"
+                )
+        with checks.one():
+            if not isinstance(self.dropout_seeds, bool):
+                raise ValueError(f'dropout_seeds is {self.dropout_seeds!r}: give True or False')
+        with checks.one():
+            if self.prewarm not in (None, True, False):
+                raise ValueError(f'prewarm is {self.prewarm!r}: give True, False, or None')
+        with checks.one():
+            if self.flags is not None and not isinstance(self.flags, Mapping):
+                raise ValueError(
+                    f'flags is {self.flags!r}: give names with values, such as vars(args)'
+                )
+
+    def _read_files(self) -> None:
+        """Read what is named by a path; raise ValueError where it does not go with the schedule."""
         if self.trace_dir is not None or self.freeze is not None:
             from megatron_zbpp.mcore import setting_files
 
@@ -295,25 +332,28 @@ class Settings:
             object.__setattr__(self, 'freeze', setting_files.freeze_plan(self.freeze))
         if self.freeze is not None and self.schedule == AUTO:
             raise ValueError('freeze: it is planned for one schedule: name that instead of auto')
-        found = self._family()
+
+    def _require_clip(self, found: Family | None) -> None:
+        """Raise ValueError for a norm that is none, or that the schedule does not choose."""
+        if self.clip not in (None, *CLIPPING):
+            raise ValueError(f'clip is {self.clip!r}: give ' + ' or '.join(map(repr, CLIPPING)))
         if self.clip is not None and (found is None or not found.asynchronous):
             raise ValueError(
                 f'clip is {self.clip!r}, but the schedule is synchronous and clips as Megatron '
                 'does: leave it out'
             )
-        if found is not None:
-            require_family_trained(found)
-            self._require_plain(found)
-            object.__setattr__(self, 'schedule', TRAINED_BY.get(found.name, found.name))
+
+    def _take(self, found: Family, checks: Checks) -> None:
+        """Check what a family goes with, and take what follows from it."""
+        require_family_trained(found)
+        self._require_plain(found, checks)
+        object.__setattr__(self, 'schedule', TRAINED_BY.get(found.name, found.name))
+        with checks.one():
             checked_chunks(found, self.num_chunks)
+        with checks.one():
             require_no_limit(found, self.memory_limit)
-            if found.in_shards:
-                object.__setattr__(self, 'vocab_parallel', OUTPUT)
-        self._require_vocabulary()
-        if isinstance(self.post_validation, bool):
-            steps = _CLEAN_STEPS if self.post_validation else None
-            object.__setattr__(self, 'post_validation', steps)
-        object.__setattr__(self, 'watchdog_timeout', self.watchdog_timeout or 0)
+        if found.in_shards:
+            object.__setattr__(self, 'vocab_parallel', OUTPUT)
 
     @property
     def kernels(self) -> MessageKernels:
@@ -352,14 +392,15 @@ class Settings:
                 raise ValueError(f'{name}: the schedule that is given has its own: leave it out')
         return None
 
-    def _require_plain(self, family: Family) -> None:
-        """Raise ValueError for what an asynchronous family does not train with."""
+    def _require_plain(self, family: Family, checks: Checks) -> None:
+        """Check each setting that an asynchronous family does not train with."""
         for name in _SYNCHRONOUS if family.asynchronous else ():
-            if getattr(self, name):
-                raise ValueError(
-                    f'{name} is {getattr(self, name)!r}, but {family.name} is asynchronous: leave '
-                    'it out, or take a synchronous schedule, such as zb-v'
-                )
+            with checks.one():
+                if getattr(self, name):
+                    raise ValueError(
+                        f'{name} is {getattr(self, name)!r}, but {family.name} is asynchronous: '
+                        'leave it out, or take a synchronous schedule, such as zb-v'
+                    )
 
     @property
     def amounts(self) -> dict[str, Amount]:
@@ -408,15 +449,14 @@ class Settings:
                     'on all ranks yet: leave it out, or vocab_parallel'
                 )
 
-    def _require_amounts(self) -> None:
-        """Raise ValueError unless what is asked for of techniques makes sense."""
-        for name, amount in self.amounts.items():
-            find_technique(name).require(amount, self.num_chunks or sys.maxsize)
-            if self.schedule == AUTO:
-                raise ValueError(
-                    f'{name}: auto plans orders only: name a schedule, or give a plan that '
-                    'zbpp plan --actions has made'
-                )
+    def _require_amount(self, name: str, amount: Amount) -> None:
+        """Raise ValueError unless what is asked for of a technique makes sense."""
+        find_technique(name).require(amount, self.num_chunks or sys.maxsize)
+        if self.schedule == AUTO:
+            raise ValueError(
+                f'{name}: auto plans orders only: name a schedule, or give a plan that '
+                'zbpp plan --actions has made'
+            )
 
 
 def _is_layout(text: object) -> bool:

@@ -172,3 +172,26 @@ def test_numbers_of_microbatches(ranks, changes, expected):
     """Each schedule is built before anything starts, so that what it cannot do is said then."""
     for found in ranks(2).run(numbers_of_microbatches, changes):
         assert found == expected
+
+
+def test_all_that_is_wrong_is_told_at_once(ranks):
+    """A line each, as each would be told alone, in one order; what depends on one is not asked."""
+    wrong = {
+        '--pipeline-message-ctas 0': 'give a whole number from 1 up',
+        '--pipeline-watchdog-timeout -2': 'give a number from 0 up',
+        '--pipeline-message-priority hi': "give 'high' or 'group'",
+        '--pipeline-clip 3': "give 'stage' or 'global'",
+    }
+    alone = [refused(ranks, '--pipeline-schedule', 'zb-v', *words.split()) for words in wrong]
+    assert all(cure in line for line, cure in zip(alone, wrong.values(), strict=True)), alone
+    words = ' '.join(reversed(wrong)).split()
+    together = parsed(ranks, '--pipeline-schedule', 'zb-v', *words)
+    assert together.code == 2 and together.said == ''.join(alone)
+    # chunks of Megatron's own flags beside; of an unknown schedule nothing else can be said
+    told = parsed(
+        ranks, '--pipeline-schedule', 'zb-v', *words[:2], num_virtual_stages_per_pipeline_rank=3
+    )
+    assert told.said.count('\n') == 2 and told.said.endswith(alone[3])
+    assert '--num-virtual-stages-per-pipeline-rank' in told.said.splitlines()[0]
+    told = parsed(ranks, '--pipeline-schedule', 'zb-q', *words[:2], *words[4:6])
+    assert told.said.count('\n') == 2 and 'unknown schedule' in told.said, told

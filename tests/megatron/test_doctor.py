@@ -415,6 +415,16 @@ def test_bad_input(ranks, words, said):
     assert said in refusal(ranks, '--gpus', 8, '--', *SIZES, '--global-batch-size', 48, *words)
 
 
+def test_all_that_is_wrong_is_told_at_once(ranks):
+    words = '--pipeline-message-ctas 0 --pipeline-message-priority hi --pipeline-trace-dir /proc/no'
+    line = ['--', *SIZES, '--pipeline-schedule', 'zb-v', *words.split()]
+    (code, out, errors), _ = ranks(2).run(doctor, line)
+    assert code == 2 and not out
+    starts = [line.partition(' is ')[0] for line in errors.splitlines()]
+    assert starts == [f'zbpp: {flag}' for flag in words.split()[::2]], errors
+    assert all(cure in errors for cure in ('from 1 up', "'high' or 'group'", 'of another folder'))
+
+
 def test_gpus_by_torchrun_that_cannot_be_known(ranks):
     line = ['torchrun', '--nproc-per-node', 'gpu', 'pretrain_gpt.py', *SIZES]
     assert '--nproc-per-node gpu is no number: give --gpus' in refusal(ranks, '--', *line)

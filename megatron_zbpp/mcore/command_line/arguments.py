@@ -26,6 +26,7 @@ from megatron_zbpp.mcore.command_line.messages import refuse
 from megatron_zbpp.mcore.command_line.naming import by_flags, renaming
 from megatron_zbpp.mcore.patches.registry import Patch, Registry
 from megatron_zbpp.mcore.plugin import Plugin
+from megatron_zbpp.mcore.problems import lines_of
 from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.runtime.log import job_log
 
@@ -129,9 +130,10 @@ def _preparing(parse: Callable) -> Callable:
         try:
             prepare(namespace)
         except (OSError, ValueError, NotImplementedError) as error:
-            what, *more = str(error).splitlines()
-            hint = ' (`zbpp check` shows the place)' if more else ''
-            refuse(f'{Path(sys.argv[0]).name}: error: {what}{hint}')
+            told, script = lines_of(error), Path(sys.argv[0]).name
+            drawn = len(str(error).splitlines()) > len(told)
+            hint = ' (`zbpp check` shows the place)' if drawn else ''
+            refuse('\n'.join(f'{script}: error: {what}{hint}' for what in told))
             raise SystemExit(2) from None
         return namespace, rest
 

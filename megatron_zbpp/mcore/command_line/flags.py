@@ -11,6 +11,7 @@ from megatron_zbpp.ir import Schedule
 from megatron_zbpp.mcore.command_line.aliases import add_aliases, announce, translate
 from megatron_zbpp.mcore.command_line.messages import flag
 from megatron_zbpp.mcore.options import Option
+from megatron_zbpp.mcore.problems import Checks
 from megatron_zbpp.mcore.settings import OPTIONS, Settings
 
 FLAGS = [each for option in OPTIONS.values() for each in option.flags]
@@ -106,8 +107,22 @@ def settings_of(
         ValueError: a value that cannot work, with the cure.
         OSError: a file cannot be read.
     """
+    checks, usable = Checks(), dict(given)
     for each in FLAGS:
-        each.require(given[each.dest], each.name)
+        with checks.one():
+            usable[each.dest] = each.flag_default  # for other checks, where this value is wrong
+            each.require(given[each.dest], each.name)
+            usable[each.dest] = given[each.dest]
+    made = None
+    with checks.one():
+        made = _settings(usable, source, num_chunks)
+    checks.require_all()
+    assert made is not None
+    return made
+
+
+def _settings(given: Mapping[str, Any], source: str | Schedule, num_chunks: int | None) -> Settings:
+    """Return the settings of values that their flags take; raises as `settings_of`."""
     early = given['enable_optimizer_post_validation']
     clean_steps = given['optimizer_post_validation_clean_steps']
     return Settings(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from megatron_zbpp.mcore.problems import Problems
 from megatron_zbpp.mcore.settings import OPTIONS
 
 # our flags by the arguments of `enable` that they set
@@ -21,6 +22,8 @@ def renaming(rename: Callable[[str], str]) -> Iterator[None]:
     """
     try:
         yield
+    except Problems as error:
+        raise Problems([*map(rename, error.lines)]) from error
     except (ValueError, NotImplementedError) as error:
         renamed = rename(str(error))
         if renamed == str(error):

@@ -12,6 +12,7 @@ from megatron_zbpp.ir.formats import load_plan
 from megatron_zbpp.mcore import layout, refusals
 from megatron_zbpp.mcore.command_line import flags, sizes
 from megatron_zbpp.mcore.command_line.messages import flag
+from megatron_zbpp.mcore.problems import Checks
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.runtime.log import job_log
 
@@ -33,7 +34,7 @@ def settings_of(args: argparse.Namespace, given: Mapping[str, Any]) -> tuple[Set
     """
     name, file = given['pipeline_schedule'], given['pipeline_schedule_file']
     if file is None:
-        return flags.settings_of(given, name, _num_chunks(args, name)), None
+        return _settings(args, given, name), None
     if name is not None:
         raise ValueError(
             f'--pipeline-schedule {name} and --pipeline-schedule-file {file}: give one of them'
@@ -49,7 +50,7 @@ def settings_of(args: argparse.Namespace, given: Mapping[str, Any]) -> tuple[Set
     if source.layout is not None:
         _take_layout(args, source.layout, file)
     schedule = source.schedule
-    return flags.settings_of(given, schedule, _num_chunks(args, schedule)), source.layout
+    return _settings(args, given, schedule), source.layout
 
 
 def _take_layout(args: argparse.Namespace, text: str, file: str) -> None:
@@ -59,6 +60,20 @@ def _take_layout(args: argparse.Namespace, text: str, file: str) -> None:
         _take_pattern(args, hybrid, text, file)
     else:
         _take_layers(args, text, file)
+
+
+def _settings(
+    args: argparse.Namespace, given: Mapping[str, Any], source: str | Schedule
+) -> Settings:
+    """Return the settings; raise ValueError for chunks and all values that cannot be, together."""
+    checks, chunks, made = Checks(), None, None
+    with checks.one():
+        chunks = _num_chunks(args, source)
+    with checks.one():
+        made = flags.settings_of(given, source, chunks)
+    checks.require_all()
+    assert made is not None
+    return made
 
 
 def _num_chunks(args: argparse.Namespace, source: str | Schedule) -> int | None:

@@ -7,6 +7,14 @@ from __future__ import annotations
 
 # statements whose cure another test applies
 ELSEWHERE = {
+    'launch.py main': 'test_launcher.py::test_helpers_that_are_to_be_compiled',
+    **dict.fromkeys(
+        (
+            'mcore/problems.py Checks.require_all: Problems',
+            'mcore/command_line/naming.py renaming: error.lines',
+        ),
+        'test_arguments.py::test_all_that_is_wrong_is_told_at_once',
+    ),
     **dict.fromkeys(
         (
             'mcore/command_line/advise.py AdvisedLine.shape: is missing',
@@ -91,6 +99,7 @@ ELSEWHERE = {
 UNTRIED = {
     '__init__.py __getattr__': "Python's own words for a name that a module lacks",
     'mcore/command_line/arguments.py _preparing.parse_known_args': 'ends what has been told',
+    'mcore/problems.py Checks.require_all: _errors[0]': 'raises what a check has raised',
     'mcore/command_line/flags.py _number': 'argparse raises its own instead: rows of no number',
     'mcore/iteration/embedding.py EmbeddingStage._tokens.stop': 'ends a call of the program',
     'mcore/iteration/completeness.py _looking': 'a layer that nobody knows yet: it is reported',
