@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import fsum
+from itertools import pairwise
+from math import fsum, inf
 from statistics import fmean, median
 
 from megatron_zbpp.analysis.collectives import collective_times
@@ -17,12 +18,11 @@ from megatron_zbpp.ir.timeline import Timeline
 
 
 def measured_costs(timeline: Timeline) -> Costs:
-    """Return `fit` with the latencies that were measured, of each pair of ranks if they differ."""
+    """Return `fit` with the measured latencies, of pairs of ranks and of hops where they differ."""
     costs, pairs = fit(timeline, latency(timeline)), _latencies(timeline)
-    if len({*pairs.values()}) < 2:
-        return costs
     both = [(*way, pairs[a, b]) for a, b in sorted(pairs) for way in ((a, b), (b, a))]
-    return replace(costs, edges=tuple(both))
+    edges = tuple(both) if len({*pairs.values()}) > 1 else ()
+    return replace(costs, edges=edges, hops=_hops(timeline, pairs))
 
 
 def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
@@ -133,6 +133,52 @@ def _latencies(timeline: Timeline) -> dict[tuple[int, int], float]:
     return {pair: max(0.0, both / 2) for pair, both in ways.items()}
 
 
+def _hops(
+    timeline: Timeline, pairs: Mapping[tuple[int, int], float]
+) -> tuple[tuple[float, float], ...]:
+    """Return the time of each hop beyond the shortest latency of its ranks; empty: none has more.
+
+    Where a pair of ranks has one hop, or a hop was never waited for, that is 0. Clocks that differ
+    hide how long each way takes: both get half.
+
+    Args:
+        timeline: measured.
+        pairs: latency by pair of ranks.
+    """
+    placement = timeline.schedule.placement
+    if not placement.is_one_way:
+        return ()
+    shortest, ranks = _waits(timeline), placement.only_route
+    between = [(min(pair), max(pair)) for pair in pairwise(ranks)]
+    more = [0.0] * len(between)
+    for s, pair in enumerate(between):
+        if between.count(pair) > 1 and {(s, s + 1), (s + 1, s)} <= shortest.keys():
+            both = shortest[s, s + 1] + shortest[s + 1, s]
+            more[s] = max(0.0, both / 2 - pairs[pair])
+    return tuple((time, time) for time in more) if any(more) else ()
+
+
+def _waits(timeline: Timeline) -> dict[tuple[int, int], float]:
+    """Return the shortest time from a pass's end to its taker's start, by their stages.
+
+    Only passes count whose rank was idle when their input was made. Others may have started late
+    because their rank was busy.
+    """
+    schedule, spans = timeline.schedule, timeline.by_pass
+    flat = compiled(schedule.graph)
+    shortest: dict[tuple[int, int], float] = {}
+    for order in schedule.passes:
+        idle_since = -inf
+        for p in order:
+            start, end = spans[p]
+            for need, q in schedule.needs(p):
+                made, key = spans[q][1], (q.stage, p.stage)
+                if need.message not in schedule.graph.collectives and made >= idle_since:
+                    shortest[key] = min(start - made, shortest.get(key, inf))
+            idle_since = idle_since if p.kind in flat.on_copy_engines else end
+    return shortest
+
+
 def middle(found: Sequence[Costs]) -> Costs:
     """Return costs whose times are the medians of several measurements of the same stages."""
     first = found[0]
@@ -148,6 +194,7 @@ def middle(found: Sequence[Costs]) -> Costs:
             (*pair, median(costs.edge(*pair) for costs in found))
             for pair in sorted({(a, b) for costs in found for a, b, _ in costs.edges})
         ),
+        hops=_middle_hops([costs.hops for costs in found]),
         collectives={
             message: median(costs.collectives.get(message, 0.0) for costs in found)
             for message in first.collectives
@@ -162,6 +209,17 @@ def middle(found: Sequence[Costs]) -> Costs:
             if all(kind in costs.parts for costs in found)
         },
     )
+
+
+def _middle_hops(
+    found: Sequence[tuple[tuple[float, float], ...]],
+) -> tuple[tuple[float, float], ...]:
+    """Return the medians of the times of hops; measurements without hops have 0 for each."""
+    stages = max(map(len, found))
+    whole = [hops or ((0.0, 0.0),) * stages for hops in found]
+    by_stage = (map(median, zip(*of_stage, strict=True)) for of_stage in zip(*whole, strict=True))
+    hops = tuple((there, back) for there, back in by_stage)
+    return hops if any(map(any, hops)) else ()
 
 
 def full_rank(placement: Placement, held: Mapping[int, tuple[float, float]]) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Sequence
 from dataclasses import MISSING, fields
@@ -16,6 +15,7 @@ from megatron_zbpp.cli.printing import print_json, write
 from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.ir import B, F, Placement, W
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.plan_costs import stages_file
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.fitting import fit_layers
 from megatron_zbpp.partitioning.layers import Layers
@@ -174,8 +174,7 @@ def _times_file(found: Measured | None) -> str:
     """Return the file of stages, for --times."""
     if found is None:
         raise ValueError('--write-times is of measured files: leave it out')
-    kinds = {kind: found.costs.times[kind] for kind in (F, B, W)}
-    return json.dumps({'layout': found.layout, **kinds, 'comm': found.costs.comm}) + '\n'
+    return stages_file(found.costs, found.layout)
 
 
 def _refuse_what_is_not_read(args: Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from math import fsum
@@ -19,6 +20,19 @@ def written(costs: Costs) -> dict[str, Any]:
     plain, own = (asdict(each) for each in (Costs(costs.times, costs.amounts), costs))
     others = {name: value for name, value in own.items() if value != plain[name]}
     return {'times': costs.times, 'amounts': costs.amounts, **others}
+
+
+def stages_file(costs: Costs, layout: str | None) -> str:
+    """Return the text of `stages.json`: times of stages and messages, for --times and profile.
+
+    Args:
+        costs: of the stages.
+        layout: layers of the stages, as `Ett|ttL`; None: unknown.
+    """
+    known: dict[str, Any] = {} if layout is None else {'layout': layout}
+    known |= {kind: costs.times[kind] for kind in (F, B, W)} | {'comm': costs.comm}
+    unlike = {'message': costs.message, 'edges': costs.edges, 'hops': costs.hops}
+    return json.dumps(known | {name: value for name, value in unlike.items() if value}) + '\n'
 
 
 def in_reverse(costs: Costs, num_ranks: int) -> Costs:

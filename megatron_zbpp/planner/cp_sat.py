@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import accumulate, chain, combinations
+from itertools import accumulate, chain, combinations, permutations
 from math import ceil, floor, gcd, inf
 from typing import TYPE_CHECKING, Any
 
@@ -165,18 +165,23 @@ def in_ticks(problem: Problem, unit: float, ticks: int) -> Problem:
         kind, stage, _ = of_slices[0]
         times.setdefault(kind, [0.0] * sites)[stage] = sum(taken)
         parts[kind][stage] = tuple(time / sum(taken) for time in taken)
+    edge, route = problem.costs.edge, problem.placement.only_route
     edges = {
-        (problem.ranks[need], rank): ticks * whole(edge, unit)
-        for rank, inputs in zip(problem.ranks, problem.inputs, strict=True)
-        for need, edge in inputs
-        if edge
+        pair: ticks * whole(edge(*pair), unit)
+        for pair in permutations(range(problem.placement.num_ranks), 2)
     }
+
+    def hop(made: int, taken: int) -> float:
+        ranks = route[made], route[taken]
+        return ticks * whole(edge(*ranks, (made, taken)), unit) - edges.get(ranks, 0.0)
+
     stages, amounts = problem.placement.num_stages, problem.costs.amounts
     held = {name: own for name, own in problem.costs.parts.items() if name in amounts}
     costs = Costs(
         {k: tuple(own[:stages] if k in (F, B, W) else own) for k, own in times.items()},
         amounts=amounts,
         edges=tuple((*pair, latency) for pair, latency in edges.items()),
+        hops=tuple((hop(s, s + 1), hop(s + 1, s)) for s in range(stages - 1)),
         parts={**{kind: tuple(own) for kind, own in parts.items()}, **held},
     )
     return replace(problem, costs=costs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +11,8 @@ import torch.distributed as dist
 from megatron_zbpp.analysis.fit_costs import measured_costs
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.guests.base import Change, Guest, ModelLayers, Run
-from megatron_zbpp.ir import B, F, W
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.plan_costs import stages_file
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.html import html
 from megatron_zbpp.render.perfetto import perfetto
@@ -81,7 +80,7 @@ class Tracer(Guest):
         self.folder.mkdir(parents=True, exist_ok=True)
         page = html(lines, costs, title, unit='s', heading=heading)
         (self.folder / 'pipeline.html').write_text(page)
-        (self.folder / 'stages.json').write_text(_stages(fitted, self._layout))
+        (self.folder / 'stages.json').write_text(stages_file(fitted, self._layout))
         trace = {name: line for name, line in lines.items() if line is not planned}
         (self.folder / 'pipeline.perfetto.json').write_text(perfetto(trace, costs))
 
@@ -93,15 +92,3 @@ def _scaled(planned: Timeline, measured: Timeline) -> Timeline:
     factor = theirs / ours if ours else 1.0
     scaled = tuple(tuple((a * factor, b * factor) for a, b in own) for own in planned.spans)
     return replace(planned, spans=scaled)
-
-
-def _stages(costs: Costs, layout: str | None) -> str:
-    """Return seconds of F, B and W by stage, and of a message, as `zbpp profile` reads them.
-
-    Args:
-        costs: of the stages.
-        layout: layers of the stages, as `Ett|ttL`; None: unknown.
-    """
-    times = {kind: costs.times[kind] for kind in (F, B, W)}
-    known = {} if layout is None else {'layout': layout}
-    return json.dumps({**known, **times, 'comm': costs.comm}) + '\n'

@@ -9,6 +9,8 @@ from dataclasses import replace
 import oracle
 import pytest
 from grids import grid
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_zbpp.analysis.fit_costs import fit, full_rank, latency, measured_costs, middle
 from megatron_zbpp.analysis.simulator import simulate
@@ -188,3 +190,44 @@ def test_equal_latencies_are_one():
     costs = Costs.uniform(schedule.placement, comm=0.25)
     found = measured_costs(simulate(schedule, costs))
     assert found.comm == pytest.approx(0.25) and not found.edges
+
+
+def of_hops(costs: Costs, placement: Placement) -> list[float]:
+    """Return how long messages take between each stage and the next one."""
+    ranks = placement.only_route
+    return [costs.edge(*ranks[s : s + 2], (s, s + 1)) for s in range(len(ranks) - 1)]
+
+
+@pytest.mark.parametrize('ahead', [0.0, 0.05, -0.05])
+@pytest.mark.parametrize('name', ['zb-v', 'interleaved', 'dualpipe-v'])
+def test_hops_of_a_pair_have_latencies_of_their_own(name, ahead):
+    """As bytes of messages have: with them an iteration is simulated as it was."""
+    schedule = build(name, 4, 8)
+    hops = [(more, more) for more in (0.1, 0.0, 0.3, 0.0, 0.6, 0.7, 0.5)]
+    costs = replace(Costs.uniform(schedule.placement, comm=0.25), hops=hops)
+    timeline = simulate(schedule, costs)
+    spans = [
+        [(start + r % 2 * ahead, end + r % 2 * ahead) for start, end in own]
+        for r, own in enumerate(timeline.spans)
+    ]
+    found = measured_costs(Timeline(schedule, tuple(map(tuple, spans))))
+    assert of_hops(found, schedule.placement) == pytest.approx(of_hops(costs, schedule.placement))
+    assert simulate(schedule, found).makespan == pytest.approx(timeline.makespan)
+    assert simulate(schedule, replace(found, hops=())).makespan < timeline.makespan - 1
+    assert middle([found, found, replace(found, hops=())]).hops == found.hops
+    assert not middle([found, *[replace(found, hops=())] * 2]).hops
+
+
+@given(st.sampled_from(['zb-v', 'interleaved', 'zb-interleaved', 'v-half']), st.randoms())
+def test_hops_are_exact_or_unknown(name, random):
+    """What was never waited for takes what the fastest hop of its ranks takes."""
+    schedule = build(name, 3, 6)
+    n, ranks = schedule.num_stages, schedule.placement.only_route
+    times = [[random.choice((1.0, 1.5, 2.0)) for _ in range(n)] for _ in 'FBW']
+    hops = [(more, more) for more in (random.choice((0.0, 0.25, 1.0)) for _ in range(n - 1))]
+    costs = Costs.of(*times, comm=0.5, hops=hops)
+    found = measured_costs(simulate(schedule, costs))
+    both = zip(of_hops(costs, schedule.placement), of_hops(found, schedule.placement), strict=True)
+    for s, (own, measured) in enumerate(both):
+        usual = found.edge(*ranks[s : s + 2])
+        assert any(measured == pytest.approx(known) for known in (usual, max(usual, own)))

@@ -5,10 +5,12 @@ import re
 from dataclasses import asdict
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_zbpp.ir import Pass, Placement, Schedule, chain
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.plan_costs import joined
+from megatron_zbpp.ir.plan_costs import joined, stages_file
 from megatron_zbpp.ir.timeline import Timeline
 
 
@@ -56,6 +58,19 @@ def test_hops_of_joined_stages():
     both, cut = joined(HOPS, 2), joined(HOPS, 8)
     assert both is not None and both.hops == ((3, 4),)
     assert cut is not None and cut.hops == tuple(HOPS.hops[max(0, k // 2 - 1)] for k in range(1, 8))
+
+
+@given(st.randoms())
+def test_a_file_of_stages_keeps_times_of_messages(random):
+    """It is read to the same times of all messages; one with `comm` alone, too."""
+    edges = [(a, b, random.random()) for a, b in ((0, 1), (1, 0)) if random.random() < 0.5]
+    hops = random.choice([(), [(random.random(), random.random()) for _ in range(3)]])
+    message = random.choice([0.0, 0.25])
+    costs = Costs.of(*[[1.0] * 4] * 3, comm=0.5, message=message, edges=edges, hops=hops)
+    assert Costs.from_json(stages_file(costs, 'Et|t|t|tL')) == costs
+    assert json.loads(stages_file(costs, None)).keys() >= {'F', 'B', 'W', 'comm'}
+    old = Costs.from_json('{"F": [1, 1], "B": [1, 1], "W": [1, 1], "comm": 0.5}')
+    assert json.loads(stages_file(old, None)).keys() == {'F', 'B', 'W', 'comm'}
 
 
 def test_hops_of_another_number_of_stages():

@@ -125,6 +125,18 @@ def test_links_and_speeds_of_their_own(edges, speeds, hops, objective):
     assert best - 1e-2 <= answer.bound <= best + 1e-9
 
 
+def test_hops_of_a_pair_in_ticks():
+    """Two ranks of a V exchange messages of unlike stages: each keeps its own time."""
+    hops = [(0.5, 1.0), (9.0, 9.0), (2.0, 0.0)]
+    costs = Costs.of(*[[1.0] * 4] * 3, 0.25, edges=[(0, 1, 0.75)], hops=hops)
+    problem = Problem(Placement.v(2), M, costs, same_limits(9, 2))
+    scaled = cp_sat.in_ticks(problem, 0.25, 3)
+    assert {edge for inputs in problem.inputs for _, edge in inputs} >= {1.25, 2.25, 0.75}
+    assert scaled.inputs == tuple(
+        tuple((need, 12 * edge) for need, edge in inputs) for inputs in problem.inputs
+    )
+
+
 @pytest.mark.parametrize('limit', [1.3, inf])
 @pytest.mark.parametrize(('sizes', 'share'), [((4, 3, 1), 0.0), ((4, 3, 1), 0.5), ((1, 1, 1), 0.0)])
 def test_slices_that_differ(sizes, share, limit):
