@@ -13,7 +13,7 @@ import recipe
 import wheels
 from gpu import CUDA
 from ranks import Pool, Ranks
-from recipe import ITERATIONS, LORA, MTP, SCRATCH, TIED, UNTIED, train
+from recipe import ITERATIONS, LORA, MTP, PACKED, SCRATCH, TIED, UNTIED, train
 from supported import refuses, supports
 
 from megatron_zbpp.schedules import build
@@ -50,7 +50,7 @@ def stock(bridge_ranks, tmp_path_factory):
     return trained
 
 
-KEPT = [(UNTIED, 'zb-v+post-validation'), (TIED, 'zb-v'), (LORA, 'zb-v'), (MTP, 'zb-v')]
+KEPT = [(UNTIED, 'zb-v+post-validation'), *((kind, 'zb-v') for kind in (TIED, LORA, MTP, PACKED))]
 OTHERS = ('zb-h1', 'zb-2p+post-validation')
 SPARED = [(kind, name) for name in OTHERS for kind in (UNTIED, TIED, LORA, MTP)]
 

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -85,16 +86,26 @@ class _Any(ModuleType):
         return value
 
 
-class _Unused(Loader):
-    """Finds every module of the packages that nobody calls."""
+class StandIns(Loader):
+    """Finds every module of the packages that nobody calls.
+
+    Args:
+        packages: their names.
+        version: they say so.
+    """
+
+    def __init__(self, packages: Sequence[str], version: str = '0') -> None:
+        self.packages, self.version = packages, version
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if any(name == each or name.startswith(f'{each}.') for each in _UNUSED):
+        if any(name == each or name.startswith(f'{each}.') for each in self.packages):
             return importlib.util.spec_from_loader(name, self, is_package=True)
         return None
 
     def create_module(self, spec):
-        return _Any(spec.name)
+        module = _Any(spec.name)
+        module.__version__ = self.version
+        return module
 
     def exec_module(self, module):
         pass
@@ -105,7 +116,7 @@ def install(bridge: Path, transformer_engine: Path) -> None:
     wheels.install(transformer_engine)
     sys.path.append(str(bridge))
     importlib.import_module('megatron.core.dist_checkpointing')  # it looks for packages, too
-    sys.meta_path.insert(0, _Unused())
+    sys.meta_path.insert(0, StandIns(_UNUSED))
 
 
 def config(**changes: Any) -> SimpleNamespace:

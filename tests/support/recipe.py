@@ -8,6 +8,7 @@ import shutil
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from example import early_steps, forget_groups
 ITERATIONS, MICROBATCHES, LENGTH, VOCABULARY, WIDTH = 4, 5, 16, 64, 32
 UNTIED, TIED = 'a recipe', 'a recipe, tied embeddings'
 LORA, MTP = 'a recipe of LoRA', 'a recipe of multi-token prediction'
-SCRATCH = 'a recipe from scratch'
+SCRATCH, PACKED = 'a recipe from scratch', 'a recipe of packed sequences'
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,44 @@ def config(weights: Path, kind: str = UNTIED) -> tuple[Any, Any]:
         dist=of.DistributedInitConfig(distributed_backend='gloo'),
         rng=of.RNGConfig(seed=7),
     )
+    if kind == PACKED:
+        made.dataset = packed_dataset()
     if kind == LORA:
         made.checkpoint.pretrained_checkpoint = str(weights)
     return made, bridge
+
+
+def packed_dataset() -> Any:
+    """Return sequences packed behind each other, of other lengths in each sample."""
+    from megatron.bridge.training.config import DatasetProvider
+
+    class Packed(DatasetProvider):
+        enable_offline_packing = True
+        offline_packing_specs = types.SimpleNamespace(
+            packed_sequence_size=LENGTH, pad_cu_seqlens=False
+        )
+
+        def build_datasets(self, context):
+            return [_packed(k) for k in range(context.train_samples)], None, None
+
+    return Packed(dataloader_type='single', num_workers=0)
+
+
+def _packed(number: int) -> dict[str, torch.Tensor]:
+    """Return a sample of two or three sequences; their ends are filled up with -1."""
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(VOCABULARY - 1, (LENGTH + 1,), generator=generator)
+    ends = [3 + number % 5, *([9 + number % 4] if number % 2 else []), LENGTH]
+    lengths = [end - start for start, end in pairwise([0, *ends])]
+    return {
+        'tokens': tokens[:-1],
+        'labels': tokens[1:],
+        'loss_mask': torch.ones(LENGTH),
+        'position_ids': torch.cat([torch.arange(length) for length in lengths]),
+        'cu_seqlens': torch.tensor([0, *ends, *[-1] * (4 - len(ends))], dtype=torch.int32),
+        'cu_seqlens_argmin': torch.tensor([1 + len(ends)]),
+        'max_seqlen': torch.tensor([max(lengths)]),
+    }
 
 
 def overlaps(tp_comm_overlap: bool = False, **asked: bool) -> Any:
