@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from nvidia import needs_training, run, since
+from nvidia import SCRIPT, needs_training, run, since
 from supported import TOLERANCE, absent, supports
 from test_hybrid import PATTERNS, SPEC, model_of_a_pattern, segments
 from test_launch import NO_CLIPPING
@@ -17,6 +17,8 @@ pytestmark = [pytest.mark.te, needs_training]
 
 FP32 = ['--transformer-impl', 'transformer_engine', '--position-embedding-type', 'rope']
 RANKS, HOST = 2, '1f1b'
+NVIDIAS = SCRIPT.with_name('pretrain_hybrid.py')  # in a checkout
+TRAINED_BY = NVIDIAS if NVIDIAS.exists() else SCRIPT
 
 
 @pytest.fixture(scope='module')
@@ -38,7 +40,8 @@ def trained(te_ranks, tmp_path_factory):
         folder = tmp_path_factory.mktemp('stock')
         flags, pattern = of_case(case, tied)
         saving = ['--save', folder, '--save-interval', 1]
-        return run(te_ranks(RANKS), *flags, segments(pattern, RANKS), *saving), folder
+        divided = segments(pattern, RANKS)
+        return run(te_ranks(RANKS), *flags, divided, *saving, script=TRAINED_BY), folder
 
     @functools.cache
     def made(case, tied, schedule=None, layers=OUTPUT):
@@ -48,7 +51,7 @@ def trained(te_ranks, tmp_path_factory):
         flags, pattern = of_case(case, tied)
         asked = ['--pipeline-schedule', schedule, FLAG, layers]
         loading = ['--load', folder, '--ckpt-step', 1]
-        return run(te_ranks(RANKS), *flags, pattern, *asked, *loading)
+        return run(te_ranks(RANKS), *flags, pattern, *asked, *loading, script=TRAINED_BY)
 
     return made
 
