@@ -2,7 +2,7 @@
 
 A policy trains; before each step it and a reference say how likely they take tokens to be, in other
 batches of shorter sequences, as many as there are: by `compute_logprobs_batch` of Megatron's
-train_rl.py one microbatch a call, whose loop cannot be imported here (see docs/hybrid-and-rl.md).
+train_rl.py one microbatch a call (itself: test_train_rl.py).
 The step's size has both answers in it: a bit of either shows.
 """
 
