@@ -18,11 +18,19 @@ from megatron_zbpp.ir.timeline import Timeline
 
 
 def measured_costs(timeline: Timeline) -> Costs:
-    """Return `fit` with the measured latencies, of pairs of ranks and of hops where they differ."""
-    costs, pairs = fit(timeline, latency(timeline)), _latencies(timeline)
+    """Return `fit` with the measured latencies, of pairs of ranks and of hops where they differ.
+
+    Pairs of ranks that never waited for each other have the latency that is usual.
+    """
+    costs, pairs, waits = fit(timeline, latency(timeline)), _latencies(timeline), _waits(timeline)
+    placement = timeline.schedule.placement
+    if placement.is_one_way:
+        route = placement.only_route
+        waited = {(route[made], route[taken]) for made, taken in waits}
+        pairs = {(a, b): time for (a, b), time in pairs.items() if {(a, b), (b, a)} <= waited}
     both = [(*way, pairs[a, b]) for a, b in sorted(pairs) for way in ((a, b), (b, a))]
     edges = tuple(both) if len({*pairs.values()}) > 1 else ()
-    return replace(costs, edges=edges, hops=_hops(timeline, pairs))
+    return replace(costs, edges=edges, hops=_hops(timeline, pairs, waits))
 
 
 def fit(timeline: Timeline, comm: float = 0.0) -> Costs:
@@ -134,7 +142,9 @@ def _latencies(timeline: Timeline) -> dict[tuple[int, int], float]:
 
 
 def _hops(
-    timeline: Timeline, pairs: Mapping[tuple[int, int], float]
+    timeline: Timeline,
+    pairs: Mapping[tuple[int, int], float],
+    shortest: Mapping[tuple[int, int], float],
 ) -> tuple[tuple[float, float], ...]:
     """Return the time of each hop beyond the shortest latency of its ranks; empty: none has more.
 
@@ -144,17 +154,17 @@ def _hops(
     Args:
         timeline: measured.
         pairs: latency by pair of ranks.
+        shortest: see `_waits`.
     """
     placement = timeline.schedule.placement
     if not placement.is_one_way:
         return ()
-    shortest, ranks = _waits(timeline), placement.only_route
-    between = [(min(pair), max(pair)) for pair in pairwise(ranks)]
+    between = [(min(pair), max(pair)) for pair in pairwise(placement.only_route)]
     more = [0.0] * len(between)
-    for s, pair in enumerate(between):
-        if between.count(pair) > 1 and {(s, s + 1), (s + 1, s)} <= shortest.keys():
-            both = shortest[s, s + 1] + shortest[s + 1, s]
-            more[s] = max(0.0, both / 2 - pairs[pair])
+    for s, pair in enumerate(between):  # within a rank there is no message
+        there, back = shortest.get((s, s + 1)), shortest.get((s + 1, s))
+        if pair in pairs and between.count(pair) > 1 and there is not None and back is not None:
+            more[s] = max(0.0, (there + back) / 2 - pairs[pair])
     return tuple((time, time) for time in more) if any(more) else ()
 
 

@@ -34,9 +34,8 @@ def megatron_lm(folder: Path) -> Path:
         (folder / 'megatron' / 'training' / 'arguments.py').touch()
     (folder / 'pretrain_gpt.py').unlink(missing_ok=True)
     (folder / 'pretrain_gpt.py').write_text(SCRIPT.read_text())
-    (folder / 'packed.py').symlink_to(
-        SUPPORT / 'packed.py'
-    )  # which that imports without a checkout
+    for name in ('packed.py', 'few_documents.py'):  # which that imports without a checkout
+        (folder / name).symlink_to(SUPPORT / name)
     return folder
 
 

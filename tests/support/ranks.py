@@ -176,6 +176,7 @@ def _fork_ranks(
 ) -> None:
     """Makes a rank of each number that comes, on the pipe that comes with it, until none can."""
     torch.set_num_threads(1)
+    _fork_queues()
     make_ready = functools.partial(_make_ready, emulated, prepare, prepared)
     if not gpu:
         make_ready()
@@ -199,6 +200,13 @@ def _fork_ranks(
             ranks[-1].start()
             theirs.close()
             connection.send(ranks[-1].pid)
+
+
+def _fork_queues() -> None:
+    """Megatron's queue of what it has saved is in a process that would import the script again, and
+    torch with it: longer than a training. One that is forked has both."""
+    spawning: Any = mp.get_context('spawn')
+    spawning.Manager = mp.get_context('fork').Manager
 
 
 def _make_ready(emulated: bool, prepare: Callable | None, prepared: tuple) -> None:

@@ -17,7 +17,7 @@ from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Placement, Schedule, Together, chain
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
-from megatron_zbpp.schedules import build
+from megatron_zbpp.schedules import build, names
 from megatron_zbpp.techniques.recompute.graph import recompute
 from megatron_zbpp.techniques.slices.graph import sliced
 from megatron_zbpp.techniques.updates.graph import updating
@@ -190,6 +190,17 @@ def test_equal_latencies_are_one():
     costs = Costs.uniform(schedule.placement, comm=0.25)
     found = measured_costs(simulate(schedule, costs))
     assert found.comm == pytest.approx(0.25) and not found.edges
+
+
+@pytest.mark.parametrize('name', names())
+@pytest.mark.parametrize('sizes', [(2, 4), (2, 3), (4, 8), (4, 4)], ids=str)
+def test_an_iteration_is_simulated_as_it_was(name, sizes):
+    """Of every family, of every form: no pair of ranks is slow because they were busy."""
+    schedule = build(name, *sizes)
+    timeline = simulate(schedule, Costs.uniform(schedule.placement, comm=0.25))
+    found = measured_costs(timeline)
+    assert (found.comm, found.edges, found.hops) == (0.25, (), ())
+    assert simulate(schedule, found).makespan == timeline.makespan
 
 
 def of_hops(costs: Costs, placement: Placement) -> list[float]:

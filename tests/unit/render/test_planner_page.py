@@ -19,11 +19,10 @@ from megatron_zbpp.analysis.gain import idle_parts
 from megatron_zbpp.analysis.memory import live, peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli import main
-from megatron_zbpp.guests.tracing import tracer
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.formats import load_plan
-from megatron_zbpp.ir.plan_costs import joined
+from megatron_zbpp.ir.plan_costs import joined, stages_file
 from megatron_zbpp.render.planner_page import Sizes, encoded, families, planner_page
 from megatron_zbpp.schedules import build
 
@@ -451,7 +450,7 @@ def test_times_of_a_trace_are_opened(page, tmp_path, file):
     """What the tracer writes, and the file of the docs; for p = 4, which is set."""
     costs = Costs.of((2, 1, 1, 1.5), (2, 1, 1, 1), (1, 1, 1, 1), comm=0.125)
     measured = pages.files(ROOT / 'docs' / 'unbalanced.md')['trace/stages.json']
-    for written in (tracer._stages(costs, 'Et|t|t|tL'), measured):
+    for written in (stages_file(costs, 'Et|t|t|tL'), measured):
         (tmp_path / 'stages.json').write_text(written)
         load(page, file, '#p=6&m=8')
         upload(page, tmp_path / 'stages.json')
