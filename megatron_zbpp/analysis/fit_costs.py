@@ -22,12 +22,14 @@ def measured_costs(timeline: Timeline) -> Costs:
 
     Pairs of ranks that never waited for each other have the latency that is usual.
     """
-    costs, pairs, waits = fit(timeline, latency(timeline)), _latencies(timeline), _waits(timeline)
+    pairs, waits = _latencies(timeline), _waits(timeline)
     placement = timeline.schedule.placement
     if placement.is_one_way:
         route = placement.only_route
-        waited = {(route[made], route[taken]) for made, taken in waits}
+        among = [key for key in waits if max(key) < len(route)]  # no sites of shards behind them
+        waited = {(route[made], route[taken]) for made, taken in among}
         pairs = {(a, b): time for (a, b), time in pairs.items() if {(a, b), (b, a)} <= waited}
+    costs = fit(timeline, median(pairs.values()) if pairs else latency(timeline))
     both = [(*way, pairs[a, b]) for a, b in sorted(pairs) for way in ((a, b), (b, a))]
     edges = tuple(both) if len({*pairs.values()}) > 1 else ()
     return replace(costs, edges=edges, hops=_hops(timeline, pairs, waits))

@@ -111,7 +111,7 @@ def compare(found, stock, job, tied=False):
             assert len(copies) == job.tp and copies[0] not in ours.states
             for key in copies:
                 del theirs.states[key]
-        close([ours], [theirs], relative)
+        close([ours], [theirs], 3 * relative)  # gradients of a norm's weight: by CPU, 1.1e-6
 
 
 HOSTS = ('1f1b', 'zb-v', 'zb-h1')
