@@ -22,14 +22,9 @@ def measured_costs(timeline: Timeline) -> Costs:
 
     Pairs of ranks that never waited for each other have the latency that is usual.
     """
-    pairs, waits = _latencies(timeline), _waits(timeline)
-    placement = timeline.schedule.placement
-    if placement.is_one_way:
-        route = placement.only_route
-        among = [key for key in waits if max(key) < len(route)]  # no sites of shards behind them
-        waited = {(route[made], route[taken]) for made, taken in among}
-        pairs = {(a, b): time for (a, b), time in pairs.items() if {(a, b), (b, a)} <= waited}
-    costs = fit(timeline, median(pairs.values()) if pairs else latency(timeline))
+    waits = _waits(timeline)
+    pairs = _latencies(timeline, waits)
+    costs = fit(timeline, median(pairs.values()) if pairs else 0.0)
     both = [(*way, pairs[a, b]) for a, b in sorted(pairs) for way in ((a, b), (b, a))]
     edges = tuple(both) if len({*pairs.values()}) > 1 else ()
     return replace(costs, edges=edges, hops=_hops(timeline, pairs, waits))
@@ -126,21 +121,29 @@ def _cells(schedule: Schedule) -> Iterator[tuple[Pass, ...]]:
                 yield entry.passes
 
 
-def latency(timeline: Timeline) -> float:
-    """Return the measured time from a pass's end to its taker's start on another rank.
+def _latencies(
+    timeline: Timeline, waits: Mapping[tuple[int, int], float]
+) -> dict[tuple[int, int], float]:
+    """Return the measured time from a pass's end to its taker's start on another rank, by pairs.
 
     The shortest that was seen between two ranks, both ways taken together, so that clocks which
-    differ do not matter; the median over the neighbours.
+    differ do not matter. Of pairs that waited for each other, or of all where none did; the lower
+    rank first.
+
+    Args:
+        timeline: measured.
+        waits: see `_waits`.
     """
-    both = _latencies(timeline).values()
-    return median(both) if both else 0.0
-
-
-def _latencies(timeline: Timeline) -> dict[tuple[int, int], float]:
-    """Return those of all neighbours, by pairs of ranks, the lower one first."""
     shortest = timeline.lags()
     ways = {(a, b): lag + shortest[b, a] for (a, b), lag in shortest.items() if a < b}
-    return {pair: max(0.0, both / 2) for pair, both in ways.items()}
+    pairs = {pair: max(0.0, both / 2) for pair, both in ways.items()}
+    placement = timeline.schedule.placement
+    if not placement.is_one_way:
+        return pairs
+    route = placement.only_route
+    among = [key for key in waits if max(key) < len(route)]  # no sites of shards behind them
+    waited = {(route[made], route[taken]) for made, taken in among}
+    return {p: time for p, time in pairs.items() if {p, p[::-1]} <= waited} or pairs
 
 
 def _hops(

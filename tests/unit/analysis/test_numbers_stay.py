@@ -19,7 +19,7 @@ from stays import digits
 
 from megatron_zbpp.analysis.critical import critical_path
 from megatron_zbpp.analysis.departures import begun, stored
-from megatron_zbpp.analysis.fit_costs import fit, full_rank, latency, middle, with_bytes
+from megatron_zbpp.analysis.fit_costs import fit, full_rank, measured_costs, middle, with_bytes
 from megatron_zbpp.analysis.gaps import gaps
 from megatron_zbpp.analysis.lowering import lower
 from megatron_zbpp.analysis.memory import highest, live, peak
@@ -70,7 +70,7 @@ def answers(schedule: Schedule) -> Iterator[object]:
     yield lower(schedule, EARLY), passes_ahead(schedule)
     yield [(str(gap), gap.where) for gap in gaps(timeline, 0.5)]
     yield critical_path(timeline, costs)
-    yield fit(timeline, 0.25), sorted(timeline.lags().items()), latency(timeline)
+    yield fit(timeline, 0.25), sorted(timeline.lags().items()), measured_costs(timeline)
     yield timeline.idle_all_ranks, [live(schedule, costs, pool) for pool in (HOST, PARTNER)]
     yield sorted(begun(schedule).items()), stored(schedule, costs)
     counts = passes_ahead(schedule)
