@@ -111,7 +111,8 @@ def compare(found, stock, job, tied=False):
             assert len(copies) == job.tp and copies[0] not in ours.states
             for key in copies:
                 del theirs.states[key]
-        close([ours], [theirs], 3 * relative)  # gradients of a norm's weight: by CPU, 1.1e-6
+        # stock differs from itself by 1.15e-6 (a norm's weight) where torch takes other kernels
+        close([ours], [theirs], 3 * relative)
 
 
 HOSTS = ('1f1b', 'zb-v', 'zb-h1')
