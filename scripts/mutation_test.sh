@@ -27,7 +27,7 @@ only_mutate = [
     "megatron_zbpp/partitioning/*",
     "megatron_zbpp/render/*",
 ]
-also_copy = ["examples", "scripts", "benchmarks", "docs", "patches", "README.md"]
+also_copy = ["examples", "scripts", "benchmarks", "docs", "patches", "README.md", "mkdocs.yml"]
 pytest_add_cli_args_test_selection = [
     "tests/unit/ir",
     "tests/unit/schedules",
