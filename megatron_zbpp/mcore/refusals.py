@@ -160,11 +160,17 @@ _UNMASKED_HYBRID = (
     'take a schedule with one chunk a rank, such as zb-h1, or megatron-core from 0.18 on, or drop '
     '--reset-attention-mask',
 )
-_MODEL_OPT = ('modelopt_enabled', 'export_kd_teacher_load')
-_ONE_CHUNK = (
-    "Megatron's builder of ModelOpt models knows one chunk a rank",
-    'take a schedule with one, such as zb-h1',
-)
+_BUILT_WHOLE = "Megatron's builder of ModelOpt models knows one chunk a rank"
+_TAKE_ONE = 'take a schedule with one chunk a rank, such as zb-h1, or drop --'
+# what knows one chunk a rank only
+_ONE_CHUNK = {
+    'modelopt_enabled': (_BUILT_WHOLE, f'{_TAKE_ONE}modelopt-enabled'),
+    'export_kd_teacher_load': (_BUILT_WHOLE, f'{_TAKE_ONE}export-kd-teacher-load'),
+    'perform_rl_step': (
+        "Megatron's train_rl.py scores by the first chunk of each rank, and has no data for others",
+        f'{_TAKE_ONE}perform-rl-step',
+    ),
+}
 # refused for some of their values
 _BY_VALUE = (
     'cuda_graph_impl',
@@ -188,7 +194,7 @@ def settings() -> tuple[str, ...]:
         *(WITH_SLICES, WITH_SHARDS, ACROSS_REPLICAS),
     )
     named = (name for table in tables for name in table)
-    return tuple(dict.fromkeys((*named, *HYBRID, _SFT, _MASKS, *_MODEL_OPT, *_BY_VALUE)))
+    return tuple(dict.fromkeys((*named, *HYBRID, _SFT, _MASKS, *_ONE_CHUNK, *_BY_VALUE)))
 
 
 def refused(
@@ -305,16 +311,12 @@ def needs_masks(settings: Any) -> bool:
 
 
 def _with_chunks(settings: Any, placement: Placement) -> Iterator[Refusal]:
-    """Yield what builders and batches of Megatron's have for one chunk a rank only."""
+    """Yield what builders, batches and loops of Megatron's have for one chunk a rank only."""
     if needs_masks(settings) and placement.num_ranks > 2:
         yield Refusal(_MASKS, True, *_UNMASKED)
     elif needs_masks(settings) and hybrid(settings) is not None and not _scripts_share_batches():
         yield Refusal(_MASKS, True, *_UNMASKED_HYBRID)
-    for setting in _MODEL_OPT:
-        value = getattr(settings, setting, None)
-        if value:
-            reason, cure = _ONE_CHUNK
-            yield Refusal(setting, value, reason, f'{cure}, or drop --{setting.replace("_", "-")}')
+    yield from set_in(_ONE_CHUNK, settings)
 
 
 def _packed(settings: Any) -> Iterator[Refusal]:

@@ -278,9 +278,15 @@ REFUSALS = {
     ),
     'ModelOpt': row(
         refusal(VEE, modelopt_enabled=True),
-        'take a schedule with one, such as zb-h1, or drop --modelopt-enabled',
+        'take a schedule with one chunk a rank, such as zb-h1, or drop --modelopt-enabled',
         refusal(LOOP, modelopt_enabled=True),
         refusal(VEE),
+    ),
+    'reinforcement learning in several chunks': row(
+        refusal(VEE, perform_rl_step=True),
+        'take a schedule with one chunk a rank, such as zb-h1, or drop --perform-rl-step',
+        refusal(LOOP, perform_rl_step=True),
+        refusal(VEE, perform_rl_step=False),
     ),
     "Megatron's offloading, of one layer": row(
         offloading(4, 'core_attn', 'attn_proj'),
