@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from math import fsum
 from typing import Any
 
-from megatron_zbpp.ir import B, F, W
+from megatron_zbpp.ir import B, F, Placement, W
 from megatron_zbpp.ir.costs import Costs
 
 
@@ -33,6 +34,21 @@ def stages_file(costs: Costs, layout: str | None) -> str:
     known |= {kind: costs.times[kind] for kind in (F, B, W)} | {'comm': costs.comm}
     unlike = {'message': costs.message, 'edges': costs.edges, 'hops': costs.hops}
     return json.dumps(known | {name: value for name, value in unlike.items() if value}) + '\n'
+
+
+def message_times(costs: Costs, placement: Placement) -> dict[tuple[int, int], list[float]]:
+    """Return the times of messages between neighbouring stages, hops and all, by pair of ranks.
+
+    >>> costs = Costs.of([1] * 4, [1] * 4, [1] * 4, comm=2, hops=[(0, 0), (0, 0), (1, 3)])
+    >>> message_times(costs, Placement.v(2))
+    {(0, 1): [2.0, 5.0], (1, 0): [2.0, 3.0]}
+    """
+    times: dict[tuple[int, int], list[float]] = {}
+    for s, pair in enumerate(pairwise(placement.only_route)):
+        for ranks, stages in ((pair, (s, s + 1)), (pair[::-1], (s + 1, s))):
+            if pair[0] != pair[1]:
+                times.setdefault(ranks, []).append(costs.edge(*ranks, stages))
+    return times
 
 
 def in_reverse(costs: Costs, num_ranks: int) -> Costs:

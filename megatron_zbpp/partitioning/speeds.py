@@ -14,6 +14,7 @@ from statistics import median, median_low
 
 from megatron_zbpp.ir import B, F, Placement, W
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.plan_costs import message_times
 from megatron_zbpp.partitioning.devices import Device, Devices
 
 _LEAST = 0.05  # a smaller difference is that of measuring
@@ -57,6 +58,9 @@ def measured_devices(
 ) -> Devices:
     """Return the ranks as devices: their factors, and links that take what messages took.
 
+    Of unlike messages between two ranks links take what the fastest took: the rest is of the
+    stages, whose `hops` say it.
+
     Args:
         stages: the letters of their layers, in model order.
         placement: of the stages.
@@ -67,7 +71,8 @@ def measured_devices(
     factors = (1.0,) * len(ranks)
     if layers_alike and len(stages) == placement.num_stages:
         factors = rank_factors(stages, placement.only_route, costs)
-    links = tuple(tuple(costs.edge(a, b) for b in ranks) for a in ranks)
+    known = {pair: min(times) for pair, times in message_times(costs, placement).items()}
+    links = tuple(tuple(known.get((a, b), costs.edge(a, b)) for b in ranks) for a in ranks)
     return Devices(tuple(Device(str(rank), (x, x, x)) for rank, x in enumerate(factors)), links)
 
 

@@ -24,9 +24,9 @@ from megatron_zbpp.guests.autotune.background import BackgroundSearch, schedule_
 from megatron_zbpp.guests.autotune.repartition import Repartition, look
 from megatron_zbpp.guests.base import Change, Guest, ModelLayers, Run
 from megatron_zbpp.guests.measurements import WARM_UP, Measured, measured, merge_measurements
-from megatron_zbpp.ir import B, F, Schedule, W
+from megatron_zbpp.ir import B, F, Placement, Schedule, W
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.plan_costs import in_reverse
+from megatron_zbpp.ir.plan_costs import in_reverse, message_times
 from megatron_zbpp.partitioning.speeds import slow_ranks
 from megatron_zbpp.runtime.log import rank_log
 from megatron_zbpp.runtime.observe.measure import Iteration
@@ -151,7 +151,8 @@ class AutoPlan(Guest):
             return
         unused = [each.spare for each in self._found if each.spare is not None]
         spare = f'; {min(unused) / 2**30:.3g} GiB or more never needed' if unused else ''
-        self.say(f'auto: {_words(self.costs, full)}; plans within {limit:.3g} activations{spare}')
+        words = _words(self.costs, schedule.placement, full)
+        self.say(f'auto: {words}; plans within {limit:.3g} activations{spare}')
         placement = schedule.placement
         pipelines = [(each.ranks, each.costs) for each in self._found if each.rank == 0]
         for rank, times in slow_ranks(pipelines, placement).items():
@@ -273,7 +274,7 @@ def _unknown_to_partitions(schedule: Schedule) -> str:
     return 'cells' if schedule.together else ''
 
 
-def _words(costs: Costs, full: float | None) -> str:
+def _words(costs: Costs, placement: Placement, full: float | None) -> str:
     """Return what was measured."""
     n = costs.num_stages
     times = {kind: costs.times[kind] for kind in (F, B, W)}
@@ -281,8 +282,8 @@ def _words(costs: Costs, full: float | None) -> str:
     parts = [f'{kind} {min(t) * 1e3:.3g} to {max(t) * 1e3:.3g} ms' for kind, t in times.items()]
     if costs.together != 1:
         parts.append(f'a forward and a backward as one {costs.together:.0%} of both')
-    latencies = {costs.comm, *(latency for *_, latency in costs.edges)}
-    ends = (f'{(end(latencies) + costs.message) * 1e3:.3g}' for end in (min, max))
+    messages = [time for own in message_times(costs, placement).values() for time in own]
+    ends = (f'{end(messages) * 1e3:.3g}' for end in (min, max))
     parts.append(f'messages {" to ".join(dict.fromkeys(ends))} ms')
     if full is not None:
         parts.append(f'an activation of a full rank {full / 2**20:.4g} MiB')

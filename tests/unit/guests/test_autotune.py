@@ -157,6 +157,21 @@ def test_plans_know_the_latency_of_each_pair_of_ranks(monkeypatch, mirrored):
     assert 'messages 0.1 to 0.7 ms' in told[0]
 
 
+def test_what_is_measured_of_messages_counts_hops(monkeypatch):
+    """Edges of unlike bytes between the same two ranks, here from stage 6 to 7 and back."""
+    schedule = build('zb-v', 4, 8)
+    costs = Costs.uniform(schedule.placement, 2e-3, 2e-3, 2e-3, comm=0.1e-3)
+    costs = replace(costs, hops=((0.0, 0.0),) * 6 + ((0.3e-3, 0.4e-3),))
+    from megatron_zbpp.guests.autotune import auto_plan
+
+    told = []
+    monkeypatch.setattr(auto_plan.dist, 'get_rank', lambda: 0)
+    monkeypatch.setattr(BackgroundSearch, 'start', lambda *_: None)
+    found = Measured(costs, 1.0, {}, None, 0, (0, 1, 2, 3))
+    AutoPlan(say=told.append, _spans=[9.0], _found=[found] * 3)._start(schedule)
+    assert 'messages 0.1 to 0.5 ms' in told[0]
+
+
 @pytest.mark.parametrize('settled', [False, True])
 def test_each_batch_size_is_planned_for_by_itself(monkeypatch, settled):
     """A planner for one goes on while calls of another are measured, and what it knows stays."""

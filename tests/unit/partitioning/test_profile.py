@@ -10,8 +10,10 @@ from instances import P1
 
 from megatron_zbpp import Devices, Layers, Placement
 from megatron_zbpp.cli import main
+from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.fitting import fit_layers, non_negative
 from megatron_zbpp.partitioning.shapes import Shape, layers_of
+from megatron_zbpp.partitioning.speeds import measured_devices
 from megatron_zbpp.partitioning.stages import Partition, stage_costs
 
 GPT3 = Shape('gpt', 2, hidden=64, heads=4, vocab=1000, seq=32, tflops=1e-12)  # one FLOP a second
@@ -178,18 +180,27 @@ def test_devices_from_stages(tmp_path, capsys):
     """The rank that takes longer for its layers, and what a message takes; layers are usual."""
     times, layers, devices = (tmp_path / name for name in ('times.json', 'l.json', 'd.json'))
     each = [2, 2, 3, 4]
-    times.write_text(json.dumps({'F': each, 'B': each, 'W': each, 'comm': 0.25}))
+    hops = [[0.5, 1], [0, 0], [0, 0]]
+    times.write_text(json.dumps({'F': each, 'B': each, 'W': each, 'comm': 0.25, 'hops': hops}))
     given = ['profile', '--stages', f'Ett|tt|tt|tL={times}', '-o', str(layers)]
     assert main([*given, '--write-devices', str(devices)]) == 0
     assert capsys.readouterr().out.endswith(f'wrote {layers}\nwrote {devices}\n')
     found = Devices.from_json(devices.read_text())
     assert [device.factors for device in found.devices] == [(x, x, x) for x in (1, 1, 1.5, 1)]
-    assert (found.edge(0, 1, 0.0), found.edge(3, 2, 0.0), found.edge(1, 1, 0.0)) == (0.25, 0.25, 0)
+    links = [(0, 1), (1, 0), (1, 2), (3, 2), (1, 1)]
+    assert [found.edge(*link, 0.0) for link in links] == [0.75, 1.25, 0.25, 0.25, 0]
     decoder = next(x for x in Layers.from_json(layers.read_text()) if x.kind == 't')
     assert decoder.forward == pytest.approx(1.0)
     two = [f'Ett|tt|tt|tL={times}'] * 2
     assert main(['profile', '--stages', *two, '--write-devices', str(devices)]) == 2
     assert 'give one --stages' in capsys.readouterr().err
+
+
+def test_links_take_the_fastest_message_of_two_ranks():
+    """What others take beyond it is of their stages."""
+    costs = Costs.of(*[(1.0,) * 4] * 3, comm=0.25, hops=[(0.5, 1), (0, 0), (0.25, 2)])
+    found = measured_devices(['t'] * 4, Placement.v(2), costs)
+    assert (found.edge(0, 1, 0.0), found.edge(1, 0, 0.0)) == (0.25 + 0.5, 0.25 + 0.25)
 
 
 def test_other_stages_are_refused():
