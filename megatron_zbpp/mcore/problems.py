@@ -24,6 +24,11 @@ class Checks:
     def __init__(self) -> None:
         self._errors: list[Exception] = []
 
+    @property
+    def failed(self) -> bool:
+        """True where one has failed by now."""
+        return bool(self._errors)
+
     @contextmanager
     def one(self) -> Iterator[None]:
         """Keep what is raised in the block; a check that depends on another one is in its block."""

@@ -177,8 +177,8 @@ def test_numbers_of_microbatches(ranks, changes, expected):
 def test_all_that_is_wrong_is_told_at_once(ranks):
     """A line each, as each would be told alone, in one order; what depends on one is not asked."""
     wrong = {
-        '--pipeline-message-ctas 0': 'give a whole number from 1 up',
-        '--pipeline-watchdog-timeout -2': 'give a number from 0 up',
+        '--pipeline-message-ctas 1.5': 'give a whole number from 1 up',
+        '--pipeline-watchdog-timeout abc': "is 'abc': give a number from 0 up",
         '--pipeline-message-priority hi': "give 'high' or 'group'",
         '--pipeline-clip 3': "give 'stage' or 'global'",
     }
@@ -195,3 +195,19 @@ def test_all_that_is_wrong_is_told_at_once(ranks):
     assert '--num-virtual-stages-per-pipeline-rank' in told.said.splitlines()[0]
     told = parsed(ranks, '--pipeline-schedule', 'zb-q', *words[:2], *words[4:6])
     assert told.said.count('\n') == 2 and 'unknown schedule' in told.said, told
+
+
+def test_what_is_refused_is_told_beside_wrong_values(ranks):
+    """Settings of Megatron's that no value of ours would make good, in the words of a job."""
+    words = ['--pipeline-schedule', 'zb-v', '--pipeline-watchdog-timeout', 'abc']
+    set_too = {'tp_comm_overlap': True}
+    alone = parsed(ranks, *words[:2], **set_too).said
+    assert alone.count('\n') == 1 and 'tp_comm_overlap' in alone, alone
+    told = parsed(ranks, *words, **set_too)
+    assert told.code == 2 and told.said == refused(ranks, *words) + alone, told
+    told = parsed(ranks, *words[:2], num_virtual_stages_per_pipeline_rank=3, **set_too)
+    assert told.said.count('\n') == 2 and told.said.endswith(alone), told
+    # with the output layer on all ranks it would be refused, but is taken back before
+    words[1] = 'slimpipe'
+    told = parsed(ranks, *words, defer_embedding_wgrad_compute=True)
+    assert told.said == refused(ranks, *words), told

@@ -416,7 +416,7 @@ def test_bad_input(ranks, words, said):
 
 
 def test_all_that_is_wrong_is_told_at_once(ranks):
-    words = '--pipeline-message-ctas 0 --pipeline-message-priority hi --pipeline-trace-dir /proc/no'
+    words = '--pipeline-message-ctas x --pipeline-message-priority hi --pipeline-trace-dir /proc/no'
     line = ['--', *SIZES, '--pipeline-schedule', 'zb-v', *words.split()]
     (code, out, errors), _ = ranks(2).run(doctor, line)
     assert code == 2 and not out

@@ -159,7 +159,8 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         return None
     sizes.require_plain(args)
     stock = sizes.stock_layout(args)  # before a plan writes its own
-    settings, layout = plan_layout.settings_of(args, given)
+    machine = preflight.machine()
+    settings, layout = plan_layout.settings_of(args, given, machine)
     if settings.same_start and stock is not None:
         settings = replace(settings, same_start=stock)
     notes = [] if layout is None else [f'layers as the plan has them: {layout}']
@@ -172,9 +173,7 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
         notes.append(
             '--rerun-mode disabled, or all ranks would wait for each other in each iteration'
         )
-    reasons = preflight.refused(args, programs, ranks, **preflight.machine())
-    if reasons:
-        raise NotImplementedError('with --pipeline-schedule, ' + '. '.join(map(str, reasons)))
+    plan_layout.require_supported(args, programs, machine)
     counts = sizes.microbatches(args, world)
     settings, found = preflight.with_slices(settings, args, ranks, counts)
     notes += [found] if found else []

@@ -162,17 +162,17 @@ def dry_run_of(line: LaunchLine) -> DryRun:
         others = [_NO_PIPELINE] if given is not None else [_NO_SCHEDULE, *_others(line, parallel)]
         return DryRun(parallel, notes=(*notes, *others))
     sizes.require_plain(args)
-    settings, _ = plan_layout.settings_of(args, given)
+    machine = {'on_cpu': line.on_cpu, 'with_te': not te.missing()}
+    settings, _ = plan_layout.settings_of(args, given, machine)
     programs = Programs(settings)
     replicas.require_pairs(programs, parallel['data'])
     placement = programs.placement(parallel['pipeline'])
     programs.join(getattr(args, refusals.OVERLAP, False))
     counts = _microbatches(line, parallel['data'])
     notes += superseded.drop(args)
-    on_cpu, with_te = line.on_cpu, not te.missing()
     if programs.runs_ahead:
         sizes.disable_rerun_checks(args, line.words)
-    refused = preflight.refused(args, programs, placement.num_ranks, None, on_cpu, with_te)
+    refused = preflight.refused(args, programs, placement.num_ranks, **machine)
     if not refused:
         settings, found = preflight.with_slices(settings, args, placement.num_ranks, counts)
         programs = Programs(settings) if found else programs

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default = each.shown_default and f' Default: {each.shown_default}.'
         group.add_argument(
             each.name,
-            type=str if each.least is None else functools.partial(_number, each),
+            type=str if each.least is None else functools.partial(_number_or_text, each),
             default=each.flag_default,
             metavar=each.unit,
             help=each.text + default,
@@ -37,19 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_aliases(parser)
 
 
-def _number(option: Option, text: str) -> float:
-    """Return the number, of the type that the option takes.
+def _number_or_text(option: Option, text: str) -> float | str:
+    """Return the number, of the type that the option takes; else the text, for it to refuse.
 
-    Raises:
-        argparse.ArgumentTypeError: it is none.
+    argparse would end at the first flag that is wrong, with all flags of Megatron as its usage.
     """
-    whole = isinstance(option.least, int)
     try:
-        return int(text) if whole else float(text)
+        return int(text) if isinstance(option.least, int) else float(text)
     except ValueError:
-        kind = 'whole number' if whole else 'number'
-        cure = f'give a {kind} from {option.least:g} up{option.or_else}'
-        raise argparse.ArgumentTypeError(f'{text!r} is no {kind}: {cure}') from None
+        return text
 
 
 def read(args: argparse.Namespace) -> Mapping[str, Any] | None:

@@ -9,20 +9,24 @@ from typing import Any
 
 from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.formats import load_plan
-from megatron_zbpp.mcore import layout, refusals
+from megatron_zbpp.mcore import layout, preflight, refusals, superseded
 from megatron_zbpp.mcore.command_line import flags, sizes
 from megatron_zbpp.mcore.command_line.messages import flag
 from megatron_zbpp.mcore.problems import Checks
+from megatron_zbpp.mcore.programs import Programs
 from megatron_zbpp.mcore.settings import Settings
 from megatron_zbpp.runtime.log import job_log
 
 
-def settings_of(args: argparse.Namespace, given: Mapping[str, Any]) -> tuple[Settings, str | None]:
+def settings_of(
+    args: argparse.Namespace, given: Mapping[str, Any], machine: Mapping[str, bool]
+) -> tuple[Settings, str | None]:
     """Return what the flags ask for; the layout of their plan is written into Megatron's arguments.
 
     Args:
         args: Megatron's arguments.
         given: the values of our flags.
+        machine: what the job runs on, as of `preflight.machine`.
 
     Returns:
         The settings, and the plan's layout: None where there is no file, or no layout in it.
@@ -30,11 +34,12 @@ def settings_of(args: argparse.Namespace, given: Mapping[str, Any]) -> tuple[Set
     Raises:
         ValueError: both a name and a file, the layout is of another model, the arguments have
             another one, or Megatron's selective recomputation is off, which the plan counts on.
+            Wrong values are told with what the schedule refuses of Megatron's settings.
         OSError: a file cannot be read.
     """
     name, file = given['pipeline_schedule'], given['pipeline_schedule_file']
     if file is None:
-        return _settings(args, given, name), None
+        return _settings(args, given, name, machine), None
     if name is not None:
         raise ValueError(
             f'--pipeline-schedule {name} and --pipeline-schedule-file {file}: give one of them'
@@ -50,7 +55,16 @@ def settings_of(args: argparse.Namespace, given: Mapping[str, Any]) -> tuple[Set
     if source.layout is not None:
         _take_layout(args, source.layout, file)
     schedule = source.schedule
-    return _settings(args, given, schedule), source.layout
+    return _settings(args, given, schedule, machine), source.layout
+
+
+def require_supported(
+    args: argparse.Namespace, programs: Programs, machine: Mapping[str, bool]
+) -> None:
+    """Return if nothing in Megatron's arguments is refused; raise what names all that is."""
+    reasons = preflight.refused(args, programs, args.pipeline_model_parallel_size, **machine)
+    if reasons:
+        raise NotImplementedError('with --pipeline-schedule, ' + '. '.join(map(str, reasons)))
 
 
 def _take_layout(args: argparse.Namespace, text: str, file: str) -> None:
@@ -63,7 +77,10 @@ def _take_layout(args: argparse.Namespace, text: str, file: str) -> None:
 
 
 def _settings(
-    args: argparse.Namespace, given: Mapping[str, Any], source: str | Schedule
+    args: argparse.Namespace,
+    given: Mapping[str, Any],
+    source: str | Schedule,
+    machine: Mapping[str, bool],
 ) -> Settings:
     """Return the settings; raise ValueError for chunks and all values that cannot be, together."""
     checks, chunks, made = Checks(), None, None
@@ -71,9 +88,21 @@ def _settings(
         chunks = _num_chunks(args, source)
     with checks.one():
         made = flags.settings_of(given, source, chunks)
+    if checks.failed and (plain := _plain(source, chunks)) is not None:
+        with checks.one():
+            tuple(superseded.drop(args, plain.splits(args.pipeline_model_parallel_size)))
+            require_supported(args, plain, machine)
     checks.require_all()
     assert made is not None
     return made
+
+
+def _plain(source: str | Schedule, num_chunks: int | None) -> Programs | None:
+    """Return the schedule with no value of our other flags; None: there is no such schedule."""
+    try:
+        return Programs(Settings(source, num_chunks))
+    except (OSError, ValueError):
+        return None
 
 
 def _num_chunks(args: argparse.Namespace, source: str | Schedule) -> int | None:

@@ -34,14 +34,19 @@ LINES = {
         'the launch line names no script: give all of it, such as torchrun',
         benched(f'torchrun pretrain_gpt.py {SIZES}'),
     ),
+    'no value': row(
+        line('--pipeline-schedule zb-v --pipeline-watchdog-timeout'),
+        'launch line: argument --pipeline-watchdog-timeout: expected one argument',
+        line('--pipeline-schedule zb-v --pipeline-watchdog-timeout 1'),
+    ),
     'no number': row(
         line('--pipeline-schedule zb-v --pipeline-watchdog-timeout soon'),
-        "--pipeline-watchdog-timeout: 'soon' is no number: give a number from 0 up",
+        "--pipeline-watchdog-timeout is 'soon': give a number from 0 up",
         line('--pipeline-schedule zb-v --pipeline-watchdog-timeout 1'),
     ),
     'bytes where activations count': row(
         line('--pipeline-schedule auto --pipeline-schedule-memory-limit 60GiB'),
-        "'60GiB' is no number: give a number from 0 up, in activations of one microbatch",
+        "memory-limit is '60GiB': give a number from 0 up, in activations of one microbatch",
         line('--pipeline-schedule auto --pipeline-schedule-memory-limit 60'),
     ),
     'no number of processes': row(

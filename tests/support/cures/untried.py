@@ -100,7 +100,6 @@ UNTRIED = {
     '__init__.py __getattr__': "Python's own words for a name that a module lacks",
     'mcore/command_line/arguments.py _preparing.parse_known_args': 'ends what has been told',
     'mcore/problems.py Checks.require_all: _errors[0]': 'raises what a check has raised',
-    'mcore/command_line/flags.py _number': 'argparse raises its own instead: rows of no number',
     'mcore/iteration/embedding.py EmbeddingStage._tokens.stop': 'ends a call of the program',
     'mcore/iteration/completeness.py _looking': 'a layer that nobody knows yet: it is reported',
     'mcore/iteration/preparation.py refuse_unsupported: adjust_tensor': 'the cure is a program '
