@@ -50,7 +50,7 @@ def test_one_place_asks():
             if asked in file.read_text():
                 found.add(file.stem)
     assert askers['refusals.refused('] == {'preflight'}
-    assert askers['preflight.refused('] == {'arguments', 'dry_run', 'bridge', 'preparation'}
+    assert askers['preflight.refused('] == {'plan_layout', 'dry_run', 'bridge', 'preparation'}
 
 
 @pytest.mark.parametrize(('setting', 'value'), CASES, ids=str)
