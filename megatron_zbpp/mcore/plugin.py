@@ -26,6 +26,7 @@ from megatron_zbpp.mcore.post_validation import split_step, stepping
 from megatron_zbpp.mcore.post_validation.next_iteration import ForwardsAhead
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.settings import Settings
+from megatron_zbpp.mcore.side_effects import isolated
 from megatron_zbpp.post_validation.protocol import PostValidation
 from megatron_zbpp.runtime.observe.measure import Figures, Iteration
 
@@ -91,7 +92,8 @@ class Plugin:
         step does not wait for it: see post-validation); so they cost about nothing as long as they
         take no longer than was said. After two in a row that did, there are
         no more in that iteration. A step runs in this thread between two passes, random states of
-        Python, numpy and torch saved around it. It must not call collectives of the training's
+        Python, numpy, torch and Megatron and its logged losses saved around it; it may train
+        weights of its own. It must not call collectives of the training's
         process groups. One that raises, or takes more memory than it may, is reported, and not
         called again.
 
@@ -124,7 +126,7 @@ class Plugin:
             )
         from megatron_zbpp.guests.side_work.side_task import SideTask, SideWork
 
-        work = SideWork(step, step_seconds, margin, memory)
+        work = SideWork(step and functools.partial(isolated, step), step_seconds, margin, memory)
         self.session.invite(SideTask(work))
         return work
 

@@ -185,3 +185,38 @@ def left_between():
 def test_a_program_finds_what_was_there(ranks):
     """Random numbers that it draws matter where forwards ahead have drawn some, and only there."""
     assert ranks(2).run(left_between) == [((0.0, False), False, False, True, 2.0, 2.0)] * 2
+
+
+def isolated_steps():
+    """What steps draw of a tracked state, and what is drawn of it after them."""
+    import torch
+    from megatron.core.tensor_parallel import random
+
+    from megatron_zbpp.mcore.side_effects import isolated
+
+    def seed(value):
+        random.initialize_rng_tracker(force_reset=True)
+        random.get_cuda_rng_tracker().add('model-parallel-rng', value)
+
+    def draw():
+        with random.get_cuda_rng_tracker().fork():
+            return torch.rand(2).tolist()
+
+    def reseeding():
+        random.get_cuda_rng_tracker().reset()
+        random.get_cuda_rng_tracker().add('model-parallel-rng', SEED + 1)
+        return draw()
+
+    found = []
+    with mock.patch.object(torch.cuda, 'default_generators', (torch.default_generator,) * 8):
+        for step in (lambda: None, draw, reseeding):
+            seed(SEED)
+            found.append((isolated(step), draw()))
+    random.initialize_rng_tracker(force_reset=True)
+    return found
+
+
+def test_an_isolated_step_leaves_nothing(ranks):
+    """Also where it seeds all states anew."""
+    (((_, left), (one, left_by_one), (other, left_by_other)),) = ranks(1).run(isolated_steps)
+    assert left == left_by_one == left_by_other == one != other

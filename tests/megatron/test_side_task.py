@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nvidia import needs_training, run
+from test_frozen import adapted
 
 from megatron_zbpp.schedules import build
 
@@ -191,8 +192,8 @@ def test_a_whole_training(ranks, early):
     assert bool(stepped_early[0]) == early
 
 
-def layers_of(args):
-    """A GPT of Megatron's that does not train, and its layers as functions of one value."""
+def small(args):
+    """A GPT of Megatron's of two layers, whole on this rank."""
     from copy import copy
 
     from megatron.core.models.gpt import GPTModel
@@ -200,9 +201,14 @@ def layers_of(args):
     from megatron.training.arguments import core_transformer_config_from_args
 
     config = copy(core_transformer_config_from_args(args))
-    config.pipeline_model_parallel_size = 1
+    config.pipeline_model_parallel_size, config.pipeline_model_parallel_layout = 1, None
     config.num_layers = 2
-    model = GPTModel(config, get_gpt_layer_local_spec(), 256, 16, True, True).eval()
+    return GPTModel(config, get_gpt_layer_local_spec(), 256, 16, True, True)
+
+
+def layers_of(args):
+    """A GPT that does not train, and its layers as functions of one value."""
+    model = small(args).eval()
     positions = torch.arange(16)[None]
     decoder = model.decoder
 
@@ -256,3 +262,93 @@ def test_a_teacher_beside_a_training(ranks):
     assert found.losses == without.losses and found.parameters == without.parameters
     assert any(outputs for outputs, _ in found.reported)
     assert all(4 * n <= taken < 4 * n + 4 for n, taken in found.reported)
+
+
+class Adapters:
+    """Two adapters of one frozen GPT, each with weights and an optimizer of its own (mLoRA).
+
+    Attributes:
+        losses: in hex, of the adapters in turn.
+    """
+
+    def __init__(self, args):
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(1)
+        torch.manual_seed(1)
+        self.model = small(args).requires_grad_(False)
+        self.layers = [layer.self_attention for layer in self.model.decoder.layers]
+        base, config = [layer.linear_qkv for layer in self.layers], self.model.config
+        self.adapted = [[adapted(own, config, 96) for own in base] for _ in range(2)]
+        self.optimizers = [
+            torch.optim.Adam([p for own in each for p in own.parameters() if p.requires_grad], 1e-2)
+            for each in self.adapted
+        ]
+        self.tokens = torch.randint(255, (2, 2, 17), generator=torch.Generator().manual_seed(1))
+        self.losses = []
+
+    def step(self):
+        """One of an adapter: forward, backward and optimizer, with masks of its own."""
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(len(self.losses))
+        own = len(self.losses) % 2
+        for layer, linear in zip(self.layers, self.adapted[own], strict=True):
+            layer.linear_qkv = linear
+        tokens = self.tokens[own]
+        self.optimizers[own].zero_grad()
+        loss = self.model(tokens[:, :-1], torch.arange(16)[None], None, labels=tokens[:, 1:]).mean()
+        loss.backward()
+        self.optimizers[own].step()
+        self.losses.append(loss.item().hex())
+
+
+@contextmanager
+def tuning(training):
+    """NVIDIA's loop with adapters that train beside it; then the same adapters alone."""
+    from megatron_zbpp.mcore import enabled
+
+    original = training.setup_model_and_optimizer
+    told = []
+
+    def setup_model_and_optimizer(*args, **kwargs):
+        made = original(*args, **kwargs)
+        from megatron_zbpp.mcore.left_behind import random_states, set_random_states
+
+        states = random_states()
+        beside = Adapters(training.get_args())
+        set_random_states(*states)
+        work = enabled.plugin.side_task(beside.step, 1e-4, margin=1e-5)
+        told.append((beside, work))
+        return made
+
+    training.setup_model_and_optimizer = setup_model_and_optimizer
+    reported = []
+    try:
+        yield reported
+        ((beside, work),) = told
+        alone = Adapters(training.get_args())
+        for _ in range(max(work.steps, 40)):
+            alone.step()
+        reported += [work.steps, beside.losses, alone.losses]
+    finally:
+        training.setup_model_and_optimizer = original
+
+
+@needs_training
+@pytest.mark.parametrize('schedule', ['zb-h1', 'zb-v'])
+def test_adapters_that_train_beside_a_training(ranks, schedule):
+    """Both train as they do alone, and the training is to the bit what it is without; both draw
+    random masks, from the states that Megatron tracks.
+    """
+    flags = ['--pipeline-model-parallel-size', 2, '--global-batch-size', 8, '--train-iters', 20]
+    flags += ['--pipeline-schedule', schedule, '--untie-embeddings-and-output-weights']
+    flags += ['--hidden-dropout', 0.1, '--attention-dropout', 0.1]
+    without = run(ranks(2), *flags)
+    found = run(ranks(2), *flags, event=tuning)
+    assert found.losses == without.losses and found.parameters == without.parameters
+    assert sum(steps for steps, *_ in found.reported) > 4
+    for steps, losses, alone in found.reported:
+        assert losses == alone[:steps] and len(losses) == steps
+        for own in (alone[::2], alone[1::2]):
+            assert float.fromhex(own[-1]) < float.fromhex(own[0])
