@@ -44,9 +44,9 @@ def message_times(costs: Costs, placement: Placement) -> dict[tuple[int, int], l
     {(0, 1): [2.0, 5.0], (1, 0): [2.0, 3.0]}
     """
     times: dict[tuple[int, int], list[float]] = {}
-    for s, pair in enumerate(pairwise(placement.only_route)):
-        for ranks, stages in ((pair, (s, s + 1)), (pair[::-1], (s + 1, s))):
-            if pair[0] != pair[1]:
+    for s, (a, b) in enumerate(pairwise(placement.only_route)):
+        for ranks, stages in (((a, b), (s, s + 1)), ((b, a), (s + 1, s))):
+            if a != b:
                 times.setdefault(ranks, []).append(costs.edge(*ranks, stages))
     return times
 

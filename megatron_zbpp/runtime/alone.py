@@ -62,7 +62,8 @@ class NoPeers(Channels):
     """Channels to nobody: what is sent is dropped, what is received is noise.
 
     Noise and not zeros, by which all tokens would go to the same experts; the same on all ranks, as
-    those of a tensor-parallel group take one tensor for theirs.
+    those of a tensor-parallel group take one tensor for theirs. Whole numbers are 1: an index or a
+    divisor that there is.
 
     Args:
         pp_group: the pipeline's.
@@ -80,6 +81,8 @@ class NoPeers(Channels):
 
     def post(self, message: Message, peer: int) -> Incoming:
         assert message.shape is not None, 'nobody tells shapes'
+        if not message.dtype.is_floating_point:
+            return Incoming(torch.ones(message.shape, dtype=message.dtype, device=message.device))
         noise = torch.randn(message.shape, generator=self._generator)
         return Incoming(noise.to(message.device, message.dtype))
 

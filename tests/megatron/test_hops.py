@@ -6,6 +6,8 @@ through all chunks in one process, microbatch after microbatch.
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 from example import forget_groups
 from grids import grid
@@ -132,7 +134,9 @@ def loss_of(losses):
 
 
 def trained(schedule, ranks, wrong=None, mhc=False, options=None, lengths=False):
-    """Losses and gradients of this rank's stages, in hex, by the pipeline and by autograd."""
+    """Losses and gradients of this rank's stages, in hex, by the pipeline and by autograd; and how
+    many forwards the pipeline ran.
+    """
     _find_megatron()
     import torch
     import torch.distributed as dist
@@ -155,8 +159,9 @@ def trained(schedule, ranks, wrong=None, mhc=False, options=None, lengths=False)
         config.variable_seq_lengths = lengths
         weights = gathered({s: c.state_dict() for s, c in zip(held, own, strict=True)})
         models = [DDP(config, DistributedDataParallelConfig(), chunk) for chunk in own]
+        step = mock.Mock(wraps=forward_step)
         results = get_forward_backward_func()(
-            forward_step_func=forward_step,
+            forward_step_func=step,
             data_iterator=[batches() for _ in models] if chunks else batches(),
             model=models if chunks else models[0],
             num_microbatches=MICROBATCHES,
@@ -170,7 +175,7 @@ def trained(schedule, ranks, wrong=None, mhc=False, options=None, lengths=False)
             chunk.load_state_dict(weights[stage])
         expected = by_autograd(whole)
         reference = {stage: hashes(whole[stage], 'grad') for stage in held}
-        return losses, ours, expected, reference
+        return losses, ours, expected, reference, step.call_count
     finally:
         plugin.disable()
         forget_groups()
@@ -208,7 +213,7 @@ def hashes(chunk, field):
 
 
 def require_same(found, ranks):
-    for losses, ours, expected, reference in found:
+    for losses, ours, expected, reference, _ in found:
         assert ours == reference
         assert losses in ([], expected)
     assert found[-1][0] and len(found) == ranks
@@ -219,12 +224,17 @@ def require_same(found, ranks):
 @grid(
     schedule=('zb-v', 'zb-h1', 'interleaved', '1f1b'),
     ranks_=(2, 4, 2, 2),
-    given=('no options', 'recompute'),
+    given=('no options', 'recompute', 'prewarm'),
+    when=lambda schedule, ranks_, given: ranks_ == 2 or schedule in ('zb-h1', '1f1b'),  # 4 layers
 )
 def test_gradients_are_those_of_autograd(ranks, schedule, ranks_, given):
     """Hidden states, a delta of another shape and dtype, and numbers without a gradient."""
-    options = {'recompute': 'all'} if given == 'recompute' else None
-    require_same(ranks(ranks_).run(trained, schedule, ranks_, None, False, options), ranks_)
+    options = {'recompute': {'recompute': 'all'}, 'prewarm': {'prewarm': True}}.get(given)
+    found = ranks(ranks_).run(trained, schedule, ranks_, None, False, options)
+    require_same(found, ranks_)
+    if given != 'recompute':
+        each = MICROBATCHES + (given == 'prewarm')
+        assert [ran for *_, ran in found] == [each * len(ours) for _, ours, *_ in found]
 
 
 def test_neighbours_that_do_not_agree(ranks):

@@ -78,8 +78,6 @@ def _obstacle(executors: Executors, config: Any) -> str | None:
         return 'an asynchronous schedule has no first microbatch of its own'
     if executors.messages[0].shape is None:
         return 'shapes vary from microbatch to microbatch'
-    if any(len(hop) > 1 for hop in executors.edges.values()):
-        return 'stages exchange several tensors'
     if captured(config) is not None:
         return 'CUDA graphs are captured in it'
     if getattr(config, 'fine_grained_activation_offloading', False):
