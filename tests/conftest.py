@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import grids
+import nvidia
 import pytest
 import supported
 import torch
@@ -34,6 +35,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action='store_true',
         help='write what the tests that pass show into docs/support.csv',
     )
+    parser.addoption(
+        '--also',
+        metavar='FLAG',
+        action='append',
+        default=[],
+        help="give each run of NVIDIA's loop by our schedules this flag, too: what keeps all bits, "
+        'such as --also=--pipeline-prewarm, keeps those of every row',
+    )
     parser.addoption('--list-support', action='store_true', help='print what the tests would show')
 
 
@@ -55,6 +64,7 @@ class Failures:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Failures(config))
+    nvidia.ALSO.extend(config.getoption('--also'))
     if config.getoption('--record-support'):
         config.pluginmanager.register(supported.Recorder())
     if config.getoption('--list-support'):

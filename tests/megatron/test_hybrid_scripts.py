@@ -96,7 +96,9 @@ def test_one_chunk_a_rank_with_shards(te_ranks, layers, schedule):
 
 
 @refuses('hybrid models on a CPU: `M`, `G` and `D`', 'their kernels need a GPU', 'zb-h1')
-@pytest.mark.parametrize('letter', ['M (Mamba)', 'G (Gated DeltaNet)'])
+@pytest.mark.parametrize(
+    'letter', ['M (Mamba)', 'G (Gated DeltaNet)', 'D (DeepSeek sparse attention)']
+)
 def test_layers_of_kernels_are_named(letter):
     """One line before anything is built."""
     words = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,6 +14,8 @@ from grids import grid
 from nvidia import needs_training, run
 from supported import supports
 from test_launch import DISTRIBUTED, LLAMA, MOE, OVERLAP
+
+from megatron_zbpp.mcore.iteration import prewarm
 
 DROPOUT = ['--hidden-dropout', 0.1, '--attention-dropout', 0.1]
 BIAS = ['--moe-router-enable-expert-bias', '--moe-router-score-function', 'sigmoid']
@@ -90,6 +93,26 @@ def require_no_change(ranks, *flags, batch):
         assert with_it[1:] == without[1:]
     assert len(first.losses) == 3
     assert replace(first, reported=()) == replace(plain, reported=())
+
+
+OFFLOADING = {'fine_grained_activation_offloading': True}
+
+
+@pytest.mark.parametrize(
+    ('calls', 'shape', 'config', 'why'),
+    [
+        (None, (1,), {'cuda_graph_impl': 'none'}, None),
+        (3, (1,), {}, 'an asynchronous schedule has no first microbatch of its own'),
+        (None, None, {}, 'shapes vary from microbatch to microbatch'),
+        (None, (1,), {'cuda_graph_impl': 'local'}, 'CUDA graphs are captured in it'),
+        (None, (1,), OFFLOADING, "Megatron's offloading measures it"),
+    ],
+)
+def test_what_is_left_out(calls, shape, config, why):
+    """With what the log says of it."""
+    lowered, messages = SimpleNamespace(calls=calls), [SimpleNamespace(shape=shape)]
+    executors = SimpleNamespace(lowered=lowered, messages=messages, edges={})
+    assert prewarm._obstacle(executors, SimpleNamespace(**config)) == why
 
 
 def first_calls(argv, prewarm, seconds):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import nvidia
 import pytest
 from grids import Share
 from paths import ROOT
@@ -65,3 +66,19 @@ def taken(share, of_release, items):
 def test_no_share(text):
     with pytest.raises(argparse.ArgumentTypeError, match='give K/N, such as 1/3 or 2-3/3'):
         Share.parse(text)
+
+
+def test_flags_of_all_runs(monkeypatch):
+    """Those of Megatron's own schedules stay as they are."""
+    words = []
+
+    def stopped(function, argv, *rest):
+        words.append(argv)
+        raise InterruptedError
+
+    monkeypatch.setattr(nvidia, 'ALSO', ['--pipeline-prewarm'])
+    ranks = SimpleNamespace(run=stopped)
+    for flags in ([], ['--pipeline-schedule', 'zb-v'], ['--pipeline-schedule-file', 'plan.json']):
+        with pytest.raises(InterruptedError):
+            nvidia.run(ranks, *flags)
+    assert ['--pipeline-prewarm' in argv for argv in words] == [False, True, True]

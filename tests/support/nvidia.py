@@ -42,6 +42,7 @@ COMMON = """
     --split 100,0,0 --seed 7 --hidden-dropout 0 --attention-dropout 0 --num-workers 0
     --ckpt-format torch_dist --no-save-rng --no-load-rng
 """.split()
+ALSO: list[str] = []  # flags of all runs by schedules of ours: see `--also`
 
 
 def release() -> str:
@@ -231,7 +232,10 @@ def run(
     real = '--data-path' in argv
     common = [word for word in COMMON if word not in without]
     common = [word for word in common if word != '--mock-data' or not real]
-    results = ranks.run(train, [*common, *map(str, argv)], event, script)
+    words = list(map(str, argv))
+    if any(word.startswith('--pipeline-schedule') for word in words):
+        common += [word for word in ALSO if word not in words]
+    results = ranks.run(train, [*common, *words], event, script)
     losses, norms, zeros, param_norms, hashes, *_ = results[-1]
     *_, early, reported = zip(*results, strict=True)
     asked = '--enable-optimizer-post-validation' in argv
