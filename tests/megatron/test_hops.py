@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from example import forget_groups
 from grids import grid
-from nvidia import _find_megatron
+from nvidia import CHECKOUT, _find_megatron, release
 from ranks import RankError
 from supported import absent, supports
 
@@ -210,6 +210,13 @@ def hashes(chunk, field):
         gradient = getattr(parameter, field)
         found[name] = gradient.double().sum().item().hex(), hash(gradient.float().numpy().tobytes())
     return found
+
+
+@pytest.fixture(autouse=True)
+def recorded(record_property):
+    """Rows are of the release in the checkout, where there is one."""
+    if CHECKOUT:
+        record_property('megatron', release())
 
 
 def require_same(found, ranks):
