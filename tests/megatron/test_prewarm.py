@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
+import commands
 import pytest
 from example import MODEL, forget_groups
 from grids import grid
 from nvidia import needs_training, run
+from paths import ROOT
 from supported import supports
 from test_launch import DISTRIBUTED, LLAMA, MOE, OVERLAP
 
@@ -189,6 +193,43 @@ def test_failing_inside(ranks, data):
     for said in ranks(2).run(failing_first, argv):
         assert 'ZeroDivisionError: a kernel that is not there' in said
         assert '--no-pipeline-prewarm' in said
+
+
+FAILING = """
+import functools
+import os
+
+import megatron_zbpp
+import pretrain_gpt
+
+trains = pretrain_gpt.forward_step
+
+
+def forward_step(*given):
+    if os.environ['RANK'] == '1':
+        raise ZeroDivisionError('a kernel that is not there')
+    return trains(*given)
+
+
+pretrain_gpt.forward_step = forward_step
+megatron_zbpp.enable = functools.partial(megatron_zbpp.enable, prewarm=True)
+pretrain_gpt.main()
+"""
+
+
+def test_one_rank_that_fails_inside_ends_all(tmp_path, data):
+    """The other has run its chunks and waits for the first message of the iteration."""
+    script = tmp_path / 'failing.py'
+    script.write_text(FAILING)
+    argv = [*MODEL, '--num-layers', 4, '--pipeline-model-parallel-size', 2, '--data-path', data]
+    argv += ['--pipeline-schedule', 'zb-v', '--global-batch-size', 4, '--train-iters', 2]
+    torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / 'examples' / 'gpt')))
+    command = [*torchrun, '--nproc-per-node', 2, script, *argv]
+    done = commands.run(command, env={'PYTHONPATH': paths}, timeout=100)
+    assert done.returncode
+    assert done.stderr.count('ZeroDivisionError: a kernel that is not there. If they work') == 1
+    assert '--no-pipeline-prewarm' in done.stderr
 
 
 def held_gradients(argv):
