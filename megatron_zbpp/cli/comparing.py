@@ -17,6 +17,7 @@ from megatron_zbpp.cli.progress import progress
 from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.ir.formats import MANY
 from megatron_zbpp.partitioning.comparison import (
+    BEST,
     PARTITIONS,
     Row,
     comparable,
@@ -82,7 +83,8 @@ def compare_partitions(args: Namespace) -> None:
             done(at / len(latencies))
     for row in (each for each in rows if not each.fits):
         name = f'{row.schedule}, {row.partition}, at {row.latency:g}'
-        skipped[name] = f'a rank holds {_memory(row, given)}, above its memory'
+        found = ', and no partition was found that fits' * (row.partition == BEST)
+        skipped[name] = f'a rank holds {_memory(row, given)}, above its memory{found}'
     rows = [row for row in rows if row.fits]
     if not rows:
         raise ValueError(f'no schedule fits: {"; ".join(_reasons(skipped))}')
@@ -103,8 +105,12 @@ def compare_partitions(args: Namespace) -> None:
     _print(rows, latencies)
     for kind in PARTITIONS:
         at_each = ((at, best.get((kind, at))) for at in latencies)
-        said = [f'{row.schedule if row else "none"} at {at:g}' for at, row in at_each]
+        said = [
+            f'{row.schedule} at {at:g} (gain {row.gain:.1%})' if row else f'none at {at:g}'
+            for at, row in at_each
+        ]
         print(f'shortest on the {kind} partition: {", ".join(said)}')
+    print(f'gain: time saved against {RIVAL} on the even partition')
     for reason in _reasons(skipped):
         print(reason)
     if args.csv:
@@ -150,12 +156,21 @@ def _refuse_what_is_not_read(args: Namespace) -> None:
 
 
 def _print(rows: list[Row], latencies: list[float]) -> None:
-    """Print makespans: a line a schedule and partition, a column a latency."""
-    lines: dict[tuple[str, str], dict[float, float]] = {}
+    """Print makespans: a line a schedule and partition, a column a latency; of one, the gain."""
+    lines: dict[tuple[str, str], dict[float, Row]] = {}
     for row in rows:
-        lines.setdefault((row.schedule, row.partition), {})[row.latency] = row.makespan
+        lines.setdefault((row.schedule, row.partition), {})[row.latency] = row
+    in_turn = sorted(
+        lines.items(), key=lambda line: min((at, row.makespan) for at, row in line[1].items())
+    )
+    alone = len(latencies) == 1
     table = [
-        (f'{name}, {kind}', *(number(own[at]) if at in own else '-' for at in latencies))
-        for (name, kind), own in sorted(lines.items(), key=lambda line: min(line[1].items()))
+        (
+            f'{name}, {kind}',
+            *(number(own[at].makespan) if at in own else '-' for at in latencies),
+            *(f'{row.gain:.1%}' for row in own.values() if alone),
+        )
+        for (name, kind), own in in_turn
     ]
-    print_table(('makespan at a latency of', *(f'{at:g}' for at in latencies)), table)
+    heads = ('makespan at a latency of', *(f'{at:g}' for at in latencies))
+    print_table((*heads, *(['gain'] if alone else [])), table)

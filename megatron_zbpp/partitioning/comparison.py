@@ -6,13 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from megatron_zbpp.analysis.gain import RIVAL
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.bounds import Bounds
-from megatron_zbpp.partitioning.climb import climb
+from megatron_zbpp.partitioning.climb import climb, moved_layers
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.layers import Layers
+from megatron_zbpp.partitioning.ranking import named_schedule
 from megatron_zbpp.partitioning.space import Space
 from megatron_zbpp.partitioning.stages import (
     Partition,
@@ -23,7 +26,7 @@ from megatron_zbpp.partitioning.stages import (
 from megatron_zbpp.planner.limits import Limit
 from megatron_zbpp.schedules import build, find
 
-PARTITIONS = ('even', 'best')
+EVEN, BEST = PARTITIONS = 'even', 'best'
 
 
 class Row(NamedTuple):
@@ -35,6 +38,7 @@ class Row(NamedTuple):
         layout: of it.
         latency: of a message between two ranks, beside what the devices' links take.
         makespan, window: simulated.
+        gain: time saved against 1F1B on the even partition at that latency.
         bubble: share of the makespan in which even the busiest rank idles.
         peak: most activations of a rank, in the unit of the layers.
         memory: most of a rank, parameters included.
@@ -47,6 +51,7 @@ class Row(NamedTuple):
     latency: float
     makespan: float
     window: float
+    gain: float
     bubble: float
     peak: float
     memory: float
@@ -82,6 +87,8 @@ def compared(
     schedules, _ = comparable(names, layers, len(devices), num_microbatches)
     for latency in latencies:
         slow = with_latency(devices, latency)
+        loop = Space.of(layers, slow, num_microbatches, [Placement.loop(len(devices))])
+        rival = simulate(*_Held.of(loop, loop.even(), RIVAL)[:2]).makespan
         for name, schedule in schedules.items():
             space = Space.of(
                 layers,
@@ -93,8 +100,8 @@ def compared(
             )
             even = space.even(schedule.placement)
             for kind in partitions:
-                where = even if kind == 'even' else best_for(space, even, name, rounds)
-                yield _row(name, kind, schedule, latency, space, where)
+                where = even if kind == EVEN else best_for(space, even, name, rounds)
+                yield _row(name, kind, latency, space, where, rival)
 
 
 def with_latency(devices: Devices, latency: float) -> Devices:
@@ -117,8 +124,25 @@ def best_for(space: Space, even: Partition, name: str, rounds: int) -> Partition
     if even.placement.num_chunks == 1:
         starts.append(replace(even, cuts=tuple(bounds.chain()[1])))
     found = [climb(space, bounds, start, (name,), go_on) for start in starts]
+    if not any(found) and (inside := _within(space, even, name)) is not None:
+        found.append(climb(space, bounds, inside, (name,), go_on))
     best = min((x for x in found if x is not None), key=lambda x: x.value, default=None)
     return even if best is None else best.partition
+
+
+def _within(space: Space, where: Partition, name: str) -> Partition | None:
+    """Return a partition near another, on which each rank stays within its memory; None: none.
+
+    Layers leave the rank that has least room for that which has most, one at a time.
+    """
+    room = _Held.of(space, where, name).room
+    while min(room) < 0:
+        near = ((_Held.of(space, x, name).room, x) for x in moved_layers(space, where, room))
+        better = next((step for step in near if sorted(step[0]) > sorted(room)), None)
+        if better is None:
+            return None
+        room, where = better
+    return where
 
 
 def comparable(
@@ -162,17 +186,39 @@ def _comparable(name: str, layers: Layers, num_ranks: int, m: int) -> Schedule:
     return schedule
 
 
-def _row(
-    name: str, kind: str, schedule: Schedule, latency: float, space: Space, where: Partition
-) -> Row:
-    placed: Placement = schedule.placement
-    costs = stage_costs(space.layers, space.devices, where)
-    if 'costs' in find(name).options:
-        m = schedule.num_microbatches
-        schedule = build(name, placed.num_ranks, m, costs=costs)
-    timeline, held = simulate(schedule, costs), peak(schedule, costs)
-    limits = memory_limits(space.layers, space.devices, where, space.limits)
-    taken = parameters_held(space.layers, where)
+class _Held(NamedTuple):
+    """A named schedule on a partition.
+
+    Attributes:
+        schedule: it, within the memory where it adapts to that.
+        costs: of the stages.
+        peaks: most activations of each rank.
+        room: memory that each rank has left then; below 0: that it lacks.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    peaks: tuple[float, ...]
+    room: tuple[float, ...]
+
+    @classmethod
+    def of(cls, space: Space, where: Partition, name: str) -> _Held:
+        """Return the schedule of that name on that partition."""
+        costs = stage_costs(space.layers, space.devices, where)
+        problem, ranks, m = space.problem(where), len(space.devices), space.num_microbatches
+        schedule = None if problem is None else named_schedule(name, problem)
+        if schedule is None:
+            adapts = 'costs' in find(name).options
+            schedule = build(name, ranks, m, **{'costs': costs} if adapts else {})
+        peaks = tuple(peak(schedule, costs))
+        limits = memory_limits(space.layers, space.devices, where, space.limits)
+        room = (most * (1 + 1e-9) - own for own, most in zip(peaks, limits, strict=True))
+        return cls(schedule, costs, peaks, tuple(room))
+
+
+def _row(name: str, kind: str, latency: float, space: Space, where: Partition, rival: float) -> Row:
+    found = _Held.of(space, where, name)
+    timeline, taken = simulate(found.schedule, found.costs), parameters_held(space.layers, where)
     return Row(
         name,
         kind,
@@ -180,10 +226,11 @@ def _row(
         latency,
         timeline.makespan,
         max(timeline.windows),
+        1 - timeline.makespan / rival if rival else 0.0,
         timeline.bubble_makespan,
-        max(held),
-        max(map(sum, zip(held, taken, strict=True))),
-        all(own <= most * (1 + 1e-9) for own, most in zip(held, limits, strict=True)),
+        max(found.peaks),
+        max(map(sum, zip(found.peaks, taken, strict=True))),
+        min(found.room) >= 0,
     )
 
 

@@ -114,7 +114,10 @@ WALKS: dict[str, list[tuple[str, tuple[str, ...] | str]]] = {
             'zbpp partition layers.json --devices devices.json --microbatches 8 --strategy spp',
             BY_README,
         ),
-        ('zbpp compare --layers-file', (*ranking(), r'best partition: zb-v at 0,')),
+        (
+            'zbpp compare --layers-file',
+            (*ranking(), r'best partition: zb-v at 0 \(gain 2\d\.\d%\),'),
+        ),
         ('zbpp bubbles', (r'before pass\n', r'\n15 gaps, 36 in all')),
         ('zbpp freeze', (r'wrote freeze\.json',)),
     ],

@@ -94,7 +94,8 @@ def test_bytes_of_a_file_without(run, line, file):
 def test_comparisons_leave_out_what_does_not_fit(run):
     line = f'compare {SIZES} --schedules 1f1b,zb-h2 --layers-file bytes.json --csv rows.csv'
     out, _ = run(f'{line} --memory-limit 17GiB')
-    assert 'without zb-h2, even, at 0: a rank holds 20 GiB, above its memory' in out
+    assert 'without zb-h2, even, at 0: a rank holds 20 GiB, above its memory\n' in out
+    assert 'holds 20 GiB, above its memory, and no partition was found that fits\n' in out
     rows = csv.DictReader(Path('rows.csv').read_text().splitlines())
     assert {row['schedule'] for row in rows} == {'1f1b'}
     assert 'zb-h2, even' in run(f'{line} --memory-limit 21GiB')[0].partition('shortest')[0]

@@ -13,6 +13,10 @@ from paths import ROOT
 from megatron_zbpp import Devices, Layers
 from megatron_zbpp.cli import main
 from megatron_zbpp.partitioning.comparison import compared, winners, with_latency
+from megatron_zbpp.partitioning.layers import Layer
+from megatron_zbpp.partitioning.ranking import rank
+from megatron_zbpp.partitioning.space import Space
+from megatron_zbpp.schedules import build
 
 
 def test_rows():
@@ -57,6 +61,56 @@ def test_the_table_of_the_page():
             assert round(found[name, kind, latency]) == int(value)
 
 
+# the ends hold more, so that the even split needs 20 activations
+UNEVEN = Layers(
+    (
+        Layer('E', 1.0, 0.0, 1.0, activation=2.0),
+        *[Layer('t', 4.0, 4.0, 3.0, activation=1.0)] * 14,
+        Layer('L', 9.0, 9.0, 9.0, activation=3.0),
+    )
+)
+
+
+@pytest.mark.parametrize('name', ['1f1b', 'zb-h1', 'zb-v'])
+def test_the_best_partition_is_searched_within_memory(name):
+    """Where the even split does not fit: one is found wherever there is one, and no worse one."""
+    placement, devices = build(name, 4, 8).placement, Devices.alike(4)
+    found: dict[int, float] = {}
+    for limit in (8, 10, 15, 17, 20):
+        (best,) = compared(UNEVEN, devices, 8, [name], [0.0], ('best',), memory_limit=limit)
+        assert best.fits == (best.peak <= limit)
+        if best.fits:
+            found[limit] = best.makespan
+        if placement.num_chunks > 1:
+            continue
+        space = Space.of(UNEVEN, devices, 8, [placement], limit, keep_order=True)
+        each = (rank(space, where, (name,), draft=False) for where in space.partitions())
+        known = min((one.value for one in each if one is not None), default=None)
+        assert known == found.get(limit), limit
+    assert [*found] == {'1f1b': [10, 15, 17, 20], 'zb-h1': [20], 'zb-v': [17, 20]}[name]
+
+
+def test_schedules_that_adapt_do_so_within_memory():
+    """`zb-1p` is built for the limit, as it is where its best partition is searched."""
+    held = {}
+    for limit in (11, 20):
+        (best,) = compared(
+            UNEVEN, Devices.alike(4), 8, ['zb-1p'], [0.0], ('best',), memory_limit=limit
+        )
+        assert best.fits and best.peak <= limit
+        held[limit] = best.makespan
+    assert held[11] > held[20]
+
+
+def test_gains_are_over_1f1b_on_the_even_partition():
+    rows = compared(UNEVEN, Devices.alike(4), 8, ['zb-v', '1f1b'], [0.0, 5.0])
+    found = {(row.schedule, row.partition, row.latency): row for row in rows}
+    for (*_, latency), row in found.items():
+        rival = found['1f1b', 'even', latency].makespan
+        assert row.gain == pytest.approx(1 - row.makespan / rival)
+    assert found['1f1b', 'even', 5.0].gain == 0 < found['zb-v', 'best', 0.0].gain
+
+
 def test_latency_is_added():
     assert (
         with_latency(NODES, 1.0).edge(0, 1, 0.0) == 5
@@ -73,6 +127,7 @@ def test_command(tmp_path, capsys):
     assert main([*given, '--csv', str(rows)]) == 0
     said = capsys.readouterr().out
     assert 'shortest on the best partition: ' in said and '1f1b, even' in said
+    assert 'zb-v, best' in said and 'gain: time saved against 1f1b on the even partition' in said
     table = list(csv.DictReader(rows.open()))
     assert len(table) == 8 and {row['latency'] for row in table} == {'0.0', '2.0'}
     assert main([*given, '--json']) == 0
