@@ -138,8 +138,8 @@ def add_costs(parser: argparse.ArgumentParser, layers: bool = True) -> None:
         '--memory-limit',
         type=values.memory,
         metavar='A',
-        help=f'{meaning("memory_limit")}, or in units of FILE; or in bytes, such as 60GiB, where '
-        'FILE has activation and parameters in bytes',
+        help=f'{meaning("memory_limit")}, or in units of FILE, whose parameters count; or in '
+        'bytes, such as 60GiB, where FILE has activation and parameters in bytes',
     )
 
 

@@ -11,7 +11,7 @@ from megatron_zbpp.cli import values
 from megatron_zbpp.cli.arguments import add_renamed
 from megatron_zbpp.cli.inputs import NO_TIMES
 from megatron_zbpp.cli.layer_costs import load_devices, load_layers
-from megatron_zbpp.cli.partitioning import limit_of, within
+from megatron_zbpp.cli.partitioning import limit_of
 from megatron_zbpp.cli.printing import print_json
 from megatron_zbpp.cli.progress import progress
 from megatron_zbpp.cli.tables import print_table
@@ -67,7 +67,7 @@ def compare_partitions(args: Namespace) -> None:
     layers, devices = load_layers(args.layers), load_devices(args.devices, args.pp)
     wanted, latencies = list(args.schedules or names()), args.latencies or [0.0]
     given = args.memory_limit and [args.memory_limit]
-    devices = within(given, devices, layers, args.layers)
+    limit = limit_of(given, layers, args.layers)
     _, skipped = comparable(wanted, layers, len(devices), args.microbatches)
     rows: list[Row] = []
     with progress('comparing', 'it', len(latencies)) as done:
@@ -78,13 +78,13 @@ def compare_partitions(args: Namespace) -> None:
                 args.microbatches,
                 wanted,
                 [latency],
-                memory_limit=limit_of(given),
+                memory_limit=limit,
             )
             done(at / len(latencies))
     for row in (each for each in rows if not each.fits):
         name = f'{row.schedule}, {row.partition}, at {row.latency:g}'
         found = ', and no partition was found that fits' * (row.partition == BEST)
-        skipped[name] = f'a rank holds {_memory(row, given)}, above its memory{found}'
+        skipped[name] = f'a rank holds {_memory(row)}, above its memory{found}'
     rows = [row for row in rows if row.fits]
     if not rows:
         raise ValueError(f'no schedule fits: {"; ".join(_reasons(skipped))}')
@@ -117,10 +117,9 @@ def compare_partitions(args: Namespace) -> None:
         print(f'wrote {args.csv}')
 
 
-def _memory(row: Row, given: list[float] | None) -> str:
-    """Return the most that a rank holds, in GiB where that is how the limit counts."""
-    least = row.peak if limit_of(given) is not None else row.memory
-    return f'{Bytes(least) if row.memory >= MANY else least:g}'
+def _memory(row: Row) -> str:
+    """Return the most that a rank holds, in GiB where that is in bytes."""
+    return f'{Bytes(row.memory) if row.memory >= MANY else row.memory:g}'
 
 
 def _reasons(skipped: dict[str, str]) -> list[str]:

@@ -38,7 +38,7 @@ from megatron_zbpp.partitioning.plans import (
 )
 from megatron_zbpp.partitioning.space import OBJECTIVES, Space
 from megatron_zbpp.partitioning.strategies.by_name import ORDERING, STRATEGIES
-from megatron_zbpp.planner.limits import Bytes, same_limits
+from megatron_zbpp.planner.limits import Bytes, Limit
 from megatron_zbpp.render.scene import number
 
 _KINDS = frozenset('EtmLM*+-GD')  # letters of layers in Megatron's layouts and patterns
@@ -94,8 +94,8 @@ def add_case(command: ArgumentParser) -> None:
         '--memory-limit',
         type=values.memories,
         metavar='A,...',
-        help='most activations of a rank, or of each device, in the unit of the file of layers; or '
-        'bytes of all that it holds, such as 60GiB, where that unit is bytes',
+        help='most memory of a rank, or of each device, activations and parameters, in the unit of '
+        'the file of layers; or in bytes, such as 60GiB, where that unit is bytes',
     )
     command.add_argument(
         '--keep-order', action='store_true', help='device r is rank r; default: the best order'
@@ -140,29 +140,17 @@ def placements_of(text: str | None, layers: Layers, ranks: int) -> list[Placemen
     return found
 
 
-def limit_of(given: list[float] | None) -> float | list[float] | None:
-    """Return the limit of activations: one for all, one a device, or none."""
-    if given and isinstance(given[0], Bytes):
-        return None  # the devices have it
-    return given[0] if given and len(given) == 1 else given
-
-
-def within(given: list[float] | None, devices: Devices, layers: Layers, file: str) -> Devices:
-    """Return the devices, with no more memory than a limit in bytes says.
+def limit_of(given: list[float] | None, layers: Layers, file: str) -> Limit:
+    """Return the limit of memory: one for all, one a device, or none.
 
     Raises:
-        ValueError: some limits are in bytes and others are not, the layers are not, or there is not
-            one a device.
+        ValueError: some limits are in bytes and others are not, or the layers are not.
     """
-    given = given or [0.0]
+    given = given or []
     require_bytes(layers, file, given)
-    kinds = {isinstance(limit, Bytes) for limit in given}
-    if kinds == {False}:
-        return devices
-    if kinds != {True}:
-        raise ValueError('--memory-limit: give all limits in bytes, or all in activations')
-    limits = same_limits(given[0] if len(given) == 1 else given, len(devices))
-    return devices.within(limits)
+    if len({isinstance(limit, Bytes) for limit in given}) > 1:
+        raise ValueError('--memory-limit: give all limits in bytes, or all in the unit of the file')
+    return given[0] if len(given) == 1 else given or None
 
 
 def partition_layers(args: Namespace) -> int:
@@ -170,11 +158,11 @@ def partition_layers(args: Namespace) -> int:
     layers = load_layers(args.layers)
     _require_work(layers)
     devices = load_devices(args.devices, args.pp)
-    devices = within(args.memory_limit, devices, layers, args.layers)
+    limit = limit_of(args.memory_limit, layers, args.layers)
     picture = picture_format(args.output, args.title, 'the plan')
     if args.strategy:
         _refuse_what_a_strategy_ignores(args)
-        found, said = partition_by(args.strategy, _space(args, layers, devices))
+        found, said = partition_by(args.strategy, _space(args, layers, devices, limit))
         print(said, file=sys.stderr if args.json else sys.stdout)
         return _finish(args, found, layers, devices, picture)
     found, status = searched(
@@ -185,7 +173,7 @@ def partition_layers(args: Namespace) -> int:
             devices,
             args.microbatches,
             placements=placements_of(args.placements, layers, len(devices)),
-            memory_limit=limit_of(args.memory_limit),
+            memory_limit=limit,
             objective=args.objective,
             fused=args.fused,
             keep_order=args.keep_order,
@@ -220,10 +208,10 @@ def _refuse_what_a_strategy_ignores(args: Namespace) -> None:
         )
 
 
-def _space(args: Namespace, layers: Layers, devices: Devices) -> Space:
+def _space(args: Namespace, layers: Layers, devices: Devices, limit: Limit) -> Space:
     """Return what a strategy chooses in."""
     loop = [Placement.loop(len(devices))]
-    limit, m = limit_of(args.memory_limit), args.microbatches
+    m = args.microbatches
     return Space.of(layers, devices, m, loop, limit, args.objective, args.fused, args.keep_order)
 
 
@@ -236,9 +224,7 @@ def _finish(
         _draw(args, picture, found)
     elif args.output:
         write(args.output, json.dumps(made, indent=1))
-    print_json(made) if args.json else _print(
-        found, devices, limit_of(args.memory_limit) is not None
-    )
+    print_json(made) if args.json else _print(found, devices, bool(args.memory_limit))
     if args.output and not args.json:
         print(f'wrote {args.output}')
     return 0

@@ -78,8 +78,8 @@ def compared(
         latencies: to try.
         partitions: 'even', 'best' or both.
         rounds: simulations at most of a search for the best partition.
-        memory_limit: most activations of a rank, or of each; beside the memory of the devices,
-            parameters included.
+        memory_limit: most that a rank may hold, or each, parameters included; beside the memory
+            of the devices.
 
     Raises:
         ValueError: no schedule has one of the names.

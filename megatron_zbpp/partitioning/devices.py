@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
@@ -72,14 +72,6 @@ class Devices:
     def alike(cls, count: int) -> Devices:
         """Return so many devices that are alike, with links that take no time."""
         return cls(tuple(Device(str(rank)) for rank in range(count)))
-
-    def within(self, limits: Sequence[float]) -> Devices:
-        """Return the same devices, each with no more memory than its limit."""
-        pairs = zip(self.devices, limits, strict=True)
-        return replace(
-            self,
-            devices=tuple(replace(each, memory=min(each.memory, most)) for each, most in pairs),
-        )
 
     def __len__(self) -> int:
         return len(self.devices)

@@ -140,8 +140,8 @@ def partition(
         num_microbatches: m.
         placements: that may be used; default: a loop of one chunk, a V, and a loop of two chunks,
             as far as there are layers for them.
-        memory_limit: most activations that a rank may hold, or one limit a device, in the unit of
-            the layers' `activation`. What devices have as `memory` holds parameters, too.
+        memory_limit: most that a rank may hold, or one limit a device, in the unit of the layers'
+            `activation`; its parameters count, as they do in the `memory` of devices.
         objective: 'makespan' while ranks wait for each other between iterations, 'window' where
             they do not, 'period' for asynchronous training: the work of the busiest rank.
         fused: whether B and W run as one; then the schedule is a named one.

@@ -316,13 +316,10 @@ def schedule_of(ranked: Ranked) -> Schedule:
 def _no_room(space: Space) -> str:
     """Return why no partition fits the memory, with a number below which none does."""
     devices, limits = space.devices.devices, space.limits
-    with_parameters = any(device.memory < inf for device in devices)
-    each = [
-        layer.activation + (layer.parameters if with_parameters else 0.0) for layer in space.layers
-    ]
+    each = [layer.activation + layer.parameters for layer in space.layers]
     least = max(*each, fsum(each) / len(devices))
     most = {min(own.memory, limit): 0 for own, limit in zip(devices, limits, strict=True)}
-    more = ' with parameters' if with_parameters else ''
+    more = ' with parameters' if any(layer.parameters for layer in space.layers) else ''
     unit = ', which is bytes: 70GiB is more than 70' if least >= MANY else ''
     return (
         'no partition holds one microbatch on every rank within its memory of '

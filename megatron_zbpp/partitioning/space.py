@@ -30,7 +30,7 @@ class Space:
         devices: as many as pipeline ranks.
         num_microbatches: m.
         placements: that may be used.
-        limits: most activations that each device may hold.
+        limits: most that each device may hold, parameters included.
         objective: 'makespan', 'window', or 'period', the time of the busiest rank.
         fused: whether the backward cannot be split.
         keep_order: whether device r is rank r.

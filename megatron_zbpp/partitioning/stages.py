@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf
 from typing import Any
 
 from megatron_zbpp.ir import Placement
@@ -84,19 +83,18 @@ def parameters_held(layers: Layers, partition: Partition) -> tuple[float, ...]:
 def memory_limits(
     layers: Layers, devices: Devices, partition: Partition, limits: Sequence[float]
 ) -> tuple[float, ...]:
-    """Return the most activations of each rank: its own limit, and what parameters leave.
+    """Return the most activations of each rank: what parameters leave of its limit and its memory.
 
     Args:
         layers: of the model.
         devices: whose memory holds parameters and activations.
         partition: what is where.
-        limits: of activations alone, by device; inf for none.
+        limits: of both together, by device; inf for none.
     """
+    taken = parameters_held(layers, partition)
     return tuple(
-        min(limits[device], max(devices.devices[device].memory - taken, -1.0))
-        if devices.devices[device].memory < inf
-        else limits[device]
-        for device, taken in zip(partition.order, parameters_held(layers, partition), strict=True)
+        max(min(limits[device], devices.devices[device].memory) - own, -1.0)
+        for device, own in zip(partition.order, taken, strict=True)
     )
 
 

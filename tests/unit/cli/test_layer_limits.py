@@ -101,10 +101,26 @@ def test_comparisons_leave_out_what_does_not_fit(run):
     assert 'zb-h2, even' in run(f'{line} --memory-limit 21GiB')[0].partition('shortest')[0]
     Path('devices.json').write_text(json.dumps({'devices': [{'memory': 17 * GIB}] * 2}))
     assert 'a rank holds 20 GiB' in run(f'{line} --devices devices.json')[0]
-    # in the unit of the file a limit is of activations, as for zbpp partition
+    # in the unit of the file parameters count, too
     line = f'compare {SIZES} --schedules 1f1b,zb-h2 --layers-file units.json --memory-limit'
-    assert 'without zb-h2, even, at 0: a rank holds 12, above' in run(f'{line} 8')[0]
-    assert 'without' not in run(f'{line} 12')[0]
+    assert 'without zb-h2, even, at 0: a rank holds 20, above' in run(f'{line} 16')[0]
+    assert 'without' not in run(f'{line} 20')[0]
+
+
+@pytest.mark.parametrize(('file', 'unit'), [('units.json', ''), ('bytes.json', 'GiB')])
+def test_a_limit_means_the_same_to_each_command(run, file, unit):
+    """Activations and parameters together, whether in bytes or not."""
+    cases = {
+        f'plan {SIZES} --vpp 1 --seconds 0.2 --no-cache --layers-file {file}': 12,
+        f'partition {file} {SIZES} --placements loop --seconds 0.2': 12,
+        f'partition {file} {SIZES} --strategy pipedream': 12,
+        f'simulate --schedule 1f1b {SIZES} --layers-file {file}': 16,
+        f'compare {SIZES} --schedules 1f1b --layers-file {file}': 15,  # on other layers
+    }
+    for line, least in cases.items():
+        run(f'{line} --memory-limit {least}{unit}')
+        told = run(f'{line} --memory-limit {least - 0.5:g}{unit}', 2)[1]
+        assert told.count('\n') == 1, told
 
 
 def test_the_output_layer_is_one_of_the_layers(run):
