@@ -25,10 +25,10 @@ from megatron_zbpp.planner.cp_sat import available
 from megatron_zbpp.planner.limits import Candidate, Graphs, Limit, activation_limits, said
 from megatron_zbpp.planner.lower_bounds import lower_bound
 from megatron_zbpp.planner.moving_bounds import moving_bound
-from megatron_zbpp.planner.named_schedules import variants
+from megatron_zbpp.planner.named_schedules import in_turn, variants
 from megatron_zbpp.planner.plans import Plan, is_small
 from megatron_zbpp.planner.problem import EPSILON, Problem
-from megatron_zbpp.schedules import FAMILIES
+from megatron_zbpp.schedules import FAMILIES, Family
 from megatron_zbpp.techniques import placed_in_turn
 from megatron_zbpp.techniques.base import Technique
 from megatron_zbpp.techniques.composition import SLICED, techniques_of
@@ -128,12 +128,22 @@ class ActionSearch:
         """
         for at, problem in enumerate(self._problems):
             on_time = budget.turn(1 / (len(self._problems) - at)) if budget else always
-            for family in itertools.takewhile(lambda _, asked=on_time: asked(), FAMILIES):
+            limited = replace(problem, limits=self._limits[at])
+            families = in_turn(limited) if budget else FAMILIES
+            for family in itertools.takewhile(lambda _, asked=on_time: asked(), families):
+                if family.moves and not self._suits(family, problem):
+                    continue
                 label = family.label(problem.placement.num_chunks)
                 for costs in self._variants(problem.costs) if family.moves else (problem.costs,):
                     for schedule in variants(family, replace(problem, costs=costs)):
                         if self._allowed(schedule):
                             self.start(schedule, label if costs == problem.costs else None)
+
+    def _suits(self, family: Family, problem: Problem) -> bool:
+        """Return whether the family does what is allowed, told by as few microbatches as ranks."""
+        few = min(problem.num_microbatches, problem.placement.num_ranks * problem.slices)
+        short = next(variants(family, replace(problem, num_microbatches=few)), None)
+        return short is not None and self._allowed(short)
 
     def _variants(self, costs: Costs) -> Iterator[Costs]:
         """Yield costs to plan named schedules by: as they are, and others."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 
 from megatron_zbpp.ir import Placement, Schedule
@@ -31,11 +30,10 @@ def named(problem: Problem, on_time: OnTime = always) -> list[Named]:
 
     Args:
         problem: what they are for.
-        on_time: asked before each family, those with the smallest bubbles first and those that
-            take long to build, for they look for their order by times, last.
+        on_time: asked before each family, the most promising first: see `in_turn`.
     """
     found: dict[str, list[Named]] = {}
-    for family in sorted(FAMILIES, key=partial(_turn, problem)) if problem.is_plain else ():
+    for family in in_turn(problem) if problem.is_plain else ():
         if family.moves:
             continue  # what a copy takes is no part of the problem
         if not on_time():
@@ -50,11 +48,24 @@ def named(problem: Problem, on_time: OnTime = always) -> list[Named]:
     return sorted(in_order, key=lambda entry: entry.value)
 
 
-def _turn(problem: Problem, family: Family) -> tuple[bool, float]:
-    """Return the sort key of families where there may be no time for all."""
+def in_turn(problem: Problem) -> list[Family]:
+    """Return the families in the order to build them in, where there may be no time for all.
+
+    Those that stay within the limits by their formula come first, those that look for their order
+    by times last among them, as that takes long, and the smallest bubble before others.
+    """
     placement = problem.placement
     sizes = Sizes(placement.num_ranks, problem.num_microbatches, placement.num_chunks)
-    return 'costs' in family.options, family.bubble(sizes) if family.bubble else inf
+    activation = problem.costs.amounts['activation']
+    held = (sum(activation[s] for s in placement.stages(r)) for r in range(placement.num_ranks))
+    room = min(most / own if own else inf for most, own in zip(problem.limits, held, strict=True))
+
+    def turn(family: Family) -> tuple[bool, bool, float]:
+        above = family.memory is not None and family.memory(sizes) > room * (1 + 1e-9)
+        bubble = family.bubble(sizes) if family.bubble else inf
+        return above, 'costs' in family.options, bubble
+
+    return sorted(FAMILIES, key=turn)
 
 
 def variants(family: Family, problem: Problem) -> Iterator[Schedule]:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli import main, planning, searching
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.costs import Costs
@@ -29,6 +30,7 @@ from megatron_zbpp.planner.actions import plan_within
 from megatron_zbpp.planner.plans import plan
 from megatron_zbpp.planner.problem import Problem
 from megatron_zbpp.planner.slice_counts import slice_counts
+from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques.slices.balance import Attention
 
 P, M = 4, 24
@@ -153,6 +155,39 @@ def test_actions_are_searched_for_within_the_time(
     assert not made.repeats and 0 < len(rated) < 20
     assert budget.time.monotonic() < 44.0
     assert shares == sorted(shares) and 0 < shares[0] < 0.3 and shares[-1] <= 1
+
+
+@pytest.mark.parametrize(('limit', 'best'), [(2.0, 'po-f'), (3.0, 'po-h'), (4.0, 'zb-v')])
+def test_what_fits_is_tried_before_the_clock_ends_it(
+    ticks: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, limit: float, best: str
+):
+    """With actions, too, a plan is no worse than the named schedules that keep the limit."""
+    placements = (Placement.loop(P), Placement.v(P), Placement.loop(P, 2))
+    copied = {at: (0.5,) * at.num_stages for at in placements}
+    asked = [(at, Costs.uniform(at).with_times(O=copied[at], L=copied[at])) for at in placements]
+    rated = counted(monkeypatch, action_search, 'simulate')
+    built = counted(monkeypatch, action_search, 'variants')
+    ticks(0.1)
+    made = plan_within(asked, M, actions=('offload',), memory_limit=limit, seconds=40.0)
+    named = build(best, P, M)
+    by_name = simulate(named, dict(asked)[named.placement]).makespan
+    assert made.best_named is not None and made.value <= by_name + 1e-9
+    assert not made.repeats and 0 < len(rated) < 150
+    whole = {family.name for family, problem in built if problem.num_microbatches == M}
+    assert whole.isdisjoint({'merak', 'varuna', 'bpipe'}), 'of other actions: not built to the end'
+
+
+def test_turns_of_families():
+    """What keeps the limit first, then what is built quickly, then the smallest bubble."""
+    at = Placement.v(P)
+    for limit, first in (
+        (inf, ['zb-h2', 'zb-v', 'stp']),
+        (P, ['zb-v', 'zb-interleaved', 'v-half']),
+        (2.5, ['v-min', 'po-h', 'po-f']),
+        (1.0, ['merak', 'varuna', 'zb-h2']),
+    ):
+        problem = Problem(at, M, Costs.uniform(at), (limit,) * P)
+        assert [family.name for family in named_schedules.in_turn(problem)][:3] == first
 
 
 def test_numbers_of_slices_are_tried_while_there_is_time():
