@@ -69,7 +69,7 @@ class Shape:
         tp: tensor-parallel ranks, which share a layer.
         ep: expert-parallel ranks, which share the experts' parameters.
         dp: data-parallel ranks, which share the optimizer's state.
-        bandwidth: GB/s of a device's memory, for what is no matrix product; 0: that takes no time.
+        bandwidth: GB/s of a device's memory, to time element-wise operations; 0 ignores them.
     """
 
     model: str

@@ -282,6 +282,21 @@ def test_pictures_of_the_docs_go_with_the_scheme(
     assert blue > 0.4, 'forwards stay blue'
 
 
+@pytest.mark.parametrize('width', [480, 750])
+def test_long_commands_of_the_docs_wrap(browser: chromium.Page, tmp_path: Path, width: int) -> None:
+    """Also words that are longer than the page; short lines stay as they are."""
+    (css,) = yaml.safe_load(re.sub('!!.*', '', MKDOCS.read_text()))['extra_css']
+    page = f'<style>{(MKDOCS.parent / "docs" / css).read_text()} body {{margin: 0}}</style>'
+    lines = 'zbpp list\nzbpp page\nzbpp compare ' + '--flag 1,2 ' * 40 + 'a' * 300
+    page += f'<div class="md-content" style="width: {width}px"><pre><code>{lines}</code></pre>'
+    (tmp_path / 'page.html').write_text(page)
+    browser.open(tmp_path / 'page.html')
+    code = 'document.querySelector("code").getBoundingClientRect()'
+    assert browser.evaluate(f'{code}.width') <= width
+    assert browser.evaluate('document.querySelector("pre").scrollWidth') <= width
+    assert browser.evaluate(f'{code}.height') > 100, 'no line is lost'
+
+
 def test_thousands_of_passes(browser: chromium.Page, tmp_path: Path) -> None:
     schedule = build('zb-v', 16, 128)
     costs = Costs.uniform(schedule.placement)
