@@ -7,7 +7,7 @@ the placement moves: devices change places. Else it is the schedule's turn, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 
 from megatron_zbpp.partitioning.bounds import Bounds
@@ -84,7 +84,7 @@ def _bubbles(ranked: Ranked) -> tuple[list[float], float, float]:
     return idle, outside, inside
 
 
-def moved_layers(space: Space, partition: Partition, idle: list[float]) -> Iterator[Partition]:
+def moved_layers(space: Space, partition: Partition, idle: Sequence[float]) -> Iterator[Partition]:
     """Yield partitions where one layer has left a stage for another, those between passing one on.
 
     From the busiest rank to the idlest first.

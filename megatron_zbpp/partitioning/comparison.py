@@ -209,7 +209,7 @@ class _Held(NamedTuple):
         schedule = None if problem is None else named_schedule(name, problem)
         if schedule is None:
             adapts = 'costs' in find(name).options
-            schedule = build(name, ranks, m, **{'costs': costs} if adapts else {})
+            schedule = build(name, ranks, m, costs=costs if adapts else None)
         peaks = tuple(peak(schedule, costs))
         limits = memory_limits(space.layers, space.devices, where, space.limits)
         room = (most * (1 + 1e-9) - own for own, most in zip(peaks, limits, strict=True))
