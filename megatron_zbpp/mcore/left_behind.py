@@ -6,7 +6,7 @@ only logs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,14 +50,21 @@ def same_states(one: tuple, other: tuple) -> bool:
 
 
 @contextmanager
-def drawing_again(states: tuple) -> Iterator[None]:
-    """Draw what was drawn from `states` on; behind it, draw on as if nothing had been."""
+def put_back() -> Iterator[None]:
+    """Draw on, behind it, as if nothing had been drawn in it."""
     now = random_states()
-    set_random_states(*states)
     try:
         yield
     finally:
         set_random_states(*now)
+
+
+@contextmanager
+def drawing_again(states: tuple) -> Iterator[None]:
+    """Draw what was drawn from `states` on; behind it, draw on as if nothing had been."""
+    with put_back():
+        set_random_states(*states)
+        yield
 
 
 @contextmanager
@@ -70,3 +77,10 @@ def emptied(entries: dict[str, Any]) -> Iterator[None]:
     finally:
         entries.clear()
         entries.update(shown)
+
+
+def isolated(step: Callable[[], object]) -> object:
+    """Return what `step` does, of which random states and logged losses have nothing left."""
+    losses, mtp_losses = compat.logged_losses(), compat.logged_mtp_losses()
+    with put_back(), emptied(losses), emptied(mtp_losses):
+        return step()

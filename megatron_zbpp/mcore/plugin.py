@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_zbpp.mcore import replicas
 from megatron_zbpp.mcore.iteration import forward_backward, skipping
+from megatron_zbpp.mcore.left_behind import isolated
 from megatron_zbpp.mcore.patches import (
     bridge_checkpoints,
     linear,
@@ -26,7 +27,6 @@ from megatron_zbpp.mcore.post_validation import split_step, stepping
 from megatron_zbpp.mcore.post_validation.next_iteration import ForwardsAhead
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.mcore.settings import Settings
-from megatron_zbpp.mcore.side_effects import isolated
 from megatron_zbpp.post_validation.protocol import PostValidation
 from megatron_zbpp.runtime.observe.measure import Figures, Iteration
 
@@ -90,12 +90,11 @@ class Plugin:
         microbatches changes. Then steps run where one fits, with a margin, before the input of the
         next pass is expected, and before the last rank is expected to end (not where the optimizer
         step does not wait for it: see post-validation); so they cost about nothing as long as they
-        take no longer than was said. After two in a row that did, there are
-        no more in that iteration. A step runs in this thread between two passes, random states of
-        Python, numpy, torch and Megatron and its logged losses saved around it; it may train
-        weights of its own. It must not call collectives of the training's
-        process groups. One that raises, or takes more memory than it may, is reported, and not
-        called again.
+        take no longer than was said. After two in a row that did, there are no more in that
+        iteration. A step runs in this thread between two passes, random states of Python, numpy,
+        torch and Megatron and its logged losses saved around it; it may train weights of its own.
+        It must not call collectives of the training's process groups. One that raises, or takes
+        more memory than it may, is reported, and not called again.
 
         Args:
             step: called without arguments; returns False when there is no more to do. All ranks of

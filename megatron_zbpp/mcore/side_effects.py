@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,9 +89,3 @@ class SideEffects:
                 mtp_losses[name].add_(entry)
             else:
                 mtp_losses[name] = entry
-
-
-def isolated(step: Callable[[], object]) -> object:
-    """Return what `step` does, of which random states and logged losses have nothing left."""
-    with SideEffects([]).capture():
-        return step()

@@ -18,7 +18,7 @@ from megatron_zbpp.techniques.slices.place import in_slices
 
 @dataclass(frozen=True)
 class Named:
-    """A named schedule, with its chunks where they are not its default, and what it takes."""
+    """Name of a schedule, with its chunks unless they are its default, its value and its orders."""
 
     name: str
     value: float

@@ -115,7 +115,7 @@ OFFLOADING = {'fine_grained_activation_offloading': True}
 def test_what_is_left_out(calls, shape, config, why):
     """With what the log says of it."""
     lowered, messages = SimpleNamespace(calls=calls), [SimpleNamespace(shape=shape)]
-    executors = SimpleNamespace(lowered=lowered, messages=messages, edges={})
+    executors = SimpleNamespace(lowered=lowered, messages=messages)
     assert prewarm._obstacle(executors, SimpleNamespace(**config)) == why
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -220,36 +221,41 @@ def layers_of(args):
 
 
 @contextmanager
+def once_set_up(training, prepare):
+    """NVIDIA's loop, which calls `prepare()` behind its set-up; a list of what that returned."""
+    original, told = training.setup_model_and_optimizer, []
+
+    def setup_model_and_optimizer(*args, **kwargs):
+        made = original(*args, **kwargs)
+        told.append(prepare())
+        return made
+
+    with mock.patch.object(training, 'setup_model_and_optimizer', setup_model_and_optimizer):
+        yield told
+
+
+@contextmanager
 def teaching(training):
     """NVIDIA's loop with a teacher's forwards beside it."""
     import megatron_zbpp
     from megatron_zbpp.mcore import enabled
 
-    original = training.setup_model_and_optimizer
-    told = []
-
-    def setup_model_and_optimizer(*args, **kwargs):
-        made = original(*args, **kwargs)
+    def prepare():
         teacher, layers = layers_of(training.get_args())
         tokens = torch.randint(255, (500, 2, 16), generator=torch.Generator().manual_seed(1))
         found = []
         step = megatron_zbpp.forwards(layers, iter(tokens), found.append)
-        work = enabled.plugin.side_task(step, 1e-4, margin=1e-5)
-        told.append((teacher, tokens, found, work))
-        return made
+        return teacher, tokens, found, enabled.plugin.side_task(step, 1e-4, margin=1e-5)
 
-    training.setup_model_and_optimizer = setup_model_and_optimizer
     reported = []
-    try:
+    with once_set_up(training, prepare) as told:
         yield reported
-        ((teacher, tokens, found, work),) = told
-        with torch.no_grad():
-            for given, logits in zip(tokens, found, strict=False):
-                alone = teacher(given, torch.arange(16)[None], None)
-                assert torch.equal(alone.transpose(0, 1), logits)
-        reported += [len(found), work.steps]
-    finally:
-        training.setup_model_and_optimizer = original
+    ((teacher, tokens, found, work),) = told
+    with torch.no_grad():
+        for given, logits in zip(tokens, found, strict=False):
+            alone = teacher(given, torch.arange(16)[None], None)
+            assert torch.equal(alone.transpose(0, 1), logits)
+    reported += [len(found), work.steps]
 
 
 @needs_training
@@ -307,32 +313,20 @@ class Adapters:
 def tuning(training):
     """NVIDIA's loop with adapters that train beside it; then the same adapters alone."""
     from megatron_zbpp.mcore import enabled
+    from megatron_zbpp.mcore.left_behind import isolated
 
-    original = training.setup_model_and_optimizer
-    told = []
+    def prepare():
+        beside = isolated(lambda: Adapters(training.get_args()))
+        return beside, enabled.plugin.side_task(beside.step, 1e-4, margin=1e-5)
 
-    def setup_model_and_optimizer(*args, **kwargs):
-        made = original(*args, **kwargs)
-        from megatron_zbpp.mcore.left_behind import random_states, set_random_states
-
-        states = random_states()
-        beside = Adapters(training.get_args())
-        set_random_states(*states)
-        work = enabled.plugin.side_task(beside.step, 1e-4, margin=1e-5)
-        told.append((beside, work))
-        return made
-
-    training.setup_model_and_optimizer = setup_model_and_optimizer
     reported = []
-    try:
+    with once_set_up(training, prepare) as told:
         yield reported
-        ((beside, work),) = told
-        alone = Adapters(training.get_args())
-        for _ in range(max(work.steps, 40)):
-            alone.step()
-        reported += [work.steps, beside.losses, alone.losses]
-    finally:
-        training.setup_model_and_optimizer = original
+    ((beside, work),) = told
+    alone = Adapters(training.get_args())
+    for _ in range(max(work.steps, 40)):
+        alone.step()
+    reported += [work.steps, beside.losses, alone.losses]
 
 
 @needs_training

@@ -22,7 +22,7 @@ def on_cuda() -> bool:
 def kept_random_states() -> Iterator[None]:
     """Leave random numbers of Python, numpy, and torch's host and device as they would have been.
 
-    What Megatron keeps in states of its own is not touched by who does not ask Megatron for it.
+    What Megatron keeps in states of its own is for who knows Megatron to put back.
     """
     numpy = sys.modules.get('numpy')
     own, host = random.getstate(), torch.get_rng_state()

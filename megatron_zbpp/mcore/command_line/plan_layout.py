@@ -98,7 +98,7 @@ def _settings(
 
 
 def _plain(source: str | Schedule, num_chunks: int | None) -> Programs | None:
-    """Return the schedule with no value of our other flags; None: there is no such schedule."""
+    """Return the programs by all defaults but the schedule; None: no such schedule."""
     try:
         return Programs(Settings(source, num_chunks))
     except (OSError, ValueError):

@@ -138,7 +138,8 @@ def test_what_cannot_be_cut_into_calls():
     for schedule in (Schedule.of('none', Placement.loop(1), 1, [[]]), build('wpipe', 2, 2)):
         with pytest.raises(ValueError, match='not one update a rank and batch: take pipedream'):
             calls_of(schedule)
-    with pytest.raises(ValueError, match=r'such as pipedream$'):
+    why = r'none has no updates of the weights: .* such as pipedream$'
+    with pytest.raises(ValueError, match=why):
         copies(Schedule.of('none', Placement.loop(1), 1, [[]]))
     for arguments, why in (
         ((1, False, (1,)), 'delays 1 of 2 stages: give one of each stage'),
