@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, Schedule
@@ -120,6 +121,7 @@ def sharded(
     name: str,
     shard: tuple[float, float] | None = None,
     both: bool = False,
+    collectives: Mapping[str, float] = MappingProxyType({}),
 ) -> Entry:
     """Return a schedule of ours with the output layer on all ranks, and the other layers even.
 
@@ -129,6 +131,7 @@ def sharded(
         name: of the schedule.
         shard: seconds of S and of T; None: an equal part of the output layer's.
         both: whether the embedding is on all ranks, too.
+        collectives: seconds of each, by message; as `Costs.collectives`.
     """
     *others, head = known.layers.layers
     trunk, p = Layers(tuple(others)), len(known.devices)
@@ -139,6 +142,7 @@ def sharded(
     behind = (0.0,) * host.num_stages
     logits, gradient = ((*behind, *[time] * p) for time in shard)
     costs = stage_costs(trunk, known.devices, partition).with_times(S=logits, T=gradient)
+    costs = replace(costs, collectives=collectives)
     schedule = in_shards(host, costs)
     schedule = in_embedding_shards(schedule, costs) if both else schedule
     whole = *cuts[:-1], cuts[-1] + 1

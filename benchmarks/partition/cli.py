@@ -99,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     name,
                     shard and tuple(shard),
                     args.tied,
+                    found.get('collectives_s', {}),
                 )
                 for name in names
             ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -65,7 +66,8 @@ def beside(
         place: where ranks run.
         links: whose bandwidths are known.
         shards: whether it is profiled with the output layer on all ranks, too: `shard_s`, the mean
-            seconds of S and T, is then among what is told.
+            seconds of S and T, and `collectives_s`, those of each collective by its message, are
+            then among what is told.
 
     Raises:
         RuntimeError: a rank failed.
@@ -86,7 +88,9 @@ def beside(
     said: dict[str, Any] = {'layout': layout, 'stages_s': times, 'fit_errors': errors}
     if divided is not None:
         said['shard_s'] = [fmean(divided.times[kind][-gpt.num_ranks :]) for kind in 'ST']
-        print(f'a shard: S {1e3 * said["shard_s"][0]:.0f} ms, T {1e3 * said["shard_s"][1]:.0f} ms')
+        said['collectives_s'] = dict(divided.collectives)
+        print(f'a shard: {_ms(zip("ST", said["shard_s"], strict=True))}')
+        print(f'collectives: {_ms(divided.collectives.items())}')
     return known[SPLIT], known[FUSED], said
 
 
@@ -94,6 +98,10 @@ def _times(costs: Costs) -> list[float]:
     return [
         sum(each) for each in zip(costs.times['F'], costs.times['B'], costs.times['W'], strict=True)
     ]
+
+
+def _ms(times: Iterable[tuple[str, float]]) -> str:
+    return ', '.join(f'{name} {1e3 * seconds:.0f} ms' for name, seconds in times)
 
 
 def _said(layout: str, costs: Costs) -> str:

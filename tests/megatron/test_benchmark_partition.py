@@ -110,9 +110,24 @@ def test_real_shards(tmp_path, layers):
     names = [row['name'] for row in result['rows']]
     assert names == ['1f1b, even', '1f1b, best layout', '1f1b, shards', 'zb-v, shards']
     assert all(each > 0 for each in result['shard_s'])
+    collectives = {'hidden', 'statistics', 'vocabulary'} | ({'tokens'} if layers else set())
+    assert collectives <= result['collectives_s'].keys()
     for row in result['rows']:
         assert len(row['planned_bytes']) == len(row['resident_bytes']) == 2
         assert min(row['planned_bytes']) > 0
+
+
+def test_predictions_count_collectives():
+    """What was measured of them holds up what waits for them, unless passes hide it."""
+    known = cases.Known(cases.gpt(4, 3.0), cases.machines(2, None, 1, 0.0))
+    none = cases.sharded(known, 4, '1f1b').predicted
+
+    def late(seconds):
+        times = {'hidden': 0.0, 'statistics': seconds, 'vocabulary': seconds}
+        return cases.sharded(known, 4, '1f1b', collectives=times).predicted - none
+
+    assert late(0.25) == 0
+    assert 10 <= late(10.0) <= 4 * 2 * 10
 
 
 def test_memory_by_shapes():
