@@ -66,7 +66,13 @@ def add_bench(command: ArgumentParser) -> None:
         default='zbpp-bench',
         help='of logs and results; a bench that was stopped goes on there. Default zbpp-bench',
     )
-    command.add_argument('line', nargs='*', metavar='-- LAUNCH LINE', help='torchrun and all')
+    command.add_argument(
+        'line',
+        nargs='*',
+        metavar='-- LAUNCH LINE',
+        help='torchrun and all; for several nodes what starts it on each before it, as '
+        'scripts/slurm/bench.sbatch does',
+    )
 
 
 def bench(args: Namespace) -> int:

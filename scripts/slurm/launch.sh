@@ -19,20 +19,27 @@ if ! [[ $GPUS_PER_NODE =~ ^[1-9][0-9]*$ ]]; then
     exit 2
 fi
 
-# torchrun with these arguments on each node, as one job.
-launch() {
-    local head
-    export CUDA_DEVICE_MAX_CONNECTIONS=1 # tensor parallelism wants its messages in order
+# Sets LAUNCHER to the words that start torchrun on each node, as one job. They are the same for each
+# job of so many nodes: which are its own is in its environment.
+prepare_launcher() {
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # messages in order
     if [ "$DEVICE" = cpu ]; then
         export CUDA_VISIBLE_DEVICES=
     fi
-    head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    FIRST_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    export FIRST_NODE=${FIRST_NODE%%$'\n'*} # head would end scontrol, and that the job
     # nodes by number: a rendezvous by c10d would ask its store all the time, and one node that is
     # cut off from it would hang in that. SLURM_NODEID is each node's own
     # shellcheck disable=SC2016
-    exec srun --ntasks-per-node=1 --kill-on-bad-exit=1 \
-        bash -c 'exec torchrun --node-rank "$SLURM_NODEID" "$@"' torchrun \
-        --nnodes "$SLURM_NNODES" --nproc-per-node "$GPUS_PER_NODE" \
-        --master-addr "$head" --master-port "$PORT" \
-        "$@"
+    LAUNCHER=(
+        srun --ntasks-per-node=1 --kill-on-bad-exit=1
+        bash -c 'exec torchrun --node-rank "$SLURM_NODEID" --master-addr "$FIRST_NODE" "$@"'
+        torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "$GPUS_PER_NODE" --master-port "$PORT"
+    )
+}
+
+# torchrun with these arguments on each node.
+launch() {
+    prepare_launcher
+    exec "${LAUNCHER[@]}" "$@"
 }

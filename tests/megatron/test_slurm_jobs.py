@@ -15,7 +15,7 @@ import pytest
 import slurm_cluster
 from nvidia import needs_training
 from paths import SUPPORT
-from slurm import BENCHMARK, FILES, FOLDER, ROOT
+from slurm import BENCH, BENCHMARK, FILES, FOLDER, ROOT
 
 pytestmark = [
     pytest.mark.skipif(
@@ -29,6 +29,9 @@ TOY = """
     --max-position-embeddings 16 --vocab-size 255 --lr 1e-3 --eval-iters 0 --seed 7
     --num-workers 0 --log-interval 1 --save-interval 4
 """.split()
+ENDS = '--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split'
+MOCK = '--mock-data --tokenizer-type NullTokenizer --attention-dropout 0 --hidden-dropout 0'
+MOCK += ' --eval-interval 100'
 ITERATIONS = 8
 ON_CPU = ('--nodes=2', '--gpus-per-node=0')
 START = 200  # seconds that a start of all processes may take on a busy machine
@@ -134,6 +137,27 @@ def test_cancelled_training_ends(cluster, tmp_path):
 
 
 @pytest.mark.full
+@needs_training
+def test_bench_of_a_launch_line(cluster, tmp_path):
+    """Each turn on both nodes, from one checkpoint that both have written."""
+    folder = tmp_path / 'bench'
+    words = ['--rounds', '1', '--iterations', '2', '--schedules', 'zb-h1', '--json', '-o', folder]
+    sizes = '--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 4'
+    flags = [*TOY, *ENDS.split(), *sizes.split(), *MOCK.split()]
+    line = ['--', nvidia.SCRIPT, *flags]
+    environment = {'DEVICE': 'cpu', 'GPUS_PER_NODE': '1', **installed(nvidia.CHECKOUT)}
+    job = cluster.submit(BENCH, ROOT, *words, *line, options=ON_CPU, **environment)
+    assert job.wait_for_end(3 * START) == 'COMPLETED', job.said()
+    said = job.said()
+    found = json.loads(said[said.index('{') :])['schedules']
+    assert [(row['name'], row['error']) for row in found] == [('as it is', None), ('zb-h1', None)]
+    own, ours = found
+    assert len(own['losses']) == 2 and ours['losses_equal'] is True
+    assert ours['idle_all_ranks'] > 0, 'measured on both ranks'
+    assert not cluster.processes('pretrain_gpt.py')
+
+
+@pytest.mark.full
 def test_cancelled_benchmark_goes_on(cluster, tmp_path):
     result = tmp_path / 'result.json'
 
@@ -170,7 +194,7 @@ def test_cancelled_benchmark_goes_on(cluster, tmp_path):
     assert second['p'] == 2 and second['device'] == 'cpu'
 
 
-@pytest.mark.parametrize('file', [*FILES, BENCHMARK], ids=lambda file: file.stem)
+@pytest.mark.parametrize('file', [*FILES, BENCHMARK, BENCH], ids=lambda file: file.stem)
 def test_sbatch_takes_the_file(cluster, file):
     """Its options mean to SLURM what they say."""
     job = cluster.submit(file, ROOT, options=(*ON_CPU, '--hold'))

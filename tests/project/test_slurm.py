@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from slurm import BENCHMARK, EXPERTS, FILES, FOLDER, ROOT, launch, nodes
+from slurm import BENCH, BENCHMARK, EXPERTS, FILES, FOLDER, ROOT, launch, nodes
 
 from benchmarks.gpt import cli, jobs
 
@@ -16,6 +17,7 @@ from benchmarks.gpt import cli, jobs
 SIZES = {'1.5b': 1.5, '6.2b': 6.2, '14.6b': 14.6, '28.3b': 28.3, '175b': 175}
 GPUS = {'1.5b': 8, '6.2b': 8, '14.6b': 16, '28.3b': 32, '175b': 512}
 GPT2_WORDS = 50257
+OWN_SIZES = '--num-layers 32 --pipeline-model-parallel-size 8 --micro-batch-size 1'.split()
 each_file = pytest.mark.parametrize('file', FILES, ids=lambda file: file.stem)
 
 
@@ -32,7 +34,7 @@ def test_lint():
     shellcheck = beside if beside.exists() else shutil.which('shellcheck')
     assert shellcheck, "no shellcheck: pip install -e '.[dev]'"
     done = subprocess.run(
-        [shellcheck, '--external-sources', *FILES, EXPERTS, BENCHMARK, *FOLDER.glob('*.sh')],
+        [shellcheck, '--external-sources', *FILES, EXPERTS, BENCHMARK, BENCH, *FOLDER.glob('*.sh')],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -86,6 +88,8 @@ def test_tensor_parallelism_gets_its_messages_in_order(file, tmp_path):
     assert launched.status == 0, launched.errors
     assert launched.environment['CUDA_DEVICE_MAX_CONNECTIONS'] == '1'
     assert 'CUDA_VISIBLE_DEVICES' not in launched.environment
+    own = launch(file, tmp_path, CUDA_DEVICE_MAX_CONNECTIONS='32').environment
+    assert own['CUDA_DEVICE_MAX_CONNECTIONS'] == '32', 'as the user has it'
 
 
 @pytest.mark.parametrize(
@@ -116,13 +120,66 @@ def test_benchmark(tmp_path):
     script = str(ROOT / 'scripts' / 'benchmark_gpt.py')
     at = launched.argv.index(script)
     assert launched.torchrun[: at - len(launched.argv)] == [
-        *('torchrun', '--nnodes', '4', '--nproc-per-node', '8'),
-        *('--master-addr', 'node-a7', '--master-port', '29500'),
+        *('torchrun', '--nnodes', '4', '--nproc-per-node', '8', '--master-port', '29500'),
     ]
+    assert launched.environment['FIRST_NODE'] == 'node-a7'
     jobs = benchmark_jobs(launched.argv[at + 1 :], world=32)
     assert {(job.model, job.p, job.iterations) for job in jobs} == {('28.3b', 32, 5)}
     assert {job.m for job in jobs} == {96, 256}, 'as in the paper'
     assert launched.argv[launched.argv.index('--json') + 1] == 'benchmark_gpt-4x8.json'
+
+
+def test_bench(tmp_path):
+    """Its turns start on all nodes; a job on other nodes has the same line, and so goes on."""
+    from megatron_zbpp.mcore.command_line.bench import Bench
+
+    line = ['--', 'pretrain_gpt.py', '--save', 'my folder']
+    launched = launch(BENCH, tmp_path, '--rounds', '2', *line, SLURM_NNODES='2')
+    assert launched.status == 0, launched.errors
+    at = launched.argv.index('--')
+    assert launched.argv[:at] == ['bench', '--rounds', '2']
+    words = launched.argv[at + 1 :]
+    assert words[0] == 'srun' and words[-3:] == line[1:]
+    job = Bench.of([*words[:-2], *OWN_SIZES, *words[-2:]])
+    assert job.line.world_size == 16 and job.launcher[-2:] == ('-m', 'megatron_zbpp.launch')
+    on_cpu = launch(BENCH, tmp_path, *line, DEVICE='cpu', SLURM_JOB_NODELIST='node-b[1-2]')
+    assert on_cpu.argv[:2] == ['bench', '--cpu'], on_cpu.errors
+    assert 'node-a7' not in ' '.join(words) and launched.environment['FIRST_NODE'] == 'node-a7'
+
+
+TORCHRUN = """#!/bin/sh
+echo "$@" >> runs
+echo " iteration 1/ 1 | elapsed time per iteration (ms): 20.0 | lm loss: 5.1E+00 |"
+"""
+
+
+def test_bench_goes_on_with_other_nodes(tmp_path):
+    """Its turns run by srun, which gives each node its number; those that ran are not run again."""
+    programs = {
+        'srun': '#!/bin/sh\nshift 2; SLURM_NODEID=1 exec "$@"\n',
+        'torchrun': TORCHRUN,
+        'zbpp': f'#!/bin/sh\nexec {sys.executable} -m megatron_zbpp.cli "$@"\n',
+    }
+    words = '--rounds 1 --iterations 1 --schedules zb-v --json -o found'.split()
+    line = [*words, '--', 'pretrain_gpt.py', *OWN_SIZES]
+    shown = {}
+    for node in 'ab':
+        programs['scontrol'] = f'#!/bin/sh\necho {node}1\necho {node}2\n'
+        job = launch(BENCH, tmp_path, *line, programs=programs, PYTHONPATH=str(ROOT))
+        assert job.status == 0, job.errors
+        shown[node] = json.loads(job.out)
+    assert [row['losses_equal'] for row in shown['a']['schedules']] == [True, True]
+    assert shown['b'] == shown['a']
+    runs = (tmp_path / 'runs').read_text().splitlines()
+    assert len(runs) == 3, 'the start, and each schedule'
+    assert all(run.startswith('--node-rank 1 --master-addr a1 --nnodes 1 ') for run in runs)
+
+
+@pytest.mark.parametrize('words', [[], ['--rounds', '2'], ['--', 'torchrun', 'pretrain_gpt.py']])
+def test_bench_wants_a_script(tmp_path, words):
+    refused = launch(BENCH, tmp_path, *words)
+    assert refused.status == 2 and not refused.argv
+    assert refused.errors.endswith(': give your script and its flags there, without torchrun\n')
 
 
 def benchmark_jobs(argv, world):

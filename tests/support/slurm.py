@@ -1,4 +1,4 @@
-"""Runs the files for SLURM with a stand-in for srun, which keeps what it is given."""
+"""Runs the files for SLURM with a stand-in for srun and zbpp, which keeps what it is given."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,8 @@ FOLDER = ROOT / 'scripts' / 'slurm'
 FILES = sorted(FOLDER.glob('gpt-*.sbatch'))  # one a model
 EXPERTS = FOLDER / 'moe-8x7b.sbatch'
 BENCHMARK = FOLDER / 'benchmark_gpt.sbatch'
-_SRUN = """#!{python}
+BENCH = FOLDER / 'bench.sbatch'
+_STAND_IN = """#!{python}
 import json, os, sys
 with open(os.environ['KEPT'], 'w') as kept:
     json.dump([sys.argv[1:], dict(os.environ)], kept)
@@ -32,14 +34,16 @@ class Launched:
     Attributes:
         status: its exit status.
         errors: what it wrote to standard error.
-        argv: what srun was given; empty where it was not started.
-        environment: of srun.
+        argv: what srun was given, or zbpp, whichever came first; empty where neither was started.
+        environment: of that.
+        out: what it wrote to standard output.
     """
 
     status: int
     errors: str
     argv: list[str]
     environment: dict[str, str]
+    out: str
 
     @property
     def torchrun(self) -> list[str]:
@@ -65,9 +69,17 @@ def options(file: Path) -> dict[str, str]:
     return {key: value for key, _, value in (pair.partition('=') for pair in pairs)}
 
 
-def launch(file: Path, folder: Path, *arguments: str, **environment: str) -> Launched:
-    """Runs `file` as SLURM would, in `folder`."""
-    for name, text in (('srun', _SRUN.format(python=sys.executable)), ('scontrol', _SCONTROL)):
+def launch(
+    file: Path,
+    folder: Path,
+    *arguments: str,
+    programs: Mapping[str, str] | None = None,
+    **environment: str,
+) -> Launched:
+    """Runs `file` as SLURM would, in `folder`, with the text of other programs if need be."""
+    stand_in = _STAND_IN.format(python=sys.executable)
+    stand_ins = {'srun': stand_in, 'zbpp': stand_in, 'scontrol': _SCONTROL}
+    for name, text in {**stand_ins, **(programs or {})}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     (folder / 'spooled').write_text(file.read_text())  # SLURM runs a copy
@@ -92,4 +104,4 @@ def launch(file: Path, folder: Path, *arguments: str, **environment: str) -> Lau
         text=True,
     )
     argv, seen = json.loads(kept.read_text()) if kept.exists() else ([], {})
-    return Launched(done.returncode, done.stderr, argv, seen)
+    return Launched(done.returncode, done.stderr, argv, seen, done.stdout)
