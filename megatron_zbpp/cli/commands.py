@@ -49,23 +49,32 @@ from megatron_zbpp.techniques.vocabulary.whole import WHOLE, has_shards
 
 
 def list_families(args: Namespace) -> None:
-    """Print every family that the registry knows."""
+    """Print every family that the registry knows, with what it gains at the sizes of `args`."""
     keys = ('name', 'aliases', 'summary', 'bubble', 'memory', 'source')
     listed = own_families(every=True)
+    args.schedules = [family.name for family in listed]
+    found, skipped = inputs.load_cases(args)
+    gains = {name: facts(each, each.timeline, args.against)['gain'] for name, each in found.items()}
     if args.json:
         entries = [{key: getattr(family, key) for key in keys} for family in listed]
-        for entry in entries:
-            entry |= {key: str(entry[key]) for key in ('bubble', 'memory')}
         for entry, family in zip(entries, listed, strict=True):
+            entry |= {key: str(entry[key]) for key in ('bubble', 'memory')}
             entry |= {'copies': family.num_routes, 'asynchronous': family.asynchronous}
-        return print_json({'schedules': entries})
+            entry |= {'gain': gains.get(family.name), 'without': skipped.get(family.name)}
+        sizes = {'ranks': args.pp, 'microbatches': args.microbatches, 'against': args.against}
+        return print_json({'schedules': entries, **sizes})
+    shown = {name: '-' if gain is None else f'{gain:.1%}' for name, gain in gains.items()}
+    sizes = f'p = {args.pp}, m = {args.microbatches}'
     if args.table:
-        heads = ('schedule', 'bubble', 'peak memory', 'copies of the weights', 'trains', 'source')
+        heads = ('schedule', 'bubble', 'peak memory', f'gain, {sizes}')
         trains = {False: 'the same', True: 'another model'}
         return print_table(
-            heads,
+            (*heads, 'copies of the weights', 'trains', 'source'),
             [
-                (f.name, f.bubble, f.memory, f.num_routes, trains[f.asynchronous], f.source)
+                (
+                    *(f.name, f.bubble, f.memory, shown.get(f.name, '-')),
+                    *(f.num_routes, trains[f.asynchronous], f.source),
+                )
                 for f in listed
             ],
         )
@@ -75,8 +84,11 @@ def list_families(args: Namespace) -> None:
         print_wrapped(f'    {family.summary}')
         copies = f'; {family.num_routes} copies of the weights' if family.num_routes > 1 else ''
         late = '; asynchronous: trains another model' if family.asynchronous else ''
+        name = family.name
+        gain = f'gain {shown[name]}' if name in shown else f'no gain: {skipped[name]}'
         print_wrapped(f'    bubble {family.bubble}; peak memory {family.memory}{copies}{late}')
-        print_wrapped(f'    {family.source}')
+        print_wrapped(f'    {gain}; {family.source}')
+    print_wrapped(f'gain: time saved against {args.against}; {inputs.heading(args)}')
 
 
 # Formats that `convert` writes, and how names of their files end; of one end the first is meant.

@@ -22,6 +22,7 @@ from megatron_zbpp.cli import (
     benching,
     commands,
     comparing,
+    inputs,
     paging,
     partitioning,
     planning,
@@ -48,7 +49,7 @@ _ALONE = ('-h', '--help', '--version')  # take no command
 
 _EXAMPLES = """
 zbpp list                                              every schedule, its bubble and memory
-zbpp list --table md
+zbpp list --pp 8 --microbatches 24 --table md          with gains over 1F1B at that size
 zbpp show --schedule zb-v --pp 4 --microbatches 8      draw it here
 zbpp simulate --schedule zb-1p --pp 8 --microbatches 24 --times 18.5,18.1,9.3 --comm 0.6
 zbpp simulate --schedule dualpipe-v --pp 8 --microbatches 24 --together 0.85
@@ -205,6 +206,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_list(parser: argparse.ArgumentParser) -> None:
+    """Add sizes that gains are simulated at, by the costs that `compare` takes by default."""
+    sizes: tuple[tuple[str, Any, int, str], ...] = (
+        ('--pp', values.ranks, 4, 'ranks'),
+        ('--microbatches', values.count, 8, 'microbatches'),
+    )
+    for name, kind, size, what in sizes:
+        text = f'{what} that gains are simulated with; default {size}'
+        parser.add_argument(name, type=kind, default=size, metavar=name[2].upper(), help=text)
+    arguments.add_against(parser)
+    parser.set_defaults(file=None, vpp=None, times=inputs.NO_TIMES, comm=None, memory_limit=None)
+
+
 def _add_case(parser: argparse.ArgumentParser) -> None:
     """Add which schedule, and by which costs."""
     arguments.add_source(parser)
@@ -290,7 +304,12 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 # Name, what runs, its help, and what adds its arguments.
 _COMMANDS: tuple[tuple[Any, ...], ...] = (
-    ('list', commands.list_families, 'name every schedule, with its bubble and peak memory'),
+    (
+        'list',
+        commands.list_families,
+        'name every schedule, with its bubble, peak memory and gain',
+        _add_list,
+    ),
     ('show', commands.show, 'draw a schedule as text, to scale', _add_case, _add_show),
     (
         'simulate',

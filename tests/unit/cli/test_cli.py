@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import json
 import os
@@ -89,6 +90,31 @@ def test_list_names_every_schedule(zbpp) -> None:
     assert listed[0].keys() >= {'aliases', 'summary', 'bubble', 'memory', 'source'}
     text = ' '.join(zbpp('list').split())
     assert all(family.summary in text for family in every)
+
+
+def test_list_tells_gains_of_a_size(zbpp) -> None:
+    """As `compare` does, in its words; what cannot be had of that size says why."""
+    listed = zbpp('list', '--json')
+    assert (listed['ranks'], listed['microbatches'], listed['against']) == (4, 8, '1f1b')
+    gains = {entry['name']: entry['gain'] for entry in listed['schedules']}
+    assert gains['zb-v'] == pytest.approx(1 - 25.5 / 33) and gains['1f1b'] == 0
+    small = '--pp', 3, '--microbatches', 5, '--against', 'interleaved'
+    asked = {entry['name']: entry for entry in zbpp('list', *small, '--json')['schedules']}
+    every = ','.join(asked)
+    compared = zbpp('compare', *small, '--schedules', every, '--json')
+    found = {each['name']: each['gain'] for each in compared['schedules']}
+    assert {name: each['gain'] for name, each in asked.items() if name in found} == found
+    without = {name: each['without'] for name, each in asked.items() if each['without']}
+    assert without == {each['name']: each['reason'] for each in compared['skipped']}
+    assert without and {name for name, each in asked.items() if each['gain'] is None} == {*without}
+    text = ' '.join(zbpp('list', *small).split())
+    assert f'no gain: {without["chimera"]}; Chimera' in text
+    assert f'm >= 2p-1); peak memory p gain {found["zb-v"]:.1%}; ' in text
+    said = 'gain: time saved against interleaved; p = 3, m = 5, F, B, W = 1, 1, 1; simulated'
+    assert text.endswith(said)
+    heads, *rows = csv.reader(zbpp('list', *small, '--table', 'csv').splitlines())
+    at = heads.index('gain, p = 3, m = 5')
+    assert {row[0]: row[at] for row in rows}['zb-v'] == f'{found["zb-v"]:.1%}'
 
 
 def test_simulate_gives_the_simulators_numbers(zbpp) -> None:
