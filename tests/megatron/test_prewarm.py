@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import weakref
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -12,14 +14,18 @@ from unittest import mock
 
 import commands
 import pytest
+import torch
 from example import MODEL, forget_groups
 from grids import grid
 from nvidia import needs_training, run
 from paths import ROOT
 from supported import supports
 from test_launch import DISTRIBUTED, LLAMA, MOE, OVERLAP
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from megatron_zbpp.mcore.iteration import prewarm
+from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
 DROPOUT = ['--hidden-dropout', 0.1, '--attention-dropout', 0.1]
 BIAS = ['--moe-router-enable-expert-bias', '--moe-router-score-function', 'sigmoid']
@@ -217,19 +223,200 @@ pretrain_gpt.main()
 """
 
 
+def launched(script, *argv):
+    """What two ranks of a program say, and how they end."""
+    torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / 'examples' / 'gpt')))
+    command = [*torchrun, '--nproc-per-node', 2, script, *argv]
+    return commands.run(command, env={'PYTHONPATH': paths}, timeout=100)
+
+
 def test_one_rank_that_fails_inside_ends_all(tmp_path, data):
     """The other has run its chunks and waits for the first message of the iteration."""
     script = tmp_path / 'failing.py'
     script.write_text(FAILING)
     argv = [*MODEL, '--num-layers', 4, '--pipeline-model-parallel-size', 2, '--data-path', data]
     argv += ['--pipeline-schedule', 'zb-v', '--global-batch-size', 4, '--train-iters', 2]
-    torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / 'examples' / 'gpt')))
-    command = [*torchrun, '--nproc-per-node', 2, script, *argv]
-    done = commands.run(command, env={'PYTHONPATH': paths}, timeout=100)
+    done = launched(script, *argv)
     assert done.returncode
     assert done.stderr.count('ZeroDivisionError: a kernel that is not there. If they work') == 1
     assert '--no-pipeline-prewarm' in done.stderr
+
+
+INTERRUPTED = """
+import functools
+import os
+import signal
+import sys
+import time
+
+import megatron_zbpp
+import pretrain_gpt
+
+trains, number = pretrain_gpt.forward_step, int(sys.argv.pop(1))
+
+
+def forward_step(*given):
+    if os.environ['RANK'] == '1':
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+    return trains(*given)
+
+
+pretrain_gpt.forward_step = forward_step
+megatron_zbpp.enable = functools.partial(megatron_zbpp.enable, prewarm=True)
+pretrain_gpt.main()
+"""
+
+
+@pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM'])
+def test_interrupted_inside(tmp_path, data, name):
+    """One rank gets a signal: all end; it says what it was in, and how to leave that out.
+
+    The other has run its chunks and waits for the first message of the iteration.
+    """
+    script = tmp_path / 'interrupted.py'
+    script.write_text(INTERRUPTED)
+    argv = [*MODEL, '--num-layers', 4, '--pipeline-model-parallel-size', 2, '--data-path', data]
+    argv += ['--pipeline-schedule', 'zb-v', '--global-batch-size', 4, '--train-iters', 2]
+    done = launched(script, signal.Signals[name].value, *argv)
+    assert done.returncode
+    assert 'iteration        1' not in done.stdout
+    _, report = done.stderr.split('pipeline watchdog: global rank 1 ')
+    title, *lines = report.splitlines()
+    assert name in title or 'KeyboardInterrupt' in title
+    told = [line for line in lines if line.startswith(f'  part of: {prewarm.PASSES}')]
+    assert len(told) == 1 and '--no-pipeline-prewarm' in told[0]
+    ended = done.stderr.count(f'[rank1]: KeyboardInterrupt: {prewarm.PASSES}')
+    assert ended == (name == 'SIGINT')
+
+
+def interrupted(argv, interrupts):
+    """Trains two iterations on each rank, the first again where an interruption ends it.
+
+    Returns the losses, and what the interruption said and left.
+    """
+    import pretrain_gpt
+    import torch
+
+    import megatron_zbpp
+    from megatron_zbpp.mcore.left_behind import random_states, same_states
+
+    args, said, done = pretrain_gpt.parse_args(argv), [], []
+    original = WeightGradStore.run
+
+    def weights(*given):
+        done.append(None)
+        if interrupts and len(done) == 2:
+            raise KeyboardInterrupt
+        return original(*given)
+
+    def batch():
+        data = pretrain_gpt.iterators(args, pretrain_gpt.build_datasets(args)[0], 0)
+        return pretrain_gpt.run_batch(args, models, data)
+
+    with megatron_zbpp.enable(args.pipeline_schedule, prewarm=True) as plugin:
+        pretrain_gpt.initialize(args)
+        models = pretrain_gpt.build_model(args)
+        parameters = [p for model in models for p in model.parameters()]
+        with mock.patch.object(WeightGradStore, 'run', weights):
+            before = random_states()
+            try:
+                losses = [batch()]
+            except KeyboardInterrupt as error:
+                said = [str(error), same_states(before, random_states())]
+                said += [not any(p.main_grad.any() for p in parameters)]
+                said += [all(p.grad is None for p in parameters), plugin.session.store.pending]
+                losses = [batch()]
+            losses.append(batch())
+        gradients = torch.stack([p.main_grad.norm() for p in parameters]).tolist()
+    forget_groups()
+    return losses, gradients, said
+
+
+def test_nothing_is_left_of_an_interruption(ranks, data):
+    """Ctrl-C in the second W, where a program catches it and trains on."""
+    argv = [*MODEL, '--num-layers', 4, '--pipeline-model-parallel-size', 2, '--data-path', data]
+    argv = [*map(str, argv), '--pipeline-schedule', 'zb-v', '--global-batch-size', '4']
+    plain, stopped = (ranks(2).run(interrupted, argv, given) for given in (False, True))
+    for (*whole, none), (*again, said) in zip(plain, stopped, strict=True):
+        assert again == whole and none == []
+        words, *left = said
+        assert words.startswith(prewarm.PASSES) and left == [True, True, True, 0]
+
+
+class Alive(TorchDispatchMode):
+    """Counts bytes of the storages that operations have made and that are alive.
+
+    Attributes:
+        now: so many.
+        peak: the most since it was set.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self._known = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        for given in tree_iter((args, kwargs)):
+            if isinstance(given, torch.Tensor):  # what was there before is not counted
+                self._known.setdefault(given.untyped_storage(), 0)
+        made = operation(*args, **(kwargs or {}))
+        for each in tree_iter(made):
+            if isinstance(each, torch.Tensor):
+                self._count(each.untyped_storage())
+        return made
+
+    def _count(self, storage):
+        if storage not in self._known:
+            self._known[storage] = size = storage.nbytes()
+            self._add(size)
+            weakref.finalize(storage, self._add, -size)
+
+    def _add(self, size):
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def peaks(argv):
+    """Bytes that each rank holds at most before the first iteration, and in it."""
+    import pretrain_gpt
+
+    import megatron_zbpp
+
+    args, found = pretrain_gpt.parse_args(argv), []
+    original = prewarm.prewarmed
+
+    def prewarmed(*given):
+        data = original(*given)
+        found.append(alive.peak)
+        alive.peak = alive.now
+        return data
+
+    with megatron_zbpp.enable(args.pipeline_schedule, prewarm=True):
+        pretrain_gpt.initialize(args)
+        models = pretrain_gpt.build_model(args)
+        data = pretrain_gpt.iterators(args, pretrain_gpt.build_datasets(args)[0], 0)
+        with mock.patch.object(prewarm, 'prewarmed', prewarmed), Alive() as alive:
+            pretrain_gpt.run_batch(args, models, data)
+    forget_groups()
+    return *found, alive.peak
+
+
+@pytest.mark.parametrize('schedule', ['zb-v', 'zb-h1'])
+def test_peak_memory(ranks, data, schedule):
+    """Far below that of the iteration; as much where one microbatch is all there is.
+
+    The copies of random states, which are on the host, are no part of that.
+    """
+    argv = [*MODEL, '--num-layers', 4, '--pipeline-model-parallel-size', 2, '--data-path', data]
+    argv = [*map(str, argv), '--pipeline-schedule', schedule, '--global-batch-size']
+    states = 2 * torch.get_rng_state().nbytes
+    for before, within in ranks(2).run(peaks, [*argv, '2']):
+        assert 100_000 < before < 0.8 * within
+    for before, within in ranks(2).run(peaks, [*argv, '1']):
+        assert 0.99 * within < before - states < 1.01 * within
 
 
 def held_gradients(argv):

@@ -31,11 +31,12 @@ from megatron_zbpp.runtime.tables import Tables
 _ADDED = 'grad_added_to_main_grad'  # what fused layers and Megatron's hooks tell each other
 _LEFT_OUT = 'the first iteration is not prepared in parallel: %s'
 _DONE = 'first iteration: the chunks of all ranks have run once, at the same time, in %.1f s'
+PASSES = 'passes that run before the first iteration, to prepare it in parallel'
+_CURE = '--no-pipeline-prewarm, or enable(prewarm=False)'
 _FAILED = (
-    'passes that run before the first iteration, to prepare it in parallel, failed with {error}. '
-    'If they work within an iteration, leave that out: --no-pipeline-prewarm, or '
-    'enable(prewarm=False)'
+    f'{PASSES}, failed with {{error}}. If they work within an iteration, leave that out: {_CURE}'
 )
+_INTERRUPTED = f'{PASSES}; without them: {_CURE}'
 
 
 def prewarmed(executors: Executors, call: Call, config: Any, data: Data) -> Data:
@@ -49,6 +50,7 @@ def prewarmed(executors: Executors, call: Call, config: Any, data: Data) -> Data
 
     Raises:
         RuntimeError: a pass failed; with the cure.
+        KeyboardInterrupt: one was interrupted; says so.
     """
     models = call.arguments.models
     why = _obstacle(executors, config) or _held(models)
@@ -62,8 +64,10 @@ def prewarmed(executors: Executors, call: Call, config: Any, data: Data) -> Data
     try:
         with _nothing_left(models), torch.enable_grad():
             executor = executors.alone(replace(call, results=[]), again, tables, nobody)
-            with executors.session.watchdog.passes(executor):
+            with executors.session.watchdog.passes(executor, part_of=_INTERRUPTED):
                 executor.run()
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(_INTERRUPTED) from error
     except Exception as error:
         raise RuntimeError(_FAILED.format(error=f'{type(error).__name__}: {error}')) from error
     for each in {id(replay): replay for replay in again if replay is not None}.values():

@@ -61,14 +61,14 @@ class Collective:
 
 
 class Passes:
-    """One iteration of `executor`, to its end on all ranks.
+    """One iteration of `executor`, or what reports call `part_of`, to its end on all ranks.
 
     A rank that is done tells the others by a reduction on `group` that nobody waits for: until it
     ends, a rank that stops in its cool-down would be missed by those that have no more passes.
     """
 
-    def __init__(self, executor: Executor, group: Any) -> None:
-        self._tracker = Tracker(executor)
+    def __init__(self, executor: Executor, group: Any, part_of: str | None = None) -> None:
+        self._tracker, self._part_of = Tracker(executor), part_of and {'part of': part_of}
         self._group = group
         self._all_done: dist.Work | None = None
 
@@ -94,7 +94,7 @@ class Passes:
         return False
 
     def standing(self) -> dict[str, str]:
-        return self._tracker.standing()
+        return self._tracker.standing() | (self._part_of or {})
 
     def waits(self) -> tuple[int, ...]:
         return self._tracker.waits()

@@ -104,8 +104,8 @@ class Watchdog:
         return self._watching(Collective(what))
 
     @contextmanager
-    def passes(self, executor: Executor) -> Iterator[None]:
-        """Watch an iteration of `executor`. A collective for the first one of its pipeline."""
+    def passes(self, executor: Executor, part_of: str | None = None) -> Iterator[None]:
+        """Watch passes, of an iteration or `part_of` else. A collective for a pipeline's first."""
         if not self.timeout:
             yield
             return
@@ -115,7 +115,7 @@ class Watchdog:
                 assert self._watch is not None  # from the first activity on
                 self._watch.heartbeats.meet()
                 self._groups[pp_group] = _host_group(pp_group, 2 * self.timeout)
-        with self._watching(Passes(executor, self._groups[pp_group])):
+        with self._watching(Passes(executor, self._groups[pp_group], part_of)):
             yield
 
     def forwards(self, executor: Executor) -> AbstractContextManager[None]:
