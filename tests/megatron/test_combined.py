@@ -201,6 +201,7 @@ def collectives_and_cells(training: Any) -> Iterator[tuple[Counter[str], list]]:
     with (
         norms_for_sequence_parallelism(),
         counted(of_tensor_parallelism) as found,
+        events.unseen_before_the_first(found),
         combined_steps(training) as steps,
     ):
         yield found, steps
