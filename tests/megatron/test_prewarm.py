@@ -32,6 +32,7 @@ BIAS = ['--moe-router-enable-expert-bias', '--moe-router-score-function', 'sigmo
 UNTIED = ['--untie-embeddings-and-output-weights']
 ROPE = ['--position-embedding-type', 'rope']
 EARLY = ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 0]
+FP8 = 'first iteration prepared in parallel: FP8 with delayed scaling'
 EXPERTS = [*LLAMA, *MOE, '--moe-z-loss-coeff', 1e-3]
 # what is trained: processes, flags
 CASES = {
@@ -85,12 +86,19 @@ def test_changes_nothing(ranks, schedule, case):
 
 
 @needs_training
-@supports('first iteration prepared in parallel: FP8 with delayed scaling', 'zb-v')
 @pytest.mark.te
-def test_scales_of_fp8(te_ranks):
+@pytest.mark.parametrize(
+    'beside',
+    [
+        pytest.param(flags, id=name, marks=supports(f'{FP8}{name}', 'zb-v'))
+        for name, flags in {'': [], ', dropout': DROPOUT}.items()
+    ],
+)
+def test_scales_of_fp8(te_ranks, beside):
+    """Also where masks are drawn between what is scaled."""
     flags = ['--transformer-impl', 'transformer_engine', '--bf16', *ROPE, '--fp8-format', 'hybrid']
     flags += ['--fp8-recipe', 'delayed', '--pipeline-schedule', 'zb-v']
-    require_no_change(te_ranks(2), *flags, batch=6)
+    require_no_change(te_ranks(2), *flags, *beside, batch=6)
 
 
 def require_no_change(ranks, *flags, batch):
