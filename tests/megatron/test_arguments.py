@@ -146,6 +146,24 @@ def test_one_rank_has_no_pipeline(ranks):
     assert found.said.count('\n') == 1 and 'changes nothing' in found.said
 
 
+def test_one_rank_takes_no_wrong_values(ranks, tmp_path):
+    """As with several ranks, all at once; a plan of several ranks is right, and changes nothing."""
+    from megatron_zbpp.schedules import build
+
+    words = '--pipeline-schedule zb-v --pipeline-clip 3 --pipeline-watchdog-timeout abc'.split()
+    told = parsed(ranks, *words, pipeline_model_parallel_size=1)
+    assert told.code == 2 and told.said == parsed(ranks, *words).said
+    assert told.said.count('\n') == 2
+    name = refused(ranks, '--pipeline-schedule', 'nonsense', pipeline_model_parallel_size=1)
+    assert "unknown schedule 'nonsense'" in name
+    file = tmp_path / 'plan.json'
+    flag = '--pipeline-schedule-file'
+    assert 'plan.json' in refused(ranks, flag, file, pipeline_model_parallel_size=1)
+    file.write_text(build('zb-v', 4, 8).to_json())
+    found = parsed(ranks, flag, file, pipeline_model_parallel_size=1)
+    assert found.code is None and found.result.source is None and 'changes nothing' in found.said
+
+
 def test_deferral_of_the_embedding_is_superseded(ranks):
     found = parsed(ranks, '--pipeline-schedule', 'zb-v', defer_embedding_wgrad_compute=True)
     assert found.code is None
@@ -195,6 +213,26 @@ def test_all_that_is_wrong_is_told_at_once(ranks):
     assert '--num-virtual-stages-per-pipeline-rank' in told.said.splitlines()[0]
     told = parsed(ranks, '--pipeline-schedule', 'zb-q', *words[:2], *words[4:6])
     assert told.said.count('\n') == 2 and 'unknown schedule' in told.said, told
+
+
+def test_what_argparse_refuses_is_told_beside(ranks):
+    """Megatron's own flags, and flags without a value; what depends on them is not asked."""
+    theirs = {
+        '--num-layers abc': "argument --num-layers: invalid int value: 'abc'",
+        '--width': 'argument --hidden-size/--width: expected one argument',
+        '--kind c': "argument --kind: invalid choice: 'c'",
+        '--pipeline-trace-dir': 'argument --pipeline-trace-dir: expected one argument',
+    }
+    alone = [refused(ranks, *words.split()) for words in theirs]
+    assert all(said in line for line, said in zip(alone, theirs.values(), strict=True)), alone
+    ours = ['--pipeline-schedule', 'zb-v', '--pipeline-clip', '3']
+    words = [word for flag in theirs for word in flag.split()]
+    told = parsed(ranks, *words, *ours)
+    assert told.code == 2 and told.said == ''.join(alone) + refused(ranks, *ours), told.said
+    words[-1] = '--pipeline-schedule'
+    told = parsed(ranks, *words, *ours[2:])
+    assert told.said.count('\n') == 4 and '--pipeline-clip' not in told.said, told.said
+    assert 'argument --pipeline-schedule: expected one argument' in told.said
 
 
 def test_what_is_refused_is_told_beside_wrong_values(ranks):

@@ -425,6 +425,27 @@ def test_all_that_is_wrong_is_told_at_once(ranks):
     assert all(cure in errors for cure in ('from 1 up', "'high' or 'group'", 'of another folder'))
 
 
+def test_what_argparse_refuses_is_told_beside(ranks):
+    """Megatron's own flags, one without its value, and one that is misspelt."""
+    words = '--hidden-size --num-layers abc --pipeline-clip 3 --pipeline-traces x'
+    line = ['--', *SIZES, '--pipeline-schedule', 'zb-v', *words.split()]
+    (code, out, errors), _ = ranks(2).run(doctor, line)
+    assert code == 2 and not out
+    assert errors.splitlines() == [
+        'zbpp: launch line: argument --hidden-size: expected one argument',
+        "zbpp: launch line: argument --num-layers: invalid int value: 'abc'",
+        "zbpp: --pipeline-clip is '3': give 'stage' or 'global'",
+        'zbpp: launch line: --pipeline-traces is not known: did you mean --pipeline-trace-dir?',
+    ], errors
+
+
+def test_one_rank_takes_no_wrong_values(ranks):
+    said = refusal(
+        ranks, '--', *SIZES, *'--pipeline-model-parallel-size 1 --pipeline-schedule no'.split()
+    )
+    assert "unknown schedule 'no'" in said
+
+
 def test_gpus_by_torchrun_that_cannot_be_known(ranks):
     line = ['torchrun', '--nproc-per-node', 'gpu', 'pretrain_gpt.py', *SIZES]
     assert '--nproc-per-node gpu is no number: give --gpus' in refusal(ranks, '--', *line)

@@ -46,10 +46,13 @@ def parse(flags, changes):
     from megatron_zbpp.mcore.command_line import arguments
     from megatron_zbpp.mcore.command_line import flags as ours
 
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument('--num-layers', type=int)
+    parser.add_argument('--hidden-size', '--width', type=int)
+    parser.add_argument('--kind', choices=('a', 'b'))
     ours.add_arguments(parser)
     parser.set_defaults(**{**MEGATRONS, **changes})
-    parser.parse_known_args = arguments._preparing(parser.parse_known_args)
+    parser.parse_known_args = arguments._preparing(parser)
     enabled.plugin = None
     with mock.patch.object(sys, 'argv', ['script.py']):
         found = outcome(parser.parse_args, list(map(str, flags)))

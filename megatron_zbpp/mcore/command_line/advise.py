@@ -11,10 +11,11 @@ from typing import Any
 from megatron_zbpp.ir.layout import layers_per_stage
 from megatron_zbpp.mcore import layout, refusals
 from megatron_zbpp.mcore.command_line import launch_line, sizes
-from megatron_zbpp.mcore.command_line.bench import LAUNCHER, value_of, without
+from megatron_zbpp.mcore.command_line.bench import LAUNCHER, value_of
 from megatron_zbpp.mcore.command_line.flags import FLAGS
 from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
 from megatron_zbpp.mcore.command_line.messages import flag
+from megatron_zbpp.mcore.command_line.parsing import without
 from megatron_zbpp.mcore.settings import AUTO
 from megatron_zbpp.partitioning.advise.flags import REPLACED, SWITCHES, flags_of, processes
 from megatron_zbpp.partitioning.advise.job import NONE, SELECTIVE, STOCK, Job, Setup

@@ -14,13 +14,12 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megatron_zbpp.mcore import enabled, preflight, refusals, replicas, superseded
-from megatron_zbpp.mcore.command_line import flags, plan_layout, sizes
+from megatron_zbpp.mcore.command_line import flags, parsing, plan_layout, sizes
 from megatron_zbpp.mcore.command_line.host_memory import require_host_memory
 from megatron_zbpp.mcore.command_line.messages import refuse
 from megatron_zbpp.mcore.command_line.naming import by_flags, renaming
@@ -98,7 +97,7 @@ def _with_our_flags(original: Callable) -> Callable:
         parser = original(parser)
         _make_printable(parser)
         flags.add_arguments(parser)
-        parser.parse_known_args = _preparing(parser.parse_known_args)
+        parser.parse_known_args = _preparing(parser)
         return parser
 
     setattr(add_megatron_arguments, _OURS, True)
@@ -119,23 +118,28 @@ def _make_printable(parser: argparse.ArgumentParser) -> None:
             action.help = text.replace('%', '%%')
 
 
-def _preparing(parse: Callable) -> Callable:
+def _preparing(parser: argparse.ArgumentParser) -> Callable:
     """`parse`, and then `prepare`; a value that makes no sense ends the program with status 2."""
+    original = parser.parse_known_args
 
-    @functools.wraps(parse)
-    def parse_known_args(*args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
+    @functools.wraps(original)
+    def parse_known_args(
+        args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         global has_run
-        namespace, rest = parse(*args, **kwargs)
         has_run = True
         try:
-            prepare(namespace)
+            words = sys.argv[1:] if args is None else args
+            parsed = parsing.parse(parser, original, words, namespace)
+            parsed.checks.require_all()
+            prepare(parsed.args)
         except (OSError, ValueError, NotImplementedError) as error:
             told, script = lines_of(error), Path(sys.argv[0]).name
             drawn = len(str(error).splitlines()) > len(told)
             hint = ' (`zbpp check` shows the place)' if drawn else ''
             refuse('\n'.join(f'{script}: error: {what}{hint}' for what in told))
             raise SystemExit(2) from None
-        return namespace, rest
+        return parsed.args, parsed.unknown
 
     return parse_known_args
 
@@ -155,6 +159,7 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
     if given is None:
         return None
     if args.pipeline_model_parallel_size == 1:
+        plan_layout.require_values(given)
         job_log.warning('one pipeline rank has no pipeline: --pipeline-schedule changes nothing')
         return None
     sizes.require_plain(args)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_zbpp.mcore.command_line import launch_line
 from megatron_zbpp.mcore.command_line.flags import FLAGS
 from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
+from megatron_zbpp.mcore.command_line.parsing import without
 
 OWN = 'as it is'  # the schedule of the line: Megatron's own, or what its flags name
 LAUNCHER = 'megatron_zbpp.launch'
@@ -122,21 +123,6 @@ class Bench:
             *('--train-iters', str(iterations)),
             *(['--lr-decay-iters', str(decay)] if decay else []),
         ]
-
-
-def without(flags: Iterable[str], valued: Iterable[str], switches: Iterable[str]) -> Iterator[str]:
-    """Yield words without these flags, and without the values behind the first kind."""
-    valued, switches = {f'--{name}' for name in valued}, set(switches)
-    dropping = False
-    for word in flags:
-        if word.startswith('--'):
-            name = word.partition('=')[0]
-            dropping = name in valued
-            if dropping or name in switches:
-                continue
-        elif dropping:
-            continue
-        yield word
 
 
 def value_of(flags: Sequence[str], name: str) -> str | None:

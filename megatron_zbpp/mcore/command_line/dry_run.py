@@ -159,6 +159,8 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     given = flags.read(args)
     parallel = _parallel(line)
     if given is None or parallel['pipeline'] == 1:
+        if given is not None:
+            plan_layout.require_values(given)
         others = [_NO_PIPELINE] if given is not None else [_NO_SCHEDULE, *_others(line, parallel)]
         return DryRun(parallel, notes=(*notes, *others))
     sizes.require_plain(args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_zbpp.ir import Schedule
@@ -75,6 +75,12 @@ def read(args: argparse.Namespace) -> Mapping[str, Any] | None:
             raise ValueError(f'{names} {are} about a --pipeline-schedule: give that, too')
         return None
     return values
+
+
+def of_schedule(words: Sequence[str]) -> list[str]:
+    """Return the flags that name a schedule, without their values."""
+    names = (word.partition('=')[0] for word in words)
+    return [name for name in names if name in ('--pipeline-schedule', '--pipeline-schedule-file')]
 
 
 def _prewarm(given: Mapping[str, Any]) -> bool | None:

@@ -21,6 +21,7 @@ from megatron_zbpp.mcore import refusals
 from megatron_zbpp.mcore.command_line.arguments import require_packages
 from megatron_zbpp.mcore.command_line.flags import add_arguments
 from megatron_zbpp.mcore.command_line.messages import flag
+from megatron_zbpp.mcore.command_line.parsing import parse
 
 _TRAINING = 'megatron.training.arguments'
 # How like a flag of ours, or of Megatron's, a word must be to be taken for it.
@@ -104,8 +105,11 @@ def read(words: Sequence[str], gpus: int | None = None) -> LaunchLine:
     lacks = _lacks()
     parser = _own_parser() if lacks else _megatrons_parser()
     on_cpu = '--cpu' in launcher
-    args, unknown = parser.parse_known_args([*(cpu_flags(flags) if on_cpu else ()), *flags])
-    require_spelt(unknown)
+    given = [*(cpu_flags(flags) if on_cpu else ()), *flags]
+    args, unknown, checks = parse(parser, parser.parse_known_args, given, where='launch line: ')
+    with checks.one():
+        require_spelt(unknown)
+    checks.require_all()
     world_size = gpus or _processes(launcher) or _fewest(args)
     hinted = (
         () if lacks else tuple(_hinted(word, parser._option_string_actions) for word in unknown)

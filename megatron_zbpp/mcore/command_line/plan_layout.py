@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zbpp.ir import Schedule
-from megatron_zbpp.ir.formats import load_plan
+from megatron_zbpp.ir.formats import PlanFile, load_plan
 from megatron_zbpp.mcore import layout, preflight, refusals, superseded
 from megatron_zbpp.mcore.command_line import flags, sizes
 from megatron_zbpp.mcore.command_line.messages import flag
@@ -37,14 +37,9 @@ def settings_of(
             Wrong values are told with what the schedule refuses of Megatron's settings.
         OSError: a file cannot be read.
     """
-    name, file = given['pipeline_schedule'], given['pipeline_schedule_file']
-    if file is None:
-        return _settings(args, given, name, machine), None
-    if name is not None:
-        raise ValueError(
-            f'--pipeline-schedule {name} and --pipeline-schedule-file {file}: give one of them'
-        )
-    source = load_plan(Path(file))
+    file, source = given['pipeline_schedule_file'], _source(given)
+    if not isinstance(source, PlanFile):
+        return _settings(args, given, source, machine), None
     if source.selective and getattr(args, 'recompute_granularity', None) != 'selective':
         raise ValueError(
             f"{file} was planned with Megatron's selective recomputation, without which it holds "
@@ -56,6 +51,30 @@ def settings_of(
         _take_layout(args, source.layout, file)
     schedule = source.schedule
     return _settings(args, given, schedule, machine), source.layout
+
+
+def require_values(given: Mapping[str, Any]) -> None:
+    """Return if the values of our flags can be had, whatever Megatron's are.
+
+    Raises:
+        ValueError: one cannot, with the cure.
+        OSError: a file cannot be read.
+    """
+    source = _source(given)
+    named = source.schedule if isinstance(source, PlanFile) else source
+    flags.settings_of(given, named, None)
+
+
+def _source(given: Mapping[str, Any]) -> str | PlanFile:
+    """Return the name of the schedule, or the plan; raise as `settings_of`."""
+    name, file = given['pipeline_schedule'], given['pipeline_schedule_file']
+    if file is None:
+        return name
+    if name is not None:
+        raise ValueError(
+            f'--pipeline-schedule {name} and --pipeline-schedule-file {file}: give one of them'
+        )
+    return load_plan(Path(file))
 
 
 def require_supported(

@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         parser = megatrons.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     else:
         parser = launch_line._own_parser()
-        parser.parse_known_args = arguments._preparing(parser.parse_known_args)
+        parser.parse_known_args = arguments._preparing(parser)
     for name in ('--yaml-cfg', '--use-checkpoint-args', '--hybrid-layer-pattern'):
         if name not in parser._option_string_actions:  # of other releases
             parser.add_argument(name, nargs='?', const=True)

@@ -39,6 +39,11 @@ LINES = {
         'launch line: argument --pipeline-watchdog-timeout: expected one argument',
         line('--pipeline-schedule zb-v --pipeline-watchdog-timeout 1'),
     ),
+    'no value of the launcher': row(
+        line('torchrun --nproc-per-node pretrain_gpt.py --pipeline-schedule zb-v'),
+        'launch line: argument --nproc-per-node/--nproc_per_node: expected one argument',
+        line('torchrun --nproc-per-node 2 pretrain_gpt.py --pipeline-schedule zb-v'),
+    ),
     'no number': row(
         line('--pipeline-schedule zb-v --pipeline-watchdog-timeout soon'),
         "--pipeline-watchdog-timeout is 'soon': give a number from 0 up",
