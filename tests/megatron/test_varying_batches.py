@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from random import Random
+from unittest import mock
 
 import pytest
 from example import MODEL, early_steps, forget_groups
 from supported import supports
 from test_several_models import batches
+
+from megatron_zbpp.ir import F
+from megatron_zbpp.mcore.lowered import for_megatron
+from megatron_zbpp.schedules import build
 
 
 def trained(argv, counts):
@@ -85,3 +90,49 @@ def test_as_stock(ranks, tmp_path, schedule, p, steps):
     ran = [event['name'] for event in traced if event['ph'] == 'X']
     forwards = [name for name in ran if name.startswith('0F')]
     assert len(forwards) == counts[4] or schedule == 'auto', 'drawn again after a switch'
+
+
+def standings(argv, counts):
+    """Where the watchdog says that a rank is at each forward of each step."""
+    import pretrain_gpt as script
+
+    from megatron_zbpp.mcore import enabled
+
+    found, original = [], script.forward_step
+
+    def forward_step(*given):
+        found[-1].append(enabled.plugin.session.watchdog._activity.standing())
+        return original(*given)
+
+    try:
+        with ExitStack() as stack:
+            args = script.parse_args(list(map(str, argv)))
+            script.enable(args, stack)
+            script.initialize(args)
+            models = script.build_model(args)
+            data = [batches(100, args.seq_length, 1) for _ in models]
+            stack.enter_context(mock.patch.object(script, 'forward_step', forward_step))
+            for args.num_microbatches in counts:
+                found.append([])
+                script.run_batch(args, models, data)
+    finally:
+        forget_groups()
+    return found
+
+
+def test_the_watchdog_knows_the_position(ranks):
+    """By the passes of the step that runs, whatever steps before it had."""
+    p, counts = 2, (4, 1, 6)
+    argv = [*MODEL, '--num-layers', 2 * p, '--pipeline-model-parallel-size', p]
+    argv += ['--pipeline-schedule', 'zb-v', '--global-batch-size', 4, '--train-iters', 3]
+    for rank, steps in enumerate(ranks(p).run(standings, argv, counts)):
+        for count, forwards in zip(counts, steps, strict=True):
+            order = for_megatron(build('zb-v', p, count)).passes[rank]
+            expected = [
+                (f'F stage {f.stage} microbatch {f.microbatch} ({f})', order[:at][-10:])
+                for at, f in enumerate(order)
+                if f.kind == F
+            ]
+            assert [(each['now'], each['last passes']) for each in forwards] == [
+                (now, ' '.join(map(str, before)) or 'none') for now, before in expected
+            ]
