@@ -68,7 +68,7 @@ class Passes:
     """
 
     def __init__(self, executor: Executor, group: Any, part_of: str | None = None) -> None:
-        self._tracker, self._part_of = Tracker(executor), part_of and {'part of': part_of}
+        self._tracker, self._part_of = Tracker(executor), {'part of': part_of} if part_of else {}
         self._group = group
         self._all_done: dist.Work | None = None
 
@@ -94,7 +94,7 @@ class Passes:
         return False
 
     def standing(self) -> dict[str, str]:
-        return self._tracker.standing() | (self._part_of or {})
+        return self._tracker.standing() | self._part_of
 
     def waits(self) -> tuple[int, ...]:
         return self._tracker.waits()
