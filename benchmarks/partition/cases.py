@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Placement, Schedule
@@ -115,34 +114,26 @@ def _even(known: Known, m: int, runner: str, name: str) -> Entry:
     return Entry(runner, f'{name}, even', own, cuts, layers.text(cuts), timeline.makespan)
 
 
-def sharded(
-    known: Known,
-    m: int,
-    name: str,
-    shard: tuple[float, float] | None = None,
-    both: bool = False,
-    collectives: Mapping[str, float] = MappingProxyType({}),
-) -> Entry:
+def sharded(known: Known, m: int, name: str, both: bool = False) -> Entry:
     """Return a schedule of ours with the output layer on all ranks, and the other layers even.
+
+    S and T take an equal part of the output layer's time.
 
     Args:
         known: of layers and ranks.
         m: microbatches.
         name: of the schedule.
-        shard: seconds of S and of T; None: an equal part of the output layer's.
         both: whether the embedding is on all ranks, too.
-        collectives: seconds of each, by message; as `Costs.collectives`.
     """
     *others, head = known.layers.layers
     trunk, p = Layers(tuple(others)), len(known.devices)
     host = for_megatron(build(name, p, m))
     cuts = _evenly(trunk, host.num_stages)
     partition = Partition(host.placement, cuts, tuple(range(p)))
-    shard = shard or ((head.forward + head.backward) / p, head.weight / p)
+    shard = ((head.forward + head.backward) / p, head.weight / p)
     behind = (0.0,) * host.num_stages
     logits, gradient = ((*behind, *[time] * p) for time in shard)
     costs = stage_costs(trunk, known.devices, partition).with_times(S=logits, T=gradient)
-    costs = replace(costs, collectives=collectives)
     schedule = in_shards(host, costs)
     schedule = in_embedding_shards(schedule, costs) if both else schedule
     whole = *cuts[:-1], cuts[-1] + 1

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with made(args.link_mbit, _shares(args, devices)) as place:
             if args.real:
                 gpt = _gpt(args, args.microbatches)
-                known, fused, found = profiles.beside(gpt, place, devices, bool(args.shards))
+                known, fused, found = profiles.beside(gpt, place, devices)
             else:
                 known, found = _emulated(args, devices)
             chosen = entries(known, args.microbatches, args.planning, fused)
@@ -91,15 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 chosen = [each for each in chosen if each.runner == MEGATRON]
             whole = len(chosen)
             names = args.shards.split(',') if args.shards else []
-            shard = found.get('shard_s')
             chosen += [
                 sharded(
                     fused if fused and name == profiles.FUSED else known,
                     args.microbatches,
                     name,
-                    shard and tuple(shard),
                     args.tied,
-                    found.get('collectives_s', {}),
                 )
                 for name in names
             ]
@@ -115,6 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 args.busy,
                 _gpt(args, args.microbatches) if args.real else None,
             )
+            if args.real and names:
+                ours = replace(job, entries=tuple(chosen[whole:]))
+                chosen[whole:], found['shards_s'] = profiles.again(ours)
+                job = replace(job, entries=tuple(chosen))
             samples = collected(measure(job), [each.title for each in chosen], args.rounds)
     except (OSError, ValueError) as error:
         parser.error(str(error))

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common.spawning import joined, spawned
 from benchmarks.partition.place import Place
 from megatron_zbpp.analysis.fit_costs import measured_costs, middle
-from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.layout import layers_per_stage, layout_string
 from megatron_zbpp.schedules import build
-from megatron_zbpp.techniques.vocabulary.embedding import with_embedding
-from megatron_zbpp.techniques.vocabulary.place import with_shards
 
 HEAD = 64  # size of an attention head
-_WARM_UP = 1  # iterations
 
 
 @dataclass(frozen=True)
@@ -41,15 +37,6 @@ class Gpt:
     iterations: int
     num_microbatches: int = 1
     tied: bool = False
-
-    def schedule(self, name: str) -> Schedule:
-        """Return a schedule by its name; `1f1b, shards` has the output layer on all ranks."""
-        name, _, shards = name.partition(', ')
-        made = build(name, self.num_ranks, self.num_microbatches)
-        if not shards:
-            return made
-        made = with_shards(made)
-        return with_embedding(made) if self.tied else made
 
 
 def stages(gpt: Gpt, schedules: tuple[str, ...], place: Place) -> tuple[str, dict[str, Costs]]:
@@ -89,16 +76,27 @@ def _costs(
         runners = {}
         for name in schedules:
             sizes = gpt.layers, gpt.hidden, HEAD, gpt.sequence, gpt.words
-            model, schedule = Model(*sizes, tied=gpt.tied), gpt.schedule(name)
-            source = schedule if ', ' in name else name
-            runners[name] = ZbppRunner(schedule, source, model, optimizer=False)
-        place.limit(rank)
-        for number in range(_WARM_UP + gpt.iterations):
-            for name, runner in runners.items():
-                with runner.ready():
-                    runner.iterate()
-                    latest = runner.plugin.latest
-                    assert latest is not None
-                    timeline = latest.gather().timeline
-                if number >= _WARM_UP:
-                    yield name, measured_costs(timeline)
+            model, schedule = Model(*sizes, tied=gpt.tied), build(name, p, gpt.num_microbatches)
+            runners[name] = ZbppRunner(schedule, name, model, optimizer=False)
+        yield from profiled(rank, runners, gpt.iterations, place)
+
+
+def profiled(
+    rank: int, runners: Mapping[str, Any], iterations: int, place: Place
+) -> Iterator[tuple[str, Costs]]:
+    """Run all in turns on this rank, one of all that do; yield names and costs, as measured.
+
+    The share of a processor is entered behind the first turn, which does not count: threads that
+    carry messages have begun by then, and are none of those that compute.
+    """
+    for number in range(1 + iterations):
+        if number == 1:
+            place.limit(rank)
+        for name, runner in runners.items():
+            with runner.ready():
+                runner.iterate()
+                latest = runner.plugin.latest
+                assert latest is not None
+                timeline = latest.gather().timeline
+            if number:
+                yield name, measured_costs(timeline)

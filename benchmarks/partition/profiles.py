@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+from benchmarks.common.spawning import joined, spawned
 from benchmarks.partition import measured
-from benchmarks.partition.cases import Known, worst
+from benchmarks.partition.cases import Entry, Known, worst
 from benchmarks.partition.place import Place
+from benchmarks.partition.run import Job, runner_of
+from megatron_zbpp.analysis.fit_costs import middle
+from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.guests.autotune.repartition import look
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.devices import Devices
@@ -19,7 +23,6 @@ from megatron_zbpp.partitioning.shapes import Shape, layers_of
 from megatron_zbpp.schedules import build
 
 FUSED, SPLIT = '1f1b', 'zb-h1'  # schedules by which a GPT is profiled
-SHARDS = f'{FUSED}, shards'
 _BYTES = 4  # of a number
 
 
@@ -54,9 +57,7 @@ def alone(gpt: measured.Gpt, place: Place) -> tuple[Layers, dict[str, Any]]:
     return layers, {'layout': layout, 'stages_s': times, 'fit_error': error, 'shape_error': off}
 
 
-def beside(
-    gpt: measured.Gpt, place: Place, links: Devices, shards: bool
-) -> tuple[Known, Known, dict[str, Any]]:
+def beside(gpt: measured.Gpt, place: Place, links: Devices) -> tuple[Known, Known, dict[str, Any]]:
     """Return what `auto` would know of a GPT that trains, of split and of fused backwards.
 
     All ranks compute beside each other, as they will when it is trained.
@@ -65,15 +66,11 @@ def beside(
         gpt: that is profiled.
         place: where ranks run.
         links: whose bandwidths are known.
-        shards: whether it is profiled with the output layer on all ranks, too: `shard_s`, the mean
-            seconds of S and T, and `collectives_s`, those of each collective by its message, are
-            then among what is told.
 
     Raises:
         RuntimeError: a rank failed.
     """
-    layout, found = measured.stages(gpt, (FUSED, SPLIT, *[SHARDS] * shards), place)
-    divided = found.pop(SHARDS, None)
+    layout, found = measured.stages(gpt, (FUSED, SPLIT), place)
     size = float(_BYTES * gpt.hidden * gpt.sequence)
     known: dict[str, Known] = {}
     errors = []
@@ -85,23 +82,48 @@ def beside(
         told = f'; {looked.unequal}' if looked.unequal else ''
         print(f'{name}: {_said(layout, costs)}, fitted within {looked.error:.1%}{told}')
     times = {name: _times(costs) for name, costs in found.items()}
-    said: dict[str, Any] = {'layout': layout, 'stages_s': times, 'fit_errors': errors}
-    if divided is not None:
-        said['shard_s'] = [fmean(divided.times[kind][-gpt.num_ranks :]) for kind in 'ST']
-        said['collectives_s'] = dict(divided.collectives)
-        print(f'a shard: {_ms(zip("ST", said["shard_s"], strict=True))}')
-        print(f'collectives: {_ms(divided.collectives.items())}')
+    said = {'layout': layout, 'stages_s': times, 'fit_errors': errors}
     return known[SPLIT], known[FUSED], said
+
+
+def again(job: Job) -> tuple[list[Entry], dict[str, dict[str, float]]]:
+    """Return entries, all of ours, with predictions by what their own passes and collectives take.
+
+    Those times are told, too: by entry the mean seconds of S and T, and those of each collective by
+    its message.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    found: dict[str, list[Costs]] = defaultdict(list)
+    for name, costs in spawned(_rank, len(job.factors), job):
+        found[name].append(costs)
+    entries, said = [], {}
+    for entry in job.entries:
+        costs, p = middle(found[entry.name]), len(job.factors)
+        predicted = simulate(entry.schedule, costs).makespan
+        entries.append(replace(entry, predicted=predicted))
+        times = {kind: fmean(costs.times[kind][-p:]) for kind in 'ST'} | dict(costs.collectives)
+        said[entry.name] = times
+        text = ', '.join(f'{name} {1e3 * seconds:.0f} ms' for name, seconds in times.items())
+        print(f'{entry.name}: {text}')
+    return entries, said
+
+
+def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
+    p = len(job.factors)
+    with joined(rank, p, job.place.enter(rank, p, port), pipeline_model_parallel_size=p):
+        assert job.gpt is not None, 'of real passes'
+        runners = {entry.name: runner_of(entry, job, 1.0) for entry in job.entries}
+        for found in measured.profiled(rank, runners, job.gpt.iterations, job.place):
+            if rank == 0:
+                queue.put(found)
 
 
 def _times(costs: Costs) -> list[float]:
     return [
         sum(each) for each in zip(costs.times['F'], costs.times['B'], costs.times['W'], strict=True)
     ]
-
-
-def _ms(times: Iterable[tuple[str, float]]) -> str:
-    return ', '.join(f'{name} {1e3 * seconds:.0f} ms' for name, seconds in times)
 
 
 def _said(layout: str, costs: Costs) -> str:

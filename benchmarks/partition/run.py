@@ -74,8 +74,9 @@ def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
     sizes = {'pipeline_model_parallel_size': len(job.factors)}
     with joined(rank, len(job.factors), meeting, **sizes):
         runners = [runner_of(entry, job, job.factors[rank]) for entry in job.entries]
-        job.place.limit(rank)
         for number in range(job.rounds + 1):
+            if number == 1:  # what carries messages has begun, and has no share
+                job.place.limit(rank)
             for index, runner in enumerate(runners):
                 sample = _sample(runner, job)
                 if rank == 0:

@@ -8,6 +8,7 @@ and never less.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -76,18 +77,26 @@ class Shares:
     Attributes:
         groups: folder of each.
         processors: the one that each rank computes on.
+        version: of control groups.
     """
 
     groups: tuple[Path, ...]
     processors: tuple[int, ...]
+    version: int
 
     def enter(self, rank: int) -> None:
-        """Put this process there.
+        """Put this thread there (version 2 of control groups: the whole process).
+
+        All threads of the process stay on the rank's processor.
 
         Raises:
             OSError: that is not permitted.
         """
-        (self.groups[rank] / 'cgroup.procs').write_text(str(os.getpid()))
+        group = self.groups[rank]
+        if self.version == 1:
+            (group / 'tasks').write_text(str(threading.get_native_id()))
+        else:
+            (group / 'cgroup.procs').write_text(str(os.getpid()))
         for thread in Path('/proc/self/task').iterdir():
             with suppress(ProcessLookupError):  # it has ended meanwhile
                 os.sched_setaffinity(int(thread.name), {self.processors[rank]})
@@ -138,7 +147,7 @@ def shared(shares: Sequence[float]) -> Iterator[Shares]:
                 controller.make(made[-1].name, share)
             except OSError as error:
                 raise OSError(f'shares of processors, as root: {error}') from None
-        yield Shares(tuple(made), processors)
+        yield Shares(tuple(made), processors, controller.version)
     finally:
         for group in made:
             _remove(group)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import inf
+from statistics import median
 from typing import NamedTuple
 
+from megatron_zbpp.ir import Pass
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import BROADCAST
 from megatron_zbpp.ir.timeline import Timeline
@@ -64,18 +66,46 @@ def collective_spans(timeline: Timeline, costs: Costs | None = None) -> list[Col
 
 
 def collective_times(timeline: Timeline) -> dict[str, float]:
-    """Return the shortest measured time of each collective, from the last contribution on.
+    """Return the usual time of each collective, from the last contribution on: medians.
 
-    What waits for another collective takes that one's time less.
+    Only passes count whose rank was idle by then, as others may have started late because their
+    rank was busy; of a message for which none waited it is the shortest that was seen, which it
+    cannot exceed. What waits for another collective takes that one's time less.
     """
-    all_of, found = timeline.schedule.graph.collectives, dict[str, float]()
-    for key, (made, taken) in _bounds(timeline).items():
-        found[key.message] = min(taken - made, found.get(key.message, inf))
-    whole = {message: max(0.0, took) for message, took in found.items()}
+    schedule, spans = timeline.schedule, timeline.by_pass
+    all_of, bounds = schedule.graph.collectives, _bounds(timeline)
+    waited: dict[str, dict[_Key, float]] = defaultdict(dict)
+    for order in schedule.passes if all_of else ():
+        idle_since = -inf
+        for p in order:
+            start, end = spans[p]
+            for key in _taken(timeline, p):
+                made = bounds[key][0]
+                if made >= idle_since:
+                    own = waited[key.message]
+                    own[key] = min(start - made, own.get(key, inf))
+            idle_since = end
+    shortest: dict[str, float] = {}
+    for key, (made, taken) in bounds.items():
+        shortest[key.message] = max(0.0, min(taken - made, shortest.get(key.message, inf)))
+    whole = {
+        message: median(waited[message].values()) if message in waited else bound
+        for message, bound in shortest.items()
+    }
     return {
         message: max(0.0, took - whole.get(all_of[message].after, 0.0))
         for message, took in whole.items()
     }
+
+
+def _taken(timeline: Timeline, p: Pass) -> Iterator[_Key]:
+    """Yield the collectives whose results `p` takes; of a broadcast, on other ranks alone."""
+    schedule, all_of = timeline.schedule, timeline.schedule.graph.collectives
+    for need, q in schedule.needs(p):
+        if need.message is not None and need.message in all_of:
+            elsewhere = schedule.rank_of(p) != schedule.rank_of(q)
+            if elsewhere or all_of[need.message].operation != BROADCAST:
+                yield _Key(need.message, q.microbatch, q.slice)
 
 
 def _bounds(timeline: Timeline) -> dict[_Key, tuple[float, float]]:
@@ -90,13 +120,11 @@ def _bounds(timeline: Timeline) -> dict[_Key, tuple[float, float]]:
     taken: dict[_Key, float] = defaultdict(lambda: inf)
     for p, (start, _) in spans.items() if all_of else ():
         for need, q in schedule.needs(p):
-            if need.message is None or need.message not in all_of:
-                continue
-            key = _Key(need.message, q.microbatch, q.slice)
-            made[key] = max(spans[q][1], made.get(key, -inf))
-            elsewhere = schedule.rank_of(p) != schedule.rank_of(q)
-            if elsewhere or all_of[need.message].operation != BROADCAST:
-                taken[key] = min(start, taken[key])
+            if need.message is not None and need.message in all_of:
+                key = _Key(need.message, q.microbatch, q.slice)
+                made[key] = max(spans[q][1], made.get(key, -inf))
+        for key in _taken(timeline, p):
+            taken[key] = min(start, taken[key])
     for key, start in list(taken.items()):
         before = key._replace(message=all_of[key.message].after)
         if before in taken:

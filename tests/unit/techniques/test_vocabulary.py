@@ -19,8 +19,11 @@ from megatron_zbpp.analysis.run_ahead import passes_ahead, passes_run_ahead, spl
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.ir import Pass, Placement, Schedule, chain
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.timeline import Timeline
+from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques.slices.graph import sliced
 from megatron_zbpp.techniques.vocabulary.graph import split_vocabulary
+from megatron_zbpp.techniques.vocabulary.place import with_shards
 
 
 def costs_of(p: int, **more) -> Costs:
@@ -123,6 +126,22 @@ def test_hidden_states_and_parts_of_gradients_are_held_from_s_to_t():
     costs = Costs.uniform(Placement.loop(2)).with_amounts(**amounts)
     assert list(map(str, schedule.passes[0])) == ['0F0', '2S0', '0BW0', '2T0']
     assert live(schedule, costs)[0] == (1, 1.875, 0.875, 0)
+
+
+def test_the_usual_time_of_a_collective_is_measured():
+    """The median of those that were waited for: one that came at once, or much later, is not it."""
+    schedule = with_shards(build('zb-h1', 2, 5))
+    times = {'hidden': 0.0, 'statistics': 0.0, 'vocabulary': 2.0}
+    spans = simulate(schedule, costs_of(2, collectives=times)).spans
+    backwards = [at for at, p in enumerate(schedule.passes[1]) if p.kind == 'B']
+    for at, late in zip(backwards, (0.0, 0.25, 0.25, 0.25, 8.0), strict=True):
+        begin = spans[1][at][0]
+        spans = tuple(
+            tuple((a + late * (a >= begin), b + late * (a >= begin)) for a, b in own)
+            for own in spans
+        )
+    found = measured_costs(Timeline(schedule, spans)).collectives
+    assert found['statistics'] + found['vocabulary'] == pytest.approx(2.25)
 
 
 def test_times_of_collectives_are_measured():
