@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -99,9 +99,11 @@ def compared(
                 keep_order=True,
             )
             even = space.even(schedule.placement)
+            known = {even: _Held.of(space, even, name)}
             for kind in partitions:
-                where = even if kind == EVEN else best_for(space, even, name, rounds)
-                yield _row(name, kind, latency, space, where, rival)
+                where = even if kind == EVEN else best_for(space, known, name, rounds)
+                found = known.get(where) or _Held.of(space, where, name)
+                yield _row(name, kind, latency, space, where, found, rival)
 
 
 def with_latency(devices: Devices, latency: float) -> Devices:
@@ -112,30 +114,43 @@ def with_latency(devices: Devices, latency: float) -> Devices:
     return replace(devices, latency=more)
 
 
-def best_for(space: Space, even: Partition, name: str, rounds: int) -> Partition:
-    """Return the best partition found for one named schedule, from the even one and the bound's."""
+def best_for(space: Space, known: Mapping[Partition, _Held], name: str, rounds: int) -> Partition:
+    """Return the best partition found for one named schedule.
+
+    It is searched from the even one, from stages of about equal time, and from those of the bound;
+    where none of them keeps the memory, from partitions near them that do.
+
+    Args:
+        space: of one placement, with the devices in order.
+        known: the even partition, with the schedule on it.
+        name: of the schedule.
+        rounds: simulations at most.
+    """
     bounds, left = Bounds(space), [rounds]
 
     def go_on(_: object) -> bool:
         left[0] -= 1
         return left[0] > 0
 
-    starts = [even]
+    (even,) = known
+    starts = [even, space.balanced(even.placement, even.order)]
     if even.placement.num_chunks == 1:
         starts.append(replace(even, cuts=tuple(bounds.chain()[1])))
+    starts = list(dict.fromkeys(starts))
     found = [climb(space, bounds, start, (name,), go_on) for start in starts]
-    if not any(found) and (inside := _within(space, even, name)) is not None:
-        found.append(climb(space, bounds, inside, (name,), go_on))
+    if not any(found):
+        near = (_within(space, x, known.get(x) or _Held.of(space, x, name), name) for x in starts)
+        found = [climb(space, bounds, x, (name,), go_on) for x in near if x is not None]
     best = min((x for x in found if x is not None), key=lambda x: x.value, default=None)
     return even if best is None else best.partition
 
 
-def _within(space: Space, where: Partition, name: str) -> Partition | None:
+def _within(space: Space, where: Partition, held: _Held, name: str) -> Partition | None:
     """Return a partition near another, on which each rank stays within its memory; None: none.
 
     Layers leave the rank that has least room for that which has most, one at a time.
     """
-    room = _Held.of(space, where, name).room
+    room = held.room
     while min(room) < 0:
         near = ((_Held.of(space, x, name).room, x) for x in moved_layers(space, where, room))
         better = next((step for step in near if sorted(step[0]) > sorted(room)), None)
@@ -216,8 +231,15 @@ class _Held(NamedTuple):
         return cls(schedule, costs, peaks, tuple(room))
 
 
-def _row(name: str, kind: str, latency: float, space: Space, where: Partition, rival: float) -> Row:
-    found = _Held.of(space, where, name)
+def _row(
+    name: str,
+    kind: str,
+    latency: float,
+    space: Space,
+    where: Partition,
+    found: _Held,
+    rival: float,
+) -> Row:
     timeline, taken = simulate(found.schedule, found.costs), parameters_held(space.layers, where)
     return Row(
         name,

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, pairwise
+from itertools import count
 from math import fsum, inf
 
 from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.formats import MANY
 from megatron_zbpp.partitioning.bounds import Bounds
 from megatron_zbpp.partitioning.climb import climb
@@ -178,7 +178,7 @@ class Finder:
                 for order in orders:
                     yield Partition(placement, tuple(cuts), self._assigned(kinds, order))
             for order in dict.fromkeys(orders):
-                yield replace(self._balanced(placement, order))
+                yield space.balanced(placement, order)
                 yield replace(space.even(placement), order=order)
 
     def _assigned(self, kinds: Sequence[object], order: Sequence[int]) -> tuple[int, ...]:
@@ -191,27 +191,6 @@ class Finder:
             left.remove(device)
             chosen.append(device)
         return tuple(chosen)
-
-    def _balanced(self, placement: Placement, order: tuple[int, ...]) -> Partition:
-        """Return stages of about equal time on the devices that they are on."""
-        times = [layer.time for layer in self.space.layers]
-        devices = [self.space.devices.devices[order[rank]] for rank in placement.only_route]
-        speeds = [3 / sum(device.factors) for device in devices]
-        splits = sorted(self.space.layers.splits())
-        total, share, done, at = sum(times), sum(speeds), 0.0, 0
-        ends: list[int] = []
-        prefix = [0.0]
-        for time in times:
-            prefix.append(prefix[-1] + time)
-        for stage, speed in enumerate(speeds[:-1]):
-            done += speed
-            most = len(splits) - (len(speeds) - 1 - stage)
-            wanted = total * done / share
-            near = min(range(at, most + 1), key=lambda i: abs(prefix[splits[i]] - wanted))
-            ends.append(splits[near])
-            at = near + 1
-        marks = [0, *ends, len(times)]
-        return Partition(placement, tuple(b - a for a, b in pairwise(marks)), order)
 
     def _plan(self, exact: bool) -> None:
         """Plan the orders of the most promising partitions; `exact`: of all that may be better."""

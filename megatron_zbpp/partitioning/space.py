@@ -170,6 +170,27 @@ class Space:
         objective = 'window' if self.objective == 'window' else 'makespan'
         return Problem(partition.placement, self.num_microbatches, costs, limits, objective)
 
+    def balanced(self, placement: Placement, order: tuple[int, ...]) -> Partition:
+        """Return stages of about equal time on the devices that they are on."""
+        times = [layer.time for layer in self.layers]
+        devices = [self.devices.devices[order[rank]] for rank in placement.only_route]
+        speeds = [3 / sum(device.factors) for device in devices]
+        splits = sorted(self.layers.splits())
+        total, share, done, at = sum(times), sum(speeds), 0.0, 0
+        ends: list[int] = []
+        prefix = [0.0]
+        for time in times:
+            prefix.append(prefix[-1] + time)
+        for stage, speed in enumerate(speeds[:-1]):
+            done += speed
+            most = len(splits) - (len(speeds) - 1 - stage)
+            wanted = total * done / share
+            near = min(range(at, most + 1), key=lambda i: abs(prefix[splits[i]] - wanted))
+            ends.append(splits[near])
+            at = near + 1
+        marks = [0, *ends, len(times)]
+        return Partition(placement, tuple(b - a for a, b in pairwise(marks)), order)
+
     def even(self, placement: Placement | None = None) -> Partition:
         """Return the split that Megatron makes if it counts embedding and loss as layers."""
         placement = placement or Placement.loop(len(self.devices))
