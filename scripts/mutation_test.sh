@@ -42,7 +42,6 @@ pytest_add_cli_args_test_selection = [
 pytest_add_cli_args = [
     "-p", "no:cacheprovider",
     "-p", "no:timeout",
-    "--ignore", "tests/unit/partitioning/test_partition_large.py",
     "--deselect", "tests/unit/schedules/test_family_registry.py::test_it_is_found_by_its_address",
     "--deselect", "tests/unit/ir/test_words_stay.py::test_words_stay[technique: arguments]",
     "--deselect", "tests/unit/analysis/test_simulator.py::test_786432_passes_in_seconds[128]",

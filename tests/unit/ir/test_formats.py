@@ -121,6 +121,10 @@ def test_lowered_actions_are_dropped_with_a_note() -> None:
         ('0F0,99999999999F0', 'stage 1 has no passes'),
         ('0F0,0I0,0W0,0BW1', "'I' and 'BW'"),
         ('[1, 2]', 'not a schedule'),
+        (
+            '{"F": [1], "B": [1], "W": [1]}',
+            'not a schedule: no "format": "megatron_zbpp.schedule/2" in it: it is ',
+        ),
         ('{"format": 1}', 'format 1 is not one of megatron_zbpp.schedule/1'),
         ('{"format"', 'Expecting'),
         ('\x00\xff', 'is not an action'),

@@ -314,6 +314,20 @@ def test_png_says_what_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         assert title in said and bool(said) == bool(title)
 
 
+@pytest.mark.parametrize(('most', 'labelled'), [(24, True), (23, False)])
+def test_png_labels_no_more_than_can_be_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, most: int, labelled: bool
+) -> None:
+    """Of 2 ranks with 4 microbatches of F, B and W."""
+    schedule = build('zb-h1', 2, 4)
+    figures, make = [], png.new_figure
+    monkeypatch.setattr(png, 'new_figure', lambda *size: figures.append(make(*size)) or figures[-1])
+    monkeypatch.setattr(png, '_MOST_LABELS', most)
+    timeline = simulate(schedule, Costs.uniform(schedule.placement))
+    timeline_png({'few': timeline}, tmp_path / 'a.png')
+    assert bool(figures[0].axes[0].texts) == labelled
+
+
 @pytest.mark.parametrize('baseline', [None, 'slow'])
 def test_png_marks_what_is_saved(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, baseline: str | None
