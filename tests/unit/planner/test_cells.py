@@ -138,6 +138,7 @@ def test_plans_know_what_cells_take(share, objective, limit):
     costs = replace(Costs.uniform(placement), together=share)
     asked = {'objective': objective, 'memory_limit': limit, 'seconds': 0.2}
     found = plan([(placement, costs)], 12, **asked)
+    assert found.schedule.name == 'planned', 'whatever it was made of'
     check(found.schedule)
     timeline = simulate(found.schedule, costs)
     value = timeline.makespan if objective == 'makespan' else max(timeline.windows)
