@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -28,6 +27,8 @@ from benchmarks.partition.measured import Gpt
 from benchmarks.partition.place import Place, made
 from benchmarks.partition.resident import planned, resident
 from benchmarks.partition.run import Job, Sample, alike, measure
+from megatron_zbpp.analysis.fit_costs import middle
+from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.partitioning.devices import Devices
 
 _ABOUT = """\
@@ -64,8 +65,10 @@ the same with real passes of a head of 64k words:
     python scripts/benchmark_partition.py --real --share 0.45 --hidden-size 512 --layers 16 \\
         --seq-length 64 --words 65536 --shards 1f1b,zb-v --memory [--tied]
 
-columns: median of the iterations; what the simulator predicts, and how far that is off; ratio to
-the even split with Megatron's 1F1B; layers of each stage.
+columns: layers of each stage; median of the iterations; what the simulator predicted by what was
+known before, and how far that is off; what it says by the times that passes and collectives of
+these very iterations took, and how far that is off (Megatron's own do not tell theirs); ratio to
+the even split with Megatron's 1F1B.
 """
 _BYTES = 64  # of a row of a message
 
@@ -113,10 +116,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 args.busy,
                 _gpt(args, args.microbatches) if args.real else None,
             )
-            if args.real and names:
-                ours = replace(job, entries=tuple(chosen[whole:]))
-                chosen[whole:], found['shards_s'] = profiles.again(ours)
-                job = replace(job, entries=tuple(chosen))
             samples = collected(measure(job), [each.title for each in chosen], args.rounds)
     except (OSError, ValueError) as error:
         parser.error(str(error))
@@ -176,9 +175,24 @@ def _rows(chosen: Sequence[Entry], samples: Sequence[Sequence[Sample]]) -> list[
                 'predicted_ms': 1e3 * entry.predicted,
                 'off': seconds / entry.predicted - 1,
                 'ratio': seconds / reference,
+                **_simulated(entry, own, seconds),
             }
         )
     return rows
+
+
+def _simulated(entry: Entry, own: Sequence[Sample], seconds: float) -> dict[str, Any]:
+    """Return what the simulator says by the times that the passes of these iterations took."""
+    costs = [sample.costs for sample in own if sample.costs is not None]
+    if not costs:
+        return {}
+    taken = middle(costs)
+    simulated = simulate(entry.schedule, taken).makespan
+    return {
+        'simulated_ms': 1e3 * simulated,
+        'off_simulated': seconds / simulated - 1,
+        'collectives_ms': {name: 1e3 * time for name, time in taken.collectives.items()},
+    }
 
 
 def _memory(job: Job) -> list[dict[str, list[float]]]:
@@ -205,7 +219,10 @@ def _mib(amounts: Sequence[float]) -> str:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    heads = ('runner', 'schedule', 'layout', 'ms/iteration', 'predicted', 'off', 'to even 1F1B')
+    heads = (
+        *('runner', 'schedule', 'layout', 'ms/iteration', 'predicted', 'off'),
+        *('by own passes', 'off', 'to even 1F1B'),
+    )
     lines = [
         (
             row['runner'],
@@ -214,6 +231,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
             f'{row["median_ms"]:.0f}',
             f'{row["predicted_ms"]:.0f}',
             f'{row["off"]:+.1%}',
+            f'{row["simulated_ms"]:.0f}' if 'simulated_ms' in row else '-',
+            f'{row["off_simulated"]:+.1%}' if 'simulated_ms' in row else '-',
             f'{row["ratio"]:.3f}',
         )
         for row in rows

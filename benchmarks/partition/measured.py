@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,25 +78,19 @@ def _costs(
             sizes = gpt.layers, gpt.hidden, HEAD, gpt.sequence, gpt.words
             model, schedule = Model(*sizes, tied=gpt.tied), build(name, p, gpt.num_microbatches)
             runners[name] = ZbppRunner(schedule, name, model, optimizer=False)
-        yield from profiled(rank, runners, gpt.iterations, place)
+        for number in range(1 + gpt.iterations):
+            if number == 1:  # what carries messages has begun, and has no share
+                place.limit(rank)
+            for name, runner in runners.items():
+                with runner.ready():
+                    runner.iterate()
+                    costs = costs_of(runner)
+                if number:
+                    yield name, costs
 
 
-def profiled(
-    rank: int, runners: Mapping[str, Any], iterations: int, place: Place
-) -> Iterator[tuple[str, Costs]]:
-    """Run all in turns on this rank, one of all that do; yield names and costs, as measured.
-
-    The share of a processor is entered behind the first turn, which does not count: threads that
-    carry messages have begun by then, and are none of those that compute.
-    """
-    for number in range(1 + iterations):
-        if number == 1:
-            place.limit(rank)
-        for name, runner in runners.items():
-            with runner.ready():
-                runner.iterate()
-                latest = runner.plugin.latest
-                assert latest is not None
-                timeline = latest.gather().timeline
-            if number:
-                yield name, measured_costs(timeline)
+def costs_of(runner: Any) -> Costs:
+    """Return what its latest iteration took, in seconds; a collective, when it is ready."""
+    latest = runner.plugin.latest
+    assert latest is not None
+    return measured_costs(latest.gather().timeline)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
-from benchmarks.common.spawning import joined, spawned
 from benchmarks.partition import measured
-from benchmarks.partition.cases import Entry, Known, worst
+from benchmarks.partition.cases import Known, worst
 from benchmarks.partition.place import Place
-from benchmarks.partition.run import Job, runner_of
-from megatron_zbpp.analysis.fit_costs import middle
-from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.guests.autotune.repartition import look
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.devices import Devices
@@ -84,40 +78,6 @@ def beside(gpt: measured.Gpt, place: Place, links: Devices) -> tuple[Known, Know
     times = {name: _times(costs) for name, costs in found.items()}
     said = {'layout': layout, 'stages_s': times, 'fit_errors': errors}
     return known[SPLIT], known[FUSED], said
-
-
-def again(job: Job) -> tuple[list[Entry], dict[str, dict[str, float]]]:
-    """Return entries, all of ours, with predictions by what their own passes and collectives take.
-
-    Those times are told, too: by entry the mean seconds of S and T, and those of each collective by
-    its message.
-
-    Raises:
-        RuntimeError: a rank failed.
-    """
-    found: dict[str, list[Costs]] = defaultdict(list)
-    for name, costs in spawned(_rank, len(job.factors), job):
-        found[name].append(costs)
-    entries, said = [], {}
-    for entry in job.entries:
-        costs, p = middle(found[entry.name]), len(job.factors)
-        predicted = simulate(entry.schedule, costs).makespan
-        entries.append(replace(entry, predicted=predicted))
-        times = {kind: fmean(costs.times[kind][-p:]) for kind in 'ST'} | dict(costs.collectives)
-        said[entry.name] = times
-        text = ', '.join(f'{name} {1e3 * seconds:.0f} ms' for name, seconds in times.items())
-        print(f'{entry.name}: {text}')
-    return entries, said
-
-
-def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
-    p = len(job.factors)
-    with joined(rank, p, job.place.enter(rank, p, port), pipeline_model_parallel_size=p):
-        assert job.gpt is not None, 'of real passes'
-        runners = {entry.name: runner_of(entry, job, 1.0) for entry in job.entries}
-        for found in measured.profiled(rank, runners, job.gpt.iterations, job.place):
-            if rank == 0:
-                queue.put(found)
 
 
 def _times(costs: Costs) -> list[float]:

@@ -10,8 +10,9 @@ from typing import Any
 from benchmarks.common.realtime import realtime
 from benchmarks.common.spawning import joined, spawned
 from benchmarks.partition.cases import MEGATRON, Entry
-from benchmarks.partition.measured import Gpt
+from benchmarks.partition.measured import Gpt, costs_of
 from benchmarks.partition.place import Place
+from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.layers import Layers
 
 _RATE = 0.1  # of learning
@@ -54,10 +55,12 @@ class Sample:
         seconds: of the slowest rank, without the optimizer's step.
         work: what came out, in hex, equal where the work was: the losses of a GPT's microbatches,
             or the sum of squares of each emulated layer's gradients.
+        costs: what its passes and messages took, in seconds; None: Megatron does not tell.
     """
 
     seconds: float
     work: tuple[str, ...]
+    costs: Costs | None
 
 
 def measure(job: Job) -> Iterator[tuple[int, Sample | None]]:
@@ -78,7 +81,7 @@ def _rank(rank: int, job: Job, port: int, queue: Any) -> None:
             if number == 1:  # what carries messages has begun, and has no share
                 job.place.limit(rank)
             for index, runner in enumerate(runners):
-                sample = _sample(runner, job)
+                sample = _sample(runner, job, job.entries[index])
                 if rank == 0:
                     queue.put((index, sample if number else None))
 
@@ -99,7 +102,7 @@ def runner_of(entry: Entry, job: Job, factor: float) -> Any:
     return ZbppRunner(entry.schedule, entry.schedule, model, optimizer=False)
 
 
-def _sample(runner: Any, job: Job) -> Sample:
+def _sample(runner: Any, job: Job, entry: Entry) -> Sample:
     """One iteration; the same on all ranks."""
     import torch.distributed as dist
 
@@ -108,12 +111,13 @@ def _sample(runner: Any, job: Job) -> Sample:
         start = time.perf_counter()
         runner.iterate()
         seconds = time.perf_counter() - start
+        costs = None if entry.runner == MEGATRON else costs_of(runner)
     own = _squares(runner) if job.gpt is None else _trained(runner, job.gpt.tied)
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (seconds, own))
     times, found = zip(*gathered, strict=True)
     every = {index: value for own in found for index, value in own.items()}
-    return Sample(max(times), tuple(every[index] for index in sorted(every)))
+    return Sample(max(times), tuple(every[index] for index in sorted(every)), costs)
 
 
 def _squares(runner: Any) -> dict[int, str]:
