@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Sequence
 from dataclasses import MISSING, fields
@@ -15,8 +16,8 @@ from megatron_zbpp.cli.printing import print_json, write
 from megatron_zbpp.cli.tables import print_table
 from megatron_zbpp.ir import B, F, Placement, W
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.costs_file import ROUTES
 from megatron_zbpp.ir.plan_costs import stages_file
-from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.fitting import fit_layers
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.partitioning.shapes import MODELS, OWN_FIELDS, Shape, attention_of, layers_of
@@ -129,9 +130,15 @@ def profile(args: Namespace) -> None:
             notes.append(told)
     else:
         measured, times = _times(args, notes)
-        devices = _devices(measured) if args.write_devices else None
-        factors = None if devices is None else [own.factors[0] for own in devices.devices]
-        made, error = fit_layers(measured, args.constant, factors)
+        factors = None
+        if args.write_devices:
+            own, placement = _one_run(measured)
+            devices = measured_devices(own.layout.split('|'), placement, own.costs)
+            route = placement.only_route
+            factors = [devices.devices[rank].factors[0] for rank in route]
+        made, error = fit_layers(
+            [(each.layout, each.costs) for each in measured], args.constant, factors
+        )
         notes.append(f'largest error of a stage: {error:.1%}')
     if devices is not None:
         write(args.write_devices, devices.to_json())
@@ -149,8 +156,8 @@ def profile(args: Namespace) -> None:
         print(f'wrote {file}')
 
 
-def _times(args: Namespace, notes: list[str]) -> tuple[list[tuple[str, Costs]], Measured | None]:
-    """Return the layouts that were measured, with their costs, and the files' times if given.
+def _times(args: Namespace, notes: list[str]) -> tuple[list[Measured], Measured | None]:
+    """Return what was measured of each layout, and the files' times if given.
 
     Args:
         args: of the command.
@@ -167,14 +174,14 @@ def _times(args: Namespace, notes: list[str]) -> tuple[list[tuple[str, Costs]], 
             'of a rank, all of its chunks together: give a trace instead, or leave them out'
         )
     notes += found.notes
-    return [(found.layout, found.costs)], found
+    return [found], found
 
 
 def _times_file(found: Measured | None) -> str:
     """Return the file of stages, for --times."""
     if found is None:
         raise ValueError('--write-times is of measured files: leave it out')
-    return stages_file(found.costs, found.layout)
+    return stages_file(found.costs, found.layout, found.routes)
 
 
 def _refuse_what_is_not_read(args: Namespace) -> None:
@@ -225,26 +232,34 @@ def shape_of(args: Namespace) -> Shape:
     return Shape(**given)
 
 
-def _devices(measured: Sequence[tuple[str, Costs]]) -> Devices:
-    """Return the ranks that ran a layout, one for each stage.
+def _one_run(measured: Sequence[Measured]) -> tuple[Measured, Placement]:
+    """Return what was measured, and the ranks of its stages; one each where that is not told.
 
     Raises:
-        ValueError: there are several layouts.
+        ValueError: there are several layouts, or routes.
     """
     if len(measured) > 1:
         raise ValueError('--write-devices is about the ranks of one run: give one --stages')
-    layout, costs = measured[0]
-    return measured_devices(layout.split('|'), Placement.loop(costs.num_stages), costs)
+    (own,) = measured
+    if len(own.routes) > 1:
+        raise ValueError(
+            '--write-devices: these stages ran on two ranks each, and their times are of both: '
+            'give those of a schedule with one copy of the weights, such as zb-v'
+        )
+    known = Placement(own.routes[0]) if own.routes else Placement.loop(own.costs.num_stages)
+    return own, known
 
 
-def _measured(text: str) -> tuple[str, Costs]:
+def _measured(text: str) -> Measured:
     layout, equals, path = text.partition('=')
     if not equals:
         raise ValueError(f'--stages {text}: give LAYOUT=FILE, such as Ett|ttL=times.json')
     try:
-        costs = Costs.from_json(json_of(path))
+        content = json_of(path)
+        costs = Costs.from_json(content)
         _require_layers(costs)
-        return layout, costs
+        routes = tuple(map(tuple, json.loads(content).get(ROUTES, ())))
+        return Measured(layout, costs, routes=routes)
     except ValueError as error:
         raise ValueError(
             f'{path}: {error}: give times of the stages as {{"F": [...], "B": [...], "W": [...]}}, '

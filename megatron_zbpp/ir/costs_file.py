@@ -10,6 +10,7 @@ from megatron_zbpp.ir.graph import TRANSFERS
 
 SELECTIVE = 'selective'  # what differs with Megatron's selective recomputation
 LAYOUT = 'layout'  # layers of the stages, as `Ett|ttL`: for `zbpp profile`
+ROUTES = 'routes'  # ranks of the stages, one list a route: for its --write-devices
 _COPIES = frozenset(kind for copies in TRANSFERS.values() for kind in copies)
 _OWN = {'times': (F, B, W), 'amounts': ('activation', 'retained')}  # may stand outside of them
 
@@ -19,10 +20,11 @@ def read(text: str, selective: bool, activation: Sequence[float]) -> dict[str, A
     data: Any = strict_json.loads(text)
     if not strict_json.is_object(data):
         raise ValueError('costs are one JSON object: {"F": [...], "B": [...], "W": [...]}')
-    own = {SELECTIVE: strict_json.anything, LAYOUT: strict_json.text}
+    own = {SELECTIVE: strict_json.anything, LAYOUT: strict_json.text, ROUTES: _ROUTES}
     strict_json.require(data, {}, {**_BY_STAGE, **_FIELDS, **own})
     within = data.pop(SELECTIVE, None)
     layout = data.pop(LAYOUT, None)
+    routes = data.pop(ROUTES, ())
     if selective and within is None:
         raise ValueError(
             'nothing is said of what passes take with selective recomputation: give '
@@ -34,6 +36,12 @@ def read(text: str, selective: bool, activation: Sequence[float]) -> dict[str, A
             f'layout {layout} has {len(layout.split("|"))} stages and F '
             f'{len(data["times"].get(F, ()))} entries: give one entry per stage'
         )
+    for route in routes:
+        if len(route) != len(data['times'].get(F, ())):
+            raise ValueError(
+                f'route {route} has {len(route)} stages and F {len(data["times"].get(F, ()))} '
+                'entries: give one rank per stage'
+            )
     if within is not None:
         strict_json.require(within, {}, _SELECTED)
         data = _within(data, _by_kind(within)) if selective else data
@@ -104,6 +112,9 @@ def _hop_list(value: Any) -> str | None:
 
 _PER_STAGE = strict_json.list_of(strict_json.number, 'numbers, one per stage', filled=True)
 _NUMBERS = strict_json.list_of(strict_json.number, 'numbers')
+_ROUTES = strict_json.list_of(
+    strict_json.list_of(strict_json.integer, ''), 'lists, each with the rank of each stage'
+)
 _BY_NAME = strict_json.object_of(_PER_STAGE, 'lists of numbers, such as {"R": [1, 1]}')
 _FIELDS: dict[str, strict_json.Check] = {
     **dict.fromkeys(('comm', 'message', 'together'), strict_json.number),

@@ -23,14 +23,16 @@ def written(costs: Costs) -> dict[str, Any]:
     return {'times': costs.times, 'amounts': costs.amounts, **others}
 
 
-def stages_file(costs: Costs, layout: str | None) -> str:
+def stages_file(costs: Costs, layout: str | None, routes: Sequence[Sequence[int]] = ()) -> str:
     """Return the text of `stages.json`: times of stages and messages, for --times and profile.
 
     Args:
         costs: of the stages.
         layout: layers of the stages, as `Ett|ttL`; None: unknown.
+        routes: as `Placement.routes`; empty: unknown.
     """
     known: dict[str, Any] = {} if layout is None else {'layout': layout}
+    known |= {'routes': routes} if routes else {}
     known |= {kind: costs.times[kind] for kind in (F, B, W)} | {'comm': costs.comm}
     unlike = {'message': costs.message, 'edges': costs.edges, 'hops': costs.hops}
     return json.dumps(known | {name: value for name, value in unlike.items() if value}) + '\n'

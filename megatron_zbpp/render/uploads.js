@@ -29,7 +29,7 @@ function readFile(text) {
 // Fields of `Costs`, as `ir.costs_file` reads them; `inPage` are those that the page simulates.
 function readCosts(data) {
   const inPage = ['times', 'amounts', 'F', 'B', 'W', 'activation', 'retained', 'parameters', 'comm',
-    'message', 'edges', 'hops', 'speeds', 'together', 'pairs', 'layout'];
+    'message', 'edges', 'hops', 'speeds', 'together', 'pairs', 'layout', 'routes'];
   const unknown = Object.keys(data).filter(name => !inPage.includes(name));
   require(!unknown.length, `"${unknown[0]}" is not simulated in this page: leave it out, or use zbpp compare`);
   const numbers = (name, values, length, above = 0) => {

@@ -80,7 +80,8 @@ class Tracer(Guest):
         self.folder.mkdir(parents=True, exist_ok=True)
         page = html(lines, costs, title, unit='s', heading=heading)
         (self.folder / 'pipeline.html').write_text(page)
-        (self.folder / 'stages.json').write_text(stages_file(fitted, self._layout))
+        routes = measured.schedule.placement.routes
+        (self.folder / 'stages.json').write_text(stages_file(fitted, self._layout, routes))
         trace = {name: line for name, line in lines.items() if line is not planned}
         (self.folder / 'pipeline.perfetto.json').write_text(perfetto(trace, costs))
 

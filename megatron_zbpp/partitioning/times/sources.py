@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_zbpp.ir import strict_json
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.costs_file import ROUTES
 from megatron_zbpp.partitioning.times import kineto, nsight, timers
 from megatron_zbpp.partitioning.times.recording import Recording
 from megatron_zbpp.partitioning.times.stage_times import Measured, divided, from_recordings
@@ -154,12 +155,13 @@ def _of_stages(
         require(costs)
     except ValueError as error:
         raise ValueError(f'{path}: {error}') from error
+    routes = tuple(map(tuple, data.get(ROUTES, ())))
     if any(costs.times['W']):
         if weight_share is not None:
             raise ValueError('--weight-share, but W was measured apart from B: leave it out')
-        return Measured(known, costs)
+        return Measured(known, costs, routes=routes)
     times = {
         (kind, stage): time for kind in ('F', 'B') for stage, time in enumerate(costs.times[kind])
     }
     apart, notes = divided(times, costs.num_stages, weight_share)
-    return Measured(known, costs.with_times(**apart.times), tuple(notes))
+    return Measured(known, costs.with_times(**apart.times), tuple(notes), routes=routes)

@@ -23,12 +23,14 @@ class Measured(NamedTuple):
         costs: of the stages; activations are those of `Costs`, as no source tells them.
         notes: a sentence each: what the source could not tell, and what was assumed instead.
         joined: whether a stage is all that a rank has: chunks were not told apart.
+        routes: as `Placement.routes`; empty: the source does not tell.
     """
 
     layout: str
     costs: Costs
     notes: tuple[str, ...] = ()
     joined: bool = False
+    routes: tuple[tuple[int, ...], ...] = ()
 
 
 def from_recordings(

@@ -34,6 +34,7 @@ def simulated(capsys, file) -> float:
 def test_simulated_as_it_was(trace, tmp_path, capsys):
     file, took = trace
     assert json.loads(file.read_text())['hops'] == [[0, 0], [0, 0], [1, 1]]
+    assert json.loads(file.read_text())['routes'] == [[0, 1, 1, 0]]
     assert simulated(capsys, file) == pytest.approx(took)
     old = {name: own for name, own in json.loads(file.read_text()).items() if name != 'hops'}
     (tmp_path / 'old.json').write_text(json.dumps(old))
@@ -46,4 +47,5 @@ def test_profile_hands_them_on(trace, tmp_path, capsys):
     flags = ['--layout', 'Et|t|t|tL', '-o', str(tmp_path / 'layers.json')]
     assert main(['profile', str(file), *flags, '--write-times', str(again)]) == 0
     capsys.readouterr()
+    assert json.loads(again.read_text())['routes'] == [[0, 1, 1, 0]]
     assert simulated(capsys, again) == pytest.approx(took)

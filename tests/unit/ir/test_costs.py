@@ -67,7 +67,7 @@ def test_a_file_of_stages_keeps_times_of_messages(random):
     hops = random.choice([(), [(random.random(), random.random()) for _ in range(3)]])
     message = random.choice([0.0, 0.25])
     costs = Costs.of(*[[1.0] * 4] * 3, comm=0.5, message=message, edges=edges, hops=hops)
-    assert Costs.from_json(stages_file(costs, 'Et|t|t|tL')) == costs
+    assert Costs.from_json(stages_file(costs, 'Et|t|t|tL', [[0, 1, 1, 0]])) == costs
     assert json.loads(stages_file(costs, None)).keys() >= {'F', 'B', 'W', 'comm'}
     old = Costs.from_json('{"F": [1, 1], "B": [1, 1], "W": [1, 1], "comm": 0.5}')
     assert json.loads(stages_file(old, None)).keys() == {'F', 'B', 'W', 'comm'}

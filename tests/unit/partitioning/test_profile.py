@@ -196,6 +196,29 @@ def test_devices_from_stages(tmp_path, capsys):
     assert 'give one --stages' in capsys.readouterr().err
 
 
+def test_devices_of_ranks_with_several_stages(tmp_path, capsys):
+    """Rank 2 of a V takes longer in both of its stages; two routes have no rank for a stage."""
+    times, layers, devices = (tmp_path / name for name in ('times.json', 'l.json', 'd.json'))
+    layout, each = 'Ett|tt|tt|tt|tt|tL', [2, 2, 3, 3, 2, 3]
+    stages = {'layout': layout, 'F': each, 'B': each, 'W': each}
+    given = ['profile', str(times), '-o', str(layers), '--write-devices', str(devices)]
+    times.write_text(json.dumps({**stages, 'routes': [[0, 1, 2, 2, 1, 0]]}))
+    assert main(given) == 0
+    found = Devices.from_json(devices.read_text())
+    assert [device.factors for device in found.devices] == [(x, x, x) for x in (1, 1, 1.5)]
+    decoder = next(x for x in Layers.from_json(layers.read_text()) if x.kind == 't')
+    assert decoder.forward == pytest.approx(1.0)
+    one = [*given[:1], '--stages', f'{layout}={times}', *given[2:]]
+    assert main(one) == 0 and Devices.from_json(devices.read_text()) == found
+    capsys.readouterr()
+    times.write_text(json.dumps({**stages, 'routes': [[*range(6)], [*range(6)][::-1]]}))
+    assert main(given) == 2
+    assert 'these stages ran on two ranks each' in capsys.readouterr().err
+    times.write_text(json.dumps({**stages, 'routes': [[0, 1, 1]]}))
+    assert main(given) == 2
+    assert 'route [0, 1, 1] has 3 stages and F 6 entries: give one rank' in capsys.readouterr().err
+
+
 def test_links_take_the_fastest_message_of_two_ranks():
     """What others take beyond it is of their stages."""
     costs = Costs.of(*[(1.0,) * 4] * 3, comm=0.25, hops=[(0.5, 1), (0, 0), (0.25, 2)])
