@@ -68,9 +68,9 @@ def collective_spans(timeline: Timeline, costs: Costs | None = None) -> list[Col
 def collective_times(timeline: Timeline) -> dict[str, float]:
     """Return the usual time of each collective, from the last contribution on: medians.
 
-    Only passes count whose rank was idle by then, as others may have started late because their
-    rank was busy; of a message for which none waited it is the shortest that was seen, which it
-    cannot exceed. What waits for another collective takes that one's time less.
+    Only passes count whose rank was idle for most of that time, as others may have started late
+    because their rank was busy; of a message for which none waited it is the shortest that was
+    seen, which it cannot exceed. What waits for another collective takes that one's time less.
     """
     schedule, spans = timeline.schedule, timeline.by_pass
     all_of, bounds = schedule.graph.collectives, _bounds(timeline)
@@ -81,7 +81,7 @@ def collective_times(timeline: Timeline) -> dict[str, float]:
             start, end = spans[p]
             for key in _taken(timeline, p):
                 made = bounds[key][0]
-                if made >= idle_since:
+                if idle_since <= (made + start) / 2:
                     own = waited[key.message]
                     own[key] = min(start - made, own.get(key, inf))
             idle_since = end
