@@ -258,7 +258,7 @@ def _measured(text: str) -> Measured:
         content = json_of(path)
         costs = Costs.from_json(content)
         _require_layers(costs)
-        routes = tuple(map(tuple, json.loads(content).get(ROUTES, ())))
+        routes = tuple(tuple(route) for route in json.loads(content).get(ROUTES, ()))
         return Measured(layout, costs, routes=routes)
     except ValueError as error:
         raise ValueError(

@@ -155,7 +155,7 @@ def _of_stages(
         require(costs)
     except ValueError as error:
         raise ValueError(f'{path}: {error}') from error
-    routes = tuple(map(tuple, data.get(ROUTES, ())))
+    routes = tuple(tuple(route) for route in data.get(ROUTES, ()))
     if any(costs.times['W']):
         if weight_share is not None:
             raise ValueError('--weight-share, but W was measured apart from B: leave it out')
