@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from random import Random
 from unittest import mock
 
@@ -15,6 +15,22 @@ from test_several_models import batches
 from megatron_zbpp.ir import F
 from megatron_zbpp.mcore.lowered import for_megatron
 from megatron_zbpp.schedules import build
+
+
+@contextmanager
+def set_up(argv):
+    """What the example makes of these arguments on this rank: them, its chunks and data of each."""
+    import pretrain_gpt as script
+
+    try:
+        with ExitStack() as stack:
+            args = script.parse_args(list(map(str, argv)))
+            script.enable(args, stack)
+            script.initialize(args)
+            models = script.build_model(args)
+            yield args, models, [batches(100, args.seq_length, 1) for _ in models]
+    finally:
+        forget_groups()
 
 
 def trained(argv, counts):
@@ -29,32 +45,24 @@ def trained(argv, counts):
 
     from megatron_zbpp.mcore import enabled
 
-    try:
-        with ExitStack() as stack:
-            args = script.parse_args(list(map(str, argv)))
-            script.enable(args, stack)
-            script.initialize(args)
-            models = script.build_model(args)
-            optimizer, _ = script.build_optimizer(args, models)
-            data = [batches(100, args.seq_length, 1) for _ in models]
-            losses = []
-            for count in counts:
-                args.num_microbatches = count
-                for model in models:
-                    model.zero_grad_buffer()
-                optimizer.zero_grad()
-                loss = script.run_batch(args, models, data)
-                assert optimizer.step()[0]
-                losses.append(None if loss is None else loss.hex())
-            hashes = report.fingerprint(report.by_layer(models), optimizer)
-            known = set()
-            if enabled.plugin is not None:
-                cache = enabled.plugin.session.programs.cache
-                cache.ahead.wait()
-                known = {size.num_microbatches for size in cache.sizes if not size.forward_only}
-            return losses, hashes, early_steps(), known
-    finally:
-        forget_groups()
+    with set_up(argv) as (args, models, data):
+        optimizer, _ = script.build_optimizer(args, models)
+        losses = []
+        for count in counts:
+            args.num_microbatches = count
+            for model in models:
+                model.zero_grad_buffer()
+            optimizer.zero_grad()
+            loss = script.run_batch(args, models, data)
+            assert optimizer.step()[0]
+            losses.append(None if loss is None else loss.hex())
+        hashes = report.fingerprint(report.by_layer(models), optimizer)
+        known = set()
+        if enabled.plugin is not None:
+            cache = enabled.plugin.session.programs.cache
+            cache.ahead.wait()
+            known = {size.num_microbatches for size in cache.sizes if not size.forward_only}
+        return losses, hashes, early_steps(), known
 
 
 @supports('a number of microbatches that differs from call to call', '{schedule}')
@@ -104,19 +112,13 @@ def standings(argv, counts):
         found[-1].append(enabled.plugin.session.watchdog._activity.standing())
         return original(*given)
 
-    try:
-        with ExitStack() as stack:
-            args = script.parse_args(list(map(str, argv)))
-            script.enable(args, stack)
-            script.initialize(args)
-            models = script.build_model(args)
-            data = [batches(100, args.seq_length, 1) for _ in models]
-            stack.enter_context(mock.patch.object(script, 'forward_step', forward_step))
-            for args.num_microbatches in counts:
-                found.append([])
-                script.run_batch(args, models, data)
-    finally:
-        forget_groups()
+    with (
+        set_up(argv) as (args, models, data),
+        mock.patch.object(script, 'forward_step', forward_step),
+    ):
+        for args.num_microbatches in counts:
+            found.append([])
+            script.run_batch(args, models, data)
     return found
 
 
