@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -125,3 +127,24 @@ def release():
 def test_memory_of_a_collective_is_let_go_of_with_a_later_result(ranks):
     """Not at the end of the iteration: each holds hidden states."""
     ranks(2).run(release)
+
+
+def send():
+    maker, takers = (Pass('F', 1, 0),), (Pass('S', 2, 0), Pass('S', 3, 0))
+    broadcast = Exchange('broadcast', 'hidden', 0, maker, takers)
+    message = Message((2,), torch.float32, CPU)
+    collectives = Collectives(dist.new_group(), (0, 1), CPU, {'hidden': (message,)})
+    root, start, begun = dist.get_rank() == 0, collectives._lane.start, []
+
+    def started(job):
+        begun.append(start(job))
+        return pytest.fail if root else begun[0]
+
+    with mock.patch.object(collectives._lane, 'start', started):
+        sent = collectives.begin(broadcast, torch.ones(2) if root else None)
+    assert sent.wait().tolist() == [1, 1]
+    begun[0]()
+
+
+def test_who_broadcasts_does_not_wait_for_the_others(ranks):
+    ranks(2).run(send)

@@ -1,9 +1,9 @@
 """WHEN shards of the word embedding run: one rule for every schedule with S and T.
 
 That schedule is simulated. I of a microbatch comes where the first stage begins the forward of the
-one two before (D right before it there), J where its B ends, behind T. So the collectives have a
-microbatch's time and more, and cost their latency at both ends of an iteration only. All else
-stays, and everything runs in the order of those starts, so it cannot deadlock.
+one two before (D right before it there), J where the B of the next one ends, behind T. So the
+collectives have a microbatch's time and more, and cost their latency at both ends of an iteration
+only. All else stays, and everything runs in the order of those starts, so it cannot deadlock.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def in_embedding_shards(schedule: Schedule, costs: Costs) -> Schedule:
                 entries.append((start, 0, turn, q._replace(kind=READ)))
             entries.append((start, 1, turn, q._replace(kind=LOOKUP, stage=n + rank)))
         latest = 0.0
-        for turn, (end, q) in enumerate(backwards):
+        for turn, (_, q) in enumerate(backwards):
+            end, _ = backwards[min(turn + 1, len(backwards) - 1)]
             latest = max(latest, end, behind_t[q.microbatch, q.slice])
             entries.append((latest, 3, turn, q._replace(kind=SCATTER, stage=n + rank)))
         placed.append(entries)

@@ -119,7 +119,7 @@ class Group(PythonGroup):
         if members not in self._streams:
             self._streams[members] = library.recorded_new_stream()
         own, launching = self._streams[members], library.recorded_stream(-1)
-        read, written = _uses(name, args)
+        read, written = _uses(name, args, self.rank())
         nbytes = sum(each.nbytes for each in {id(t): t for t in (*read, *written)}.values())
         ranks = tuple(dist.get_process_group_ranks(self))
         thread = threading.get_ident()
@@ -143,9 +143,15 @@ class Group(PythonGroup):
         return f'message from {sender} to {receiver}'
 
 
-def _uses(name: str, args: tuple) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the tensors that an operation reads, and those that it writes."""
+def _uses(name: str, args: tuple, rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the tensors that an operation reads on a rank, and those that it writes.
+
+    The root of a broadcast only reads: NCCL is given one tensor to send and receive, and has
+    nothing to copy there.
+    """
     first, rest = _tensors(args[:1]), _tensors(args[1:])
+    if name == 'broadcast' and args[1].rootRank == rank:
+        return first, []
     if name in _READ_AND_WRITTEN:
         return [], first + rest
     if name in _WRITTEN_FIRST:
