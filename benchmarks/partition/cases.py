@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.ir import Placement, Schedule
+from megatron_zbpp.ir import B, F, Placement, Schedule, W
+from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore.lowered import for_megatron
 from megatron_zbpp.partitioning.devices import Device, Devices
 from megatron_zbpp.partitioning.layers import Layer, Layers
@@ -14,6 +15,7 @@ from megatron_zbpp.partitioning.plans import PartitionPlan, partition
 from megatron_zbpp.partitioning.stages import Partition, stage_costs
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques.vocabulary.embedding import in_embedding_shards
+from megatron_zbpp.techniques.vocabulary.graph import S, T
 from megatron_zbpp.techniques.vocabulary.place import in_shards
 
 MEGATRON, ZBPP = 'megatron', 'zbpp'
@@ -92,17 +94,18 @@ def entries(known: Known, m: int, seconds: float, fused: Known | None = None) ->
     """
     fused = fused or known
     p = len(known.devices)
-    even = [_even(fused, m, MEGATRON, '1f1b'), _even(known, m, ZBPP, 'zb-v')]
+    equal = [even(fused, m, MEGATRON, '1f1b'), even(known, m, ZBPP, 'zb-v')]
     loop = [Placement.loop(p)]
     stock = partition(
         fused.layers, fused.devices, m, placements=loop, fused=True, schedules=['1f1b'],
         keep_order=True, seconds=seconds,
     )  # fmt: skip
     best = partition(known.layers, known.devices, m, keep_order=True, seconds=seconds)
-    return [*even, _planned(MEGATRON, '1f1b, best layout', stock), _planned(ZBPP, 'plan', best)]
+    return [*equal, _planned(MEGATRON, '1f1b, best layout', stock), _planned(ZBPP, 'plan', best)]
 
 
-def _even(known: Known, m: int, runner: str, name: str) -> Entry:
+def even(known: Known, m: int, runner: str, name: str) -> Entry:
+    """Return a schedule with equal numbers of layers on its stages, run by a library."""
     layers, devices = known.layers, known.devices
     schedule = build(name, len(devices), m)
     placement = schedule.placement
@@ -131,9 +134,8 @@ def sharded(known: Known, m: int, name: str, both: bool = False) -> Entry:
     cuts = _evenly(trunk, host.num_stages)
     partition = Partition(host.placement, cuts, tuple(range(p)))
     shard = ((head.forward + head.backward) / p, head.weight / p)
-    behind = (0.0,) * host.num_stages
-    logits, gradient = ((*behind, *[time] * p) for time in shard)
-    costs = stage_costs(trunk, known.devices, partition).with_times(S=logits, T=gradient)
+    times = {kind: [0.0, *[time] * p] for kind, time in zip((S, T), shard, strict=True)}
+    costs = _with_sites(stage_costs(trunk, known.devices, partition), times, p)
     schedule = in_shards(host, costs)
     schedule = in_embedding_shards(schedule, costs) if both else schedule
     whole = *cuts[:-1], cuts[-1] + 1
@@ -141,6 +143,31 @@ def sharded(known: Known, m: int, name: str, both: bool = False) -> Entry:
     makespan = simulate(schedule, costs).makespan
     layout = known.layers.text(whole)
     return Entry(ZBPP, f'{name}, shards', schedule, cuts, layout, makespan, shard)
+
+
+def forecast(entry: Entry, known: Known, profiled: Costs) -> float:
+    """Return the seconds of an iteration by what another schedule's passes take.
+
+    Args:
+        entry: that runs.
+        known: of layers and ranks, as they fit that schedule's stages.
+        profiled: of that schedule; of its shards and collectives, if `entry` has some.
+    """
+    ranks = tuple(range(len(known.devices)))
+    cuts = tuple(map(len, entry.layout.split('|')))
+    partition = Partition(entry.schedule.placement, cuts, ranks)
+    costs = stage_costs(known.layers, known.devices, partition)
+    if entry.shard is not None:
+        times = {kind: own for kind, own in profiled.times.items() if kind not in (F, B, W)}
+        costs = _with_sites(costs, times, len(ranks))
+        costs = replace(costs, collectives=profiled.collectives)
+    return simulate(entry.schedule, costs).makespan
+
+
+def _with_sites(costs: Costs, times: Mapping[str, Sequence[float]], p: int) -> Costs:
+    """Return the costs with times of sites: of the first stage, and of the `p` behind all."""
+    between = (0.0,) * (costs.num_stages - 1)
+    return costs.with_times(**{k: (own[0], *between, *own[-p:]) for k, own in times.items()})
 
 
 def _evenly(layers: Layers, stages: int) -> tuple[int, ...]:

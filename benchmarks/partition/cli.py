@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -65,10 +67,10 @@ the same with real passes of a head of 64k words:
     python scripts/benchmark_partition.py --real --share 0.35 --hidden-size 512 --layers 16 \\
         --seq-length 128 --words 65536 --shards 1f1b,zb-v [--tied] [--memory]
 
-columns: layers of each stage; median of the iterations; what the simulator predicted by what was
-known before, and how far that is off; what it says by the times that passes and collectives of
-these very iterations took, and how far that is off (Megatron's own do not tell theirs); ratio to
-the even split with Megatron's 1F1B.
+columns: layers of each stage; median of the iterations; what the simulator predicted, and how far
+that is off; what it says by the times that passes and collectives of these very iterations took,
+and how far that is off (Megatron's own do not tell theirs); ratio to the even split with Megatron's
+1F1B. Real passes are predicted by those of 1f1b and zb-h1, which take turns with all others.
 """
 _BYTES = 64  # of a row of a message
 
@@ -83,29 +85,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         linked = args.link_mbit is not None
         bandwidth = 1e6 * args.link_mbit / 8 if linked else 0.0
         devices = machines(args.pp, slow, 2 if linked else 1, bandwidth)
-        fused = None
         with made(args.link_mbit, _shares(args, devices)) as place:
-            if args.real:
-                gpt = _gpt(args, args.microbatches)
+            gpt = _gpt(args, args.microbatches) if args.real else None
+            if gpt:
                 known, fused, found = profiles.beside(gpt, place, devices)
             else:
                 known, found = _emulated(args, devices)
-            chosen = entries(known, args.microbatches, args.planning, fused)
-            if args.shards:
-                chosen = [each for each in chosen if each.runner == MEGATRON]
-            whole = len(chosen)
-            names = args.shards.split(',') if args.shards else []
-            chosen += [
-                sharded(
-                    fused if fused and name == profiles.FUSED else known,
-                    args.microbatches,
-                    name,
-                    args.tied,
-                )
-                for name in names
-            ]
+                fused = known
+            chosen = _chosen(args, known, fused)
+            profiled = profiles.beside_all(known, fused, gpt, bool(args.shards)) if gpt else {}
             job = Job(
-                tuple(chosen),
+                (*chosen, *profiled.values()),
                 known.layers,
                 tuple(device.factors[0] for device in devices.devices),
                 args.microbatches,
@@ -114,16 +104,22 @@ def main(argv: Sequence[str] | None = None) -> int:
                 place,
                 args.realtime,
                 args.busy,
-                _gpt(args, args.microbatches) if args.real else None,
+                gpt,
             )
-            samples = collected(measure(job), [each.title for each in chosen], args.rounds)
+            samples = collected(measure(job), [each.title for each in job.entries], args.rounds)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    rows = _rows(chosen, samples)
+    predicted = [each.predicted for each in chosen]
+    if gpt:
+        beside = samples[len(chosen) :]
+        predicted = profiles.forecasts(gpt, chosen, profiled, beside, devices)
+    rows = _rows(chosen, samples, predicted)
     print(_table(rows))
     what = 'losses' if args.real else 'gradients'
     # with shards the loss is another one, of a small output layer
-    if not (alike(samples[:whole]) and alike(samples[whole:])):
+    sharded = [entry.shard is not None for entry in job.entries]
+    whole = [not each for each in sharded]
+    if not all(alike([*compress(samples, which)]) for which in (sharded, whole)):
         print(f'{what} differ: they did not do the same work')
         return 1
     print(f'all did the same work: {what} are equal to the bit')
@@ -131,11 +127,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         first, last = (fmean(map(float.fromhex, samples[0][at].work)) for at in (0, -1))
         print(f'loss of the first round: {first:.4f}; of the last: {last:.4f}')
     if args.memory:
-        rows = [row | held for row, held in zip(rows, _memory(job), strict=True)]
+        held = _memory(replace(job, entries=tuple(chosen)))
+        rows = [row | own for row, own in zip(rows, held, strict=True)]
         print(_memory_table(rows))
     if args.json:
         args.json.write_text(json.dumps({'rows': rows, **found}, indent=1) + '\n')
     return 0
+
+
+def _chosen(args: argparse.Namespace, known: Known, fused: Known) -> list[Entry]:
+    """Return what is to be measured.
+
+    Args:
+        args: of the command line.
+        known: of layers and ranks.
+        fused: the same of backwards that are not split.
+    """
+    found = entries(known, args.microbatches, args.planning, fused)
+    if not args.shards:
+        return found
+    shards = [
+        sharded(fused if name == profiles.FUSED else known, args.microbatches, name, args.tied)
+        for name in args.shards.split(',')
+    ]
+    return [*(each for each in found if each.runner == MEGATRON), *shards]
 
 
 def _emulated(args: argparse.Namespace, devices: Devices) -> tuple[Known, dict[str, Any]]:
@@ -160,10 +175,12 @@ def _shares(args: argparse.Namespace, devices: Devices) -> list[float] | None:
     return [args.share / device.factors[0] for device in devices.devices]
 
 
-def _rows(chosen: Sequence[Entry], samples: Sequence[Sequence[Sample]]) -> list[dict[str, Any]]:
+def _rows(
+    chosen: Sequence[Entry], samples: Sequence[Sequence[Sample]], predicted: Sequence[float]
+) -> list[dict[str, Any]]:
     reference = median(sample.seconds for sample in samples[0])
     rows = []
-    for entry, own in zip(chosen, samples, strict=True):
+    for entry, own, forecast in zip(chosen, samples, predicted, strict=False):
         seconds = median(sample.seconds for sample in own)
         rows.append(
             {
@@ -172,8 +189,8 @@ def _rows(chosen: Sequence[Entry], samples: Sequence[Sequence[Sample]]) -> list[
                 'layout': entry.layout,
                 'ms': [1e3 * sample.seconds for sample in own],
                 'median_ms': 1e3 * seconds,
-                'predicted_ms': 1e3 * entry.predicted,
-                'off': seconds / entry.predicted - 1,
+                'predicted_ms': 1e3 * forecast,
+                'off': seconds / forecast - 1,
                 'ratio': seconds / reference,
                 **_simulated(entry, own, seconds),
             }

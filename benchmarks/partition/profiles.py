@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from benchmarks.partition import measured
-from benchmarks.partition.cases import Known, worst
+from benchmarks.partition.cases import (
+    MEGATRON,
+    ZBPP,
+    Entry,
+    Known,
+    even,
+    forecast,
+    sharded,
+    worst,
+)
 from benchmarks.partition.place import Place
+from benchmarks.partition.run import Sample
+from megatron_zbpp.analysis.fit_costs import middle
 from megatron_zbpp.guests.autotune.repartition import look
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.partitioning.devices import Devices
@@ -65,19 +78,60 @@ def beside(gpt: measured.Gpt, place: Place, links: Devices) -> tuple[Known, Know
         RuntimeError: a rank failed.
     """
     layout, found = measured.stages(gpt, (FUSED, SPLIT), place)
-    size = float(_BYTES * gpt.hidden * gpt.sequence)
-    known: dict[str, Known] = {}
-    errors = []
-    for name, costs in found.items():
-        looked = look(layout, build(name, gpt.num_ranks, gpt.num_microbatches), costs, 'makespan')
-        layers = Layers(tuple(replace(layer, output=size) for layer in looked.layers))
-        known[name] = Known(layers, replace(looked.devices, bandwidth=links.bandwidth))
-        errors.append(looked.error)
-        told = f'; {looked.unequal}' if looked.unequal else ''
-        print(f'{name}: {_said(layout, costs)}, fitted within {looked.error:.1%}{told}')
+    fitted = {name: _fitted(gpt, name, layout, costs, links) for name, costs in found.items()}
     times = {name: _times(costs) for name, costs in found.items()}
+    errors = [error for _, error in fitted.values()]
     said = {'layout': layout, 'stages_s': times, 'fit_errors': errors}
-    return known[SPLIT], known[FUSED], said
+    return fitted[SPLIT][0], fitted[FUSED][0], said
+
+
+def beside_all(known: Known, fused: Known, gpt: measured.Gpt, shards: bool) -> dict[str, Entry]:
+    """Return what is measured in turn with all others, by the library whose times it tells.
+
+    Args:
+        known: of layers and ranks.
+        fused: the same of backwards that are not split, as stock's.
+        gpt: that is trained.
+        shards: whether ours have the output layer on all ranks.
+    """
+    m = gpt.num_microbatches
+    split = sharded(known, m, SPLIT, gpt.tied) if shards else even(known, m, ZBPP, SPLIT)
+    return {MEGATRON: even(fused, m, ZBPP, FUSED), ZBPP: split}
+
+
+def forecasts(
+    gpt: measured.Gpt,
+    chosen: Sequence[Entry],
+    profiled: Mapping[str, Entry],
+    samples: Sequence[Sequence[Sample]],
+    links: Devices,
+) -> list[float]:
+    """Return the seconds of iterations by what passes of `profiled` take, which took turns.
+
+    Args:
+        gpt: that was trained.
+        chosen: whose iterations are forecast.
+        profiled: see `beside_all`.
+        samples: of these.
+        links: whose bandwidths are known.
+    """
+    found = {}
+    for (runner, entry), own, name in zip(profiled.items(), samples, (FUSED, SPLIT), strict=True):
+        costs = middle([sample.costs for sample in own if sample.costs is not None])
+        found[runner] = _fitted(gpt, name, entry.layout, costs, links)[0], costs
+    return [forecast(each, *found[each.runner]) for each in chosen]
+
+
+def _fitted(
+    gpt: measured.Gpt, name: str, layout: str, costs: Costs, links: Devices
+) -> tuple[Known, float]:
+    """Return layers and ranks that fit the stages of a schedule, and by how much one is off."""
+    looked = look(layout, build(name, gpt.num_ranks, gpt.num_microbatches), costs, 'makespan')
+    size = float(_BYTES * gpt.hidden * gpt.sequence)
+    layers = Layers(tuple(replace(layer, output=size) for layer in looked.layers))
+    told = f'; {looked.unequal}' if looked.unequal else ''
+    print(f'{name}: {_said(layout, costs)}, fitted within {looked.error:.1%}{told}')
+    return Known(layers, replace(looked.devices, bandwidth=links.bandwidth)), looked.error
 
 
 def _times(costs: Costs) -> list[float]:
@@ -88,4 +142,7 @@ def _times(costs: Costs) -> list[float]:
 
 def _said(layout: str, costs: Costs) -> str:
     times = ', '.join(f'{1e3 * time:.0f}' for time in _times(costs))
-    return f'measured stages {layout}: {times} ms'
+    p = costs.num_stages
+    shards = {kind: fmean(own[-p:]) for kind, own in costs.times.items() if len(own) > p}
+    told = ''.join(f', {kind} {1e3 * time:.1f}' for kind, time in shards.items() if time)
+    return f'measured stages {layout}: {times} ms{told}'

@@ -69,8 +69,9 @@ def collective_times(timeline: Timeline) -> dict[str, float]:
     """Return the usual time of each collective, from the last contribution on: medians.
 
     Only passes count whose rank was idle for most of that time, as others may have started late
-    because their rank was busy; of a message for which none waited it is the shortest that was
-    seen, which it cannot exceed. What waits for another collective takes that one's time less.
+    because their rank was busy. A message for which none waited takes no longer than the shortest
+    that was seen, nor, it is supposed, than the slowest for which some did. What waits for another
+    collective takes that one's time less.
     """
     schedule, spans = timeline.schedule, timeline.by_pass
     all_of, bounds = schedule.graph.collectives, _bounds(timeline)
@@ -88,9 +89,10 @@ def collective_times(timeline: Timeline) -> dict[str, float]:
     shortest: dict[str, float] = {}
     for key, (made, taken) in bounds.items():
         shortest[key.message] = max(0.0, min(taken - made, shortest.get(key.message, inf)))
+    usual = {message: median(times.values()) for message, times in waited.items()}
+    slowest = max(usual.values(), default=inf)
     whole = {
-        message: median(waited[message].values()) if message in waited else bound
-        for message, bound in shortest.items()
+        message: usual.get(message, min(bound, slowest)) for message, bound in shortest.items()
     }
     return {
         message: max(0.0, took - whole.get(all_of[message].after, 0.0))

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import re
 import sys
 from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
+import commands
+import nvidia
 import pytest
 import torch.distributed as dist
 import wheels
 from models import Job, train
 from ranks import Pool, Ranks
+from supported import absent, supports
 from timed import Pipeline
 
 from megatron_zbpp.runtime.clock import HostClock
@@ -27,13 +34,17 @@ def see(folder):
     sys.path.insert(0, str(folder))
 
 
+def nemo_lens():
+    """The folder of its sources."""
+    if sys.version_info < (3, 12):
+        pytest.skip('its metadata ask for Python 3.13, its code for 3.12')
+    return wheels.unpacked('nemo-lens', '0.1.0', '--ignore-requires-python')
+
+
 @pytest.fixture(scope='module')
 def lens_ranks():
     """As `ranks`, with nemo-lens: in processes of their own, which others do not get."""
-    if sys.version_info < (3, 12):
-        pytest.skip('its metadata ask for Python 3.13, its code for 3.12')
-    folder = wheels.unpacked('nemo-lens', '0.1.0', '--ignore-requires-python')
-    pool = Pool(see, folder)
+    pool = Pool(see, nemo_lens())
     yield lambda size: Ranks(size, pool)
     pool.stop()
 
@@ -177,6 +188,52 @@ def test_a_training(lens_ranks, data):
         passes = 2 * job.microbatches * job.iterations
         assert names['megatron.microbatch.weight_gradient'] == passes
         assert names[f'megatron.p2p.recv_{"backward" if rank else "forward"}'] == passes // 2
+
+
+SPAN = re.compile(r'^\{\n.*?^\}$', re.DOTALL | re.MULTILINE)
+
+
+def printed(folder, lens, *more):
+    """What each rank of NVIDIA's loop on main exports to its own output, as torchrun keeps it."""
+    words = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2']
+    words += ['--redirects=1', f'--log-dir={folder}', '-m', 'megatron_zbpp.launch', '--cpu']
+    words += [nvidia.SCRIPT, *nvidia.COMMON, '--pipeline-model-parallel-size=2', *more]
+    words += ['--global-batch-size=4', f'--train-iters={ITERATIONS}']
+    words += ['--otel-enabled', '--otel-span-groups=per_step,microbatch,communication']
+    path = [str(lens), nvidia.CHECKOUT, os.environ.get('PYTHONPATH', '')]
+    env = {'MEGATRON_OTEL_EXPORTER': 'console', 'MEGATRON_OTEL_EXPORT_STRATEGY': 'all_ranks'}
+    env |= {'MEGATRON_OTEL_METRICS_ENABLED': '0', 'PYTHONPATH': os.pathsep.join(filter(None, path))}
+    done = commands.run(words, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = sorted(folder.rglob('stdout.log'), key=lambda file: int(file.parent.name))
+    return [[json.loads(each) for each in SPAN.findall(file.read_text())] for file in ranks]
+
+
+@pytest.mark.full
+@supports("NVIDIA's loop: `--otel-enabled`, spans of all ranks", 'zb-v')
+def test_nvidias_loop(tmp_path):
+    """By its own flags: its spans stay, ours lie inside those of its iterations, linked."""
+    if not nvidia.CHECKOUT or '--otel-enabled' not in arguments(nvidia.CHECKOUT):
+        absent('telemetry came with main of 2026')
+    lens = nemo_lens()
+    theirs = printed(tmp_path / 'theirs', lens)
+    ours = printed(tmp_path / 'ours', lens, '--pipeline-schedule=zb-v')
+    every = {span['context']['span_id']: span for spans in ours for span in spans}
+    for rank, (stock, spans) in enumerate(zip(theirs, ours, strict=True)):
+        names = Counter(span['name'] for span in spans)
+        assert {span['name'] for span in stock} <= names.keys()
+        assert names['megatron.microbatch.weight_gradient'] == 2 * M * ITERATIONS
+        messages = [span for span in spans if span['name'].startswith('megatron.p2p.recv')]
+        assert len(messages) == 2 * M * ITERATIONS
+        for span in messages:
+            assert every[span['parent_id']]['name'] == 'megatron.train_step'
+            (link,) = span['links']
+            sent = every[link['context']['span_id']]
+            assert sent['attributes']['dl.pipeline_parallel.rank'] == 1 - rank
+
+
+def arguments(checkout):
+    return Path(checkout, 'megatron/training/arguments.py').read_text()
 
 
 def without(job, argv):

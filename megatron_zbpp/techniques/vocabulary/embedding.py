@@ -1,9 +1,9 @@
 """WHEN shards of the word embedding run: one rule for every schedule with S and T.
 
 That schedule is simulated. I of a microbatch comes where the first stage begins the forward of the
-one two before (D right before it there), J where the B of the next one ends, behind T. So the
-collectives have a microbatch's time and more, and cost their latency at both ends of an iteration
-only. All else stays, and everything runs in the order of those starts, so it cannot deadlock.
+one two before, D of the one three before, J where the B of the next one ends, behind T. So each
+collective has a microbatch's time and more, and costs its latency at an end of an iteration only.
+All else stays, and everything runs in the order of those starts, so it cannot deadlock.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def in_embedding_shards(schedule: Schedule, costs: Costs) -> Schedule:
     forwards = [(start, q) for q, (start, _) in own if q.stage == 0 and q.kind == F]
     doers = schedule.graph.doers[B]
     backwards = [(end, q) for q, (_, end) in own if q.stage == 0 and q.kind in doers]
+    starts = [-1.0] * (_AHEAD + 1) + [start for start, _ in forwards]
     placed: list[list[Entry]] = []
     for rank, order in enumerate(schedule.passes):
         entries = [
@@ -49,9 +50,9 @@ def in_embedding_shards(schedule: Schedule, costs: Costs) -> Schedule:
         ]
         behind_t = {(q.microbatch, q.slice): entry[0] for *entry, q in entries if q.kind == T}
         for turn, (_, q) in enumerate(forwards):
-            start = forwards[turn - _AHEAD][0] if turn >= _AHEAD else -1.0
+            read, start = starts[turn : turn + 2]
             if rank == first:
-                entries.append((start, 0, turn, q._replace(kind=READ)))
+                entries.append((read, 0, turn, q._replace(kind=READ)))
             entries.append((start, 1, turn, q._replace(kind=LOOKUP, stage=n + rank)))
         latest = 0.0
         for turn, (_, q) in enumerate(backwards):

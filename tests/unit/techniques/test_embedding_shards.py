@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -20,7 +21,12 @@ from megatron_zbpp.techniques import ASKED, find
 from megatron_zbpp.techniques.composition import techniques_of
 from megatron_zbpp.techniques.slices.place import in_slices
 from megatron_zbpp.techniques.vocabulary.embedding import in_embedding_shards
-from megatron_zbpp.techniques.vocabulary.graph import split_embedding
+from megatron_zbpp.techniques.vocabulary.graph import (
+    EMBEDDING,
+    EMBEDDING_GRADIENT,
+    TOKENS,
+    split_embedding,
+)
 from megatron_zbpp.techniques.vocabulary.place import in_shards, with_shard_times
 
 HOSTS = '1f1b', 'zb-h1', 'zb-v', 'v-half', 'interleaved'
@@ -44,6 +50,19 @@ def test_it_costs_latencies_at_both_ends(name, comm):
     assert peak(made, costs) == peak(output, costs)
     for own, before in zip(made.passes, output.passes, strict=True):
         assert [p for p in own if p.kind not in ADDED] == list(before)
+
+
+@pytest.mark.parametrize('name', HOSTS)
+@pytest.mark.parametrize('message', [TOKENS, EMBEDDING, EMBEDDING_GRADIENT])
+def test_its_collectives_have_the_time_of_a_microbatch(name, message):
+    """As long as two forwards, they cost something at an end of the iteration alone."""
+
+    def more(m: int) -> float:
+        _, made, costs = both(build(name, 4, m))
+        slow = replace(costs, collectives={message: 2.0})
+        return simulate(made, slow).makespan - simulate(made, costs).makespan
+
+    assert abs(more(32) - more(24)) < 0.5 and more(24) <= 3 * 2
 
 
 def test_six_collectives_a_microbatch():

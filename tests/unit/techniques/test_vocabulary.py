@@ -22,6 +22,7 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.schedules import build
 from megatron_zbpp.techniques.slices.graph import sliced
+from megatron_zbpp.techniques.vocabulary.embedding import with_embedding
 from megatron_zbpp.techniques.vocabulary.graph import split_vocabulary
 from megatron_zbpp.techniques.vocabulary.place import with_shards
 
@@ -142,6 +143,17 @@ def test_the_usual_time_of_a_collective_is_measured():
         )
     found = measured_costs(Timeline(schedule, spans)).collectives
     assert found['statistics'] + found['vocabulary'] == pytest.approx(2.25)
+
+
+def test_a_collective_that_nobody_waits_for_takes_no_longer_than_others():
+    """Its takers come much later: when they do says little of it."""
+    schedule = with_embedding(with_shards(build('zb-h1', 2, 8)))
+    times = dict.fromkeys(schedule.graph.collectives, 0.125)
+    timeline = simulate(schedule, replace(Costs.known(schedule), collectives=times))
+    found = measured_costs(timeline).collectives
+    assert found['hidden'] == pytest.approx(0.125)
+    slowest = found['statistics'] + found['vocabulary']
+    assert found['embedding_gradient'] == pytest.approx(slowest) == pytest.approx(0.25)
 
 
 def test_times_of_collectives_are_measured():
