@@ -65,7 +65,7 @@ real passes, four ranks that each have 0.45 of one of two processors (Linux, as 
 the same with real passes of a head of 64k words:
 
     python scripts/benchmark_partition.py --real --share 0.35 --hidden-size 512 --layers 16 \\
-        --seq-length 128 --words 65536 --shards 1f1b,zb-v [--tied] [--memory]
+        --seq-length 256 --words 65536 --shards 1f1b,zb-v [--tied] [--memory]
 
 columns: layers of each stage; median of the iterations; what the simulator predicted, and how far
 that is off; what it says by the times that passes and collectives of these very iterations took,

@@ -47,10 +47,13 @@ ELSEWHERE = {
     '--shards 1f1b,zb-v --realtime --rounds 3 --seconds-per-microbatch 4.4': (
         'tests/megatron/test_benchmark_partition.py'
     ),
-    'python scripts/benchmark_partition.py --real --share 0.35 --pp 4 --hidden-size 512 '
-    '--layers 16 --seq-length 128 --words 65536 --shards 1f1b,zb-v': (
-        'tests/megatron/test_benchmark_partition.py'
-    ),
+    **{
+        'python scripts/benchmark_partition.py --real --share 0.35 --pp 4 --hidden-size 512 '
+        f'--layers 16 --seq-length 256 --words 65536 --shards 1f1b,zb-v{tied}': (
+            'tests/megatron/test_benchmark_partition.py'
+        )
+        for tied in ('', ' --tied')
+    },
     'python scripts/benchmark_partition.py --real --share 0.45 --seq-length 64 --rounds 5': (
         'tests/megatron/test_benchmark_partition.py'
     ),
