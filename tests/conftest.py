@@ -40,8 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar='FLAG',
         action='append',
         default=[],
-        help="give each run of NVIDIA's loop by our schedules this flag, too: what keeps all bits, "
-        'such as --also=--pipeline-prewarm, keeps those of every row',
+        help="give each run of NVIDIA's loop and of the example by our schedules this flag, too: "
+        'what keeps all bits, such as --also=--pipeline-prewarm, keeps those of every row',
     )
     parser.addoption('--list-support', action='store_true', help='print what the tests would show')
 

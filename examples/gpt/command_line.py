@@ -60,6 +60,7 @@ def _add_pipeline(add: Callable[..., object]) -> None:
     add('--pipeline-offload', metavar='CHUNKS', help='half, all, N or auto: on the host')
     add('--pipeline-freeze', type=Path, metavar='FILE', help='of zbpp freeze -o: another training')
     add('--pipeline-recompute', metavar='CHUNKS', help='half, all or how many: F again before B')
+    add('--pipeline-prewarm', action='store_true', help='the first iteration in parallel, on CPUs')
     add('--pipeline-async-warmup-steps', type=int, default=0, metavar='T', help='of 1F1B, before')
     add('--pipeline-clip', choices=['stage', 'global'], help='norm, of asynchronous schedules')
     add(

@@ -338,6 +338,7 @@ def enable(args: argparse.Namespace, stack: ExitStack) -> Any | None:
         offload=args.pipeline_offload,
         freeze=args.pipeline_freeze,
         recompute=args.pipeline_recompute,
+        prewarm=args.pipeline_prewarm or None,
         clip=args.pipeline_clip,
         async_warmup_steps=args.pipeline_async_warmup_steps,
         flags=vars(args),

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from nvidia import also
 from ranks import Ranks, let_go
 
 # Small, but every kind of layer is there and the vocabulary layer is the largest.
@@ -88,7 +89,8 @@ def run(ranks: Ranks, folder: Path, *argv: str | int | Path, log: bool = False) 
     metrics = folder / 'metrics.jsonl'
     metrics.unlink(missing_ok=True)
     quiet = [] if log else ['--log-interval', '1000000']
-    ranks.run(train, [*MODEL, *quiet, *map(str, argv)], metrics)
+    ours = [] if 'megatron' in argv else also(argv)
+    ranks.run(train, [*MODEL, *quiet, *map(str, argv), *ours], metrics)
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [line for line in lines if 'loss' in line]
     return Run(

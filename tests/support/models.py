@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from example import MODEL, early_steps, forget_groups
+from nvidia import also
 from ranks import Ranks
 
 ITERATIONS, MICROBATCHES = 4, 5
@@ -186,6 +187,7 @@ class Job:
         words += ['--position-embedding-type', self.positions] if self.positions != 'yarn' else []
         named = ['--pipeline-schedule', schedule]
         words += ['--pipeline-schedule-file', self.file] if self.file else named
+        words += [] if schedule == 'megatron' else also(words)
         words += ['--tensor-model-parallel-size', self.tp, '--clip-grad', NO_CLIPPING]
         words += ['--global-batch-size', self.microbatches * self.dp * self.cp]
         words += ['--train-iters', self.iterations, '--lr-warmup-iters', 1]

@@ -45,6 +45,11 @@ COMMON = """
 ALSO: list[str] = []  # flags of all runs by schedules of ours: see `--also`
 
 
+def also(words: Container[str]) -> list[str]:
+    """Those flags, but for what is among `words`."""
+    return [flag for flag in ALSO if flag not in words]
+
+
 def release() -> str:
     """The version of Megatron-Core in the checkout."""
     names: dict[str, object] = {}
@@ -235,7 +240,7 @@ def run(
     common = [word for word in common if word != '--mock-data' or not real]
     words = list(map(str, argv))
     if any(word.startswith('--pipeline-schedule') for word in words):
-        common += [word for word in ALSO if word not in words]
+        common += also(words)
     results = ranks.run(train, [*common, *words], event, script)
     losses, norms, zeros, param_norms, hashes, *_ = results[-1]
     *_, early, reported = zip(*results, strict=True)
