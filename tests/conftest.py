@@ -41,7 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action='append',
         default=[],
         help="give each run of NVIDIA's loop and of the example by our schedules this flag, too: "
-        'what keeps all bits, such as --also=--pipeline-prewarm, keeps those of every row',
+        'what keeps all bits, such as --also=--pipeline-prewarm, keeps those of every row; tests '
+        'that are marked `alone` are left out',
     )
     parser.addoption('--list-support', action='store_true', help='print what the tests would show')
 
@@ -75,6 +76,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     spared: set[pytest.Item] = set()
     if not config.getoption('--full'):
         spared |= {item for item in items if item.get_closest_marker('full')}
+    if config.getoption('--also'):
+        spared |= {item for item in items if item.get_closest_marker('alone')}
     share = config.getoption('--share')
     if share is not None:
         spared |= share.left_out([item for item in items if item not in spared])

@@ -10,6 +10,7 @@ from models import Job
 from supported import supports
 from weights_by_hand import SIZES, Case, require_equal, trained
 
+pytestmark = pytest.mark.alone
 METHODS = ('pipedream-2bw', 'pipedream', 'paci', 'pipemare', 'wpipe')
 UNTIED = '--untie-embeddings-and-output-weights'
 SHARDED = '--use-distributed-optimizer'

@@ -20,6 +20,7 @@ from weights_by_hand import ByChunk, ByHand, PipeMare, evaluation
 import megatron_zbpp
 from megatron_zbpp.ir import Pass
 
+pytestmark = pytest.mark.alone
 METHODS = 'pipedream-2bw', 'pipedream', 'paci', 'pipemare', 'wpipe'
 KEEP_OLDER = 'pipedream-2bw', 'pipedream', 'wpipe'
 ITERATIONS, GROWS, EVALUATES, OTHER_DATA, OTHER_MODEL = 7, 2, 3, 4, 5

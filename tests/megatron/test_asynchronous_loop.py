@@ -14,7 +14,7 @@ from nvidia import needs_training, run
 from supported import supports
 from weights_by_hand import ByChunk, ByHand, PipeMare, clip_by_stage
 
-pytestmark = needs_training
+pytestmark = [needs_training, pytest.mark.alone]
 
 METHODS = 'pipedream-2bw', 'pipedream', 'paci', 'wpipe', 'pipemare'
 BASE = ['--pipeline-model-parallel-size', 2, '--num-layers', 2, '--train-iters', 5]

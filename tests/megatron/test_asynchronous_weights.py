@@ -16,6 +16,8 @@ from example import forget_groups
 from ranks import RankError
 from weights_by_hand import Case
 
+pytestmark = pytest.mark.alone
+
 
 class Kept(torch.nn.Linear):
     """Computes with a copy of its weights, made in its first forward."""

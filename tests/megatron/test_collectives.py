@@ -18,6 +18,7 @@ from models import MICROBATCHES, Job, train
 from megatron_zbpp.ir import W
 from megatron_zbpp.schedules import build
 
+pytestmark = pytest.mark.alone
 PP = TP = 2
 GATHERED_TWICE = 2  # in a layer: gradients of outputs, which B needs, too
 

@@ -13,6 +13,7 @@ from nvidia import needs_training, run
 
 from megatron_zbpp.ir import F, Pass
 
+pytestmark = pytest.mark.alone
 FIGURES = re.compile(
     r'\| idle GPU time: (\d+\.\d)% \| pipeline bubble: (\d+\.\d)% '
     r'\| live activations: (\d+\.\d) \|$'

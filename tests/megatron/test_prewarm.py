@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import commands
+import models
 import pytest
 import torch
 from example import MODEL, forget_groups
@@ -28,13 +29,15 @@ from torch.utils._pytree import tree_iter
 from megatron_zbpp.mcore.iteration import prewarm
 from megatron_zbpp.runtime.weight_grads import WeightGradStore
 
+pytestmark = pytest.mark.alone
 DROPOUT = ['--hidden-dropout', 0.1, '--attention-dropout', 0.1]
 BIAS = ['--moe-router-enable-expert-bias', '--moe-router-score-function', 'sigmoid']
 UNTIED = ['--untie-embeddings-and-output-weights']
 ROPE = ['--position-embedding-type', 'rope']
 EARLY = ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', 0]
 _ASKED_BY_MTP = 'is_inference_column_parallel_linear'  # on main; knows types of TE alone
-FP8 = 'first iteration prepared in parallel: FP8 with delayed scaling'
+PREPARED = 'first iteration prepared in parallel'
+FP8 = f'{PREPARED}: FP8 with delayed scaling'
 EXPERTS = [*LLAMA, *MOE, '--moe-z-loss-coeff', 1e-3]
 # what is trained: processes, flags
 CASES = {
@@ -79,7 +82,7 @@ def counting(training):
 
 
 @needs_training
-@supports('first iteration prepared in parallel: {case}')
+@supports(f'{PREPARED}: {{case}}')
 @grid(schedule=('zb-v', 'zb-h1'), case=tuple(CASES))
 def test_changes_nothing(ranks, schedule, case):
     """Losses, norms, parameters and optimizer state are those of the same schedule without it."""
@@ -103,6 +106,19 @@ def test_scales_of_fp8(te_ranks, beside):
     flags = ['--transformer-impl', 'transformer_engine', '--bf16', *ROPE, '--fp8-format', 'hybrid']
     flags += ['--fp8-recipe', 'delayed', '--pipeline-schedule', 'zb-v']
     require_no_change(te_ranks(2), *flags, *beside, batch=6)
+
+
+@supports(f'{PREPARED}: layers of Transformer Engine that run twice', 'zb-v')
+@pytest.mark.te
+@pytest.mark.shared
+def test_flags_of_the_first_microbatch(te_ranks, data):
+    """In it TE's layers do not add to a gradient: of one that runs twice it is that of one run."""
+    job = models.Job(layers=4, change='run twice', te=True, fused=True, bf16=True)
+    argv = job.argv('zb-v', False, data)
+    plain, first = (
+        te_ranks(2).run(models.train, job, [*argv, *more]) for more in ([], ['--pipeline-prewarm'])
+    )
+    models.assert_same(first, plain)
 
 
 def require_no_change(ranks, *flags, batch):

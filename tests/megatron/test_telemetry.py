@@ -218,18 +218,24 @@ def test_nvidias_loop(tmp_path):
     lens = nemo_lens()
     theirs = printed(tmp_path / 'theirs', lens)
     ours = printed(tmp_path / 'ours', lens, '--pipeline-schedule=zb-v')
-    every = {span['context']['span_id']: span for spans in ours for span in spans}
+    iteration = 'megatron.train.iteration.forward_backward'
+    passes = [
+        [span['context']['span_id'] for span in spans if span['name'] == iteration]
+        for spans in ours
+    ]
+    assert [len(each) for each in passes] == [ITERATIONS] * 2
     for rank, (stock, spans) in enumerate(zip(theirs, ours, strict=True)):
         names = Counter(span['name'] for span in spans)
         assert {span['name'] for span in stock} <= names.keys()
-        assert names['megatron.microbatch.weight_gradient'] == 2 * M * ITERATIONS
+        for kind in ('forward', 'backward', 'weight_gradient'):
+            assert names[f'megatron.microbatch.{kind}'] == 2 * M * ITERATIONS
         messages = [span for span in spans if span['name'].startswith('megatron.p2p.recv')]
         assert len(messages) == 2 * M * ITERATIONS
         for span in messages:
-            assert every[span['parent_id']]['name'] == 'megatron.train_step'
             (link,) = span['links']
-            sent = every[link['context']['span_id']]
-            assert sent['attributes']['dl.pipeline_parallel.rank'] == 1 - rank
+            # the same iteration of the sender's
+            at = passes[rank].index(span['parent_id'])
+            assert passes[1 - rank][at] == link['context']['span_id']
 
 
 def arguments(checkout):

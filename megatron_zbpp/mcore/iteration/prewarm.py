@@ -29,6 +29,7 @@ from megatron_zbpp.runtime.log import job_log, rank_log
 from megatron_zbpp.runtime.tables import Tables
 
 _ADDED = 'grad_added_to_main_grad'  # what fused layers and Megatron's hooks tell each other
+_FIRST = 'is_first_microbatch'  # TE's modules add no gradients to what is there in that
 _LEFT_OUT = 'the first iteration is not prepared in parallel: %s'
 _DONE = 'first iteration: the chunks of all ranks have run once, at the same time, in %.1f s'
 PASSES = 'passes that run before the first iteration, to prepare it in parallel'
@@ -115,17 +116,14 @@ def _replayed(data: Sequence[Iterator | None]) -> list[ReplayIterator | None]:
 
 @contextmanager
 def _nothing_left(models: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Leave gradients, random states, buffers, logged losses and scales as they are."""
+    """Leave gradients, random states, buffers, logged losses, flags and scales as they are."""
     parameters = [p for model in models for p in model.parameters()]
+    modules: list[Any] = [module for model in models for module in model.modules()]
     before = [(p, p.grad is None, getattr(p, _ADDED, None)) for p in parameters]
+    first = [(module, module.is_first_microbatch) for module in modules if hasattr(module, _FIRST)]
     states = random.getstate(), np.random.get_state()
-    scaled: list[Any] = [
-        module
-        for model in models
-        if scales_late(get_model_config(model))
-        for module in model.modules()
-        if hasattr(module, 'reset_fp8_meta_tensors')
-    ]
+    late = scales_late(get_model_config(models[0]))
+    scaled = [module for module in modules if late and hasattr(module, 'reset_fp8_meta_tensors')]
     scales = [module.get_fp8_meta_tensors() for module in scaled]
     try:
         with SideEffects([*models]).capture(), compat.another_rerun_machine():
@@ -140,6 +138,8 @@ def _nothing_left(models: Sequence[torch.nn.Module]) -> Iterator[None]:
                 gradient.zero_()
             if added is not None:
                 setattr(parameter, _ADDED, added)
+        for module, is_first in first:
+            module.is_first_microbatch = is_first
         for module, values in zip(scaled, scales, strict=True):
             module.reset_fp8_meta_tensors(values)
 
