@@ -267,7 +267,7 @@ def doubted(training: Any) -> Iterator[dict[str, list[str]]]:
     found: dict[str, list[str]] = {'INITIAL_RUN': [], 'RERUNNING_IN_PLACE': []}
 
     def validate_result(self, *, result, rejection_func, fatal, **arguments):
-        found[self.state.name].append(result.item().hex())
+        found.get(self.state.name, []).append(result.item().hex())
         original(self, result, lambda _: True, fatal=False, **arguments)
 
     with mock.patch.object(Machine, 'validate_result', validate_result):
