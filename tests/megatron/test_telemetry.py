@@ -211,10 +211,11 @@ def printed(folder, lens, *more):
 
 @pytest.mark.full
 @supports("NVIDIA's loop: `--otel-enabled`, spans of all ranks", 'zb-v')
-def test_nvidias_loop(tmp_path):
+def test_nvidias_loop(tmp_path, record_property):
     """By its own flags: its spans stay, ours lie inside those of its iterations, linked."""
     if not nvidia.CHECKOUT or '--otel-enabled' not in arguments(nvidia.CHECKOUT):
         absent('telemetry came with main of 2026')
+    record_property('megatron', nvidia.release())
     lens = nemo_lens()
     theirs = printed(tmp_path / 'theirs', lens)
     ours = printed(tmp_path / 'ours', lens, '--pipeline-schedule=zb-v')

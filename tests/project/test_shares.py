@@ -7,6 +7,8 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import example
+import models
 import nvidia
 import pytest
 from grids import Share
@@ -68,8 +70,8 @@ def test_no_share(text):
         Share.parse(text)
 
 
-def test_flags_of_all_runs(monkeypatch):
-    """Those of Megatron's own schedules stay as they are."""
+def test_flags_of_all_runs(monkeypatch, tmp_path):
+    """Of NVIDIA's loop and of the example; those of Megatron's own schedules stay as they are."""
     words = []
 
     def stopped(function, argv, *rest):
@@ -81,4 +83,9 @@ def test_flags_of_all_runs(monkeypatch):
     for flags in ([], ['--pipeline-schedule', 'zb-v'], ['--pipeline-schedule-file', 'plan.json']):
         with pytest.raises(InterruptedError):
             nvidia.run(ranks, *flags)
-    assert ['--pipeline-prewarm' in argv for argv in words] == [False, True, True]
+    for schedule in ('megatron', 'zb-v'):
+        with pytest.raises(InterruptedError):
+            example.run(ranks, tmp_path, '--pipeline-schedule', schedule)
+        words.append(models.Job().argv(schedule, False, tmp_path))
+    ours = [False, True, True, False, False, True, True]
+    assert ['--pipeline-prewarm' in argv for argv in words] == ours
