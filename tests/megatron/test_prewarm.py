@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import sys
 import weakref
@@ -14,6 +15,7 @@ from unittest import mock
 
 import commands
 import models
+import numpy as np
 import pytest
 import torch
 from example import MODEL, forget_groups
@@ -329,7 +331,15 @@ def interrupted(argv, interrupts):
     from megatron_zbpp.mcore.left_behind import random_states, same_states
 
     args, said, done = pretrain_gpt.parse_args(argv), [], []
-    original = WeightGradStore.run
+    original, step = WeightGradStore.run, pretrain_gpt.forward_step
+
+    def drawing_step(*given):
+        random.random()
+        np.random.random()
+        return step(*given)
+
+    def drawn():
+        return random.getstate(), str(np.random.get_state())
 
     def weights(*given):
         done.append(None)
@@ -345,12 +355,15 @@ def interrupted(argv, interrupts):
         pretrain_gpt.initialize(args)
         models = pretrain_gpt.build_model(args)
         parameters = [p for model in models for p in model.parameters()]
-        with mock.patch.object(WeightGradStore, 'run', weights):
-            before = random_states()
+        with (
+            mock.patch.object(WeightGradStore, 'run', weights),
+            mock.patch.object(pretrain_gpt, 'forward_step', drawing_step),
+        ):
+            before, others = random_states(), drawn()
             try:
                 losses = [batch()]
             except KeyboardInterrupt as error:
-                said = [str(error), same_states(before, random_states())]
+                said = [str(error), same_states(before, random_states()), drawn() == others]
                 said += [not any(p.main_grad.any() for p in parameters)]
                 said += [all(p.grad is None for p in parameters), plugin.session.store.pending]
                 losses = [batch()]
@@ -368,7 +381,7 @@ def test_nothing_is_left_of_an_interruption(ranks, data):
     for (*whole, none), (*again, said) in zip(plain, stopped, strict=True):
         assert again == whole and none == []
         words, *left = said
-        assert words.startswith(prewarm.PASSES) and left == [True, True, True, 0]
+        assert words.startswith(prewarm.PASSES) and left == [True, True, True, True, 0]
 
 
 class Alive(TorchDispatchMode):
