@@ -21,6 +21,7 @@ import torch
 from example import MODEL, forget_groups
 from grids import grid
 from megatron.core.tensor_parallel import inference_layers
+from megatron.core.transformer import TransformerConfig
 from nvidia import needs_training, run
 from paths import ROOT
 from supported import supports
@@ -121,6 +122,23 @@ def test_flags_of_the_first_microbatch(te_ranks, data):
         te_ranks(2).run(models.train, job, [*argv, *more]) for more in ([], ['--pipeline-prewarm'])
     )
     models.assert_same(first, plain)
+
+
+def flagged():
+    """Of a layer that DDP does not wrap: what there is behind a backward whose traces go."""
+    layer = torch.nn.Linear(2, 2)
+    layer.config = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1)
+    layer.bias.grad = torch.zeros(2)
+    layer.is_first_microbatch, layer.weight.grad_added_to_main_grad = True, False
+    with prewarm._nothing_left([layer]):
+        layer(torch.ones(2)).sum().backward()
+        layer.is_first_microbatch, layer.weight.grad_added_to_main_grad = False, True
+    left = layer.is_first_microbatch, layer.weight.grad_added_to_main_grad
+    return *left, layer.weight.grad, layer.bias.grad.tolist()
+
+
+def test_flags_and_gradients(ranks):
+    assert ranks(1).run(flagged) == [(True, False, None, [0, 0])]
 
 
 def require_no_change(ranks, *flags, batch):
