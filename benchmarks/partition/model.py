@@ -83,7 +83,7 @@ class UnevenModel(EmulatedModel):
         for stage in stages:
             start = sum(self._cuts[:stage])
             own = [
-                EmulatedLayer(index, self._times_of(index), store, self.meter)
+                EmulatedLayer(index, self._times_of(index), store, self.meter, self.sequence)
                 for index in range(start, start + self._cuts[stage])
             ]
             last = stage == placement.num_stages - 1

@@ -102,11 +102,6 @@ def sleep_until(deadline: float) -> None:
         pass
 
 
-def share(x: torch.Tensor) -> float:
-    """Return which part of a sequence that is: 1, or less of a slice."""
-    return x.size(0) / SHAPE[0]
-
-
 class EmulatedLayer(torch.nn.Module):
     """y = x w. Equal `index`, equal weight, whatever stage it is in.
 
@@ -115,9 +110,12 @@ class EmulatedLayer(torch.nn.Module):
         times: of this layer.
         store: asked in forward whether W is left for later.
         meter: of the rank.
+        rows: of a whole sequence.
     """
 
-    def __init__(self, index: int, times: Times, store: Store, meter: Meter) -> None:
+    def __init__(
+        self, index: int, times: Times, store: Store, meter: Meter, rows: int = SHAPE[0]
+    ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(index)
         width = SHAPE[-1]
@@ -125,6 +123,11 @@ class EmulatedLayer(torch.nn.Module):
             torch.randn(width, width, generator=generator) / width**0.5
         )
         self.index, self.times, self.store, self.meter = index, times, store, meter
+        self._rows = rows
+
+    def share(self, x: torch.Tensor) -> float:
+        """Return which part of a sequence that is: 1, or less of a slice."""
+        return x.size(0) / self._rows
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, deferring = self._parameters['weight'], self.store.deferring
@@ -133,7 +136,7 @@ class EmulatedLayer(torch.nn.Module):
 
     def weight_gradient(self, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """W: takes its time, and lets go of the input."""
-        start, part = starting(), share(x)
+        start, part = starting(), self.share(x)
         found = x.flatten(0, -2).t() @ gradient.flatten(0, -2)
         self.meter.hold(-part)
         self.meter.fill(start, part * self.times.weight)
@@ -149,7 +152,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.layer, ctx.deferring = layer, deferring
         ctx.save_for_backward(x)
-        start, part = starting(), share(x)
+        start, part = starting(), layer.share(x)
         layer.meter.hold(+part)
         after = x @ weight
         layer.meter.fill(start, part * layer.times.forward)
@@ -161,7 +164,7 @@ class _Linear(torch.autograd.Function):
         start = starting()
         weight = layer._parameters['weight']
         before = gradient @ weight.detach().t()
-        layer.meter.fill(start, share(x) * layer.times.backward)
+        layer.meter.fill(start, layer.share(x) * layer.times.backward)
         compute = partial(layer.weight_gradient, x, gradient)
         if not ctx.deferring:
             return None, compute(), before, None
