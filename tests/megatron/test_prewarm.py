@@ -250,10 +250,8 @@ def test_failing_inside(ranks, data):
 
 
 FAILING = """
-import functools
 import os
 
-import megatron_zbpp
 import pretrain_gpt
 
 trains = pretrain_gpt.forward_step
@@ -266,16 +264,15 @@ def forward_step(*given):
 
 
 pretrain_gpt.forward_step = forward_step
-megatron_zbpp.enable = functools.partial(megatron_zbpp.enable, prewarm=True)
 pretrain_gpt.main()
 """
 
 
 def launched(script, *argv):
-    """What two ranks of a program say, and how they end."""
+    """What two ranks of a program say, prepared in parallel, and how they end."""
     torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone']
     paths = os.pathsep.join(map(str, (ROOT, ROOT / 'examples' / 'gpt')))
-    command = [*torchrun, '--nproc-per-node', 2, script, *argv]
+    command = [*torchrun, '--nproc-per-node', 2, script, *argv, '--pipeline-prewarm']
     return commands.run(command, env={'PYTHONPATH': paths}, timeout=200)
 
 
@@ -292,13 +289,11 @@ def test_one_rank_that_fails_inside_ends_all(tmp_path, data):
 
 
 INTERRUPTED = """
-import functools
 import os
 import signal
 import sys
 import time
 
-import megatron_zbpp
 import pretrain_gpt
 
 trains, number = pretrain_gpt.forward_step, int(sys.argv.pop(1))
@@ -312,7 +307,6 @@ def forward_step(*given):
 
 
 pretrain_gpt.forward_step = forward_step
-megatron_zbpp.enable = functools.partial(megatron_zbpp.enable, prewarm=True)
 pretrain_gpt.main()
 """
 
