@@ -109,17 +109,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             samples = collected(measure(job), [each.title for each in job.entries], args.rounds)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    own, beside = samples[: len(chosen)], samples[len(chosen) :]
     predicted = [each.predicted for each in chosen]
     if gpt:
-        beside = samples[len(chosen) :]
         predicted = profiles.forecasts(gpt, chosen, profiled, beside, devices)
-    rows = _rows(chosen, samples, predicted)
+    rows = _rows(chosen, own, predicted)
     print(_table(rows))
     what = 'losses' if args.real else 'gradients'
     # with shards the loss is another one, of a small output layer
-    sharded = [entry.shard is not None for entry in job.entries]
-    whole = [not each for each in sharded]
-    if not all(alike([*compress(samples, which)]) for which in (sharded, whole)):
+    with_shards = [entry.shard is not None for entry in job.entries]
+    without = [not each for each in with_shards]
+    if not all(alike([*compress(samples, which)]) for which in (with_shards, without)):
         print(f'{what} differ: they did not do the same work')
         return 1
     print(f'all did the same work: {what} are equal to the bit')
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f'loss of the first round: {first:.4f}; of the last: {last:.4f}')
     if args.memory:
         held = _memory(replace(job, entries=tuple(chosen)))
-        rows = [row | own for row, own in zip(rows, held, strict=True)]
+        rows = [row | of_ranks for row, of_ranks in zip(rows, held, strict=True)]
         print(_memory_table(rows))
     if args.json:
         args.json.write_text(json.dumps({'rows': rows, **found}, indent=1) + '\n')
@@ -180,7 +180,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     reference = median(sample.seconds for sample in samples[0])
     rows = []
-    for entry, own, forecast in zip(chosen, samples, predicted, strict=False):
+    for entry, own, forecast in zip(chosen, samples, predicted, strict=True):
         seconds = median(sample.seconds for sample in own)
         rows.append(
             {
