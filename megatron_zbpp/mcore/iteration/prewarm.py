@@ -21,6 +21,7 @@ from megatron.core.utils import get_model_config
 from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.iteration.executors import Data, Executors
 from megatron_zbpp.mcore.iteration.stages import Call
+from megatron_zbpp.mcore.patches.dummy_gradients import ADDED
 from megatron_zbpp.mcore.refusal import captured, scales_late
 from megatron_zbpp.mcore.side_effects import SideEffects
 from megatron_zbpp.post_validation.replay import ReplayIterator
@@ -28,7 +29,6 @@ from megatron_zbpp.runtime.alone import NoPeers, one_microbatch
 from megatron_zbpp.runtime.log import job_log, rank_log
 from megatron_zbpp.runtime.tables import Tables
 
-_ADDED = 'grad_added_to_main_grad'  # what fused layers and Megatron's hooks tell each other
 _FIRST = 'is_first_microbatch'  # TE's modules add no gradients to what is there in that
 _LEFT_OUT = 'the first iteration is not prepared in parallel: %s'
 _DONE = 'first iteration: the chunks of all ranks have run once, at the same time, in %.1f s'
@@ -119,7 +119,7 @@ def _nothing_left(models: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Leave gradients, random states, buffers, logged losses, flags and scales as they are."""
     parameters = [p for model in models for p in model.parameters()]
     modules: list[Any] = [module for model in models for module in model.modules()]
-    before = [(p, p.grad is None, getattr(p, _ADDED, None)) for p in parameters]
+    before = [(p, p.grad is None, getattr(p, ADDED, None)) for p in parameters]
     first = [(module, module.is_first_microbatch) for module in modules if hasattr(module, _FIRST)]
     states = random.getstate(), np.random.get_state()
     late = scales_late(get_model_config(models[0]))
@@ -137,7 +137,7 @@ def _nothing_left(models: Sequence[torch.nn.Module]) -> Iterator[None]:
             for gradient in _grads(parameter):
                 gradient.zero_()
             if added is not None:
-                setattr(parameter, _ADDED, added)
+                setattr(parameter, ADDED, added)
         for module, is_first in first:
             module.is_first_microbatch = is_first
         for module, values in zip(scaled, scales, strict=True):
