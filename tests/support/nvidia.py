@@ -243,10 +243,15 @@ def run(
     if any(word.startswith('--pipeline-schedule') for word in words):
         common += also(words)
     results = ranks.run(train, [*common, *words], event, script)
-    losses, norms, zeros, param_norms, hashes, *_ = results[-1]
-    *_, early, reported = zip(*results, strict=True)
+    early = [result[-2] for result in results]
     asked = '--enable-optimizer-post-validation' in argv
     assert any(early) == (asked and not waits), f'steps taken early, by rank: {early}'
+    return left(results)
+
+
+def left(results: list[Any]) -> Run:
+    """What `train` has left, from what it gave on each rank."""
+    losses, norms, zeros, param_norms, hashes, *_ = results[-1]
     return Run(
         losses,
         norms,
@@ -254,7 +259,7 @@ def run(
         param_norms,
         hashes['parameters_sha256'],
         hashes['optimizer_sha256'],
-        reported,
+        tuple(result[-1] for result in results),
     )
 
 

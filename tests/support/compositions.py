@@ -1,0 +1,649 @@
+"""Random launch lines of NVIDIA's loop, and what the docs promise of each.
+
+A composition is drawn from a seed: a model, sizes, Megatron's features, a schedule with techniques
+of ours, an event. `promises` gives the runs that it has to equal, each with the sentence of the
+docs that promises it; `tried` trains all of them and compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import math
+import os
+import random
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import events
+import nvidia
+import ranks as rank_pool
+from paths import ROOT
+from ranks import RankError, Ranks
+
+from megatron_zbpp.schedules.registry import find
+
+ITERATIONS = 4
+SAVED = 2  # iteration whose checkpoint a resume loads
+EVENTFUL = 2  # iteration in which gradients overflow, or a rank is killed
+LAST_BITS, ROUNDING = 1e-5, 1e-6
+_PATIENCE = 60  # seconds in which the other ranks of one that is killed have to end
+
+BITS, CLOSE = 'to the bit', 'within rounding'
+REFUSED, ENDS = 'refused', 'every rank ends with an error'
+
+UNTIED = ['--untie-embeddings-and-output-weights']
+LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+    --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights""".split()
+EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
+    --disable-bias-linear --moe-router-load-balancing-type""".split()
+SIGMOID = ['--moe-router-score-function', 'sigmoid']
+# each with its weight in the draw
+MODELS: dict[str, tuple[int, list[str]]] = {
+    'gpt': (4, []),
+    'untied': (3, UNTIED),
+    'llama': (4, LLAMA),
+    'rmsnorm': (2, ['--normalization', 'RMSNorm']),
+    'qk-layernorm': (2, ['--qk-layernorm', *UNTIED]),
+    'experts': (3, [*EXPERTS, 'aux_loss', '--moe-aux-loss-coeff', '1e-2']),
+    'experts, z-loss': (2, [*EXPERTS, 'none', '--moe-z-loss-coeff', '1e-2']),
+    'experts by sequence': (1, [*EXPERTS, 'seq_aux_loss', '--moe-aux-loss-coeff', '1e-2']),
+    'experts by batch': (1, [*EXPERTS, 'global_aux_loss', '--moe-aux-loss-coeff', '1e-2']),
+    'experts by quantiles': (1, [*EXPERTS, 'quantile_balancing', *SIGMOID]),
+    'experts, sinkhorn': (1, [*EXPERTS, 'sinkhorn', '--moe-router-topk', '1']),
+    'experts, jitter': (1, [*EXPERTS, 'none', '--moe-input-jitter-eps', '0.01']),
+    'experts, one shared': (
+        2,
+        [*EXPERTS, 'none', '--moe-shared-expert-intermediate-size', '32', *UNTIED],
+    ),
+    'experts with a bias': (
+        1,
+        [*EXPERTS, 'none', *SIGMOID, '--moe-router-enable-expert-bias'],
+    ),
+    'multi-token prediction': (
+        1,
+        [*'--mtp-num-layers 1 --position-embedding-type rope'.split(), *UNTIED],
+    ),
+}
+GROUPS: dict[str, dict[str, tuple[int, list[str]]]] = {
+    'precision': {
+        'fp32': (12, []),
+        'bf16': (4, ['--bf16']),
+        'fp16': (3, ['--fp16', '--initial-loss-scale', '1024']),
+    },
+    'recompute': {
+        'none': (14, []),
+        'uniform': (2, '--recompute-granularity full --recompute-method uniform'.split()),
+        'block': (1, '--recompute-granularity full --recompute-method block'.split()),
+        'selective': (2, ['--recompute-granularity', 'selective']),
+    },
+    'optimizer': {
+        'adam': (10, []),
+        'distributed': (4, ['--use-distributed-optimizer']),
+        'sgd': (1, ['--optimizer', 'sgd']),
+        'decoupled rates': (1, '--decoupled-lr 5e-4 --decoupled-min-lr 1e-4'.split()),
+    },
+    'overlap': {
+        'none': (10, []),
+        'reduce': (3, ['--overlap-grad-reduce']),
+        'reduce and gather': (
+            4,
+            '--overlap-grad-reduce --use-distributed-optimizer --overlap-param-gather'.split(),
+        ),
+    },
+    'loss': {'by microbatch': (6, []), 'by token': (1, ['--calculate-per-token-loss'])},
+    'log': {
+        'losses': (8, []),
+        'zeros': (1, ['--log-num-zeros-in-grad']),
+        'norm': (1, ['--log-params-norm']),
+    },
+    'clip': {'never': (6, ['--clip-grad', '1e9']), 'always': (1, ['--clip-grad', '0.1'])},
+    'evaluation': {
+        'none': (6, []),
+        'amid': (1, '--eval-interval 2 --eval-iters 1 --split 90,10,0'.split()),
+    },
+    'dropout': {
+        'none': (9, []),
+        'yes': (1, '--hidden-dropout 0.1 --attention-dropout 0.1'.split()),
+    },
+}
+# one chunk a rank, loops of chunks as Megatron's own, others; each with its weight
+ONE = {'1f1b': 2, 'gpipe': 1, 'zb-h1': 8, 'zb-1p': 1, 'zb-2p': 3, '2bp': 1}
+ONE |= {'1f1b-pb': 1, 'bpipe': 1}
+LOOPS = {'interleaved': 3, 'zb-interleaved': 4}
+OTHERS = {'1f1b-v': 2, 'zb-v': 8, 'v-half': 3, 'v-min': 2, 'dualpipe-v': 2, 'po-h': 1}
+TWO_WAY = {'dualpipe': 2, 'chimera': 1}
+ASYNCHRONOUS = {'pipedream-2bw': 2, 'pipedream': 1, 'paci': 1, 'pipemare': 1}
+SCHEDULES = ONE | LOOPS | OTHERS | TWO_WAY | ASYNCHRONOUS
+LAYERS_ON_ALL = '--pipeline-vocab-parallel'
+LATER = ['--enable-optimizer-post-validation', '--optimizer-post-validation-clean-steps', '0']
+# of docs/limits.md's table of pairs: name there, and its flags
+TECHNIQUES: dict[str, tuple[int, list[str]]] = {
+    'later': (5, LATER),
+    'offload': (3, ['--pipeline-offload', 'all']),
+    'recompute': (3, ['--pipeline-recompute', 'all']),
+    'sliced': (5, ['--pipeline-slices']),
+    'split_vocabulary': (3, [LAYERS_ON_ALL, 'output']),
+    'split_embedding': (3, [LAYERS_ON_ALL, 'input+output']),
+    'dropout_seeds': (1, ['--pipeline-dropout-seeds']),
+    'prewarm': (2, ['--pipeline-prewarm']),
+}
+# techniques by which a run equals `1f1b` with them, and not stock
+REFERENCES = 'sliced', 'split_vocabulary', 'split_embedding', 'dropout_seeds'
+EVENTS = {'none': 12, 'resume': 3, 'overflow': 2, 'NaN': 1, 'killed': 1}
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What is trained.
+
+    Attributes:
+        seed: which it was drawn from.
+        size: number of ranks.
+        words: names of what was drawn.
+        flags: of Megatron's.
+        schedule: its name.
+        techniques: flags by technique.
+        event: a key of `EVENTS`.
+    """
+
+    seed: int
+    size: int
+    words: tuple[str, ...]
+    flags: tuple[str, ...]
+    schedule: str
+    techniques: dict[str, list[str]]
+    event: str
+
+    @property
+    def ours(self) -> list[str]:
+        """Flags of ours."""
+        return [
+            '--pipeline-schedule',
+            self.schedule,
+            *chain.from_iterable(self.techniques.values()),
+        ]
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """Yield the schedule's own technique with each that is added to it."""
+        own = {'po-h': 'offload', 'bpipe': 'evict'}.get(self.schedule)
+        return ((own, added) for added in self.techniques if own is not None)
+
+    def has(self, flag: str) -> bool:
+        return flag in self.flags
+
+    def __str__(self) -> str:
+        return ' '.join([*self.flags, *self.ours]) + f' ({self.size} ranks, event: {self.event})'
+
+
+def draw(seed: int) -> Composition:
+    """Draw a composition; a seed always gives the same one."""
+    dice = random.Random(seed)
+
+    def pick(weights: dict[str, Any]) -> str:
+        counts = [w if isinstance(w, int) else w[0] for w in weights.values()]
+        return dice.choices([*weights], counts)[0]
+
+    schedule = pick(SCHEDULES)
+    p = 4 if dice.random() < 0.2 else 2
+    tp = 2 if p == 2 and schedule not in TWO_WAY and dice.random() < 0.2 else 1
+    dp = 2 if p == 2 and tp == 1 and (schedule in TWO_WAY or dice.random() < 0.2) else 1
+    if schedule in TWO_WAY:
+        p, tp, dp = 2, 1, 2
+    if schedule in ASYNCHRONOUS:
+        p, tp, dp = 2, 1, 1
+    model = pick(MODELS)
+    if '--num-experts' in MODELS[model][1]:
+        tp = 1  # Megatron wants sequence parallelism with it, whose norms are Transformer Engine's
+    chunks = max(find(schedule).default_chunks, 2 if schedule in LOOPS else 1)
+    layers = p * chunks * (2 if p * chunks <= 4 and schedule not in ASYNCHRONOUS else 1)
+    m = dice.choice([p, 2 * p, 8])
+    rows = dice.choice([1, 1, 1, 2])
+    words, flags = [schedule, model], [*MODELS[model][1]]
+    for name, group in GROUPS.items():
+        chosen = pick(group)
+        if '--overlap-param-gather' in group[chosen][1] and schedule in ASYNCHRONOUS:
+            chosen = 'reduce'  # that is refused
+        if chosen == 'reduce and gather' and 'sgd' in flags:
+            chosen = 'none'  # Megatron shards Adam's state alone
+        words += [] if chosen == next(iter(group)) else [f'{name}: {chosen}']
+        flags += group[chosen][1]
+    if 'uniform' in flags or 'block' in flags:
+        flags += ['--recompute-num-layers', '1']
+    flags += ['--pipeline-model-parallel-size', str(p), '--num-layers', str(layers)]
+    flags += ['--tensor-model-parallel-size', str(tp)] * (tp > 1)
+    flags += ['--num-virtual-stages-per-pipeline-rank', str(chunks)] * (schedule in LOOPS)
+    flags += ['--micro-batch-size', str(rows), '--global-batch-size', str(m * rows * dp)]
+    first = str(p * rows * dp)
+    if m > p and schedule not in ASYNCHRONOUS and dice.random() < 0.1:
+        words.append('growing batch')
+        flags += ['--rampup-batch-size', first, first, str(2 * m * rows * dp)]
+    if '--num-experts' in flags and dp > 1 and dice.random() < 0.5:
+        flags += ['--expert-model-parallel-size', '2']
+    techniques = {}
+    for _ in range(dice.choice([0, 1, 1, 2, 2, 3]) if schedule not in ASYNCHRONOUS else 0):
+        name = pick(TECHNIQUES)
+        own = TECHNIQUES[name][1]
+        techniques[name] = [*own, dice.choice(['2', '4', '8'])] if name == 'sliced' else own
+    if 'split_embedding' in techniques:
+        techniques.pop('split_vocabulary', None)  # it has both layers
+    if 'split_vocabulary' in techniques or schedule in ASYNCHRONOUS:
+        flags += UNTIED  # others are refused; or clip by the norm of all, which is not by hand
+    event = pick(EVENTS)
+    if event == 'resume' and {'--use-distributed-optimizer', 'sgd'} & {*flags}:
+        event = 'none'  # Megatron cannot load its state into torch's Adam, nor one of SGD
+    if (event == 'overflow') != ('--fp16' in flags and event in ('overflow', 'none')):
+        event = 'overflow' if '--fp16' in flags and event == 'none' else 'none'
+    if event == 'NaN':
+        flags += ['--no-check-for-nan-in-loss-and-grad']
+    if schedule in ASYNCHRONOUS:
+        event = 'none'
+    words += [*techniques, *([] if event == 'none' else [event])]
+    words += [f'p = {p}, tp = {tp}, dp = {dp}, m = {m}']
+    return Composition(seed, p * tp * dp, tuple(words), tuple(flags), schedule, techniques, event)
+
+
+class Promise(NamedTuple):
+    """What a run has to equal, and the sentence that says so.
+
+    Attributes:
+        how: `BITS`, `CLOSE`, `REFUSED` or `ENDS`.
+        reference: flags of ours of the run that it is compared with; none: stock Megatron.
+        page: of the docs.
+        quote: of that page; white space does not count.
+        tolerance: relative, of losses and norms of the first iteration.
+    """
+
+    how: str
+    reference: tuple[str, ...]
+    page: str
+    quote: str
+    tolerance: float = 0.0
+
+
+STOCK = Promise(
+    BITS, (), 'exactness.md', "Losses, parameters and Adam's state, from one checkpoint or"
+)
+EVERY_SCHEDULE = Promise(
+    BITS, (), 'exactness.md', 'Every other schedule trains a shorter run to the bit.'
+)
+CLIPPED = Promise(
+    CLOSE,
+    (),
+    'exactness.md',
+    "when clipping is active, results differ from 1F1B's in the last bits.",
+    LAST_BITS,
+)
+SLICES = Promise(
+    CLOSE,
+    (),
+    'exactness.md',
+    'losses, gradients and norms are within 1e-6 of whole sequences in fp32.',
+    ROUNDING,
+)
+SAME_SLICES = Promise(
+    BITS, (), 'exactness.md', 'All schedules in the same slices are equal to the bit'
+)
+SHARDS = Promise(
+    CLOSE,
+    (),
+    'large-vocabulary.md',
+    "Losses, gradients and norms are within 1e-6 of Megatron's 1F1B (fp32, unfused loss)",
+    2 * ROUNDING,  # the page: 1.12e-6 was seen of a tied embedding
+)
+SAME_SHARDS = Promise(BITS, (), 'large-vocabulary.md', 'All schedules are alike to the bit.')
+SEEDS = Promise(
+    BITS,
+    (),
+    'exactness.md',
+    'losses with dropout are those of `1f1b` with the same flag, to the bit.',
+)
+BY_HAND = Promise(
+    BITS,
+    (),
+    'exactness.md',
+    "What they train is that of Megatron's own 1F1B with each pass's older weights put in by hand, "
+    'to the bit',
+)
+KILLED = Promise(
+    ENDS,
+    (),
+    'how-it-works.md',
+    'Every other one writes its pass, the message it waits for and its last ten passes, and exits.',
+)
+
+
+@functools.cache
+def pairs() -> dict[tuple[str, str], str]:
+    """The table of pairs of techniques in docs/limits.md: by row and column, what it says."""
+    lines = (ROOT / 'docs' / 'limits.md').read_text().splitlines()
+    head = next(at for at, line in enumerate(lines) if line.startswith('| has, added |'))
+    cells = [line.strip('| ').split(' | ') for line in lines[head:]]
+    columns = cells[0][1:]
+    rows = (row for row in cells[2:])
+    found = {}
+    for row in rows:
+        if len(row) != len(columns) + 1:
+            break
+        found |= {(row[0], column): cell for column, cell in zip(columns, row[1:], strict=True)}
+    return found
+
+
+def promises(composition: Composition) -> list[Promise]:
+    """Return each run that a composition has to equal; none: nothing is promised."""
+    schedule, techniques = composition.schedule, composition.techniques
+    if composition.event == 'killed':
+        return [KILLED]
+    if schedule in ASYNCHRONOUS:
+        return [BY_HAND]
+    for own, added in composition.pairs():
+        cell = pairs().get((own, added), '')
+        if cell.startswith('refused'):
+            return [Promise(REFUSED, (), 'limits.md', cell)]
+    dropout, seeded = composition.has('--hidden-dropout'), 'dropout_seeds' in techniques
+    jitter = composition.has('--moe-input-jitter-eps')
+    megatrons = schedule in ONE  # one stage a rank, each where Megatron has it
+    clipped = composition.has('0.1') and composition.has('--clip-grad')
+    core = [name for name in REFERENCES if name in techniques]
+    plain = 'interleaved' if schedule in LOOPS else '1f1b'
+    shared = chain.from_iterable(techniques[name] for name in core)
+    reference = '--pipeline-schedule', plain, *shared
+    summed = CLIPPED if clipped and not (megatrons or schedule in LOOPS) else None
+    if core:
+        same = {'sliced': SAME_SLICES, 'dropout_seeds': SEEDS}.get(core[0], SAME_SHARDS)
+        found = [(summed or same)._replace(reference=reference)]
+        if not (dropout or seeded or jitter) and not (
+            composition.has('--bf16') or composition.has('--fp16')
+        ):
+            found += [SLICES] if 'sliced' in core else []
+            found += [SHARDS] if {'split_vocabulary', 'split_embedding'} & {*core} else []
+        return found
+    if (dropout or jitter) and not megatrons:
+        return []
+    return [summed or (STOCK if schedule in ('zb-h1', 'zb-v') else EVERY_SCHEDULE)]
+
+
+class Refusal(NamedTuple):
+    """What a launch that was refused said."""
+
+    said: str
+
+
+def attempt(argv: list[str], event: Any) -> Any:
+    """Train on a rank as `nvidia.train` does; a launch that is refused gives what it said."""
+    errors, printed = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(printed):
+            return *nvidia.train(argv, event), logged(printed.getvalue())
+    except SystemExit as left:
+        if left.code != 2:
+            raise
+        lines = [line for line in errors.getvalue().splitlines() if ': error: ' in line]
+        return Refusal(lines[-1].partition(': error: ')[2] if lines else errors.getvalue())
+
+
+def end(argv: list[str], event: Any) -> None:
+    """Train on a rank; an error ends it, as in a job: so that its neighbours notice."""
+    try:
+        nvidia.train(argv, event)
+    except Exception:
+        os._exit(1)
+
+
+def logged(text: str) -> dict[int, dict[str, float]]:
+    """Losses in Megatron's log lines, those of routers among them, by iteration."""
+    lines = re.finditer(r'^.* iteration +(\d+)/ .*$', text, re.M)
+    return {
+        int(line[1]): {
+            name: float(value) for name, value in re.findall(r'\| (\w[\w ]*loss): (\S+) ', line[0])
+        }
+        for line in lines
+    }
+
+
+class Failure(NamedTuple):
+    """An error of a run: its last line, and whether it is one that we raise with a reason."""
+
+    said: str
+    explained: bool
+
+    @classmethod
+    def of(cls, error: RankError) -> Failure:
+        """Take the error of the first rank that has one of its own."""
+        texts = re.split(r'^rank \d+: ', str(error), flags=re.M)[1:]
+        for text in texts:
+            lines = [line for line in text.splitlines() if line.strip()]
+            files = re.findall(r'^  File "([^"]+)"', text, re.M)
+            last = next(
+                (line for line in lines if re.match(r'[A-Za-z_.]+(Error|Exception)\b', line)), ''
+            )
+            if last:
+                ours = bool(files) and '/megatron_zbpp/' in files[-1]
+                kinds = 'NotImplementedError', 'ValueError', 'RuntimeError'
+                return cls(last, ours and last.startswith(kinds) and ': ' in last)
+        return cls(' / '.join(text.splitlines()[-1] for text in texts if text.strip()), False)
+
+
+@dataclass(frozen=True)
+class Spoilt:
+    """Puts a NaN into the gradient of the last norm in one iteration, wherever that is."""
+
+    iteration: int
+
+    @contextmanager
+    def __call__(self, training: Any) -> Iterator[None]:
+        original, calls = training.finalize_model_grads, []
+
+        def finalize_model_grads(model, *args, **kwargs):
+            calls.append(None)
+            for chunk in model:
+                for name, parameter in chunk.named_parameters():
+                    if 'final_layernorm.weight' in name and len(calls) == self.iteration:
+                        parameter.main_grad.view(-1)[0] = float('nan')
+            return original(model, *args, **kwargs)
+
+        with mock.patch.object(training, 'finalize_model_grads', finalize_model_grads):
+            yield
+
+
+@dataclass(frozen=True)
+class Killed:
+    """A rank is gone in the middle of an iteration, in a forward."""
+
+    iteration: int
+    rank: int
+
+    @contextmanager
+    def __call__(self, training: Any) -> Iterator[None]:
+        import torch.distributed as dist
+        from megatron.core.models.gpt import GPTModel
+
+        train_step, forward, iterations = training.train_step, GPTModel.forward, []
+
+        def counting_step(*args, **kwargs):
+            iterations.append(None)
+            return train_step(*args, **kwargs)
+
+        def deadly_forward(*args, **kwargs):
+            if dist.get_rank() == self.rank and len(iterations) == self.iteration:
+                os._exit(1)
+            return forward(*args, **kwargs)
+
+        with (
+            mock.patch.object(training, 'train_step', counting_step),
+            mock.patch.object(GPTModel, 'forward', deadly_forward),
+        ):
+            yield
+
+
+def event_of(composition: Composition) -> Any:
+    """Return what happens to each run of a composition."""
+    rank = composition.seed % composition.size
+    return {
+        'overflow': events.Overflow(EVENTFUL, rank),
+        'NaN': Spoilt(EVENTFUL),
+        'killed': Killed(EVENTFUL, rank),
+    }.get(composition.event, events.nothing)
+
+
+def run(ranks: Ranks, argv: list[str], event: Any) -> nvidia.Run | Refusal | Failure:
+    """Train with `argv` on `ranks`."""
+    common = [*nvidia.COMMON, *map(str, argv)]
+    try:
+        results = ranks.run(attempt, common, event, timeout=120)
+    except RankError as error:
+        return Failure.of(error)
+    refused = [each for each in results if isinstance(each, Refusal)]
+    if refused:
+        if len(refused) < len(results):
+            return Failure('some ranks refused, others trained', False)
+        return max(refused, key=lambda each: len(each.said))
+    left = nvidia.left([result[:-1] for result in results])
+    return dataclasses.replace(left, reported=results[-1][-1])
+
+
+class Outcome(NamedTuple):
+    """What became of a composition.
+
+    Attributes:
+        kind: 'kept', 'refused', 'stock fails', 'nothing promised'; or a fault: 'differs',
+            'unexplained', 'not refused', 'hangs'.
+        said: what was compared, or the message.
+    """
+
+    kind: str
+    said: str
+
+    @property
+    def is_fault(self) -> bool:
+        return self.kind in ('differs', 'unexplained', 'not refused', 'hangs')
+
+
+def tried(ranks: Callable[[int], Ranks], composition: Composition) -> Outcome:
+    """Train a composition and all that it has to equal; compare them."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _tried(ranks(composition.size), composition, Path(folder))
+
+
+def _tried(ranks: Ranks, composition: Composition, folder: Path) -> Outcome:
+    flags, event = [*composition.flags, '--train-iters', str(ITERATIONS)], event_of(composition)
+    promised = promises(composition)
+    if promised == [KILLED]:
+        return _killed(ranks, composition, flags, event)
+    by_hand = promised == [BY_HAND]
+    ours_event = event
+    if by_hand:
+        from test_asynchronous_loop import WeightsByHand, finished
+
+        event, ours_event = WeightsByHand(composition.schedule), finished
+    start = 0
+    saving, loading = [], []
+    if composition.event == 'resume':
+        start = SAVED
+        saving = ['--save', str(folder), '--save-interval', str(SAVED)]
+        loading = ['--load', str(folder), '--ckpt-step', str(SAVED)]
+    stock = run(ranks, [*flags, *saving], event)
+    if isinstance(stock, (Refusal, Failure)):
+        return Outcome('stock fails', stock.said)
+    ours = run(ranks, [*flags, *loading, *composition.ours], ours_event)
+    if isinstance(ours, Failure) and not ours.explained:
+        return Outcome('unexplained', ours.said)
+    if isinstance(ours, (Refusal, Failure)):
+        return Outcome('refused', ours.said)
+    for promise in promised:
+        if promise.how == REFUSED:
+            return Outcome('not refused', promise.quote)
+        expected = stock
+        if promise.reference:
+            expected = run(ranks, [*flags, *loading, *promise.reference], event)
+            if isinstance(expected, (Refusal, Failure)):
+                return Outcome('refused', f'its reference: {expected.said}')
+        assert isinstance(expected, nvidia.Run)
+        difference = differs(composition, ours, expected, promise, start)
+        if difference:
+            return Outcome('differs', f'{difference}; promised: {promise.page}: {promise.quote}')
+    if not promised:
+        return Outcome('nothing promised', 'other random numbers')
+    return Outcome('kept', ', '.join(each.how for each in promised))
+
+
+def _killed(ranks: Ranks, composition: Composition, flags: list[str], event: Any) -> Outcome:
+    """A rank that is gone ends all others: with an error each, and soon."""
+    with mock.patch.object(rank_pool, '_LAST_WORDS', _PATIENCE):
+        try:
+            ranks.run(end, [*nvidia.COMMON, *flags, *composition.ours], event, timeout=120)
+        except RankError as error:
+            if 'no answer' in str(error):
+                return Outcome('hangs', str(error)[-300:])
+            return Outcome('kept', ENDS)
+    return Outcome('refused', 'it never ran')
+
+
+def differs(
+    composition: Composition,
+    ours: nvidia.Run,
+    expected: nvidia.Run,
+    promise: Promise,
+    start: int,
+) -> str:
+    """Return the first difference that a promise does not allow; empty: there is none."""
+    losses, norms = nvidia.since(start, expected.losses), nvidia.since(start, expected.grad_norms)
+    if ours.losses.keys() != losses.keys():
+        return f'iterations {[*ours.losses]}, expected {[*losses]}'
+    for at, values in nvidia.since(start, expected.reported).items():
+        tolerance = LAST_BITS if promise.how == BITS else 10 * LAST_BITS  # six digits are printed
+        for name, value in values.items():
+            if composition.event == 'resume' and name == 'lm loss':
+                continue  # Megatron's second line of a run has the mean of its first two losses
+            own = ours.reported.get(at, {}).get(name, math.nan)
+            if not math.isclose(own, value, rel_tol=tolerance) and not math.isnan(value):
+                return f'log line {at}, {name}: {own}, expected {value}'
+    if promise.how == CLOSE:
+        # later losses follow from weights: Adam's first steps enlarge rounding
+        for index, (at, (loss, *rest)) in enumerate(losses.items()):
+            tolerance = promise.tolerance if index == 0 else 1e3 * promise.tolerance
+            own, *others = ours.losses[at]
+            if others[-2:] != rest[-2:] or not _close(own, loss, tolerance):
+                return f'loss {at}: {_read(own)} {others}, expected {_read(loss)} {rest}'
+            if not _close(ours.grad_norms[at], norms[at], tolerance):
+                return f'norm {at}: {_read(ours.grad_norms[at])}, expected {_read(norms[at])}'
+        return ''
+    for at, loss in losses.items():
+        if ours.losses[at] != loss:
+            found = [(_read(each[0]), *each[1:]) for each in (ours.losses[at], loss)]
+            return f'loss {at}: {found[0]}, expected {found[1]}'
+        if promise == BY_HAND:
+            continue  # the norm in the log is that of the last stage
+        exact = composition.schedule in ONE
+        if not _close(ours.grad_norms[at], norms[at], 0 if exact else LAST_BITS):
+            return f'norm {at}: {_read(ours.grad_norms[at])}, expected {_read(norms[at])}'
+    if ours.zeros != nvidia.since(start, expected.zeros):
+        return f'zeros {ours.zeros}, expected {expected.zeros}'
+    if ours.parameters != expected.parameters:
+        keys = [
+            key for key, value in ours.parameters.items() if value != expected.parameters.get(key)
+        ]
+        return f'parameters of {keys[:3]}'
+    if not composition.has('--use-distributed-optimizer') and ours.optimizer != expected.optimizer:
+        return 'optimizer state'
+    return ''
+
+
+def _read(text: str) -> float:
+    return float.fromhex(text)
+
+
+def _close(own: str, expected: str, tolerance: float) -> bool:
+    one, other = _read(own), _read(expected)
+    if math.isnan(other) or tolerance == 0:
+        return own == expected
+    return math.isclose(one, other, rel_tol=tolerance)
