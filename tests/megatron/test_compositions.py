@@ -50,7 +50,7 @@ def test_a_small_error_is_a_fault(ranks, monkeypatch, techniques, factor):
         0,
         2,
         (),
-        ('--pipeline-model-parallel-size', '2', '--global-batch-size', '2'),
+        tuple('--pipeline-model-parallel-size 2 --global-batch-size 2 --clip-grad 1e9'.split()),
         'zb-h1',
         techniques,
         'none',
