@@ -119,8 +119,8 @@ GROUPS: dict[str, dict[str, tuple[int, list[str]]]] = {
 # one chunk a rank, loops of chunks as Megatron's own, others; each with its weight
 ONE = {'1f1b': 2, 'gpipe': 1, 'zb-h1': 8, 'zb-1p': 1, 'zb-2p': 3, '2bp': 1}
 ONE |= {'1f1b-pb': 1, 'bpipe': 1}
-LOOPS = {'interleaved': 3, 'zb-interleaved': 4}
-OTHERS = {'1f1b-v': 2, 'zb-v': 8, 'v-half': 3, 'v-min': 2, 'dualpipe-v': 2, 'po-h': 1}
+LOOPS = {'interleaved': 3, 'zb-interleaved': 4, 'po-h': 1}
+OTHERS = {'1f1b-v': 2, 'zb-v': 8, 'v-half': 3, 'v-min': 2, 'dualpipe-v': 2}
 TWO_WAY = {'dualpipe': 2, 'chimera': 1}
 ASYNCHRONOUS = {'pipedream-2bw': 2, 'pipedream': 1, 'paci': 1, 'pipemare': 1}
 SCHEDULES = ONE | LOOPS | OTHERS | TWO_WAY | ASYNCHRONOUS
