@@ -9,7 +9,8 @@ over all words is that over the shard times alpha = s exp(m - M) / S.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -131,7 +132,8 @@ class OutputShard(ColumnParallelLinear):
             NotImplementedError: a model is called, and not by a schedule.
         """
         if targets is not None:
-            return self._logits(input_, targets)
+            logits = functools.partial(self._logits, targets=targets)
+            return self._tied[0](input_, logits) if self._tied else logits(input_)
         if not self.listening:
             raise NotImplementedError(
                 'the output layer is on all pipeline ranks, and the model was called by itself: '
@@ -228,12 +230,21 @@ class InputShard(VocabParallelEmbedding):
         assert self.weight is not None, 'another chunk has it'
         return self.weight
 
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_: torch.Tensor, reads: Callable[[torch.Tensor], Any] | None = None
+    ) -> Any:
         """Return the rows of the tokens, which the shards have been asked for before.
+
+        Args:
+            input_: tokens, or what `reads` takes.
+            reads: a function that reads rows: its result is returned. Rows are read within calls
+                of this module alone: DDP's hook waits for their gather, and others may have theirs.
 
         Raises:
             NotImplementedError: a model is called, and not by a schedule.
         """
+        if reads is not None:
+            return reads(input_)
         if self.given is None:
             raise NotImplementedError(
                 'the embedding is on all pipeline ranks, and the model was called by itself: '
@@ -245,16 +256,16 @@ class InputShard(VocabParallelEmbedding):
         return reduce_from_tensor_model_parallel_region(self.given, group=self.tp)
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the tokens, zeros where another shard has them."""
+        """Return the rows of the tokens, zeros where another shard has them: for `forward`."""
         places, here = self._places(tokens)
         return torch.nn.functional.embedding(places, self.rows) * here[..., None]
 
     def scatter(self, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add the gradient of what was looked up to that of the rows; hooks of DDP see it."""
         places, here = self._places(tokens)
-        with torch.enable_grad():
-            rows = torch.nn.functional.embedding(places, self.rows)
-        rows.backward(gradient * here[..., None])
+        own, count = gradient * here[..., None], self.rows.size(0)
+        found = torch.ops.aten.embedding_dense_backward(own, places, count, -1, False)
+        self.rows.view_as(self.rows).backward(found)
 
     def summed(
         self, found: torch.Tensor | None, tokens: torch.Tensor, gradient: torch.Tensor

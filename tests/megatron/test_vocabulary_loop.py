@@ -118,6 +118,25 @@ def test_nvidias_loop_with(ranks, stock, tmp_path, layers, schedule, option):
     go_on(ranks, stock, tmp_path, layers, schedule, *OPTIONS[option])
 
 
+@pytest.mark.parametrize(
+    ('layers', 'schedule', 'sliced'),
+    [
+        (OUTPUT, 'zb-v', []),
+        (BOTH, '1f1b', ['--pipeline-slices', 4]),
+        *(
+            pytest.param(layers, schedule, sliced, marks=pytest.mark.full)
+            for layers, schedule in ((OUTPUT, '1f1b'), (BOTH, 'zb-v'))
+            for sliced in ([], ['--pipeline-slices', 4])
+        ),
+    ],
+)
+def test_forwards_that_run_again(ranks, layers, schedule, sliced):
+    """To the bit as with activations kept: losses are scaled, in a forward that saves nothing."""
+    flags = [*PIPELINE, *NO_CLIPPING, *UNTIED, '--global-batch-size', 4, '--train-iters', 2]
+    flags += ['--pipeline-schedule', schedule, FLAG, layers, *sliced]
+    assert run(ranks(2), *flags, '--pipeline-recompute', 'all') == run(ranks(2), *flags)
+
+
 @supports("NVIDIA's loop: {layers} on all ranks, from scratch", outcome=TOLERANCE)
 @pytest.mark.parametrize(
     ('layers', 'schedule'),

@@ -138,7 +138,7 @@ class Lookups:
         if not self._stage.call.arguments.forward_only:
             self._tokens[key_of(p)] = tokens
         with torch.no_grad():
-            return {EMBEDDING: self._shard.look_up(tokens)}
+            return {EMBEDDING: self._shard(tokens, self._shard.look_up)}
 
     def _scatter(self, p: Pass, inputs: Inputs) -> Outputs:
         ((gradient,),) = inputs.values()

@@ -102,7 +102,6 @@ class VocabularyStage(ModelStage):
         # by microbatch: the program's loss function, and gradients of the losses of each slice
         self._loss_functions: dict[int, Any] = {}
         self._weights: dict[int, list[torch.Tensor]] = {}
-        self._latest: Any = None  # loss function: of a slice, or of a whole sequence
         self._differs: torch.Tensor | None = None
 
     @property
@@ -117,17 +116,15 @@ class VocabularyStage(ModelStage):
             return super()._by_megatron(p, received, data, results)
         shard = shard_of(self.model)
         shard.listening, shard.taken = True, None
+        saved = torch.is_grad_enabled()
         try:
-            loss, num_tokens = super()._by_megatron(p, received, data, [])
-            taken = shard.taken
+            with torch.set_grad_enabled(saved):  # `checked` may enable it
+                loss, num_tokens = super()._by_megatron(p, received, data, [])
+                taken = shard.taken
+                assert taken is not None, 'the step has looked'
+                weights = self._gradient(taken.losses, loss)
         finally:
             shard.listening, shard.taken = False, None
-        assert taken is not None, 'the step has looked'
-        trains, saved = not self.call.arguments.forward_only, torch.is_grad_enabled()
-        if trains and not saved:  # it will run again: of this F only losses have a graph
-            with torch.enable_grad():
-                loss, _ = self._loss(taken.losses, self._latest, [])
-        weights = self._gradient(taken.losses, loss)
         if p.kind == F:
             self._weights.setdefault(p.microbatch, []).append(weights)
         targets, rows = (
@@ -135,7 +132,7 @@ class VocabularyStage(ModelStage):
             for each in (taken.labels, weights)
         )
         packed = _packed(taken.hidden, targets, rows)
-        if trains and saved:
+        if saved and not self.call.arguments.forward_only:
             self._forwards[key_of(p)] = _Forward(taken.hidden, rows[..., None])
             self.release(taken.hidden)
         return packed, num_tokens * 0
@@ -155,7 +152,8 @@ class VocabularyStage(ModelStage):
                     f'{_DROP}'
                 )
             self._remember(p, loss_func)
-            self._latest = loss_func
+            if not self.call.arguments.forward_only:  # losses have a graph, though F may run again
+                torch.set_grad_enabled(True)
             return output, loss_func
 
         return checked
