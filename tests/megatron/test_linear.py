@@ -131,6 +131,49 @@ def test_kernels_of_apex(ranks, case, dtype):
     assert ranks(1).run(compare, case, dtype, True) == [(True, 2)]
 
 
+def products(split):
+    """Kernels of a layer's forward and backward where the input's first stride is not the product
+    of the others: of an embedding's output with micro batch 1, which RMSNorm passes on."""
+    import torch
+    from megatron.core.tensor_parallel import layers
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    import megatron_zbpp
+
+    class Kernels(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            name = str(function)
+            seen.extend([name] if name in ('aten.mm.default', 'aten.bmm.default') else [])
+            return function(*args, **(kwargs or {}))
+
+    group = torch.distributed.new_group(
+        [torch.distributed.get_rank()], use_local_synchronization=True
+    )
+    seen, key = [], (0, 0) if split else None
+    weight = torch.nn.Parameter(torch.ones(3, 4))
+    with megatron_zbpp.enable('zb-h1') as plugin, Kernels():
+        store = plugin.session.store
+        x = torch.ones(1, 5, 4).transpose(0, 1).requires_grad_()
+        with store.scope(key):
+            y = layers.linear_with_grad_accumulation_and_async_allreduce(
+                x, weight, None, False, False, False, tp_group=group
+            )
+        store.open((0, 0))
+        with store.scope(key):
+            y.backward(torch.ones(5, 1, 1).expand(5, 1, 3))
+        assert (weight.grad is None) == split
+        store.run((0, 0))
+    torch.distributed.destroy_process_group(group)
+    return seen, weight.grad.tolist()
+
+
+def test_kernels_are_those_of_the_whole_backward(ranks):
+    """Torch chooses by the weight's requires_grad: another kernel has other last bits."""
+    whole, split = (ranks(2).run(products, each) for each in (False, True))
+    assert split == whole
+    assert len(whole[0][0]) == 3
+
+
 def switches(forward, backward):
     """Whether autocast is on for CUDA where a W computes, as in Megatron's own backward."""
     import torch

@@ -77,10 +77,13 @@ def deferring_linear(original: type, store: WeightGradStore) -> type:
             return super().apply(parameters, input, weight.detach(), alias, *rest)
 
         @staticmethod
-        def forward(ctx, parameters: list[torch.nn.Parameter], *args: Any) -> torch.Tensor:
+        def forward(ctx, parameters, input, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
             ctx.parameters = parameters
-            ctx.unused = len(args) - 1
-            return original.forward(ctx, *args)
+            ctx.unused = 1 + len(rest)
+            # as the parameter does: see `_input_gradient`
+            output = original.forward(ctx, input, weight.requires_grad_(), *rest)
+            weight.requires_grad_(False)  # saved by autograd as an alias that nobody tracks
+            return output
 
         @staticmethod
         def backward(ctx, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
