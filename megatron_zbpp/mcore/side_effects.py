@@ -15,6 +15,7 @@ from megatron_zbpp.mcore.left_behind import (
     random_states,
     same_states,
     set_random_states,
+    show_losses,
 )
 from megatron_zbpp.runtime.compat import unseen_by_autograd
 
@@ -76,13 +77,7 @@ class SideEffects:
         if not same_states(self._random, self._before):
             set_random_states(*self._random)
         self._write([(b, torch.where(new, value, b)) for b, value, new in self._buffers])
-        losses = compat.logged_losses()
-        for name, entry in self._losses.items():
-            if name in losses:
-                shown = compat.logged_values(losses[name])
-                shown.add_(compat.logged_values(entry))
-            else:
-                losses[name] = entry
+        show_losses(self._losses)
         mtp_losses = compat.logged_mtp_losses()
         for name, entry in self._mtp_losses.items():
             if isinstance(mtp_losses.get(name), torch.Tensor):

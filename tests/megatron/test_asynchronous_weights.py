@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -15,6 +16,8 @@ from entered import entered
 from example import forget_groups
 from ranks import RankError
 from weights_by_hand import Case
+
+import megatron_zbpp
 
 pytestmark = pytest.mark.alone
 
@@ -163,6 +166,193 @@ def test_models_are_left_as_they_were(ranks, data):
     """Also modules that have run no forward: their hooks wait until the training ends."""
     for before, behind, left in ranks(2).run(train, Case('paci', 2, 1).argv(data), never_run):
         assert before == left == behind - 2  # of `never_run`, and of the model's state
+
+
+class Counting(torch.nn.Linear):
+    """Counts its forwards, as routers count tokens, where `count` does."""
+
+    def __init__(self, count: Callable[[Any], object], persistent: bool = False) -> None:
+        super().__init__(4, 4)
+        self.count = count
+        self.register_buffer('forwards', torch.zeros(1), persistent=persistent)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        self.count(self)
+        return super().forward(given)
+
+
+def count_in_another(module: Any) -> None:
+    module.forwards = module.forwards + 1
+
+
+def count_when_asked(module: Any) -> None:
+    module.register_buffer('asked', torch.zeros(1))
+
+
+def counted() -> list:
+    """On a rank: what is said of a forward that writes; of one that does not, nothing is."""
+    from megatron_zbpp.mcore.iteration.unwritten import Unwritten
+
+    said = []
+    for count in (
+        lambda module: module.forwards.add_(1),
+        lambda module: module.forwards.data.add_(1),
+        count_in_another,
+        count_when_asked,
+        lambda module: torch.no_grad()(module.bias.add_)(1),
+        lambda module: None,
+    ):
+        module = Counting(count, persistent=bool(len(said) % 2))
+        for forward in range(2):  # values are compared in the first call alone
+            try:
+                with Unwritten(torch.nn.Sequential(module)).forward(hashed=not forward):
+                    module(torch.ones(4))
+                said.append(None)
+            except NotImplementedError as error:
+                said.append(str(error).partition(',')[0])
+    return said
+
+
+def test_forwards_that_write_what_steps_would_read(ranks):
+    """Buffers, whether a checkpoint has them or not, and parameters."""
+    ((said),) = ranks(1).run(counted)
+    buffer = ['0.forwards'] * 2
+    assert said[:2] == said[4:6] == buffer and said[2:4] == ['0.forwards', None]
+    assert said[6:8] == ['0.asked'] * 2 and said[8:] == ['0.bias', '0.bias', None, None]
+
+
+def counting_column(build: Any, *given: Any, **named: Any) -> Any:
+    """A chunk of Megatron's whose MLPs count their forwards, at first unseen by autograd."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    class CountingColumn(ColumnParallelLinear):
+        def forward(self, *given: Any, **named: Any) -> Any:
+            self.forwards.data.add_(1)
+            return super().forward(*given, **named)
+
+    model = build(*given, **named)
+    for layer in model.decoder.layers:
+        layer.mlp.linear_fc1.__class__ = CountingColumn
+        layer.mlp.linear_fc1.register_buffer('forwards', torch.zeros(()), persistent=False)
+    return model
+
+
+def test_a_layer_that_counts_its_forwards(ranks, data):
+    """Before anything is trained."""
+    told = r'linear_fc1\.forwards.*, which a forward writes, is unsupported, because'
+    with pytest.raises(RankError, match=told):
+        ranks(2).run(train, Case('paci', 2, 1).argv(data), counting_column)
+
+
+def clamp(models: list, optimizer: Any) -> None:
+    for model in models:
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.01, 0.01)
+
+
+def write_seen(models: list, optimizer: Any) -> None:
+    with torch.no_grad():
+        next(models[-1].parameters()).mul_(2)
+
+
+def point(models: list, optimizer: Any) -> None:
+    parameter = next(models[0].parameters())
+    parameter.data = parameter.data * 2
+
+
+def step_after(models: list, optimizer: Any) -> None:
+    clamp(models, optimizer)
+    optimizer.step()
+
+
+def write_main(models: list, optimizer: Any) -> None:
+    for parameter in models[0].parameters():
+        parameter.main_param.mul_(2)
+
+
+def write_buffer(models: list, optimizer: Any) -> None:
+    for model in models:
+        model.temperature.data.fill_(2)
+
+
+def evaluate_from_now_on(models: list, optimizer: Any) -> None:
+    for model in models:
+        model.eval()
+
+
+def freeze(models: list, optimizer: Any) -> None:
+    for model in models:
+        next(model.parameters()).requires_grad_(False)
+
+
+REFUSED: dict[Callable, str] = {
+    clamp: 'weight',
+    write_seen: 'weight',
+    point: 'weight',
+    write_main: 'the main copy of ',
+    write_buffer: 'temperature',
+    evaluate_from_now_on: r'train\(\) or eval\(\)',
+    freeze: 'weight',
+    step_after: 'weight',
+}
+
+
+def swap_and_back(models: list, optimizer: Any) -> None:
+    """As averages of weights are evaluated."""
+    own = [(each, each.data.clone()) for model in models for each in model.parameters()]
+    for parameter, data in own:
+        parameter.data.mul_(0.5)
+    for parameter, data in own:
+        parameter.data.copy_(data)
+
+
+def changed(argv: list[str], method: str) -> list[str]:
+    """Runs on each rank: of models each, two steps, and what is said of a change behind them."""
+    import pretrain_gpt as script
+
+    said = []
+    with ExitStack() as stack:
+        stack.callback(forget_groups)
+        args = script.parse_args([*argv, '--pipeline-schedule', method])
+        if method == 'wpipe':
+            args.layout = megatron_zbpp.layout_for('wpipe', 2, args.num_layers)
+        plugin = script.enable(args, stack)
+        script.initialize(args)
+        for change in REFUSED:
+            chunks = script.build_model(args)
+            for chunk in chunks:
+                chunk.register_buffer('temperature', torch.ones(2), persistent=False)
+            optimizer, _ = script.build_optimizer(args, chunks)
+            data = script.iterators(args, script.build_datasets(args)[0], 0)
+            for harmless in (lambda *_: None, swap_and_back, lambda *_: plugin.finish_step()):
+                for chunk in chunks:
+                    chunk.zero_grad_buffer()
+                script.run_batch(args, chunks, data)
+                optimizer.step()
+                harmless(chunks, optimizer)
+            with pytest.raises(NotImplementedError) as error:
+                if change is step_after:
+                    script.run_batch(args, chunks, data)
+                change(chunks, optimizer)
+                script.run_batch(args, chunks, data)
+            said.append(str(error.value))
+    return said
+
+
+METHODS = 'pipedream-2bw', 'pipemare', 'pipedream', 'paci', 'wpipe'
+
+
+@pytest.mark.parametrize(
+    'method', [pytest.param(m, marks=[pytest.mark.full] * (m in METHODS[2:])) for m in METHODS]
+)
+def test_what_a_program_changes_between_two_calls(ranks, data, method):
+    """Weights, however they are written, their main copies, buffers and modes: named before the
+    next call runs anything; what is set back, and steps themselves, are no changes."""
+    argv = Case(method, 2, 2, ('--bf16',)).argv(data)
+    for told in ranks(2).run(changed, argv, method):
+        for line, name in zip(told, REFUSED.values(), strict=True):
+            assert re.match(rf'a change of (chunk \d: )?\S*{name}.* between two calls', line), line
+            assert line.endswith('or take a synchronous schedule, such as zb-v')
 
 
 OWN = {
