@@ -300,7 +300,7 @@ REFUSED: dict[Callable, str] = {
 def swap_and_back(models: list, optimizer: Any) -> None:
     """As averages of weights are evaluated."""
     own = [(each, each.data.clone()) for model in models for each in model.parameters()]
-    for parameter, data in own:
+    for parameter, _ in own:
         parameter.data.mul_(0.5)
     for parameter, data in own:
         parameter.data.copy_(data)
@@ -353,6 +353,45 @@ def test_what_a_program_changes_between_two_calls(ranks, data, method):
         for line, name in zip(told, REFUSED.values(), strict=True):
             assert re.match(rf'a change of (chunk \d: )?\S*{name}.* between two calls', line), line
             assert line.endswith('or take a synchronous schedule, such as zb-v')
+
+
+def zeros(argv: list[str]) -> list[int]:
+    """Runs on each rank: how many zeros there are in gradients, by step."""
+    import pretrain_gpt as script
+
+    with ExitStack() as stack:
+        stack.callback(forget_groups)
+        args = script.parse_args(argv)
+        script.enable(args, stack)
+        made = partial(script.OptimizerConfig, log_num_zeros_in_grad=True)
+        stack.enter_context(mock.patch.object(script, 'OptimizerConfig', made))
+        script.initialize(args)
+        chunks = script.build_model(args)
+        optimizer, _ = script.build_optimizer(args, chunks)
+        data = script.iterators(args, script.build_datasets(args)[0], 0)
+        found = []
+        for _ in range(2):
+            chunks[0].zero_grad_buffer()
+            script.run_batch(args, chunks, data)
+            found.append(optimizer.step()[2])
+        return found
+
+
+def test_zeros_in_gradients_are_those_of_all_stages(ranks, data):
+    """Of the first step those of 1F1B; where no stage waits for another, they are refused."""
+    argv = Case('pipedream', 2, 2, ('--untie-embeddings-and-output-weights',)).argv(data)
+
+    def count(schedule, *words):
+        return ranks(2).run(zeros, [*argv, '--pipeline-schedule', schedule, *words])
+
+    stock = count('megatron')
+    assert stock[0] == stock[1] and stock[0][0] > 0
+    waiting = count('pipedream', '--pipeline-clip', 'global')
+    assert [each[0] for each in waiting] == [each[0] for each in stock]
+    late = count('pipedream-2bw')
+    assert late == [stock[0][:1] * 2] * 2  # the second returns those of the first
+    with pytest.raises(RankError, match='log_num_zeros_in_grad=True is unsupported where each'):
+        count('pipedream')
 
 
 OWN = {
