@@ -7,24 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron_zbpp.mcore import compat
+from megatron_zbpp.mcore.side_effects import FIRST, watched_of
 from megatron_zbpp.post_validation.watch import MODES, Watch, Watched, summary
 from megatron_zbpp.runtime.compat import unseen_by_autograd
-
-FIRST = 10  # steps or calls behind each of which values are compared
-
-
-def watched_of(models: Sequence[torch.nn.Module], with_main: bool = False) -> Watched:
-    """Return what is watched of the chunks of a rank; `with_main`: and what optimizers step."""
-    flat = [
-        (f"DDP's buffer {at} of parameters", buffer)
-        for model in models
-        for at, buffer in enumerate(compat.parameter_buffers(model))
-    ]
-    named = [each for model in models if with_main for each in model.named_parameters()]
-    mains = ((name, getattr(p, 'main_param', None)) for name, p in named)
-    flat += [(f'the main copy of {name}', main) for name, main in mains if main is not None]
-    return Watched(models, flat)
 
 
 class BetweenCalls:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,23 @@ from megatron_zbpp.mcore.left_behind import (
     set_random_states,
     show_losses,
 )
+from megatron_zbpp.post_validation.watch import Watched
 from megatron_zbpp.runtime.compat import unseen_by_autograd
+
+FIRST = 10  # steps or calls behind each of which values are compared
+
+
+def watched_of(models: Sequence[torch.nn.Module], with_main: bool = False) -> Watched:
+    """Return what is watched of the chunks of a rank; `with_main`: and what optimizers step."""
+    flat = [
+        (f"DDP's buffer {at} of parameters", buffer)
+        for model in models
+        for at, buffer in enumerate(compat.parameter_buffers(model))
+    ]
+    named = [each for model in models if with_main for each in model.named_parameters()]
+    mains = ((name, getattr(p, 'main_param', None)) for name, p in named)
+    flat += [(f'the main copy of {name}', main) for name, main in mains if main is not None]
+    return Watched(models, flat)
 
 
 @dataclass

@@ -169,12 +169,13 @@ def test_models_are_left_as_they_were(ranks, data):
 
 
 class Counting(torch.nn.Linear):
-    """Counts its forwards, as routers count tokens, where `count` does."""
+    """Counts its forwards, as routers count tokens, as `count` does."""
 
     def __init__(self, count: Callable[[Any], object], persistent: bool = False) -> None:
         super().__init__(4, 4)
         self.count = count
         self.register_buffer('forwards', torch.zeros(1), persistent=persistent)
+        self.number, self.tensor, self.seen = 0, torch.zeros(()), []
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         self.count(self)
@@ -189,36 +190,59 @@ def count_when_asked(module: Any) -> None:
     module.register_buffer('asked', torch.zeros(1))
 
 
-def counted() -> list:
-    """On a rank: what is said of a forward that writes; of one that does not, nothing is."""
+def count_in_number(module: Any) -> None:
+    module.number += 1
+
+
+def keep_largest(module: Any) -> None:
+    module.tensor = torch.maximum(module.tensor, torch.ones(()))
+
+
+def set_at_first(module: Any) -> None:
+    module.warm = module.number = 7
+    module.input_tensor = torch.zeros(())
+
+
+# what counts, in which forward, and what is then named
+COUNTS: list[tuple[Callable, int, str | None]] = [
+    (lambda module: module.forwards.add_(1), 0, '0.forwards'),
+    (lambda module: module.forwards.add_(1), 20, '0.forwards'),
+    (lambda module: module.forwards.data.add_(1), 9, '0.forwards'),
+    (lambda module: module.forwards.data.add_(1), 10, None),  # nobody looks for that any more
+    (count_in_another, 0, '0.forwards'),
+    (count_when_asked, 20, '0.asked'),
+    (lambda module: torch.no_grad()(module.bias.add_)(1), 0, '0.bias'),
+    (count_in_number, 1, None),
+    (count_in_number, 2, '0.number'),
+    (keep_largest, 2, '0.tensor'),
+    (lambda module: module.tensor.add_(1), 2, '0.tensor'),
+    (lambda module: module.seen.append(1), 2, '0.seen'),
+    (set_at_first, 0, None),
+]
+
+
+def counted() -> list[str | None]:
+    """On a rank: what is named, once something counts from some forward on or in it alone."""
     from megatron_zbpp.mcore.iteration.unwritten import Unwritten
 
-    said = []
-    for count in (
-        lambda module: module.forwards.add_(1),
-        lambda module: module.forwards.data.add_(1),
-        count_in_another,
-        count_when_asked,
-        lambda module: torch.no_grad()(module.bias.add_)(1),
-        lambda module: None,
-    ):
-        module = Counting(count, persistent=bool(len(said) % 2))
-        for forward in range(2):  # values are compared in the first call alone
+    def named(count: Callable, at: int, persistent: bool) -> str | None:
+        module = Counting(lambda module: None, persistent)
+        watched = Unwritten(torch.nn.Sequential(module))
+        for forward in range(at + 1 if count is not set_at_first else 4):
+            module.count = count if forward >= at else module.count
             try:
-                with Unwritten(torch.nn.Sequential(module)).forward(hashed=not forward):
+                with watched.forward():
                     module(torch.ones(4))
-                said.append(None)
             except NotImplementedError as error:
-                said.append(str(error).partition(',')[0])
-    return said
+                return str(error).partition(',')[0] if forward == at else f'in forward {forward}'
+        return None
+
+    return [named(count, at, bool(n % 2)) for n, (count, at, _) in enumerate(COUNTS)]
 
 
 def test_forwards_that_write_what_steps_would_read(ranks):
-    """Buffers, whether a checkpoint has them or not, and parameters."""
-    ((said),) = ranks(1).run(counted)
-    buffer = ['0.forwards'] * 2
-    assert said[:2] == said[4:6] == buffer and said[2:4] == ['0.forwards', None]
-    assert said[6:8] == ['0.asked'] * 2 and said[8:] == ['0.bias', '0.bias', None, None]
+    """Buffers, whether a checkpoint has them or not, parameters, and what else modules have."""
+    assert ranks(1).run(counted) == [[name for _, _, name in COUNTS]]
 
 
 def counting_column(build: Any, *given: Any, **named: Any) -> Any:

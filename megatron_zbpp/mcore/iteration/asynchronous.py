@@ -67,7 +67,6 @@ class ForwardsInFlight(NextIteration):
         self._between = BetweenCalls(session.settings.check_interval)
         self._endless.writing = self._between.step
         self._unwritten: dict[int, Unwritten] = {}  # by identity of chunks
-        self._first_call = True
 
     def replayed(self, iterator: Iterator | None) -> Iterator | None:
         """Return what the chunks read instead of `iterator`, in training and evaluation alike."""
@@ -137,7 +136,7 @@ class ForwardsInFlight(NextIteration):
         """Take note of what a forward of a later batch has; raise where it leaves more."""
         if id(model) not in self._unwritten:
             self._unwritten[id(model)] = Unwritten(model)
-        with self._unwritten[id(model)].forward(self._first_call), self._ahead(p):
+        with self._unwritten[id(model)].forward(), self._ahead(p):
             yield
 
     @contextmanager
@@ -163,7 +162,7 @@ class ForwardsInFlight(NextIteration):
             set_random_states(*self._first.random)
         if self._runs and self._latest is not None:
             self._between.begin(self._latest.models)
-            self._runs = self._first_call = False
+        self._runs = False
         return True
 
     def drop(self) -> None:
@@ -184,7 +183,7 @@ class ForwardsInFlight(NextIteration):
         self._endless.finish_step()
         self.drop()
         self._endless.close()
-        self._unwritten, self._first_call = {}, True
+        self._unwritten.clear()
 
     def possible(self) -> bool:
         """Return False: steps do not let forwards go ahead, calls do."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_zbpp.mcore.between_calls import FIRST, watched_of
 from megatron_zbpp.mcore.iteration.batch import Batch
 from megatron_zbpp.mcore.post_validation.agreement import RANDOM, Agreement
 from megatron_zbpp.mcore.post_validation.entry_state import EntryState
 from megatron_zbpp.mcore.session import Session
-from megatron_zbpp.mcore.side_effects import SideEffects
+from megatron_zbpp.mcore.side_effects import FIRST, SideEffects, watched_of
 from megatron_zbpp.post_validation.watch import Watch, Watched
 from megatron_zbpp.runtime.compat import unseen_by_autograd
 from megatron_zbpp.runtime.log import rank_log
