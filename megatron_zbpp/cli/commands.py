@@ -54,12 +54,16 @@ def list_families(args: Namespace) -> None:
     listed = own_families(every=True)
     args.schedules = [family.name for family in listed]
     found, skipped = inputs.load_cases(args)
-    gains = {name: facts(each, each.timeline, args.against)['gain'] for name, each in found.items()}
+    known = {name: facts(each, each.timeline, args.against) for name, each in found.items()}
+    gains = {name: each['gain'] for name, each in known.items()}
+    # of an asynchronous schedule, they depend on its sizes
+    copies = {f.name: None if f.asynchronous else f.num_routes for f in listed}
+    copies |= {name: each['copies'] for name, each in known.items()}
     if args.json:
         entries = [{key: getattr(family, key) for key in keys} for family in listed]
         for entry, family in zip(entries, listed, strict=True):
             entry |= {key: str(entry[key]) for key in ('bubble', 'memory')}
-            entry |= {'copies': family.num_routes, 'asynchronous': family.asynchronous}
+            entry |= {'copies': copies[family.name], 'asynchronous': family.asynchronous}
             entry |= {'gain': gains.get(family.name), 'without': skipped.get(family.name)}
         sizes = {'ranks': args.pp, 'microbatches': args.microbatches, 'against': args.against}
         return print_json({'schedules': entries, **sizes})
@@ -73,7 +77,7 @@ def list_families(args: Namespace) -> None:
             [
                 (
                     *(f.name, f.bubble, f.memory, shown.get(f.name, '-')),
-                    *(f.num_routes, trains[f.asynchronous], f.source),
+                    *(copies[f.name] or '-', trains[f.asynchronous], f.source),
                 )
                 for f in listed
             ],
@@ -82,11 +86,12 @@ def list_families(args: Namespace) -> None:
         aliases = f'  (also {", ".join(family.aliases)})' if family.aliases else ''
         print_wrapped(f'{family.name}{aliases}')
         print_wrapped(f'    {family.summary}')
-        copies = f'; {family.num_routes} copies of the weights' if family.num_routes > 1 else ''
+        held = copies[family.name] or 1
+        held = f'; {held} copies of the weights' if held > 1 else ''
         late = '; asynchronous: trains another model' if family.asynchronous else ''
         name = family.name
         gain = f'gain {shown[name]}' if name in shown else f'no gain: {skipped[name]}'
-        print_wrapped(f'    bubble {family.bubble}; peak memory {family.memory}{copies}{late}')
+        print_wrapped(f'    bubble {family.bubble}; peak memory {family.memory}{held}{late}')
         print_wrapped(f'    {gain}; {family.source}')
     print_wrapped(f'gain: time saved against {args.against}; {inputs.heading(args)}')
 
@@ -215,8 +220,8 @@ def compare(args: Namespace) -> None:
         print_wrapped('other schedules: stages of the plan joined, or cut into equal parts')
     against = args.against + WHOLE * any(has_shards(case.schedule) for case in found.values())
     print_wrapped(f'gain: time saved against {against}; {MEANING}')
-    if more := [found['name'] for found in schedules if found['copies'] > 1]:
-        print(f'two copies of the weights on the ranks together: {", ".join(more)}')
+    if more := [f'{each["name"]} {each["copies"]}' for each in schedules if each['copies'] > 1]:
+        print_wrapped(f'copies of the weights, of a stage at most: {", ".join(more)}')
     if late := [found['name'] for found in schedules if 'period' in found]:
         print_wrapped(
             f'asynchronous, train another model: {", ".join(late)}; period: time of a call of '

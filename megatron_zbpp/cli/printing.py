@@ -23,7 +23,7 @@ from megatron_zbpp.render.png import timeline_png
 from megatron_zbpp.render.scene import number
 from megatron_zbpp.render.svg import svg
 from megatron_zbpp.techniques.updates.steady_state import SteadyState, steady_state
-from megatron_zbpp.techniques.updates.versions import updates_of
+from megatron_zbpp.techniques.updates.versions import copies, updates_of
 from megatron_zbpp.techniques.vocabulary.whole import WHOLE, has_shards, rival_costs
 
 PICTURES = ('html', 'svg', 'png', 'pdf')  # formats, and how names of their files end
@@ -46,15 +46,15 @@ def legend(schedule: Schedule) -> str:
 
 def shape(schedule: Schedule) -> dict:
     """Return name and sizes of a schedule, for JSON."""
-    placement = schedule.placement
+    placement, graph = schedule.placement, schedule.graph
     return {
         'name': schedule.name,
         'ranks': schedule.num_ranks,
         'stages': schedule.num_stages,
         'microbatches': schedule.num_microbatches,
-        'slices': schedule.graph.num_slices,
+        'slices': graph.num_slices,
         'placement': placement.name,
-        'copies': len(placement.routes),
+        'copies': max(copies(schedule)) if updates_of(graph) else len(placement.routes),
         'passes': sum(map(len, schedule.passes)),
     }
 

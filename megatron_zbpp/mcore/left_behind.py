@@ -79,6 +79,16 @@ def emptied(entries: dict[str, Any]) -> Iterator[None]:
         entries.update(shown)
 
 
+def show_losses(losses: dict[str, Any]) -> None:
+    """Add what forwards have logged to what routers show; zeros where that has been shown."""
+    shown = compat.logged_losses()
+    for name, entry in losses.items():
+        if name in shown:
+            compat.logged_values(shown[name]).add_(compat.logged_values(entry))
+        else:
+            shown[name] = entry
+
+
 def isolated(step: Callable[[], object]) -> object:
     """Return what `step` does, of which random states and logged losses have nothing left."""
     losses, mtp_losses = compat.logged_losses(), compat.logged_mtp_losses()

@@ -95,8 +95,22 @@ WITH_VERSIONS = {
     'mtp_num_layers': 'drop --mtp-num-layers',
     'optimizer_cpu_offload': 'drop --optimizer-cpu-offload',
     'fine_grained_activation_offloading': 'drop --fine-grained-activation-offloading',
+    'save_params_interval': 'drop --save-params-interval',
+    'experimental_attention_variant': 'drop --experimental-attention-variant',
+    'moe_enable_routing_replay': 'drop --moe-enable-routing-replay',
 }
 _COUNTS = 'forwards of the next batch have counted tokens of experts before this one ends'
+_TRIED = {'aux_loss', 'seq_aux_loss', 'sinkhorn', 'none'}  # whose routers keep no counts
+# what NVIDIA's loop reads of the forwards of one iteration, or hooks when that begins
+READ_BY_LOOP = (
+    'save_activations_interval',
+    'save_tokens_per_expert_interval',
+    'save_dgrads_interval',
+    'log_max_attention_logit',
+    'qk_clip',
+    'moe_routing_trace_path',
+)
+_AHEAD = 'forwards of the next batch run before Megatron reads what those of this one have left'
 _COUNTED = {'moe_router_enable_expert_bias': (_COUNTS, 'drop --moe-router-enable-expert-bias')}
 _UNSEEDED = 'or leave out --pipeline-dropout-seeds'
 _OTHER_ORDERS = 'the two replicas of a pair run their stages in other orders, and would deadlock'
@@ -123,9 +137,12 @@ def with_versions(settings: Any) -> Iterator[Refusal]:
         settings: Megatron's arguments, or the config of a model or of DDP.
     """
     table = {name: (_UNTRIED, cure) for name, cure in WITH_VERSIONS.items()}
-    yield from set_in(table | _COUNTED, settings, _SYNCHRONOUS)
-    if _GLOBAL in str(value := getattr(settings, _BALANCING, None)):
-        yield Refusal(_BALANCING, value, _COUNTS, f'{ACROSS_REPLICAS[_BALANCING]}, {_SYNCHRONOUS}')
+    read = {name: (_AHEAD, f'drop --{name.replace("_", "-")}') for name in READ_BY_LOOP}
+    yield from set_in(table | _COUNTED | read, settings, _SYNCHRONOUS)
+    kinds = getattr(settings, _BALANCING, None) or 'none'
+    if others := {kinds} - _TRIED if isinstance(kinds, str) else {*kinds} - _TRIED:
+        reason = _COUNTS if others <= {_GLOBAL, 'quantile_balancing'} else _UNTRIED
+        yield Refusal(_BALANCING, kinds, reason, f'{ACROSS_REPLICAS[_BALANCING]}, {_SYNCHRONOUS}')
     ranks = getattr(settings, 'context_parallel_size', None) or 1
     if ranks > 1:
         yield Refusal('context_parallel_size', ranks, _UNTRIED, f'give 1, {_SYNCHRONOUS}')

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +15,25 @@ from megatron_zbpp.mcore.left_behind import (
     random_states,
     same_states,
     set_random_states,
+    show_losses,
 )
+from megatron_zbpp.post_validation.watch import Watched
 from megatron_zbpp.runtime.compat import unseen_by_autograd
+
+FIRST = 10  # steps or calls behind each of which values are compared
+
+
+def watched_of(models: Sequence[torch.nn.Module], with_main: bool = False) -> Watched:
+    """Return what is watched of the chunks of a rank; `with_main`: and what optimizers step."""
+    flat = [
+        (f"DDP's buffer {at} of parameters", buffer)
+        for model in models
+        for at, buffer in enumerate(compat.parameter_buffers(model))
+    ]
+    named = [each for model in models if with_main for each in model.named_parameters()]
+    mains = ((name, getattr(p, 'main_param', None)) for name, p in named)
+    flat += [(f'the main copy of {name}', main) for name, main in mains if main is not None]
+    return Watched(models, flat)
 
 
 @dataclass
@@ -76,13 +93,7 @@ class SideEffects:
         if not same_states(self._random, self._before):
             set_random_states(*self._random)
         self._write([(b, torch.where(new, value, b)) for b, value, new in self._buffers])
-        losses = compat.logged_losses()
-        for name, entry in self._losses.items():
-            if name in losses:
-                shown = compat.logged_values(losses[name])
-                shown.add_(compat.logged_values(entry))
-            else:
-                losses[name] = entry
+        show_losses(self._losses)
         mtp_losses = compat.logged_mtp_losses()
         for name, entry in self._mtp_losses.items():
             if isinstance(mtp_losses.get(name), torch.Tensor):

@@ -17,7 +17,7 @@ import torch
 _ROW = 32  # words that are added up at once: fewer take longer, more hide more exchanges
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio's, as a signed number
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-_MODES = 'train() or eval(), or forward hooks'
+MODES = 'train() or eval(), or forward hooks'
 
 
 class Watched:
@@ -91,7 +91,7 @@ class Watch:
         found = [name for name, before, now in pairs if before != now]
         flat = zip(self._flat, watched.flat_marks(), strict=True)
         found += [before[0] for before, now in flat if before != now]
-        return found + [_MODES] * (self._modes != watched.modes())
+        return found + [MODES] * (self._modes != watched.modes())
 
     def differ(self) -> torch.Tensor | None:
         """Return whether values have changed, as a tensor of one bool; None: nobody looks."""

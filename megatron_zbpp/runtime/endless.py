@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 
 from megatron_zbpp.ir import Pass
@@ -29,12 +29,14 @@ class EndlessTraining:
         loaded: what versions had kept, of a checkpoint.
         tau: mean delay of the forwards of this rank, in steps, where it has one stage.
         at_end: undoes what the training has left at its models.
+        writing: a context in which a step writes weights.
     """
 
     def __init__(self, late: bool = False, warm_up: int = 0) -> None:
         self.versions: Versions | None = None
         self.late, self.tau = late, 0.0
         self.at_end = ExitStack()
+        self.writing: Callable[[], AbstractContextManager[None]] = nullcontext
         self.loaded: Kept = {}
         self._unfinished: Callable[[], Any] | None = None
         self._result: Any = None  # of the latest step
@@ -145,13 +147,14 @@ class EndlessTraining:
                 'numbers weights by calls; train one model with one optimizer'
             )
         self._steps += 1
-        if begin is None or not self.late:
-            return self._take(step)
-        self.finish_step()  # of the call before, where no forward has needed it
-        self._unfinished = begin()
-        if self._steps == 1:
-            self.finish_step()
-        return self._result
+        with self.writing():
+            if begin is None or not self.late:
+                return self._take(step)
+            self.finish_step()  # of the call before, where no forward has needed it
+            self._unfinished = begin()
+            if self._steps == 1:
+                self.finish_step()
+            return self._result
 
     @property
     def stepping(self) -> bool:
@@ -180,7 +183,8 @@ class EndlessTraining:
         """
         if self._unfinished is not None:
             rest, self._unfinished = self._unfinished, None
-            self._take(rest)
+            with self.writing():
+                self._take(rest)
 
     def _take(self, step: Callable[[], Result]) -> Result:
         assert self.versions is not None, 'there is one behind a call alone'

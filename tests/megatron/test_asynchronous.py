@@ -90,6 +90,14 @@ def test_beside_other_parallelism(ranks, data, method, setting):
     require_equal(ranks, data, case(method, **SETTINGS[setting]))
 
 
+@pytest.mark.parametrize(
+    'kind', ['unbalanced experts', 'experts by sinkhorn', 'experts by sequence']
+)
+def test_routers_that_keep_no_counts(ranks, data, kind):
+    """All that are not refused; what they log is that of the batch, to the bit."""
+    require_equal(ranks, data, case('pipedream', UNTIED, job=Job(kind=kind, te=False)))
+
+
 TE = {
     'GPT of dense': {'words': '--bf16'},
     'GPT of grouped experts': {'kind': 'grouped experts', 'words': UNTIED},

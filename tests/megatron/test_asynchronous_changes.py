@@ -199,9 +199,13 @@ def read_in_flight() -> list[str]:
     from megatron_zbpp.mcore.iteration.arguments import Arguments
     from megatron_zbpp.mcore.iteration.asynchronous import ForwardsInFlight
 
-    calls = SimpleNamespace(drop=lambda: None, begun_with_next_call=1)
-    watchdog = SimpleNamespace(collective=lambda what: ExitStack())
-    flight: Any = ForwardsInFlight(cast(Any, SimpleNamespace(endless=calls, watchdog=watchdog)))
+    calls = SimpleNamespace(drop=lambda: None, begun_with_next_call=1, is_ahead=lambda p: True)
+    session = SimpleNamespace(
+        endless=calls,
+        watchdog=SimpleNamespace(collective=lambda what: ExitStack()),
+        settings=SimpleNamespace(check_interval=0),
+    )
+    flight: Any = ForwardsInFlight(cast(Any, session))
     model, data, other = torch.nn.Linear(1, 1), iter(range(9)), iter(range(9))
     sizes = {'num_microbatches': 2, 'seq_length': 8, 'micro_batch_size': 1}
     call = partial(Arguments, forward_step_func=print, model=model, **sizes)
@@ -210,7 +214,8 @@ def read_in_flight() -> list[str]:
     def train_on(iterator, reads):
         flight.take(call(data_iterator=iterator))
         found = [next(flight.replayed(iterator)) for _ in range(reads)]
-        flight.before_forward(Pass('F', 0, 0))
+        with flight.forward(Pass('F', 0, 0), model):
+            pass
         assert flight.stands()
         return [*found, next(flight.replayed(iterator))]
 

@@ -110,3 +110,12 @@ def test_as_with_weights_put_in_by_hand(ranks, method):
     assert [each for each, _ in ours.reported] == list(reference.reported)
     assert [waits for _, waits in ours.reported] == [[], []]
     assert all(float.fromhex(norm) > 0.5 for norm in reference.grad_norms.values())
+
+
+def test_norms_of_parameters_are_of_the_newest_weights(ranks):
+    """Which are taken behind the call then, and not within the next."""
+    flags = [*BASE, '--log-interval', 4, '--log-params-norm', '--train-iters', 3]
+    ours = run(ranks(2), *flags, '--pipeline-schedule', 'pipedream-2bw')
+    reference = run(ranks(2), *flags, event=WeightsByHand('pipedream-2bw'))
+    assert ours.param_norms == reference.param_norms and ours.losses == reference.losses
+    assert len({*ours.param_norms.values()}) > 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -15,6 +16,8 @@ from entered import entered
 from example import forget_groups
 from ranks import RankError
 from weights_by_hand import Case
+
+import megatron_zbpp
 
 pytestmark = pytest.mark.alone
 
@@ -163,6 +166,256 @@ def test_models_are_left_as_they_were(ranks, data):
     """Also modules that have run no forward: their hooks wait until the training ends."""
     for before, behind, left in ranks(2).run(train, Case('paci', 2, 1).argv(data), never_run):
         assert before == left == behind - 2  # of `never_run`, and of the model's state
+
+
+class Counting(torch.nn.Linear):
+    """Counts its forwards, as routers count tokens, as `count` does."""
+
+    def __init__(self, count: Callable[[Any], object], persistent: bool = False) -> None:
+        super().__init__(4, 4)
+        self.count = count
+        self.register_buffer('forwards', torch.zeros(1), persistent=persistent)
+        self.number, self.tensor, self.seen = 0, torch.zeros(()), []
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        self.count(self)
+        return super().forward(given)
+
+
+def count_in_another(module: Any) -> None:
+    module.forwards = module.forwards + 1
+
+
+def count_when_asked(module: Any) -> None:
+    module.register_buffer('asked', torch.zeros(1))
+
+
+def count_in_number(module: Any) -> None:
+    module.number += 1
+
+
+def keep_largest(module: Any) -> None:
+    module.tensor = torch.maximum(module.tensor, torch.ones(()))
+
+
+def set_at_first(module: Any) -> None:
+    module.warm = module.number = 7
+    module.input_tensor = torch.zeros(())
+
+
+# what counts, in which forward, and what is then named
+COUNTS: list[tuple[Callable, int, str | None]] = [
+    (lambda module: module.forwards.add_(1), 0, '0.forwards'),
+    (lambda module: module.forwards.add_(1), 20, '0.forwards'),
+    (lambda module: module.forwards.data.add_(1), 9, '0.forwards'),
+    (lambda module: module.forwards.data.add_(1), 10, None),  # nobody looks for that any more
+    (count_in_another, 0, '0.forwards'),
+    (count_when_asked, 20, '0.asked'),
+    (lambda module: torch.no_grad()(module.bias.add_)(1), 0, '0.bias'),
+    (count_in_number, 1, None),
+    (count_in_number, 2, '0.number'),
+    (keep_largest, 2, '0.tensor'),
+    (lambda module: module.tensor.add_(1), 2, '0.tensor'),
+    (lambda module: module.seen.append(1), 2, '0.seen'),
+    (set_at_first, 0, None),
+]
+
+
+def counted() -> list[str | None]:
+    """On a rank: what is named, once something counts from some forward on or in it alone."""
+    from megatron_zbpp.mcore.iteration.unwritten import Unwritten
+
+    def named(count: Callable, at: int, persistent: bool) -> str | None:
+        module = Counting(lambda module: None, persistent)
+        watched = Unwritten(torch.nn.Sequential(module))
+        for forward in range(at + 1 if count is not set_at_first else 4):
+            module.count = count if forward >= at else module.count
+            try:
+                with watched.forward():
+                    module(torch.ones(4))
+            except NotImplementedError as error:
+                return str(error).partition(',')[0] if forward == at else f'in forward {forward}'
+        return None
+
+    return [named(count, at, bool(n % 2)) for n, (count, at, _) in enumerate(COUNTS)]
+
+
+def test_forwards_that_write_what_steps_would_read(ranks):
+    """Buffers, whether a checkpoint has them or not, parameters, and what else modules have."""
+    assert ranks(1).run(counted) == [[name for _, _, name in COUNTS]]
+
+
+def counting_column(build: Any, *given: Any, **named: Any) -> Any:
+    """A chunk of Megatron's whose MLPs count their forwards, at first unseen by autograd."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    class CountingColumn(ColumnParallelLinear):
+        def forward(self, *given: Any, **named: Any) -> Any:
+            self.forwards.data.add_(1)
+            return super().forward(*given, **named)
+
+    model = build(*given, **named)
+    for layer in model.decoder.layers:
+        layer.mlp.linear_fc1.__class__ = CountingColumn
+        layer.mlp.linear_fc1.register_buffer('forwards', torch.zeros(()), persistent=False)
+    return model
+
+
+def test_a_layer_that_counts_its_forwards(ranks, data):
+    """Before anything is trained."""
+    told = r'linear_fc1\.forwards.*, which a forward writes, is unsupported, because'
+    with pytest.raises(RankError, match=told):
+        ranks(2).run(train, Case('paci', 2, 1).argv(data), counting_column)
+
+
+def clamp(models: list, optimizer: Any) -> None:
+    for model in models:
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.01, 0.01)
+
+
+def write_seen(models: list, optimizer: Any) -> None:
+    with torch.no_grad():
+        next(models[-1].parameters()).mul_(2)
+
+
+def point(models: list, optimizer: Any) -> None:
+    parameter = next(models[0].parameters())
+    parameter.data = parameter.data * 2
+
+
+def step_after(models: list, optimizer: Any) -> None:
+    clamp(models, optimizer)
+    optimizer.step()
+
+
+def write_main(models: list, optimizer: Any) -> None:
+    for parameter in models[0].parameters():
+        parameter.main_param.mul_(2)
+
+
+def write_buffer(models: list, optimizer: Any) -> None:
+    for model in models:
+        model.temperature.data.fill_(2)
+
+
+def evaluate_from_now_on(models: list, optimizer: Any) -> None:
+    for model in models:
+        model.eval()
+
+
+def freeze(models: list, optimizer: Any) -> None:
+    for model in models:
+        next(model.parameters()).requires_grad_(False)
+
+
+REFUSED: dict[Callable, str] = {
+    clamp: 'weight',
+    write_seen: 'weight',
+    point: 'weight',
+    write_main: 'the main copy of ',
+    write_buffer: 'temperature',
+    evaluate_from_now_on: r'train\(\) or eval\(\)',
+    freeze: 'weight',
+    step_after: 'weight',
+}
+
+
+def swap_and_back(models: list, optimizer: Any) -> None:
+    """As averages of weights are evaluated."""
+    own = [(each, each.data.clone()) for model in models for each in model.parameters()]
+    for parameter, _ in own:
+        parameter.data.mul_(0.5)
+    for parameter, data in own:
+        parameter.data.copy_(data)
+
+
+def changed(argv: list[str], method: str) -> list[str]:
+    """Runs on each rank: of models each, two steps, and what is said of a change behind them."""
+    import pretrain_gpt as script
+
+    said = []
+    with ExitStack() as stack:
+        stack.callback(forget_groups)
+        args = script.parse_args([*argv, '--pipeline-schedule', method])
+        if method == 'wpipe':
+            args.layout = megatron_zbpp.layout_for('wpipe', 2, args.num_layers)
+        plugin = script.enable(args, stack)
+        script.initialize(args)
+        for change in REFUSED:
+            chunks = script.build_model(args)
+            for chunk in chunks:
+                chunk.register_buffer('temperature', torch.ones(2), persistent=False)
+            optimizer, _ = script.build_optimizer(args, chunks)
+            data = script.iterators(args, script.build_datasets(args)[0], 0)
+            for harmless in (lambda *_: None, swap_and_back, lambda *_: plugin.finish_step()):
+                for chunk in chunks:
+                    chunk.zero_grad_buffer()
+                script.run_batch(args, chunks, data)
+                optimizer.step()
+                harmless(chunks, optimizer)
+            with pytest.raises(NotImplementedError) as error:
+                if change is step_after:
+                    script.run_batch(args, chunks, data)
+                change(chunks, optimizer)
+                script.run_batch(args, chunks, data)
+            said.append(str(error.value))
+    return said
+
+
+METHODS = 'pipedream-2bw', 'pipemare', 'pipedream', 'paci', 'wpipe'
+
+
+@pytest.mark.parametrize(
+    'method', [pytest.param(m, marks=[pytest.mark.full] * (m in METHODS[2:])) for m in METHODS]
+)
+def test_what_a_program_changes_between_two_calls(ranks, data, method):
+    """Weights, however they are written, their main copies, buffers and modes: named before the
+    next call runs anything; what is set back, and steps themselves, are no changes."""
+    argv = Case(method, 2, 2, ('--bf16',)).argv(data)
+    for told in ranks(2).run(changed, argv, method):
+        for line, name in zip(told, REFUSED.values(), strict=True):
+            assert re.match(rf'a change of (chunk \d: )?\S*{name}.* between two calls', line), line
+            assert line.endswith('or take a synchronous schedule, such as zb-v')
+
+
+def zeros(argv: list[str]) -> list[int]:
+    """Runs on each rank: how many zeros there are in gradients, by step."""
+    import pretrain_gpt as script
+
+    with ExitStack() as stack:
+        stack.callback(forget_groups)
+        args = script.parse_args(argv)
+        script.enable(args, stack)
+        made = partial(script.OptimizerConfig, log_num_zeros_in_grad=True)
+        stack.enter_context(mock.patch.object(script, 'OptimizerConfig', made))
+        script.initialize(args)
+        chunks = script.build_model(args)
+        optimizer, _ = script.build_optimizer(args, chunks)
+        data = script.iterators(args, script.build_datasets(args)[0], 0)
+        found = []
+        for _ in range(2):
+            chunks[0].zero_grad_buffer()
+            script.run_batch(args, chunks, data)
+            found.append(optimizer.step()[2])
+        return found
+
+
+def test_zeros_in_gradients_are_those_of_all_stages(ranks, data):
+    """Of the first step those of 1F1B; where no stage waits for another, they are refused."""
+    argv = Case('pipedream', 2, 2, ('--untie-embeddings-and-output-weights',)).argv(data)
+
+    def count(schedule, *words):
+        return ranks(2).run(zeros, [*argv, '--pipeline-schedule', schedule, *words])
+
+    stock = count('megatron')
+    assert stock[0] == stock[1] and stock[0][0] > 0
+    waiting = count('pipedream', '--pipeline-clip', 'global')
+    assert [each[0] for each in waiting] == [each[0] for each in stock]
+    late = count('pipedream-2bw')
+    assert late == [stock[0][:1] * 2] * 2  # the second returns those of the first
+    with pytest.raises(RankError, match='log_num_zeros_in_grad=True is unsupported where each'):
+        count('pipedream')
 
 
 OWN = {

@@ -54,6 +54,49 @@ def test_refused_with_shards(setting):
     assert refused_with_shards(setting, techniques=()) == refused_with_shards(setting, True) == []
 
 
+BALANCING = 'moe_router_load_balancing_type'
+OF_VERSIONS = [
+    ({name: 1}, name)
+    for name in (
+        'overlap_param_gather',
+        'fp8',
+        'fp4',
+        'mtp_num_layers',
+        'optimizer_cpu_offload',
+        'fine_grained_activation_offloading',
+        'save_params_interval',
+        'experimental_attention_variant',
+        'moe_enable_routing_replay',
+        'save_activations_interval',
+        'save_tokens_per_expert_interval',
+        'save_dgrads_interval',
+        'log_max_attention_logit',
+        'qk_clip',
+        'moe_routing_trace_path',
+        'moe_router_enable_expert_bias',
+    )
+]
+OF_VERSIONS += [({BALANCING: kind}, BALANCING) for kind in ('quantile_balancing', 'of tomorrow')]
+OF_VERSIONS += [({BALANCING: ['aux_loss', 'global_aux_loss']}, BALANCING)]
+
+
+@pytest.mark.parametrize(('given', 'name'), OF_VERSIONS, ids=str)
+def test_refused_with_versions(given, name):
+    """By asynchronous schedules alone, and no more once it is cured."""
+    settings, how = SimpleNamespace(**given), {'joins': True, 'in_order': True, 'splits': False}
+    (found,) = refusals.refused(settings, techniques={'updating'}, **how)
+    assert (found.setting, found.value) == (name, given[name])
+    assert found.cure.endswith('or take a synchronous schedule, such as zb-v')
+    assert not [*refusals.refused(settings, **how)]
+    assert not [*refusals.refused(cured(settings, found), techniques={'updating'}, **how)]
+
+
+def test_routers_that_keep_no_counts():
+    for kind in (None, 'aux_loss', ['seq_aux_loss', 'aux_loss'], 'sinkhorn', 'none'):
+        settings = SimpleNamespace(**{BALANCING: kind})
+        assert not [*refusals.refused(settings, techniques={'updating'})]
+
+
 _TWICE = 'a forward that runs again would enter its largest values a second time'
 _CAPTURED = 'a captured forward cannot run again with other random states'
 

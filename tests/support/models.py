@@ -61,6 +61,14 @@ KINDS_OF_SOME['unbalanced experts'] = _EXPERTS | {
     'moe_aux_loss_coeff': 0.0,
     'moe_router_load_balancing_type': 'none',
 }
+KINDS_OF_SOME['experts by sinkhorn'] = _EXPERTS | {
+    'moe_aux_loss_coeff': 0.0,
+    'moe_router_load_balancing_type': 'sinkhorn',
+}
+KINDS_OF_SOME['experts by sequence'] = _EXPERTS | {
+    'moe_router_load_balancing_type': 'seq_aux_loss',
+    'moe_z_loss_coeff': 1e-3,
+}
 # read of the config as yarn_*, which are no fields of it
 _YARN = {'rotary_scaling_factor': 4.0, 'original_max_position_embeddings': 4, 'beta_fast': 32.0}
 _YARN |= {'beta_slow': 1.0, 'mscale': 1.0, 'mscale_all_dim': 0.0}

@@ -284,6 +284,7 @@ def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
                 hand.keep()
             with hand.batch() if puts else ExitStack():
                 losses.append(script.run_batch(args, models, data))
+            losses.append(logged_by_routers())
             late.append(plugin is not None and plugin.session.endless.unfinished)
             with hand.rates(stepping, scheduler.num_steps) if puts else ExitStack():
                 succeeded, norm, _ = stepping.step()
@@ -297,6 +298,17 @@ def train(case: Case, by_hand: bool, argv: list[str]) -> tuple:
         left = report.fingerprint(report.by_layer(models), stepping)
         most = None if plugin is None else copies_of(plugin.session.endless.versions)
         return losses, norms, left, most, stage, late, told
+
+
+def logged_by_routers() -> dict[str, list[float]]:
+    """What a loop logs behind a call, by name and layer; zeros from then on."""
+    from megatron_zbpp.mcore import compat
+
+    found = {name: compat.logged_values(each) for name, each in compat.logged_losses().items()}
+    shown = {name: values.tolist() for name, values in found.items()}
+    for values in found.values():
+        values.zero_()
+    return shown
 
 
 def copies_of(versions: Any) -> tuple[list[int], int]:

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_zbpp.ir import Pass
+from megatron_zbpp.mcore import compat
+from megatron_zbpp.mcore.between_calls import BetweenCalls
 from megatron_zbpp.mcore.iteration.arguments import Arguments, same
 from megatron_zbpp.mcore.iteration.batch import NextIteration
 from megatron_zbpp.mcore.iteration.seen_weights import require_seen
 from megatron_zbpp.mcore.iteration.stages import ModelStage
-from megatron_zbpp.mcore.left_behind import random_states, same_states, set_random_states
+from megatron_zbpp.mcore.iteration.unwritten import Unwritten
+from megatron_zbpp.mcore.left_behind import (
+    emptied,
+    random_states,
+    same_states,
+    set_random_states,
+    show_losses,
+)
 from megatron_zbpp.mcore.lowered import Lowered
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.replay import ReplayIterator
@@ -52,7 +62,11 @@ class ForwardsInFlight(NextIteration):
         self._replayed: dict[int, ReplayIterator] = {}
         self._points: dict[int, _Point] = {}  # by microbatch in flight
         self._behind: tuple = ()  # random states behind those
+        self._logged: list[tuple[int, dict[str, Any]]] = []  # by those microbatches, in order
         self._runs = False  # a call has begun and not ended
+        self._between = BetweenCalls(session.settings.check_interval)
+        self._endless.writing = self._between.step
+        self._unwritten: dict[int, Unwritten] = {}  # by identity of chunks
 
     def replayed(self, iterator: Iterator | None) -> Iterator | None:
         """Return what the chunks read instead of `iterator`, in training and evaluation alike."""
@@ -65,11 +79,13 @@ class ForwardsInFlight(NextIteration):
 
         Raises:
             ValueError: a data iterator is another one, or evaluation reads that of training.
+            NotImplementedError: the program has changed models since the call before.
         """
         latest = self._latest
         if arguments.forward_only:
             self._require_free(arguments)
             return
+        self._between.end(arguments.models)
         if latest is not None and not same(latest.models, arguments.models):
             self.close()
         elif latest is not None and not latest.same_size(arguments):
@@ -102,6 +118,9 @@ class ForwardsInFlight(NextIteration):
             set_random_states(*self._behind)
         begun = self._endless.begun_with_next_call
         self._points = {j: point for j, point in self._points.items() if j >= begun}
+        for _, losses in (each for each in self._logged if each[0] < begun):
+            show_losses(losses)
+        self._logged = [each for each in self._logged if each[0] >= begun]
         for i, replay in self._replayed.items():
             if self._points:
                 replay.forget_until(self._first.given.get(i, 0))
@@ -112,19 +131,37 @@ class ForwardsInFlight(NextIteration):
     def _first(self) -> _Point:
         return self._points[min(self._points)]
 
-    def before_forward(self, p: Pass) -> None:
-        """Take note of random states and data before a forward of a later batch."""
+    @contextmanager
+    def forward(self, p: Pass, model: torch.nn.Module) -> Iterator[None]:
+        """Take note of what a forward of a later batch has; raise where it leaves more."""
+        if id(model) not in self._unwritten:
+            self._unwritten[id(model)] = Unwritten(model)
+        with self._unwritten[id(model)].forward(), self._ahead(p):
+            yield
+
+    @contextmanager
+    def _ahead(self, p: Pass) -> Iterator[None]:
+        """Take note of random states, data and logged losses of a forward of a later batch."""
+        if not self._endless.is_ahead(p):
+            yield
+            return
         if not self._points:
             for replay in self._replayed.values():
                 replay.mark(keep=True)
         given = {i: replay.given for i, replay in self._replayed.items()}
         self._points[p.microbatch] = _Point(random_states(), given)
+        shown = compat.logged_losses()
+        with emptied(shown):
+            yield
+            self._logged.append((p.microbatch, dict(shown)))
 
     def stands(self) -> bool:
         """Return True: no passes are run again; those of a call have ended."""
         if self._runs and self._points:
             self._behind = random_states()
             set_random_states(*self._first.random)
+        if self._runs and self._latest is not None:
+            self._between.begin(self._latest.models)
         self._runs = False
         return True
 
@@ -137,6 +174,7 @@ class ForwardsInFlight(NextIteration):
             replay.rewind()
         self._latest = None
         self._points.clear()
+        self._logged.clear()
 
     def close(self) -> None:
         """Drop what is in flight, and leave parameters as their optimizer knows them."""
@@ -145,6 +183,7 @@ class ForwardsInFlight(NextIteration):
         self._endless.finish_step()
         self.drop()
         self._endless.close()
+        self._unwritten.clear()
 
     def possible(self) -> bool:
         """Return False: steps do not let forwards go ahead, calls do."""
@@ -181,9 +220,8 @@ class VersionedStage(ModelStage):
 
     def forward(self, p: Pass, received: MaybeTensor) -> torch.Tensor:
         self._versions.before_forward(p)
-        if self._endless.is_ahead(p):
-            self._flight.before_forward(p)
-        return super().forward(p, received)
+        with self._flight.forward(p, self.model):
+            return super().forward(p, received)
 
     def backward(
         self, p: Pass, received: MaybeTensor, output: torch.Tensor, gradient: MaybeTensor

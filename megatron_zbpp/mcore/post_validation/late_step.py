@@ -67,6 +67,8 @@ def patches(endless: EndlessTraining) -> Iterator[Patch]:
     for owner, names in _READERS:
         for name in names:
             yield Patch(owner, name, behind)
+    # of --log-params-norm, which waits for all ranks anyway
+    yield Patch('megatron.training.utils', 'calc_params_l2_norm', behind, (), True, True)
 
 
 class LateSteps:

@@ -51,8 +51,19 @@ class StageNorms:
             yield
 
     def _agree(self, optimizer: MegatronOptimizer) -> bool:
-        """Return whether it is possible on all ranks, which is said once."""
-        return self.decide(agreement.reasons(_refusal(optimizer)))
+        """Return whether it is possible on all ranks, which is said once.
+
+        Raises:
+            NotImplementedError: zeros in gradients are to be counted, which nobody waits for.
+        """
+        possible = self.decide(agreement.reasons(_refusal(optimizer)))
+        if possible and waiting.leaves(optimizer)[0].config.log_num_zeros_in_grad:
+            raise NotImplementedError(
+                'log_num_zeros_in_grad=True is unsupported where each stage clips by its own norm, '
+                'because the log would have the zeros of the last stage alone: drop '
+                '--log-num-zeros-in-grad, or give --pipeline-clip global'
+            )
+        return possible
 
     def decide(self, refused: list[str]) -> bool:
         """Return whether nothing is refused on any rank, and say what follows.

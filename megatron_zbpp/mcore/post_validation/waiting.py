@@ -14,6 +14,7 @@ from megatron.core.optimizer.optimizer import (
 )
 
 from megatron_zbpp.mcore import compat
+from megatron_zbpp.mcore.refusals_of_techniques import READ_BY_LOOP
 
 _KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
 _OUTERMOST = (*_KNOWN, ChainedOptimizer)
@@ -29,14 +30,6 @@ _REFUSED_OF_DDP = {
 }
 _INTO_GRADIENTS = 'overlap_param_gather: forwards gather layers into the memory of gradients'
 BOTH_WAYS = 'microbatches go both ways, so that no rank is the first'
-# what NVIDIA's loop reads of the forwards of one iteration, or hooks when that begins
-_READ_BY_LOOP = (
-    'save_activations_interval',
-    'save_tokens_per_expert_interval',
-    'save_dgrads_interval',
-    'log_max_attention_logit',
-    'qk_clip',
-)
 # What a precision-aware optimizer keeps in other types, and those that have no scales.
 _STATES = ('main_params_dtype', 'exp_avg_dtype', 'exp_avg_sq_dtype')
 _UNSCALED = (torch.float32, torch.bfloat16)
@@ -75,7 +68,7 @@ def _unknown(optimizer: MegatronOptimizer, known: tuple[type, ...]) -> str:
 def refusal_of_loop() -> str | None:
     """Return why steps in this training loop must wait for all ranks; None: they need not."""
     args = compat.training_arguments()
-    read = next((name for name in _READ_BY_LOOP if getattr(args, name, None)), None)
+    read = next((name for name in READ_BY_LOOP if getattr(args, name, None)), None)
     if read is not None:
         return f'{read}: it takes all forwards of an iteration to run when Megatron asks for them'
     mode = compat.rerun_mode()

@@ -5,17 +5,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_zbpp.mcore import compat
 from megatron_zbpp.mcore.iteration.batch import Batch
 from megatron_zbpp.mcore.post_validation.agreement import RANDOM, Agreement
 from megatron_zbpp.mcore.post_validation.entry_state import EntryState
 from megatron_zbpp.mcore.session import Session
-from megatron_zbpp.mcore.side_effects import SideEffects
+from megatron_zbpp.mcore.side_effects import FIRST, SideEffects, watched_of
 from megatron_zbpp.post_validation.watch import Watch, Watched
 from megatron_zbpp.runtime.compat import unseen_by_autograd
 from megatron_zbpp.runtime.log import rank_log
-
-_FIRST = 10  # early steps behind each of which values are compared
 
 
 class Watching:
@@ -35,7 +32,7 @@ class Watching:
     def _hashes(self) -> bool:
         """True if values are compared behind this step: alike on all ranks."""
         every = self._session.settings.check_interval
-        return self._steps < _FIRST or bool(every and self._steps % every == 0)
+        return self._steps < FIRST or bool(every and self._steps % every == 0)
 
     def begin(self, batch: Batch) -> None:
         """Take note of the weights that forwards of this batch have run ahead with."""
@@ -51,12 +48,7 @@ class Watching:
     def _found(self, models: list[torch.nn.Module], anew: bool) -> Watched:
         """Return their parameters: looked for now and then, since that takes longer than all."""
         if anew or self._watched is None or self._watched[0] != models:
-            flat = [
-                (f"DDP's buffer {at} of parameters", buffer)
-                for model in models
-                for at, buffer in enumerate(compat.parameter_buffers(model))
-            ]
-            self._watched = models, Watched(models, flat)
+            self._watched = models, watched_of(models)
         return self._watched[1]
 
     def ask(self, models: list[torch.nn.Module], effects: SideEffects | None) -> Agreement:
