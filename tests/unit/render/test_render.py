@@ -217,7 +217,7 @@ def test_svg_has_every_pass_and_curve(with_memory: bool) -> None:
     assert [curve.get('d').count('M') for curve in curves] == ([4, 4] if with_memory else [])
     texts = [text.text for text in root.iter(f'{SVG}text')]
     line = lines['zb-v']
-    figures = f'idle GPU time {line.idle_all_ranks:.1%}, bubble {line.bubble_makespan:.1%}'
+    figures = f'idle GPU time {line.idle_all_ranks:.1%}, bubble {line.bubble:.1%}'
     assert f'zb-v: makespan {number(line.makespan)}, {figures}' in texts and MEANING in texts
     assert 'F, B, W = 1, 1.2, 0.8' in texts
     assert 'ms' in texts
