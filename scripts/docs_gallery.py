@@ -37,18 +37,19 @@ _INTRODUCTION = f"""# Gallery of schedules
 Every schedule that the registry knows, drawn for p = {RANKS} ranks and m = {MICROBATCHES}
 microbatches with F = B = W = 1: each rank's passes{{beside}}.
 *Window*: from the first to the last pass of a rank, which counts with
-[post-validation](post-validation.md); *makespan*: of all ranks. *Bubble* is the idle share of the
-busiest rank; *idle GPU time* the share of all ranks' time that is lost. *Memory* is in
-activations of one microbatch on a full rank. In formulas v is the number of chunks a rank,
-n that of slices of a sequence, 4 here: `3F1.2` is slice 2 of microbatch 1. S and T, of the output
+[post-validation](post-validation.md); *makespan*: of all ranks. *Bubble* is the share of
+the longest window in which the busiest rank idles; *idle GPU time* the share of all ranks' makespan
+that is lost. *Memory* is in activations of one microbatch on a full rank. In formulas v is the
+number of chunks a rank, n that of slices of a sequence, 4 here: `3F1.2` is slice 2 of microbatch
+1. S and T, of the output
 layer on all ranks, take no time here. [Asynchronous](asynchronous.md) schedules
 never drain: of those the bubble is that of a call in the middle, a line marks a step, and shades
 tell versions of the weights.
 
 Other numbers: `zbpp show --schedule NAME --pp P --microbatches M`, or `zbpp compare`.
 
-| schedule | bubble of the window | of the makespan | idle GPU time | peak memory |
-|---|---|---|---|---|
+| schedule | bubble | idle GPU time | peak memory |
+|---|---|---|---|
 """
 
 _BESIDE = {
@@ -133,13 +134,13 @@ def _with_drawing(family: Family, heading: str, drawing: str, words: str) -> str
 
 
 def _facts(family: Family) -> tuple[str, ...]:
-    """Return the bubbles of window and makespan, what all ranks idle, and the peak memory."""
+    """Return the bubble, what all ranks idle, and the peak memory."""
     timeline, costs = _case(family)
     steady = steady_state(timeline)
     if steady is not None:
         held = f'{max(peak(timeline.schedule, costs)):g}'
-        return f'{steady.bubble:.1%} (of a call)', '–', '–', held  # noqa: RUF001
-    shares = timeline.bubble_window, timeline.bubble_makespan, timeline.idle_all_ranks
+        return f'{steady.bubble:.1%} (of a call)', '–', held  # noqa: RUF001
+    shares = timeline.bubble, timeline.idle_all_ranks
     return *(f'{share:.1%}' for share in shares), f'{max(peak(timeline.schedule, costs)):g}'
 
 

@@ -151,7 +151,7 @@ def table(results: dict[str, Result]) -> str:
             's/iteration',
             'bubble',
             'idle GPU time',
-            'simulated',
+            'simulated idle',
             'live per rank',
         )
     ]
@@ -165,9 +165,9 @@ def table(results: dict[str, Result]) -> str:
                 f'{result.losses[-1]:.6f}',
                 'reference' if schedule == 'megatron' else same,
                 f'{statistics.median(result.seconds[1:] or result.seconds):.3f}',
-                f'{timeline.bubble_makespan:.1%}',
+                f'{timeline.bubble:.1%}',
                 f'{timeline.idle_all_ranks:.1%}',
-                f'{simulated.bubble_makespan:.1%}',
+                f'{simulated.idle_all_ranks:.1%}',
                 ' '.join(f'{peak:g}' for peak in result.measurement.peak_activations),
             )
         )
@@ -201,7 +201,7 @@ def main(argv: list[str] | None = None) -> None:
     print(table(results))
     print(f'\n{MEANING} (of the median iteration)')
     print(
-        'simulated: the bubble, from the times of the passes; live: most activations held, in '
+        'simulated idle: by the median times of the passes; live: most activations held, in '
         'microbatches\nThe runs come one after the other and the model is small: differences in '
         's/iteration are noise.\nThat losses agree is the point here, not what a GPU gains.\n'
     )

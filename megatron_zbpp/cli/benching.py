@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_zbpp.mcore.command_line.bench import Bench, Printed
 
 _RUNS, _START = 'runs.json', 'start'
+_ENOUGH = 3  # runs of which the spread tells the noise
 
 
 def add_bench(command: ArgumentParser) -> None:
@@ -239,7 +240,7 @@ def _row(name: str, runs: Sequence[Any], job: Bench, warmup: int) -> dict[str, A
         'name': name,
         'runs': times,
         'seconds': seconds,
-        'spread': (max(times) - min(times)) / seconds if seconds else None,
+        'spread': (max(times) - min(times)) / seconds if seconds and times[1:] else None,
         'tokens_a_second': job.tokens / seconds if seconds and job.tokens else None,
         'idle_all_ranks': fmean(idle) if idle else None,
         'peak_bytes': max(peaks, default=None),
@@ -249,7 +250,7 @@ def _row(name: str, runs: Sequence[Any], job: Bench, warmup: int) -> dict[str, A
 
 
 def _judge(rows: list[dict[str, Any]], job: Bench) -> None:
-    """Add to each row its gain over the first, and whether losses are that one's."""
+    """Add to each row its gain over the first, the noise of that, and whether losses are equal."""
     first = rows[0]
     dropout = any(
         getattr(job.line.args, name, 0) for name in ('hidden_dropout', 'attention_dropout')
@@ -257,9 +258,19 @@ def _judge(rows: list[dict[str, Any]], job: Bench) -> None:
     for row in rows:
         both = row['seconds'] and first['seconds']
         row['gain'] = 1 - row['seconds'] / first['seconds'] if both else None
+        known = both and min(len(row['runs']), len(first['runs'])) >= _ENOUGH
+        row['noise'] = max(row['spread'], first['spread']) if known else None
         equal = row['losses'] == first['losses'] if both else None
         row['losses_equal'] = equal
         row['why'] = 'dropout draws other masks' if equal is False and dropout else None
+
+
+def _gain(row: dict[str, Any]) -> str:
+    """Return a gain for people, with a question mark where noise is unknown or as large."""
+    if row['gain'] is None:
+        return '-'
+    sure = row['noise'] is not None and abs(row['gain']) > row['noise']
+    return f'{row["gain"]:.1%}' + '?' * (not sure)
 
 
 def _draw(rows: Sequence[dict[str, Any]], folder: Path, job: Bench) -> str | None:
@@ -268,7 +279,9 @@ def _draw(rows: Sequence[dict[str, Any]], folder: Path, job: Bench) -> str | Non
     if not runs or find_spec('matplotlib') is None:
         return None
     path, where = folder / 'bench.png', ', CPU' if job.line.on_cpu else ''
-    bars_png(runs, path, f'{Path(job.script).name} on {job.line.world_size} ranks{where}')
+    gains = [f'gain {_gain(row)}' for row in rows if row['runs']]
+    title = f'{Path(job.script).name} on {job.line.world_size} ranks{where}'
+    bars_png(runs, ['', *gains[1:]], path, title)
     return str(path)
 
 
@@ -286,8 +299,8 @@ def _print(rows: list[dict[str, Any]], job: Bench) -> None:
             (
                 row['name'],
                 cell(row['seconds'] and row['seconds'] * 1e3, '{:.1f}'),
-                cell(row['spread'], '{:.1%}'),
-                cell(row['gain'], '{:.1%}'),
+                'unknown' if row['spread'] is None else f'{row["spread"]:.1%}',
+                _gain(row) if row is not rows[0] else '-',
                 cell(row['tokens_a_second'], '{:.0f}'),
                 cell(row['idle_all_ranks'], '{:.1%}'),
                 '-' if row['peak_bytes'] is None else gib(row['peak_bytes']),
@@ -301,20 +314,24 @@ def _print(rows: list[dict[str, Any]], job: Bench) -> None:
     own = ' '.join(job.own) or "Megatron's own schedule"
     print_wrapped(
         f'{rows[0]["name"]}: {own}. Gain: time saved against it; spread: longest less shortest of '
-        'the runs, over their median; idle: share of all GPU time; peak: most that tensors take on '
-        'a GPU; losses: as printed, each step'
+        'the runs, over their median: unknown of one run; ?: the gain may be noise, which is the '
+        f'larger spread of both, and unknown below {_ENOUGH} runs; idle: share of all GPU time; '
+        'peak: most that tensors take on a GPU; losses: as printed, each step'
     )
     for why in dict.fromkeys(filter(None, (row['why'] for row in rows))):
         print_wrapped(f'losses differ: {why}')
     for row in rows:
         if row['error']:
             print_wrapped(f'{row["name"]} failed: {row["error"]}')
-    best = max(rows, key=lambda row: row['gain'] or 0.0)
-    if best is not rows[0]:
+    judged = [row for row in rows[1:] if row['noise'] is not None]
+    best = max(judged, key=lambda row: row['gain'], default=None)
+    if best is None:
+        print(f'no gain is known to be more than noise: take --rounds {_ENOUGH} or more')
+    elif best['gain'] > best['noise']:
         print_wrapped(f'for your script: -m megatron_zbpp.launch before {job.script}, and behind')
         print(f'    --pipeline-schedule {best["name"]}')
     else:
-        print('no schedule is faster than that of the line')
+        print('no schedule is faster than that of the line by more than the noise')
 
 
 def _say(text: str) -> None:

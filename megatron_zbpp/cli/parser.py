@@ -146,7 +146,9 @@ def _complain(text: str) -> int:
     return 2
 
 
-def _note(message: Warning | str, *_: object) -> None:
+def _note(message: Warning | str, _: object, file: str, *__: object) -> None:
+    if '/megatron/' in file and '/megatron_zbpp/' not in file:
+        return  # Megatron's, about packages that it lacks
     print(f'zbpp: note: {printable(str(message))}', file=sys.stderr)
 
 

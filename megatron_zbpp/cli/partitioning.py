@@ -245,7 +245,7 @@ def _print(found: PartitionPlan, devices: Devices, limited: bool) -> None:
         f'makespan {number(timeline.makespan)}, '
         f'{idle_text(timeline.idle_all_ranks, idle_parts(timeline, found.costs)._asdict())}'
     )
-    print(f'window {number(max(timeline.windows))}, bubble {timeline.bubble_window:.2%}')
+    print(f'window {number(max(timeline.windows))}, bubble {timeline.bubble:.2%}')
     print(
         f'{found.objective} {number(found.value)}, lower bound of all partitions '
         f'{number(found.lower_bound)}, gap {found.gap:.2%}'

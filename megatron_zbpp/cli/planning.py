@@ -183,22 +183,22 @@ def _plan_frontier(args: Namespace) -> int:
 
 
 def _draw_frontier(args: Namespace, points: list[tuple[float, Plan]]) -> None:
-    """Draw bubble against memory: of the plans, and of every named schedule that can be had."""
+    """Draw idle share against memory: of the plans, and of every named schedule that exists."""
     from megatron_zbpp.render.frontier import frontier_png
 
     named, plans = {}, {}
     for label, case in named_cases(args):
-        named[label] = max(peak(case.schedule, case.costs)), _bubble(args, case)
+        named[label] = max(peak(case.schedule, case.costs)), _idle(args, case)
     for limit, found in points:
-        place = limit, _bubble(args, Case(found.schedule, found.costs))
+        place = limit, _idle(args, Case(found.schedule, found.costs))
         plans[place] = found.as_good_as or ''
     heading = '\n'.join(filter(None, [args.title, inputs.heading(args)]))
-    frontier_png(plans, named, args.output, heading, f'bubble of the {args.objective}')
+    share = 'bubble' if args.objective == 'window' else 'idle GPU time'
+    frontier_png(plans, named, args.output, heading, share)
 
 
-def _bubble(args: Namespace, case: Case) -> float:
-    timeline = case.timeline
-    return timeline.bubble_window if args.objective == 'window' else timeline.bubble_makespan
+def _idle(args: Namespace, case: Case) -> float:
+    return case.timeline.bubble if args.objective == 'window' else case.timeline.idle_all_ranks
 
 
 def _plan_inputs(args: Namespace) -> tuple[Path | None, list[Candidate], int]:

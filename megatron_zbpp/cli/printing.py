@@ -77,8 +77,10 @@ def facts(case: Case, timeline: Timeline, against: str) -> dict:
         **shape(case.schedule),
         'makespan': timeline.makespan,
         'window': max(timeline.windows),
-        'bubble_rate_makespan': timeline.bubble_makespan,
-        'bubble_rate_window': timeline.bubble_window,
+        'bubble': timeline.bubble if steady is None else steady.bubble,
+        'idle_busiest_rank': timeline.idle_busiest_rank,
+        'bubble_rate_makespan': timeline.idle_busiest_rank,  # earlier names
+        'bubble_rate_window': timeline.bubble,
         'idle_all_ranks': timeline.idle_all_ranks,
         'idle_parts': idle_parts(timeline, case.costs)._asdict(),
         'against': None if rival is None else {'name': name, 'makespan': rival},
@@ -113,7 +115,7 @@ def rows(
     lines = [
         (
             each['name'],
-            *('-', row(each)[2], '-', '-', f'{each["bubble_rate_period"]:.2%}'),
+            *('-', row(each)[2], '-', '-', f'{each["bubble"]:.2%}'),
             number(max(each['peak_activations'])),
             number(each['period']),
         )
@@ -132,7 +134,7 @@ def row(found: dict) -> tuple[str, ...]:
         '-' if found['gain'] is None else f'{found["gain"]:.1%}',
         f'{found["idle_all_ranks"]:.2%}',
         number(found['window']),
-        f'{found["bubble_rate_window"]:.2%}',
+        f'{found["bubble"]:.2%}',
         number(max(found['peak_activations'])),
     )
 
@@ -171,7 +173,8 @@ def print_summary(found: dict, units: Units = UNITS) -> None:
     """Print the facts of one schedule."""
     print(f'makespan {number(found["makespan"])}{"" if "period" in found else gained(found)}')
     print(idle_text(found['idle_all_ranks'], found['idle_parts']))
-    print(f'window {number(found["window"])}, bubble {found["bubble_rate_window"]:.2%}')
+    bubble = '' if 'period' in found else f', bubble {found["bubble"]:.2%}'
+    print(f'window {number(found["window"])}{bubble}')
     print(f'{peak_text(found, units)}\n{MEANING}')
     if 'period' in found:
         print_asynchronous(found)
@@ -205,7 +208,7 @@ def print_asynchronous(found: dict) -> None:
     m, period = found['microbatches_a_call'], number(found['period'])
     print_wrapped(
         f'asynchronous: period {period} of a call of {m} microbatches, bubble of it '
-        f'{found["bubble_rate_period"]:.2%}{gained(found)}'
+        f'{found["bubble"]:.2%}{gained(found)}'
     )
     copies = ' '.join(map(str, found['weight_copies']))
     delays = ' '.join(number(each['mean'], 3) for each in found['delays'])

@@ -52,6 +52,8 @@ PLAN_FIELDS = (
     'passes',
     'makespan',
     'window',
+    'bubble',
+    'idle_busiest_rank',
     'bubble_rate_makespan',
     'bubble_rate_window',
     'idle_all_ranks',

@@ -10,7 +10,7 @@ from megatron_zbpp.ir import Pass, Schedule
 from megatron_zbpp.ir.compiled import compiled
 
 # What stands under every table and picture that shows the two.
-MEANING = 'idle: share of all GPU time; bubble: idle share of the busiest rank'
+MEANING = 'idle: share of all GPU time; bubble: share of the window the busiest rank idles'
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,16 @@ class Timeline:
         return max(map(self.busy, range(len(self.spans))))
 
     @property
-    def bubble_makespan(self) -> float:
+    def bubble(self) -> float:
+        """(W - m*S) / W of the longest window W: "bubble rate" (arXiv 2401.10241, section 5)."""
+        return idle(max(self.windows), self._work)
+
+    @property
+    def idle_busiest_rank(self) -> float:
         """Share of the makespan in which even the busiest rank idles."""
         return idle(self.makespan, self._work)
 
-    @property
-    def bubble_window(self) -> float:
-        """(W - m*S) / W of the longest window W: "bubble rate" (arXiv 2401.10241, section 5)."""
-        return idle(max(self.windows), self._work)
+    bubble_window, bubble_makespan = bubble, idle_busiest_rank  # their earlier names
 
     @property
     def idle_all_ranks(self) -> float:

@@ -26,7 +26,7 @@ from megatron_zbpp.techniques.slices.balance import TILE, Attention, balanced, i
 from megatron_zbpp.techniques.slices.place import in_slices
 from megatron_zbpp.techniques.slices.sizes import ToFind, sizes_of
 
-_HARDLY = 0.01  # of the makespan is bubble: more slices cannot gain more
+_HARDLY = 0.01  # of the makespan the busiest rank idles: more slices cannot gain more
 
 _Sizes = tuple[int, ...]
 _Run = Callable[[_Sizes], Timeline]
@@ -110,7 +110,7 @@ def _as_many_as_pay(cut: Callable[[int], _Sizes], run: _Run, length: int, asked:
     for sizes in doubled(cut, length, asked.least, passes):
         timeline = run(sizes)
         found.append(Count(sizes, '', timeline.makespan))
-        if timeline.bubble_makespan <= _HARDLY:
+        if timeline.idle_busiest_rank <= _HARDLY:
             break
     return fewest(found).sizes
 

@@ -39,7 +39,7 @@ class Row(NamedTuple):
         latency: of a message between two ranks, beside what the devices' links take.
         makespan, window: simulated.
         gain: time saved against 1F1B on the even partition at that latency.
-        bubble: share of the makespan in which even the busiest rank idles.
+        bubble: share of the longest window in which even the busiest rank idles.
         peak: most activations of a rank, in the unit of the layers.
         memory: most of a rank, parameters included.
         fits: whether each rank stays within its memory.
@@ -249,7 +249,7 @@ def _row(
         timeline.makespan,
         max(timeline.windows),
         1 - timeline.makespan / rival if rival else 0.0,
-        timeline.bubble_makespan,
+        timeline.bubble,
         max(found.peaks),
         max(map(sum, zip(found.peaks, taken, strict=True))),
         min(found.room) >= 0,

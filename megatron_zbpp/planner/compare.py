@@ -25,7 +25,7 @@ class Row(NamedTuple):
         makespan: time of an iteration, in the unit of the costs.
         gain: share of the rival's time that it saves; negative where it takes more.
         idle: share of all GPU time that is lost.
-        bubble: idle share of the busiest rank.
+        bubble: idle share of the busiest rank in the longest window.
         peak: most activations of a rank, in microbatches of a full rank.
     """
 
@@ -48,7 +48,7 @@ class Rows(list[Row]):
 
         >>> print(compare(4, 8, ['zb-v']).to('csv'))
         name,makespan,gain,idle,bubble,peak
-        zb-v,25.5,22.7%,5.88%,5.88%,4
+        zb-v,25.5,22.7%,5.88%,0.00%,4
         """
         if table not in FORMATS:
             raise ValueError(f'no table as {table!r}: give {", ".join(FORMATS)}')
@@ -134,6 +134,6 @@ def _row(name: str, p: int, m: int, costs: Costs | None, against: str) -> Row:
         timeline.makespan,
         1 - timeline.makespan / rival,
         timeline.idle_all_ranks,
-        timeline.bubble_makespan,
+        timeline.bubble,
         max(peak(schedule, own)),
     )

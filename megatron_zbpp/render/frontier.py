@@ -1,4 +1,4 @@
-"""The picture of what memory buys: bubble against memory, of plans and of named schedules."""
+"""The picture of what memory buys: idle share against memory, of plans and named schedules."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.render.colours import HUES
-from megatron_zbpp.render.png import new_figure
+from megatron_zbpp.render.png import fitted, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.transforms import Bbox
 
-Place = tuple[float, float]  # memory in activations of one microbatch on a full rank, bubble
+Place = tuple[float, float]  # memory in activations of one microbatch on a full rank, idle share
 
 _HUES = list(HUES.values())
 _NEAR = 7  # points from a mark to its label, where there is room
@@ -36,17 +36,17 @@ def frontier_png(
     named: Mapping[str, Place],
     path: str | Path,
     title: str,
-    bubble: str,
+    share: str,
 ) -> None:
     """Draw a line of plans, and a mark for each named schedule, each with its label.
 
     Args:
-        planned: (memory limit, bubble) of each plan, with the name of a schedule that is as good;
-            empty where it beats all.
-        named: (most memory, bubble) by name; names at one place share it.
+        planned: (memory limit, idle share) of each plan, with the name of a schedule that is as
+            good; empty where it beats all.
+        named: (most memory, idle share) by name; names at one place share it.
         path: where to write, as PNG or SVG by its suffix.
         title: heads the picture.
-        bubble: what the bubble is a share of.
+        share: the figure that is drawn, "bubble" or "idle GPU time".
 
     Raises:
         ImportError: matplotlib is not installed; the message tells how.
@@ -61,9 +61,9 @@ def frontier_png(
         *zip(*places, strict=True), color=_HUES[0], marker='s', label='named schedules', zorder=2
     )
     axes.set_xlabel('peak activations per rank (microbatches of a full rank)')
-    axes.set_ylabel(bubble)
+    axes.set_ylabel(share)
     axes.yaxis.set_major_formatter(lambda share, _: f'{share:.0%}')
-    axes.set_title(title)
+    axes.set_title('\n'.join(fitted(line, 10.0, 12) for line in title.splitlines()))
     axes.margins(x=0.12, y=0.08)
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     axes.grid(alpha=0.3)

@@ -18,8 +18,9 @@ from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.graph import HOST
 from megatron_zbpp.ir.timeline import MEANING, Timeline
 from megatron_zbpp.render.colours import IDLE, STRIPES, colour, ink, kinds, legend
-from megatron_zbpp.render.scene import Bar, bars, figures, first_rows, lanes, number
+from megatron_zbpp.render.scene import Bar, amount, bars, figures, first_rows, lanes, number
 from megatron_zbpp.render.svg import BAR, BAR_AND_MEMORY, FLOOR, TOP, shapes
+from megatron_zbpp.techniques.updates.steady_state import steady_state
 
 _GUTTER = 64  # as in page.html
 _ROWS = ((16, 50), (32, 36), (64, 24))  # up to so many ranks, a row has so many pixels
@@ -201,7 +202,7 @@ def _panel(index: int, name: str, timeline: Timeline, costs: Costs | None, horiz
     if costs:
         texts += [
             f'<text class="quiet peak" y="{(place + FLOOR) * row - 2:.5g}">'
-            f'max {number(most)}</text>'
+            f'max {amount(most)}</text>'
             for place, most in zip(
                 first_rows(timeline), peak(timeline.schedule, costs), strict=True
             )
@@ -233,15 +234,20 @@ def _summary(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> s
     rival = rival if rival and rival.makespan else None
     hosted = {name: _on_host(timelines[name].schedule, costs[name]) for name in known}
     for index, (name, line) in enumerate(timelines.items()):
+        steady = steady_state(line)
+        taken, bubble = line.makespan, line.bubble
+        if steady is not None:
+            taken, bubble = steady.period, steady.bubble
+        drained = number(taken), number(max(line.windows)), f'{line.idle_all_ranks:.2%}'
+        makespan, window, idle = drained if steady is None else '---'
         cells = [
-            number(line.makespan),
-            *([f'{1 - line.makespan / rival.makespan:.1%}'] if rival else []),
-            number(max(line.windows)),
-            f'{line.bubble_makespan:.2%}',
-            f'{line.bubble_window:.2%}',
-            f'{line.idle_all_ranks:.2%}',
-            number(max(peak(line.schedule, costs[name]))) if name in costs else 'unknown',
-            *([number(hosted.get(name, 0.0))] if any(hosted.values()) else []),
+            makespan,
+            *([f'{1 - taken / rival.makespan:.1%}'] if rival else []),
+            window,
+            f'{bubble:.2%}',
+            idle,
+            amount(max(peak(line.schedule, costs[name]))) if name in costs else 'unknown',
+            *([amount(hosted.get(name, 0.0))] if any(hosted.values()) else []),
         ]
         link = f'<a href="#panel-{index}">{escape(name)}</a>'
         rows.append(f'<tr><td>{link}</td>{"".join(f"<td>{c}</td>" for c in cells)}</tr>')
@@ -249,8 +255,7 @@ def _summary(timelines: Mapping[str, Timeline], costs: Mapping[str, Costs]) -> s
         'makespan',
         *([f'gain over {RIVAL}'] if rival else []),
         'longest window',
-        'bubble of makespan',
-        'bubble of window',
+        'bubble',
         'idle GPU time',
         'peak activations',
         *(['most on the host'] if any(hosted.values()) else []),

@@ -204,7 +204,7 @@ function showBest(found, without, speeds) {
   const fitted = named(each => each.fitted), copies = named(each => each.copies > 1);
   if (fitted) notes.push(`Orders made for F = B = W and no message time, which zbpp plan and zbpp compare fit to yours: ${fitted}.`);
   if (copies) notes.push(`Two copies of the weights on the ranks together: ${copies}.`);
-  notes.push('Idle: share of all GPU time. Gain: time saved against 1f1b.' + (inGiB() ? '' : ' Memory: activations of one microbatch on a full rank.'));
+  notes.push(`Gain: time saved against ${RIVAL}; ${page.meaning}.` + (inGiB() ? '' : ' Memory: activations of one microbatch on a full rank.'));
   byId('notes').textContent = notes.join(' ');
 }
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from megatron_zbpp.ir import BW, B, F, Schedule, W
 from megatron_zbpp.ir.formats import MANY
+from megatron_zbpp.ir.timeline import MEANING
 from megatron_zbpp.render.colours import HUES, STRIPES, between, colour, ink
 from megatron_zbpp.render.html import embedded, filled
 from megatron_zbpp.schedules import Family, build, own_families
@@ -83,6 +84,7 @@ def planner_page(
         'stripes': STRIPES,
         'meanings': _meanings(),
         'many': MANY,
+        'meaning': MEANING,
         'version': __version__,
     }
     return filled(

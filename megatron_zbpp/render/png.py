@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from megatron_zbpp.ir import Schedule
 from megatron_zbpp.ir.timeline import MEANING, Timeline
 from megatron_zbpp.render.colours import HUES, IDLE, STRIPES, colour, ink, legend, stripes
 from megatron_zbpp.render.scene import figures, lanes, steps
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 _BAR = 0.86  # height of a pass; a rank's row is 1
 _DIGIT = 0.075  # inches that a digit of a label takes
+_LETTER = 0.62  # of its size, which a letter of a text takes
+_HIGHEST = 100.0  # inches that timelines take; rows of more are narrower
 _MOST_LABELS = 4000  # more would take matplotlib minutes and nobody can read them
 
 
@@ -51,22 +55,23 @@ def timeline_png(
         ImportError: matplotlib is not installed; the message tells how.
     """
     heights = [0.9 + 0.3 * len(lanes(line)) for line in timelines.values()]
-    figure = new_figure(width, min(sum(heights) + 1.0, 100.0))
+    figure = new_figure(width, min(sum(heights) + 0.5, _HIGHEST))
     rows = figure.subplots(
         len(heights), 1, sharex=True, squeeze=False, gridspec_kw={'height_ratios': heights}
     )
     longest = max(line.makespan for line in timelines.values()) or 1.0
     for axes, (name, timeline) in zip(rows[:, 0], timelines.items(), strict=True):
-        _draw(axes, timeline, digit=_DIGIT * longest / width)
-        axes.set_title(f'{name}   {figures(timeline)}', loc='left', fontsize=11)
+        room = min(1.0, _HIGHEST / sum(heights))  # of the height that rows have in small pictures
+        _draw(axes, timeline, _DIGIT * longest / (width - 1.0), room)
+        said = fitted(f'{name}   {figures(timeline)}', width, 11)
+        axes.set_title(said, loc='left', fontsize=11, parse_math=False)
         axes.set_xlim(0, longest)
         if baseline is not None:
             _mark_saving(axes, timeline.makespan, timelines[baseline].makespan)
     rows[-1, 0].set_xlabel(f'time ({unit})' if unit else 'time')
     figure.supxlabel(MEANING, fontsize=9, color='#555555')
-    _legend(figure, [line.schedule for line in timelines.values()], heading)
-    if title:
-        figure.suptitle(title, fontsize=14)
+    entries = legend(line.schedule for line in timelines.values())
+    _head(figure, entries, (title, 14), (heading, 11))
     to = 'pdf' if Path(path).suffix.lower() == '.pdf' else 'png'
     figure.savefig(path, dpi=130, format=to)
 
@@ -106,10 +111,23 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure((width, height), layout='constrained')
 
 
-def _draw(axes: Axes, timeline: Timeline, digit: float) -> None:
-    """Put the passes of `timeline` on `axes`; `digit` is the time as wide as a digit."""
+def fitted(text: str, width: float, size: float) -> str:
+    """Return `text` in as many lines as it takes at `size` points in `width` inches."""
+    return textwrap.fill(text, int(72 * (width - 1.0) / (_LETTER * size)))
+
+
+def _draw(axes: Axes, timeline: Timeline, digit: float, room: float) -> None:
+    """Put the passes of `timeline` on `axes`.
+
+    Args:
+        axes: to draw on.
+        timeline: what is drawn.
+        digit: time that is as wide as a digit.
+        room: share of a usual row's height that a row has.
+    """
     rows = lanes(timeline)
-    labels = sum(len(row.bars) for row in rows) <= _MOST_LABELS
+    labels = room > 0.6 and sum(len(row.bars) for row in rows) <= _MOST_LABELS
+    every = ceil(0.6 / room)
     for place, row in enumerate(rows):
         foot = place - _BAR / 2
         axes.broken_barh([(0, timeline.makespan)], (foot, _BAR), facecolors=IDLE, zorder=0)
@@ -132,7 +150,8 @@ def _draw(axes: Axes, timeline: Timeline, digit: float) -> None:
         if feet:
             axes.hlines(*zip(*feet, strict=True), lw=0.6, alpha=0.6)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_yticks(range(len(rows)), [row.label.removeprefix('rank ') for row in rows])
+    names = [row.label.removeprefix('rank ') for row in rows]
+    axes.set_yticks(range(0, len(rows), every), names[::every])
     axes.set_ylabel('rank')
     axes.spines[['top', 'right', 'left']].set_visible(False)
 
@@ -151,20 +170,33 @@ def _mark_saving(axes: Axes, makespan: float, baseline: float) -> None:
     )  # fmt: skip
 
 
-def _legend(figure: Figure, schedules: Sequence[Schedule], heading: str) -> None:
+def _head(figure: Figure, entries: Iterable[tuple[str, str]], *lines: tuple[str, int]) -> None:
+    """Make the figure higher by `lines`, (text, points), and by the legend below them."""
     from matplotlib.patches import Patch
 
-    handles = [
-        Patch(facecolor=fill, label=f'{text}{_feet_in_words(text)}')
-        for text, fill in legend(schedules)
-    ]
-    figure.legend(
-        handles=handles, loc='outside upper center', ncols=5, frameon=False, fontsize=9,
-        title=heading, title_fontsize=11,
-    )  # fmt: skip
+    handles = [Patch(facecolor=fill, label=f'{text}{_feet(text)}') for text, fill in entries]
+    how: dict[str, Any] = {'loc': 'upper center', 'frameon': False, 'fontsize': 9}
+    for columns in range(5, 0, -1):
+        box = figure.legend(handles=handles, ncols=columns, **how)
+        box.set_in_layout(False)
+        size = box.get_window_extent()
+        if columns == 1 or size.width <= figure.bbox.width:
+            break
+        box.remove()
+    texts = [(fitted(text, figure.get_figwidth(), of), of) for text, of in lines if text]
+    depths = [0.1, *(1.45 * of * (text.count('\n') + 1) / 72 for text, of in texts)]
+    head = sum(depths) + size.height / figure.dpi
+    whole = figure.get_figheight() + head
+    figure.set_figheight(whole)
+    tops = [1 - depth / whole for depth in accumulate(depths)]
+    for y, (text, of) in zip(tops, texts, strict=False):
+        place: dict[str, Any] = {'ha': 'center', 'va': 'top', 'in_layout': False}
+        figure.text(0.5, y, text, fontsize=of, parse_math=False, **place)
+    box.set_bbox_to_anchor((0, 0, 1, tops[-1] + 0.1 / whole), figure.transFigure)
+    cast('Any', figure.get_layout_engine()).set(rect=(0, 0, 1, 1 - head / whole))
 
 
-def _feet_in_words(text: str) -> str:
+def _feet(text: str) -> str:
     """Return how many stripes bars have of the kind that an entry of the legend begins with."""
     count = STRIPES.get(text.split()[0].strip(':'), 0)
     return f' ({count} stripe{"s" if count > 1 else ""})' if count else ''

@@ -11,6 +11,7 @@ from megatron_zbpp.analysis.memory import highest, live
 from megatron_zbpp.ir import F, Graph, Pass, Schedule
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
+from megatron_zbpp.ir.formats import MANY
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.render.colours import by_version, colour
 from megatron_zbpp.techniques.updates.graph import UPDATE
@@ -151,7 +152,7 @@ def figures(timeline: Timeline) -> str:
         )
     return (
         f'makespan {number(timeline.makespan)}, idle GPU time {timeline.idle_all_ranks:.1%}, '
-        f'bubble {timeline.bubble_makespan:.1%}'
+        f'bubble {timeline.bubble:.1%}'
     )
 
 
@@ -163,6 +164,11 @@ def ticks(span: float, most: int) -> list[float]:
     power = 10.0 ** floor(log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
     return [i * step for i in range(int(span / step * (1 + 1e-9)) + 1)]
+
+
+def amount(value: float) -> str:
+    """Return an amount of memory for people: in GiB where it is of bytes."""
+    return f'{number(value / 2**30, 3)} GiB' if value >= MANY else number(value)
 
 
 def number(value: float, digits: int = 5) -> str:

@@ -157,8 +157,9 @@ function figuresOf({schedule, starts, ends}) {
   const ran = ends.map((own, rank) => rank).filter(rank => ends[rank].length);
   const makespan = Math.max(...ran.map(rank => ends[rank].at(-1))) - Math.min(...ran.map(rank => starts[rank][0]));
   const busy = ends.map((own, rank) => total(own.map((end, at) => end - starts[rank][at])));
-  const most = Math.max(...busy), share = idle => makespan ? idle / makespan : 0;
-  return {makespan, busy, most, bubble: share(makespan - most), idle: share(makespan - total(busy) / schedule.ranks)};
+  const most = Math.max(...busy), share = (work, span) => span ? (span - work) / span : 0;
+  const window = Math.max(...ran.map(rank => ends[rank].at(-1) - starts[rank][0]));
+  return {makespan, busy, most, bubble: share(most, window), idle: share(total(busy) / schedule.ranks, makespan)};
 }
 
 // Parts of the idle GPU time, as `analysis.gain.idle_parts`.

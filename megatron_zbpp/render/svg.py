@@ -5,6 +5,7 @@ All bars of one colour are one path, so that a picture of 100,000 passes still o
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from html import escape
@@ -13,13 +14,22 @@ from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.timeline import MEANING, Timeline
 from megatron_zbpp.render.colours import IDLE, colour, ink, legend, stripes
-from megatron_zbpp.render.scene import figures, first_rows, held, lanes, number, steps, ticks
+from megatron_zbpp.render.scene import (
+    amount,
+    figures,
+    first_rows,
+    held,
+    lanes,
+    number,
+    steps,
+    ticks,
+)
 from megatron_zbpp.techniques.updates.graph import UPDATE
 
 # Within a rank's row of height 1: where its bars start, how high they are, where memory ends.
 TOP, BAR, BAR_AND_MEMORY, FLOOR = 0.06, 0.88, 0.5, 0.97
 
-_GUTTER, _MARGIN, _ROW, _MEMORY_ROW, _LETTER, _LINE = 64, 70, 26, 46, 7, 20
+_GUTTER, _MARGIN, _ROW, _MEMORY_ROW, _LETTER, _LINE = 64, 90, 26, 46, 7, 20
 _STYLE = (
     'text{font:12px system-ui,"DejaVu Sans",sans-serif;fill:#1c2330}.soft{fill:#5d6879}'
     '.name{font-size:15px;font-weight:600}.label{font-size:11px;text-anchor:middle}'
@@ -51,12 +61,11 @@ def svg(
     horizon = max(line.makespan for line in timelines.values()) or 1.0
     entries, more = _legend(timelines, width)
     parts, y = [entries], 52 + more
-    if title:
-        parts.append(f'<text class="name" x="{_GUTTER}" y="{y}">{escape(title)}</text>')
-        y += 28
-    if heading:
-        parts.append(f'<text class="soft" x="{_GUTTER}" y="{y}">{escape(heading)}</text>')
-        y += 28
+    for style, letter, text in (('name', 10, title), ('soft', _LETTER, heading)):
+        for line in textwrap.wrap(text, (width - _GUTTER) // letter):
+            parts.append(f'<text class="{style}" x="{_GUTTER}" y="{y}">{escape(line)}</text>')
+            y += _LINE
+        y += 8 * bool(text)
     for name, timeline in timelines.items():
         cost = (costs or {}).get(name)
         row = _MEMORY_ROW if cost else _ROW
@@ -109,7 +118,8 @@ def _stripes(d: str, shade: str) -> str:
 
 
 def _steps(d: str) -> str:
-    return f'<path fill="none" stroke="{colour(UPDATE)}" stroke-width="3" d="{d}"/>' if d else ''
+    line = f'fill="none" stroke="{colour(UPDATE)}" vector-effect="non-scaling-stroke"'
+    return f'<path {line} stroke-width="3" d="{d}"/>' if d else ''
 
 
 def _curves(timeline: Timeline, costs: Costs) -> Iterator[str]:
@@ -151,7 +161,7 @@ def _peaks(timeline: Timeline, costs: Costs, width: int, row: int) -> Iterator[s
     most_of_ranks = peak(timeline.schedule, costs)
     for place, most in zip(first_rows(timeline), most_of_ranks, strict=True):
         x, y = width - _MARGIN + 8, (place + FLOOR) * row - 3
-        yield f'<text class="soft" x="{x}" y="{y:.5g}">max {number(most)}</text>'
+        yield f'<text class="soft" x="{x}" y="{y:.5g}">max {amount(most)}</text>'
 
 
 def _axis(horizon: float, width: int, y: int, unit: str) -> str:
@@ -160,8 +170,8 @@ def _axis(horizon: float, width: int, y: int, unit: str) -> str:
         f'<text class="soft label" x="{_GUTTER + t * scale:.6g}" y="{y + 16}">{number(t)}</text>'
         for t in ticks(horizon, width // 90)
     ]
-    x = width - _MARGIN + 8
-    return ''.join(texts) + f'<text class="soft" x="{x}" y="{y + 16}">{escape(unit)}</text>'
+    x = width - 8
+    return ''.join(texts) + f'<text class="soft right" x="{x}" y="{y + 16}">{escape(unit)}</text>'
 
 
 def _legend(timelines: Mapping[str, Timeline], width: int) -> tuple[str, int]:

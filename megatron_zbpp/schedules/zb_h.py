@@ -34,7 +34,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     - Peak memory: p activations on every rank, of which rank s holds s for W only: what B gives
       back of those is gone.
     - When: instead of 1F1B, always: same memory on the worst rank, same communication. `zb-v` has
-      half its makespan bubble where F=B=W, for twice the communication.
+      half its idle GPU time where F=B=W, for twice the communication.
     """
     return _handcrafted('zb-h1', num_ranks, num_microbatches, laps=1)
 

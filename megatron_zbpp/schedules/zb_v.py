@@ -31,9 +31,9 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
         rank 0   0F0  0F1  0F2  3F0  3B0  3W0  3F1  3B1  3W1  0F3  0B0  0W0  3F2…
         rank 1   1F0  2F0  1F1  2F1  2B0  2W0  1F2  1B0  1W0  2F2  2B1  2W1  1F3…
 
-    - Bubble where F=B=W: 0 within each rank's window for m >= 2p-1, (p-1)/2 of the makespan, since
-      rank p-1 starts as much later. For p <= m < 2p-1 the window has (2p-1-m)/2 and the makespan
-      still (p-1)/2; for m < p both grow to that of the lone microbatch, 2p-5/2 at m = 1.
+    - Bubble where F=B=W: 0 within each rank's window for m >= 2p-1; the makespan is (p-1)/2
+      longer, since rank p-1 starts as much later. For p <= m < 2p-1 the window has (2p-1-m)/2 and
+      the makespan still (p-1)/2; for m < p both grow to the lone microbatch's, 2p-5/2 at m = 1.
     - Peak memory: p activations on every rank, never more; at most m.
     - When: the first choice at the memory of 1F1B. It sends twice the messages (none at the fold on
       rank p-1), and F, B and W that differ bring some bubble back (p=8, m=24, 1/1.2/0.8: 5.5 % of

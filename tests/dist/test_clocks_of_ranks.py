@@ -32,6 +32,6 @@ def test_one_clock(ranks, name, p):
             [end - start for start, end in true], abs=1e-6
         )
         assert found[0][0] - AHEAD[0] == pytest.approx(true[0][0], abs=EXACT)
-        assert figures.bubble == pytest.approx(timeline.bubble_window, abs=1e-6)
+        assert figures.bubble == pytest.approx(timeline.bubble, abs=1e-6)
         assert 0 < figures.bubble < 1
         assert figures.live == max(measurement.peak_activations)

@@ -15,6 +15,8 @@ import pytest
 from commands import run
 from nvidia import CHECKOUT, needs_training
 
+from megatron_zbpp.ir.timeline import MEANING
+
 SIZES = [
     *('--num-layers', '22', '--hidden-size', '64', '--num-attention-heads', '4'),
     *('--seq-length', '64', '--micro-batch-size', '2', '--pipeline-model-parallel-size', '8'),
@@ -71,7 +73,7 @@ def test_command():
     assert lines[0] == 'schedule: zb-v', 'what was asked for comes first'
     assert '(F = B = W = 1 on a mean rank, by layers, simulated)' in lines[2]
     assert ', idle GPU time 6.1%; window ' in lines[2] and '% less time than 1f1b' in lines[2]
-    assert lines[3] == 'idle: share of all GPU time; bubble: idle share of the busiest rank'
+    assert lines[3] == MEANING
     assert 'parallel_state.initialize_model_parallel' not in done.stdout
     told = run([zbpp, 'doctor', '--verbose', '--', *words]).stdout
     assert '  megatron.core.parallel_state.initialize_model_parallel\n' in told
@@ -199,7 +201,7 @@ def test_plan(ranks):
     (iteration,) = line['iterations']
     assert iteration['microbatches'] == 24
     # of layers as they are; equal stages have the 4.6 % of docs/choosing.md
-    assert round(iteration['bubble_makespan'], 3) == 0.061 and iteration['window'] > 72
+    assert round(iteration['idle_busiest_rank'], 3) == 0.061 and iteration['window'] > 72
     assert 'megatron.training is not here' in line['notes'][0]
 
 

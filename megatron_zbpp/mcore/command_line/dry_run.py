@@ -60,9 +60,9 @@ class Simulated:
     Attributes:
         microbatches: of the iteration.
         makespan: first start to last end.
-        bubble_makespan: share of it in which even the busiest rank idles.
+        idle_busiest_rank: share of it in which even the busiest rank idles.
         window: the longest of a rank.
-        bubble_window: the same of it.
+        bubble: the same share of that.
         idle_all_ranks: share of all ranks' time that no pass takes.
         rival: makespan of 1F1B for the same model; None: it has none.
         peaks: most activations of each rank, in those of one microbatch on a full rank.
@@ -72,9 +72,9 @@ class Simulated:
 
     microbatches: int
     makespan: float
-    bubble_makespan: float
+    idle_busiest_rank: float
     window: float
-    bubble_window: float
+    bubble: float
     idle_all_ranks: float
     rival: float | None
     peaks: tuple[float, ...]
@@ -111,7 +111,12 @@ class DryRun:
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
         refused = [{**asdict(r), 'value': str(r.value)} for r in self.refused]
-        return {**asdict(self), 'refused': refused}
+        iterations = [
+            # with earlier names of two figures
+            {**asdict(i), 'bubble_window': i.bubble, 'bubble_makespan': i.idle_busiest_rank}
+            for i in self.iterations
+        ]
+        return {**asdict(self), 'refused': refused, 'iterations': iterations}
 
     def lines(self) -> list[str]:
         """Return it for people."""
@@ -127,7 +132,7 @@ class DryRun:
             found.append(
                 f'{each.microbatches} microbatches ({times}, simulated): makespan '
                 f'{each.makespan:g}{gained}, idle GPU time {each.idle_all_ranks:.1%}; window '
-                f'{each.window:g}, bubble {each.bubble_window:.1%}; peak activations '
+                f'{each.window:g}, bubble {each.bubble:.1%}; peak activations '
                 f'{max(each.peaks):g}'
             )
         found += [MEANING] if self.iterations else []
@@ -359,9 +364,9 @@ def _simulated(
     return Simulated(
         num_microbatches,
         timeline.makespan,
-        timeline.bubble_makespan,
+        timeline.idle_busiest_rank,
         max(timeline.windows),
-        timeline.bubble_window,
+        timeline.bubble,
         timeline.idle_all_ranks,
         makespan_of(RIVAL, schedule, rival_costs(schedule, costs)),
         peak(schedule, costs),

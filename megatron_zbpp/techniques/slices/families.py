@@ -102,7 +102,7 @@ def seq_zb_v(num_ranks: int, num_microbatches: int, num_slices: int = SLICES) ->
         rank 0   0F0    0F0.1  0F1    3F0    0F1.1  3F0.1  3B0.1  3W0.1  3F1…
         rank 1   1F0    2F0    1F0.1  2F0.1  1F1    2F1    2B0.1  2W0.1  1F1.1…
 
-    - Bubble where F=B=W: 0 within each rank's window for mn >= 2p-2+n, (p-1)/(2n) of the makespan.
+    - Bubble where F=B=W: 0 within each rank's window for mn >= 2p-2+n; makespan (p-1)/(2n) longer.
     - Peak memory: (p+n-1)/n activations on every rank, beside keys and values.
     - When: long sequences with fewer than 2p microbatches, where `zb-v` has a bubble.
     """

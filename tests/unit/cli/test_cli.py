@@ -125,8 +125,8 @@ def test_simulate_gives_the_simulators_numbers(zbpp) -> None:
     timeline = simulate(schedule, costs)
     assert found['makespan'] == timeline.makespan
     assert found['window'] == max(timeline.windows)
-    assert found['bubble_rate_makespan'] == timeline.bubble_makespan
-    assert found['bubble_rate_window'] == timeline.bubble_window
+    assert found['idle_busiest_rank'] == found['bubble_rate_makespan'] == timeline.bubble_makespan
+    assert found['bubble'] == found['bubble_rate_window'] == timeline.bubble_window
     assert found['peak_activations'] == list(peak(schedule, costs))
     assert found['critical_path'][0]['ran'] == '0F0'
     assert found['critical_path'][-1]['end'] == timeline.makespan

@@ -25,20 +25,20 @@ def test_every_command_draws_every_format_under_a_title(command, tmp_path, monke
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     line = 'profile --model gpt --num-layers 4 --hidden 64 --heads 2 --vocab 128 --seq 32'
     assert main([*line.split(), '--tflops', '1', '-o', 'layers.json']) == 0
-    heads, headed = [], Figure.suptitle
+    heads, written_on = [], Figure.text
 
-    def suptitle(self, text, **how):
-        heads.append(text)
-        return headed(self, text, **how)
+    def text(self, x, y, said, *rest, **how):
+        heads.append(said)
+        return written_on(self, x, y, said, *rest, **how)
 
-    monkeypatch.setattr(Figure, 'suptitle', suptitle)
+    monkeypatch.setattr(Figure, 'text', text)
     for name, begins in BEGINS.items():
         assert main([*COMMANDS[command].split(), '-o', name, '--title', 'Ours & theirs']) == 0
         written = (tmp_path / name).read_bytes()
         assert written.startswith(begins)
         if name < 'c':
             assert b'Ours &amp; theirs' in written
-    assert heads == ['Ours & theirs'] * 2
+    assert heads.count('Ours & theirs') == 2
     where = ['-o', 'plan.json'] if command != 'compare' else []
     assert main([*COMMANDS[command].split(), *where, '--title', 'Ours']) == 2
     assert "--title 'Ours' heads a picture" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -69,19 +70,26 @@ def test_what_a_log_tells():
 
 
 JOB = """
-case "$*" in *zb-v*) {ours} ;; esac
+ms=$(({ms})); case "$*" in *zb-v*) {ours} ;; esac
 echo " iteration 1/ 2 | elapsed time per iteration (ms): 20.0 | lm loss: 5.1E+00 |"
-echo " iteration 2/ 2 | elapsed time per iteration (ms): 10.0 | lm loss: {loss}E+00 |"
+echo " iteration 2/ 2 | elapsed time per iteration (ms): $ms.0 | lm loss: {loss}E+00 |"
 echo ran >> ran
 """
 
 
-def bench(folder: Path, capsys, **job: str) -> tuple[int, dict]:
-    """Exit code and JSON of a bench of a shell script that logs as Megatron does."""
-    (folder / 'job.sh').write_text(JOB.format(**{'ours': 'true', 'loss': '5.0', **job}))
-    words = ['--rounds', '2', '--iterations', '2', '--schedules', 'zb-v', '--json', '--']
-    code = main(['bench', *words, 'sh', 'job.sh', 'megatron_zbpp.launch', 'job.py'])
-    return code, json.loads(capsys.readouterr().out)
+def printed(folder: Path, capsys, *words: str, rounds: int = 2, **job: str) -> tuple[int, str]:
+    """Exit code and output of a bench of a shell script that logs as Megatron does."""
+    usual = {'ours': 'true', 'loss': '5.0', 'ms': '10'}
+    (folder / 'job.sh').write_text(JOB.format(**{**usual, **job}))
+    of = ['--rounds', str(rounds), '--iterations', '2', '--schedules', 'zb-v', *words, '--']
+    code = main(['bench', *of, 'sh', 'job.sh', 'megatron_zbpp.launch', 'job.py'])
+    return code, capsys.readouterr().out
+
+
+def bench(folder: Path, capsys, rounds: int = 2, **job: str) -> tuple[int, dict]:
+    """Exit code and JSON of it."""
+    code, out = printed(folder, capsys, '--json', rounds=rounds, **job)
+    return code, json.loads(out)
 
 
 @pytest.fixture
@@ -117,6 +125,34 @@ def test_a_run_that_fails_is_told(folder, capsys):
     assert ours['error'] == 'ValueError: no such layer' and ours['seconds'] is None
 
 
+WAVES = '10 + $(cat ran | wc -l) % 3'  # runs of a schedule take 10, 11 or 12 ms
+
+
+def test_the_spread_of_one_run_is_unknown(folder, capsys):
+    """And with it whether a gain is more than noise; more rounds go on in the same folder."""
+    _, out = printed(folder, capsys, rounds=1, ours='ms=7')
+    assert re.search(r'^zb-v +7.0 +unknown +30.0%\? ', out, re.M), out
+    assert 'no gain is known to be more than noise: take --rounds 3 or more' in out
+    assert '--pipeline-schedule' not in out
+    _, found = bench(folder, capsys, rounds=1, ours='ms=7')
+    assert [(row['spread'], row['noise']) for row in found['schedules']] == [(None, None)] * 2
+    _, out = printed(folder, capsys, rounds=3, ours='ms=7')
+    assert re.search(r'^zb-v +7.0 +0.0% +30.0% ', out, re.M), out
+    assert out.partition('for your script')[2].split('--pipeline-schedule ')[1].startswith('zb-v\n')
+
+
+@pytest.mark.parametrize(('ours', 'sure'), [('ms=$((ms - 1))', False), ('ms=7', True)])
+def test_a_gain_below_the_noise_is_none(folder, capsys, ours, sure):
+    _, out = printed(folder, capsys, rounds=3, ours=ours, ms=WAVES)
+    _, found = bench(folder, capsys, rounds=3, ours=ours, ms=WAVES)
+    own, row = found['schedules']
+    assert own['spread'] > 0 and row['noise'] == max(own['spread'], row['spread'])
+    assert row['gain'] > 0 and (row['gain'] > row['noise']) == sure
+    assert (f'{row["gain"]:.1%}?' in out) != sure
+    assert ('for your script' in out) == sure
+    assert ('no schedule is faster than that of the line by more than the noise' in out) != sure
+
+
 def test_other_losses_are_told(folder, capsys):
     _, found = bench(folder, capsys, ours='echo "lm loss" > /dev/null', loss='$(cat ran | wc -l)')
     assert [row['losses_equal'] for row in found['schedules']] == [True, False]
@@ -128,7 +164,7 @@ def test_ctrl_c_prints_what_ran(folder):
     os.mkfifo(folder / 'never')
     begun = os.open(folder / 'begun', os.O_RDONLY | os.O_NONBLOCK)
     waits = 'echo $$ > begun; cat never'
-    (folder / 'job.sh').write_text(JOB.format(ours=waits, loss='5.0'))
+    (folder / 'job.sh').write_text(JOB.format(ours=waits, loss='5.0', ms='10'))
     words = 'bench --rounds 2 --iterations 2 --schedules zb-v --json'.split()
     line = ['--', 'sh', 'job.sh', 'megatron_zbpp.launch', 'job.py']
     command = [sys.executable, '-m', 'megatron_zbpp.cli', *words, *line]

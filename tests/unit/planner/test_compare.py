@@ -20,7 +20,7 @@ def test_rows_are_those_of_zbpp(capsys):
     for row in rows:
         told = printed[row.name]
         assert row.makespan == told['makespan'] and row.gain == told['gain']
-        assert row.idle == told['idle_all_ranks'] and row.bubble == told['bubble_rate_makespan']
+        assert row.idle == told['idle_all_ranks'] and row.bubble == told['bubble']
         assert row.peak == max(told['peak_activations'])
     assert [row.makespan for row in rows] == sorted(row.makespan for row in rows)
 

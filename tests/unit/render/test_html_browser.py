@@ -196,8 +196,8 @@ def test_side_by_side_or_stacked(page: chromium.Page) -> None:
 
 def test_table_and_memory_curves(page: chromium.Page) -> None:
     rows = page.evaluate("[...document.querySelectorAll('.summary tr')].map(r => r.innerText)")
-    assert f'{SIMULATED.bubble_makespan:.2%}' in rows[1] and rows[1].startswith('simulated')
-    assert f'{MEASURED.bubble_window:.2%}' in rows[2] and rows[2].startswith('measured')
+    assert f'{SIMULATED.bubble:.2%}' in rows[1] and rows[1].startswith('simulated')
+    assert f'{MEASURED.bubble:.2%}' in rows[2] and rows[2].startswith('measured')
     texts = page.evaluate(
         "[...document.querySelectorAll('#panel-0 .peak')].map(t => t.textContent)"
     )

@@ -185,7 +185,7 @@ def assert_same(said: dict, schedule: Schedule, costs: Costs) -> None:
         assert list(map(tuple, found)) == list(spans), (schedule.name, rank)
     assert said['makespan'] == line.makespan
     assert said['idle'] == pytest.approx(line.idle_all_ranks, abs=1e-12)
-    assert said['bubble'] == pytest.approx(line.bubble_makespan, abs=1e-12)
+    assert said['bubble'] == pytest.approx(line.bubble, abs=1e-12)
     assert list(said['parts'].values()) == pytest.approx(idle_parts(line, costs), abs=1e-12)
     assert said['peaks'] == pytest.approx(peak(schedule, costs), abs=2e-9)
     for held, wanted in zip(said['live'], live(schedule, costs), strict=True):
