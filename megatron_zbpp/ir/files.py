@@ -40,7 +40,7 @@ def read(path: str | Path, parse: Callable[[str], _Found], wanted: str) -> _Foun
         raise OSError(error.errno, f'{error.strerror}: give {wanted}', str(path)) from error
     except UnicodeDecodeError as error:
         raise ValueError(f'{path}: not text: give {wanted}') from error
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ValueError(f'{path}: {error}') from error
 
 
