@@ -47,6 +47,8 @@ def enable(
     """
     from megatron_zbpp.mcore import enabled
     from megatron_zbpp.mcore.bridge import prepare
+    from megatron_zbpp.mcore.options import made_by
     from megatron_zbpp.mcore.settings import Settings
 
-    return enabled.switch(prepare(config, Settings(schedule, num_chunks, **options)))
+    settings = made_by('bridge.enable', Settings, schedule, num_chunks, **options)
+    return enabled.enable(prepare(config, settings))

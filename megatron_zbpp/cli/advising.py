@@ -8,10 +8,10 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from megatron_zbpp.cli import values
+from megatron_zbpp.cli.layer_costs import load_layers
 from megatron_zbpp.cli.printing import gib, print_json, print_wrapped
 from megatron_zbpp.cli.profiling import SIZES, add_sizes, option, shape_of
 from megatron_zbpp.cli.progress import progress
@@ -174,7 +174,7 @@ def _from_line(args: Namespace) -> _Found:
     job = Job(shape, **line.sizes(args.gpus), **_machine(args))
     own, notes = line.own(job), line.unlike(job)
     if args.layers_file:
-        job = _measured(job, own, Layers.from_json(Path(args.layers_file).read_text('utf-8')))
+        job = _measured(job, own, load_layers(args.layers_file))
 
     def line_of(job: Job, setup: Setup) -> list[str]:
         return list(args.line) if setup == own else line.line_of(job, setup)

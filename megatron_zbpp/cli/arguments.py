@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_zbpp.analysis.gain import RIVAL
 from megatron_zbpp.cli import values
-from megatron_zbpp.cli.inputs import IN_FILE, NO_TIMES, StageCosts, Times
+from megatron_zbpp.cli.inputs import IN_FILE, NO_TIMES, TIMES_FILE, StageCosts, Times
 from megatron_zbpp.cli.layer_costs import LayerCosts, load_layers
 from megatron_zbpp.cli.slicing import add_slices
 from megatron_zbpp.mcore.settings import meaning
@@ -177,12 +176,11 @@ def add_copy_ratio(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_Read = TypeVar('_Read')
+
+
 def _layers(text: str) -> LayerCosts:
-    try:
-        return LayerCosts(load_layers(values.path(text)), text)
-    except (OSError, ValueError) as error:
-        cure = 'give a file of layers, as zbpp profile -o writes it'
-        raise argparse.ArgumentTypeError(f'{text!r} has no layers ({error}): {cure}') from error
+    return LayerCosts(_read(text, load_layers, 'a file of layers, as zbpp profile -o writes'), text)
 
 
 def _times(text: str) -> Times | StageCosts:
@@ -191,8 +189,14 @@ def _times(text: str) -> Times | StageCosts:
         values.require(text, len(parts) == 3, 'give three times, F,B,W')
         values.require(text, any(parts), 'give a time above 0')
         return Times(*parts)
+    return _read(text, StageCosts.read, TIMES_FILE)
+
+
+def _read(text: str, read: Callable[[str], _Read], wanted: str) -> _Read:
+    """Return what `read` finds in the file `text`; errors of it end in what is `wanted`."""
     try:
-        return StageCosts.read(Path(text))
-    except (OSError, ValueError) as error:
-        cure = 'give F,B,W or a file {"F": [...], "B": [...], "W": [...]}, one entry per stage'
-        raise argparse.ArgumentTypeError(f'{text!r} has no times ({error}): {cure}') from error
+        return read(values.path(text))
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f'{text!r}: {error.strerror}') from error
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f'{error}: give {wanted}') from error

@@ -22,6 +22,8 @@ from megatron_zbpp.cli import values
 from megatron_zbpp.cli.printing import gib, print_json, print_wrapped
 from megatron_zbpp.cli.progress import progress
 from megatron_zbpp.cli.tables import print_table
+from megatron_zbpp.ir import files
+from megatron_zbpp.ir.strict_json import is_object
 from megatron_zbpp.render.bars import bars_png
 from megatron_zbpp.schedules import find
 
@@ -124,13 +126,13 @@ class _Runs:
         self._found: dict[str, list[Any]] = {}
         if not self._file.exists():
             return
-        known = json.loads(self._file.read_text(encoding='utf-8'))
+        known = files.read(self._file, json.loads, 'another -o')
         for key, value in self._of.items():
-            if known.get(key) != value:
+            if not is_object(known) or known.get(key) != value:
                 raise ValueError(
                     f'-o {folder} has runs of other {key}: name another folder, or delete it'
                 )
-        self._found = known['runs']
+        self._found = known.get('runs', {})
 
     def has(self, name: str, turn: int) -> bool:
         """Return whether that run has ended, well or not."""

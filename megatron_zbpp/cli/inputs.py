@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 from megatron_zbpp.analysis.checker import check
 from megatron_zbpp.analysis.simulator import simulate
 from megatron_zbpp.cli import slicing
-from megatron_zbpp.cli.files import json_of
 from megatron_zbpp.cli.layer_costs import LayerCosts, require_bytes
 from megatron_zbpp.cli.progress import progress
-from megatron_zbpp.ir import Placement, Schedule, formats, strict_json
+from megatron_zbpp.ir import Placement, Schedule, files, formats, strict_json
 from megatron_zbpp.ir.compiled import compiled
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.formats import BYTES, MANY, UNITS, PlanFile, Units
@@ -54,6 +53,7 @@ class Times(NamedTuple):
     weight: float
 
 
+TIMES_FILE = 'F,B,W or a file {"F": [...], "B": [...], "W": [...]}, one entry per stage'
 NO_TIMES = Times(1.0, 1.0, 1.0)  # --times where it is not given
 
 
@@ -64,18 +64,16 @@ class StageCosts(NamedTuple):
     num_stages: int
 
     @classmethod
-    def read(cls, path: Path) -> StageCosts:
+    def read(cls, path: str) -> StageCosts:
         """Return what the file says.
 
         Raises:
             OSError: it cannot be read.
             ValueError: it has no costs.
         """
-        try:
-            text = json_of(path)
-        except UnicodeDecodeError as error:
-            raise ValueError('it is not text') from error
-        return cls(text, Costs.from_json(text).num_stages)
+        return files.read(
+            path, lambda text: cls(text, Costs.from_json(text).num_stages), TIMES_FILE
+        )
 
 
 class PlanCosts(NamedTuple):

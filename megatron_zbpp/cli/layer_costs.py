@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_zbpp.cli.files import json_of
-from megatron_zbpp.ir import Placement, strict_json
+from megatron_zbpp.ir import Placement, files, strict_json
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.ir.formats import BYTES, MANY, Units, fields_of_plan
+from megatron_zbpp.ir.formats import BYTES, MANY, Units
 from megatron_zbpp.partitioning.devices import Devices
 from megatron_zbpp.partitioning.layers import Layers
 from megatron_zbpp.partitioning.space import Space
@@ -99,22 +98,15 @@ def load_devices(path: str | None, ranks: int | None) -> Devices:
 
 def _read(path: str, reader: Callable, name: str):
     """Return what a file has, or under `name` that of a plan."""
-    text = ''
-    try:
-        text = json_of(path)
-        kept = fields_of_plan(text).get(name)
-        return reader(text if kept is None else json.dumps(kept))
-    except UnicodeDecodeError as error:
-        raise ValueError(f'{path}: not text: give a file of JSON or YAML') from error
-    except ValueError as error:
-        raise ValueError(f'{path}: {error}{_what_it_is(text, name)}') from error
 
-
-def _what_it_is(text: str, wanted: str) -> str:
-    """Return what a file is that is not what is wanted; empty: nothing that is known."""
-    try:
+    def parse(text: str):
         data = strict_json.loads(text)
-    except ValueError:
-        return ''
-    own = strict_json.is_object(data) and wanted in data
-    return '' if own else strict_json.other_kind(data, '', ': ')
+        fields = data if strict_json.is_object(data) else {}
+        kept = fields.get(name) if 'schedule' in fields else None
+        try:
+            return reader(text if kept is None else json.dumps(kept))
+        except ValueError as error:
+            other = '' if name in fields else strict_json.other_kind(data, '', ': ')
+            raise ValueError(f'{error}{other}') from error
+
+    return files.read(path, parse, f'a file of {name}, as JSON or YAML')

@@ -116,7 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return commands.refuse(error, args.json)
     except OSError as error:
         where = error.filename or getattr(args, 'output', None) or 'stdout'  # a full disk has none
-        return _complain(f'{where}: {error.strerror}: give another path')
+        cure = '' if ': give ' in (error.strerror or '') else ': give another path'
+        return _complain(f'{where}: {error.strerror}{cure}')
     except ModuleNotFoundError as error:
         package = (error.name or '').partition('.')[0]
         cure = f': pip install {package}, or run zbpp where the job runs' if package else ''

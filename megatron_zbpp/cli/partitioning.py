@@ -28,7 +28,7 @@ from megatron_zbpp.ir import Placement
 from megatron_zbpp.ir.formats import BYTES
 from megatron_zbpp.ir.timeline import Timeline
 from megatron_zbpp.partitioning.devices import Devices
-from megatron_zbpp.partitioning.layers import Layers
+from megatron_zbpp.partitioning.layers import KINDS, Layers
 from megatron_zbpp.partitioning.plans import (
     PartitionInterrupted,
     PartitionPlan,
@@ -40,8 +40,6 @@ from megatron_zbpp.partitioning.space import OBJECTIVES, Space
 from megatron_zbpp.partitioning.strategies.by_name import ORDERING, STRATEGIES
 from megatron_zbpp.planner.limits import Bytes, Limit
 from megatron_zbpp.render.scene import number
-
-_KINDS = frozenset('EtmLM*+-GD')  # letters of layers in Megatron's layouts and patterns
 
 
 def add_partition(command: ArgumentParser) -> None:
@@ -110,11 +108,11 @@ def _require_work(layers: Layers) -> None:
     """
     if not any(layer.time for layer in layers):
         raise ValueError('no layer takes time: give F, B and W above 0 for some, zbpp profile does')
-    unknown = sorted({layer.kind for layer in layers} - _KINDS)
+    unknown = sorted({layer.kind for layer in layers} - KINDS)
     if unknown:
         warnings.warn(
             f'kinds {", ".join(unknown)}: layouts of Megatron know E, t, m and L, of hybrid models '
-            f'{", ".join(sorted(_KINDS - set("EtmL")))}: this plan is for comparison only',
+            f'{", ".join(sorted(KINDS - set("EtmL")))}: this plan is for comparison only',
             stacklevel=2,
         )
 

@@ -11,10 +11,9 @@ import docstring_parser
 
 from megatron_zbpp.cli import values
 from megatron_zbpp.cli.arguments import add_renamed
-from megatron_zbpp.cli.files import json_of
 from megatron_zbpp.cli.printing import print_json, write
 from megatron_zbpp.cli.tables import print_table
-from megatron_zbpp.ir import B, F, Placement, W
+from megatron_zbpp.ir import B, F, Placement, W, files
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.costs_file import ROUTES
 from megatron_zbpp.ir.plan_costs import stages_file
@@ -252,19 +251,22 @@ def _one_run(measured: Sequence[Measured]) -> tuple[Measured, Placement]:
 
 def _measured(text: str) -> Measured:
     layout, equals, path = text.partition('=')
-    if not equals:
+    if not (equals and path.strip()):
         raise ValueError(f'--stages {text}: give LAYOUT=FILE, such as Ett|ttL=times.json')
-    try:
-        content = json_of(path)
-        costs = Costs.from_json(content)
-        _require_layers(costs)
+
+    def parse(content: str) -> Measured:
+        try:
+            costs = Costs.from_json(content)
+            _require_layers(costs)
+        except ValueError as error:
+            raise ValueError(
+                f'{error}: give times of the stages as {{"F": [...], "B": [...], "W": [...]}}, '
+                'such as stages.json of --pipeline-trace-dir'
+            ) from error
         routes = tuple(tuple(route) for route in json.loads(content).get(ROUTES, ()))
         return Measured(layout, costs, routes=routes)
-    except ValueError as error:
-        raise ValueError(
-            f'{path}: {error}: give times of the stages as {{"F": [...], "B": [...], "W": [...]}}, '
-            'such as stages.json of --pipeline-trace-dir'
-        ) from error
+
+    return files.read(path, parse, 'a file of times of stages, as JSON or YAML')
 
 
 def _require_layers(costs: Costs) -> None:

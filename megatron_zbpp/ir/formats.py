@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, Together, W, strict_json
+from megatron_zbpp.ir import BW, B, F, Pass, Placement, Schedule, Together, W, files, strict_json
 from megatron_zbpp.ir.costs import Costs
 
 _KINDS = {
@@ -86,10 +86,8 @@ _ACTION = re.compile(r'(\d+)(F|I|BW|B|W)(\d+)', re.ASCII)
 _LOWERED = re.compile(r'\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*', re.ASCII)
 _OVERLAP = re.compile(r'\((.*)\)OVERLAP_F_B')
 
-# Of a schedule in a file: to prove one takes about half a kilobyte a pass. A file may be longer
-# than its passes, as empty cells of a CSV are bubbles.
+# Of a schedule in a file: to prove one takes about half a kilobyte a pass.
 MOST_PASSES = 4_000_000
-_BYTES = 64
 _SHORTEST = len('0F0 ')
 _ANY_PASS = re.compile(r'[0-9][A-Z]+[0-9]', re.ASCII)
 
@@ -135,11 +133,7 @@ class PlanFile:
 
 def load(path: str | Path) -> Schedule:
     """Return the schedule in a file: see `load_plan`."""
-    try:
-        return load_plan(path).schedule
-    except OSError as error:
-        cure = 'give the path of a schedule or a plan'
-        raise OSError(error.errno, f'{error.strerror}: {cure}', str(path)) from error
+    return load_plan(path).schedule
 
 
 def load_plan(path: str | Path) -> PlanFile:
@@ -151,38 +145,25 @@ def load_plan(path: str | Path) -> PlanFile:
         OSError: the file cannot be read.
         ValueError: it holds no schedule, or another field makes no sense; the message names it.
     """
-    path = Path(path)
-    try:
-        text = _text(path)
+
+    def parse(text: str) -> PlanFile:
+        _require_few_passes(text)
         if text.lstrip().startswith(('{', '[')):  # no pass of a CSV begins so
             return _from_json(text)
-        schedule = from_torch_csv(text, strict_json.printable(path.stem))
+        schedule = from_torch_csv(text, strict_json.printable(Path(path).stem))
         return PlanFile(in_microbatch_order(schedule))
-    except UnicodeDecodeError as error:
-        raise ValueError(f'{path}: not text: give a file of JSON, or of CSV') from error
-    except RecursionError as error:
-        raise ValueError(f'{path}: not a schedule: brackets are nested too deep') from error
-    except ValueError as error:
-        raise ValueError(f'{path}: {error}') from error
+
+    return files.read(path, parse, 'a schedule or a plan, as JSON or CSV')
 
 
-def _text(path: Path) -> str:
-    """Return what is in a file, unless it has more passes than can be checked.
-
-    Raises:
-        ValueError: it has.
-    """
-    size = path.stat().st_size
-    if size > _BYTES * MOST_PASSES:
-        raise ValueError(f'{size} bytes: give at most {_BYTES * MOST_PASSES}')
-    text = path.read_text(encoding='utf-8-sig')
+def _require_few_passes(text: str) -> None:
+    """Raise ValueError for a text with more passes than can be checked."""
     if len(text) > _SHORTEST * MOST_PASSES:
         passes = sum(1 for _ in _ANY_PASS.finditer(text))
         if passes > MOST_PASSES:
             raise ValueError(
                 f'{passes} passes: at most {MOST_PASSES} can be checked; give fewer microbatches'
             )
-    return text
 
 
 def from_json(text: str) -> Schedule:
@@ -209,12 +190,6 @@ def _from_json(text: str) -> PlanFile:
         )
     units = _units(data['units']) if 'units' in data else UNITS
     return PlanFile(schedule, layout, data.get('selective') is True, units, lacks, data)
-
-
-def fields_of_plan(text: str) -> Mapping[str, Any]:
-    """Return the fields of a plan's file; none if it is the file of something else."""
-    data: Any = strict_json.loads(text)
-    return data if strict_json.is_object(data) and 'schedule' in data else {}
 
 
 def _costs(data: Any, placement: Placement) -> Costs:

@@ -26,6 +26,7 @@ _KINDS = (
     ({'times', 'amounts'}, 'a file of costs, for --times'),
 )
 _DIGITS = 18  # of an integer: less than what a float or a machine's integer can hold
+_DEEPEST = 32  # lists and objects in each other: files of ours have less than ten
 Check = Callable[[object], str | None]  # what a value should be, where it is not
 
 
@@ -34,19 +35,33 @@ def loads(text: str) -> object:
 
     Raises:
         ValueError: it is not JSON, has a field twice or one whose name no terminal can show, a
-            number that is not finite, or an integer of more than 18 digits.
+            number that is not finite, an integer of more than 18 digits, or nests too deep.
     """
+    deep = f'brackets are nested too deep: nest at most {_DEEPEST}'
     try:
-        return json.loads(
+        data = json.loads(
             text,
             object_pairs_hook=_once,
             parse_int=_moderate,
             parse_float=_finite,
             parse_constant=_not_finite,
         )
+    except RecursionError as error:
+        raise ValueError(deep) from error
     except json.JSONDecodeError as error:
         what = f'no JSON ({error})' if text.strip() else 'empty'
         raise ValueError(f'it is {what}: give the file that a command wrote') from error
+    level = [data]
+    for _ in range(_DEEPEST + 1):  # what reads it, and writes it in messages, may recurse
+        held = (each.values() if is_object(each) else each for each in level if _holds(each))
+        level = [each for values in held for each in values if _holds(each)]
+    if level:
+        raise ValueError(deep)
+    return data
+
+
+def _holds(value: object) -> bool:
+    return isinstance(value, dict | list)
 
 
 def printable(text: str) -> str:

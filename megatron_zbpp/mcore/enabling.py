@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def enable(settings: Settings) -> Plugin:
     """Make Megatron-Core's pipelined forward_backward functions run `schedule`.
 
-    Calling it again with equal arguments changes nothing; with others it switches. The default is
-    the best schedule for which a model of one chunk a rank need not change; with two chunks a rank
-    'zb-v' is better.
+    Calling it again with equal arguments changes nothing; for others `disable()` comes first. The
+    default is the best schedule for which a model of one chunk a rank need not change; with two
+    chunks a rank 'zb-v' is better.
 
     Returns:
         The plugin: its `num_chunks` says how many chunks of the model each rank builds; `disable()`
@@ -26,7 +26,7 @@ def enable(settings: Settings) -> Plugin:
 
     Raises:
         ValueError: no such schedule, the message names the known ones; or another argument that
-            makes no sense.
+            makes no sense; or another plugin is enabled.
         OSError: the file of `freeze` cannot be read.
     """
-    return enabled.switch(settings)
+    return enabled.enable(settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -107,6 +108,21 @@ def options_of(settings: type) -> dict[str, Option]:
     return made
 
 
+def made_by(
+    name: str, settings: Callable[_Given, _Settings], *args: _Given.args, **kwargs: _Given.kwargs
+) -> _Settings:
+    """Return the settings; raise TypeError for wrong arguments of the function `name`."""
+    known = inspect.signature(settings)
+    try:
+        known.bind(*args, **kwargs)
+    except TypeError as error:
+        wrong = next((given for given in kwargs if given not in known.parameters), '')
+        near = difflib.get_close_matches(wrong, known.parameters, 1)
+        cure = f'did you mean {near[0]}?' if near else f'there are {", ".join(known.parameters)}'
+        raise TypeError(f'{name}() {error}: {cure}') from None
+    return settings(*args, **kwargs)
+
+
 def with_options_of(
     settings: Callable[_Given, _Settings], options: Mapping[str, Option]
 ) -> Callable[[Callable[[_Settings], _Made]], Callable[_Given, _Made]]:
@@ -115,7 +131,7 @@ def with_options_of(
     def decorate(function: Callable[[_Settings], _Made]) -> Callable[_Given, _Made]:
         @wraps(function)
         def taking_options(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
-            return function(settings(*args, **kwargs))
+            return function(made_by(function.__name__, settings, *args, **kwargs))
 
         made = inspect.signature(function).return_annotation
         signature = inspect.signature(settings).replace(return_annotation=made)

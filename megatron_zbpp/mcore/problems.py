@@ -52,4 +52,6 @@ class Checks:
 
 def lines_of(error: Exception) -> tuple[str, ...]:
     """Return what an error says, a line a problem; the drawing of a schedule is left out."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return (f'{error.filename}: {error.strerror}',)
     return error.lines if isinstance(error, Problems) else (str(error).partition('\n')[0],)

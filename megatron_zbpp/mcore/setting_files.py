@@ -36,6 +36,7 @@ def freeze_plan(file: object) -> FreezePlan | None:
     """Return the freeze plan, read if a file is given; None: nothing is frozen."""
     if file is None:
         return None
+    from megatron_zbpp.ir import files
     from megatron_zbpp.partitioning.freeze_plans import FreezePlan
 
     if isinstance(file, FreezePlan):
@@ -43,6 +44,6 @@ def freeze_plan(file: object) -> FreezePlan | None:
     if not isinstance(file, str | Path):
         raise ValueError(f'freeze is {file!r}: give the path of what zbpp freeze -o wrote, or None')
     try:
-        return FreezePlan.from_json(Path(file).read_text(encoding='utf-8'))
-    except (OSError, ValueError) as error:
-        raise ValueError(f'{file}: {error}: give what zbpp freeze -o wrote') from error
+        return files.read(file, FreezePlan.from_json, 'what zbpp freeze -o wrote')
+    except ValueError as error:
+        raise ValueError(f'{error}: give what zbpp freeze -o wrote') from error

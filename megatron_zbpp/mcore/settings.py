@@ -380,6 +380,11 @@ class Settings:
                     f'schedule {self.schedule!r} is a file: give megatron_zbpp.load of it, or its '
                     'path to --pipeline-schedule-file'
                 )
+            if self.schedule == AUTO and self.memory_limit is not None and self.memory_limit < 1:
+                raise ValueError(
+                    f'memory_limit is {self.memory_limit:g}, but each plan holds one microbatch on '
+                    'a rank: give 1 or more'
+                )
             return None if self.schedule == AUTO else find(self.schedule)
         if not isinstance(self.schedule, Schedule):
             raise ValueError(

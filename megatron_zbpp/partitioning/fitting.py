@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_zbpp.ir import B, F, W
 from megatron_zbpp.ir.costs import Costs
-from megatron_zbpp.partitioning.layers import Layer, Layers
+from megatron_zbpp.partitioning.layers import KINDS, Layer, Layers
 from megatron_zbpp.techniques.slices.balance import Attention
 
 _ROUNDS = 20_000
@@ -34,10 +34,17 @@ def fit_layers(
             ranks are alike.
 
     Raises:
-        ValueError: a layout has other stages than its costs, or other layers than the first.
+        ValueError: a layout has a letter of no layer, other stages than its costs, or other layers
+            than the first.
     """
     layouts = [text.split('|') for text, _ in measured]
     for (text, costs), stages in zip(measured, layouts, strict=True):
+        unknown = ''.join(sorted({*text} - KINDS - {'|'}))
+        if unknown or not text.strip('|'):
+            raise ValueError(
+                f'layout {text!r} has {unknown or "nothing"} for layers: give such as Ett|ttL, or '
+                "letters of a hybrid model's pattern"
+            )
         if len(stages) != costs.num_stages:
             raise ValueError(
                 f'layout {text} has {len(stages)} stages, its times {costs.num_stages}: give '

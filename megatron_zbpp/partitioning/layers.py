@@ -20,6 +20,7 @@ from megatron_zbpp.ir import strict_json
 
 FORMAT = 'megatron_zbpp.layers/1'
 _MOST = 100_000  # layers of an entry
+KINDS = frozenset('EtmLM*+-GD')  # letters of layers in Megatron's layouts and patterns
 EMBEDDING, DECODER, MTP, LOSS = 'E', 't', 'm', 'L'
 
 

@@ -33,10 +33,11 @@ def enable_and_disable():
     ours = attributes()
     assert not set(ours) & set(own)
     assert megatron_zbpp.enable('ZB_H1') is plugin and attributes() == ours, 'idempotent'
-    other = megatron_zbpp.enable('zb-v')
-    assert other is not plugin and not plugin.enabled and other.enabled
-    other.disable()
-    other.disable()
+    with pytest.raises(ValueError, match=r'schedule is zb-v, but .* zb-h1: call its disable\(\)'):
+        megatron_zbpp.enable('zb-v')
+    assert plugin.enabled and attributes() == ours, 'nothing is undone'
+    plugin.disable()
+    plugin.disable()
     assert attributes() == own
     with megatron_zbpp.enable('1f1b'):
         assert attributes() != own
@@ -86,7 +87,7 @@ ASKED = [
 
 
 def asked_again(asked, same, other):
-    """Whether the second and third call of `enable` returned the plugin of the first."""
+    """Whether the second call of `enable` returned the plugin of the first; the third's error."""
     import megatron_zbpp
     from megatron_zbpp.ir import Schedule
 
@@ -96,15 +97,13 @@ def asked_again(asked, same, other):
 
     with enable({}) as first:
         kept = enable(same)
-        with enable(other) as switched:
-            text = megatron_zbpp.build('zb-h1', 2, 4).to_json()
-            with megatron_zbpp.enable(Schedule.from_json(text)) as given:
-                again = megatron_zbpp.enable(Schedule.from_json(text))
-                return (
-                    kept is first,
-                    switched is first or first.enabled,
-                    given is again and given is not switched,
-                )
+        with pytest.raises(ValueError) as error:
+            enable(other)
+        assert first.enabled
+    text = megatron_zbpp.build('zb-h1', 2, 4).to_json()
+    with megatron_zbpp.enable(Schedule.from_json(text)) as given:
+        again = megatron_zbpp.enable(Schedule.from_json(text))
+        return kept is first, str(error.value), given is again
 
 
 def settings_of(changes):
@@ -177,11 +176,13 @@ def test_enable_and_disable(ranks):
 
 
 @pytest.mark.parametrize(('asked', 'same', 'other'), ASKED, ids=str)
-def test_other_values_switch(ranks, asked, same, other):
-    assert ranks(2).run(asked_again, asked, same, other) == [(True, False, True)] * 2
+def test_other_values_need_disable(ranks, asked, same, other):
+    for kept, error, again in ranks(2).run(asked_again, asked, same, other):
+        assert kept and again and error.endswith(': call its disable() first')
+        assert any(error.startswith(f'{name} is ') for name in other), error
 
 
-def test_every_setting_switches(ranks):
+def test_every_setting_is_compared(ranks):
     """A field that is new in the settings needs rows of its own."""
     switched = {name: None for _, _, other in ASKED for name in other}
     for names, found in ranks(2).run(settings_of, switched):

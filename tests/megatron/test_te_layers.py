@@ -56,9 +56,11 @@ def layer_gradients(split, order, layer, dtype, setting, overlap):
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=overlap)
     model = DistributedDataParallel(config, ddp, made)
     seen = watch(model, Seen())
-    store = megatron_zbpp.enable('zb-h1').session.store
+    plugin = megatron_zbpp.enable('zb-h1')
+    store = plugin.session.store
     torch.manual_seed(2 + torch.distributed.get_rank())
     found = [iteration(kind, model, store, split, order, dtype, config.params_dtype) for _ in '12']
+    plugin.disable()  # for others in this process
     if split and order != 'at once':  # there TE 2.8 itself gives none for FP8 weights of an MLP
         assert not seen.undefined, f'autograd got None for {seen.undefined}'
     return found

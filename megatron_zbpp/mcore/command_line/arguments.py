@@ -183,7 +183,7 @@ def prepare(args: argparse.Namespace) -> Plugin | None:
     settings, found = preflight.with_slices(settings, args, ranks, counts)
     notes += [found] if found else []
     before = enabled.plugin  # Megatron's loop parses its arguments twice from 0.19 on
-    plugin = enabled.switch(replace(settings, flags=vars(args)))
+    plugin = enabled.enable(replace(settings, flags=vars(args)))
     for note in notes if plugin is not before else ():
         job_log.info(note)
     plugin.session.programs.join(getattr(args, refusals.OVERLAP, False))

@@ -21,6 +21,7 @@ from megatron_zbpp.mcore.command_line.arguments import lacks_compiler
 from megatron_zbpp.mcore.command_line.launch_line import LaunchLine
 from megatron_zbpp.mcore.command_line.layer_memory import LayerMemory, layer_memory
 from megatron_zbpp.mcore.command_line.naming import by_flags, renaming
+from megatron_zbpp.mcore.command_line.own_checks import require_possible, require_sizes
 from megatron_zbpp.mcore.iteration.announcement import asynchrony
 from megatron_zbpp.mcore.post_validation.barriers import barriers
 from megatron_zbpp.mcore.programs import Programs
@@ -161,12 +162,14 @@ def dry_run_of(line: LaunchLine) -> DryRun:
         words = ' '.join(line.unknown)
         notes.append(f'no flags of Megatron, unless the script adds them: {words}')
     args = line.args
+    require_possible(args)
     given = flags.read(args)
     parallel = _parallel(line)
     if given is None or parallel['pipeline'] == 1:
         if given is not None:
             plan_layout.require_values(given)
         others = [_NO_PIPELINE] if given is not None else [_NO_SCHEDULE, *_others(line, parallel)]
+        others += filter(None, [require_sizes(line)])
         return DryRun(parallel, notes=(*notes, *others))
     sizes.require_plain(args)
     machine = {'on_cpu': line.on_cpu, 'with_te': not te.missing()}
@@ -187,6 +190,7 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     notes += _consequences(line, settings, programs, placement, counts)
     ends = sizes.counted_ends(args)  # before layers are placed, which takes them into the layout
     layers = _layers(args, placement)
+    notes += filter(None, [require_sizes(line)])
     counted = [*layers]
     for stage, counts_as_layer in zip((0, -1), ends, strict=True):
         counted[stage] += counts_as_layer
@@ -276,7 +280,7 @@ def _microbatches(line: LaunchLine, replicas: int) -> list[int]:
         ValueError: the batch does not divide into any.
     """
     micro, whole = line.args.micro_batch_size, line.args.global_batch_size
-    if not micro:
+    if micro is None:
         raise ValueError('--micro-batch-size is missing: give how many samples a microbatch has')
     step = micro * replicas
     if (whole or step) % step:

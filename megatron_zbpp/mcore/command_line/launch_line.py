@@ -23,7 +23,7 @@ from megatron_zbpp.mcore.command_line.flags import add_arguments
 from megatron_zbpp.mcore.command_line.messages import flag
 from megatron_zbpp.mcore.command_line.parsing import parse
 
-_TRAINING = 'megatron.training.arguments'
+TRAINING = 'megatron.training.arguments'
 # How like a flag of ours, or of Megatron's, a word must be to be taken for it.
 _OURS, _THEIRS = 0.85, 0.8
 # Megatron's flags that say how many layers, ranks and microbatches there are
@@ -50,6 +50,7 @@ _NUMBERS = {
     'tensor_parallel_num_weight_shards': None,
     'expert_tensor_parallel_num_weight_shards': None,
 }
+SIZES = (*_NUMBERS, 'max_position_embeddings')
 _SWITCHES = (
     'account_for_embedding_in_pipeline_split',
     'account_for_loss_in_pipeline_split',
@@ -177,14 +178,14 @@ def divided(words: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
 def _lacks() -> str:
     """Return what is missing for Megatron's own parser; empty: nothing."""
     try:
-        require_packages(_TRAINING)
+        require_packages(TRAINING)
     except RuntimeError as error:
         return str(error)
-    return '' if _TRAINING in sys.modules else 'megatron.training is not here'
+    return '' if TRAINING in sys.modules else 'megatron.training is not here'
 
 
 def _megatrons_parser() -> argparse.ArgumentParser:
-    megatrons = importlib.import_module(_TRAINING)
+    megatrons = importlib.import_module(TRAINING)
     parser = _Parser(allow_abbrev=False)
     add = megatrons.add_megatron_arguments
     add = getattr(add, '__wrapped__', add)  # ours are added below

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_zbpp.ir import strict_json
+from megatron_zbpp.ir import files, strict_json
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.ir.costs_file import ROUTES
 from megatron_zbpp.partitioning.times import kineto, nsight, timers
@@ -17,7 +15,7 @@ from megatron_zbpp.partitioning.times.recording import Recording
 from megatron_zbpp.partitioning.times.stage_times import Measured, divided, from_recordings
 
 STAGES = 'stages.json'  # of a folder that --pipeline-trace-dir names
-_GZIP = b'\x1f\x8b'
+_MOST_BYTES = 2**32  # of a trace
 _KNOWN = (
     'a folder of --pipeline-trace-dir, traces of torch.profiler (.json, .json.gz), a log with '
     "Megatron's timers, or an sqlite export of Nsight Systems (nsys export --type sqlite)"
@@ -78,16 +76,15 @@ def _read(path: Path) -> str | list[Recording] | dict[str, Any]:
         head = file.read(len(nsight.MAGIC))
     if head == nsight.MAGIC:
         return nsight.read_report(path)
-    content = path.read_bytes()
     try:
-        text = (gzip.decompress(content) if head[:2] == _GZIP else content).decode()
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f'{path} is a damaged gzip file ({error}): copy it again') from error
+        text = files.text_of(files.content_of(path, _MOST_BYTES))
     except UnicodeDecodeError as error:
         raise ValueError(
             f'{path} is neither text nor a database: give {_KNOWN}; a report of Nsight Systems '
             '(.nsys-rep) is to be exported first'
         ) from error
+    except ValueError as error:
+        raise ValueError(f'{path}: {error}') from error
     if not text.strip():
         raise ValueError(f'{path} is empty: give {_KNOWN}')
     first = text.lstrip()[0]

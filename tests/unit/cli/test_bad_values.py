@@ -213,7 +213,7 @@ def test_sizes_in_python():
 
 def test_a_file_that_is_not_there_in_python(tmp_path):
     for path in (tmp_path / 'none.json', tmp_path):
-        with pytest.raises(OSError, match=r'y: give the path of a schedule or a plan: .*') as error:
+        with pytest.raises(OSError, match=r'y: give a schedule or a plan, as .*') as error:
             megatron_zbpp.load(path)
         assert error.value.filename == str(path) and error.value.errno
     with pytest.raises(FileNotFoundError):

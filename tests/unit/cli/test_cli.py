@@ -597,7 +597,7 @@ def test_garbage_files(refusal, tmp_path: Path) -> None:
         file.write_bytes(content)
         said = refusal('check', file)
         assert str(file) in said and 'codec' not in said
-    assert 'not text: give a file of JSON' in refuse_bytes(refusal, file, b'\xff\xfe')
+    assert 'not text: give a schedule or a plan' in refuse_bytes(refusal, file, b'\xff\xfe')
     assert 'torch' not in refuse_bytes(refusal, file, b'[{"format": ')
     nine = build('1f1b', 2, 2).to_json().replace('schedule/2', 'schedule/9')
     assert "'megatron_zbpp.schedule/9' is not one of" in refuse_bytes(refusal, file, nine.encode())

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_zbpp.analysis.checker import check
-from megatron_zbpp.ir import KINDS, Pass, Placement, Schedule, chain, formats
+from megatron_zbpp.ir import KINDS, Pass, Placement, Schedule, chain, files, formats
 from megatron_zbpp.ir.formats import DIALECTS, from_torch_csv, load, to_torch_csv
 from megatron_zbpp.schedules import build, names
 from megatron_zbpp.techniques.recompute.graph import recompute
@@ -182,6 +182,6 @@ def test_a_file_of_too_many_passes_is_refused_before_they_are_made(tmp_path, mon
     monkeypatch.setattr(formats, 'MOST_PASSES', 359)
     with pytest.raises(ValueError, match='360 passes: at most 359 can be checked; give fewer'):
         formats.load(file)
-    monkeypatch.setattr(formats, 'MOST_PASSES', 10)
-    with pytest.raises(ValueError, match=r'bytes: give at most 640'):
+    monkeypatch.setattr(files, 'MOST_BYTES', 640)
+    with pytest.raises(ValueError, match=r'large: more than 640 bytes: give a shorter file'):
         formats.load(file)

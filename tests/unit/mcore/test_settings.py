@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from supported import refuses
 
 import megatron_zbpp
+from megatron_zbpp import bridge
 from megatron_zbpp.ir import Placement
 from megatron_zbpp.mcore.plugin import Plugin
 from megatron_zbpp.mcore.programs import Programs
@@ -94,7 +96,7 @@ def test_freezing_that_cannot_be(tmp_path):
     file.write_text('{"format": "other"}')
     with pytest.raises(ValueError, match=r"other\.json: 'format': .* give what zbpp freeze -o"):
         megatron_zbpp.enable('zb-h1', freeze=file)
-    with pytest.raises(ValueError, match=r'no\.json: .*No such file.* give what zbpp freeze -o'):
+    with pytest.raises(OSError, match=r'No such file.* give what zbpp freeze -o'):
         megatron_zbpp.enable('zb-h1', freeze=tmp_path / 'no.json')
     for name, said in (('zb-h1', 'planned for 1f1b of 2 ranks and 2 microbatches, but zb-h1'),
                        ('1f1b', '1f1b has no W passes')):  # fmt: skip
@@ -186,3 +188,30 @@ def test_routes_that_are_no_replicas():
     placement = Placement((0, 1, 2, 2), opposite=(1, 0, 2, 2), route=(0, 1))
     with pytest.raises(ValueError, match=r'cannot be two replicas because .*: give both routes'):
         folded(placement)
+
+
+@pytest.mark.parametrize(
+    ('given', 'told'),
+    [
+        (
+            {'nonsense': 1},
+            "got an unexpected keyword argument 'nonsense': there are schedule, num_",
+        ),
+        ({'ofload': 'all'}, "got an unexpected keyword argument 'ofload': did you mean offload?"),
+    ],
+)
+def test_an_argument_that_enable_does_not_have(given, told):
+    """It names the function that was called, of the package or for Megatron-Bridge."""
+    for name, call in (
+        ('enable', megatron_zbpp.enable),
+        ('bridge.enable', functools.partial(bridge.enable, None)),
+    ):
+        with pytest.raises(TypeError) as error:
+            call(**given)
+        assert str(error.value).startswith(f'{name}() {told}')
+    with pytest.raises(
+        TypeError, match=r'^enable\(\) too many positional arguments: there are sch'
+    ):
+        megatron_zbpp.enable('zb-v', 2, 3)
+    with pytest.raises(TypeError, match=r'^enable\(\) multiple values for argument .schedule.: '):
+        megatron_zbpp.enable('zb-v', schedule='zb-v')

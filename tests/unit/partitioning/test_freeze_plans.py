@@ -102,7 +102,7 @@ def test_odd_files(change, said):
         (['--most', '-1'], 'give a number from 0 to 1'),
         (['--warm-up', '0'], 'give a whole number from 1 up'),
         (['--unit', '-3'], 'give a whole number from 1 up'),
-        (['--times', 'nowhere.json'], "'nowhere.json' has no times"),
+        (['--times', 'nowhere.json'], "'nowhere.json': No such file or directory: give F,B,W or"),
         (['--schedule', '1f1b', '-o', 'x.json'], '1f1b has no W passes'),
         (['-o', 'no/where.json'], 'no/where.json: No such file or directory: give another path'),
     ],

@@ -256,7 +256,7 @@ def test_command(tmp_path, capsys):
         (['--stages', 'Et|tL'], 'give LAYOUT=FILE'),
         (['--stages', f'EttL={file}'], 'layers.json'),
         (['--stages', f'EttL={file}'], 'give times of the stages as {"F"'),
-        (['--stages', f'Et|tL={tmp_path / "none"}'], 'No such file or directory: give another'),
+        (['--stages', f'Et|tL={tmp_path / "none"}'], 'No such file or directory: give a file of'),
         (['--stages', f'Et|tL={times}', '--hidden', '4'], '--hidden is about --model'),
         (['--model', 'gpt', *shape, '--constant'], '--constant is about --stages'),
         (['--model', 'gpt', *shape, '--write-devices', 'd'], '--write-devices is about --stages'),
