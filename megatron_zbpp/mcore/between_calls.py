@@ -13,13 +13,9 @@ from megatron_zbpp.runtime.compat import unseen_by_autograd
 
 
 class BetweenCalls:
-    """Compares models before and behind the time in which the program has them.
+    """Compares models before and behind the time in which the program has them."""
 
-    Args:
-        every: calls between two comparisons of all values, as post-validation has them.
-    """
-
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int) -> None:  # calls between two comparisons of values
         self._every, self._calls, self._hashed = every, 0, False
         self._watched: tuple[Sequence[torch.nn.Module], Watched] | None = None
         self._watch: Watch | None = None

@@ -131,11 +131,7 @@ def with_techniques(settings: Any, techniques: Collection[str]) -> Iterator[Refu
 
 
 def with_versions(settings: Any) -> Iterator[Refusal]:
-    """Yield what asynchronous schedules do not train with yet.
-
-    Args:
-        settings: Megatron's arguments, or the config of a model or of DDP.
-    """
+    """Yield what asynchronous schedules do not train with yet."""
     table = {name: (_UNTRIED, cure) for name, cure in WITH_VERSIONS.items()}
     read = {name: (_AHEAD, f'drop --{name.replace("_", "-")}') for name in READ_BY_LOOP}
     yield from set_in(table | _COUNTED | read, settings, _SYNCHRONOUS)
@@ -155,11 +151,7 @@ def with_versions(settings: Any) -> Iterator[Refusal]:
 
 
 def across_replicas(settings: Any) -> Iterator[Refusal]:
-    """Yield what makes replicas wait for each other amid passes that they run in other orders.
-
-    Args:
-        settings: Megatron's arguments, or the config of a model or of DDP.
-    """
+    """Yield what makes replicas wait for each other amid passes that they run in other orders."""
     for setting, cure in ACROSS_REPLICAS.items():
         value = getattr(settings, setting, None)
         if setting == _BALANCING:
@@ -213,12 +205,7 @@ def _sliced_attention(settings: Any) -> Iterator[Refusal]:
 
 
 def _with_shards(settings: Any, of_both: bool) -> Iterator[Refusal]:
-    """Yield what does not go with the output layer on all ranks.
-
-    Args:
-        settings: Megatron's arguments, or the config of a model.
-        of_both: whether the embedding is on all ranks, too.
-    """
+    """Yield what does not go with the output layer on all ranks, or the embedding `of_both`."""
     yield from set_in(WITH_SHARDS, settings, _UNDIVIDED)
     fusion = getattr(settings, FUSED_LOSS, None)
     if getattr(settings, 'cross_entropy_loss_fusion', False) and fusion not in (None, 'native'):

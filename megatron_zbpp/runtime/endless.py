@@ -55,12 +55,7 @@ class EndlessTraining:
         return warms_up
 
     def begin(self, updates: Updates, make: Callable[[], Versions]) -> Versions:
-        """Return the versions of the weights, made in the first call.
-
-        Args:
-            updates: how they are updated.
-            make: makes them.
-        """
+        """Return the versions of the weights, made in the first call."""
         if self.versions is None:
             self.late = self.late and steps_late(updates)
             self.versions = make()
@@ -68,14 +63,7 @@ class EndlessTraining:
         return self.versions
 
     def next_tables(self, calls: Calls, rank: int) -> Tables:
-        """Return what this call runs.
-
-        Where the one before had another number of microbatches, the pipeline fills anew: the
-        program has dropped what was in flight (`drop`).
-
-        Args:
-            calls: of the schedule.
-            rank: in the pipeline.
+        """Return what this call runs; the pipeline fills anew where forwards were dropped.
 
         Raises:
             ValueError: the call before had no optimizer step.
@@ -127,11 +115,7 @@ class EndlessTraining:
     def step(
         self, step: Callable[[], Result], begin: Callable[[], Callable[[], Result]] | None = None
     ) -> Result:
-        """Take the step behind a call; steps within it are its parts.
-
-        Args:
-            step: takes it.
-            begin: begins it, and returns what takes the rest; None: it cannot be divided.
+        """Take the step behind a call, or `begin` it; steps within it are its parts.
 
         Returns:
             The result of the step. If it is only begun here, of the step before, but for the first.

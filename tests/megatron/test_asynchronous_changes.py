@@ -199,7 +199,8 @@ def read_in_flight() -> list[str]:
     from megatron_zbpp.mcore.iteration.arguments import Arguments
     from megatron_zbpp.mcore.iteration.asynchronous import ForwardsInFlight
 
-    calls = SimpleNamespace(drop=lambda: None, begun_with_next_call=1, is_ahead=lambda p: True)
+    calls = SimpleNamespace(drop=lambda: None, begun_with_next_call=1, versions=None)
+    calls.is_ahead = lambda p: True
     session = SimpleNamespace(
         endless=calls,
         watchdog=SimpleNamespace(collective=lambda what: ExitStack()),

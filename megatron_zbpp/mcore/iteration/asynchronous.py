@@ -28,7 +28,6 @@ from megatron_zbpp.mcore.left_behind import (
 from megatron_zbpp.mcore.lowered import Lowered
 from megatron_zbpp.mcore.session import Session
 from megatron_zbpp.post_validation.replay import ReplayIterator
-from megatron_zbpp.runtime.endless import EndlessTraining
 from megatron_zbpp.runtime.log import job_log
 from megatron_zbpp.runtime.stage import MaybeTensor
 from megatron_zbpp.runtime.versions import ByStage, Corrected, OneStorage, Slots, Versions
@@ -47,11 +46,7 @@ class ForwardsInFlight(NextIteration):
     """The forwards of later batches that a call runs, and what they have read and drawn.
 
     Between two calls the program finds random states as if they had not run. Where the next call
-    is of another size or model, they are dropped, and what they have read is given again; all
-    ranks see that.
-
-    Args:
-        session: of an asynchronous schedule.
+    is of another size or model, they are dropped, and what they have read is given again.
     """
 
     def __init__(self, session: Session) -> None:
@@ -160,7 +155,7 @@ class ForwardsInFlight(NextIteration):
         if self._runs and self._points:
             self._behind = random_states()
             set_random_states(*self._first.random)
-        if self._runs and self._latest is not None:
+        if self._runs and self._latest is not None and self._endless.versions is not None:
             self._between.begin(self._latest.models)
         self._runs = False
         return True
@@ -199,24 +194,11 @@ class ForwardsInFlight(NextIteration):
 
 
 class VersionedStage(ModelStage):
-    """One chunk of a Megatron model with several versions of its weights.
+    """One chunk of a Megatron model with several versions of its weights."""
 
-    Args:
-        versions: of the weights.
-        endless: knows which forwards are of later batches.
-        flight: takes note of those.
-        of_stage: arguments of `ModelStage`.
-    """
-
-    def __init__(
-        self,
-        versions: Versions,
-        endless: EndlessTraining,
-        flight: ForwardsInFlight,
-        *of_stage: Any,
-    ) -> None:
+    def __init__(self, versions: Versions, flight: ForwardsInFlight, *of_stage: Any) -> None:
         super().__init__(*of_stage)
-        self._versions, self._endless, self._flight = versions, endless, flight
+        self._versions, self._flight = versions, flight
 
     def forward(self, p: Pass, received: MaybeTensor) -> torch.Tensor:
         self._versions.before_forward(p)
@@ -309,13 +291,6 @@ def maker(
 ) -> Callable[..., ModelStage]:
     """Return what makes stages whose passes have the weights that they ask for.
 
-    Args:
-        session: of an asynchronous schedule.
-        flight: takes note of forwards of later batches.
-        lowered: programs of the call.
-        models: the chunks of this rank.
-        rank: in the pipeline.
-
     Raises:
         ValueError: copies of tied embeddings would be stepped at two rates.
     """
@@ -324,4 +299,4 @@ def maker(
     assert isinstance(flight, ForwardsInFlight), 'as the plugin chooses'
     _require_equal_rates(session, lowered, models)
     make = functools.partial(make_versions, session, lowered, rank, models)
-    return functools.partial(VersionedStage, endless.begin(updates, make), endless, flight)
+    return functools.partial(VersionedStage, endless.begin(updates, make), flight)

@@ -20,11 +20,7 @@ _OF_ONE_FORWARD = {'input_tensor', 'current_microbatch'}
 
 
 class Unwritten:
-    """A chunk whose forwards leave parameters, buffers, persistent or not, and counts as they are.
-
-    Args:
-        model: the chunk.
-    """
+    """A chunk whose forwards leave parameters, buffers and counts as they are."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = [*model.named_modules()]

@@ -19,12 +19,7 @@ from megatron_zbpp.runtime.endless import EndlessTraining
 
 
 class AsynchronousSteps:
-    """Takes the steps of one optimizer.
-
-    Args:
-        session: of the calls.
-        endless: those.
-    """
+    """Takes the steps of one optimizer."""
 
     def __init__(self, session: Session, endless: EndlessTraining) -> None:
         self._session, self._endless = session, endless
@@ -43,12 +38,7 @@ class AsynchronousSteps:
         return self._late.possible or self._norms.possible
 
     def step(self, optimizer: MegatronOptimizer, original: Callable[[Any], Any]) -> Any:
-        """Take the step behind a call, or begin it.
-
-        Args:
-            optimizer: the outermost one.
-            original: its class's own `step`.
-        """
+        """Take the step behind a call, or begin it; `original` is the optimizer's own."""
         with (
             self._session.watchdog.collective(STEP),
             self._norms.clipping(optimizer),

@@ -50,11 +50,7 @@ _READERS = (
 
 
 def patches(endless: EndlessTraining) -> Iterator[Patch]:
-    """Yield what reads weights for a checkpoint: behind the step that is still to be taken.
-
-    Args:
-        endless: the calls of the training.
-    """
+    """Yield what reads weights: behind the step that is still to be taken."""
 
     def behind(original: Callable) -> Callable:
         @functools.wraps(original)
@@ -72,11 +68,7 @@ def patches(endless: EndlessTraining) -> Iterator[Patch]:
 
 
 class LateSteps:
-    """Begins the steps of one optimizer.
-
-    Args:
-        session: of the calls.
-    """
+    """Begins the steps of one optimizer."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -137,11 +129,6 @@ class LateStep:
     """A step whose reductions are begun; keeps what it needs until it is taken.
 
     The next call writes to the gradients' buffers, and the scheduler to the groups of parameters.
-
-    Args:
-        optimizer: the outermost one.
-        original: its class's own `step`.
-        alone: a group of this rank only.
     """
 
     def __init__(

@@ -20,11 +20,7 @@ from megatron_zbpp.runtime.log import job_log
 
 
 class StageNorms:
-    """Decides once whether stages clip by norms of their own, and lets them.
-
-    Args:
-        session: of the calls.
-    """
+    """Decides once whether stages clip by norms of their own, and lets them."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -51,11 +47,7 @@ class StageNorms:
             yield
 
     def _agree(self, optimizer: MegatronOptimizer) -> bool:
-        """Return whether it is possible on all ranks, which is said once.
-
-        Raises:
-            NotImplementedError: zeros in gradients are to be counted, which nobody waits for.
-        """
+        """Return whether it is possible on all ranks, which is said once; raise for zeros."""
         possible = self.decide(agreement.reasons(_refusal(optimizer)))
         if possible and waiting.leaves(optimizer)[0].config.log_num_zeros_in_grad:
             raise NotImplementedError(

@@ -54,9 +54,7 @@ class Watching:
     def ask(self, models: list[torch.nn.Module], effects: SideEffects | None) -> Agreement:
         """Ask whether some rank has found a change; all ranks do, when the iteration is called for.
 
-        Args:
-            models: the chunks of this rank.
-            effects: of its forwards that ran ahead, not committed; None: none did.
+        `effects` are those of forwards that ran ahead, not committed; None: none did.
         """
         watch, self._watch = self._watch if effects is not None else None, None  # or stale
         changes = [] if watch is None else watch.changes()
