@@ -30,7 +30,7 @@ def _min_bubble(at: Sizes) -> float:
 
 @family(
     'v-half',
-    summary='half the bubble and about half the memory of 1F1B, on a V placement',
+    summary='less than half the bubble of 1F1B in (p+2)/2 of its p activations, on a V placement',
     bubble=Formula(
         '(3p-7)F/2 even p, (3p-4)F/2 odd p (F=B=W)',
         _half_bubble,
@@ -43,7 +43,7 @@ def _min_bubble(at: Sizes) -> float:
     min_ranks=2,
 )
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
-    """V-Half: half of 1F1B's memory for half of its bubble.
+    """V-Half: (p+2)/2 of 1F1B's p activations and less than half of its bubble.
 
     Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362: a building block
     whose stages are 2 slots apart on the way down the V and 1 on the way up.
@@ -80,7 +80,7 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
 
 @family(
     'v-min',
-    summary='a third of the memory of 1F1B, on a V placement; poor where F, B, W differ',
+    summary='(p+4)/3 of the p activations of 1F1B, on a V placement; poor where F, B, W differ',
     bubble=Formula(
         'at most (4p-5)F/2 (F=B=W)',
         _min_bubble,

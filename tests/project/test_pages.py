@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import ast
 import csv
+import json
 import re
+import shlex
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pages
 import pytest
@@ -17,15 +20,17 @@ from paths import ROOT
 import megatron_zbpp
 from megatron_zbpp.analysis.memory import peak
 from megatron_zbpp.analysis.simulator import simulate
-from megatron_zbpp.cli import main
+from megatron_zbpp.cli import benching, main
 from megatron_zbpp.ir.costs import Costs
 from megatron_zbpp.mcore import refusals
 from megatron_zbpp.mcore.command_line import aliases
 from megatron_zbpp.mcore.command_line.flags import add_arguments
+from megatron_zbpp.render.planner_page import families
 from megatron_zbpp.schedules import build, own_families
 from megatron_zbpp.schedules.registry import find
 from megatron_zbpp.techniques.slices.balance import Attention, balanced, in_parts
 from megatron_zbpp.techniques.slices.place import in_slices
+from megatron_zbpp.techniques.updates.steady_state import steady_state
 from scripts import docs_gallery, flags_page, readme_picture
 
 LINK = re.compile(r'\]\(([^)#\s]+)')
@@ -263,6 +268,148 @@ def test_numbers_of_frozen_weights():
         bubbles[name] = f'{100 * timeline.idle_all_ranks:.1f} %'
     assert bubbles['zb-v'] == bubbles['interleaved']
     assert f'{bubbles["zb-v"]} of all GPU time idle' in text and f'has {bubbles["1f1b"]} |' in text
+
+
+@pytest.mark.parametrize(('command', 'text'), pages.printed(), ids=lambda each: str(each)[-40:])
+def test_blocks_of_output_are_what_is_printed(command, text, capsys):
+    assert main(shlex.split(command.line)[1:]) == 0
+    assert text in capsys.readouterr().out, command
+
+
+def held_of(name, p):
+    """The most activations of a rank in the long run."""
+    schedule = build(name, p, 3 * p)
+    return max(peak(schedule, Costs.uniform(schedule.placement)))
+
+
+def test_memory_in_words():
+    """What `v-half` and `v-min` hold of the activations of 1F1B, at the sizes that pages name."""
+    found = {}
+    for page in (
+        pages.README,
+        *(ROOT / 'docs' / f'{name}.md' for name in ('choosing', 'does-not-fit')),
+    ):
+        text = page.read_text()
+        for name, rest in re.findall(r'`(v-half|v-min)` (?:\| |holds )?([^|;:]*)', text):
+            for held, of, p in re.findall(
+                r"(\d+) of (?:1F1B's )?(\d+)(?: activations)? at p = (\d+)", rest
+            ):
+                assert (float(held), float(of)) == (
+                    held_of(name, int(p)),
+                    held_of('1f1b', int(p)),
+                ), page
+                found[page.stem, name, p] = held
+    assert {('README', 'v-half', '8'), ('choosing', 'v-half', '4'), ('choosing', 'v-min', '8')} <= {
+        *found
+    }
+    assert ('does-not-fit', 'v-half', '8') in found
+    for page in pages.PAGES:
+        assert "half of 1F1B's activations" not in page.read_text(), page
+
+
+def test_few_microbatches():
+    """Of the idle GPU time of `zb-h1`, as README and choosing.md say: half or a little more."""
+    said = 'half the idle GPU time of `zb-h1`, or a little more'
+    assert all(said in page.read_text() for page in (pages.README, ROOT / 'docs' / 'choosing.md'))
+    for p in (2, 4, 8, 16):
+        for m in range(p, 2 * p):
+            idle = {}
+            for name in ('zb-h1', 'zb-v'):
+                schedule = build(name, p, m)
+                idle[name] = simulate(schedule, Costs.uniform(schedule.placement)).idle_all_ranks
+            assert 0.5 <= idle['zb-v'] / idle['zb-h1'] < 0.6, (p, m)
+
+
+def test_numbers_of_simulated_prose(capsys):
+    """Sentences of choosing.md, planning.md and planner.md."""
+    choosing, planning, planner = (
+        ' '.join((ROOT / 'docs' / f'{name}.md').read_text().split())
+        for name in ('choosing', 'planning', 'planner')
+    )
+    stp, zb_v = (build(name, 8, 24) for name in ('stp', 'zb-v'))
+    spans = [simulate(made, Costs.uniform(made.placement)) for made in (stp, zb_v)]
+    words = 'simulate --schedule stp --pp 8 --microbatches 24 --together FB=0.9 --json'
+    assert main(words.split()) == 0
+    hidden = json.loads(capsys.readouterr().out)['makespan']
+    assert (
+        f'makespan is {spans[0].makespan:g} where pairs hide nothing, as that of `zb-v`, and '
+        f'{hidden:.1f} where' in choosing
+    ) and spans[0].makespan == spans[1].makespan
+    assert f'With post-validation `zb-v` takes {max(spans[1].windows):g}, in half' in choosing
+    ahead = []
+    for p in (4, 8):
+        late, own = build('pipedream-2bw', p, p), build('zb-v', p, p)
+        steady = steady_state(simulate(late, Costs.uniform(late.placement)))
+        makespan = simulate(own, Costs.uniform(own.placement)).makespan
+        ahead.append(f'{100 * (1 - steady.period / makespan):.0f}')
+    assert f'simulated {ahead[0]} to {ahead[1]} % ahead of `zb-v` at m = p' in choosing
+    idle = {}
+    for name, chunks in (('zb-v', None), ('zb-interleaved', 4)):
+        made = build(name, 8, 24, num_chunks=chunks)
+        idle[name] = simulate(made, Costs.uniform(made.placement, 1, 1.2, 0.8)).idle_all_ranks
+    assert f'{100 * idle["zb-interleaved"]:.1f} % of idle GPU time: that of `zb-int' in planning
+    assert f"`zb-v`'s {100 * idle['zb-v']:.1f} %" in planning
+    assert len(families()) == 30 and planner.count('thirty') == 2
+
+
+def test_formulas_of_two_way_pipelines():
+    text = (ROOT / 'docs' / 'two-way.md').read_text()
+    rows = re.findall(r'^\| `([\w-]+)` \| even D[^|]*\| ([^|]+) \| ([^|]+) \|$', text, re.M)
+    assert len(rows) == 6
+    for name, *cells in rows:
+        for cell, formula in zip(cells, (find(name).bubble, find(name).memory), strict=True):
+            ours = (
+                re.sub(r' \((?:F[ =]|m ).*', '', formula.text)
+                .replace(' ', '')
+                .replace('atmost', '')
+            )
+            assert cell.replace(' ', '').replace('D', 'p').replace('atmost', '') == ours, name
+
+
+def table(page, row):
+    """The cells behind the name of a row."""
+    (found,) = re.findall(rf'^\| {re.escape(row)} \| (.+) \|$', page.read_text(), re.M)
+    return found
+
+
+def test_measured_numbers_are_those_of_their_files():
+    """README's are those of the page of benchmarks, and of the runs on a GPU."""
+    readme, measured = pages.README, ROOT / 'docs' / 'benchmarks' / 'index.md'
+    block = readme.read_text().partition('\n## Measured')[2].partition('\n## ')[0]
+    rows = re.findall(r'^\| (.+?) \| (\d.+) \|$', block, re.M)
+    assert len(rows) == 6
+    for name, cells in rows:
+        assert f'\n| {name} | {cells} |\n' in measured.read_text(), name
+    file = ROOT / 'docs' / 'results' / '2026-11-27-NVIDIA-H200.json'
+    speed = {
+        row['schedule']: row['tokens_per_second_per_gpu']
+        for row in json.loads(file.read_text())['rows']
+        if (row['kind'], row['model'], row.get('p'), row.get('m')) == ('predicted', '6.2b', 8, 24)
+    }
+    said = f"we predict {speed['zb-v'] / speed['1f1b']:.2f} times 1F1B's tokens for `zb-v`, "
+    said += f'{speed["zb-h1"] / speed["1f1b"]:.2f} for `zb-h1`'
+    assert said in ' '.join(readme.read_text().split())
+
+
+def test_the_bench_of_the_page_is_its_file(capsys):
+    """Of five rounds: the table is what the command prints of these runs."""
+    file = ROOT / 'docs' / 'results' / '2026-11-28-bench-CPU.json'
+    kept = json.loads(file.read_text())
+    line = SimpleNamespace(args=None, on_cpu=True)
+    job = SimpleNamespace(tokens=kept['tokens'], line=line, own=(), script='pretrain_gpt.py')
+    assert {len(runs) for runs in kept['runs'].values()} == {5}
+    rows = [benching._row(name, runs, job, 10) for name, runs in kept['runs'].items()]
+    benching._judge(rows, job)
+    benching._print(rows, job)
+    out = capsys.readouterr().out
+    (block,) = (b.text for b in pages.blocks() if b.page.stem == 'bench' and b.language == 'text')
+    assert out.startswith(block)
+
+
+def test_the_install_line_is_one():
+    """Nothing in it has to be filled in."""
+    (line,) = (each for each in pages.lines(pages.README) if each.startswith('pip install'))
+    assert line == 'pip install .' and (ROOT / 'pyproject.toml').exists()
 
 
 def test_number_of_schedules():

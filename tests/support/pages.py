@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,8 +38,22 @@ def blocks() -> list[Block]:
 def lines(page: Path) -> list[str]:
     """Returns the commands of a page, one after the other."""
     texts = [block.text for block in blocks() if (block.page, block.language) == (page, 'bash')]
-    typed = [line for text in texts for line in text.replace('\\\n', ' ').splitlines()]
+    return [command for text in texts for command in _commands(text)]
+
+
+def _commands(text: str) -> list[str]:
+    typed = text.replace('\\\n', ' ').splitlines()
     return [command for line in typed if (command := ' '.join(line.partition(' #')[0].split()))]
+
+
+def printed() -> list[tuple[Command, str]]:
+    """Returns (command, text) of each block `output`: lines that the command before it prints."""
+    every = blocks()
+    return [
+        (Command(block.page, _commands(before.text)[-1]), block.text)
+        for before, block in pairwise(every)
+        if block.language == 'output'
+    ]
 
 
 def commands() -> list[Command]:
