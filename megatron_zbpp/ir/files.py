@@ -87,15 +87,7 @@ def _json_of(text: str, path: str) -> str:
 
 
 def _require_few(node: Any, known: dict[int, int]) -> int:
-    """Return the number of values in a node, aliases written out.
-
-    Args:
-        node: of YAML.
-        known: the numbers of nodes that were counted, by their ids.
-
-    Raises:
-        ValueError: a key stands twice, of which YAML would take the last, or there are too many.
-    """
+    """Return the number of values in a node, aliases written out."""
     if id(node) not in known:
         known[id(node)] = 1
         value, seen = getattr(node, 'value', None), set[str]()

@@ -96,11 +96,7 @@ def _read(path: Path) -> str | list[Recording] | dict[str, Any]:
 
 
 def _in_folder(folder: Path) -> Path:
-    """Return the file of stages in a folder.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the file of stages in a folder."""
     stages = folder / STAGES
     if stages.exists():
         return stages
