@@ -119,15 +119,7 @@ def _by_rank(schedule: Schedule, wanted: Iterable[Task]) -> list[list[Task]]:
 
 
 class _Done(NamedTuple):
-    """A task that a pass does, and how far a rank has come with it.
-
-    Attributes:
-        task: of a slice.
-        microbatches: for which it comes, in order.
-        done: those of them that are done.
-        previous: those that are done of the slice whose turn is before this one's.
-        lead: how many more these must be than `done`: 1, but 0 of the slice that begins.
-    """
+    """A task that a pass does, and how far a rank has come with it."""
 
     task: Task
     microbatches: Sequence[int]

@@ -111,11 +111,7 @@ def _taken(timeline: Timeline, p: Pass) -> Iterator[_Key]:
 
 
 def _bounds(timeline: Timeline) -> dict[_Key, tuple[float, float]]:
-    """Return when the last pass contributed to each collective, and when its result was there.
-
-    It was when the first pass took it, on another rank than that of its maker if it is a broadcast,
-    or took the result of the collective that comes after it.
-    """
+    """Return when the last pass contributed to each collective, and when its result was there."""
     schedule, spans = timeline.schedule, timeline.by_pass
     all_of = schedule.graph.collectives
     made: dict[_Key, float] = {}

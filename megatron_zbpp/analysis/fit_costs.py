@@ -174,11 +174,7 @@ def _hops(
 
 
 def _waits(timeline: Timeline) -> dict[tuple[int, int], float]:
-    """Return the shortest time from a pass's end to its taker's start, by their stages.
-
-    Only passes count whose rank was idle when their input was made. Others may have started late
-    because their rank was busy.
-    """
+    """Return the shortest time from a pass's end to its taker's start, by their stages."""
     schedule, spans = timeline.schedule, timeline.by_pass
     flat = compiled(schedule.graph)
     shortest: dict[tuple[int, int], float] = {}

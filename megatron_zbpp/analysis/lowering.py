@@ -70,14 +70,7 @@ def lower(schedule: Schedule, receives: str = LATE) -> tuple[Program, ...]:
 
 
 class _Flow:
-    """The dependencies among passes, which are numbers: rank by rank, in order.
-
-    Attributes:
-        passes: all of them.
-        ranks: where each runs.
-        takers: by pass, those that take what it makes, each with the message's name.
-        givers: by pass, those that make what it takes.
-    """
+    """The dependencies among passes, which are numbers: rank by rank, in order."""
 
     def __init__(self, schedule: Schedule) -> None:
         m, cut = schedule.num_microbatches, schedule.graph.num_slices
@@ -215,10 +208,7 @@ class _Writer:
     def _hand_on(
         self, producer: int, last: int, taken: Sequence[_Taken], every: Sequence[_Taken], rank: int
     ) -> None:
-        """Write to whom what `producer` made goes: to passes of the same rank, or by messages.
-
-        It ran as one with others up to the `last`, from which all `every` is taken.
-        """
+        """Write to whom what `producer` made goes: to passes of the same rank, or by messages."""
         passes, ranks, programs = self._flow.passes, self._flow.ranks, self._programs
         p, known, under_way = passes[producer], self._latest[rank], self._under_way[rank]
         behind = None
@@ -262,15 +252,7 @@ class _Writer:
 
 
 class _Collectives:
-    """The collectives of a schedule, and which passes contribute to each. Passes are numbers.
-
-    Args:
-        flow: of the passes.
-        schedule: the same.
-
-    Attributes:
-        messages: that are exchanged so.
-    """
+    """The collectives of a schedule, and which passes contribute to each. Passes are numbers."""
 
     def __init__(self, flow: _Flow, schedule: Schedule) -> None:
         self._flow, self._all = flow, schedule.graph.collectives
@@ -328,10 +310,7 @@ def _costs(schedule: Schedule) -> Costs:
 
 
 def _by_end(schedule: Schedule, joined: Set[int]) -> tuple[list[int], list[tuple[float, float]]]:
-    """Return the numbers of all passes in the order in which they end, and when each runs.
-
-    Those `joined` end together.
-    """
+    """Return the numbers of all passes in the order in which they end, and when each runs."""
     spans = simulate(schedule, _costs(schedule)).spans
     flat = list(itertools.chain.from_iterable(spans))
     ends = list(map(itemgetter(1), flat))

@@ -58,16 +58,7 @@ _Table = dict[str, list[_Flat]]
 
 
 class _Engine(NamedTuple):
-    """An engine of a rank: its passes run one after the other.
-
-    Attributes:
-        rank: whose it is.
-        places: of its passes, in the rank's order; of passes that run together, of the first.
-        order: its passes.
-        alone: by index in `order`, what is not in the tables: passes that run together as one, and
-            those that wait for others of their rank, or that others wait for.
-        done: spans of those that ran, up to the end of a group.
-    """
+    """An engine of a rank: its passes run one after the other."""
 
     rank: int
     places: Sequence[int]
@@ -105,12 +96,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 class _Run:
-    """The ends of all tasks while the engines advance.
-
-    A row of `ends` has m entries, and before them one for each microbatch that somebody looks back:
-    those were there before the schedule began, as was the first row, the input. The last is of what
-    nobody waits for.
-    """
+    """The ends of all tasks while the engines advance."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         flat = compiled(schedule.graph)
@@ -253,10 +239,7 @@ class _Run:
         return need, start
 
     def _group(self, rank: int, first: int) -> tuple[list[tuple[int, _Flat]], float]:
-        """Return microbatch and table entry of passes that run together from `first` on.
-
-        And the share of their times that they take: alone, where copies wait, all of it.
-        """
+        """Return microbatch and table entry of passes that run together from `first` on."""
         group: list[tuple[int, _Flat]] = []
         for at in itertools.count(first):
             kind, stage, microbatch, part = self.schedule.passes[rank][at]
@@ -302,10 +285,7 @@ class _Run:
 
 
 def _engines(schedule: Schedule, flat: Compiled) -> Iterator[tuple[int, Sequence[int]]]:
-    """Return each engine of each rank, with the places of its passes in that rank's order.
-
-    Of passes that run together the first stands for all.
-    """
+    """Return each engine of each rank, with the places of its passes in that rank's order."""
     for rank, order in enumerate(schedule.passes):
         if not schedule.together and not flat.on_copy_engines:
             yield rank, range(len(order))

@@ -101,11 +101,7 @@ def add_case(command: ArgumentParser) -> None:
 
 
 def _require_work(layers: Layers) -> None:
-    """Return if there is something to divide; say which layers Megatron has no letter for.
-
-    Raises:
-        ValueError: all layers take no time.
-    """
+    """Return if there is something to divide; say which layers Megatron has no letter for."""
     if not any(layer.time for layer in layers):
         raise ValueError('no layer takes time: give F, B and W above 0 for some, zbpp profile does')
     unknown = sorted({layer.kind for layer in layers} - KINDS)
@@ -188,11 +184,7 @@ def partition_layers(args: Namespace) -> int:
 
 
 def _refuse_what_a_strategy_ignores(args: Namespace) -> None:
-    """Return if each flag that is given is about what a strategy chooses.
-
-    Raises:
-        ValueError: one is about our search; or about the order, which the strategy chooses.
-    """
+    """Return if each flag that is given is about what a strategy chooses."""
     ignored = {
         name: 'it has one chunk a rank, and stages of its own'
         for name in ('placements', 'schedules', 'exact')
@@ -229,13 +221,7 @@ def _finish(
 
 
 def _print(found: PartitionPlan, devices: Devices, limited: bool) -> None:
-    """Print a plan for people: where everything is, and how good that is.
-
-    Args:
-        found: the plan.
-        devices: that it is for.
-        limited: whether a limit of memory was given.
-    """
+    """Print a plan for people: where everything is, and how good that is."""
     timeline = found.timeline
     print(headline(found.schedule))
     print(f'layout {found.layout}')

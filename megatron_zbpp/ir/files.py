@@ -11,6 +11,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron_zbpp.ir.strict_json import printable
+
 _Found = TypeVar('_Found')
 _YAML = ('.yaml', '.yml')
 MOST_BYTES = 2**28  # of a file of ours: 64 for each of the passes that can be checked
@@ -41,7 +43,7 @@ def read(path: str | Path, parse: Callable[[str], _Found], wanted: str) -> _Foun
     except UnicodeDecodeError as error:
         raise ValueError(f'{path}: not text: give {wanted}') from error
     except (RecursionError, ValueError) as error:
-        raise ValueError(f'{path}: {error}') from error
+        raise ValueError(f'{path}: {printable(str(error))}') from error
 
 
 def content_of(path: str | Path, most: int) -> bytes:
@@ -85,15 +87,7 @@ def _json_of(text: str, path: str) -> str:
 
 
 def _require_few(node: Any, known: dict[int, int]) -> int:
-    """Return the number of values in a node, aliases written out.
-
-    Args:
-        node: of YAML.
-        known: the numbers of nodes that were counted, by their ids.
-
-    Raises:
-        ValueError: a key stands twice, of which YAML would take the last, or there are too many.
-    """
+    """Return the number of values in a node, aliases written out."""
     if id(node) not in known:
         known[id(node)] = 1
         value, seen = getattr(node, 'value', None), set[str]()

@@ -193,11 +193,7 @@ def _from_json(text: str) -> PlanFile:
 
 
 def _costs(data: Any, placement: Placement) -> Costs:
-    """Return the costs of a plan.
-
-    Raises:
-        ValueError: they are none, or of other stages or ranks.
-    """
+    """Return the costs of a plan."""
     try:
         costs = Costs.from_fields(data)
         costs.require(placement)
@@ -304,10 +300,7 @@ def in_microbatch_order(schedule: Schedule) -> Schedule:
 
 
 def _backward_numbers(schedule: Schedule) -> dict[int, int]:
-    """Return a number for each microbatch by which the backwards of all stages are in order.
-
-    Empty: they are in order as they are, or not in the same one on all stages.
-    """
+    """Return a number for each microbatch by which the backwards of all stages are in order."""
     orders: dict[int, list[int]] = {}
     for p in (p for row in schedule.passes for p in row if p.kind in (B, BW)):
         orders.setdefault(p.stage, []).append(p.microbatch)

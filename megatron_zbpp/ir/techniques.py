@@ -46,11 +46,7 @@ def register(technique: _Technique) -> _Technique:
 
 
 def _find(name: str) -> _Technique:
-    """Return the function of a technique.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
+    """Return the function of a technique."""
     if name in _MODULES:
         module = f'megatron_zbpp.techniques.{_MODULES[name]}.graph'
         return getattr(importlib.import_module(module), name)

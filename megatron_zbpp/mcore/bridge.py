@@ -52,11 +52,7 @@ _HYBRID = (
 
 
 def _by_fields(message: str) -> str:
-    """Return a message with Bridge's fields, and arguments of `enable`, in place of flags.
-
-    >>> _by_fields('give --no-rope-fusion, or drop --pipeline-offload')
-    'give apply_rope_fusion=False, or drop offload'
-    """
+    """Return a message with Bridge's fields, and arguments of `enable`, in place of flags."""
     for argument, own in FLAG_OF.items():
         message = re.sub(rf'{own}(?![\w-])', argument, message)
     return re.sub(r'--(no-)?([a-z][a-z0-9-]+)', _field, message)
@@ -133,11 +129,7 @@ def _transformer(config: Any) -> Any:
 
 
 def _arguments(config: Any) -> Namespace:
-    """Return `config` as Megatron's arguments; writing into them changes nothing in it.
-
-    Raises:
-        ValueError: it has been validated, and its layout is an object.
-    """
+    """Return `config` as Megatron's arguments; writing into them changes nothing in it."""
     model = _transformer(config)
     values = {name: value for name, value in vars(model).items() if not name.startswith('_')}
     values |= {name: getattr(model, field, None) for name, field in _FIELDS.items()}
@@ -188,11 +180,7 @@ def _refused(
 
 
 def _place_layers(model: Any, args: Namespace, placement: Placement) -> None:
-    """Write the layout of the layers into the configuration of the model.
-
-    Raises:
-        ValueError: too few layers for so many stages.
-    """
+    """Write the layout of the layers into the configuration of the model."""
     before = model.pipeline_model_parallel_layout
     sizes.place_layers(args, placement)
     for name, field in _FIELDS.items():

@@ -123,11 +123,7 @@ class StageLayout(PipelineParallelLayerLayout):
         return super().get_num_layers_to_build(layer_type, self._chunk(vp_stage), pp_rank)
 
     def _chunk(self, vp_stage: int | None) -> int:
-        """Return `vp_stage`; where it was not passed, the chunk that is being built.
-
-        Raises:
-            ValueError: none is, and there are several.
-        """
+        """Return `vp_stage`; where it was not passed, the chunk that is being built."""
         chunk = building.chunk_being_built() if vp_stage is None else vp_stage
         if chunk is None and self.placement.num_chunks > 1:
             raise ValueError(

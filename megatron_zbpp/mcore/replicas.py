@@ -73,15 +73,7 @@ def _pair(replicas: dist.ProcessGroup, copies: int) -> list[int]:
 
 
 def _both(found: list[Any], own: list[int]) -> tuple[int, ...]:
-    """Return the ranks of a pipeline and those of the other replica, pipeline rank by rank.
-
-    Args:
-        found: of each rank, the ranks of its pipeline, and those that hold the same stages.
-        own: ranks of a pipeline.
-
-    Raises:
-        ValueError: they are numbered replica by replica.
-    """
+    """Return the ranks of a pipeline and those of the other replica, pipeline rank by rank."""
     ranks = tuple(member for rank in own for member in found[rank][1])
     if list(ranks) != sorted(ranks):
         raise ValueError(

@@ -156,11 +156,7 @@ def _reserve(problems: Sequence[Problem]) -> float:
 def _begun(
     problems: Sequence[Problem], starts: Sequence[Schedule], seed: int, budget: Budget
 ) -> tuple[list[Search], list[Named]]:
-    """Return a search on each problem, and the named schedules that they begin with.
-
-    Where building takes long, each problem gets an equal share of the time that is left, and has no
-    solution if nothing is left. The first always has one.
-    """
+    """Return a search on each problem, and the named schedules that they begin with."""
     searches: list[Search] = []
     names: list[Named] = []
     for at, problem in enumerate(problems):

@@ -109,10 +109,7 @@ def like(
 
 
 def _for_messages(theirs: Any, kernels: MessageKernels) -> Any:
-    """Return NCCL's options as the group's, which --nccl-communicator-config-path may give.
-
-    Messages take few of the device's processors unless it says how many.
-    """
+    """Return NCCL's options as the group's, which --nccl-communicator-config-path may give."""
     options = dist.ProcessGroupNCCL.Options()
     unset = options.config.max_ctas
     if timeout := compat.group_timeout(theirs):

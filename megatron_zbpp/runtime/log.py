@@ -28,11 +28,7 @@ def _on_first_rank(_: logging.LogRecord) -> bool:
 
 
 def _configure() -> None:
-    """Give the loggers level and handler, where the program has not.
-
-    Raises:
-        ValueError: the environment names no level.
-    """
+    """Give the loggers level and handler, where the program has not."""
     job_log.addFilter(_on_first_rank)
     level = os.environ.get(LEVEL, '')
     try:

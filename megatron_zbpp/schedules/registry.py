@@ -337,11 +337,7 @@ def _import_module(module: str) -> None:
 
 
 def _import(module: str, name: str) -> None:
-    """Import the module of the schedule `name`.
-
-    Raises:
-        ValueError: there is none, or it fails; the message says which.
-    """
+    """Import the module of the schedule `name`."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:

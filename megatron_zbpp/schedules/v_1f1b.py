@@ -49,11 +49,7 @@ def v_1f1b(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _block(p: int) -> dict[tuple[str, int], int]:
-    """Place forwards slot after slot, each backward as early as the interval has room for it.
-
-    Modulo the interval, a rank's two forwards leave room for its two backwards in just one way: the
-    backward of chunk 1 takes whichever place comes first, that of chunk 0 the other one.
-    """
+    """Place forwards slot after slot, each backward as early as the interval has room for it."""
     block = {(F, stage): stage for stage in range(2 * p)}
     ready, other = 2 * p, {}
     for rank in range(p):

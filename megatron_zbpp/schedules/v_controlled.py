@@ -132,10 +132,7 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
 def _controlled(
     name: str, num_ranks: int, num_microbatches: int, block: dict[tuple[str, int], int], peak: int
 ) -> Schedule:
-    """Return the block repeated, its ends tightened within the peak, and Ws put in the gaps.
-
-    Tightening the steady state too is mostly better and seldom worse: the better of both.
-    """
+    """Return the block repeated, its ends tightened within the peak, and Ws put in the gaps."""
     placement = Placement.v(num_ranks)
     slots = with_weights(repeat(block, _INTERVAL, num_microbatches), placement)
     drafts = [_draft(placement, slots, num_microbatches, peak, steady) for steady in (False, True)]

@@ -113,13 +113,7 @@ def zb_2p(
 
 
 class _Choices(NamedTuple):
-    """The choices that the paper leaves open and tries both ways.
-
-    Attributes:
-        delay_b: one more F in the warm-up though the first B then has to wait for it.
-        fill_all: a W in every gap, also in one that would not make the rank the most idle.
-        skip_f: no F where the rank below is two behind and B would have to wait for it.
-    """
+    """The choices that the paper leaves open and tries both ways."""
 
     delay_b: bool
     fill_all: bool

@@ -258,12 +258,15 @@ def test_what_an_offload_frees(ranks):
     assert 'offload of 3 chunks: a rank has 2' in refusal(ranks, *words)
 
 
+SHARED = ['--tensor-model-parallel-size', 8, '--num-attention-heads', 8]
+
+
 @pytest.mark.parametrize(
     ('words', 'activation', 'retained'),
     [
         (['--bf16'], 34, 32),
-        (['--bf16', '--tensor-model-parallel-size', 8], 13, 11),
-        (['--bf16', '--tensor-model-parallel-size', 8, '--sequence-parallel'], 4.25, 4),
+        ([*SHARED, '--bf16'], 13, 11),
+        ([*SHARED, '--bf16', '--sequence-parallel'], 4.25, 4),
         (['--bf16', '--recompute-granularity', 'full'], 2, 32),
         (['--swiglu', '--ffn-hidden-size', 128], 58, 56),
         (['--num-experts', 2], None, None),
@@ -415,6 +418,53 @@ def test_nothing_to_do(ranks, size):
 )
 def test_bad_input(ranks, words, said):
     assert said in refusal(ranks, '--gpus', 8, '--', *SIZES, '--global-batch-size', 48, *words)
+
+
+SMALL = '--num-layers 8 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --train-iters 4'
+SMALL += ' --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8'
+SMALL += ' --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1'
+AUTO = '--pipeline-schedule auto --pipeline-schedule-memory-limit'
+
+
+@pytest.mark.parametrize(
+    ('words', 'said'),
+    [
+        ('--num-attention-heads 5', '--num-attention-heads 5 does not divide --hidden-size 128'),
+        ('--group-query-attention --num-query-groups 3', 'does not divide --num-attention-heads 4'),
+        ('--tensor-model-parallel-size 8', '--num-attention-heads 4: Megatron refuses it (num_att'),
+        ('--micro-batch-size 0', '--micro-batch-size 0 is not possible: give a whole number from'),
+        ('--global-batch-size 0', '--global-batch-size 0 is not possible'),
+        ('--seq-length 0', '--seq-length 0 is not possible'),
+        ('--context-parallel-size -1', '--context-parallel-size -1 is not possible'),
+        (f'{AUTO} 0', 'memory-limit is 0, but each plan holds one microbatch on a rank: give 1 or'),
+        (f'{AUTO} 0.9', 'memory-limit is 0.9, but each plan holds one microbatch on a rank'),
+        ('--pipeline-schedule zb-1p --pipeline-schedule-memory-limit 0.9', 'is too small for rank'),
+    ],
+)
+def test_sizes_that_no_job_has(ranks, words, said):
+    assert said in refusal(ranks, '--', *SMALL.split(), *words.split())
+
+
+def test_the_least_that_a_plan_holds(ranks):
+    code, _ = report(ranks, '--', *SMALL.split(), *f'{AUTO} 1'.split())
+    assert code == 0
+
+
+@needs_training
+def test_sizes_that_megatron_validates(ranks):
+    """Its own words, with the flags; other things that it asserts are noted."""
+    lines = {
+        '--num-experts 3 --expert-model-parallel-size 2': (2, 'Number of experts should be a mult'),
+        '--context-parallel-size 2 --seq-length 62': (2, '--seq-length 62: Megatron refuses it'),
+        '--max-position-embeddings 32': (2, '--max-position-embeddings 32: Megatron refuses it'),
+        '--num-layers 7': (0, ''),
+        '--train-samples 5': (0, 'note: validation by Megatron itself ends here: expected iterat'),
+    }
+    for words, (wanted, said) in lines.items():
+        line = ('--', *SMALL.split(), *words.split())
+        (code, out, errors), _ = ranks(2).run(doctor, line, True)
+        assert code == wanted and said in out + errors, (words, out, errors)
+        assert ('itself' in out) == ('note' in said), out
 
 
 def test_all_that_is_wrong_is_told_at_once(ranks):

@@ -190,7 +190,7 @@ def dry_run_of(line: LaunchLine) -> DryRun:
     notes += _consequences(line, settings, programs, placement, counts)
     ends = sizes.counted_ends(args)  # before layers are placed, which takes them into the layout
     layers = _layers(args, placement)
-    notes += filter(None, [require_sizes(line)])
+    notes += filter(None, [] if refused else [require_sizes(line)])
     counted = [*layers]
     for stage, counts_as_layer in zip((0, -1), ends, strict=True):
         counted[stage] += counts_as_layer

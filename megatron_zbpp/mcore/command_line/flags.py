@@ -38,10 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _number_or_text(option: Option, text: str) -> float | str:
-    """Return the number, of the type that the option takes; else the text, for it to refuse.
-
-    argparse would end at the first flag that is wrong, with all flags of Megatron as its usage.
-    """
+    """Return the number, of the type that the option takes; else the text, for it to refuse."""
     try:
         return int(text) if isinstance(option.least, int) else float(text)
     except ValueError:
@@ -84,11 +81,7 @@ def of_schedule(words: Sequence[str]) -> list[str]:
 
 
 def _prewarm(given: Mapping[str, Any]) -> bool | None:
-    """Return what two switches ask for; None: neither does.
-
-    Raises:
-        ValueError: both are given.
-    """
+    """Return what two switches ask for; None: neither does."""
     on, off = given['pipeline_prewarm'], given['no_pipeline_prewarm']
     if on and off:
         raise ValueError('--pipeline-prewarm and --no-pipeline-prewarm: give one of them')

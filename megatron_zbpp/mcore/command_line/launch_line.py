@@ -119,11 +119,7 @@ def read(words: Sequence[str], gpus: int | None = None) -> LaunchLine:
 
 
 def _require_launcher(launcher: list[str], script: str | None, flags: list[str]) -> None:
-    """Return if the script will know our flags, as far as can be seen here.
-
-    Raises:
-        ValueError: it will not, or an option of the launcher stands behind it.
-    """
+    """Return if the script will know our flags, as far as can be seen here."""
     if script is None:
         return
     if '--cpu' in flags and 'megatron_zbpp.launch' in launcher:

@@ -125,11 +125,7 @@ def _plain(source: str | Schedule, num_chunks: int | None) -> Programs | None:
 
 
 def _num_chunks(args: argparse.Namespace, source: str | Schedule) -> int | None:
-    """Return chunks a rank that the arguments ask for; None: the schedule has its own.
-
-    Raises:
-        ValueError: the schedule has another number.
-    """
+    """Return chunks a rank that the arguments ask for; None: the schedule has its own."""
     if not isinstance(source, Schedule):
         return sizes.chunks_for(args, source)
     asked = sizes.num_chunks(args)

@@ -133,12 +133,7 @@ def _steps(recording: Recording) -> list[TimedPass]:
 
 
 def _runs(recording: Recording) -> list[TimedPass]:
-    """Return the passes that operations of autograd tell.
-
-    Each is a longest run of operations of a kind that no message interrupts. What lies inside of a
-    node of the backward belongs to it: forwards that run again, messages of context parallelism.
-    So does a single operation directly before it, which scales the loss.
-    """
+    """Return the passes that operations of autograd tell."""
     nodes = _outermost((r.start, r.end) for r in recording.ranges if r.name.startswith(_NODE))
     modules = [(r.start, r.end) for r in recording.ranges if r.name.startswith(_MODULE)]
     forwards = _outermost([*recording.operations, *modules], outside=nodes)
@@ -167,12 +162,7 @@ def _runs(recording: Recording) -> list[TimedPass]:
 def _outermost(
     intervals: Iterable[tuple[float, float]], outside: Sequence[tuple[float, float]] = ()
 ) -> list[tuple[float, float]]:
-    """Return the intervals that lie within no other, nor start within one of `outside`.
-
-    Args:
-        intervals: in any order.
-        outside: by their starts, none within another.
-    """
+    """Return the intervals that lie within no other, nor start within one of `outside`."""
     starts = [start for start, _ in outside]
     found: list[tuple[float, float]] = []
     for start, end in sorted(intervals, key=lambda own: (own[0], -own[1])):

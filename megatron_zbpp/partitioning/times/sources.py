@@ -96,11 +96,7 @@ def _read(path: Path) -> str | list[Recording] | dict[str, Any]:
 
 
 def _in_folder(folder: Path) -> Path:
-    """Return the file of stages in a folder.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the file of stages in a folder."""
     stages = folder / STAGES
     if stages.exists():
         return stages
@@ -127,7 +123,10 @@ def _of_json(path: Path, text: str) -> list[Recording] | dict[str, Any]:
             )
         return [recording]
     if strict_json.is_object(data) and ('F' in data or 'times' in data):
-        read: Any = strict_json.loads(text)
+        try:
+            read: Any = strict_json.loads(text)
+        except ValueError as error:
+            raise ValueError(f'{path}: {error}') from error
         return read
     what = strict_json.other_kind(data, 'it is JSON of another kind')
     raise ValueError(f'{path}: {what}: give {_KNOWN}')
@@ -146,7 +145,7 @@ def _of_stages(
     if not isinstance(known, str):
         raise ValueError(f'{path}: {_NO_LAYOUT} (a trace of this release says so itself)')
     if own not in (None, known):
-        raise ValueError(f'--layout {layout}, but {path} has {own}: leave it out')
+        raise ValueError(f'--layout {layout}, but {path} has {own!r}: leave it out')
     try:
         costs = Costs.from_json(json.dumps(data))
         require(costs)

@@ -73,10 +73,7 @@ def from_recordings(
 
 
 def _places(recordings: Sequence[Recording], stages: int) -> list[tuple[Recording, int, int]]:
-    """Return each recording with its place in its pipeline, and how many ranks that has.
-
-    Where a recording does not tell, those of a stage follow each other, as Megatron's ranks do.
-    """
+    """Return each recording with its place in its pipeline, and how many ranks that has."""
     if all(own.rank in own.pipeline for own in recordings):
         return [(r, r.pipeline.index(r.rank or 0), len(r.pipeline)) for r in recordings]
     known = [own.rank for own in recordings if own.rank is not None]
@@ -90,14 +87,7 @@ def _places(recordings: Sequence[Recording], stages: int) -> list[tuple[Recordin
 
 
 def _placed(passes: Sequence[TimedPass], place: int, ranks: int, stages: int) -> list[TimedPass]:
-    """Return passes with their stages: as named, or as the interleaved schedule runs chunks.
-
-    That takes `ranks` microbatches of a chunk, then as many of the next one; backwards begin with
-    the last chunk.
-
-    Raises:
-        ValueError: a stage that is named is none of the layout's, or chunks cannot be divided.
-    """
+    """Return passes with their stages: as named, or as the interleaved schedule runs chunks."""
     if passes and passes[0].stage is not None:
         most = max(own.stage or 0 for own in passes)
         if most >= stages:

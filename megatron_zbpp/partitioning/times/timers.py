@@ -163,11 +163,7 @@ def _by_stage(log: Log, timer: str, ranks: int, source: str) -> Sequence[float]:
 
 
 def _guess(joined: Sequence[str], source: str) -> str:
-    """Return what is assumed where only the shortest and the longest time are logged.
-
-    Raises:
-        ValueError: ranks have unlike decoder layers, so that nothing can be assumed.
-    """
+    """Return what is assumed where only the shortest and the longest time are logged."""
     inner = [Counter(own.strip('EL')) for own in joined]
     if any(own != inner[0] for own in inner) or len(joined) < 2:
         raise ValueError(
@@ -190,11 +186,7 @@ def _integer(arguments: Mapping[str, str], name: str) -> int | None:
 
 
 def _microbatches(arguments: Mapping[str, str], source: str) -> int:
-    """Return the microbatches of an iteration.
-
-    Raises:
-        ValueError: the arguments do not tell.
-    """
+    """Return the microbatches of an iteration."""
     sizes = [
         _integer(arguments, name)
         for name in ('global_batch_size', 'micro_batch_size', 'data_parallel_size')
@@ -208,11 +200,7 @@ def _microbatches(arguments: Mapping[str, str], source: str) -> int:
 
 
 def _layout(arguments: Mapping[str, str], source: str) -> str:
-    """Return the layers of the stages, as Megatron divides them.
-
-    Raises:
-        ValueError: the arguments do not tell.
-    """
+    """Return the layers of the stages, as Megatron divides them."""
     ranks, layers = _integer(arguments, _RANKS), _integer(arguments, 'num_layers')
     given = arguments.get('pipeline_model_parallel_layout', 'None')
     stages = (ranks or 1) * (_integer(arguments, _CHUNKS) or 1)

@@ -255,6 +255,8 @@ def test_command(tmp_path, capsys):
         (['--model', 'gpt'], '--model gpt needs --num-layers'),
         (['--stages', 'Et|tL'], 'give LAYOUT=FILE'),
         (['--stages', f'EttL={file}'], 'layers.json'),
+        (['--stages', f'Ex|yL={times}'], "layout 'Ex|yL' has xy for layers: give such as Ett|ttL"),
+        (['--stages', f'|={times}'], "layout '|' has nothing for layers: give such as Ett|ttL"),
         (['--stages', f'EttL={file}'], 'give times of the stages as {"F"'),
         (['--stages', f'Et|tL={tmp_path / "none"}'], 'No such file or directory: give a file of'),
         (['--stages', f'Et|tL={times}', '--hidden', '4'], '--hidden is about --model'),

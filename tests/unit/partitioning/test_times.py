@@ -373,6 +373,7 @@ def test_one_line_with_the_cure(tmp_path, capsys):
         ([STOCK[0], '--layout', 'Ett|ttL'], 'give the recordings of all pipeline ranks'),
         ([*OURS, '--layout', 'EttttL'], 'a pass of stage 1 was recorded'),
         ([LOG, '--layout', '|'], "--layout '|' has no layers"),
+        ([*STOCK, '--layout', 'xyz|abc'], "layout 'xyz|abc' has abcxyz for layers: give such as"),
         ([LOG, '--layout', 'E|t|t'], 'do not divide among 2 ranks'),
     ):
         given = [
