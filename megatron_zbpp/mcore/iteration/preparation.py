@@ -72,8 +72,10 @@ def prepare(
     _require_built(models, held, rank, one)
     if models[0] not in session.compared:
         session.compared.add(models[0])
-        collective = session.watchdog.collective
-        require_all_layers(unwrap_model(models), one, groups.pp, collective)
+        collective, require = session.watchdog.collective, None
+        if session.programs.num_slices > 1:
+            from megatron_zbpp.mcore.patches.slices import require
+        require_all_layers(unwrap_model(models), one, groups.pp, collective, require)
     make = _maker(session, next_iteration, arguments, lowered, cuts, rank)
     tables, count = lowered.tables(rank, ranks_ahead)
     if endless is not None and lowered.calls is not None:
@@ -148,8 +150,7 @@ def _maker(
     if len(cuts) > 2:
         from megatron_zbpp.mcore.iteration import sliced
 
-        new = models if models[0] not in session.compared else []
-        sliced.require(unwrap_model(new), arguments)
+        sliced.require(arguments)
         stage = sliced.SlicedStage
         if programs.shards_vocabulary:
             from megatron_zbpp.mcore.iteration import sliced_vocabulary
