@@ -96,19 +96,17 @@ class Kept:
     def extended(
         self, layer: torch.nn.Module, part: Slice, *own: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return keys and values of the sequence up to the end of a slice.
+        """Return keys and values of a layer up to the end of a slice: views of one buffer for all.
 
-        Args:
-            layer: whose they are.
-            part: the slice.
-            own: keys and values of its tokens, (slice, micro batch, heads, width of a head).
-
-        Returns:
-            Views of one buffer for all slices: (tokens up to its end, micro batch, heads, width).
-
-        Raises:
-            NotImplementedError: the layer has run in this pass already.
+        `own` are those of the slice, (its tokens, micro batch, heads, width of a head).
         """
+        if own[0].size(0) != part.end - part.start:
+            raise NotImplementedError(
+                f'slices of sequences: a {type(layer).__name__} gets {own[0].size(0)} tokens where '
+                f'slices have {part.end - part.start}: a forward that replaces that of GPTModel '
+                'after megatron_zbpp.enable() does not cut its inputs, nor does another kind of '
+                'model: replace it before, or take a schedule of whole sequences'
+            )
         self.visit(layer)
         pair = self._rows.setdefault(part.microbatch, {}).setdefault(layer, (Rows(), Rows()))
         extended = tuple(
@@ -118,11 +116,7 @@ class Kept:
         return extended
 
     def visit(self, module: torch.nn.Module) -> None:
-        """Note that a module runs in this pass.
-
-        Raises:
-            NotImplementedError: it has already.
-        """
+        """Note that a module runs in this pass; raise NotImplementedError if it has already."""
         if module in self.visited:
             raise NotImplementedError(
                 f'slices of sequences: a {type(module).__name__} runs twice in a pass, where keys '

@@ -250,6 +250,15 @@ def layers(argv):
     class MambaMixer(torch.nn.Module):
         pass
 
+    class Transposed(GPTModel):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs).transpose(0, 1)
+
+    uncut = GPTModel.forward
+
+    def replaced(model):
+        model.forward = functools.partial(uncut, model)
+
     def mixing(made):
         return lambda model: model.decoder.add_module('mixer', made)
 
@@ -261,6 +270,9 @@ def layers(argv):
 
     def nameless(original):
         return lambda model, *args, **kwargs: original(model, *args, **kwargs)
+
+    def without_any(original):
+        return lambda *args, **kwargs: original(*args, **kwargs)
 
     def said(job, change):
         def build(*args, **kwargs):
@@ -275,6 +287,8 @@ def layers(argv):
         'Conv1d': said(JOB, mixing(torch.nn.Conv1d(1, 1, 1))),
         'MambaMixer': said(JOB, mixing(MambaMixer())),
         'attn_mask_type=no_mask': said(JOB, seeing_all),
+        'tensor of shape (4, 2) for 4 tokens': said(JOB, of_class(GPTModel, Transposed)),
+        'a DotProductAttention gets 16 tokens where slices have 4': said(JOB, replaced),
         'inputs of a Linear cannot be cut': message(require, torch.nn.Linear(1, 1)),
         'collect_non_loss_data: ': message(
             sliced.require, SimpleNamespace(collect_non_loss_data=True)
@@ -285,8 +299,9 @@ def layers(argv):
         'mrope': said(JOB, by_axis),
         'runs twice': said(JOB, lambda model: _repeat(model.decoder.layers)),
     }
-    with mock.patch.object(GPTModel, 'forward', nameless(GPTModel.forward)):
-        found['functools.wraps'] = said(JOB, lambda model: None)
+    for wrapped, words in ((nameless, 'by functools.wraps'), (without_any, 'functools.wraps')):
+        with mock.patch.object(GPTModel, 'forward', wrapped(GPTModel.forward)):
+            found[words] = said(JOB, lambda model: None)
     return found
 
 

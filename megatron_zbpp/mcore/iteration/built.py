@@ -73,11 +73,7 @@ def require_all_layers(
 
 
 def _require_layout(stack: str, found: list[list[int | None]], planned: list[range | None]) -> None:
-    """Return if stages have as many layers as their layout says, or of those only.
-
-    Raises:
-        ValueError: a class has ignored the layout.
-    """
+    """Raise ValueError unless stages have as many layers as their layout, or of those only."""
     pairs = [(own, numbers) for own, numbers in zip(found, planned, strict=True) if numbers]
     counts = all(len(own) == len(numbers) for own, numbers in pairs)
     if counts or all({*own} - {None} <= {*numbers} for own, numbers in pairs):
@@ -90,11 +86,7 @@ def _require_layout(stack: str, found: list[list[int | None]], planned: list[ran
 
 
 def _require_model_order(stack: str, found: list[list[int | None]], placement: Placement) -> None:
-    """Return if the stages, in model order, have the layers 1 to n.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Raise ValueError unless the stages, in model order, have the layers 1 to n."""
     once, ranks = list(map(_once, found)), placement.only_route
     for built in (once, list(map(_in_place, found))):
         flat = [number for numbers in built for number in numbers]

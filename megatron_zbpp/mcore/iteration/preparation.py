@@ -137,11 +137,7 @@ def _maker(
     cuts: Sequence[int],
     rank: int,
 ) -> Callable[..., ModelStage]:
-    """Return what makes a stage, by what its passes do beside Megatron's own.
-
-    Raises:
-        NotImplementedError: the model or the call cannot.
-    """
+    """Return what makes a stage, by what its passes do beside Megatron's own."""
     models, programs = arguments.models, session.programs
     if programs.shards_vocabulary:
         from megatron_zbpp.mcore.iteration import embedding, vocabulary
@@ -270,15 +266,7 @@ def _messages(
     device: torch.device,
     length: int,
 ) -> tuple[Message, ...]:
-    """Return what neighbours exchange; as Megatron has it, all shapes vary where some may.
-
-    Args:
-        arguments: of the call.
-        config: of the model.
-        groups: of its ranks.
-        device: of this rank.
-        length: tokens of a sequence, or of a slice of it.
-    """
+    """Return messages of `length` tokens; as Megatron has it, all shapes vary where some may."""
     if config.variable_seq_lengths or getattr(config, 'mtp_standalone', False):
         return (Message(None, config.pipeline_dtype, device),)
     # Megatron's function for several chunks takes no notice of the decoder's

@@ -79,10 +79,7 @@ class SlicedStage(ModelStage):
 
     @contextmanager
     def _runs(self, part: Slice) -> Iterator[None]:
-        """Run a slice within, without what Transformer Engine does for the first microbatch.
-
-        Its backward would begin `main_grad` anew, behind those of the slices that follow it.
-        """
+        """Run a slice; Transformer Engine must not begin `main_grad` anew in its backward."""
         modules = _caching_modules(self.model)
         for module in modules:
             vars(module)[_NO_CACHE] = True  # Module's own setattr takes 20 times as long
@@ -107,12 +104,6 @@ class SlicedStage(ModelStage):
             else:
                 call, loss_func = self._called[part.microbatch]
                 output = call()
-            if self._inner not in self._kept.visited:
-                raise NotImplementedError(
-                    f'slices of sequences: forward of {type(self._inner).__name__} was replaced '
-                    'after megatron_zbpp.enable(), and nothing has cut its inputs: replace it '
-                    f'before, or {_WHOLE}'
-                )
             return output, self._of_whole(p, part, loss_func) if self._is_last else loss_func
 
         return step
@@ -120,7 +111,7 @@ class SlicedStage(ModelStage):
     def _first(self, data: Iterator | None, model: torch.nn.Module) -> tuple[Any, Callable, Any]:
         """Return what forward_step gives: output, what calls the model so again, loss function."""
         calls: list[Callable] = []
-        made: list[tuple[torch.Tensor, int]] = []
+        made: list[tuple[Any, int]] = []
         handles = (
             model.register_forward_pre_hook(
                 lambda _, args, kwargs: calls.append(functools.partial(model, *args, **kwargs)),
@@ -144,10 +135,7 @@ class SlicedStage(ModelStage):
         return output, calls[-1], loss_func
 
     def _of_whole(self, p: Pass, part: Slice, loss_func: Any) -> Any:
-        """Return a loss function of a slice's tokens, by the program's own of whole sequences.
-
-        To that, tokens of other slices have a loss of 0: so it divides by what it would divide by.
-        """
+        """Return the program's loss function, to which tokens of other slices have a loss of 0."""
 
         def of_slice(losses: torch.Tensor) -> Any:
             if p.kind == F:
@@ -157,13 +145,9 @@ class SlicedStage(ModelStage):
         return of_slice
 
     def _require_sum(self, losses: torch.Tensor, loss_func: Any) -> None:
-        """Return if a loss function is a sum over tokens; looked at until it has trained any.
+        """Raise unless each token has the gradient by its slice that it has by the whole sequence.
 
-        So each token's gradient is the same by the whole sequence and by its slice, which is all
-        that trains, and as many tokens are counted by each.
-
-        Raises:
-            NotImplementedError: it is none.
+        Looked at once for each function; again where nothing has counted, as all was masked.
         """
         function = getattr(loss_func, 'func', loss_func)
         code = getattr(function, '__code__', type(function))
@@ -223,11 +207,7 @@ def _version(output: Any) -> int:
 
 
 def _padded(losses: torch.Tensor, part: Slice) -> torch.Tensor:
-    """Return outputs of a slice, (micro batch, tokens, ...), with zeros for the other tokens.
-
-    Raises:
-        NotImplementedError: their axis 1 has not the tokens of the slice.
-    """
+    """Return outputs of a slice, (micro batch, tokens, ...), with zeros for the other tokens."""
     if losses.dim() < 2 or losses.size(1) != part.end - part.start:
         raise NotImplementedError(
             f'slices of sequences: the model gives a tensor of shape {tuple(losses.shape)} for '
@@ -251,10 +231,7 @@ def _gradient(losses: torch.Tensor, loss_func: Any, part: Slice) -> tuple[torch.
 
 @contextmanager
 def _of_slice(part: Slice, by_token: bool) -> Iterator[None]:
-    """Weigh auxiliary losses of experts, which are means of a slice's tokens, by its share.
-
-    Where the loss is divided by all tokens, Megatron weighs them by those of the slice already.
-    """
+    """Weigh losses of experts, means of tokens, by a slice's share; Megatron does `by_token`."""
     whole = MoEAuxLossAutoScaler.main_loss_backward_scale
     if whole is not None and not by_token:
         MoEAuxLossAutoScaler.main_loss_backward_scale = whole * part.share

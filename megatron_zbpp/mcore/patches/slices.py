@@ -49,11 +49,7 @@ _Masked = Callable[
 
 
 def patches(running: Running) -> Iterator[Patch]:
-    """Yield what is replaced for schedules of slices.
-
-    Args:
-        running: tells which slice runs.
-    """
+    """Yield what is replaced for schedules of slices; `running` tells which one runs."""
     for owner in _models():
         yield Patch(owner, 'forward', functools.partial(_cutting, running))
     for owner in _ROTARY:
@@ -96,11 +92,7 @@ def _cutting(running: Running, original: Callable) -> Callable:
 
 
 def _cut(name: str, value: Any, part: Slice) -> Any:
-    """Return an argument of the model for a slice.
-
-    Raises:
-        NotImplementedError: it is none that slices are known to have.
-    """
+    """Return an argument of the model for a slice, if it is known how to cut it."""
     if value is None or name == _AS_IT_IS:
         return value
     if name not in (*_OF_TOKENS, _MASK):
